@@ -235,17 +235,16 @@ def fused_attention(qkv: Tensor, rows: Rows) -> Tensor:
     wide = qkv.dtype == torch.float32
     out = torch.empty(slots, width, dtype=qkv.dtype, device=qkv.device)
     given = (qkv, out, rows.cu_seqlens, rows.cos, rows.sin, rows.slopes, slots)
-    sizes = {"width": width, "head_dim": width // rows.heads, "factor": 1 / math.sqrt(width // rows.heads)}
     product = "ieee" if wide else "tf32"  # for float32 only
+    sizes: dict[str, object] = {"width": width, "head_dim": width // rows.heads, "num_warps": 4, "num_stages": 2}
+    sizes |= {"factor": 1 / math.sqrt(width // rows.heads), "product": product}
     grid = (rows.heads, max(1, rows.rows))
     if wide or rows.max_seqlen > WHOLE:
         block = WIDE_QUERIES if wide else QUERIES
         blocks = triton.cdiv(rows.max_seqlen, block)
-        _long_rows[(*grid, blocks)](*given, **sizes, product=product, block=block, num_warps=4, num_stages=2)
+        _long_rows[(*grid, blocks)](*given, **sizes, block=block)
     else:
         near = QUERIES if rows.max_seqlen <= QUERIES else WHOLE // 2
         far = 0 if rows.max_seqlen <= near else WHOLE // 2
-        _whole_rows[grid](
-            *given, **sizes, product=product, queries=QUERIES, near=near, far=far, num_warps=4, num_stages=2
-        )
+        _whole_rows[grid](*given, **sizes, queries=QUERIES, near=near, far=far)
     return out

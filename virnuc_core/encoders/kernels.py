@@ -160,10 +160,9 @@ def span_means(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     A span's mean does not depend on what else is in the batch, nor on dead slots."""
     width, columns = x.shape[1], 256
     out = torch.empty(starts.shape[0], width, dtype=torch.float32, device=x.device)
+    sizes = {"width": width, "tokens": 16, "columns": columns, "num_warps": 4}
     grid = (starts.shape[0], triton.cdiv(width, columns))
-    _span_means[grid](
-        x, starts.contiguous(), ends.contiguous(), out, width=width, tokens=16, columns=columns, num_warps=4
-    )
+    _span_means[grid](x, starts.contiguous(), ends.contiguous(), out, **sizes)
     return out
 
 

@@ -16,7 +16,7 @@ from virnuc_core.errors import StorageError, size
 from virnuc_core.lease import still_held
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import Device, ModelFlops
+from virnuc_core.runfiles import Device, ModelFlops, read_record
 from virnuc_core.telemetry.live import InferenceProgressReporter, Sampler
 from virnuc_core.telemetry.log import journal, read_journal, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, embedding_span
@@ -61,11 +61,11 @@ class Job:
 
     def tasks(self, chosen: Sequence[int]) -> list[ShardTask]:
         """Some shards, as workers are told of them."""
-        run, store, plan = str(self.run.root.resolve()), self.store, self.plan
-        most = max(0, max(1, int(MOST_NOT_FINITE * store.n_uniques)) - self.lost)
-        told: dict[str, Any] = {"run": run, "store": str(store.path.resolve()), "reads": store.fingerprint}
-        told |= {"most_lost": most, "threshold": self.spec.threshold}
-        spans = ((shard, *plan.range(shard)) for shard in chosen)
+        weights = read_record(self.run).fingerprints
+        most = max(0, max(1, int(MOST_NOT_FINITE * self.store.n_uniques)) - self.lost)
+        told: dict[str, Any] = {"run": str(self.run.root.resolve()), "store": str(self.store.path.resolve())}
+        told |= {"reads": weights.pop("reads"), "weights": weights, "most_lost": most, "threshold": self.spec.threshold}
+        spans = ((shard, *self.plan.range(shard)) for shard in chosen)
         return [ShardTask(**told, shard=shard, lo=lo, hi=hi) for shard, lo, hi in spans]
 
 

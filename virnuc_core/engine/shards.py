@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, NamedTuple
 import h5py
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from virnuc_core.config import RESULT_FIELDS, THRESHOLD, EngineSpec, Spec
 from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
@@ -73,6 +74,7 @@ class ShardTask(Message):
     run: str
     store: str
     reads: str  # fingerprint of the store the plan was made for
+    weights: dict[str, str] = Field(default_factory=dict)  # digests of the models that its run is made from
     most_lost: int = 0  # rows of the run that may turn out not to be finite; with more it stops
     shard: int
     lo: int  # first unique, and one past the last

@@ -21,15 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import check_finite, load_all, open_part, shape_of
+from virnuc_core.encoders.checkpoint import check_finite, fingerprint, load_all, open_part, shape_of
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import KINDS, DnabertShape, HeadShape
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.engine.loader import SMALLEST_GROUP, Batch, Loader, Take, opened, packed, shapes
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan, repeats
-from virnuc_core.errors import NotFiniteError, few
+from virnuc_core.errors import NotFiniteError, RunMismatchError, few
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import differing
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class Worker:
         import_s, loaded_s = time.monotonic() - self.parent.started_s, list[float]()
         models, engine, cuda = Path(self.spec.models), self.spec.engine, self.spec.device.kind == "cuda"
         self.device = device = torch.device("cuda:0" if cuda else "cpu")
+        # of what is loaded now; nobody waits for it before the first commit
+        self._weights = ThreadPoolExecutor(1).submit(fingerprint, models, engine.precision)
         head = open_part(models, HeadShape)[0]
         longest = head.model_length // 3 + 2
         shorter = [SMALLEST_GROUP << n for n in range(longest.bit_length()) if SMALLEST_GROUP << n < longest]
@@ -258,6 +261,7 @@ class Worker:
         if task.probe:
             self._answer(Computed(done=None))
             return
+        self._check_weights(task.weights)
         fine = np.isfinite(result.embeddings).all(axis=1) & np.isfinite(result.scores).all(axis=1)
         lost = np.flatnonzero(~fine)
         if len(lost) > len(task.skip):
@@ -286,6 +290,15 @@ class Worker:
             allocated_bytes=torch.cuda.max_memory_allocated() if pending.arrived is not None else None,
         )
         self._answer(Computed(done=done, repeated=repeated))
+
+    def _check_weights(self, wanted: dict[str, str]) -> None:
+        """See that a run is made from what is loaded here. Errors: `RunMismatchError` when that is no longer there,
+        `RuntimeError` when it came later: whoever takes this worker's place loads it."""
+        if wanted not in ({}, self._weights.result()):
+            models = self.spec.models
+            others = few(differing(wanted, fingerprint(Path(models), self.spec.engine.precision), strict=True))
+            problem = f"{others} is no longer what the run began with; put it back, or choose another directory"
+            raise RunMismatchError(f"{models}: {problem}") if others else RuntimeError(f"{models} has other models now")
 
     def _answer(self, computed: Computed) -> None:
         self._held.popleft()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ import psutil
 import pytest
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import LocalWorkers, end_all_children, worker_specs
-from virnuc_core.errors import ConfigError, WorkerError
-from virnuc_core.pipeline import workers_for
+from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
+from virnuc_core.pipeline import prepare, workers_for
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.rundir import RunDir
@@ -97,8 +99,6 @@ def test_what_lies_with_one_run_fails_it_alone_and_a_dead_worker_is_replaced(
 
 def go_without_a_plan(root: Path, staged: Staged, models: Path, pool: Pool) -> None:
     """What `go` does, of a store that was replaced after the plan was made."""
-    from virnuc_core.pipeline import prepare
-
     job = prepare(RunDir(root), staged[0], ClassifySpec(models=models, devices=DEVICES, engine=SMALL))
     tasks = [task.model_copy(update={"reads": "of others"}) for task in job.tasks(job.todo)]
     pool.compute(tasks, root / "logs", lambda _: None)
@@ -116,6 +116,35 @@ def test_a_worker_that_is_stopped_while_it_waits_is_ended_and_replaced(
         os.kill(pid, signal.SIGSTOP)
         psutil.Process(pid).wait(60)
         assert go(tmp_path / "next", other, tiny_models, Devices.parse("cpu:1"), engine=engine, pool=pool).restarts == 0
+
+
+def test_models_that_change_under_kept_workers_are_loaded_anew_and_never_mixed(
+    tmp_path: Path, other: Staged, tiny_models: Path
+) -> None:
+    """A new head between two runs, and one that comes when a run has begun."""
+    models, one, heads = tmp_path / "models", Devices.parse("cpu:1"), tmp_path / "heads"
+    shutil.copytree(tiny_models, models)
+    init_random(heads, "tiny", "tiny", model_length=300, seed=4)
+
+    def exchange() -> None:
+        for now, then in ((models / "head", heads / "aside"), (heads / "head", models / "head")):
+            now.rename(then)
+        (heads / "aside").rename(heads / "head")
+
+    spec = ClassifySpec(models=models, devices=one, engine=SMALL)
+    with workers_for(spec, Path(), keep=True) as pool:
+        first = go(tmp_path / "first", other, models, one, pool=pool)
+        exchange()
+        second = go(tmp_path / "second", other, models, one, pool=pool)
+        exchange()
+        job = prepare(RunDir(tmp_path / "third"), other[0], spec)
+        exchange()
+        with pytest.raises(RunMismatchError, match="models: head is no longer what the run began with; put it back"):
+            pool.compute(job.tasks(job.todo), tmp_path / "logs", lambda _: None)
+    go(tmp_path / "alone", other, models, one)
+    assert result_bytes(tmp_path / "second") == result_bytes(tmp_path / "alone") != result_bytes(tmp_path / "first")
+    assert (first.restarts, second.restarts) == (0, 1), "only who has other models is replaced"
+    assert not list(RunDir(tmp_path / "third").shards.glob("*.h5"))
 
 
 def test_a_pool_that_is_interrupted_or_closed_computes_nothing(tmp_path: Path, tiny_models: Path) -> None:
