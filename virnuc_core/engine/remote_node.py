@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Final
 import h5py
 import numpy as np
 
+from virnuc_core.config import Precision
 from virnuc_core.encoders.checkpoint import PARTS, fingerprint
 from virnuc_core.engine.node import HEAR_S, End, Ended, Facts, Told
 from virnuc_core.engine.pool import OF_A_JOB
@@ -128,9 +129,9 @@ class RemoteNode:
             if not answer.is_file() or answer.read_bytes() != text:
                 raise DeviceError(f"what it writes in {place} is not seen here: it is no shared file system")
 
-    async def bring(self, models: Path, local: Path | None) -> None:
+    async def bring(self, models: Path, local: Path | None, precision: Precision) -> None:
         """Have it hold the models on its own disk, in the folder `local` if there is one."""
-        prints = json.dumps(await asyncio.to_thread(fingerprint, models), sort_keys=True)
+        prints = json.dumps(await asyncio.to_thread(fingerprint, models, precision), sort_keys=True)
         what = "models" if self.transfer else str(models), str(local or ""), prints
         if not await self._brought(*what):
             for path in sorted(path for part in PARTS for path in (models / part).rglob("*") if path.is_file()):

@@ -17,13 +17,15 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
+import torch
 
-from virnuc_core.config import ClassifySpec, ClusterSpec, Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, ClusterSpec, Devices, EngineSpec, Precision
 from virnuc_core.encoders.checkpoint import fingerprint
+from virnuc_core.encoders.models_directory import quantise
 from virnuc_core.engine import shards
 from virnuc_core.engine.node import Node
 from virnuc_core.engine.pool import Pool
@@ -31,6 +33,7 @@ from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, Rea
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
 from virnuc_core.pipeline import workers_for
+from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.runfiles import Device
@@ -149,6 +152,33 @@ def test_models_are_brought_once_and_proven(tmp_path: Path, tiny_models: Path) -
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     with pytest.raises(VirnucError, match="remove it and run again"):
         Node("none", str(tmp_path)).bring(str(tiny_models), str(local), prints)
+
+
+def test_a_copy_without_the_calibration_of_a_run_in_int8_is_not_used(tmp_path: Path, tiny_models: Path) -> None:
+    """A node that has the weights from a run in fp16, or from one before the models were calibrated anew."""
+    from virnuc_core.engine.remote_node import RemoteNode
+
+    models, local, int8 = tmp_path / "models", tmp_path / "local", "esm2/int8.safetensors"
+    shutil.copytree(tiny_models, models)
+
+    class Here:
+        transfer = False
+
+        async def _brought(self, *what: str) -> bool:
+            return Node("none", str(tmp_path)).bring(*what)
+
+    def bring(precision: Precision) -> None:
+        asyncio.run(RemoteNode.bring(cast(RemoteNode, Here()), models, local, precision))
+
+    bring("fp16")
+    for seed in (1, 2):
+        reads = simulate(SimulateSpec(reads=400, seed=seed), tmp_path / f"reads{seed}.fasta").reads_file
+        quantise(models, str(reads), torch.device("cpu"))
+        bring("int8")
+        (copy,) = (one for one in local.glob(f"*/{int8}") if one.read_bytes() == (models / int8).read_bytes())
+    copy.unlink()
+    with pytest.raises(VirnucError, match="no such file; int8 needs it"):
+        bring("int8")
 
 
 def test_an_excerpt_has_the_sequences_and_names_of_a_shard(tmp_path: Path, staged: Staged) -> None:
@@ -315,10 +345,10 @@ def test_a_node_that_is_stopped_as_it_is_given_the_models_is_not_waited_for(
 
     bring = RemoteNode.bring
 
-    async def struck(node: RemoteNode, models: Path, local: Path | None) -> None:
+    async def struck(node: RemoteNode, *models: Any) -> None:
         if node.name == "n0":
             nodes[0].send_signal(signal.SIGSTOP)
-        await bring(node, models, local)
+        await bring(node, *models)
 
     monkeypatch.setattr(RemoteNode, "bring", struck)
     monkeypatch.setattr("virnuc_core.engine.remote_node.ANSWER_S", 3.0)
