@@ -234,7 +234,7 @@ def check(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
     if ahead is not None and found and isinstance(settings, PredictSettings) and (settings.force or not over):
         specs = process.worker_specs(settings.models, found, engine)
         ahead.enter_context(process.LocalWorkers(process.WORKER, specs))
-    from virnuc_core.encoders.checkpoint import calibration, check_models, fingerprint
+    from virnuc_core.encoders.checkpoint import check_models, fingerprint
     from virnuc_core.encoders.model_config import verdict
     from virnuc_core.reads.sources import is_remote
 
@@ -255,7 +255,7 @@ def check(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
     settings.check_place()
     settings.check_own_files()
     if found and engine.precision == "int8":
-        calibration(settings.models)
+        fingerprint(settings.models, "int8")
     room = 0 if run.plan.exists() else 4 * head.width * rows
     writable(settings.out, room, "the embeddings of these reads, by their first,")
     if remote:  # its nodes are looked at once they are asked for

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from flows import cli, start
 from flows.parameters import PredictSettings
-from virnuc_core.errors import InputError, StorageError
+from virnuc_core.encoders.models_directory import quantise
+from virnuc_core.errors import InputError, StorageError, WeightsError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 FASTA = b">r1\nACGTACGTACGTACGTACGT\n"
@@ -261,6 +263,24 @@ def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"] * out.exists() + ["r.fa"]
         out.mkdir(exist_ok=True)
     assert list(out.iterdir()) == []
+
+
+def test_a_calibration_of_other_weights_is_refused_before_reads_are_staged(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, out = tmp_path / "models", tmp_path / "out"
+    shutil.copytree(models, copied)
+    simulate(SimulateSpec(reads=400, seed=3), reads := tmp_path / "reads.fasta")
+    quantise(copied, str(reads), torch.device("cpu"))
+    monkeypatch.setattr("virnuc_core.engine.devices.resolve_engine", lambda engine, kind: engine)  # as on a GPU
+    given = {"reads": (str(reads),), "models": copied, "devices": "cpu:1"}
+    settings = PredictSettings(out=out, precision="int8", **given)
+    start.check(settings)
+    config = copied / "esm2" / "config.json"
+    config.write_text(config.read_text().replace('"origin": "', '"origin": "another '))
+    with pytest.raises(WeightsError, match="made for other weights of ESM-2; make it anew with virnuc models quantize"):
+        start.check(settings)
+    assert not out.exists()
 
 
 def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from virnuc_core.encoders.layers import PRODUCTS, Dense, Encoder, dense
 from virnuc_core.encoders.model_config import KINDS, DnabertShape, Esm2Shape, HeadShape, read_shape
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
-from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
+from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError, few
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import sample
@@ -74,9 +74,9 @@ def anchors() -> tuple[Anchor, ...]:
 def torch_device(name: str) -> torch.device:
     """What torch calls by this name; `DeviceError` when it is not there."""
     try:
-        torch.empty(1, device=(chosen := torch.device(name)))
+        torch.empty(1, device=(chosen := torch.device(name))).cpu()
     except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from error
+        raise DeviceError(f"device {name} cannot be used: {few([error])}") from error
     return chosen
 
 
@@ -270,8 +270,10 @@ def quantise(models: Path, reads: str, device: torch.device) -> tuple[Path, int]
     esm2.dense = seen = Seen(esm2)
     for first in range(0, len(rows), AT_ONCE):
         embed(esm2, Esm2Tokenizer(), rows[first : first + AT_ONCE], device)
-    folder = models / "esm2"
+    folder, found = models / "esm2", seen.tensors()
+    if not all(bool(tensor.isfinite().all()) for tensor in found.values()):
+        raise WeightsError(f"{folder}: gives NaN or infinity for rows of these reads; see virnuc models verify")
     about = {"weights": part_digest(folder), "rows": str(len(rows))}
     with whole_file(folder / checkpoint.CALIBRATION) as aside:
-        aside.write_bytes(save(seen.tensors(), about))
+        aside.write_bytes(save(found, about))
     return folder / checkpoint.CALIBRATION, len(rows)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from flows.cli import main
 from virnuc_core.encoders.checkpoint import calibration, fingerprint, load_encoder, open_part
@@ -23,7 +24,7 @@ from virnuc_core.encoders.layers import (
 )
 from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
-from virnuc_core.encoders.models_directory import embed, quantise
+from virnuc_core.encoders.models_directory import embed, quantise, torch_device
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.errors import DeviceError, WeightsError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
@@ -132,6 +133,24 @@ def test_int8_without_its_calibration_is_refused(calibrated: Path, models: Path,
     kept.write_bytes(b"nothing")
     with pytest.raises(WeightsError, match="is no calibration for this ESM-2"):
         fingerprint(tmp_path, "int8")
+
+
+def test_weights_whose_numbers_overflow_are_not_calibrated(calibrated: Path, tmp_path: Path) -> None:
+    shutil.copytree(calibrated, tmp_path / "models")
+    weights, kept = tmp_path / "models/esm2/model.safetensors", tmp_path / "models/esm2/int8.safetensors"
+    before = kept.read_bytes()
+    save_file(
+        {name: tensor * (1e30 if tensor.ndim == 2 else 1) for name, tensor in load_file(weights).items()}, weights
+    )
+    with pytest.raises(WeightsError, match="esm2: gives NaN or infinity for rows of these reads; see virnuc models"):
+        quantise(tmp_path / "models", str(calibrated.with_name("reads.fasta")), CPU)
+    assert kept.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "nothing"])
+def test_a_device_of_no_use_is_refused_in_a_short_line(name: str) -> None:
+    with pytest.raises(DeviceError, match=f"device {name} cannot be used: .{{10,100}}$"):
+        torch_device(name)
 
 
 def test_few_reads_are_no_calibration(calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
