@@ -142,11 +142,11 @@ def _predicted(
     given. Errors: those of its steps; `VirnucError` for other content."""
     settings.check_place()
     with run_lock(settings.out):
-        run, spec = RunDir(settings.out), settings.spec(name)
+        run = RunDir(settings.out)
         if among > 1 and not settings.stage_workers:
             workers = max(1, len(os.sched_getaffinity(0)) // among)
             settings = settings.model_copy(update={"stage_workers": workers})
-        staging = stage_input(settings, name)
+        spec, staging = settings.spec(name), stage_input(settings, name)
         if content and (found := staging.by_file[0].content) and found.sha256 != content:
             raise VirnucError(f"{staging.files[0]}: was replaced before it was read; the next run takes it as it is")
         if not staging.counts.n_reads:

@@ -1,6 +1,7 @@
 """Typed settings that every part takes: built once at the edge, handed down, written to the run record."""
 
 import errno
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ DEFAULT_MODEL_LENGTH = 500
 SMALL_BYTES = 1 << 24  # a file that is read whole at most: settings, sizes of a model, a tokenizer, marks
 MOST_FAULTS = 5  # of a file or settings that one message names
 INPUTS = ("mates_1", "mates_2", "reads")  # settings that name reads
-MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
+MOST_PROCESSES = 8  # that stage; beyond it the one that unpacks is the limit
 THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
 
 
@@ -120,12 +121,22 @@ class ClusterSpec(Spec):
     transfer: bool = Field(False, description="nodes share no file system: reads, models and results go through Dask")
 
 
-class ReadingSpec(Spec):
-    """How input is read."""
+class HostSpec(Spec):
+    """What this machine's cores do beside the devices."""
 
     stage_workers: int = Field(
-        0, ge=0, le=256, description=f"processes that stage reads; 0: one a core, up to {MOST_STAGING_PROCESSES}"
+        0, ge=0, le=256, description=f"processes that stage reads, write results; 0: one a core, to {MOST_PROCESSES}"
     )
+
+    @property
+    def workers(self) -> int:
+        """How many processes stage, and write results."""
+        return self.stage_workers or min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+
+
+class ReadingSpec(HostSpec):
+    """How input is read."""
+
     on_error: Literal["stop", "skip"] = Field("stop", description="a broken record: stop, or skip it and count it")
     strict: bool = Field(False, description="refuse duplicate read ids instead of keeping them apart")
     email: str | None = Field(None, description="mail address that NCBI asks for, when reads are ncbi: accessions")
@@ -174,7 +185,7 @@ class VerdictSpec(Spec):
         return ("viral",) * self.write_viral + ("nonviral",) * self.write_nonviral
 
 
-class ClassifySpec(VerdictSpec, ClusterSpec):
+class ClassifySpec(VerdictSpec, ClusterSpec, HostSpec):
     """One run over staged reads."""
 
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")

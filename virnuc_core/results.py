@@ -10,25 +10,25 @@ VirNucPro judges no reads; our rule, and why it is so, is told in docs/results.m
 does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`."""
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO, Final, Self
+from functools import partial
+from typing import Any, BinaryIO, Final, NamedTuple, Self
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.config import THRESHOLD
 from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, FRAMES, MATE, SHORT_FOR_MODEL, Mask, Places
+from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import RunDir, whole_file
 
 Scores = NDArray[np.float32]
 Band = tuple[float, float]
+_Span = tuple[slice, slice, bool]  # reads, rows; whether those are all rows, or more of the one read's are to come
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
 VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED, UNCERTAIN = range(len(FATES) + 1)  # the last only where it is asked for
@@ -39,8 +39,9 @@ READS_HEADER: Final = "id\tlength\tchunks\topen_frames\tfate\tviral_score\tlabel
 PAIRS_HEADER: Final = "id\tmate\tfate\tviral_score\tlabel\tfate_1\tviral_score_1\tfate_2\tviral_score_2\n"
 FAILED_HEADER: Final = "Sequence_ID\n"
 
-BLOCK_READS: Final = 65_536
-BLOCK_ROWS: Final = 131_072
+BLOCK_READS: Final = 16_384
+BLOCK_ROWS: Final = 32_768
+FEW_BLOCKS: Final = 16  # that one process has written by the time others are there
 _FATE_NAMES: Final = np.array((*FATES, "uncertain"), dtype=object)
 _READ_LABELS: Final = np.array(("virus", "others", "", "", "", ""), dtype=object)  # by fate
 _ROW_LABELS: Final = np.array(("others", "virus"), dtype=object)
@@ -59,8 +60,8 @@ class ResultSummary:
     chunks_scored: int  # chunks with a verdict
     chunks_virus: int
     threshold: float
-    predict_s: float  # seconds spent on VirNucPro's two files
-    consensus_s: float  # seconds spent on the votes and reads.tsv
+    predict_s: float  # seconds for VirNucPro's two files: their share of the time, where several processes were at work
+    consensus_s: float  # seconds for the votes and the other tables
     pairs: dict[str, int] = field(default_factory=dict)  # by their fates; none where reads are single
 
 
@@ -68,11 +69,10 @@ class _Block:
     """Consecutive reads with all their rows, or one read with some of its many, and the verdict on each chunk by the
     scored rows that decide it."""
 
-    def __init__(
-        self, store: OrfStore, reads: slice, rows: slice, scores: Scores, scored: Mask, before: Self | None = None
-    ) -> None:
+    def __init__(self, store: OrfStore, span: _Span, scores: Scores, scored: Mask, before: Self | None = None) -> None:
         """The votes of the rows marked in `scored` [rows], the others being lost; `scores` [rows, 2]: P(others),
         P(virus). `before`: the block with whose read this one goes on."""
+        reads, rows, self.whole = span
         read = np.asarray(store.row_read[rows])
         self.store, self.reads, self.rows, self.n_reads = store, reads, rows, reads.stop - reads.start
         self.scored = np.flatnonzero(scored)  # places within the block's rows; what follows speaks of these rows only
@@ -81,11 +81,12 @@ class _Block:
         new = np.ones(len(chunk), bool)
         new[1:] = (np.diff(self.read) != 0) | (np.diff(chunk) != 0)
         self.starts = np.flatnonzero(new)  # [chunks] first row of each chunk
-        # [chunks] a row with the chunk's largest score1, and one with its largest score2
-        self.top_others, self.top_virus = pd.DataFrame(self.scores).groupby(np.cumsum(new)).idxmax().to_numpy().T
-        top1, top2 = self.scores[self.top_others, 0], self.scores[self.top_virus, 1]
+        tops = np.maximum.reduceat(self.scores, self.starts) if len(new) else self.scores
+        of_top = self.scores == tops[np.cumsum(new) - 1]
+        # [chunks] the first row with the chunk's largest score1, and the first with its largest score2
+        self.top_others, self.top_virus = (at[np.searchsorted(at, self.starts)] for at in map(np.flatnonzero, of_top.T))
         # [chunks] exact: the difference of two float32 numbers has the right sign in float64
-        self.margin = top2.astype(np.float64) - top1.astype(np.float64)
+        self.margin = tops[:, 1].astype(np.float64) - tops[:, 0].astype(np.float64)
         self.row_is_virus = self.scores[:, 1] > self.scores[:, 0]  # a tie is `others`
         self.chunk_is_virus = self.margin >= 0  # a tie is a virus
         self.lost = np.flatnonzero(~scored)  # the other rows; what follows is of the blocks before
@@ -169,51 +170,67 @@ def write_results(
     *,
     threshold: float = THRESHOLD,
     uncertain: Band | None = None,
+    workers: int = 1,
 ) -> ResultSummary:
-    """Write the result files of a run; memory holds one block of reads at a time.
+    """Write the result files of a run; memory holds some blocks of reads at a time. `workers`: processes that make the
+    lines of many reads, which do not depend on how many they are.
 
     `scores` [n_uniques, 2] and `failed` [n_uniques] belong to the store's distinct sequences. `threshold` moves the
     verdict on reads, and reads with a score within `uncertain` get none; VirNucPro's files know neither. Errors:
-    `ShardError` when a sequence that did not fail has no score; `VirnucError` for a store that contradicts itself."""
-    band = uncertain or (0.0, 0.0)
+    `ShardError` when a sequence that did not fail has no score; `VirnucError` for a store that contradicts itself;
+    `WorkerError` for a process that dies."""
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
         raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
-    fates = np.zeros((2, len(_FATE_NAMES)), np.int64)  # of reads and of pairs
-    counts = Counter(rows_virus=0, chunks_scored=0, chunks_virus=0)
-    began_s, predict_s = time.perf_counter(), 0.0
+    fates, counts, spent_s = np.zeros((2, len(_FATE_NAMES)), np.int64), np.zeros(3, np.int64), np.zeros(2)
+    began_s, few = time.perf_counter(), max(store.n_reads / BLOCK_READS, store.n_rows / BLOCK_ROWS) <= FEW_BLOCKS
     with ExitStack() as stack:
-        originals = _open_originals(stack, run)
-        reads = _open_whole(stack, run.reads_table, READS_HEADER)
-        failures = _open_whole(stack, run.failed_rows, FAILED_HEADER)
-        pairs = _open_whole(stack, run.pairs_table, PAIRS_HEADER) if store.paired else None
-        if pairs is None:
+        files = _opened(stack, run, 4 + store.paired)
+        if not store.paired:
             run.pairs_table.unlink(missing_ok=True)  # of other reads that were scored here before
-        before: _Block | None = None  # of a read with more rows to come
-        for read_span, rows, whole in _spans(store):
-            unique = np.asarray(store.row_unique[rows])
-            block = _Block(store, read_span, rows, scores[unique], ~failed[unique], before)
-            judged_s = time.perf_counter()
-            for file, lines in zip(originals, block.original_lines(), strict=True):
+        work, pool = partial(_made, threshold, uncertain or (0.0, 0.0)), Workers(1 if few else workers)
+        for made in stack.enter_context(pool).map(work, _blocks(store, scores, failed)):
+            for file, lines in zip(files, made.lines, strict=False):
                 file.write(lines)
-            if len(block.lost):
-                names = store.row_ids(rows.start, rows.stop)
-                failures.write(_lines([names[i] for i in block.lost.tolist()]))
-            predict_s += time.perf_counter() - judged_s
-            if whole:
-                table, fate = block.read_lines(threshold, band)
-                reads.write(table)
-                fates[0] += np.bincount(fate, minlength=len(_FATE_NAMES))
-                if pairs is not None:
-                    table, fate = block.pair_lines(fate, threshold, band)
-                    pairs.write(table)
-                    fates[1] += np.bincount(fate, minlength=len(_FATE_NAMES))
-            before = None if whole else block
-            viruses = {"rows_virus": int(block.row_is_virus.sum()), "chunks_virus": int(block.chunk_is_virus.sum())}
-            counts.update(chunks_scored=len(block.starts), **viruses)
+            fates, counts, spent_s = fates + made.fates, counts + made.counts, spent_s + made.spent_s
     told, of = (dict(zip(_FATE_NAMES.tolist() if uncertain else FATES, some, strict=False)) for some in fates.tolist())
-    of, consensus_s = of if store.paired else {}, time.perf_counter() - began_s - predict_s
-    return ResultSummary(told, **counts, threshold=threshold, predict_s=predict_s, consensus_s=consensus_s, pairs=of)
+    predict_s, consensus_s = (spent_s / (spent_s.sum() or 1.0) * (time.perf_counter() - began_s)).tolist()
+    rows, chunks, virus = counts.tolist()
+    return ResultSummary(told, rows, chunks, virus, threshold, predict_s, consensus_s, of if store.paired else {})
+
+
+def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
+    before = None  # of a read with more rows to come
+    for span in _spans(store):
+        unique = np.asarray(store.row_unique[span[1]])
+        block = _Block(store, span, scores[unique], ~failed[unique], before)
+        before = None if block.whole else block
+        yield block
+
+
+class _Made(NamedTuple):
+    """What is written of a block."""
+
+    lines: list[bytes]  # of each of the run's tables
+    fates: Places  # [2, fates] of reads and of pairs
+    counts: Places  # rows_virus, chunks_scored, chunks_virus
+    spent_s: NDArray[np.float64]  # predict_s, consensus_s
+
+
+def _made(threshold: float, uncertain: Band, block: _Block) -> _Made:
+    began_s, store, fates = time.perf_counter(), block.store, np.zeros((2, len(_FATE_NAMES)), np.int64)
+    originals, table, pairs = block.original_lines(), b"", b""
+    judged_s = time.perf_counter()
+    names = store.row_ids(block.rows.start, block.rows.stop) if len(block.lost) else []
+    if block.whole:
+        table, fate = block.read_lines(threshold, uncertain)
+        fates[0] = np.bincount(fate, minlength=len(_FATE_NAMES))
+        if store.paired:
+            pairs, fate = block.pair_lines(fate, threshold, uncertain)
+            fates[1] = np.bincount(fate, minlength=len(_FATE_NAMES))
+    lines = [*originals, table, _lines([names[i] for i in block.lost.tolist()]), pairs]
+    counts = np.array([block.row_is_virus.sum(), len(block.starts), block.chunk_is_virus.sum()])
+    return _Made(lines, fates, counts, np.array([judged_s - began_s, time.perf_counter() - judged_s]))
 
 
 def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -> None:
@@ -225,16 +242,15 @@ def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -
     of_rows = np.full((len(wanted), 2), np.nan, dtype=np.float32)
     of_rows[wanted] = scores
     with ExitStack() as stack:
-        originals = _open_originals(stack, run)
-        for reads, rows, _ in _spans(store):
-            block = _Block(store, reads, rows, of_rows[rows], wanted[rows])
+        originals = _opened(stack, run, 2)
+        for span in _spans(store):
+            block = _Block(store, span, of_rows[span[1]], wanted[span[1]])
             for file, lines in zip(originals, block.original_lines(), strict=True):
                 file.write(lines)
 
 
-def _spans(store: OrfStore) -> Iterator[tuple[slice, slice, bool]]:
-    """Consecutive reads and their rows, of bounded size, chunks and pairs whole; and whether those are all rows, or
-    more of the one read's are to come."""
+def _spans(store: OrfStore) -> Iterator[_Span]:
+    """Consecutive reads and their rows, of bounded size, chunks and pairs whole."""
     read, row = 0, 0
     while read < store.n_reads:
         ends = np.cumsum(store.read_rows[read : read + BLOCK_READS + 1], dtype=np.int64)
@@ -255,17 +271,14 @@ def _spans(store: OrfStore) -> Iterator[tuple[slice, slice, bool]]:
         raise VirnucError(f"{store.path}: its reads claim {row} rows, it holds {store.n_rows}")
 
 
-def _open_whole(stack: ExitStack, path: Path, header: str) -> BinaryIO:
-    """A file that begins with `header` and appears under its name when `stack` closes without an error."""
-    handle = stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
-    handle.write(header.encode("utf-8"))
-    return handle
-
-
-def _open_originals(stack: ExitStack, run: RunDir) -> tuple[BinaryIO, BinaryIO]:
-    """VirNucPro's two files, of rows and of chunks."""
-    rows = _open_whole(stack, run.predictions, PREDICTION_HEADER)
-    return rows, _open_whole(stack, run.consensus, CONSENSUS_HEADER)
+def _opened(stack: ExitStack, run: RunDir, count: int) -> Sequence[BinaryIO]:
+    """The first of a run's tables, which begin with their headers and appear under their names when `stack` closes
+    without an error."""
+    files = [stack.enter_context(stack.enter_context(whole_file(path)).open("wb")) for path in run.tables[:count]]
+    headers = PREDICTION_HEADER, CONSENSUS_HEADER, READS_HEADER, FAILED_HEADER, PAIRS_HEADER
+    for file, header in zip(files, headers, strict=False):
+        file.write(header.encode())
+    return files
 
 
 def _judged(score: Scores, threshold: float, uncertain: Band) -> Places:

@@ -107,7 +107,7 @@ class RunDir:
     @property
     def tables(self) -> tuple[Path, ...]:
         """Results as text; that of pairs is there where reads come in pairs."""
-        return self.predictions, self.consensus, self.reads_table, self.pairs_table, self.failed_rows
+        return self.predictions, self.consensus, self.reads_table, self.failed_rows, self.pairs_table
 
     @property
     def listed(self) -> tuple[Path, ...]:

@@ -1,7 +1,6 @@
 """Staging: files of reads to one ORF store, made once for the same reads and settings."""
 
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -17,7 +16,7 @@ from typing import Final
 import numpy as np
 from pydantic import Field
 
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, MOST_STAGING_PROCESSES, ReadsSpec
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, ReadsSpec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError, storage_error
 from virnuc_core.reads.fast_parser import OnError, ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
@@ -39,11 +38,6 @@ class StageSpec(ReadsSpec):
 
     model_length: int = Field(DEFAULT_MODEL_LENGTH, ge=1, description="the head's model length: chunk size in bases")
     stage_workers: int = Field(1, ge=0, le=256, description="processes; results do not depend on it; 0: one a core")
-
-    @property
-    def workers(self) -> int:
-        """How many processes stage."""
-        return self.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 class StageSummary(RunFile):

@@ -1,4 +1,4 @@
-"""Worker processes for staging: one function over many items, here and in processes that die with their parent.
+"""Worker processes for reads and results: one function over many items, here and in others that die with their parent.
 
 Each of the others is a child that a thread here talks to: an item goes out whole, and the answer is waited for."""
 
@@ -79,7 +79,7 @@ class Workers(AbstractContextManager["Workers"]):
             try:  # in a session of its own it hears no Ctrl-C
                 member = Popen(program, stdin=PIPE, stdout=PIPE, start_new_session=True)
             except OSError as error:  # no more processes
-                raise WorkerError(f"a staging worker process could not be started: {error}") from error
+                raise WorkerError(f"a worker process could not be started: {error}") from error
             self._members.append(member)
             self._idle.put(member)
         return self._threads.submit(self._ask, work, item)
@@ -93,7 +93,7 @@ class Workers(AbstractContextManager["Workers"]):
             made, failed = cast(tuple[O, Exception | None], pickle.load(answers))
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             member.kill()
-            raise WorkerError(f"a staging worker process ended (exit code {member.wait()})") from error
+            raise WorkerError(f"a worker process ended (exit code {member.wait()})") from error
         finally:
             self._idle.put(member)
         if failed is not None:
@@ -109,7 +109,7 @@ class Workers(AbstractContextManager["Workers"]):
             if used_s != before_s:
                 since_s = time.monotonic()
             elif time.monotonic() - since_s > SILENCE_S:
-                raise WorkerError(f"a staging worker process has not moved for {SILENCE_S:g} s; was it stopped?")
+                raise WorkerError(f"a worker process has not moved for {SILENCE_S:g} s; was it stopped?")
         return future.result()
 
     def __exit__(self, *_: object) -> None:
@@ -134,7 +134,7 @@ def serve() -> None:
             except OSError as error:  # of the disk: as if it had happened there
                 answer = None, error
             except Exception as error:  # noqa: BLE001 - told to the parent
-                problem = f"a staging worker process failed: {type(error).__name__}: {error}"
+                problem = f"a worker process failed: {type(error).__name__}: {error}"
                 answer = None, WorkerError(problem, worker_traceback=traceback.format_exc())
             pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
             answers.flush()

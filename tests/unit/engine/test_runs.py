@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
+from virnuc_core import pipeline
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine import process, shards
 from virnuc_core.engine.embedding import Watch
@@ -125,6 +126,23 @@ def test_a_finished_run_is_not_computed_again(
     again = go(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert again == read_summary(RunDir(reference))
     assert len(list((tmp_path / "run" / "telemetry").glob("*.json"))) == 1
+
+
+@pytest.mark.parametrize("asked", [0, 3])
+def test_as_many_processes_as_stage_write_the_results(
+    tmp_path: Path,
+    staged: tuple[Path, StageSummary],
+    tiny_models: Path,
+    reference: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: int,
+) -> None:
+    heard = []
+    writing = pipeline.write_results
+    monkeypatch.setattr(pipeline, "write_results", lambda *a, **b: heard.append(b["workers"]) or writing(*a, **b))
+    root = copy_of(reference, tmp_path / "run")
+    go(root, staged, tiny_models, Devices.parse("cpu:1"), threshold=0.4, stage_workers=asked)
+    assert heard == [asked or min(8, len(os.sched_getaffinity(0)))]
 
 
 def test_killed_workers_cost_nothing_but_time(

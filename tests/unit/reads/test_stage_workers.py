@@ -192,7 +192,7 @@ def test_a_worker_that_is_stopped_is_an_error(
 
     monkeypatch.setattr(Workers, "_submit", submit_and_stop)
     monkeypatch.setattr("virnuc_core.reads.workers.SILENCE_S", 0.5)
-    with pytest.raises(WorkerError, match=r"staging worker process has not moved for 0\.5 s"):
+    with pytest.raises(WorkerError, match=r"worker process has not moved for 0\.5 s"):
         stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), stage_workers=3), tmp_path / "orfs.h5")
     assert [path.name for path in tmp_path.iterdir()] == ["reads"]
     assert workers_of(os.getpid()) == []
