@@ -35,8 +35,8 @@ from torch import Tensor, nn
 
 from virnuc_core.baseline.worker import BATCHES, PaddedEsm2, embed_rows, placed
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.layers import PRODUCTS, Backend, Inputs, Resolved, inv_freq, segment_mean
-from virnuc_core.encoders.model_config import ESM2_SIZES, Esm2Shape
+from virnuc_core.encoders.layers import Backend, Inputs, Resolved, inv_freq, segment_mean
+from virnuc_core.encoders.model_config import ESM2_SIZES, PRODUCTS, Esm2Shape
 from virnuc_core.encoders.models import TOKEN_DROPOUT_SCALE, Esm2
 from virnuc_core.encoders.models_directory import Seen
 from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer, PackedBatch

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from virnuc_core.config import THRESHOLD
 from virnuc_core.encoders.checkpoint import calibration, load_encoder, open_folder, open_part
-from virnuc_core.encoders.layers import PRODUCTS, Layer, Resolved
-from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
+from virnuc_core.encoders.layers import Layer, Resolved, as_tensors
+from virnuc_core.encoders.model_config import PRODUCTS, Esm2Shape, HeadShape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.models_directory import embed
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
@@ -161,7 +161,7 @@ def main() -> None:
     shape, weights = open_part(given.models, Esm2Shape)
 
     def net(precision: Resolved) -> Esm2:
-        seen = calibration(given.models)[0] if precision == "int8" else None
+        seen = as_tensors(calibration(given.models)[0]) if precision == "int8" else None
         return Esm2(shape, weights, CPU, precision=precision, attention="reference", calibration=seen)
 
     rounded, half = net("int8"), net("fp16")

@@ -1,4 +1,8 @@
-"""A models directory: opened and checked, fingerprinted, loaded to a device; what public checkpoints call tensors."""
+"""A models directory: opened and checked, fingerprinted, loaded to a device; what public checkpoints call tensors.
+
+torch takes seconds to import. It is imported by what loads tensors: the processes that only check do without."""
+
+from __future__ import annotations
 
 import functools
 import hashlib
@@ -13,27 +17,31 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.numpy import load_file
 
 from virnuc_core.config import Attention, EngineSpec, Precision, reading, small_text
-from virnuc_core.encoders import layers
-from virnuc_core.encoders.layers import PRODUCTS, Calibration, Encoder, Inputs, Read
-from virnuc_core.encoders.model_config import KINDS, DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
-from virnuc_core.encoders.models import DnabertS, Esm2, Head
+from virnuc_core.encoders.model_config import KINDS, PRODUCTS, DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import VirnucError, WeightsError, few
 from virnuc_core.rundir import write_text_whole
 from virnuc_core.runfiles import sha256_of
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from virnuc_core.encoders.layers import Encoder, Read
+    from virnuc_core.encoders.models import DnabertS, Esm2, Head
+
 log = logging.getLogger(__name__)
 
 PARTS: Final = tuple(KINDS)
-E = TypeVar("E", bound=Encoder)
+E = TypeVar("E", bound="Encoder")
 _hashing: Final = threading.Lock()  # who wants a digest that another thread computes waits for it
 WEIGHTS: Final = "model.safetensors"
 CALIBRATION: Final = "int8.safetensors"  # beside the weights of ESM-2
@@ -43,17 +51,12 @@ LARGE_BYTES: Final = 1 << 26  # whose digest takes longer than looking it up
 def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
     """Sizes of the part of a models directory that `kind` is the shape of, and what reads its weights.
     Raises `WeightsError` when they are missing or do not fit each other, the tokenizer or the other parts."""
-    shape = read_shape(_folder(models, kind.part()) / "config.json", kind)
-    if isinstance(shape, HeadShape):
-        check_widths(models, shape)
-    opened = open_folder(models / shape.model, kind)
-    if isinstance(shape, DnabertShape) and (vocab := DnabertTokenizer(models).vocab) > shape.vocab:
-        raise WeightsError(f"{models / shape.model}: the tokenizer has {vocab} tokens, the model only {shape.vocab}")
-    return opened
+    shape_of(models, kind)
+    return open_folder(models / kind.part(), kind)
 
 
 def shape_of(models: Path, kind: type[S]) -> S:
-    """Sizes of that part, found right as `open_part` does, once in this process while the files stay the same."""
+    """Its sizes alone, found right as `open_part` does, once in this process while the files stay the same."""
     states = (path.stat() for path in sorted(models.glob("*/*")) if path.is_file())
     found: S = _shape(models, kind, tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in states))
     return found
@@ -61,18 +64,43 @@ def shape_of(models: Path, kind: type[S]) -> S:
 
 @functools.cache
 def _shape(models: Path, kind: type[Any], _states: object) -> Any:
-    return open_part(models, kind)[0]
+    shape = read_shape(_folder(models, kind.part()) / "config.json", kind)
+    if isinstance(shape, HeadShape):
+        check_widths(models, shape)
+    _open(models / shape.model, shape, load_file if isinstance(shape, HeadShape) else _stored)
+    if isinstance(shape, DnabertShape) and (vocab := DnabertTokenizer(models).vocab) > shape.vocab:
+        raise WeightsError(f"{models / shape.model}: the tokenizer has {vocab} tokens, the model only {shape.vocab}")
+    return shape
 
 
 def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
     """The same of one part alone, wherever its folder lies; whether it fits others is for the caller."""
     if not (folder / "config.json").is_file():
         raise WeightsError(f"{folder}: no {kind.part()} here; it needs config.json and model.safetensors")
+    from safetensors.torch import load_file
+
     shape = read_shape(folder / "config.json", kind)
-    read = fit(folder, open_safetensors(_weights(folder)), shape)
+    return shape, _open(folder, shape, load_file)
+
+
+def _open(folder: Path, shape: Shape, opened: Callable[[Path], Mapping[str, Any]]) -> Read:
+    read = fit(folder, open_safetensors(_weights(folder), opened), shape)
     if isinstance(shape, HeadShape):  # which is small
         check_finite(folder, shape, read)
-    return shape, read
+    return read
+
+
+class Stored(NamedTuple):
+    """A tensor as its file tells of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _stored(file: Path) -> dict[str, Stored]:
+    with safe_open(file, "np") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+        return {name: Stored(tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
 
 
 def check_widths(models: Path, head: HeadShape) -> None:
@@ -89,7 +117,7 @@ def check_widths(models: Path, head: HeadShape) -> None:
 def check_finite(folder: Path, shape: Shape, read: Read) -> int:
     """How many numbers a part has, all finite; `WeightsError` names the first tensor with another."""
     tensors = ((name, read(name)) for name in shape.tensors())
-    if bad := next((name for name, values in tensors if not bool(values.isfinite().all())), None):
+    if bad := next((name for name, values in tensors if not bool((abs(values) < math.inf).all())), None):
         raise WeightsError(f"{folder}: tensor {bad} holds NaN or infinity; make it anew, or copy it again")
     return sum(map(math.prod, shape.tensors().values()))
 
@@ -133,14 +161,15 @@ def fingerprint(models: Path, precision: Precision = "auto", *, anew: bool = Fal
     return found
 
 
-def calibration(models: Path) -> tuple[Calibration, str]:
-    """What `virnuc models quantize` saw the products of ESM-2 take, and the digest of the weights it saw."""
+def calibration(models: Path) -> tuple[list[dict[str, NDArray[np.float32]]], str]:
+    """What `virnuc models quantize` saw the products of ESM-2 take, of each layer by product: the largest and the mean,
+    [2, in]; and the digest of the weights it saw."""
     path, kind = models / "esm2" / CALIBRATION, Esm2Shape
     if not path.is_file():
         raise WeightsError(f"{path}: no such file; int8 needs it, and virnuc models quantize makes it from some reads")
     try:
-        with safe_open(path, "pt") as file:
-            seen = {name: Inputs(*file.get_tensor(name).float()) for name in file.keys()}  # noqa: SIM118 - no mapping
+        with safe_open(path, "np") as file:
+            seen = {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}  # noqa: SIM118 - no mapping
             count = read_shape(models / "esm2" / "config.json", kind).layers
             products = [{name: seen[f"layers.{i}.{name}"] for name in PRODUCTS} for i in range(count)]
             return products, (file.metadata() or {})["weights"]
@@ -179,12 +208,14 @@ def load_encoder(
     network: type[E], models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto"
 ) -> E:
     """The `Esm2` or `DnabertS` of a models directory; `DeviceError`, `ConfigError` when `device` cannot run it so."""
+    from virnuc_core.encoders import layers
+
     shape, read = open_part(models, network.KIND)
     if precision == "int8" and network.KIND is not Esm2Shape:
         precision = "fp16"  # DNABERT-S is a thirtieth of the time
     ready = layers.resolve_precision(precision, device)
     backend = layers.choose_backend(attention, shape.head_dim, device)
-    seen = calibration(models)[0] if ready == "int8" else None
+    seen = layers.as_tensors(calibration(models)[0]) if ready == "int8" else None
     return network(shape, read, device, precision=ready, attention=backend, calibration=seen)
 
 
@@ -194,6 +225,10 @@ def load_all(
     """All three models on one device as an engine's settings want them; raises as the loaders of each do, and `warm`.
     Both encoders at once; each is handed to `warm` as soon as it is there, for compiling its kernels takes longest, and
     once more after both if there was no memory for that beside the other."""
+    import torch
+
+    from virnuc_core.encoders.models import DnabertS, Esm2, Head
+
     late: list[Encoder] = []
 
     def load(network: type[E]) -> E:
@@ -212,12 +247,13 @@ def load_all(
     return loaded
 
 
-def open_safetensors(files: list[Path]) -> dict[str, Tensor]:
-    """The tensors of some `.safetensors` files, mapped into memory: a tensor's numbers are read when they are used."""
-    found: dict[str, Tensor] = {}
+def open_safetensors(files: list[Path], opened: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
+    """The tensors of some `.safetensors` files as `opened` has them; torch's `load_file` maps them into memory: a
+    tensor's numbers are read when they are used."""
+    found: dict[str, Any] = {}
     for file in files:
         try:
-            found |= load_file(file)
+            found |= opened(file)
         except Exception as error:  # the library, and torch for it, raise many kinds
             problem = f"cannot be read as safetensors: {error}; is it whole? copy or convert it again"
             raise WeightsError(f"{file}: {problem}") from error
@@ -243,16 +279,18 @@ def our_name(theirs: str) -> str:
     return "" if _UNUSED.fullmatch(bare) else theirs
 
 
-def fit(source: Path, tensors: Mapping[str, Tensor], shape: Shape, drop_extra: bool = False) -> Read:
+def fit(source: Path, tensors: Mapping[str, Tensor | Stored], shape: Shape, drop_extra: bool = False) -> Read:
     """Reads the tensors of a checkpoint of any public layout by our names, each in the precision it is stored in.
     Rotary frequencies, which newer ports do not save, are computed from the head size then. An encoder's task head, and
     with `drop_extra` all that is not wanted, is left out with a remark. Errors: `WeightsError` names what is missing,
     unexpected or misshapen; no weights are read for that."""
-    wanted, given = shape.tensors(), dict[str, tuple[str, Tensor]]()  # by our names: theirs, the first of several
+    wanted, given = shape.tensors(), dict[str, tuple[str, Any]]()  # by our names: theirs, the first of several
     for theirs, tensor in tensors.items():
         given.setdefault(theirs if theirs in wanted else our_name(theirs), (theirs, tensor))
-    if isinstance(shape, Esm2Shape):
-        given.setdefault("inv_freq", ("inv_freq", layers.inv_freq(shape.head_dim)))
+    if isinstance(shape, Esm2Shape) and "inv_freq" not in given:
+        from virnuc_core.encoders.layers import inv_freq
+
+        given["inv_freq"] = "inv_freq", inv_freq(shape.head_dim)
     in_three = {name for name in wanted if ".qkv." in name and name not in given}
     parts = {name: [name.replace(".qkv.", f".{c}.") for c in "qkv"] if name in in_three else [name] for name in wanted}
     missing = [name for name, needed in parts.items() if not given.keys() >= set(needed)]
@@ -270,12 +308,16 @@ def fit(source: Path, tensors: Mapping[str, Tensor], shape: Shape, drop_extra: b
             if tensor.shape != size:
                 problem = f"is {list(tensor.shape)}, config.json makes it {list(size)}"
                 raise WeightsError(f"{source}: tensor {theirs} {problem}")
-            if not tensor.is_floating_point():
+            if "F" not in str(tensor.dtype).upper():
                 raise WeightsError(f"{source}: tensor {theirs} holds {tensor.dtype}, wanted floating-point numbers")
 
-    def read(name: str) -> Tensor:
+    def read(name: str) -> Any:
         found = [given[part][1] for part in parts[name]]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        if len(found) == 1:
+            return found[0]
+        import torch
+
+        return torch.cat(found)
 
     return read
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 import tokenizers
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, reading
@@ -117,7 +118,7 @@ def open_public(source: Path, most: int | None = None) -> dict[str, Tensor]:
         problem = f"no {WEIGHTS} and no {PICKLED} in it" if source.is_dir() else "no such file or directory"
         raise WeightsError(f"{source}: {problem}")
     if files[0].suffix == ".safetensors":
-        return open_safetensors(files)
+        return open_safetensors(files, load_file)
     return {name: tensor for file in files for name, tensor in read_pickled(file, most).items()}
 
 

@@ -11,12 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from virnuc_core.config import Attention, Precision
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
+from virnuc_core.encoders.model_config import PRODUCTS, DnabertShape, Esm2Shape
 from virnuc_core.encoders.tokenize import PackedBatch, Rows
 from virnuc_core.errors import ConfigError, DeviceError
 
@@ -32,7 +34,6 @@ DTYPES: Final[dict[Resolved, torch.dtype]] = {
     "bf16": torch.bfloat16,
     "int8": torch.float16,
 }
-PRODUCTS: Final = ("qkv", "out", "up", "down")  # a layer's linear layers, in order
 LONGEST_TURN: Final = 64
 SMOOTHING: Final = 0.65  # share of the inputs' unevenness that moves to the weights
 TOP: Final = 127  # of int8, on both sides of 0
@@ -76,6 +77,11 @@ class Inputs(NamedTuple):
 
 
 Calibration = Sequence[Mapping[str, Inputs]]  # of each layer, by the names of its products
+
+
+def as_tensors(seen: Sequence[Mapping[str, NDArray[np.float32]]]) -> Calibration:
+    """What `checkpoint.calibration` read."""
+    return [{name: Inputs(*torch.from_numpy(values)) for name, values in layer.items()} for layer in seen]
 
 
 class Dense(NamedTuple):

@@ -19,6 +19,7 @@ from virnuc_core.rundir import write_text_whole
 Esm2Size = Literal["tiny", "t6_8M", "t12_35M", "t30_150M", "t33_650M", "t36_3B"]
 DnabertSize = Literal["tiny", "base"]
 Storage = Literal["fp32", "fp16", "bf16"]  # what numbers an encoder's weights are stored in
+PRODUCTS: Final = ("qkv", "out", "up", "down")  # linear layers of an encoder's layer, in order
 FAR: Final = 1.5  # times as long, or as short, as in training is the median read of which no number is known
 MOST_OUTSIDE: Final = 0.1  # of the reads may be shorter or longer than any in training
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders import checkpoint, model_config
 from virnuc_core.encoders.checkpoint import open_folder, open_part, part_digest, shape_of, tensor_files
-from virnuc_core.encoders.layers import PRODUCTS, Dense, Encoder, dense
-from virnuc_core.encoders.model_config import KINDS, DnabertShape, Esm2Shape, HeadShape, read_shape
+from virnuc_core.encoders.layers import Dense, Encoder, dense
+from virnuc_core.encoders.model_config import KINDS, PRODUCTS, DnabertShape, Esm2Shape, HeadShape, read_shape
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
 from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError, few

@@ -1,17 +1,21 @@
 """Sequences to token ids, many at once, and the packed batch in which they reach an encoder."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import numpy as np
 import tokenizers
-import torch
-from torch import Tensor
 
 from virnuc_core.config import small_text
 from virnuc_core.errors import WeightsError
+
+if TYPE_CHECKING:  # who looks at a tokenizer alone does without torch, which takes seconds to import
+    import torch
+    from torch import Tensor
 
 SPECIAL: Final = ("[CLS]", "[SEP]", "[PAD]")
 ESM2_BEGIN, ESM2_PAD, ESM2_END, ESM2_UNKNOWN, ESM2_FIRST = range(5)
@@ -65,6 +69,8 @@ class Esm2Tokenizer:
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
+        import torch
+
         offsets = np.cumsum([0, *(len(sequence) + 2 for sequence in sequences)], dtype=np.int64)
         begin, end = bytes([ESM2_BEGIN]), bytes([ESM2_END])
         ids = b"".join([begin + sequence.translate(_ESM2_IDS) + end for sequence in sequences])
@@ -83,6 +89,8 @@ class DnabertTokenizer:
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
+        import torch
+
         texts = [sequence.decode("latin-1") for sequence in sequences]  # any byte is some letter; odd ones are [UNK]
         rows = [row.ids for row in self._bpe.encode_batch_fast(texts, add_special_tokens=True)]
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)

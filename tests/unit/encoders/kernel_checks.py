@@ -20,7 +20,6 @@ from virnuc_core.encoders import kernels
 from virnuc_core.encoders.attention_kernels import fused_attention
 from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.layers import (
-    PRODUCTS,
     Calibration,
     Dense,
     Inputs,
@@ -36,7 +35,7 @@ from virnuc_core.encoders.layers import (
     segment_mean,
     turned,
 )
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
+from virnuc_core.encoders.model_config import PRODUCTS, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.models_directory import Seen
 from virnuc_core.encoders.tokenize import PackedBatch

@@ -13,16 +13,16 @@ from safetensors.torch import load_file, save_file
 from flows.cli import main
 from virnuc_core.encoders.checkpoint import calibration, fingerprint, load_encoder, open_part
 from virnuc_core.encoders.layers import (
-    PRODUCTS,
     Dense,
     Inputs,
     Layer,
+    as_tensors,
     dense,
     in_int8,
     quantise_rows,
     resolve_precision,
 )
-from virnuc_core.encoders.model_config import Esm2Shape
+from virnuc_core.encoders.model_config import PRODUCTS, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.models_directory import embed, quantise, torch_device
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
@@ -90,7 +90,7 @@ def calibrated(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_int8_by_plain_torch_is_close_to_float32(calibrated: Path) -> None:
     shape, read = open_part(calibrated, Esm2Shape)
-    way: Any = {"attention": "reference", "calibration": calibration(calibrated)[0]}
+    way: Any = {"attention": "reference", "calibration": as_tensors(calibration(calibrated)[0])}
     rows = proteins([49, 50, 48, 20, 33], seed=1)
     exact, rounded = (
         embed(Esm2(shape, read, CPU, precision=precision, **way), Esm2Tokenizer(), rows, CPU)
