@@ -308,11 +308,15 @@ class Encoder(ABC):
 
             self._attend, self._mean, self._norm = fused_attention, span_means, norm
 
+        def placed(name: str) -> Tensor:
+            tensor = read(name)  # from page-locked memory the way to a GPU is several times as fast
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
         def wide(name: str) -> Tensor:
-            return read(name).to(device).float()
+            return placed(name).float()
 
         def ready(name: str) -> Tensor:
-            return read(name).to(device).to(dtype)
+            return placed(name).to(dtype)
 
         dtype, full = DTYPES[precision], ready if calibration is None else wide
         layers = (read_layer(full, i, *self.FEED_FORWARD) for i in range(shape.layers))

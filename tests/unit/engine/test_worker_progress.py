@@ -48,7 +48,8 @@ class Heavy:
     def __init__(self, needs: float) -> None:
         self.needs = needs
 
-    def warm(self) -> None:
+    def warm(self, whole: bool) -> None:
+        assert whole, "on a CPU nothing is compiled"
         Heavy.used += self.needs
         Heavy.most = max(Heavy.most, Heavy.used)
         try:
