@@ -43,17 +43,11 @@ class InputError(VirnucError):
     exit_code = 2
 
     def __init__(
-        self,
-        problem: str,
-        *,
-        file: Path | str | None = None,
-        line: int | None = None,
-        read_id: str | None = None,
-        hint: str | None = None,
+        self, problem: str, *, file: Path | str = "", line: int = 0, read_id: str = "", hint: str = ""
     ) -> None:
         self.file, self.line, self.read_id = file, line, read_id
-        place = "" if file is None else f"{file}: " if line is None else f"{file}:{line}: "
-        who = "" if read_id is None else f"read '{read_id}': "
+        place = "" if not file else f"{file}:{line}: " if line else f"{file}: "
+        who = f"read '{read_id}': " if read_id else ""
         super().__init__(f"{place}{who}{problem}{'; ' + hint if hint else ''}")
 
 

@@ -95,7 +95,7 @@ def read_truth(path: Path) -> pd.DataFrame:
     return table
 
 
-def enough(counted: Any, file: Path | None = None, what: str = "") -> None:
+def enough(counted: Any, file: Path | str = "", what: str = "") -> None:
     """`InputError` when a class has too few genomes, or clusters of them."""
     for label, name in enumerate(CLASSES):
         if (count := counted.get(label, 0)) < len(SIDES):

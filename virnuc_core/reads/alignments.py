@@ -99,7 +99,7 @@ def fastq(
             ended = True
 
     feeder = threading.Thread(target=feed, daemon=True)
-    count, left_out, name, held, letters = 0, 0, None, list[str](), 0
+    count, left_out, name, held, letters = 0, 0, "", list[str](), 0
     try:
         with open(outlet, "rb", 0) as source:  # noqa: PTH123
             feeder.start()
@@ -124,7 +124,7 @@ def fastq(
     except (OSError, ValueError) as error:
         yield "".join(held), left_out
         problem = f"the {form} data is damaged, or ends early, after record {count:,}"
-        hint = "is its reference at hand (REF_PATH)? else use samtools fastq --reference" if form == "CRAM" else None
+        hint = "is its reference at hand (REF_PATH)? else use samtools fastq --reference" if form == "CRAM" else ""
         raise InputError(problem, file=file, read_id=name, hint=hint or "copy it again") from error
     finally:
         feeder.join(1.0)  # one that waits for standard input is left behind

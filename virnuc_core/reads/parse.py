@@ -53,12 +53,7 @@ def parse(
 
 
 def parse_by(
-    workers: Workers,
-    work: Callable[[ReadBatch], O],
-    files: tuple[str, ...],
-    log: ParseLog,
-    *,
-    block_bytes: int = BLOCK_BYTES,
+    workers: Workers, work: Callable[[ReadBatch], O], files: tuple[str, ...], log: ParseLog, *, block_bytes: int
 ) -> Iterator[O]:
     """What `work` makes of the batches of all files, in order; `workers` read the pieces.
 

@@ -116,7 +116,7 @@ def _records(pieces: Iterable[Piece], first: Piece, broken: Callable[[InputError
         # a record at the cut is told of by the damage, unless it swallowed whole records on its way there
         if lines.find_record() or not at_the_cut:
             word = first_word(header[1:]).decode("utf-8", "backslashreplace") if header.startswith(b"@") else ""
-            read_id, problem = shortened(word) or None, f"broken FASTQ record: {found}"
+            read_id, problem = shortened(word), f"broken FASTQ record: {found}"
             broken(InputError(problem, file=first.name, line=number, read_id=read_id, hint=_HINT))
 
 

@@ -238,14 +238,14 @@ class Source:
         if unpacker is not None:
             self._end(f"the {packed_as} data ends early: the file is cut off")
 
-    def _end(self, problem: str, hint: str | None = "copy it again") -> None:
+    def _end(self, problem: str, hint: str = "copy it again") -> None:
         self.damage = self.damage or InputError(problem, file=self.name, hint=hint)
 
     def _next_piece(self) -> bytes:
         try:
             piece = self._stream.read(_PIECE_BYTES)
         except OSError as error:
-            self._end(f"reading failed: {error.strerror or error}", hint=None)
+            self._end(f"reading failed: {error.strerror or error}", hint="")
             return b""
         self._size += len(piece)
         self._sha256.update(piece)

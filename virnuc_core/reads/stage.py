@@ -20,7 +20,7 @@ from virnuc_core.config import DEFAULT_MODEL_LENGTH, ReadsSpec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError, storage_error
 from virnuc_core.reads.fast_parser import OnError, ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
-from virnuc_core.reads.parse import parse_by
+from virnuc_core.reads.parse import BLOCK_BYTES, parse_by
 from virnuc_core.reads.sources import Inputs, alignments_at, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import STORES, OrfStore, StoreCounts, StoreWriter, is_intact
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, MATE, Segment, long_segments, process
@@ -129,20 +129,14 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
 
 
 def _make(
-    spec: StageSpec,
-    inputs: Inputs,
-    out: Path,
-    folder: Path,
-    log: ParseLog,
-    workers: Workers,
-    expected: RunRecord | None,
+    spec: StageSpec, inputs: Inputs, out: Path, temp: Path, log: ParseLog, workers: Workers, expected: RunRecord | None
 ) -> dict[str, float]:
     """Read and translate everything, find what repeats, write the store; gives the seconds of each part."""
     began, seconds = time.perf_counter(), defaultdict[str, float](float)
     of_pairs = f" pairs, {len(inputs.singles)} other files" if inputs.pairs else ""
-    writer, fingerprint = StoreWriter(folder, spec.model_length), Fingerprint(f"{STORES} {spec.model_length}{of_pairs}")
-    work = partial(process, model_length=spec.model_length, folder=folder)
-    batches = parse_by(workers, work, inputs.singles, log)
+    writer, fingerprint = StoreWriter(temp, spec.model_length), Fingerprint(f"{STORES} {spec.model_length}{of_pairs}")
+    work = partial(process, model_length=spec.model_length, folder=temp)
+    batches = parse_by(workers, work, inputs.singles, log, block_bytes=BLOCK_BYTES)
     if inputs.pairs:
         from virnuc_core.reads.pairs import pair_batches
 
@@ -159,7 +153,7 @@ def _make(
             if made.part.dropped:
                 Path(made.path).unlink()
             elif made.part.last:
-                for segment in long_segments(made, ambiguous, spec.model_length, folder, workers):
+                for segment in long_segments(made, ambiguous, spec.model_length, temp, workers):
                     writer.add(segment)
         seconds["translate_s"] += time.perf_counter() - before
         for part, part_s in taken.items():
@@ -211,10 +205,8 @@ def _accept(spec: StageSpec, inputs: Inputs, out: Path, found: str, expected: Ru
             told["pairs"] = tuple("yes" if some else "no" for some in (expected.pairs, inputs.pairs))
         others = [f"{name} {was} → {now}" for name, (was, now) in told.items() if was not in (None, now)]
         said = "; ".join([*other_files(expected.inputs, inputs.files), *others]) or "the same files in another order"
-        raise RunMismatchError(
-            f"{out.parent} holds a run of other reads, or of reads cut otherwise ({said}); "
-            "choose another directory or --force"
-        )
+        other = f"{out.parent} holds a run of other reads, or of reads cut otherwise ({said})"
+        raise RunMismatchError(f"{other}; choose another directory or --force")
 
 
 def _shared_id(writer: StoreWriter, inputs: Inputs, log: ParseLog, read: int, first: int) -> InputError:
@@ -279,8 +271,7 @@ def _log_of(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
     with whole_file(listed) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as listing:
 
         def note(error: InputError) -> None:
-            fields = (error.file, error.line, error.read_id, error)
-            cells = ["" if cell is None else re.sub(r"\s", " ", str(cell)) for cell in fields]
+            cells = [re.sub(r"\s", " ", str(cell)) for cell in (error.file, error.line or "", error.read_id, error)]
             listing.write("\t".join(cells) + "\n")
 
         listing.write("file\tline\tread\tproblem\n")

@@ -198,11 +198,8 @@ COLUMNS: Final[dict[str, type[np.generic]]] = {  # of the file, in this order, b
     for name, hint in OrfStore.__annotations__.items()
     if (kind := re.fullmatch(r"NDArray\[np\.(\w+)\]", hint))  # the text: what it stands for differs between numpys
 }
-_AXES: Final = {name: name.partition("_")[0] for name in COLUMNS} | {  # what a column has an entry for
-    "read_id_bytes": "id",
-    "protein_offsets": "unique",
-    "dna_offsets": "unique",
-}
+_AXES: Final = {name: name.partition("_")[0] for name in COLUMNS}  # what a column has an entry for
+_AXES.update(read_id_bytes="id", protein_offsets="unique", dna_offsets="unique")
 
 
 class StoreWriter:

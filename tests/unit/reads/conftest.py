@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.reads import fingerprint
-from virnuc_core.reads.parse import parse_by
 
 WriteReads = Callable[..., str]
 
@@ -30,7 +29,7 @@ def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300) -> None:
     """Sizes so small that every carry between blocks, segments and buckets happens in a small test."""
     patch.setattr(fingerprint, "BUCKET", 63)
     patch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 100)
-    patch.setitem(parse_by.__kwdefaults__, "block_bytes", block_bytes)
+    patch.setattr("virnuc_core.reads.stage.BLOCK_BYTES", block_bytes)
 
 
 @pytest.fixture
