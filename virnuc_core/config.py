@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -17,6 +17,7 @@ Precision = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
 Share = Annotated[float, Field(ge=0, le=1)]
+OnShare = Callable[[float], None]  # hears the share of some work that is done, 0 to 1
 Switch = Literal["commits", "sampler", "models"]  # models: kept by the workers, or loaded anew halfway
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
 

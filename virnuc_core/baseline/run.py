@@ -12,9 +12,8 @@ from typing import Final, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core import runfiles
 from virnuc_core.baseline import worker
-from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.config import Devices, EngineSpec, OnShare
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import slices
@@ -25,7 +24,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import choose_reads
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import FILES, RunDir, discard, run_lock
-from virnuc_core.runfiles import Device, RunRecord, digest, read_or_set_aside, write
+from virnuc_core.runfiles import Device, RunRecord, digest, new_record, read_or_set_aside, write
 from virnuc_core.telemetry.tables import ENCODERS, STAGES
 from virnuc_core.validation import BaselineSubset, BaselineSummary
 
@@ -40,12 +39,7 @@ T = TypeVar("T")
 
 
 def run_baseline(
-    run: RunDir,
-    store: Path,
-    models: Path,
-    devices: Devices,
-    spec: BaselineSpec,
-    on_progress: Callable[[float], None] = lambda _: None,
+    run: RunDir, store: Path, models: Path, devices: Devices, spec: BaselineSpec, on_progress: OnShare = lambda _: None
 ) -> BaselineSummary:
     """Measure a baseline on `store` and write its result files, `summary.json` and `run.json` into `run`.
 
@@ -62,7 +56,7 @@ def run_baseline(
         return summary
     workers = LocalWorkers("virnuc_core.baseline.worker")
     chosen = resolve(devices)[: 1 if spec.name == "vanilla" else None]
-    record = runfiles.new_record(
+    record = new_record(
         RunRecord,
         chosen,
         spec=spec.model_dump(mode="json", exclude={"recorded_reads", "results"}),  # which say nothing of a run
@@ -118,7 +112,7 @@ class _Measurement:
     devices: Sequence[Device]
     spec: BaselineSpec
     workers: LocalWorkers
-    on_progress: Callable[[float], None]
+    on_progress: OnShare
     # by stage; rows come from the store, chunked and translated
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES[2:], 0.0))
     rows_embedded: int = 0

@@ -1,14 +1,14 @@
 """One run's shards embedded by a pool of workers, watched and measured."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
+from virnuc_core.config import ClassifySpec, EngineSpec, OnShare, TraceSpec
 from virnuc_core.engine.pool import MOST_NOT_FINITE, Pool, PooledJob
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
 from virnuc_core.engine.shards import ShardPlan, ShardTask
@@ -31,7 +31,7 @@ class Watch:
 
     sample_s: float = 0.5
     window_s: float = 30.0
-    on_progress: Callable[[float], None] | None = None  # hears the share that is done, 0 to 1
+    on_progress: OnShare | None = None
     alone: bool = True  # not one of several runs at once: its progress and its times are shown
 
 

@@ -120,16 +120,9 @@ class Child:
 
     def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue["tuple[Child, Message] | None"]) -> None:
         self._begin(spec, inbox)
-        self.process = subprocess.Popen(
-            bound(PROGRAM, module),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-            env={**os.environ, **environment(spec.device)},
-        )
+        how: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        how |= {"encoding": "utf-8", "errors": "replace", "start_new_session": True}
+        self.process = subprocess.Popen(bound(PROGRAM, module), env={**os.environ, **environment(spec.device)}, **how)
         pipes = self.process.stdin, self.process.stdout, self.process.stderr
         self._stdin, self._stdout, self._stderr = cast(tuple[IO[str], IO[str], IO[str]], pipes)
         self.pid = self.process.pid

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.baseline.run import expect
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Switch
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, OnShare, Switch
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.layers import Layer, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
@@ -118,7 +118,7 @@ def measure_overhead(
     pairs: int = MIN_PAIRS,
     shards: int = SHARDS_A_DEVICE,
     force: bool = False,
-    on_run: Callable[[float], None] = lambda share: None,
+    on_run: OnShare = lambda _: None,
 ) -> OverheadFile:
     """`out/checkpoint_overhead.json` of the pairs of runs over `shards` for each device, new or, unless `force`, of
     before over the same reads, weights, settings and devices; their telemetry stays in `out/overhead/`. `on_run` hears

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.config import THRESHOLD
+from virnuc_core.config import THRESHOLD, OnShare
 from virnuc_core.engine.shards import read_plan, read_scores
 from virnuc_core.errors import InputError, StorageError, VirnucError
 from virnuc_core.profiles import load_profile, profile_names
@@ -46,9 +46,7 @@ UNCOMMITTED_S: Final = 0.01  # a shard that is not written takes less than this 
 ENDS: Final = 2  # start and end tokens of a row
 
 
-def verify_report(
-    out: Path, profile: str | None = None, on_part: Callable[[float], None] = lambda share: None
-) -> Verification:
+def verify_report(out: Path, profile: str | None = None, on_part: OnShare = lambda _: None) -> Verification:
     """Compute every number of `out/report/` again, as judged by `profile` where that is neither the validation's nor
     virnuc's own; `on_part` hears the share of the work done. Errors: `InputError` without a report, `WorkerError`."""
     build.read_report(RunDir(out).report / REPORT_JSON)

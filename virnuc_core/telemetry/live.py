@@ -17,6 +17,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from virnuc_core.config import OnShare
 from virnuc_core.telemetry.statistics import known
 from virnuc_core.telemetry.tables import OVERLAPPED, STAGES, DeviceSample, HostSample, ShardDone, StageTime
 
@@ -52,14 +53,8 @@ def nvml_reader(devices: Sequence[str]) -> Reader | None:
 
     def read(device: str, time_s: float) -> DeviceSample:
         gpu = opened[device]
-        return DeviceSample(  # what a device does not tell is NaN to nvitop
-            time_s,
-            device,
-            utilisation=known(float(gpu.gpu_utilization())),
-            memory_used_bytes=known(float(gpu.memory_used())),
-            power_w=known(float(gpu.power_usage() / 1000)),
-            temperature_c=known(float(gpu.temperature())),
-        )
+        told = gpu.gpu_utilization(), gpu.memory_used(), gpu.power_usage() / 1000, gpu.temperature()
+        return DeviceSample(time_s, device, *(known(float(one)) for one in told))  # what is not told is NaN to nvitop
 
     return read
 
@@ -137,20 +132,12 @@ class InferenceProgressReporter:
     share that is done at most every `CALLBACK_EVERY_S` and once at the end. `already_done`: by an earlier run, so that
     it says nothing of this one's speed."""
 
-    def __init__(
-        self,
-        total_sequences: int,
-        monitor: Sampler,
-        on_progress: Callable[[float], None],
-        *,
-        already_done: int = 0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._total, self._monitor, self._on_progress, self._now = total_sequences, monitor, on_progress, now
+    def __init__(self, total_sequences: int, monitor: Sampler, on_progress: OnShare, *, already_done: int = 0) -> None:
+        self._total, self._monitor, self._on_progress = total_sequences, monitor, on_progress
         self._console = shared_console()
         self._first = self._done = already_done
         self._totals = defaultdict[str, Counter[str]](Counter)  # by device: rows, tokens and slots of this run
-        self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = now()
+        self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = time.monotonic()
         self._bars: Progress | None = None
         self._cell: Any = None  # of a notebook, that shows the bars
 
@@ -187,7 +174,7 @@ class InferenceProgressReporter:
     @property
     def eta(self) -> str:
         """The time left at this run's speed since its first batch; `--:--` before anything is done."""
-        elapsed, made, left = self._now() - self._began_s, self._done - self._first, self._total - self._done
+        elapsed, made, left = time.monotonic() - self._began_s, self._done - self._first, self._total - self._done
         known = left <= 0 or (made > 0 and elapsed > 0)
         return clock_text(elapsed * max(0, left) / max(1, made)) if known else "--:--"
 
@@ -197,7 +184,7 @@ class InferenceProgressReporter:
             self._began_s = min((batch.launched_s for batch in shard.batches), default=self._began_s)
         tokens, slots = (sum(getattr(batch, what) for batch in shard.batches) for what in ("tokens", "slots"))
         self._totals[shard.device].update(rows=shard.rows, tokens=tokens, slots=slots)
-        self._done, now = self._done + shard.rows, self._now()
+        self._done, now = self._done + shard.rows, time.monotonic()
         if self._bars is not None or now - self._last_plain_s >= PLAIN_EVERY_S:
             self._last_plain_s = now
             self._show()
@@ -207,7 +194,7 @@ class InferenceProgressReporter:
 
     def progress(self, *devices: str) -> dict[str, Any]:
         """What is shown of `devices`, or of all: rows done so far, and the rest in words."""
-        names, elapsed = devices or self._monitor.devices, self._now() - self._began_s
+        names, elapsed = devices or self._monitor.devices, time.monotonic() - self._began_s
         rows, tokens, slots = (sum(self._totals[name][what] for name in names) for what in ("rows", "tokens", "slots"))
         newest = (self._monitor.latest[name].utilisation for name in names if name in self._monitor.latest)
         told = [used for used in newest if used is not None]
@@ -232,7 +219,7 @@ class InferenceProgressReporter:
         log.info(
             f"{TITLE}: {self._done:,} of {self._total:,} sequences ({100 * self.share:.1f} %) | "
             f"{words['tokens']} | gpu util {words['gpu']} | packing efficiency {words['pack']} | "
-            f"elapsed {clock_text(self._now() - self._started_s)} | {words['eta']}"
+            f"elapsed {clock_text(time.monotonic() - self._started_s)} | {words['eta']}"
         )
 
 

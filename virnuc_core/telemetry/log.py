@@ -227,10 +227,8 @@ def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
         stages = file.create_group("stages")
         for field in fields(StageTime):
             values = [getattr(stage, field.name) for stage in measured.stages]
-            if field.type == float | None:
-                stages[field.name] = np.array(values, np.float64)  # None becomes NaN
-            else:
-                stages[field.name] = np.array([text or "" for text in values], "S64")
+            number = field.type == float | None  # in which None becomes NaN
+            stages[field.name] = np.array(values, float) if number else np.array([one or "" for one in values], "S64")
     for alarm in content.summary.alarms:
         log.warning("%s", alarm)
     return write(path, content)

@@ -6,11 +6,13 @@ import io
 import logging
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from virnuc_core.telemetry import live
 from virnuc_core.telemetry.live import (
     InferenceProgressReporter,
     Sampler,
@@ -47,8 +49,10 @@ class Nvml:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=found))
+    return found
 
 
 @pytest.fixture
@@ -64,9 +68,9 @@ def done(rows: int, device: str = "GPU-a") -> ShardDone:
     return shard(0, [batch(0, rows=rows, device=device)], device=device)
 
 
-def reporter(total: int, sampler: Sampler, clock: Clock, **options: Any) -> InferenceProgressReporter:
+def reporter(total: int, sampler: Sampler, **options: Any) -> InferenceProgressReporter:
     console = options.pop("console", Console(file=io.StringIO(), force_terminal=False))
-    made = InferenceProgressReporter(total, sampler, now=clock, **{"on_progress": lambda _: None, **options})
+    made = InferenceProgressReporter(total, sampler, **{"on_progress": lambda _: None, **options})
     made._console = console
     return made
 
@@ -77,7 +81,7 @@ def shown(progress: InferenceProgressReporter, *devices: str) -> tuple[Any, ...]
 
 
 def test_totals_by_device_and_together(sampler: Sampler, clock: Clock) -> None:
-    progress = reporter(100, sampler, clock)
+    progress = reporter(100, sampler)
     progress.update(shard(0, [batch(0), batch(1, tokens=500)]))
     progress.update(done(10, "GPU-b"))
     clock.now = 10.0
@@ -86,7 +90,7 @@ def test_totals_by_device_and_together(sampler: Sampler, clock: Clock) -> None:
 
 
 def test_before_anything_is_done_nothing_is_known(clock: Clock) -> None:
-    progress = reporter(100, Sampler(("cpu-core-0",)), clock)
+    progress = reporter(100, Sampler(("cpu-core-0",)))
     assert shown(progress) == (0, "- tok/s", "n/a", "n/a")
     assert progress.eta == "--:--"
 
@@ -94,7 +98,7 @@ def test_before_anything_is_done_nothing_is_known(clock: Clock) -> None:
 def test_plain_lines_come_every_few_seconds_and_can_be_grepped(
     sampler: Sampler, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO), reporter(100, sampler, clock) as progress:
+    with caplog.at_level(logging.INFO), reporter(100, sampler) as progress:
         for second in range(1, 26):
             clock.now = float(second)
             progress.update(done(1))
@@ -107,7 +111,7 @@ def test_plain_lines_come_every_few_seconds_and_can_be_grepped(
 
 
 def test_without_a_gpu_the_line_says_so(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), reporter(10, Sampler(("cpu-core-0",)), clock):
+    with caplog.at_level(logging.INFO), reporter(10, Sampler(("cpu-core-0",))):
         pass
     (line,) = caplog.messages
     assert "gpu util n/a" in line
@@ -119,7 +123,7 @@ def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(
 ) -> None:
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=width, legacy_windows=False)
-    with reporter(6_000_000, sampler, clock, console=console, already_done=1_000_000) as progress:
+    with reporter(6_000_000, sampler, console=console, already_done=1_000_000) as progress:
         clock.now = 100.0
         progress.update(done(250_000))
         console.print("12:00:00  cpu-core-0 ready after 3.8 s")  # as a log line, which shares the console
@@ -152,7 +156,7 @@ def test_in_a_notebook_the_bars_stand_in_a_cell(
 
     monkeypatch.setitem(sys.modules, "IPython.display", Notebook())  # type: ignore[arg-type]
     console = Console(file=io.StringIO(), force_jupyter=True, width=120)
-    with reporter(100, sampler, clock, console=console) as progress:
+    with reporter(100, sampler, console=console) as progress:
         progress.update(done(40))
     assert "0/100" in cells[0]
     assert "40/100" in cells[1]
@@ -162,7 +166,7 @@ def test_in_a_notebook_the_bars_stand_in_a_cell(
 def test_cores_have_no_gpu_column(clock: Clock) -> None:
     text, cores = io.StringIO(), Sampler(("cpu-core-0", "cpu-core-1"))
     console = Console(file=text, force_terminal=True, width=80, legacy_windows=False)
-    with reporter(100, cores, clock, console=console) as progress:
+    with reporter(100, cores, console=console) as progress:
         clock.now = 5.0
         progress.update(done(10, "cpu-core-0"))
     bars = screen(text.getvalue(), 80)
@@ -173,7 +177,7 @@ def test_cores_have_no_gpu_column(clock: Clock) -> None:
 
 def test_the_callback_is_throttled_and_gets_the_end(sampler: Sampler, clock: Clock) -> None:
     seen: list[float] = []
-    with reporter(40, sampler, clock, on_progress=seen.append) as progress:
+    with reporter(40, sampler, on_progress=seen.append) as progress:
         for tick in range(1, 41):
             clock.now = tick / 2
             progress.update(done(1))
@@ -182,7 +186,7 @@ def test_the_callback_is_throttled_and_gets_the_end(sampler: Sampler, clock: Clo
 
 
 def test_what_an_earlier_run_did_does_not_make_this_one_faster(sampler: Sampler, clock: Clock) -> None:
-    with reporter(100, sampler, clock, already_done=80) as progress:
+    with reporter(100, sampler, already_done=80) as progress:
         assert progress.eta == "--:--"
         clock.now = 10.0
         progress.update(done(10))
@@ -191,7 +195,7 @@ def test_what_an_earlier_run_did_does_not_make_this_one_faster(sampler: Sampler,
 
 def test_the_speed_counts_from_the_first_batch(sampler: Sampler, clock: Clock) -> None:
     """Weights that take 30 s to load neither slow the rate nor push the end away."""
-    with reporter(100, sampler, clock) as progress:
+    with reporter(100, sampler) as progress:
         clock.now = 40.0
         progress.update(shard(0, [batch(30.0), batch(35.0)]))
         assert progress.progress()["tokens"] == "180 tok/s"
@@ -199,7 +203,7 @@ def test_the_speed_counts_from_the_first_batch(sampler: Sampler, clock: Clock) -
 
 
 def test_a_run_of_nothing_is_done(clock: Clock) -> None:
-    progress = reporter(0, Sampler(()), clock)
+    progress = reporter(0, Sampler(()))
     assert (progress.share, progress.eta) == (1.0, "00:00")
 
 
