@@ -334,9 +334,7 @@ def _write_results(
             said = "%s is of an earlier judgement and is removed; --write-viral, --write-nonviral write such anew"
             log.warning(said, path)
         path.unlink(missing_ok=True)
-    results = write_results(
-        run, job.store, scores, failed, threshold=spec.threshold, uncertain=job.uncertain, workers=spec.workers
-    )
+    results = write_results(run, job.store, scores, failed, spec.threshold, job.uncertain, spec.workers)
     shards.write_virtual_embeddings(run)
     if spec.written:
         from virnuc_core.reads.subsets import write_reads  # few runs need it

@@ -167,7 +167,6 @@ def write_results(
     store: OrfStore,
     scores: Scores,
     failed: Mask,
-    *,
     threshold: float = THRESHOLD,
     uncertain: Band | None = None,
     workers: int = 1,
@@ -218,17 +217,16 @@ class _Made(NamedTuple):
 
 
 def _made(threshold: float, uncertain: Band, block: _Block) -> _Made:
-    began_s, store, fates = time.perf_counter(), block.store, np.zeros((2, len(_FATE_NAMES)), np.int64)
-    originals, table, pairs = block.original_lines(), b"", b""
-    judged_s = time.perf_counter()
-    names = store.row_ids(block.rows.start, block.rows.stop) if len(block.lost) else []
+    began_s, originals = time.perf_counter(), block.original_lines()
+    judged_s, store = time.perf_counter(), block.store
+    table, pairs, fate, both = b"", b"", np.empty(0, np.int64), np.empty(0, np.int64)
     if block.whole:
         table, fate = block.read_lines(threshold, uncertain)
-        fates[0] = np.bincount(fate, minlength=len(_FATE_NAMES))
-        if store.paired:
-            pairs, fate = block.pair_lines(fate, threshold, uncertain)
-            fates[1] = np.bincount(fate, minlength=len(_FATE_NAMES))
+    if block.whole and store.paired:
+        pairs, both = block.pair_lines(fate, threshold, uncertain)
+    names = store.row_ids(block.rows.start, block.rows.stop) if len(block.lost) else []
     lines = [*originals, table, _lines([names[i] for i in block.lost.tolist()]), pairs]
+    fates = np.stack([np.bincount(one, minlength=len(_FATE_NAMES)) for one in (fate, both)])
     counts = np.array([block.row_is_virus.sum(), len(block.starts), block.chunk_is_virus.sum()])
     return _Made(lines, fates, counts, np.array([judged_s - began_s, time.perf_counter() - judged_s]))
 

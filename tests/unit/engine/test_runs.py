@@ -139,7 +139,7 @@ def test_as_many_processes_as_stage_write_the_results(
 ) -> None:
     heard = []
     writing = pipeline.write_results
-    monkeypatch.setattr(pipeline, "write_results", lambda *a, **b: heard.append(b["workers"]) or writing(*a, **b))
+    monkeypatch.setattr(pipeline, "write_results", lambda *a: heard.append(a[-1]) or writing(*a))
     root = copy_of(reference, tmp_path / "run")
     go(root, staged, tiny_models, Devices.parse("cpu:1"), threshold=0.4, stage_workers=asked)
     assert heard == [asked or min(8, len(os.sched_getaffinity(0)))]
