@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.encoders.checkpoint import load_encoder, shape_of
-from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.models import Esm2, Head
 from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer
 from virnuc_core.engine.loader import PARTS, opened, packed
@@ -23,10 +22,9 @@ NEAR: Final = 0.05  # of the threshold: 1.2 % of the frames on which this was ch
 class Repeater:
     """Embeds rows of finished shards again, on a stream of its own; for the thread that commits them."""
 
-    def __init__(self, models: Path, device: torch.device, engine: EngineSpec) -> None:
-        """Load the weights. Errors: those of `load_encoder`."""
-        self._models, self._device, self._budget = models, device, engine.token_budget
-        self._longest = shape_of(models, HeadShape).model_length // 3 + 2
+    def __init__(self, models: Path, device: torch.device, engine: EngineSpec, longest: int) -> None:
+        """Load the weights, for rows of up to `longest` tokens. Errors: those of `load_encoder`."""
+        self._models, self._device, self._budget, self._longest = models, device, engine.token_budget, longest
         self.esm2 = load_encoder(Esm2, models, device, "fp16", engine.attention)
         # before the launch loop's work, which fills the device for seconds: a commit waits for this
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None

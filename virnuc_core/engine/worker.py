@@ -173,7 +173,7 @@ class Worker:
         """What embeds rows near the threshold again, its kernels compiled."""
         from virnuc_core.engine.repeats import Repeater  # int8 needs it alone
 
-        repeater = Repeater(Path(self.spec.models), self.device, self.spec.engine)
+        repeater = Repeater(Path(self.spec.models), self.device, self.spec.engine, longest)
         if repeater.stream is not None:
             with torch.cuda.stream(repeater.stream):
                 warm_up(repeater.esm2, repeater.slots(self.spec.divisor), self.device, longest, *shorter)
