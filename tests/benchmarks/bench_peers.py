@@ -467,6 +467,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="engines whose names match this, beside our first")
     parser.add_argument("--out", type=Path, help="write the table here too")
     options = parser.parse_args(arguments)
+    if not (options.tiny or torch.cuda.is_available()):
+        parser.error("there is no GPU that torch can use; --tiny runs on the CPU")
     began = time.perf_counter()
     tiny = {"layers": 2, "width": 64, "heads": 2, "ffn_width": 256}
     shape = Esm2Shape(**tiny) if options.tiny else ESM2_SIZES["t36_3B"]
