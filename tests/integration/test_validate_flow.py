@@ -1,0 +1,189 @@
+"""Validations as flows, on tiny models: what they leave on disk, and what people see of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prefect.artifacts import Artifact
+from prefect.client.orchestration import get_client
+
+import tasks.step
+from flows.predict import predict
+from flows.start import exit_code
+from flows.validate import validate
+from tasks.step import beside, on_host
+from virnuc_core.errors import ConfigError
+from virnuc_core.measure.tune import Candidate, Recommendation
+from virnuc_core.report.build import read_report
+from virnuc_core.report.verify import verify_report
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import digest, read, read_record
+from virnuc_core.validation import TuningFile
+
+from .flow_runs import RESULTS, run_of, task_runs
+from .processes import committed
+
+pytestmark = pytest.mark.usefixtures("prefect_backend")
+
+
+def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) -> None:
+    out = tmp_path / "validation"
+    given = {"reads": [str(reads)], "out": out, "models": models, "devices": "cpu:2", "profile": "ci-smoke"}
+    state = validate(**given, return_state=True)
+    assert state.is_completed(), state.message
+    assert (state.message or "").startswith("1 of 1 asked criteria met")
+    assert verify_report(out).ok
+    assert set(task_runs(state)) == {
+        "stage few",
+        "baseline vanilla on cpu:2",
+        "embed few on cpu:1",
+        "embed few on cpu:2",
+        "compare few",
+        "report few",
+    }
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(run_of(state)).name == "few · ci-smoke · cpu:2"
+    record = read_record(RunDir(out))
+    assert [(one.file, one.reads, one.content) for one in record.inputs] == [(str(reads), 300, digest(reads))]
+    assert (record.spec["sample"], record.spec["profile"]) == ("few", "ci-smoke")
+    criteria = Artifact.get(on_host("criteria-ci-smoke"))
+    assert criteria is not None
+    rows = {row["Criterion"]: row for row in json.loads(str(criteria.data))}
+    assert "PASS" in rows["Consensus label agreement"]["Verdict"]
+    assert rows["Consensus label agreement"]["Required"] == "≥99%"
+    assert "not asked" in rows["Scaling"]["Verdict"]
+    for key in ("report-ci-smoke", "scaling-ci-smoke", "comparison-few", "charts-ci-smoke", "trend-ci-smoke"):
+        assert Artifact.get(key if key == "comparison-few" else on_host(key)) is not None, key
+
+    again = validate(**given, return_state=True)
+    computing = {name: run.state.name for name, run in task_runs(again).items() if run.state is not None}
+    assert {name for name, state_name in computing.items() if state_name == "Reused"} == {
+        "stage few",
+        "baseline vanilla on cpu:2",
+        "embed few on cpu:1",
+        "embed few on cpu:2",
+    }
+    assert verify_report(out).ok
+
+
+@pytest.mark.slow
+def test_results_and_time_of_an_earlier_baseline_take_the_place_of_a_run(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
+    first, out = tmp_path / "first", tmp_path / "validation"
+    given: dict[str, Any] = {"reads": [str(few_reads)], "models": models, "devices": "cpu:1"}
+    predict(**given, out=first)
+    given |= {"out": out, "profile": "ci-smoke", "baseline_seconds": 900.0, "baseline_device": "2x RTX 4090"}
+    state = validate(**given, baseline_results=first, return_state=True)
+    assert state.is_completed(), state.message
+    assert (out / "baseline" / RESULTS[0]).read_bytes() == (first / RESULTS[0]).read_bytes()
+    report = read_report(out / "report" / "report.json")
+    criteria = {criterion.id: criterion for criterion in report.criteria}
+    assert (criteria["consensus"].verdict, criteria["consensus"].value) == ("pass", 100.0)
+    assert report.baseline is not None
+    assert (report.baseline.seconds, report.baseline.label) == (900.0, "2x RTX 4090")
+    assert "for reference only: the recorded time is of 2x RTX 4090" in (report.baseline.problem or "")
+    assert verify_report(out).ok
+    with pytest.raises(ConfigError, match=r"prediction_results\.txt is read, and would be overwritten"):
+        validate(**given, baseline_results=out / "baseline", force=True)
+    assert (out / "baseline" / RESULTS[0]).is_file()
+    with pytest.raises(ConfigError, match="a time needs the device"):
+        validate(**given | {"out": tmp_path / "other", "baseline_device": None})
+
+
+@pytest.mark.slow
+def test_a_missed_speed_is_tuned_and_judged_again(
+    tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_other(entries: Sequence[Candidate], **_: object) -> Recommendation:
+        return Recommendation(entries[1], 0.5, f"{entries[1].label}: chosen")
+
+    out, engine = tmp_path / "validation", "[engine]\ntoken_budget = 4096\n"
+    profile = write_profile(tmp_path / "strict.toml", engine, 0.001)
+    given: dict[str, Any] = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:1"}
+    given |= {"profile": profile, "fail_on_criteria": False}
+    monkeypatch.setattr("flows.validate.KNOBS", {"packing": {"token_budget": (2048,)}})
+    monkeypatch.setattr("flows.tools.recommend", first_other)
+    state = validate(**given, tune_rounds=1, return_state=True)
+    assert state.is_completed(), state.message
+    rounds = read(out / "tuning.json", TuningFile).rounds
+    assert [one.engine and one.engine["token_budget"] for one in rounds] == [2048]
+    assert read_record(RunDir(out / "devices-1")).resolved["token_budget"] == 2048
+    notes = read_report(out / "report" / "report.json").notes
+    assert any("Tuning round 1, Time on one device missed: against packing, token_budget" in one for one in notes)
+    assert verify_report(out).ok
+
+    monkeypatch.setattr("flows.validate.KNOBS", {})
+    again = validate(**given, tune_rounds=2, return_state=True)
+    assert "nothing had to be computed" in (again.message or "")
+    rounds = read(out / "tuning.json", TuningFile).rounds
+    assert [one.engine is None for one in rounds] == [False, True]
+    assert rounds[1].said.startswith("no setting mends ")
+    assert rounds[1].said in " ".join(read_report(out / "report" / "report.json").notes)
+    assert verify_report(out).ok
+
+
+def write_profile(path: Path, settings: str, limit_s: float) -> str:
+    """A profile that asks for the time on one device only."""
+    path.write_text(
+        f'name = "{path.stem}"\ntitle = "Of a test"\ndevice_names = [""]\n{settings}'
+        f'[baseline]\nname = "vanilla"\nreads = 50\n[targets]\none_device_seconds = {{ op = "<", value = {limit_s} }}\n'
+    )
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_criterion_that_is_missed_is_seen_in_the_run_list(tmp_path: Path, few_reads: Path, models: Path) -> None:
+    given = {"reads": [str(few_reads)], "out": tmp_path / "validation", "models": models, "devices": "cpu:1"}
+    given |= {"profile": write_profile(tmp_path / "impossible.toml", "", 0.001)}
+    for fails, kind in ((True, "FAILED"), (False, "COMPLETED")):
+        state = validate(**given, fail_on_criteria=fails, return_state=True)
+        assert (state.type.value, state.name) == (kind, "Criteria not met")
+        assert "not met: Time on one device" in (state.message or "")
+
+
+def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
+    tmp_path: Path, many_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = "time_limit_s = 3600\nsample_s = 0.2\n[engine]\nshard_tokens = 4096\n"
+    out, enough = tmp_path / "validation", 0
+    run = out / "devices-1"
+
+    def after_shards(work: Callable[[Any], None]) -> AbstractContextManager[None]:
+        """The limit of an hour is over once there are `enough` shards: the machine may be as slow as it likes."""
+
+        def end(stop: threading.Event) -> None:
+            while committed(run) < enough and not stop.wait(0.02):
+                pass
+            work(stop if stop.is_set() else SimpleNamespace(wait=lambda _: False))
+
+        return beside(end if work.__name__ == "end" else work)
+
+    monkeypatch.setattr(tasks.step, "beside", after_shards)
+    given = {"reads": [str(many_reads)], "out": out, "models": models, "devices": "cpu:1"}
+    given |= {"profile": write_profile(tmp_path / "hasty.toml", settings, 3600)}
+    enough = 2
+    state = validate(**given, return_state=True)
+    assert "not met: Time on one device" in (state.message or "")
+    assert json.loads((run / "summary.json").read_text())["stopped_at_limit"] is True
+    before = committed(run)
+    enough = before + 2
+    validate(**given, return_state=True)  # goes on where it was
+    assert committed(run) >= enough
+
+
+def test_a_validation_of_reads_without_an_open_frame_is_not_judged(tmp_path: Path, models: Path) -> None:
+    stops = tmp_path / "stops.fasta"
+    stops.write_text("".join(f">r{number}\n{'TAACTAGTTAG' * 9}\n" for number in range(3)))
+    given = {"reads": [str(stops)], "out": tmp_path / "run", "models": models, "devices": "cpu:2"}
+    state = validate(**given, profile="production-6m", return_state=True)  # which asks for the cost of commits, too
+    judged = state.result()
+    assert (judged.outcome, judged.failed, exit_code(state)) == ("not judged", (), 7)
+    assert not (tmp_path / "virnuc-history.jsonl").exists(), "it would be held against the next run"
