@@ -171,13 +171,12 @@ def write_results(
     uncertain: Band | None = None,
     workers: int = 1,
 ) -> ResultSummary:
-    """Write the result files of a run; memory holds some blocks of reads at a time. `workers`: processes that make the
-    lines of many reads, which do not depend on how many they are.
+    """Write the result files of a run, of many reads by `workers` processes; memory holds a few blocks for each.
 
     `scores` [n_uniques, 2] and `failed` [n_uniques] belong to the store's distinct sequences. `threshold` moves the
     verdict on reads, and reads with a score within `uncertain` get none; VirNucPro's files know neither. Errors:
     `ShardError` when a sequence that did not fail has no score; `VirnucError` for a store that contradicts itself;
-    `WorkerError` for a process that dies."""
+    `WorkerError`."""
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
         raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
@@ -202,9 +201,8 @@ def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
     before = None  # of a read with more rows to come
     for span in _spans(store):
         unique = np.asarray(store.row_unique[span[1]])
-        block = _Block(store, span, scores[unique], ~failed[unique], before)
+        yield (block := _Block(store, span, scores[unique], ~failed[unique], before))
         before = None if block.whole else block
-        yield block
 
 
 class _Made(NamedTuple):
@@ -270,8 +268,7 @@ def _spans(store: OrfStore) -> Iterator[_Span]:
 
 
 def _opened(stack: ExitStack, run: RunDir, count: int) -> Sequence[BinaryIO]:
-    """The first of a run's tables, which begin with their headers and appear under their names when `stack` closes
-    without an error."""
+    """The first of a run's tables, with their headers; they are there once `stack` closes without an error."""
     files = [stack.enter_context(stack.enter_context(whole_file(path)).open("wb")) for path in run.tables[:count]]
     headers = PREDICTION_HEADER, CONSENSUS_HEADER, READS_HEADER, FAILED_HEADER, PAIRS_HEADER
     for file, header in zip(files, headers, strict=False):
