@@ -65,10 +65,8 @@ class Anchor(NamedTuple):
     protein_first: float
 
 
-def anchors() -> tuple[Anchor, ...]:
-    """The published rows."""
-    body = tomllib.loads(Path(__file__).with_name("anchors.toml").read_text(encoding="utf-8"))
-    return tuple(Anchor(**row) for row in body["anchors"])
+_PUBLISHED: Final = tomllib.loads(Path(__file__).with_name("anchors.toml").read_text(encoding="utf-8"))
+ANCHORS: Final = tuple(Anchor(**row) for row in _PUBLISHED["anchors"])
 
 
 def torch_device(name: str) -> torch.device:
@@ -110,11 +108,10 @@ def _anchors(models: Path, device: torch.device) -> list[Check]:
     if head_shape.model_length != ANCHOR_LENGTH:
         return [Check("anchors", "not run", f"the head is for {head_shape.model_length} bases, not 500")]
     esm2, dnabert_s, head = checkpoint.load_all(models, device, EngineSpec(precision="fp32"))
-    known = anchors()
-    protein = embed(esm2, Esm2Tokenizer(), [anchor.protein.encode() for anchor in known], device)
-    dna = embed(dnabert_s, DnabertTokenizer(models), [anchor.dna.encode() for anchor in known], device)
+    protein = embed(esm2, Esm2Tokenizer(), [anchor.protein.encode() for anchor in ANCHORS], device)
+    dna = embed(dnabert_s, DnabertTokenizer(models), [anchor.dna.encode() for anchor in ANCHORS], device)
     scores = head.scores(torch.cat((dna, protein), dim=1))
-    return [*map(judge, known, dna, protein, scores)]
+    return [*map(judge, ANCHORS, dna, protein, scores)]
 
 
 def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: torch.device) -> Tensor:

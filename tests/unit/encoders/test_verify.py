@@ -16,7 +16,7 @@ from virnuc_core.encoders import model_config
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.encoders.convert import fetch
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
-from virnuc_core.encoders.models_directory import anchors, judge, verify
+from virnuc_core.encoders.models_directory import ANCHORS, judge, verify
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.errors import WeightsError
 
@@ -73,12 +73,12 @@ def test_anchors_run_where_the_sizes_fit_and_fail_for_other_numbers(
     monkeypatch.setattr(model_config, "ESM2_SIZES", {"t36_3B": ESM2_SIZES["tiny"]})
     monkeypatch.setattr(model_config, "DNABERT_SIZES", {"base": DNABERT_SIZES["tiny"]})
     found = [check for check in verify(copied, CPU) if check.name.startswith("anchor")]
-    assert [check.name for check in found] == [f"anchor {anchor.name}" for anchor in anchors()]
+    assert [check.name for check in found] == [f"anchor {anchor.name}" for anchor in ANCHORS]
     assert {check.verdict for check in found} == {"fail"}
 
 
 def test_an_anchor_passes_for_its_own_numbers_only() -> None:
-    anchor = anchors()[0]
+    anchor = ANCHORS[0]
 
     def embedding(norm: float, first: float) -> torch.Tensor:
         return torch.tensor([first, (norm**2 - first**2) ** 0.5])
@@ -95,8 +95,8 @@ def test_an_anchor_passes_for_its_own_numbers_only() -> None:
 
 
 def test_anchors_are_frames_without_a_stop() -> None:
-    assert anchors()[0].protein == "LFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFFNRFFQFCNTFTFASH"
-    for anchor in anchors():
+    assert ANCHORS[0].protein == "LFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFFNRFFQFCNTFTFASH"
+    for anchor in ANCHORS:
         assert anchor.protein == str(Seq(anchor.dna[: len(anchor.dna) // 3 * 3]).translate())  # type: ignore[no-untyped-call]
         tokens, _ = Esm2Tokenizer().encode([anchor.protein.encode()])
         assert (tokens[1:-1] >= 4).all()
