@@ -65,17 +65,18 @@ def simulate(settings: SimulateSettings) -> None:
     print(f"{made.truth_file}: what each read is")
 
 
-def sample(source: str, /, *, reads: Wanted, out: Out, seed: int = 0) -> None:
+def sample(source: str, /, *, reads: Wanted, out: Out, seed: int = 0, force: Flag = False) -> None:
     """Draw reads so that their lengths are distributed as in the whole.
 
     Args:
         source: FASTA or FASTQ file or folder
         reads: how many
         out: file to write; .gz packs it
-        seed: equal seeds draw equal reads"""
+        seed: equal seeds draw equal reads
+        force: write over a file that is there"""
     from virnuc_core.reads.subsets import sample as draw
 
-    print("\n".join(draw(source, reads, out, seed).lines()))
+    print("\n".join(draw(source, reads, out, seed, force=force).lines()))
 
 
 @models.command(name="init-random")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel, Field, create_model
 from pydantic_core import to_jsonable_python
 
-from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings, RunSettings, command
+from flows.parameters import WITHOUT, Flag, FlowSettings, OnTerminal, PredictSettings, RunSettings, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, INPUTS, Devices, EngineSpec, VerdictSpec, reading, small_text
 from virnuc_core.errors import ConfigError, InputError, StorageError, VirnucError, printable, storage_error
 from virnuc_core.lease import command_s
@@ -95,7 +95,7 @@ def _in_the_ui(flow_run_id: object) -> str:
 class PredictOptions(PredictSettings):
     """What the command takes beside the flow's own."""
 
-    no_prefect: bool = Field(False, description="the same steps without a Prefect server; nothing is recorded there")
+    no_prefect: Flag = Field(False, description="the same steps without a Prefect server; nothing is recorded there")
 
 
 predict = starts("predict", PredictOptions, "reads")

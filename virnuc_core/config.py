@@ -152,7 +152,7 @@ class ReadsSpec(ReadingSpec):
     mates_1: tuple[str, ...] = Field((), description="files of first mates, each in step with one of --mates-2")
     mates_2: tuple[str, ...] = Field((), description="files of second mates, as many")
     interleaved: bool = Field(False, description="mates follow each other in READS")
-    pairs: bool = Field(True, description="files of a folder called _R1 and _R2, or _1 and _2, hold pairs")
+    pairs: bool = Field(True, description="judge mates together; of a folder, files called _R1 and _R2, or _1 and _2")
     read_group: str = Field(
         "", description="of BAM, CRAM or SAM: only reads of read groups of this sample (SM, else ID)"
     )

@@ -29,18 +29,19 @@ _LOOKED_AT: Final = 1000  # records
 @functools.cache  # asked before the start and at it
 def samples_of(file: str, form: str, rest: str, _changed_ns: int) -> list[str]:
     """Whose reads a file holds: of each read group the sample (SM), else the ID; and `rest` where a read is of none of
-    them, for which the file is read. Errors: `InputError` without read groups, or pysam; damage is for who reads it."""
-    found, problem, hint = dict[str, None](), f"the {form} data is damaged", "copy it again"
+    them, for which the file is read. Errors: `InputError` without read groups, or pysam; damage is for who reads it,
+    `rest` where nothing can be told."""
+    found: dict[str, None] | None = None
     with suppress(OSError, ValueError), pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened:
-        groups, problem = _groups(opened), "has no read groups (@RG)"
-        hint = "--sample-from name makes each whole file a sample"
-        found = dict.fromkeys(groups.values())
+        found = dict.fromkeys((groups := _groups(opened)).values())
         every = opened.fetch(until_eof=True) if found else ()
         if any(not one.flag & NOT_PRIMARY and _sample(one, groups) is None for one in every):
             found[rest] = None
-    if not found:
-        raise InputError(problem, file=file, hint=hint)
-    return [*found]
+    if found is not None and not found:
+        raise InputError(
+            "has no read groups (@RG)", file=file, hint="--sample-from name makes each whole file a sample"
+        )
+    return [*(found or (rest,))]
 
 
 def _groups(opened: Any) -> dict[str, str]:

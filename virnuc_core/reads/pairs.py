@@ -24,8 +24,7 @@ Columns = list[Any]  # of reads that follow each other
 MATE_FILE: Final = re.compile(r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*")  # stem, letter, mate, part of a lane
 ENDS: Final = (b"/1", b"/2")  # of ids
 STEPS: Final = (
-    "mates must follow in the same order; --on-error skip judges a read without its mate alone, "
-    "--no-pairs each read, where names or flags told of pairs"
+    "mates must follow in the same order; --on-error skip judges a read without its mate alone, --no-pairs each read"
 )
 ASTRAY: Final = "%s: mates do not follow each other, so each read is judged by itself; samtools collate mends that"
 BATCH_READS: Final = 1 << 14
@@ -37,9 +36,9 @@ _log = logging.getLogger(__name__)
 
 def arranged(spec: ReadsSpec, found: Inputs) -> Inputs:
     """What was found of a spec's inputs, with the files that hold mates, which come first; the log names them."""
-    pairs = [*zip(spec.mates_1, spec.mates_2, strict=True)]
+    pairs = [*zip(spec.mates_1, spec.mates_2, strict=True)] if spec.pairs else []
     rest = [name for name in found.files if not any(name in pair for pair in pairs)]
-    pairs += [(name, name) for name in rest if spec.interleaved]
+    pairs += [(name, name) for name in rest if spec.interleaved and spec.pairs]
     told = dict.fromkeys(pairs, "as asked")
     alike = defaultdict[tuple[Path | str, ...], tuple[list[str], list[str]]](lambda: ([], []))
     for file in rest if spec.pairs and not spec.interleaved else ():

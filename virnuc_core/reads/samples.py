@@ -13,7 +13,7 @@ from typing import Final, Literal
 from virnuc_core.config import ReadsSpec, reading, small_text
 from virnuc_core.errors import ConfigError, InputError, few
 from virnuc_core.reads.pairs import arranged
-from virnuc_core.reads.sources import STDIN, alignments_at, find_inputs, hidden, is_remote, sample_of
+from virnuc_core.reads.sources import ENDINGS, STDIN, alignments_at, find_inputs, hidden, is_remote, sample_of
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import GUARDED, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary
@@ -62,15 +62,22 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
     Errors: `InputError` names the sheet and the line."""
     with reading(path, "UTF-8", InputError):
         lines = small_text(path, SHEET_BYTES).removeprefix("\ufeff").splitlines()
-    table = csv.DictReader(lines, delimiter="\t" if "\t" in "".join(lines[:1]) else ",", restval="")
+    separator = "\t" if "\t" in "".join(lines[:1]) else ","
+    table = csv.DictReader(lines, delimiter=separator, restval="", skipinitialspace=True)
     found = defaultdict[str, list[tuple[str, ...]]](list)
     try:
-        if missing := [name for name in COLUMNS[:2] if name not in (table.fieldnames or ())]:
+        table.fieldnames = columns = [name.strip() for name in table.fieldnames or ()]
+        # beside others a column of mates may be empty, and must be there: by another name it would be passed over
+        if missing := [name for name in COLUMNS[: 3 if len(columns) > 2 else 2] if name not in columns]:
             raise InputError(f"no column {missing[0]}; the first line names {', '.join(COLUMNS)}", file=path, line=1)
         for row in table:
             sample, *cells = ((row.get(name) or "").strip() for name in COLUMNS)
+            beyond = "".join(row.get(None, ())).strip()
+            if not (sample or any(cells) or beyond):
+                continue  # as a spreadsheet leaves it
             names = tuple(_found(path, name) for name in cells if name)
-            if problem := _unfit(sample) or _wrong(cells[0], names, found[sample]):
+            problem = "has more cells than the first line has columns" if beyond else _unfit(sample)
+            if problem := problem or _wrong(cells[0], names, found[sample]):
                 raise InputError(f"sample '{few([sample])}': {problem}", file=path, line=table.line_num)
             found[sample].append(names)
     except csv.Error as error:  # of a cell beyond any name of a file; `table` counts the lines that it gave
@@ -128,8 +135,11 @@ def by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
 def by_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
     """The inputs as samples, each file or pair of files by its name; those that differ by lane (`_L001`) are joined.
     Errors: those of `find_inputs`; `ConfigError` for names that are not fit, or the same though no lane tells why."""
-    # as in a folder, files with mates are known by their names
-    inputs = arranged(spec.model_copy(update={"reads": ()}), find_inputs(spec.named))
+    inputs = find_inputs(spec.named)
+    # what a folder holds under the name of reads without being any, empty files above all, is a sample that fails
+    named_so = (name for name in inputs.ignored if (told := ENDINGS.search(Path(name).name)) and told[1])
+    inputs = inputs._replace(files=(*inputs.files, *named_so))
+    inputs = arranged(spec.model_copy(update={"reads": ()}), inputs)  # as in a folder, mates are known by their names
     found, whole = defaultdict[str, list[tuple[str, ...]]](list), set[str]()
     for names in (*(tuple(dict.fromkeys(pair)) for pair in inputs.pairs), *((name,) for name in inputs.singles)):
         named = sample_of(names)

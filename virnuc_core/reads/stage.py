@@ -86,6 +86,7 @@ class StageSummary(RunFile):
         )
         met = ((one.file, getattr(one, name), what, end) for one in self.by_file for name, what, end in told)
         said = [f"{file}: {count:,} {what}{'s' * (count != 1)} {end}" for file, count, what, end in met if count]
+        said += [f"{one.file}: holds no reads" for one in self.by_file if self.counts.n_reads and not one.reads]
         return said + [f"{name}: neither FASTA nor FASTQ, not read" for name in self.ignored_files]
 
 

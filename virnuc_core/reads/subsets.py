@@ -22,7 +22,7 @@ from virnuc_core.reads.sources import STDIN, Inputs, can_be_read_twice, find_inp
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE
-from virnuc_core.rundir import MATES, RunDir
+from virnuc_core.rundir import MATES, RunDir, check_free
 
 _BINS: Final = 50  # of a histogram, at most
 
@@ -45,16 +45,17 @@ class SampleSummary(NamedTuple):
         return [*rows, f"{self.reads_after:,} of {self.reads_before:,} reads; distance of lengths {self.distance:.4f}"]
 
 
-def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
+def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False) -> SampleSummary:
     """Draw `n` reads of a file or a folder, or all there are, into `out`, as they stand, in their order; gzipped if its
     name ends in .gz. Errors: `InputError` for reads that cannot be used, or cannot be read twice, or FASTA mixed with
-    FASTQ; `ConfigError` for `n` below 1 or a name that belies the format."""
+    FASTQ; `ConfigError` for `n` below 1, a name that belies the format, or an `out` that is there without `force`."""
     if n < 1:
         raise ConfigError(f"{n} reads were asked for; ask for 1 or more")
     readable_twice((source,))
     files = find_inputs((source,)).files
     if any(out.resolve() == Path(name).resolve() for name in files):
         raise ConfigError(f"{out}: is what is drawn from; choose another name")
+    check_free(out, force=force)
     lengths, read = _lengths(files, out), 0
     drawn = np.argsort(lengths, kind="stable")[choose_reads(len(lengths), n, seed)]
     picked = np.zeros(len(lengths), bool)

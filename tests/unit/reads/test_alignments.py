@@ -171,9 +171,16 @@ def test_read_groups_that_cannot_be_samples_are_told_of(tmp_path: Path) -> None:
     path = written(tmp_path / "c.bam", SINGLE, groups=GROUPS)
     with pytest.raises(InputError, match=r"no read of read group liver came in from .*c\.bam"):
         staged(path, read_group="liver", on_error="skip")
-    path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(InputError, match=r"c\.bam: the BAM data is damaged; copy it again$"):
-        told(path)
+
+
+def test_a_file_whose_header_is_damaged_fails_alone(tmp_path: Path) -> None:
+    whole, broken = (written(tmp_path / name, SINGLE, groups=GROUPS[:1]) for name in ("a.bam", "c.cram"))
+    broken.write_bytes(broken.read_bytes()[:30])
+    found = by_read_group(ReadsSpec(reads=(str(broken), str(whole))))
+    assert found.pop("c") == ReadsSpec(reads=(str(broken),), read_group="c")
+    assert [one.reads for one in found.values()] == [(str(whole),)] * len(found)
+    with pytest.raises(InputError, match=r"c\.cram: the CRAM data is damaged, or ends early"):
+        staged(broken, read_group="c")
 
 
 def test_mates_that_do_not_follow_are_judged_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -110,7 +110,7 @@ def test_a_sample_and_the_viral_reads_of_long_records(
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
         assert write_reads(run, OrfStore.open(run.store), summary) == 3
         assert gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode() == texts[1] + texts[3] + texts[5]
-        sample(good, 3, tmp_path / "drawn.fa")
+        sample(good, 3, tmp_path / "drawn.fa", force=True)
         given[size] = (tmp_path / "drawn.fa").read_text()
     assert len(set(given.values())) == 1
     assert given[64].count(">") == 3
@@ -215,7 +215,7 @@ def test_a_sample_of_long_fastq_reads(write: WriteReads, tmp_path: Path, monkeyp
     reads, drawn, parse = random_reads(*range(0, 2000, 100)), set(), subsets.parse
     for size in BLOCKS:
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
-        sample(write(gzip.compress(fastq(reads).encode()), "reads.gz"), 9, tmp_path / "drawn.fq")
+        sample(write(gzip.compress(fastq(reads).encode()), "reads.gz"), 9, tmp_path / "drawn.fq", force=True)
         drawn.add((tmp_path / "drawn.fq").read_text())
     (text,) = drawn
     assert sum(fastq([read]) in text for read in reads) == text.count("+\n") == 9

@@ -188,6 +188,18 @@ def test_files_that_are_named_are_not_paired_and_the_log_says_so(
     assert not staged(tmp_path / "more.h5", reads=(str(tmp_path / "in"),))[0].pairs, "three files are no pair"
 
 
+@pytest.mark.parametrize("files", ["two", "one"])
+def test_reads_are_judged_by_themselves_where_no_pairs_are_asked_for(
+    write: WriteReads, tmp_path: Path, files: str
+) -> None:
+    together: dict[str, object] = {"reads": (write(fastq(["a", "a", "b"])),), "interleaved": True}
+    given = together if files == "one" else two(write, ["a", "b"], ["a"])
+    with pytest.raises(InputError, match=r"--no-pairs each read$"):
+        staged(tmp_path / "orfs.h5", **given)
+    summary, store = staged(tmp_path / "orfs.h5", **given, pairs=False)
+    assert (summary.pairs, store.paired, store.n_reads) == ((), False, 3), "no read is lost"
+
+
 def broken(text: str, *ids: str) -> str:
     """The text with broken records: each loses its qualities."""
     for name in ids:

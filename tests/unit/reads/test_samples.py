@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,10 @@ def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(tmp_pa
     [
         ("name,fastq_1\na,b\n", r"sheet\.csv:1: no column sample; the first line names"),
         ("", r"sheet\.csv:1: no column sample"),
-        (HEADER, r"names no sample"),
+        (HEADER + ",,\n", r"names no sample"),
+        ("sample,fastq_1,fastq2\na,a_1.fq,a_2.fq\n", r"sheet\.csv:1: no column fastq_2; the first line names"),
+        ("sample,fastq_1\na,a_1.fq,a_2.fq\n", r"sheet\.csv:2: sample 'a': has more cells than the first line"),
+        (HEADER + ",,,x\n", r"sheet\.csv:2: sample '': has more cells"),
         (HEADER + "a,a.fq,\n,b.fq,\n", r"sheet\.csv:3: sample '': not the name of a directory"),
         (HEADER + "a,,a_2.fq\n", r"sheet\.csv:2: sample 'a': no file in fastq_1; name one"),
         (HEADER + "a,a.fq,a.fq\n", r"sheet\.csv:2: sample 'a': a\.fq is named twice"),
@@ -60,6 +64,15 @@ def test_a_sheet_that_cannot_be_used_is_told_by_its_line(tmp_path: Path, text: s
     with pytest.raises(InputError, match=said) as told:
         read_sheet(sheet(tmp_path, text))
     assert "\n" not in str(told.value)
+
+
+def test_a_sheet_as_people_write_it_is_taken(tmp_path: Path) -> None:
+    rows = (' sample , fastq_1 , "fastq_2 ",', "a, a_1.fq , a_2.fq,", ",,,", '"b", "b,1.fq", "b 2.fq"', "", "c,c.fq")
+    assert read_sheet(sheet(tmp_path, "\r\n".join(rows))) == {
+        "a": ReadsSpec(mates_1=("a_1.fq",), mates_2=("a_2.fq",)),
+        "b": ReadsSpec(mates_1=("b,1.fq",), mates_2=("b 2.fq",)),
+        "c": ReadsSpec(reads=("c.fq",)),
+    }
 
 
 def test_a_name_that_no_file_can_have_is_for_its_sample_alone(tmp_path: Path) -> None:
@@ -94,6 +107,18 @@ def test_files_are_samples_by_their_names(tmp_path: Path) -> None:
     }
     assert by_name(ReadsSpec(reads=tuple(made))) == found, "as the shell names them"
     assert list(by_name(ReadsSpec(reads=(made[4], made[0]), pairs=False))) == ["gut", "lung_S1_L001_R1_001"]
+
+
+def test_a_sample_whose_file_in_the_folder_is_empty_or_gone_is_not_forgotten(tmp_path: Path) -> None:
+    files(tmp_path, "gut.fq")
+    empty = [tmp_path / name for name in ("blank_R1.fastq.gz", "blank_R2.fastq.gz", "none.fq")]
+    for path in empty:
+        path.write_bytes(gzip.compress(b"") if path.suffix == ".gz" else b"")
+    (tmp_path / "away.fq").symlink_to(tmp_path / "nothing.fq")
+    (tmp_path / "counts.tsv.gz").write_bytes(b"no reads, and not called so")
+    found = by_name(ReadsSpec(reads=(str(tmp_path),)))
+    assert set(found) == {"gut", "blank", "none", "away"}
+    assert found["blank"] == ReadsSpec(mates_1=(str(empty[0]),), mates_2=(str(empty[1]),))
 
 
 def test_names_that_are_the_same_or_not_fit_are_refused(tmp_path: Path) -> None:

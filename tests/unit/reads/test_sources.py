@@ -171,6 +171,15 @@ def test_a_folder_gives_its_read_files_by_name(write: WriteReads, tmp_path: Path
     assert [Path(name).name for name in found.ignored] == ["README", "empty.fa"]
 
 
+def test_a_link_in_a_folder_to_what_is_not_there_is_not_passed_over(write: WriteReads, tmp_path: Path) -> None:
+    write(">a\nA\n", "in/a.fa")
+    (tmp_path / "in" / "b.fa").symlink_to(tmp_path / "gone.fa")
+    found = find_inputs((str(tmp_path / "in"),)).files
+    assert [Path(name).name for name in found] == ["a.fa", "b.fa"]
+    with pytest.raises(InputError, match=r"b\.fa: cannot be read: No such file"):
+        everything(found[1])
+
+
 def test_a_damaged_file_in_a_folder_is_not_passed_over(write: WriteReads, tmp_path: Path) -> None:
     write(b"\x1f\x8b\x08\0broken", "in/broken.gz")
     assert len(find_inputs((str(tmp_path / "in"),)).files) == 1

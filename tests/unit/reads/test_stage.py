@@ -366,6 +366,12 @@ def test_what_was_met_is_told_by_file(write: WriteReads, tmp_path: Path, caplog:
     assert [record.message for record in caplog.records] == summary.warnings()
 
 
+def test_a_file_without_reads_among_others_is_told_of(write: WriteReads, tmp_path: Path) -> None:
+    empty = write("", "empty.fa")
+    summary = stage(StageSpec(reads=(write(">a\nACGT\n"), empty)), tmp_path / "orfs.h5")
+    assert f"{empty}: holds no reads" in summary.warnings()
+
+
 def test_an_empty_input_makes_an_empty_store(write: WriteReads, tmp_path: Path) -> None:
     stage(StageSpec(reads=(write(""),)), tmp_path / "orfs.h5")
     store = OrfStore.open(tmp_path / "orfs.h5")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from xopen import xopen
 
+from flows.cli import main
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import parse
 from virnuc_core.reads.subsets import sample
@@ -65,7 +66,7 @@ def test_every_read_can_be_drawn(write: WriteReads, tmp_path: Path) -> None:
     path = write(fastq([50] * 10))
     seen = set()
     for seed in range(40):
-        sample(path, 2, tmp_path / "out.fq", seed)
+        sample(path, 2, tmp_path / "out.fq", seed, force=True)
         seen |= {batch.id(i) for batch in parse((str(tmp_path / "out.fq"),)) for i in range(len(batch))}
     assert len(seen) == 10
 
@@ -127,5 +128,17 @@ def test_a_sample_never_replaces_what_it_is_drawn_from(tmp_path: Path) -> None:
     path = tmp_path / "reads.fa"
     path.write_text(">a\nACGT\n>b\nACGTA\n")
     with pytest.raises(ConfigError, match="is what is drawn from"):
-        sample(str(path), 1, tmp_path / "." / "reads.fa")
+        sample(str(path), 1, tmp_path / "." / "reads.fa", force=True)
     assert path.read_text().count(">") == 2
+
+
+def test_a_file_that_is_there_stays_unless_force_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "reads.fa", tmp_path / "out.fa"
+    source.write_text(">a\nACGT\n>b\nACGTA\n")
+    out.write_text("precious")
+    words = ["sample", str(source), "-n", "2", "-o", str(out)]
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"virnuc: {out} would be overwritten; choose another name, or --force\n"
+    assert out.read_text() == "precious"
+    assert main([*words, "--force"]) == 0
+    assert out.read_text() == source.read_text()
