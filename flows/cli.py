@@ -94,6 +94,8 @@ def _outcome(words: list[str]) -> int:
 
 def _run(words: list[str], debug: bool) -> int:
     """Parse the words and call what they name."""
+    if "" in words:  # as a path it would be the working directory
+        raise ConfigError("an argument is empty; is a variable of the shell not set?")
     if words and words[0] not in app:  # known here; cyclopts would import every command to say so
         close = "".join(f", did you mean {name!r}?" for name in get_close_matches(words[0], COMMANDS, n=1))
         raise ConfigError(f"{words[0]!r} is not a command{close}; see virnuc --help")

@@ -127,9 +127,14 @@ def test_reads_that_are_not_named_or_lack_their_mates_are_one_line(capsys: pytes
         ([], "reads: none are named; name files or folders, or the files of pairs by -1 and -2"),
         (["-1", "a1"], "-1 names 1 files, -2 0; name both of each pair"),
         (["-1", "a1", "b1", "-2", "a2"], "-1 names 2 files, -2 1; name both of each pair"),
+        (["a1", ""], "an argument is empty; is a variable of the shell not set?"),
     ):
         assert main(["predict", *words, "-o", "out", "--models", "m"]) == 2
         assert capsys.readouterr().err == f"virnuc: {said}\n"
+    assert main(["sample", "a1", "-n", "1", "-o", ""]) == 2
+    assert "an argument is empty" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="reads: a name is empty"):
+        RunSpec(reads=("",), out=Path("out"), models=Path("m"))
 
 
 @pytest.mark.parametrize("name", [b"latin-\xe9".decode("utf-8", "surrogateescape"), "a\0b"])
