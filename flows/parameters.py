@@ -122,6 +122,7 @@ def _option(name: str, field: FieldInfo, positional: bool) -> Any:
     many = typing.get_origin(annotation) is tuple
     if many:
         part: Any = typing.get_args(annotation)[0]
+        part = str | Path if name in config.INPUTS else part  # a text, of which a shell completes files
         annotation = tuple[part.__origin__ if typing.get_origin(part) is Annotated else part, ...]  # type: ignore[misc]
     shown = Parameter(
         name=(flag, SHORT_OPTIONS[name]) if name in SHORT_OPTIONS else flag,

@@ -65,7 +65,7 @@ def simulate(settings: SimulateSettings) -> None:
     print(f"{made.truth_file}: what each read is")
 
 
-def sample(source: str, /, *, reads: Wanted, out: Out, seed: int = 0, force: Flag = False) -> None:
+def sample(source: str | Path, /, *, reads: Wanted, out: Out, seed: int = 0, force: Flag = False) -> None:
     """Draw reads so that their lengths are distributed as in the whole.
 
     Args:
@@ -76,7 +76,7 @@ def sample(source: str, /, *, reads: Wanted, out: Out, seed: int = 0, force: Fla
         force: write over a file that is there"""
     from virnuc_core.reads.subsets import sample as draw
 
-    print("\n".join(draw(source, reads, out, seed, force=force).lines()))
+    print("\n".join(draw(str(source), reads, out, seed, force=force).lines()))
 
 
 @models.command(name="init-random")
@@ -135,7 +135,7 @@ def fetch(
 
 
 @models.command
-def quantize(out: Path, reads: str, /, *, device: str = "cuda:0") -> None:
+def quantize(out: Path, reads: str | Path, /, *, device: str = "cuda:0") -> None:
     """Measure on some of your reads what --precision int8 must know of a models directory, and keep it there.
 
     Args:
@@ -144,7 +144,7 @@ def quantize(out: Path, reads: str, /, *, device: str = "cuda:0") -> None:
         device: where: cuda:0 or cpu"""
     from virnuc_core.encoders.models_directory import quantise, torch_device
 
-    path, rows = quantise(out, reads, torch_device(device))
+    path, rows = quantise(out, str(reads), torch_device(device))
     print(f"{path}: of {rows:,} frames of reads; --precision int8 can be used now")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,20 @@ def test_the_head_is_for_the_asked_length(
     assert main(["models", "init-random", str(out), *given]) == 0
     assert json.loads((out / "head" / "config.json").read_text())["model_length"] == length
     assert f"head for length {length}" in capsys.readouterr().out
+
+
+def test_the_shell_completes_files_of_reads(tmp_path: Path) -> None:
+    (tmp_path / "lung_R1.fq").touch()
+    script = tmp_path / "completion.bash"
+    script.write_text(cli.app.generate_completion(shell="bash"))
+    ask = (
+        f"source {script}; ask() {{ COMP_WORDS=($@); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _virnuc; echo $COMPREPLY; }}"
+    )
+    for words in ("predict lung", "predict -1 lung", "validate lung", "sample lung", "models quantize m lung"):
+        done = subprocess.run(
+            ["bash", "-c", f"{ask}; ask virnuc {words}"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "lung_R1.fq\n", words
 
 
 def test_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
