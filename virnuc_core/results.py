@@ -48,7 +48,6 @@ _ROW_LABELS: Final = np.array(("others", "virus"), dtype=object)
 _REMARKS: Final = {0: "", SHORT_FOR_MODEL: "short_for_model", AMBIGUOUS: "ambiguous"} | {
     SHORT_FOR_MODEL | AMBIGUOUS: "short_for_model,ambiguous"
 }
-_HALF: Final = np.float32(0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +95,7 @@ class _Block:
 
     def original_lines(self) -> tuple[bytes, bytes]:
         """Lines of `prediction_results.txt` and of `prediction_results_highestscore.csv`."""
-        ids = self.store.row_ids(self.rows.start, self.rows.stop, original=True)
-        names = np.array(ids, dtype=object)[self.scored]
+        names = np.array(self.store.row_ids(self.rows.start, self.rows.stop, original=True), dtype=object)[self.scored]
         score1, score2 = (np.array(_texts(column), dtype=object) for column in self.scores.T)
         rows = _lines(names, _ROW_LABELS[self.row_is_virus.astype(np.int64)], score1, score2)
         chunks = [name[:-2] for name in names[self.starts]]  # without the frame, "F1" … "R3"
@@ -113,15 +111,14 @@ class _Block:
         """
         of, groups = group[self.read], int(group[-1]) + 1
         of_chunk = np.append(np.zeros(len(self.margins_before), np.int64), of[self.starts])
-        margins = np.append(self.margins_before, self.margin)
-        total = np.bincount(of_chunk, weights=margins, minlength=groups)
+        total = np.bincount(of_chunk, weights=np.append(self.margins_before, self.margin), minlength=groups)
         chunks = np.bincount(of_chunk, minlength=groups)
         mean = np.divide(total, chunks, out=np.full(groups, np.nan), where=chunks > 0)
         score: Scores = (0.5 + mean / 2).astype(np.float32)
         alone = np.bincount(of, minlength=groups)[of] + self.scored_before == 1
         score[of[alone]] = self.scores[alone, 1]
-        score[mean < 0] = np.minimum(score[mean < 0], np.nextafter(_HALF, np.float32(0)))
-        score[mean >= 0] = np.maximum(score[mean >= 0], _HALF)
+        score[mean < 0] = np.minimum(score[mean < 0], np.nextafter(np.float32(0.5), np.float32(0)))
+        score[mean >= 0] = np.maximum(score[mean >= 0], np.float32(0.5))
         return score
 
     def read_lines(self, threshold: float, uncertain: Band) -> tuple[bytes, Places]:
@@ -140,8 +137,7 @@ class _Block:
         for i in np.flatnonzero(bits & DUPLICATE_ID).tolist():  # the id stands last
             first = store.original_ids(low + i, low + i + 1)[0]
             remarks[i] = ",".join(filter(None, (remarks[i], f"duplicate_of={first}")))
-        ids = store.read_ids(low, high)
-        return _lines(ids, *counts, *_told(score, fate), _READ_LABELS[fate], remarks), fate
+        return _lines(store.read_ids(low, high), *counts, *_told(score, fate), _READ_LABELS[fate], remarks), fate
 
     def pair_lines(self, fate: Places, threshold: float, uncertain: Band) -> tuple[bytes, Places]:
         """Lines of `pairs.tsv`, and one index into `_FATE_NAMES` for each pair; `fate` [n_reads] is that of reads."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -149,7 +149,7 @@ class OrfStore:
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _mapped, (self.path,)  # another process maps it, too
+        return partial(OrfStore.open, check=False), (self.path,)  # another process maps it, too
 
     def original_ids(self, low: int, high: int) -> list[str]:
         """Ids of reads `low` to `high` as they stand in the files; several reads may share one."""
@@ -180,11 +180,6 @@ class OrfStore:
     def dna(self, low: int, high: int) -> list[bytes]:
         """DNA of uniques `low` to `high`, upper case."""
         return _cut(self.dna_bytes, self.dna_offsets, low, high)
-
-
-@cache
-def _mapped(path: Path) -> OrfStore:
-    return OrfStore.open(path, check=False)
 
 
 def _cut(letters: NDArray[np.uint8], offsets: NDArray[np.int64], low: int, high: int) -> list[bytes]:
