@@ -166,9 +166,7 @@ class ReadsSpec(ReadingSpec):
     def _is_whole(self) -> Self:
         if len(self.mates_1) != len(self.mates_2):
             raise ConfigError(f"-1 names {len(self.mates_1)} files, -2 {len(self.mates_2)}; name both of each pair")
-        if "" in self.named:  # which would name the working directory
-            raise ConfigError("reads: a name is empty; is a variable of the shell not set?")
-        if not self.named and getattr(self, "samples", None) is None:
+        if "" in (self.named or (str(getattr(self, "samples", None) or ""),)):  # it would name the working directory
             raise ConfigError("reads: none are named; name files or folders, or the files of pairs by -1 and -2")
         return self
 

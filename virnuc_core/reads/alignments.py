@@ -31,17 +31,15 @@ def samples_of(file: str, form: str, rest: str, _changed_ns: int) -> list[str]:
     """Whose reads a file holds: of each read group the sample (SM), else the ID; and `rest` where a read is of none of
     them, for which the file is read. Errors: `InputError` without read groups, or pysam; damage is for who reads it,
     `rest` where nothing can be told."""
-    found: dict[str, None] | None = None
+    found = dict.fromkeys((rest,))
     with suppress(OSError, ValueError), pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened:
-        found = dict.fromkeys((groups := _groups(opened)).values())
-        every = opened.fetch(until_eof=True) if found else ()
-        if any(not one.flag & NOT_PRIMARY and _sample(one, groups) is None for one in every):
+        if not (groups := _groups(opened)):
+            hint = "--sample-from name makes each whole file a sample"
+            raise InputError("has no read groups (@RG)", file=file, hint=hint)
+        found = dict.fromkeys(groups.values())
+        if any(not one.flag & NOT_PRIMARY and _sample(one, groups) is None for one in opened.fetch(until_eof=True)):
             found[rest] = None
-    if found is not None and not found:
-        raise InputError(
-            "has no read groups (@RG)", file=file, hint="--sample-from name makes each whole file a sample"
-        )
-    return [*(found or (rest,))]
+    return [*found]
 
 
 def _groups(opened: Any) -> dict[str, str]:

@@ -23,9 +23,7 @@ Columns = list[Any]  # of reads that follow each other
 
 MATE_FILE: Final = re.compile(r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*")  # stem, letter, mate, part of a lane
 ENDS: Final = (b"/1", b"/2")  # of ids
-STEPS: Final = (
-    "mates must follow in the same order; --on-error skip judges a read without its mate alone, --no-pairs each read"
-)
+STEPS: Final = "mates must follow in the same order; --on-error skip judges orphans alone, --no-pairs each read"
 ASTRAY: Final = "%s: mates do not follow each other, so each read is judged by itself; samtools collate mends that"
 BATCH_READS: Final = 1 << 14
 _AT_ONCE: Final = 1 << 12

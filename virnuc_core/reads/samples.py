@@ -62,8 +62,7 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
     Errors: `InputError` names the sheet and the line."""
     with reading(path, "UTF-8", InputError):
         lines = small_text(path, SHEET_BYTES).removeprefix("\ufeff").splitlines()
-    separator = "\t" if "\t" in "".join(lines[:1]) else ","
-    table = csv.DictReader(lines, delimiter=separator, restval="", skipinitialspace=True)
+    table = csv.DictReader(lines, delimiter="\t" if "\t" in "".join(lines[:1]) else ",", skipinitialspace=True)
     found = defaultdict[str, list[tuple[str, ...]]](list)
     try:
         table.fieldnames = columns = [name.strip() for name in table.fieldnames or ()]
@@ -76,8 +75,8 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
             if not (sample or any(cells) or beyond):
                 continue  # as a spreadsheet leaves it
             names = tuple(_found(path, name) for name in cells if name)
-            problem = "has more cells than the first line has columns" if beyond else _unfit(sample)
-            if problem := problem or _wrong(cells[0], names, found[sample]):
+            wrong = _unfit(sample) or _wrong(cells[0], names, found[sample])
+            if problem := "more cells than columns" if beyond else wrong:
                 raise InputError(f"sample '{few([sample])}': {problem}", file=path, line=table.line_num)
             found[sample].append(names)
     except csv.Error as error:  # of a cell beyond any name of a file; `table` counts the lines that it gave
@@ -138,8 +137,8 @@ def by_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
     inputs = find_inputs(spec.named)
     # what a folder holds under the name of reads without being any, empty files above all, is a sample that fails
     named_so = (name for name in inputs.ignored if (told := ENDINGS.search(Path(name).name)) and told[1])
-    inputs = inputs._replace(files=(*inputs.files, *named_so))
-    inputs = arranged(spec.model_copy(update={"reads": ()}), inputs)  # as in a folder, mates are known by their names
+    # as in a folder, files with mates are known by their names
+    inputs = arranged(spec.model_copy(update={"reads": ()}), inputs._replace(files=(*inputs.files, *named_so)))
     found, whole = defaultdict[str, list[tuple[str, ...]]](list), set[str]()
     for names in (*(tuple(dict.fromkeys(pair)) for pair in inputs.pairs), *((name,) for name in inputs.singles)):
         named = sample_of(names)

@@ -116,8 +116,8 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
         path = Path(name)
         try:
             if name != STDIN and path.is_dir():
-                shown = (entry for entry in path.iterdir() if not entry.name.startswith("."))
-                inside = sorted(entry for entry in shown if entry.is_file() or not entry.exists())  # a link to nothing
+                every = (one for one in path.iterdir() if one.is_file() or not one.exists())  # a link to nothing
+                inside = sorted(one for one in every if not one.name.startswith("."))
                 found = {str(entry): _holds_reads(entry) for entry in inside}
                 if not any(found.values()):
                     raise InputError("the folder holds no FASTA or FASTQ file", file=path, hint="name the files")

@@ -133,7 +133,7 @@ def test_reads_that_are_not_named_or_lack_their_mates_are_one_line(capsys: pytes
         assert capsys.readouterr().err == f"virnuc: {said}\n"
     assert main(["sample", "a1", "-n", "1", "-o", ""]) == 2
     assert "an argument is empty" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="reads: a name is empty"):
+    with pytest.raises(ConfigError, match="reads: none are named"):
         RunSpec(reads=("",), out=Path("out"), models=Path("m"))
 
 
