@@ -34,7 +34,7 @@ from virnuc_core.rundir import SAMPLES, RunDir, bound, check_room
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
-    from virnuc_core.reads.fast_parser import OnError
+    from virnuc_core.config import OnError
 
 PARTIAL, CRITERION_FAILED, NOT_JUDGED = 6, 5, 7  # exit codes; the first: some rows had to be set aside
 NOT_MET, REJECTED = "Criteria not met", "Rejected"  # states of runs that ended well, but not as was asked
@@ -178,13 +178,9 @@ def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None
         door.bind(("127.0.0.1", 0))
         door.listen(128)
         os.environ["PREFECT_API_URL"] = url = f"http://127.0.0.1:{door.getsockname()[1]}/api"
-        server = subprocess.Popen(
-            bound(SERVER, str(door.fileno())),
-            env={**os.environ, **own},
-            pass_fds=[door.fileno()],
-            start_new_session=True,
-            stderr=None if debug else log,
-        )
+        how: dict[str, Any] = {"start_new_session": True, "stderr": None if debug else log}
+        words, env = bound(SERVER, str(door.fileno())), {**os.environ, **own}
+        server = subprocess.Popen(words, env=env, pass_fds=[door.fileno()], **how)
 
     def end() -> None:  # what Prefect's threads still had to tell has been told
         server.terminate()

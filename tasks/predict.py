@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prefect.client.schemas.objects import State
 
@@ -58,15 +58,9 @@ def embed(
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})
 
     def write_stopped(wall_s: float) -> None:  # how long it had taken, and nothing that was not measured
-        stopped = RunSummary(
-            stopped_at_limit=True,
-            wall_s=wall_s,
-            staging_s=staging.total_s,
-            total_s=staging.total_s + wall_s,
-            n_reads=staging.counts.n_reads,
-            devices=resolve_here(spec),
-        )
-        write(run.summary, stopped)
+        told: dict[str, Any] = {"staging_s": staging.total_s, "total_s": staging.total_s + wall_s, "wall_s": wall_s}
+        told |= {"n_reads": staging.counts.n_reads, "devices": resolve_here(spec)}
+        write(run.summary, RunSummary(stopped_at_limit=True, **told))
 
     before = read_summary(run)
     with device_slots(resolve_here(spec)), progress if watch.alone else nullcontext() as show:

@@ -16,6 +16,7 @@ from virnuc_core.errors import MOST_SHOWN, ConfigError, VirnucError, few
 Precision = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
+OnError = Literal["stop", "skip"]
 Share = Annotated[float, Field(ge=0, le=1)]
 OnShare = Callable[[float], None]  # hears the share of some work that is done, 0 to 1
 Switch = Literal["commits", "sampler", "models"]  # models: kept by the workers, or loaded anew halfway
@@ -138,7 +139,7 @@ class HostSpec(Spec):
 class ReadingSpec(HostSpec):
     """How input is read."""
 
-    on_error: Literal["stop", "skip"] = Field("stop", description="a broken record: stop, or skip it and count it")
+    on_error: OnError = Field("stop", description="a broken record: stop, or skip it and count it")
     strict: bool = Field(False, description="refuse duplicate read ids instead of keeping them apart")
     email: str | None = Field(None, description="mail address that NCBI asks for, when reads are ncbi: accessions")
 

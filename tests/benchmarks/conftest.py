@@ -170,7 +170,7 @@ class _sampled:  # noqa: N801 - used as a function
     def __init__(self, used: list[float]) -> None:
         ids = [f"GPU-{torch.cuda.get_device_properties(0).uuid}"] if GPUS else []
         self._used = used
-        self._sampler = Sampler(ids, interval_s=0.1, note=self._note)
+        self._sampler = Sampler(ids, every_s=0.1, note=self._note)
 
     def _note(self, *samples: Any) -> None:
         told = (getattr(sample, "utilisation", None) for sample in samples)

@@ -85,7 +85,7 @@ class Embedding:
         done = store.n_uniques - sum(task.hi - task.lo for task in tasks)
         with ExitStack() as held:
             keep, live = held.enter_context(journal(job.run.journal, self._origin_s, self._started, ids)), None
-            watching = Sampler(ids, interval_s=self._watch.sample_s, note=keep, reader=pool.reader if pool else None)
+            watching = Sampler(ids, every_s=self._watch.sample_s, note=keep, read=pool.reader if pool else None)
             sampler = held.enter_context(watching)
             if tasks and heard:
                 shown = InferenceProgressReporter(store.n_uniques, sampler, heard, already_done=done)

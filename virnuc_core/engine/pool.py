@@ -267,11 +267,9 @@ class Pool(AbstractContextManager["Pool"]):
         elif not ready and concerned:
             slot.unready_deaths += 1
             if slot.unready_deaths >= MAX_DEATHS_BEFORE_READY:
-                raise errors.WorkerError(
-                    f"workers on {worker.device} ended {slot.unready_deaths} times before they were ready; "
-                    f"last words: {said}; see {worker.log}",
-                    worker_traceback=failed.traceback if failed else "",
-                )
+                problem = f"workers on {worker.device} ended {slot.unready_deaths} times before they were ready"
+                told, trace = f"{problem}; last words: {said}; see {worker.log}", failed.traceback if failed else ""
+                raise errors.WorkerError(told, worker_traceback=trace)
 
     def _after_death(self, task: ShardTask, said: str, *, out_of_memory: bool) -> ShardTask:
         """What to try next with the task at which a worker died."""

@@ -156,6 +156,14 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
     ]
     rows.sort(key=lambda row: row.device_ms if row.on == "device" else row.host_ms, reverse=True)
     kernels, host = ([row for row in rows if row.on == on][: spec.operations] for on in ("device", "host"))
+    # of the launch loop's ranges; with shapes one may come in several rows, and the device has a copy of each
+    by_name = {name: [row for row in averages if row.key == name and _on(row) == "host"] for name in MARKS}
+    totals = ("count", "cpu_time_total", "device_time_total")
+    sums = {name: [sum(getattr(row, of) for row in rows) for of in totals] for name, rows in by_name.items() if rows}
+    marks = tuple(
+        Operation(name=name, on="host", calls=calls, host_ms=host / 1e3, device_ms=device / 1e3)
+        for name, (calls, host, device) in sums.items()
+    )
     table = TraceTable(
         device=device.id,
         kind=device.kind,
@@ -163,23 +171,12 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
         batches=batches,
         tokens=tokens,
         window_ms=(last - first) / 1e3,
-        marks=_marks(averages),
+        marks=marks,
         operations=(*kernels, *host),
         trace=trace.name if size <= (spec.max_trace_mb << 20) else None,
         trace_bytes=size,
     )
     write(trace.with_name(TABLE.format(device.id)), table)
-
-
-def _marks(averages: Any) -> tuple[Operation, ...]:
-    """The launch loop's ranges; with shapes a range may come in several rows, and the device has a copy of each."""
-    by_name = {name: [row for row in averages if row.key == name and _on(row) == "host"] for name in MARKS}
-    totals = ("count", "cpu_time_total", "device_time_total")
-    sums = {name: [sum(getattr(row, of) for row in rows) for of in totals] for name, rows in by_name.items() if rows}
-    return tuple(
-        Operation(name=name, on="host", calls=calls, host_ms=host / 1e3, device_ms=device / 1e3)
-        for name, (calls, host, device) in sums.items()
-    )
 
 
 def _on(row: Any) -> Literal["host", "device"]:

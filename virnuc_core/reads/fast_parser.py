@@ -4,18 +4,18 @@ A cutter takes what it is sure of from the front of a block; FASTQ from anything
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from virnuc_core.config import OnError
 from virnuc_core.errors import InputError
 from virnuc_core.runfiles import FileDigest
 
 Format = Literal["fasta", "fastq"]
-OnError = Literal["stop", "skip"]
 
 LEGAL: Final = b"ACGTUNRYSWKMBDHVX-.acgtunryswkmbdhvx"  # nucleotides, IUPAC codes, X for masked bases, gaps
 _LONGEST_SHOWN: Final = 200
@@ -256,15 +256,10 @@ def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
     if whole == 0:
         return None, len(data)
     rest = data[lines.nexts[4 * whole - 1] :]
-    batch = ReadBatch(
-        file=piece.file,
-        form="fastq",
-        ids=lines.ids(starts[:whole, 0] + 1, ends[:whole, 0]),
-        bases=lines.pick(starts[:whole, 1], ends[:whole, 1]),
-        lines=piece.line + 4 * np.arange(whole, dtype=np.int64),
-        text=Strings(lines.data[: lines.nexts[4 * whole - 1]], np.append(0, lines.nexts[3 : 4 * whole : 4])),
-    )
-    return batch, len(rest) if rest.strip() else 0
+    ids, bases = lines.ids(starts[:whole, 0] + 1, ends[:whole, 0]), lines.pick(starts[:whole, 1], ends[:whole, 1])
+    text = Strings(lines.data[: lines.nexts[4 * whole - 1]], np.append(0, lines.nexts[3 : 4 * whole : 4]))
+    headers = piece.line + 4 * np.arange(whole, dtype=np.int64)
+    return ReadBatch(piece.file, "fastq", ids, bases, headers, text), len(rest) if rest.strip() else 0
 
 
 def cut_fasta(piece: Piece) -> ReadBatch:
@@ -282,15 +277,8 @@ def cut_fasta(piece: Piece) -> ReadBatch:
     bases = Strings(lines.pick(starts, ends).data, offsets_of(base_lengths))
     if is_sequence[np.searchsorted(lines.nexts, lines.low, side="right")].any():
         bases = Strings.of([one.translate(None, BLANKS) for one in bases])
-    batch = ReadBatch(
-        file=piece.file,
-        form="fasta",
-        ids=lines.ids(id_starts, lines.ends[is_header]),
-        bases=bases,
-        lines=piece.line + np.flatnonzero(is_header),
-        text=Strings(lines.data, np.append(id_starts - 1, len(lines.data))),
-        part=piece.part,
-    )
+    ids, headers = lines.ids(id_starts, lines.ends[is_header]), piece.line + np.flatnonzero(is_header)
+    text = Strings(lines.data, np.append(id_starts - 1, len(lines.data)))
     if piece.part is not None:
-        batch = replace(batch, lines=np.array([piece.part.line]), text=Strings.of([piece.data]))
-    return batch
+        headers, text = np.array([piece.part.line]), Strings.of([piece.data])
+    return ReadBatch(piece.file, "fasta", ids, bases, headers, text, piece.part)

@@ -16,9 +16,9 @@ from typing import Final
 import numpy as np
 from pydantic import Field
 
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, ReadsSpec
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, OnError, ReadsSpec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError, storage_error
-from virnuc_core.reads.fast_parser import OnError, ParseLog
+from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.parse import BLOCK_BYTES, parse_by
 from virnuc_core.reads.sources import Inputs, alignments_at, can_be_read_twice, find_inputs

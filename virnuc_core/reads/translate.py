@@ -162,14 +162,9 @@ def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: in
     dna_lengths = np.minimum(3 * protein_lengths + 1, lengths[chunk] - offset)
     both = b"".join(strands)
     at = np.where(strand == 0, begins[0][chunk], begins[1][chunk] + len(strands[0])) + offset
-    return Orfs(
-        chunk=chunk + first_chunk,
-        frame=frame.astype(np.uint8),
-        proteins=table[filled],
-        protein_lengths=protein_lengths.astype(np.int32),
-        dna=np.array([both[a:b] for a, b in zip(at.tolist(), (at + dna_lengths).tolist(), strict=True)], object),
-        dna_lengths=dna_lengths.astype(np.int32),
-    )
+    dna = np.array([both[a:b] for a, b in zip(at.tolist(), (at + dna_lengths).tolist(), strict=True)], object)
+    sizes = (lengths.astype(np.int32) for lengths in (protein_lengths, dna_lengths))
+    return Orfs(chunk + first_chunk, frame.astype(np.uint8), table[filled], next(sizes), dna, next(sizes))
 
 
 def _residues(segment: bytes, pad: bytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

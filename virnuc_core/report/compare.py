@@ -308,12 +308,8 @@ def bitwise(a: Path, b: Path) -> validation.BitwiseEquality:
     differing = sorted([*unlike, *(f"{name} is in one run only" for name in alone)])
     shared = sum(name not in alone for name in shards)
     more = (f"and {len(differing) - NAMED} more",) if len(differing) > NAMED else ()
-    return validation.BitwiseEquality(
-        identical=bool(files and shared and not differing),
-        files_compared=len(files),
-        shards_compared=shared,
-        differing=(*differing[:NAMED], *more),
-    )
+    same, told = bool(files and shared and not differing), (*differing[:NAMED], *more)
+    return validation.BitwiseEquality(identical=same, files_compared=len(files), shards_compared=shared, differing=told)
 
 
 def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.CosineStats, ...]:

@@ -32,6 +32,7 @@ TITLE: Final = "Embedding"
 RULE: Final = "=" * 80
 LEAST_SHOWN_S: Final = 0.05  # of what is no stage
 
+Note = Callable[..., None]  # hears samples as they are taken
 Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped with a time; may raise
 
 
@@ -60,19 +61,14 @@ def nvml_reader(devices: Sequence[str]) -> Reader | None:
 
 
 class Sampler:
-    """Background thread that reads devices and host every `interval_s` while the `with` block lasts."""
+    """Background thread that reads devices and host every `every_s` while the `with` block lasts."""
 
     def __init__(
-        self,
-        devices: Sequence[str],
-        *,
-        interval_s: float = 0.5,
-        note: Callable[..., None] = lambda *samples: None,
-        reader: Reader | None = None,
+        self, devices: Sequence[str], *, every_s: float = 0.5, note: Note = lambda *_: None, read: Reader | None = None
     ) -> None:
-        """`note` hears every sample at once; `reader`: of devices elsewhere."""
-        self.devices, self._interval_s, self._note = tuple(devices), interval_s, note
-        self._read, self._failed = reader or nvml_reader(devices), False
+        """`note` hears every sample at once; `read`: of devices elsewhere."""
+        self.devices, self._every_s, self._note = tuple(devices), every_s, note
+        self._read, self._failed = read or nvml_reader(devices), False
         self._looks, self._processes = itertools.count(), list[psutil.Process]()
         psutil.cpu_percent(interval=None)  # the first call has no interval to speak of
         self.latest: dict[str, DeviceSample] = {}  # the newest reading of each device
@@ -106,7 +102,7 @@ class Sampler:
 
     def _loop(self) -> None:
         self.sample_once()
-        while not self._stop.wait(self._interval_s):
+        while not self._stop.wait(self._every_s):
             self.sample_once()
 
     def __enter__(self) -> Self:

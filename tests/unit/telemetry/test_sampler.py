@@ -66,7 +66,7 @@ def test_each_device_is_read_by_its_own_name() -> None:
 def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
     nvml = FakeNvml(GPU_aaaa=(50.0,))
     began = time.monotonic()
-    with Keeping(DEVICES[:1], interval_s=0.01, read=nvml.read) as sampler:
+    with Keeping(DEVICES[:1], every_s=0.01, read=nvml.read) as sampler:
         while len(sampler.samples()) < 3:
             time.sleep(0.01)
     taken = len(sampler.samples())
@@ -77,7 +77,7 @@ def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
 
 
 def test_a_short_run_has_a_sample() -> None:
-    with Keeping(DEVICES[:1], interval_s=60, read=FakeNvml(GPU_aaaa=(50.0,)).read) as s:
+    with Keeping(DEVICES[:1], every_s=60, read=FakeNvml(GPU_aaaa=(50.0,)).read) as s:
         pass
     assert len(s.samples()) >= 1
 
@@ -198,10 +198,10 @@ def test_known_load_is_seen_on_a_real_gpu() -> None:
         pytest.skip("no CUDA device")
     uuid = nvitop.Device.cuda.all()[0].uuid()
     side = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
-    with Keeping((uuid,), interval_s=0.1) as idle:
+    with Keeping((uuid,), every_s=0.1) as idle:
         torch.cuda.synchronize()
         time.sleep(2.0)
-    with Keeping((uuid,), interval_s=0.1) as busy:
+    with Keeping((uuid,), every_s=0.1) as busy:
         end = time.monotonic() + 4.0
         while time.monotonic() < end:
             for _ in range(20):
