@@ -240,8 +240,7 @@ class TrainSettings(TrainSpec, RunSettings):
 
     def inputs(self) -> tuple[str, ...]:
         """The files of local reads, and those that tell of the genomes."""
-        further = (self.truth, self.groups, self.genomes, self.coding_only)
-        return (*super().inputs(), *map(str, filter(None, further)))
+        return (*super().inputs(), *map(str, filter(None, (self.truth, self.groups, self.genomes, self.coding_only))))
 
     def check_own_files(self) -> None:
         """Refuse a table of origins that is not fit. Errors: those of `read_truth`; `ConfigError`."""

@@ -59,8 +59,7 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
             within_roots(settings)
             if (client := SyncClientContext.get()) is not None:
                 limit(client.client)
-            planned = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
-            settings = settings.placed(planned.astimezone(UTC))
+            settings = settings.placed((runtime.flow_run.scheduled_start_time or datetime.now(UTC)).astimezone(UTC))
             with (
                 ended_in_time(final="PREFECT__FLOW_RUN_ID" in os.environ),  # a worker's child
                 core_logs(),

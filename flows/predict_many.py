@@ -144,8 +144,7 @@ def _predicted(
     with run_lock(settings.out):
         run = RunDir(settings.out)
         if among > 1 and not settings.stage_workers:
-            workers = max(1, len(os.sched_getaffinity(0)) // among)
-            settings = settings.model_copy(update={"stage_workers": workers})
+            settings = settings.model_copy(update={"stage_workers": max(1, len(os.sched_getaffinity(0)) // among)})
         spec, staging = settings.spec(name), stage_input(settings, name)
         if content and (found := staging.by_file[0].content) and found.sha256 != content:
             raise VirnucError(f"{staging.files[0]}: was replaced before it was read; the next run takes it as it is")

@@ -228,8 +228,7 @@ def check(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
     engine = devices.resolve_engine(settings.engine(), found[0].kind) if found else EngineSpec()
     over = any(map(os.path.exists, (run.summary, run.former_summary, settings.out / SAMPLES)))
     if ahead is not None and found and isinstance(settings, PredictSettings) and (settings.force or not over):
-        specs = process.worker_specs(settings.models, found, engine)
-        ahead.enter_context(process.LocalWorkers(process.WORKER, specs))
+        ahead.enter_context(process.LocalWorkers(process.WORKER, process.worker_specs(settings.models, found, engine)))
     from virnuc_core.encoders.checkpoint import check_models, fingerprint
     from virnuc_core.encoders.model_config import verdict
     from virnuc_core.reads.sources import is_remote

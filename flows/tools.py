@@ -113,8 +113,7 @@ def train(settings: TrainSettings) -> State[TrainFile]:
     The figures are of genomes that the head has never met, with intervals and baselines: `OUT/train.json` and
     `OUT/train.html`. The head is written to `OUT/head`; with `install` it takes the place of the models directory's
     own, which is kept (`virnuc models heads`)."""
-    head = check_models(settings.models, settings.model_length)
-    models = stand_in(settings.models, settings.out, head)
+    models = stand_in(settings.models, settings.out, check_models(settings.models, settings.model_length))
     with staged_run(settings.model_copy(update={"models": models, "model_length": None})) as staged:
         examples = split(staged.run, settings, label=staged.label).result()
         staged.embed().result()

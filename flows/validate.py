@@ -208,8 +208,7 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     steps.compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
     judged = steps.report(out, profile, history=settings.history_file, label=label).result()
     steps.publish(judged, out, label)
-    nothing = before and _finished_runs(out) == before
-    return judged, "; nothing had to be computed" if nothing else ""
+    return judged, "; nothing had to be computed" if before and _finished_runs(out) == before else ""
 
 
 def _finished_runs(out: Path) -> dict[str, int]:

@@ -71,8 +71,7 @@ def embed(
             show(1.0)
     publish_table(on_host(f"stages-{label}-{devices}"), stage_rows(summary), f"Where the time went on {devices}")
     if spec.cluster and summary.telemetry is not None:
-        busy = read(run.telemetry / summary.telemetry, TelemetryFile).summary.devices
-        rows = device_rows(busy, summary.deaths or ())
+        rows = device_rows(read(run.telemetry / summary.telemetry, TelemetryFile).summary.devices, summary.deaths or ())
         publish_table(on_host(f"devices-{label}-{devices}"), rows, f"What the devices of {spec.cluster} did")
     if before is not None and (summary.total_s, summary.telemetry) == (before.total_s, before.telemetry):
         return done(summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True)

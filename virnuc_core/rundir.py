@@ -264,8 +264,7 @@ def run_lock(root: Path) -> Iterator[None]:
                 if not fresh and (mark.is_symlink() or not mark.is_file()):
                     raise ConfigError(f"{mark} is not a file of virnuc's; choose another directory")
                 if _json(mark).get("product") != "virnuc":  # new or damaged
-                    about = {"product": "virnuc", "version": virnuc_core.__version__}
-                    write_text_whole(mark, json.dumps(about) + "\n")
+                    write_text_whole(mark, json.dumps({"product": "virnuc", "version": virnuc_core.__version__}) + "\n")
             except OSError as error:
                 told = None if error.errno == errno.EROFS else storage_error(error, mark)
                 why = f"{mark}: cannot be written: {error.strerror}; choose another directory"

@@ -96,9 +96,7 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
         wall_s=spec.recorded_seconds,
         n_reads=store.n_reads,
         n_rows=store.n_rows,
-        measured_rows=0,
         devices=tuple(Device(id=f"recorded-{i}", kind="cuda", name=device) for i in range(count) if device),
-        fingerprint="recorded",
     )
 
 

@@ -211,8 +211,7 @@ class PaddedEsm2(Padded):
             scores = _rotated(q * q.shape[-1] ** -0.5, cos, sin) @ _rotated(k, cos, sin).transpose(-1, -2)
             scores = scores.masked_fill(~real[:, None, None, :], -math.inf)
             x = x + self._mixed(p, torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
-            inner = F.gelu(self._linear(f"{p}.fc1", self._norm(f"{p}.ffn_norm", x)))
-            x = x + self._linear(f"{p}.fc2", inner)
+            x = x + self._linear(f"{p}.fc2", F.gelu(self._linear(f"{p}.fc1", self._norm(f"{p}.ffn_norm", x))))
         return self._norm("final_norm", x)
 
 

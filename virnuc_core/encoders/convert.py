@@ -131,8 +131,7 @@ def guess_esm2_shape(source: Path, tensors: Mapping[str, Tensor]) -> Esm2Shape:
         ffn_width, heads = sizes["layers.0.fc1.weight"][0], width // (2 * sizes["inv_freq"][0])
         return Esm2Shape(layers=max(layers) + 1, width=width, heads=heads, ffn_width=ffn_width, vocab=vocab)
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:  # no such tensor, or of other dimensions
-        problem = "no config.json beside it, and not the layout of fair-esm's ESM-2"
-        raise WeightsError(f"{source}: {problem}") from error
+        raise WeightsError(f"{source}: no config.json beside it, and not the layout of fair-esm's ESM-2") from error
 
 
 class ModuleState:
@@ -223,8 +222,7 @@ def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torc
     with whole_file(path) as aside, aside.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in shapes:
-            raw = read(name).to("cpu", kinds[name]).contiguous()
-            file.write(raw.view(torch.uint8).reshape(-1).numpy().data)
+            file.write(read(name).to("cpu", kinds[name]).contiguous().view(torch.uint8).reshape(-1).numpy().data)
 
 
 def write_part(
@@ -268,9 +266,8 @@ def init_random(
 
 def train_tokenizer(vocab: int, seed: int) -> bytes:
     """A file with a tokenizer of exactly `vocab` entries, learned from random DNA of `seed`, as DNABERT-2's is."""
-    letters = np.frombuffer(b"ACGT", dtype=np.uint8)
     # pieces of 60 bases, 500 bases for each entry of the vocabulary: rarer pairs than that are not worth one
-    drawn = np.random.default_rng(seed).choice(letters, size=(vocab * 500 // 60, 60))
+    drawn = np.random.default_rng(seed).choice(np.frombuffer(b"ACGT", np.uint8), size=(vocab * 500 // 60, 60))
     special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]  # ids 0 … 4, as in DNABERT-2
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

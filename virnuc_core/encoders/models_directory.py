@@ -110,8 +110,7 @@ def _anchors(models: Path, device: torch.device) -> list[Check]:
     esm2, dnabert_s, head = checkpoint.load_all(models, device, EngineSpec(precision="fp32"))
     protein = embed(esm2, Esm2Tokenizer(), [anchor.protein.encode() for anchor in ANCHORS], device)
     dna = embed(dnabert_s, DnabertTokenizer(models), [anchor.dna.encode() for anchor in ANCHORS], device)
-    scores = head.scores(torch.cat((dna, protein), dim=1))
-    return [*map(judge, ANCHORS, dna, protein, scores)]
+    return [*map(judge, ANCHORS, dna, protein, head.scores(torch.cat((dna, protein), dim=1)))]
 
 
 def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: torch.device) -> Tensor:
@@ -261,8 +260,7 @@ def quantise(models: Path, reads: str, device: torch.device) -> tuple[Path, int]
     if len(proteins) < FEWEST_ROWS:
         problem = f"only {len(proteins)} distinct frames without a stop; {FEWEST_ROWS} are needed to tell what is usual"
         raise InputError(problem, file=Path(reads), hint="name more reads")
-    chosen = np.random.default_rng(0).permutation(len(proteins))[:CALIBRATED]
-    rows = sorted((proteins[i] for i in chosen), key=len)
+    rows = sorted((proteins[i] for i in np.random.default_rng(0).permutation(len(proteins))[:CALIBRATED]), key=len)
     esm2 = checkpoint.load_encoder(Esm2, models, device, "auto", "reference")
     esm2.dense = seen = Seen(esm2)
     for first in range(0, len(rows), AT_ONCE):

@@ -103,8 +103,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self._work())
         except Exception as error:  # noqa: BLE001 - whatever Dask raises, who waits must hear of it
-            told = self.problem(f"{type(error).__name__}: {error}")
-            self.error = error if isinstance(error, VirnucError) else told
+            self.error = error if isinstance(error, VirnucError) else self.problem(f"{type(error).__name__}: {error}")
         finally:
             self._ready.set()
 

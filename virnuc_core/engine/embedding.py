@@ -88,8 +88,7 @@ class Embedding:
             watching = Sampler(ids, every_s=self._watch.sample_s, note=keep, read=pool.reader if pool else None)
             sampler = held.enter_context(watching)
             if tasks and heard:
-                shown = InferenceProgressReporter(store.n_uniques, sampler, heard, already_done=done)
-                live = held.enter_context(shown)
+                live = held.enter_context(InferenceProgressReporter(store.n_uniques, sampler, heard, already_done=done))
             if pool is None or not (pool.specs == specs or job.spec.cluster):
                 pool = held.enter_context(Pool(specs, local_workers(job.worker, specs)))
 

@@ -132,8 +132,7 @@ def _pack_group(members: Ints, sizes: Ints, bound: int, allowed: Sequence[int]) 
     remaining = int((distinct * counts).sum())
     batches = []
     while remaining:
-        longest = max(length for length, rows in left.items() if len(rows))
-        slots = _slots(remaining, longest, allowed)
+        slots = _slots(remaining, max(length for length, rows in left.items() if len(rows)), allowed)
         room, places, chosen = slots, row_capacity(slots), []
         for length in sorted(left, reverse=True):
             rows = left[length][: min(room // length, places)]
@@ -193,8 +192,7 @@ class Loader:
         for name, tokens, budget, pad in zip(ENCODERS, (dna, protein), budgets, pads, strict=True):
             for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), pad)):
                 ready = batch.pin() if self.pin else batch
-                rows = torch.from_numpy(kept[plan.rows] - task.lo)
-                yield Batch(name, index, ready, rows, time.monotonic())
+                yield Batch(name, index, ready, torch.from_numpy(kept[plan.rows] - task.lo), time.monotonic())
         yield task
 
     def feed(self, next_task: Callable[[], ShardTask | None], depth: int) -> Take:

@@ -194,5 +194,4 @@ class Node:
         wrote = {number: "".join(lines.pop(0) for _ in range(len(lines))) for number, lines in unlogged.items()}
         still_s = {number: now_s - child.progress_s for number, child in living.items()}
         samples = tuple(self._read(uuid, now_s) for uuid in self._sampled) if self._read else ()
-        told = Told(now_s=now_s, said=tuple(said), wrote=wrote, still_s=still_s, samples=samples)
-        return told.model_dump_json()
+        return Told(now_s=now_s, said=tuple(said), wrote=wrote, still_s=still_s, samples=samples).model_dump_json()

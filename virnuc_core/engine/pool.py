@@ -186,8 +186,7 @@ class Pool(AbstractContextManager["Pool"]):
                 slot.record = {"asked_s": worker.asked_s, "spawned_s": worker.started_s, **record}
                 slot.unready_deaths = 0
                 for job in self._concerned(slot.held):
-                    first = job.records.setdefault(worker.device, slot.record)
-                    if first["pid"] != record["pid"]:
+                    if job.records.setdefault(worker.device, slot.record)["pid"] != record["pid"]:
                         job.lost_s[worker.device] += time.monotonic() - slot.since_s
                 slot.since_s = time.monotonic()
                 log.info("%s ready after %.1f s", worker.device, record["ready_s"])

@@ -111,8 +111,7 @@ def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budge
         size = min(shard_tokens, max(shard_tokens // SMALLEST_SHARE, (total - done) // (2 * SMALLEST_SHARE)))
         if size >= token_budget:
             size = int(size // token_budget * token_budget * FILL)
-        cut = int(np.searchsorted(ends, done + size, side="right")) - 1
-        bounds.append(min(uniques, max(cut, bounds[-1] + 1)))
+        bounds.append(min(uniques, max(int(np.searchsorted(ends, done + size, side="right")) - 1, bounds[-1] + 1)))
     return ShardPlan(bounds=tuple(bounds), fingerprint=fingerprint)
 
 
@@ -250,8 +249,7 @@ def read_scores(run: RunDir, only: Sequence[int] | None = None) -> tuple[NDArray
     with NaN, which the engine writes only for rows it has set aside and named."""
     plan = read_plan(run)
     look_anew(run.shards)
-    wanted = range(len(plan)) if only is None else only
-    parts = [_read(run, plan, shard, ("scores",))[0] for shard in wanted]
+    parts = [_read(run, plan, shard, ("scores",))[0] for shard in (range(len(plan)) if only is None else only)]
     scores = np.concatenate([np.empty((0, 2), np.float32), *parts])
     return scores, np.isnan(scores).any(axis=1)
 

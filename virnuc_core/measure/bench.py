@@ -251,8 +251,7 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
         for encoder, name in ((dnabert_s, "dnabert_s"), (esm2, "esm2")):
             warm_up(encoder, budgets[name], device, head.shape.model_length // 3 + 2)
         for name, layers in (("esm2", esm2.layers), ("dnabert_s", dnabert_s.layers)):
-            step = linear_pass(layers, budgets[name], device)
-            passes, elapsed_s = sustained_passes(step, SECONDS[name])
+            passes, elapsed_s = sustained_passes(linear_pass(layers, budgets[name], device), SECONDS[name])
             found[name] = budgets[name] * passes / elapsed_s
     except torch.OutOfMemoryError:
         found = {}  # the runs will halve the budgets

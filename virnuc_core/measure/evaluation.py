@@ -273,8 +273,7 @@ def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
     same = {"label": ("label", "first"), "cluster": ("cluster", "first")}
     chunks = frames.groupby(["read", "chunk"]).agg(high=("score", "max"), low=("score", "min"), **same)
     chunks["score"] = (chunks["high"] + chunks["low"]) / 2
-    reads = chunks.groupby("read").agg(score=("score", "mean"), **same)
-    return {"frame": frames, "chunk": chunks, "read": reads}
+    return {"frame": frames, "chunk": chunks, "read": chunks.groupby("read").agg(score=("score", "mean"), **same)}
 
 
 def measure(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:

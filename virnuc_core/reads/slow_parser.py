@@ -144,6 +144,5 @@ def _record(header: bytes, lines: _Lines) -> tuple[_Record | str, int]:
         problem = "it runs into the next one"  # too few quality letters, or no '+' line
     else:
         quality = b"".join(lines.at(place) or b"" for place in range(plus + 1, end))
-        plain = b"%b\n%b\n+\n%b\n" % (header, bases, quality)
-        return _Record(first_word(header[1:]), bases, plain, lines.number), end
+        return _Record(first_word(header[1:]), bases, b"%b\n%b\n+\n%b\n" % (header, bases, quality), lines.number), end
     return problem, end

@@ -184,16 +184,13 @@ def _summary(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, seconds:
     return StageSummary(
         **seconds,
         store=out,
-        fingerprint=store.fingerprint,
-        model_length=store.model_length,
-        counts=store.counts,
+        **{name: getattr(store, name) for name in ("fingerprint", "model_length", "counts")},
         files=inputs.files,
         by_file=_by_file(inputs, log, store),
         pairs=inputs.pairs,
         n_pairs=int(np.count_nonzero(store.read_flags & MATE)) if inputs.pairs else 0,
         ignored_files=inputs.ignored,
-        on_error=spec.on_error,
-        read_group=spec.read_group,
+        **{name: getattr(spec, name) for name in ("on_error", "read_group")},
     )
 
 

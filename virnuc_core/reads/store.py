@@ -307,8 +307,7 @@ class StoreWriter:
             begin = {axis: int(at[number]) for axis, at in self._at.items()}
             copies, rows = (self._repeats_of(axis, number) for axis in ("read", "row"))
             before = np.searchsorted(self._repeats["row"][:, 0], rows[:, 1])  # what repeats is no unique
-            again = np.column_stack([rows[:, 0], rows[:, 1] - before])
-            yield _Part(segment, begin, copies, again)
+            yield _Part(segment, begin, copies, np.column_stack([rows[:, 0], rows[:, 1] - before]))
 
 
 class _Part(NamedTuple):

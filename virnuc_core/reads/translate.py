@@ -199,10 +199,15 @@ def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple["Segment
 
     Reads are cut, their chunks translated in six frames, ids and open frames digested. A part of a long read is kept
     until the length of all is known."""
+    started, bases, offsets = time.perf_counter(), batch.bases.data, batch.bases.offsets
     if batch.part is not None:
-        return _keep_part(batch, batch.part, folder)
-    started = time.perf_counter()
-    bases, offsets = batch.bases.data, batch.bases.offsets
+        path = folder / f"long_{batch.file}_{batch.part.line}"
+        path.touch()
+        with path.open("rb+") as file:
+            file.seek(batch.part.before)
+            file.write(bases)
+        kept = LongPart(batch.part, str(path), len(bases), any(bases.translate(_ODD)), batch.ids)
+        return kept, leaves_of(batch), {"translate_s": time.perf_counter() - started}
     chunks = chunk(batch.bases.lengths, model_length)
     chunked = time.perf_counter()
     begin = offsets[chunks.read]
@@ -277,17 +282,6 @@ class LongPart(NamedTuple):
     bases: int
     ambiguous: bool
     id: Strings  # of the read, printable
-
-
-def _keep_part(batch: ReadBatch, part: Part, folder: Path) -> tuple[LongPart, Leaves, dict[str, float]]:
-    started, bases = time.perf_counter(), batch.bases.data
-    path = folder / f"long_{batch.file}_{part.line}"
-    path.touch()
-    with path.open("rb+") as file:
-        file.seek(part.before)
-        file.write(bases)
-    kept = LongPart(part, str(path), len(bases), any(bases.translate(_ODD)), batch.ids)
-    return kept, leaves_of(batch), {"translate_s": time.perf_counter() - started}
 
 
 def long_segments(last: LongPart, ambiguous: bool, size: int, folder: Path, workers: Workers) -> Iterator[Segment]:

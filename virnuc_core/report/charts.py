@@ -157,8 +157,7 @@ def _draw_gantt(axes: "Axes", bars: tuple[Bar, ...]) -> float:
     labels = list(dict.fromkeys(bar.label for bar in bars))
     for bar in bars:
         colour = LINES[0] if "ESM-2" in bar.label else LINES[1] if "DNABERT-S" in bar.label else FAINT
-        length_s = bar.end_s - bar.start_s
-        axes.barh(labels.index(bar.label), length_s, left=bar.start_s, color=colour, height=0.62)
+        axes.barh(labels.index(bar.label), bar.end_s - bar.start_s, left=bar.start_s, color=colour, height=0.62)
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlim(left=min(0.0, *(bar.start_s for bar in bars)))

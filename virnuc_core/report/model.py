@@ -288,8 +288,7 @@ class Report(Record):
     @property
     def asked(self) -> tuple[Criterion, ...]:
         """The criteria and checks that the profile has a target for; the equality of bytes is asked by none."""
-        found = (*self.criteria, *self.checks)
-        return tuple(c for c in found if c.target is not None and c.id != "same_bytes")
+        return tuple(c for c in (*self.criteria, *self.checks) if c.target is not None and c.id != "same_bytes")
 
     @property
     def met(self) -> int:

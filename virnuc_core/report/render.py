@@ -182,8 +182,7 @@ def templates() -> Environment:
         "json": lambda value: json.dumps(value, indent=1, allow_nan=False),
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, skipped, figures, Mark)
-    found.globals |= {one.__name__: one for one in texts}
+    found.globals |= {one.__name__: one for one in (shown, target_text, skipped, figures, Mark)}
     found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found

@@ -171,8 +171,7 @@ class InferenceProgressReporter:
     def eta(self) -> str:
         """The time left at this run's speed since its first batch; `--:--` before anything is done."""
         elapsed, made, left = time.monotonic() - self._began_s, self._done - self._first, self._total - self._done
-        known = left <= 0 or (made > 0 and elapsed > 0)
-        return clock_text(elapsed * max(0, left) / max(1, made)) if known else "--:--"
+        return clock_text(elapsed * max(0, left) / max(1, made)) if left <= 0 or (made > 0 and elapsed > 0) else "--:--"
 
     def update(self, shard: ShardDone) -> None:
         """Count a committed shard, and show it when it is time."""
