@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from virnuc_core import config
 from virnuc_core.config import ClassifySpec, ClusterSpec, Devices, EngineSpec, ReadingSpec, ReadsSpec, Spec, VerdictSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.rundir import RunDir, check_output, run_lock
+from virnuc_core.rundir import SAMPLES, RunDir, check_output, run_lock
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Result = TypeVar("Result")
@@ -256,10 +256,13 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
 
     def check_own_files(self) -> None:
         """Refuse samples that cannot be told apart, and a place for them that is a run's own."""
+        other = RunDir(self.out).record if self.many else self.out / SAMPLES  # each would stop the other's resuming
+        if other.exists():
+            raise ConfigError(
+                f"{self.out} holds {'a single run' if self.many else 'samples'}; choose another directory"
+            )
         if self.many:
             self.by_sample()
-            if RunDir(self.out).record.exists():
-                raise ConfigError(f"{self.out} holds a single run; choose another directory for samples")
 
     def by_sample(self) -> dict[str, Self]:
         """The settings of each sample's own run. Errors: those of `read_sheet` and `by_name`; `ConfigError`."""

@@ -371,6 +371,17 @@ def test_a_file_of_settings_names_no_more_of_itself_than_short_keys(tmp_path: Pa
     assert said.count("secret") < 20
 
 
+def test_samples_and_a_single_run_do_not_share_a_directory(tmp_path: Path) -> None:
+    single = PredictSettings(reads=("a.fq",), out=tmp_path, models=Path("m"))
+    single.check_own_files()
+    (tmp_path / "samples.tsv").touch()
+    with pytest.raises(ConfigError, match="holds samples; choose another directory"):
+        single.check_own_files()
+    (tmp_path / "run.json").touch()
+    with pytest.raises(ConfigError, match="holds a single run; choose another directory"):
+        single.model_copy(update={"sample_from": "name"}).check_own_files()
+
+
 def test_a_script_can_say_all_that_the_command_takes() -> None:
     several = {"samples", "sample_from"}  # runs, each of which is said by itself
     assert {*PredictSettings.model_fields} - {"settings", *several} <= {*RunSpec.model_fields, *EngineSpec.model_fields}
