@@ -195,9 +195,8 @@ class FlowSettings(ComputeSettings, ReadingSpec):
 
     def spec(self, sample: str = "") -> ClassifySpec:
         """A run with these settings, of what the sample's name says."""
-        given = self.model_dump(mode="json") | {"sample": sample}
         own = self.model_dump(include={*ClassifySpec.model_fields})
-        return ClassifySpec(**own, engine=self.engine(), parameters=given)
+        return ClassifySpec(**own, engine=self.engine(), parameters=self.model_dump(mode="json") | {"sample": sample})
 
     def inputs(self) -> tuple[str, ...]:
         """Local files that are read, and must not be written over. Errors: `InputError` for those not there."""

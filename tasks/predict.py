@@ -89,9 +89,8 @@ def stage_rows(summary: RunSummary) -> Rows:
         seconds = summary.stages.get(name)
         spent = f"{seconds:.2f}" if seconds is not None else "fused" if name in summary.stages else "not measured"
         share = None if seconds is None else _share(seconds, total_s)
-        sign = "-" * (name == OVERLAPPED)
         title = f"Stage {place + 1}: {name}" if name in STAGES else name
-        rows.append({"stage": title, "seconds": sign + spent, "share": share})
+        rows.append({"stage": title, "seconds": "-" * (name == OVERLAPPED) + spent, "share": share})
     return [*rows, {"stage": Markdown("**Total wall time**"), "seconds": f"{total_s:.2f}", "share": "100 %"}]
 
 

@@ -268,7 +268,6 @@ def quantise(models: Path, reads: str, device: torch.device) -> tuple[Path, int]
     folder, found = models / "esm2", seen.tensors()
     if not all(bool(tensor.isfinite().all()) for tensor in found.values()):
         raise WeightsError(f"{folder}: gives NaN or infinity for rows of these reads; see virnuc models verify")
-    about = {"weights": part_digest(folder), "rows": str(len(rows))}
     with whole_file(folder / checkpoint.CALIBRATION) as aside:
-        aside.write_bytes(save(found, about))
+        aside.write_bytes(save(found, {"weights": part_digest(folder), "rows": str(len(rows))}))
     return folder / checkpoint.CALIBRATION, len(rows)

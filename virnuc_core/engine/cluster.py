@@ -195,9 +195,8 @@ class Cluster(AbstractContextManager["Cluster"]):
             if passing and (self._ready.is_set() or node.address in self._mute):
                 log.warning("%s: %r; it is tried again while it is there", node, error)
                 return
-            said = str(error) or repr(error)
             way_out = f"install virnuc {virnuc_core.__version__} there" if isinstance(error, ImportError) else mend
-            node.problem = DeviceError(f"{node}: {said}; {way_out}")
+            node.problem = DeviceError(f"{node}: {str(error) or repr(error)}; {way_out}")
             if self._ready.is_set():
                 log.warning("%s; it is left out", node.problem)
             node.lose()

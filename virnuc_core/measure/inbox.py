@@ -215,9 +215,8 @@ class Ledger:
             return row
         if fate.fate == "waiting":
             return row.but(fate="waiting", note=f"attempt {fate.attempts} of {ATTEMPTS}: {fate.note}")
-        found = fate.model_dump(include={"fate", "run", "reads", "viral", "note"})
         twin = {} if fate.file == row.file else {"fate": "duplicate", "note": SAME.format(fate.file)}
-        return row.but(**found | twin)
+        return row.but(**fate.model_dump(include={"fate", "run", "reads", "viral", "note"}) | twin)
 
 
 def _sweep(path: Path) -> None:

@@ -270,9 +270,8 @@ def cut_fasta(piece: Piece) -> ReadBatch:
     if piece.part:
         is_header[1:] = False  # it begins within a line, perhaps with a letter that is none
     is_sequence = ~is_header & (lines.ends > lines.starts)
-    record_of = np.cumsum(is_header) - 1
     id_starts = lines.starts[is_header] + 1
-    starts, ends, owners = lines.starts[is_sequence], lines.ends[is_sequence], record_of[is_sequence]
+    starts, ends, owners = lines.starts[is_sequence], lines.ends[is_sequence], (np.cumsum(is_header) - 1)[is_sequence]
     base_lengths = np.bincount(owners, weights=ends - starts, minlength=len(id_starts)).astype(np.int64)
     bases = Strings(lines.pick(starts, ends).data, offsets_of(base_lengths))
     if is_sequence[np.searchsorted(lines.nexts, lines.low, side="right")].any():

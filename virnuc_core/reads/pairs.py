@@ -154,9 +154,8 @@ def _mates(ours: Columns, theirs: Columns, first: _Side, second: _Side) -> Colum
     for mate, side, reads in ((1, first, ours), (2, second, theirs)):
         if (at := reads[4].find(3 - mate)) >= 0:
             raise side.error(reads, at, f"is mate {3 - mate}, mate {mate} belongs here", "are the files swapped?")
-    ids = [name + end for name in ours[0] for end in ENDS]
     woven = (list(chain.from_iterable(zip(*both, strict=True))) for both in zip(ours[1:4], theirs[1:4], strict=True))
-    return [ids, *woven, [False, True] * len(ours[0])]
+    return [[name + end for name in ours[0] for end in ENDS], *woven, [False, True] * len(ours[0])]
 
 
 def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) -> Columns:

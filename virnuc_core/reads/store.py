@@ -249,7 +249,6 @@ class StoreWriter:
 
     def write(self, path: Path, fingerprint: str, workers: Workers, *, paired: bool = False) -> None:
         """Write the store to `path`, whole, once repeats have been found; `fingerprint` is that of all reads."""
-        mark = self._free_mark(workers)
         held = [(0, 0, 0)]  # uniques, and letters of them
         for number, segment in enumerate(self._segments):
             dropped = self._repeats_of("row", number)[:, 0] - self._at["row"][number]
@@ -258,7 +257,7 @@ class StoreWriter:
         self._at |= zip(("unique", "protein", "dna"), np.array(held, np.int64).cumsum(axis=0).T, strict=True)
         self._counts["n_uniques"] = int(self._at["unique"][-1])
         about: dict[str, str | int] = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "fingerprint": fingerprint}
-        about |= {"model_length": self._model_length, "duplicate_mark": mark}
+        about |= {"model_length": self._model_length, "duplicate_mark": self._free_mark(workers)}
         about |= {name: self._counts[name] for name in StoreCounts.__slots__} | ({"paired": 1} if paired else {})
         with whole_file(path) as aside:
             starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in self._at.items()})

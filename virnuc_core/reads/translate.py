@@ -134,7 +134,6 @@ def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: in
     low, high = int(starts[0]), int(ends[-1])
     lengths = ends - starts
     width = -(-int(lengths.max()) // 3)  # codons of the longest chunk, rounded up
-    pad = bytes(3 * width + 3)
     # both strands as one string each, so that every chunk is a window that begins at its own first base
     segment = bases[low:high]
     strands = (segment.translate(_UPPER), segment.translate(_COMPLEMENT)[::-1])
@@ -143,7 +142,7 @@ def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: in
     inside = np.arange(3 * width, dtype=np.int32) < codons[:, None]
     residues = np.empty((2, len(starts), width, 3), np.uint8)
     is_open = np.empty((len(starts), 6), bool)
-    for number, (letters, begin) in enumerate(zip(_residues(segment, pad), begins, strict=True)):
+    for number, (letters, begin) in enumerate(zip(_residues(segment, bytes(3 * width + 3)), begins, strict=True)):
         of_strand = sliding_window_view(letters, 3 * width)[begin]  # a copy: [n, letters]
         of_strand *= inside  # a codon that runs over the end of the chunk is none
         residues[number] = of_strand.reshape(residues.shape[1:])

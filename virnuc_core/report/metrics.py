@@ -89,9 +89,7 @@ def run_names(out: Path, prefix: str = RUN_PREFIX) -> list[str]:
 
 def short_name(device: Device) -> str:
     """A device's name as the report prints it: `NVIDIA GeForce RTX 4090` is `RTX 4090`."""
-    if device.kind == "cpu":
-        return "CPU core"
-    return " ".join(VENDOR_WORDS.sub("", device.name).split()) or "GPU"
+    return "CPU core" if device.kind == "cpu" else " ".join(VENDOR_WORDS.sub("", device.name).split()) or "GPU"
 
 
 def label(devices: Sequence[Device]) -> str:

@@ -316,9 +316,7 @@ class Report(Record):
     @property
     def outcome(self) -> Literal["passed", "failed", "not judged"]:
         """Passed: all that the profile asks for, and nothing that fails it; never true of nothing."""
-        if self.missed:
-            return "failed"
-        return "passed" if self.asked and self.met == len(self.asked) else "not judged"
+        return "failed" if self.missed else "passed" if self.asked and self.met == len(self.asked) else "not judged"
 
 
 @dataclass

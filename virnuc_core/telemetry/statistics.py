@@ -115,7 +115,6 @@ def batch_metrics(batches: pd.DataFrame, counting: Encoder = "esm2") -> BatchMet
     counts, packed, waits = _counts(batches, counting), packing(batches), batches.wait_ms
     launched_s, finished_s = embedding_span(batches) or (0.0, 0.0)
     span_s = finished_s - launched_s
-    shares = queue_state(batches).value_counts(normalize=True)
     # the steady rate: none when a device has fewer than twice the batches of its warm-up
     by_device = batches.groupby("device", observed=True)
     enough = (by_device.size() >= 2 * WARM_UP_BATCHES).all()
@@ -126,7 +125,7 @@ def batch_metrics(batches: pd.DataFrame, counting: Encoder = "esm2") -> BatchMet
         min_packing_efficiency=known(packed.min()),
         batches_below_threshold=int((packed < LOW_PACKING).sum()),
         p95_wait_ms=known(float(waits.quantile(0.95))),
-        queue=QueueShares(**shares) if counts.batches else None,
+        queue=QueueShares(**queue_state(batches).value_counts(normalize=True)) if counts.batches else None,
         waiting_share=known(float((waits > FULL_BELOW_MS).mean())),
         device_s=known(batches.device_ms.sum(min_count=1) / 1000.0),
         span_s=span_s,
