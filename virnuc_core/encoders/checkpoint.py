@@ -205,33 +205,26 @@ def _digest(path: Path, state: tuple[int, ...], anew: bool) -> str:
 
 
 def load_encoder(
-    network: type[E],
-    models: Path,
-    device: torch.device,
-    precision: Precision = "auto",
-    attention: Attention = "auto",
-    layers_read: int | None = None,
+    network: type[E], models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto"
 ) -> E:
-    """The `Esm2` or `DnabertS` of a models directory, or the first few layers of it; `DeviceError`, `ConfigError` when
-    `device` cannot run it so."""
+    """The `Esm2` or `DnabertS` of a models directory; `DeviceError`, `ConfigError` when `device` cannot run it so."""
     from virnuc_core.encoders import layers
 
     shape, read = open_part(models, network.KIND)
-    shape = shape.model_copy(update={"layers": layers_read or shape.layers})
     if precision == "int8" and network.KIND is not Esm2Shape:
         precision = "fp16"  # DNABERT-S is a thirtieth of the time
     ready = layers.resolve_precision(precision, device)
     backend = layers.choose_backend(attention, shape.head_dim, device)
-    seen = layers.as_tensors(calibration(models)[0][: shape.layers]) if ready == "int8" else None
+    seen = layers.as_tensors(calibration(models)[0]) if ready == "int8" else None
     return network(shape, read, device, precision=ready, attention=backend, calibration=seen)
 
 
 def load_all(
-    models: Path, device: torch.device, engine: EngineSpec, warm: Callable[[Encoder, bool], object] = lambda *_: None
+    models: Path, device: torch.device, engine: EngineSpec, warm: Callable[[Encoder], object] = lambda _: None
 ) -> tuple[Esm2, DnabertS, Head]:
     """All three models on one device as an engine's settings want them; raises as the loaders of each do, and `warm`.
-    Both encoders at once. Each is handed to `warm` whole, and once more after both if there was no memory for that
-    beside the other; on a GPU its first layer alone is before, for compiling the kernels takes longest."""
+    Both encoders at once; each is handed to `warm` as soon as it is there, for compiling its kernels takes longest, and
+    once more after both if there was no memory for that beside the other."""
     import torch
 
     from virnuc_core.encoders.models import DnabertS, Esm2, Head
@@ -239,13 +232,9 @@ def load_all(
     late: list[Encoder] = []
 
     def load(network: type[E]) -> E:
-        given = models, device, engine.precision, engine.attention
-        with ThreadPoolExecutor(1) as beside:
-            if device.type == "cuda":  # what goes wrong there does so again
-                beside.submit(lambda: warm(load_encoder(network, *given, 1), False))
-            encoder = load_encoder(network, *given)
+        encoder = load_encoder(network, models, device, engine.precision, engine.attention)
         try:
-            warm(encoder, True)
+            warm(encoder)
         except torch.OutOfMemoryError:
             late.append(encoder)
         return encoder
@@ -254,7 +243,7 @@ def load_all(
         esm2, dnabert_s = threads.submit(load, Esm2), threads.submit(load, DnabertS)
     loaded = esm2.result(), dnabert_s.result(), Head(*open_part(models, HeadShape), device)
     for encoder in late:
-        warm(encoder, True)
+        warm(encoder)
     return loaded
 
 

@@ -25,7 +25,7 @@ from virnuc_core.encoders.checkpoint import check_finite, fingerprint, load_all,
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import KINDS, DnabertShape, HeadShape
 from virnuc_core.encoders.models import Esm2
-from virnuc_core.engine.loader import PARTS, SMALLEST_GROUP, Batch, Loader, Take, opened, packed, shapes
+from virnuc_core.engine.loader import SMALLEST_GROUP, Batch, Loader, Take, opened, packed, shapes
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan, repeats
 from virnuc_core.errors import NotFiniteError, RunMismatchError, few
@@ -52,17 +52,12 @@ def milliseconds(span: Span) -> float:
 def warm_up(encoder: Encoder, budget: int, device: torch.device, *lengths: int) -> None:
     """Launch a full batch of rows of the first length (tokens) and small ones of the others, which may have kernels of
     their own, or raise `torch.OutOfMemoryError`."""
-
-    def launch(length: int) -> None:
+    for length in lengths:
         rows = max(1, (budget if length == lengths[0] else shapes(budget)[-1]) // length)
         tokens = np.random.default_rng().integers(5, 9, rows * length)
         _, batch = next(packed((tokens, np.arange(rows + 1) * length), budget, pad=5))
         with torch.inference_mode():
             encoder.embed(batch.to(device))
-
-    launch(lengths[0])
-    with ThreadPoolExecutor(len(lengths)) as threads:
-        list(threads.map(launch, lengths[1:]))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -145,13 +140,11 @@ class Worker:
         longest = head.model_length // 3 + 2
         shorter = [SMALLEST_GROUP << n for n in range(longest.bit_length()) if SMALLEST_GROUP << n < longest]
 
-        def warm(encoder: Encoder, whole: bool) -> None:
-            if whole:
-                loaded_s.append(time.monotonic() - self.parent.started_s)
+        def warm(encoder: Encoder) -> None:
+            loaded_s.append(time.monotonic() - self.parent.started_s)
             if cuda:
                 budget = engine.token_budget if isinstance(encoder, Esm2) else engine.dna_token_budget
-                budget //= self.spec.divisor if whole else PARTS[-1]
-                warm_up(encoder, budget, device, longest, *shorter)
+                warm_up(encoder, budget // self.spec.divisor, device, longest, *shorter)
 
         with ThreadPoolExecutor(1) as thread:  # beside the others
             again = thread.submit(self._repeater, longest, shorter) if repeats(engine, head) else None
