@@ -29,7 +29,11 @@ def visible_gpus() -> list[Device]:
         return []
     import nvitop
 
-    return [Device(id=gpu.uuid(), kind="cuda", name=gpu.name()) for gpu in nvitop.Device.cuda.all()]
+    gpus = nvitop.Device.all()
+    # what CUDA makes of several takes nvitop two processes, and a second
+    if len(gpus) != 1 or "CUDA_VISIBLE_DEVICES" in os.environ or gpus[0].is_mig_mode_enabled():
+        gpus = nvitop.Device.cuda.all()
+    return [Device(id=gpu.uuid(), kind="cuda", name=gpu.name()) for gpu in gpus]
 
 
 def resolve(devices: Devices) -> tuple[Device, ...]:

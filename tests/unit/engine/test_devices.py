@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
+import nvitop
+import pynvml
 import pytest
 
 from virnuc_core.config import Devices
-from virnuc_core.engine.devices import environment, resolve
+from virnuc_core.engine.devices import environment, resolve, visible_gpus
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.runfiles import Device
 
@@ -49,3 +52,30 @@ def test_more_cores_than_there_are_is_an_error() -> None:
 def test_a_gpu_worker_sees_its_gpu_alone_by_uuid() -> None:
     assert environment(Device(id="GPU-12", kind="cuda", name="x")) == {"CUDA_VISIBLE_DEVICES": "GPU-12"}
     assert environment(Device(id="cpu-core-1", kind="cpu", name="x", core=1))["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "mig", "chosen", "asked"),
+    [
+        (1, False, None, False),
+        (1, False, "0", True),
+        (1, False, "", True),
+        (1, True, None, True),
+        (2, False, None, True),
+    ],
+)
+def test_cuda_is_asked_which_gpus_it_has_unless_there_is_but_one(
+    count: int, mig: bool, chosen: str | None, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gpu(name: str) -> SimpleNamespace:
+        return SimpleNamespace(uuid=lambda: f"GPU-{name}", name=lambda: name, is_mig_mode_enabled=lambda: mig)
+
+    physical = [gpu(f"physical {number}") for number in range(count)]
+    device = SimpleNamespace(all=lambda: physical, cuda=SimpleNamespace(all=lambda: [gpu("as CUDA has it")]))
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setattr(nvitop, "Device", device)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert [gpu.name for gpu in visible_gpus()] == ["as CUDA has it" if asked else "physical 0"]
