@@ -77,6 +77,19 @@ def test_out_of_memory_halves_the_budget_for_that_shard_only(core_scene: injecte
 
 
 @pytest.mark.slow
+def test_a_device_that_is_short_of_memory_at_several_shards_gets_smaller_batches_for_good(
+    core_scene: injected.Scene, tmp_path: Path
+) -> None:
+    fits = injected.ENGINE.token_budget // 4 - 1  # the largest batches of such shards have one more
+    done = run(core_scene, tmp_path / "run", {"kind": "oom", "fits": fits}, shard_tokens=2048)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["shards"] > 8
+    assert list(summary["reduced_budgets"].values()) == [2] * summary["shards"]
+    assert summary["restarts"] == 2, "not one for every shard"
+
+
+@pytest.mark.slow
 def test_a_hanging_worker_is_ended_and_replaced(core_scene: injected.Scene, tmp_path: Path) -> None:
     _, protein = guilty_row(core_scene)
     fault = {"kind": "hang", "protein": protein, "marker": str(tmp_path / "struck")}

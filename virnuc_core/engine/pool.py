@@ -45,6 +45,7 @@ class WorkerSlot:
     record: dict[str, Any] | None = None  # what the present worker said when it was ready
     held: deque[ShardTask] = field(default_factory=deque)  # given and not answered, oldest first
     unready_deaths: int = 0
+    too_large: set[tuple[str, int]] = field(default_factory=set)  # runs and shards at which its memory ran out
     since_s: float = 0.0  # when it last was ready, or had a shard committed
 
 
@@ -261,9 +262,11 @@ class Pool(AbstractContextManager["Pool"]):
             return
         if ready and alive and alive[0] is held[0]:
             self._todo[0] = self._after_death(held[0], said, out_of_memory=out_of_memory)
-        elif not ready and out_of_memory:
+            slot.too_large |= {(held[0].run, held[0].shard)} if out_of_memory else set()
+        if out_of_memory and (not ready or len(slot.too_large) > 1):  # not one shard's matter: the device has no room
             slot.spec = slot.spec.model_copy(update={"divisor": _doubled(slot.spec.divisor, worker.device)})
-        elif not ready and concerned:
+            slot.too_large.clear()
+        elif not ready and not out_of_memory and concerned:
             slot.unready_deaths += 1
             if slot.unready_deaths >= MAX_DEATHS_BEFORE_READY:
                 problem = f"workers on {worker.device} ended {slot.unready_deaths} times before they were ready"

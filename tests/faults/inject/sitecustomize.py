@@ -2,8 +2,8 @@
 
 The product has no switch for any of this. `VIRNUC_FAULT` is a JSON object. Something that the product stands on is
 taken out by `{"kind": "no seals" | "no locks" | "no parent-death signal"}`. A worker fails by
-`{"kind": "poison" | "raise" | "oom" | "hang" | "nan", "protein": "...", "marker": "path or absent"}`. The fault
-strikes when a batch holds the tokens of `protein`; with a marker it strikes once only, the first time.
+`{"kind": "poison" | "raise" | "oom" | "hang" | "nan", "protein": "...", "marker": "path"}`. The fault strikes when a
+batch holds the tokens of `protein`, always where there is none; with a marker it strikes once only, the first time.
 """
 
 import importlib.abc
@@ -21,6 +21,8 @@ def strike(batch: object) -> bool:
 
     from virnuc_core.encoders.tokenize import Esm2Tokenizer
 
+    if "protein" not in FAULT:
+        return True
     wanted = Esm2Tokenizer().encode([FAULT["protein"].encode()])[0].numpy()
     tokens = batch.tokens.cpu().numpy()  # type: ignore[attr-defined]
     if len(tokens) < len(wanted):
