@@ -90,6 +90,15 @@ def test_a_device_that_is_short_of_memory_at_several_shards_gets_smaller_batches
 
 
 @pytest.mark.slow
+def test_an_error_of_every_row_is_told_after_a_few_workers(core_scene: injected.Scene, tmp_path: Path) -> None:
+    done = run(core_scene, tmp_path / "run", {"kind": "raise"})
+    assert done.returncode == 1
+    assert "no single row of it is the cause; last words: RuntimeError: device-side assert" in done.stderr
+    assert done.stderr.count("ended (status") <= 8
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.slow
 def test_a_hanging_worker_is_ended_and_replaced(core_scene: injected.Scene, tmp_path: Path) -> None:
     _, protein = guilty_row(core_scene)
     fault = {"kind": "hang", "protein": protein, "marker": str(tmp_path / "struck")}

@@ -30,6 +30,7 @@ MAX_DEATHS_BEFORE_READY: Final = 3  # in a row, of workers that never got to wor
 MAX_DIVISOR: Final = 64
 PROOFS: Final = 2  # deaths of workers that had one row alone, before it is the cause
 MAX_SEARCHES: Final = 3  # in vain, before the shard is given up
+APART: Final = 5  # rows that lie apart; where each of them alone ends a worker, no row is the cause
 MAX_GUILTY: Final = 16  # of one shard: more is not a poisoned row but a broken machine
 # what other jobs need not meet
 OF_A_JOB: Final = errors.InputError, errors.ConfigError, errors.NotFiniteError, errors.StorageError, errors.ShardError
@@ -329,14 +330,23 @@ def search(whole: ShardTask) -> Generator[ShardTask, bool, None]:
     """What to try next within one shard, which has ended workers. Each is answered by whether a worker survived it.
 
     They are probes, and after each round the shard again without the rows found, which is answered only when it has
-    ended workers again. They end when the shard cannot be cleared. A worker may also be killed from outside, and no
-    innocent row may be accused: a row is found when it has ended `PROOFS` workers all alone."""
+    ended workers again. They end when the shard cannot be cleared; soon, where rows that lie apart end a worker each.
+    A worker may also be killed from outside, and no innocent row may be accused: a row is found when it has ended
+    `PROOFS` workers all alone."""
     guilty, in_vain = list[int](), 0
 
     def probe(lo: int, hi: int) -> ShardTask:
         skip = tuple(row for row in guilty if lo <= row < hi)
         return whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
 
+    apart = range(whole.lo, whole.hi, max(1, (whole.hi - whole.lo) // APART))[:APART]
+    for row in apart:
+        if (yield probe(row, row + 1)):
+            break
+    else:
+        if len(apart) == APART:
+            yield whole
+            return
     while in_vain < MAX_SEARCHES and len(guilty) <= MAX_GUILTY:
         lo, hi, alone, in_vain = whole.lo, whole.hi, 0, in_vain + 1
         while alone < PROOFS:

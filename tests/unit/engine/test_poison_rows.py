@@ -53,6 +53,12 @@ def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObj
     assert deaths <= len(guilty) * (2 * rows.bit_length() + 4)
 
 
+@pytest.mark.parametrize("rows", [5, 6, 9, 4_000])
+def test_a_fault_of_every_row_is_known_after_a_few_deaths(rows: int) -> None:
+    task, deaths = settle(search(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)), set(range(100, 100 + rows)))
+    assert (task, deaths) == (None, 6), "one for each of five rows, one more for the shard"
+
+
 @given(st.integers(0, 1000))
 def test_a_shard_killed_only_from_outside_keeps_its_rows_or_is_given_up(seed: int) -> None:
     task, _ = settle(search(ShardTask(**JOB, shard=7, lo=0, hi=64)), set(), outside_kills=random.Random(seed))
