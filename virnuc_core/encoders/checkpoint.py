@@ -67,7 +67,7 @@ def _shape(models: Path, kind: type[Any], _states: object) -> Any:
     shape = read_shape(_folder(models, kind.part()) / "config.json", kind)
     if isinstance(shape, HeadShape):
         check_widths(models, shape)
-    _open(models / shape.model, shape, load_file if isinstance(shape, HeadShape) else _stored)
+    _open(models / shape.model, shape, _numbers if isinstance(shape, HeadShape) else _stored)
     if isinstance(shape, DnabertShape) and (vocab := DnabertTokenizer(models).vocab) > shape.vocab:
         raise WeightsError(f"{models / shape.model}: the tokenizer has {vocab} tokens, the model only {shape.vocab}")
     return shape
@@ -101,6 +101,15 @@ def _stored(file: Path) -> dict[str, Stored]:
     with safe_open(file, "np") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
         return {name: Stored(tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+
+
+def _numbers(file: Path) -> Mapping[str, Any]:
+    try:
+        return load_file(file)
+    except TypeError:  # NumPy has no bfloat16
+        from safetensors import torch
+
+        return torch.load_file(file)
 
 
 def check_widths(models: Path, head: HeadShape) -> None:

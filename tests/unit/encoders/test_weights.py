@@ -327,3 +327,13 @@ fingerprint(models := Path(sys.argv[1])), check_models(models)
 assert "torch" not in sys.modules, "the workers alone need it; importing it takes seconds"
 """
     subprocess.run([sys.executable, "-c", program, str(models)], check=True)
+
+
+def test_a_head_in_bfloat16_is_opened_and_seen_to_be_finite(copied: Path) -> None:
+    weights = copied / "head" / "model.safetensors"
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights)
+    check_models(copied)
+    save_file(tensors | {"output_layer.bias": tensors["output_layer.bias"] * float("nan")}, weights)
+    with pytest.raises(WeightsError, match=r"output_layer\.bias holds NaN"):
+        check_models(copied)
