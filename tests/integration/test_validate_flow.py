@@ -149,6 +149,7 @@ def test_a_criterion_that_is_missed_is_seen_in_the_run_list(tmp_path: Path, few_
         assert "not met: Time on one device" in (state.message or "")
 
 
+@pytest.mark.slow
 def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
     tmp_path: Path, many_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -290,6 +290,7 @@ def test_tasks_carry_the_threshold_over_a_cluster(staged: Staged, plan: ShardPla
     assert moved(task.line(), 5.0) == task
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_threshold_and_says_how_many_rows_were_repeated(
     tmp_path: Path, models: Path, undecided: Path, staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
