@@ -42,7 +42,8 @@ def run(core_scene: injected.Scene, root: Path, fault: dict[str, Any], **engine:
     )
 
 
-@pytest.mark.parametrize("kind", ["poison", pytest.param("raise", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["poison", "raise"])
 def test_a_row_that_ends_workers_is_set_aside_by_name_and_the_rest_is_unchanged(
     core_scene: injected.Scene, tmp_path: Path, kind: str
 ) -> None:

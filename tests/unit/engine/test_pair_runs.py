@@ -41,6 +41,7 @@ def go(root: Path, models: Path, reads: dict[str, object], **more: object) -> Ru
     return classify(run, staging, spec)
 
 
+@pytest.mark.slow
 def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
     tmp_path: Path, folder: Path, tiny_models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

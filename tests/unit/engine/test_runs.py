@@ -145,6 +145,7 @@ def test_as_many_processes_as_stage_write_the_results(
     assert heard == [asked or min(8, len(os.sched_getaffinity(0)))]
 
 
+@pytest.mark.slow
 def test_killed_workers_cost_nothing_but_time(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:
