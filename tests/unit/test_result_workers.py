@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.reads.test_stage_workers import workers_of
 from virnuc_core import results
 from virnuc_core.errors import WorkerError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import RunDir
+
+from .worker_processes import kill_when_asked, workers_of
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +76,8 @@ def test_a_process_that_dies_leaves_no_table_and_another_try_makes_them(
     store: OrfStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "BLOCK_READS", 8)
-    submit = Workers._submit
-
-    def submit_and_kill(self: Workers, *job: Any) -> Any:
-        answer = submit(self, *job)
-        for member in workers_of(os.getpid()):
-            member.kill()
-        return answer
-
     with monkeypatch.context() as patch:
-        patch.setattr(Workers, "_submit", submit_and_kill)
+        kill_when_asked(patch)
         with pytest.raises(WorkerError, match=r"^a worker process ended \(exit code -9\)$"):
             judge(tmp_path / "run", store, 2)
     assert workers_of(os.getpid()) == []

@@ -317,7 +317,7 @@ def fit(source: Path, tensors: Mapping[str, Tensor | Stored], shape: Shape, drop
             if tensor.shape != size:
                 problem = f"is {list(tensor.shape)}, config.json makes it {list(size)}"
                 raise WeightsError(f"{source}: tensor {theirs} {problem}")
-            if "F" not in str(tensor.dtype).upper():
+            if "F" not in str(tensor.dtype).upper():  # float32, or F32 to safetensors
                 raise WeightsError(f"{source}: tensor {theirs} holds {tensor.dtype}, wanted floating-point numbers")
 
     def read(name: str) -> Any:

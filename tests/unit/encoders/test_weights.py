@@ -329,11 +329,13 @@ assert "torch" not in sys.modules, "the workers alone need it; importing it take
     subprocess.run([sys.executable, "-c", program, str(models)], check=True)
 
 
-def test_a_head_in_bfloat16_is_opened_and_seen_to_be_finite(copied: Path) -> None:
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
+def test_a_heads_numbers_are_finite_in_any_kind(kind: torch.dtype, odd: str, copied: Path) -> None:
     weights = copied / "head" / "model.safetensors"
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(weights).items()}
+    tensors = {name: tensor.to(kind) for name, tensor in load_file(weights).items()}
     save_file(tensors, weights)
     check_models(copied)
-    save_file(tensors | {"output_layer.bias": tensors["output_layer.bias"] * float("nan")}, weights)
+    save_file(tensors | {"output_layer.bias": tensors["output_layer.bias"] + float(odd)}, weights)
     with pytest.raises(WeightsError, match=r"output_layer\.bias holds NaN"):
         check_models(copied)

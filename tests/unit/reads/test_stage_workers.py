@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.workers import Workers
 
+from ..worker_processes import kill_when_asked, workers_of
 from .conftest import WriteReads, shrink
 from .made_up import digest, fasta, fastq, made_up_reads
 
@@ -105,15 +106,6 @@ def two_files(write: WriteReads, reads: str) -> str:
     return str(Path(write(reads, "reads/b.fq")).parent)
 
 
-def workers_of(pid: int) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(pid).children():
-        with suppress(psutil.NoSuchProcess):  # a short-lived one of some import, gone by now
-            if "reads.workers" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
-
-
 @contextmanager
 def staging(path: str, out: Path, moment: str) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A process that stages until `moment`, and its workers."""
@@ -159,15 +151,7 @@ def test_ctrl_c_leaves_nothing_behind(write: WriteReads, tmp_path: Path, moment:
 
 
 def test_a_worker_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    submit = Workers._submit
-
-    def submit_and_kill(self: Workers, *job: Any) -> Any:
-        answer = submit(self, *job)
-        for member in workers_of(os.getpid()):
-            member.kill()
-        return answer
-
-    monkeypatch.setattr(Workers, "_submit", submit_and_kill)
+    kill_when_asked(monkeypatch)
     with pytest.raises(WorkerError, match=r"worker process ended \(exit code -9\)"):
         stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), stage_workers=2), tmp_path / "orfs.h5")
     assert [path.name for path in tmp_path.iterdir()] == ["reads"]

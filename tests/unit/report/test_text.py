@@ -19,10 +19,10 @@ from virnuc_core.runfiles import write
 from virnuc_core.telemetry.log import write_telemetry
 from virnuc_core.telemetry.statistics import frame
 from virnuc_core.telemetry.tables import STAGES, BatchRecord, DeviceSample, HostSample, ShardDone
-from virnuc_core.validation import Comparison, ComparisonFile, LabelAgreement
+from virnuc_core.validation import Comparison, ComparisonFile
 
 from ..telemetry.measurements import telemetry_of
-from .validate_directory import ORIGIN_S, PRINTS, STARTED, Recipe, build, write_json
+from .validate_directory import ORIGIN_S, PRINTS, STARTED, Recipe, agreement_of, build, write_json
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -33,8 +33,8 @@ def published(out: Path) -> Report:
     for place, count in enumerate((1, 2)):
         _published_run(out / f"devices-{count}", numbers, place, count)
     rows, chunks = numbers["n_rows"], numbers["n_chunks"]
-    frames = _agreement(rows, round(rows * (1 - numbers["frame_agreement"])))
-    consensus = _agreement(chunks, numbers["consensus_differing"])
+    frames = agreement_of(rows, round(rows * (1 - numbers["frame_agreement"])))
+    consensus = agreement_of(chunks, numbers["consensus_differing"])
     found = [
         Comparison(a="baseline", b=b, tolerance=0.01, frames=frames, consensus=consensus)
         for b in ("devices-1", "devices-2")
@@ -69,19 +69,6 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
         shards, frame(DeviceSample, samples), frame(HostSample, []), (), origin_s=ORIGIN_S, started=STARTED
     )
     write_telemetry(folder / "telemetry", measured, n_reads=numbers["n_reads"], wall_s=summary["wall_s"])
-
-
-def _agreement(total: int, differing: int) -> LabelAgreement:
-    agreeing = total - differing
-    return LabelAgreement(
-        in_both=total,
-        only_in_a=0,
-        only_in_b=0,
-        agreeing=agreeing,
-        agreement=agreeing / total,
-        score=None,
-        examples=(),
-    )
 
 
 def test_the_published_numbers_give_the_golden_report(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from virnuc_core.telemetry.tables import (
     ShardDone,
     StageClock,
 )
+from virnuc_core.validation import LabelAgreement
 
 from ..telemetry.measurements import telemetry_of
 
@@ -325,3 +326,10 @@ def digest_of(folder: Path) -> str:
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         sha.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
     return sha.hexdigest()
+
+
+def agreement_of(total: int, differing: int) -> LabelAgreement:
+    agreeing = total - differing
+    share = agreeing / total
+    told = {"in_both": total, "only_in_a": 0, "only_in_b": 0, "agreeing": agreeing, "agreement": share}
+    return LabelAgreement(**told, score=None, examples=())
