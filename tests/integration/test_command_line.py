@@ -162,6 +162,7 @@ def test_debug_shows_the_traceback(tmp_path: Path, models: Path, capsys: pytest.
     assert "InputError" in err
 
 
+@pytest.mark.slow
 def test_a_failed_criterion_is_5_and_the_report_is_printed(
     tmp_path: Path, few_reads: Path, models: Path, child_environment: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

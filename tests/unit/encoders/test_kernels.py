@@ -24,7 +24,8 @@ def obstacle() -> str | None:
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 
 
-@pytest.mark.parametrize(("dtype", "kernels"), [("float16", 8), pytest.param("float32", 5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "kernels"), [("float16", 8), ("float32", 5)])
 def test_every_kernel_equals_plain_torch_in_the_interpreter(dtype: str, kernels: int) -> None:
     script = Path(__file__).with_name("kernel_checks.py")
     root = Path(__file__).resolve().parents[3]

@@ -37,6 +37,7 @@ def only_child() -> int:
     return child.pid
 
 
+@pytest.mark.slow
 def test_the_worker_that_waited_does_the_job(
     prewarmed: Pool,
     tmp_path: Path,
