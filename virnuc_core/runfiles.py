@@ -278,6 +278,7 @@ class RunCounts(RunFile):
     reduced_budgets: dict[str, Count] = {}  # shard → what its token budgets were divided by, for want of memory
     restarts: Count | None = None
     rows_set_aside: Count | None = None  # uniques that ended every worker, or were not finite
+    rows_repeated: Count | None = None  # of the shards that were computed: uniques that fp16 decided, not int8
     log_errors: Count | None = None  # lines of the workers' logs that tell of errors
     warnings: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()  # that ended or were killed; a complete run that is started again has none
@@ -300,7 +301,6 @@ class RunSummary(RunCounts):
     rows_virus: Count | None = None
     chunks_virus: Count | None = None
     chunks_scored: Count | None = None
-    rows_repeated: Count | None = None  # of the shards that were computed: uniques that fp16 decided, not int8
     telemetry: str | None = None  # file name within telemetry/; None when nothing had to be computed
     devices: tuple[Device, ...] = ()
     workers: tuple[dict[str, Any], ...] = ()

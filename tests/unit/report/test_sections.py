@@ -266,6 +266,13 @@ def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:
         assert words in warnings
 
 
+def test_rows_repeated_in_fp16_are_said_beside_the_rates_that_they_lower(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    assert "in fp16" not in render(build_report(out, profile))["report.md"]
+    edit_json(out / "devices-2" / "summary.json", lambda body: body.update(rows_repeated=39_977))
+    assert "Repeated in fp16: 39,977 sequences" in render(build_report(out, profile))["report.md"]
+
+
 # --- approval --------------------------------------------------------------------------------------------------------
 
 ANSWER = {
