@@ -8,7 +8,7 @@ import filecmp
 import resource
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -101,18 +101,21 @@ def compare_runs(
     """The runs `names` of a validation against its baseline, where that left results, and against the first of them;
     the last against what was embedded in fp32. `comparison.json` keeps them. `subset`: the baseline covers a part of
     the reads only. Errors: those of `compare`."""
-    beside = RunDir(out / BASELINE)
-    sides = [(BASELINE, name) for name in names] if beside.predictions.is_file() or beside.consensus.is_file() else []
-    sides += [(names[0], name) for name in names[1:]]
-    if names and RunDir(out / EXACT).embeddings.is_file():
-        sides.append((EXACT, names[-1]))
     found = []
-    for a, b in sides:
+    for a, b in sides(out, names):
         exact, slow = a == EXACT, a == BASELINE
         some, bits = exact or (slow and subset), not exact and not slow
         found.append(compare(out / a, out / b, tolerance=tolerance, subset_of_a=some, bits=bits, embeddings=exact))
     write(out / COMPARISON, validation.ComparisonFile(comparisons=tuple(found)))
     return tuple(found)
+
+
+def sides(out: Path, names: Sequence[str]) -> list[tuple[str, str]]:
+    """What a validation compares of its runs `names`, two and two."""
+    beside = RunDir(out / BASELINE)
+    pairs = [(BASELINE, name) for name in names] if beside.predictions.is_file() or beside.consensus.is_file() else []
+    pairs += [(names[0], name) for name in names[1:]]
+    return [*pairs, (EXACT, names[-1])] if names and RunDir(out / EXACT).embeddings.is_file() else pairs
 
 
 def compare(

@@ -27,7 +27,7 @@ from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FO
 from virnuc_core.reads.workers import Workers
 from virnuc_core.report import build
 from virnuc_core.report.charts import GENERATOR
-from virnuc_core.report.compare import compare, load_results, result_pieces
+from virnuc_core.report.compare import compare, load_results, result_pieces, sides
 from virnuc_core.report.metrics import BASELINE, COMPARISON, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.model import ABSENT, Verification
 from virnuc_core.report.render import REPORT_JSON, render
@@ -120,6 +120,10 @@ def _report(found: Verification, raw: RawFolder, asked: str | None = None) -> No
         evidence = {name: file for name, file in fresh.evidence.items() if Path(name).name != build.APPROVAL}
         fresh = fresh.model_copy(update={"approval": report.approval, "evidence": evidence})  # changes no number
     found.same("", report, fresh)
+    told, whole = raw.read(ComparisonFile, COMPARISON), [run.name for run in fresh.runs if not run.stopped_at_limit]
+    compared = [[one.a, one.b, one.tolerance] for one in told.comparisons] if told else []
+    tolerance = (began or report.profile).score_tolerance
+    found.same(f"{COMPARISON}: pairs", compared, [[*pair, tolerance] for pair in sides(out, whole)])
     for form, content in render(fresh).items():
         path = folder / form
         if not path.is_file():
@@ -153,7 +157,7 @@ def _history(found: Verification, kept: build.RegressionFile, path: Path) -> Non
 
 def _comparison(found: Verification, raw: RawFolder, said: Comparison) -> None:
     """Two results, held against each other again."""
-    subset, bits, embeddings = said.subset_reads is not None, said.bitwise is not None, said.a == EXACT
+    subset, bits, embeddings = said.subset_reads is not None, said.a not in (BASELINE, EXACT), said.a == EXACT
     a, b = raw.root / said.a, raw.root / said.b
     again = compare(a, b, tolerance=said.tolerance, subset_of_a=subset, bits=bits, embeddings=embeddings)
     found.same(f"{COMPARISON}: {said.a} and {said.b}", said, again)

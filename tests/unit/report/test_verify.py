@@ -15,7 +15,9 @@ from flows.cli import main
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.report.build import rerender, write_report
+from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.verify import verify_report
+from virnuc_core.runfiles import digest
 
 from .validate_directory import Recipe, build, edit_json
 
@@ -89,6 +91,9 @@ RAW: dict[str, Change] = {
     "baseline's time": _json("baseline/summary.json", _set("measured_s", to=4000.0)),
     "agreement": _json("comparison.json", _set("comparisons", 0, "consensus", "agreement", to=0.5)),
     "sameness": _json("comparison.json", _set("comparisons", 2, "bitwise", "files_compared", to=40)),
+    "a comparison left out": _json("comparison.json", lambda body: body["comparisons"].pop()),
+    "sameness left out": _json("comparison.json", lambda body: body["comparisons"][2].pop("bitwise")),
+    "a looser tolerance": _json("comparison.json", _set("comparisons", 0, "tolerance", to=0.5)),
     "a utilisation sample": _h5("devices-2/telemetry/*.h5", "samples/utilisation", 30, 12.0),
     "tokens of a batch": _h5("devices-2/telemetry/*.h5", "tokens", 5, 9_000),
     "a wait": _h5("devices-2/telemetry/*.h5", "wait_ms", 5, 90.0),
@@ -114,6 +119,9 @@ LAUNDERED: dict[str, Change] = {
         "baseline's time",
         "agreement",
         "sameness",
+        "a comparison left out",
+        "sameness left out",
+        "a looser tolerance",
         "tokens of a batch",
         "a consensus label",
         "a read's fate",
@@ -168,6 +176,20 @@ def test_a_raw_figure_changed_before_reporting_is_caught(copied: tuple[Path, Pro
     found = verify_report(out)
     assert not found.ok
     assert not any(line.startswith("evidence") for line in found.differences), "caught by more than a digest"
+
+
+def test_a_missed_comparison_that_is_left_out_is_named(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    (out / "regression.json").unlink()
+    path = out / "devices-1" / "prediction_results_highestscore.csv"
+    path.write_text(path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8")
+    edit_json(path.parent / "summary.json", lambda body: body["files"].update({path.name: digest(path).model_dump()}))
+    compare_runs(out, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
+    assert {"same_bytes", "consensus"} <= {one.id for one in write_report(out, profile).failed}
+    assert verify_report(out).ok
+    edit_json(out / "comparison.json", lambda body: body.update(comparisons=body["comparisons"][1:2]))
+    assert {"same_bytes", "consensus"}.isdisjoint(one.id for one in write_report(out, profile).failed)
+    assert any(line.startswith("comparison.json: pairs: says") for line in verify_report(out).differences)
 
 
 def test_a_softer_profile_is_caught(copied: tuple[Path, Profile]) -> None:
