@@ -219,15 +219,16 @@ def _finished_runs(out: Path) -> dict[str, int]:
 def _runs(
     settings: MeasureSettings, spec: ClassifySpec, profile: Profile, staging: StageSummary, on: Machines, label: str
 ) -> tuple[str, ...]:
-    """Names of the first runs that came to an end, one for each number of devices. Of a number that stands in `counts`
+    """Names of the runs on these devices that came to an end, one for each number. Of a number that stands in `counts`
     again only measurements stay. The GPUs' ceilings are measured first, unless nothing is to be computed."""
-    out, counts, names = settings.out, on.counts(settings, profile), []
+    out, counts = settings.out, on.counts(settings, profile)
     more: dict[str, Any] = {"watch": Watch(sample_s=profile.sample_s, window_s=profile.window_s), "label": label}
     complete = all(read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
     if on.here.ids and on.here.kind == "cuda" and (spec.force or not complete):
         more["flops"] = steps.ceiling(out, Bench(staging.store, spec.models, on.here), spec.engine).result()
-    for folder in out.glob(f"{RUN_PREFIX}*.*") if spec.force else ():
-        discard(folder, *RUN_FILES)
+    for name in run_names(out) if spec.force else ():  # also what none of these will replace
+        for folder in (name, *run_names(out, f"{name}.")):
+            discard(out / folder, *RUN_FILES)
     for place, count in enumerate(counts):
         name, again = f"{RUN_PREFIX}{count}", counts[:place].count(count)
         if again:
@@ -240,9 +241,8 @@ def _runs(
             embed(RunDir(out / name), staging, own, time_limit_s=profile.time_limit_s, pool=pool, **more).result()
             if again:
                 discard(out / name, *SHARDS, "embeddings.h5")
-            else:
-                names.append(name)
-    return tuple(names)
+    found = run_names(out, most=len(on.devices))
+    return tuple(name for name in found if read_summary(RunDir(out / name)) is not None)
 
 
 def ask(report_dir: Path, form: type[RunInput], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:

@@ -19,6 +19,7 @@ from flows.predict import predict
 from flows.start import exit_code
 from flows.validate import validate
 from tasks.step import beside, on_host
+from virnuc_core.encoders.convert import init_random
 from virnuc_core.errors import ConfigError
 from virnuc_core.measure.tune import Candidate, Recommendation
 from virnuc_core.report.build import read_report
@@ -71,6 +72,26 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
         "embed few on cpu:2",
     }
     assert verify_report(out).ok
+
+    fewer = validate(**given | {"devices": "cpu:1"}, return_state=True)
+    assert (fewer.message or "").startswith("1 of 1 asked criteria met"), "the other run is of before"
+    assert [run.name for run in read_report(out / "report" / "report.json").runs] == ["devices-1"]
+    assert verify_report(out).ok
+
+
+@pytest.mark.slow
+def test_starting_over_leaves_no_run_of_other_weights(tmp_path: Path, few_reads: Path, models: Path) -> None:
+    out, mine = tmp_path / "validation", tmp_path / "validation" / "devices-2.bak" / "reads.tsv"
+    given = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:2", "profile": "ci-smoke"}
+    validate(**given)
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    init_random(tmp_path / "others", seed=2)
+    state = validate(**given | {"models": tmp_path / "others", "devices": "cpu:1", "force": True}, return_state=True)
+    assert state.is_completed(), state.message
+    assert not (out / "devices-2" / "summary.json").exists()
+    assert verify_report(out).ok
+    assert mine.read_text() == "mine", "a name like ours is not ours"
 
 
 @pytest.mark.slow

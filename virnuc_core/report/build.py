@@ -53,7 +53,8 @@ def build_report(out: Path, profile: Profile) -> model.Report:
     `checkpoint_overhead.json` and `report/approval.json`. Runs of N devices are judged by the largest N."""
     raw = RawFolder(out)
     record = raw.read(validation.ValidationRecord, RECORD)
-    runs = tuple(filter(None, (metrics.run_metrics(raw, name, profile) for name in run_names(out))))
+    names = run_names(out, most=len(record.devices) if record else 0)  # of more devices are those of an earlier start
+    runs = tuple(filter(None, (metrics.run_metrics(raw, name, profile) for name in names)))
     judged, single = runs[-1] if runs else None, next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
     measured_here = profile.baseline.source == "measured" and RunDir(out / BASELINE).summary.is_file()
     unlike = _unlike(raw, [*([BASELINE] if measured_here else []), *(run.name for run in runs)])
@@ -234,7 +235,7 @@ def entry_of(report: model.Report) -> model.HistoryEntry | None:
     names, values = sorted(device.name for device in run.devices), {one.id: one.value for one in report.criteria}
     nodes = {device.id.partition("@")[2] for device in run.devices} - {""}  # of a cluster
     return model.HistoryEntry(
-        created=made.created,
+        created=run.attempts[0].started if run.attempts else made.created,  # whenever it is judged, it is one run
         commit=made.git_commit or "unknown",
         profile=report.profile.name,
         devices=f"{len(names)}x {' + '.join(dict.fromkeys(names))}" + f" (nodes: {len(nodes)})" * bool(nodes),

@@ -81,10 +81,12 @@ class RawFolder:
         return {name: found for name in sorted(self.used) if (found := digest(self.root / name)) is not None}
 
 
-def run_names(out: Path, prefix: str = RUN_PREFIX) -> list[str]:
-    """The run directories of a validation, fewest devices first; with `devices-N.` those that repeat the run on N."""
+def run_names(out: Path, prefix: str = RUN_PREFIX, most: int = 0) -> list[str]:
+    """The run directories of a validation, fewest devices first, up to `most` unless that is 0; with `devices-N.` those
+    that repeat the run on N."""
     folders = [folder.name.removeprefix(prefix) for folder in out.glob(f"{prefix}*") if folder.is_dir()]
-    return [f"{prefix}{number}" for number in sorted(filter(str.isdecimal, folders), key=int)]
+    numbers = sorted(filter(str.isdecimal, folders), key=int)
+    return [f"{prefix}{number}" for number in numbers if not most or int(number) <= most]
 
 
 def short_name(device: Device) -> str:

@@ -149,7 +149,9 @@ def _history(found: Verification, kept: build.RegressionFile, path: Path) -> Non
         return
     lines = build.read_history(path)
     for entry in (*kept.history, kept.entry):
-        same = [line for line in lines if line.created == entry.created and line.same(entry, build.SERIES)]
+        # judged anew, a run keeps its line
+        again = entry.model_dump(include={"criteria_met", "regression_percent"}) if entry is kept.entry else {}
+        same = [line.model_copy(update=again) for line in lines if line.same(entry, ("created", *build.SERIES))]
         if entry not in same:
             where = f"{build.REGRESSION}: the run of {entry.created} against {path.name}"
             found.same(where, entry, same[0] if same else ABSENT)

@@ -433,6 +433,18 @@ def test_further_checks_of_the_production_profile(tmp_path: Path) -> None:
     assert verdicts["checkpoint_overhead"].verdict == "not run"
 
 
+def test_runs_on_more_devices_than_were_given_now_are_of_an_earlier_start(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    edit_json(out / "run.json", lambda body: body["devices"].pop())
+    compare_runs(out, ("devices-1",), tolerance=0.01, subset=False)
+    report = write_report(out, profile)
+    assert [run.name for run in report.runs] == ["devices-1"]
+    assert by_id(report)["consensus"].verdict == "pass"
+    assert by_id(report)["two_device_time"].verdict == "not run"
+    assert report.run is not None
+    assert report.run.name == "devices-1"
+
+
 def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Profile]) -> None:
     out, profile = copied[0], load_profile("h200-1m").model_copy(update={"device_names": (), "min_reads": 1})
     ids, names = ("centred_worst", "centred_mean", "verdicts_held"), ("devices-1", "devices-2")

@@ -43,7 +43,8 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = folder / "out"
     for name in (ONE, TWO):
         set_aside(RunDir(out / name), 3)
-    edit_json(out / "run.json", lambda body: body.update(created="2099-01-01T00:00:00+00:00"))  # later than the earlier
+    later = {"started": "2099-01-01T00:00:00+00:00"}  # than the earlier
+    edit_json(out / TWO / "summary.json", lambda body: body["attempts"][0].update(later))
     compare_runs(out, (ONE, TWO), tolerance=load_profile(PROFILE).score_tolerance, subset=False)
     write_report(out, load_profile(PROFILE), folder / HISTORY)
     return out

@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 
 from flows.cli import main
-from virnuc_core.profiles import Profile
-from virnuc_core.report.build import append_history, build_report, entry_of, read_history, regression, write_report
+from virnuc_core.profiles import Profile, Target
+from virnuc_core.report.build import (
+    HISTORY,
+    append_history,
+    build_report,
+    entry_of,
+    read_history,
+    regression,
+    write_report,
+)
 from virnuc_core.report.charts import all_charts
 from virnuc_core.report.model import HistoryEntry, Report
+from virnuc_core.report.verify import verify_report
 
 from .validate_directory import edit_json
 
@@ -181,6 +190,26 @@ def test_a_report_is_held_against_the_last_one(copied: tuple[Path, Profile], tmp
     assert "[FAIL] over 10 % worse in" in page
     edit_json(out / "devices-2" / "summary.json", lambda b: b.update(resumed=True))
     assert write_report(out, profile, history).regression is None, "what was compared then is not this run"
+
+
+def test_a_run_that_is_judged_again_is_not_held_against_itself(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    history, start = out.parent / HISTORY, {"started": "2026-03-01T12:00:01+00:00", "devices": []}
+
+    def began(body: dict[str, Any]) -> None:
+        body["attempts"] = [start | {"wall_s": body["wall_s"], "shards": 1, "telemetry": body["telemetry"]}]
+
+    edit_json(out / "devices-2" / "summary.json", began)
+    assert write_report(out, profile, history).met == 6
+    edit_json(out / "run.json", lambda body: body.update(created="2026-03-02T09:00:00+00:00"))  # it was lost, say
+    stricter = profile.model_copy(update={"targets": profile.targets | {"speedup": Target(op=">", value=1e6)}})
+    edit_json(out / "run.json", lambda body: body.update(profile=stricter.model_dump(mode="json")))
+    report = write_report(out, stricter, history)
+    assert report.met == 5
+    assert report.regression is not None
+    assert report.regression.verdict == "not run"
+    assert [(one.created, one.criteria_met) for one in read_history(history)] == [(start["started"], 6)]
+    assert verify_report(out).differences == []
 
 
 @pytest.mark.parametrize("told", [{"resumed": True}, {"n_rows": 0}], ids=["resumed", "nothing to embed"])
