@@ -181,8 +181,11 @@ def calibration(models: Path) -> tuple[list[dict[str, NDArray[np.float32]]], str
             seen = {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}  # noqa: SIM118 - no mapping
             count = read_shape(models / "esm2" / "config.json", kind).layers
             products = [{name: seen[f"layers.{i}.{name}"] for name in PRODUCTS} for i in range(count)]
+            for largest, mean in seen.values():
+                if not (np.isfinite(largest) & (np.abs(mean) <= 1.01 * largest)).all():  # sums of float32 are rounded
+                    raise ValueError("no mean is above the largest")
             return products, (file.metadata() or {})["weights"]
-    except (OSError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise WeightsError(f"{path}: is no calibration for this ESM-2; make it with virnuc models quantize") from error
 
 

@@ -130,9 +130,11 @@ def test_int8_without_its_calibration_is_refused(calibrated: Path, models: Path,
     config.write_text(config.read_text().replace('"origin": "', '"origin": "another '))
     with pytest.raises(WeightsError, match="made for other weights of ESM-2"):
         fingerprint(tmp_path, "int8")
-    kept.write_bytes(b"nothing")
-    with pytest.raises(WeightsError, match="is no calibration for this ESM-2"):
-        fingerprint(tmp_path, "int8")
+    whole = (calibrated / "esm2/int8.safetensors").read_bytes()
+    for damaged in (b"nothing", whole[:-4] + b"\xff\xff\xff\xff", whole[:-4] + b"\0\0\x80\x4b"):  # NaN, 16777216
+        kept.write_bytes(damaged)
+        with pytest.raises(WeightsError, match="is no calibration for this ESM-2"):
+            fingerprint(tmp_path, "int8")
 
 
 def test_weights_whose_numbers_overflow_are_not_calibrated(calibrated: Path, tmp_path: Path) -> None:
