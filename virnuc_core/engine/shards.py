@@ -58,7 +58,7 @@ class ShardPlan(Spec):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     fingerprint: str
-    bounds: tuple[int, ...]
+    bounds: tuple[int, ...] = Field(min_length=1)
 
     def __len__(self) -> int:
         return len(self.bounds) - 1

@@ -55,6 +55,13 @@ def test_a_committed_shard_reads_back_and_leaves_no_temporary_file(run: RunDir) 
     assert sorted(p.name for p in run.shards.iterdir()) == ["00000.h5"]
 
 
+def test_a_plan_without_bounds_is_not_readable(run: RunDir) -> None:
+    shards.write_plan(run, ShardPlan(bounds=(0, 3), fingerprint="f"))
+    run.plan.write_text(run.plan.read_text().replace("0,3", "").replace("0, 3", ""))
+    with pytest.raises(ShardError, match="not a readable shard plan"):
+        shards.read_plan(run)
+
+
 def test_the_same_result_gives_the_same_bytes(tmp_path: Path) -> None:
     plan = ShardPlan(bounds=(0, 3), fingerprint="f")
     one = shards.commit(RunDir(tmp_path / "a"), plan, 0, result(3)).read_bytes()
