@@ -246,7 +246,8 @@ def _telemetry(
             found.same(f"{name}: tokens of {encoder}", tokens, int(told_by.sum()))
     beside = Path(name).with_suffix(".json").as_posix()
     said = read(raw.root / beside, TelemetryFile)
-    reads, wall_s, hourly = said.summary.total_sequences, said.summary.wall_s, summary.sequences_per_hour
+    reads, wall_s = said.summary.total_sequences, said.summary.wall_s
+    hourly = (summary if newest else said.summary).sequences_per_hour  # it may have been whole until a shard was lost
     again = telemetry_file(telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s, sequences_per_hour=hourly)
     found.same(beside, said, again)
     found.as_told(f"{name}: {SUMMARY}", summary, {"n_reads": reads})
