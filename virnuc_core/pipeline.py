@@ -282,7 +282,7 @@ def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, po
         **verdicts,
         devices=job.devices,
         workers=tuple(computed.records.values()),
-        resumed=len(job.todo) < len(job.plan),
+        resumed=len(job.todo) < len(job.plan) or bool(earlier),
         shards=len(job.plan),
         shards_computed=len(job.todo),
         shards_reused=len(job.plan) - len(job.todo),

@@ -287,7 +287,7 @@ class RunCounts(RunFile):
     @property
     def sequences_per_hour(self) -> float | None:
         """Reads over the whole time, staging included; `None` for a run that did not do all its work in that time."""
-        whole = not (self.resumed or self.shards_reused or self.stopped_at_limit)
+        whole = not (self.resumed or self.shards_reused or self.stopped_at_limit or len(self.attempts) > 1)
         return 3600.0 * self.n_reads / self.total_s if whole and self.n_reads and self.total_s else None
 
 

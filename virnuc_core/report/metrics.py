@@ -122,7 +122,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> model.RunMetrics
             kwh = None if energy is None else energy / millions
             price = None if asked is None else device_hours * asked
     return model.RunMetrics(
-        **dict(counts) | {"resumed": summary.resumed or bool(summary.shards_reused)},
+        **dict(counts) | {"resumed": summary.resumed or bool(summary.shards_reused) or len(summary.attempts) > 1},
         name=name,
         devices=devices,
         label=label(devices),

@@ -260,6 +260,19 @@ def child_main() -> None:
     )
 
 
+def test_a_run_whose_earlier_attempt_left_no_shard_tells_no_time_of_one_run(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
+) -> None:
+    root = copy_of(reference, tmp_path / "run")
+    for path in (RunDir(root).summary, *(root / "shards").glob("0*.h5")):
+        path.unlink()
+    summary = go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    first, second = summary.attempts
+    assert summary.wall_s == pytest.approx((first.wall_s or 0.0) + (second.wall_s or 0.0))
+    assert (summary.shards_reused, summary.resumed, summary.sequences_per_hour) == (0, True, None)
+    assert told_otherwise(root) == []
+
+
 def test_damaged_shards_are_computed_again(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:

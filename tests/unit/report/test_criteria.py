@@ -116,6 +116,13 @@ MISSING: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         ),
         ("two_device_time", "scaling", "speedup"),
     ),
+    "a run that was killed before its first commit": (
+        lambda out: edit_json(
+            out / "devices-2" / "summary.json",
+            lambda b: b.update(attempts=[{"started": "", "devices": [], "wall_s": b["wall_s"] / 2}] * 2),
+        ),
+        ("two_device_time", "scaling", "speedup"),
+    ),
     "other work": (
         lambda out: edit_json(out / "devices-1" / "summary.json", lambda b: b.update(n_rows=7)),
         ("scaling",),
