@@ -46,7 +46,7 @@ VERDICTS: Final = {
     for verdict in ("viral", "nonviral")  # files of reads by their verdict
 }
 EMBEDDED: Final = ("embeddings.h5", "pairs.tsv", *VERDICTS["viral"], *VERDICTS["nonviral"], *SHARDS)
-KEPT: Final = ("telemetry/telemetry_*.json", "telemetry/telemetry_*.h5", "telemetry/attempt.jsonl")
+KEPT: Final = ("telemetry/telemetry_[0-9]*.json", "telemetry/telemetry_[0-9]*.h5", "telemetry/attempt.jsonl")
 MEASURED: Final = (*KEPT, *(f"telemetry/traces/{name}" for name in TRACES))
 LOGS: Final = ("logs/worker-*.log", "logs/baseline-*.log", "logs/ceiling-*.log")
 RUN_FILES: Final = (*RECORDS, *RESULTS, *EMBEDDED, *MEASURED, *LOGS)  # of one run: what starting over removes

@@ -300,7 +300,14 @@ def test_another_setting_weights_or_reads_are_refused_by_name(
     other = SMALL.model_copy(update={"token_budget": 2048})
     with pytest.raises(RunMismatchError, match="token_budget 1024 → 2048"):
         go(root, staged, tiny_models, Devices.parse("cpu:1"), engine=other)
-    theirs = [root / name for name in ("shards/notes.txt", "logs/app.log", "telemetry/mine.json", "letter.txt")]
+    names = (
+        "shards/notes.txt",
+        "logs/app.log",
+        "telemetry/mine.json",
+        "telemetry/telemetry_of_mine.json",
+        "letter.txt",
+    )
+    theirs = [root / name for name in names]
     for path in theirs:
         path.write_text("precious")
     old = (root / "shards" / "00000.h5").stat().st_ino
