@@ -151,7 +151,8 @@ def recommend(entries: Sequence[Candidate], *, tolerance: float) -> Recommendati
     if gain <= scatter:
         near = f"{best.label} is {said}, within the scatter of {100 * scatter:.1f} %"
         return Recommendation(base, 0.0, f"the base stays: {near}")
-    return Recommendation(best, gain, f"{best.label}: {said} than the base (scatter {100 * scatter:.1f} %)")
+    known = f"scatter {100 * scatter:.1f} %" if most > 1 else "measured once: the scatter is not known"
+    return Recommendation(best, gain, f"{best.label}: {said} than the base ({known})")
 
 
 class Sweep(NamedTuple):

@@ -60,6 +60,11 @@ def test_what_is_faster_by_more_than_the_scatter_is_recommended() -> None:
     assert chosen.gain == pytest.approx(0.30)
 
 
+def test_of_one_measurement_no_scatter_is_told() -> None:
+    assert "the scatter is not known" in recommend(measured((100,), (130,)), tolerance=TOLERANCE).reason
+    assert "scatter 0.0 %" in recommend(measured((100, 100), (130, 130)), tolerance=TOLERANCE).reason
+
+
 def test_within_the_scatter_the_base_stays() -> None:
     chosen = recommend(measured((100, 120, 80), (110, 110, 110)), tolerance=TOLERANCE)
     assert chosen.candidate.number == 0
