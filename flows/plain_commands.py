@@ -329,6 +329,8 @@ def profiles(name: str | None = None, /) -> None:
     if name is not None:
         profile = load_profile(name)
         rows = [(name.replace("_", " "), f"{target.op} {target.value:g}") for name, target in profile.targets.items()]
+        bands = profile.scaling_bands if "scaling" not in profile.targets else profile.scaling_bands | {"2": None}
+        rows += [(f"scaling on {count} devices", f">= {band[0]:g}") for count, band in bands.items() if band]
         show(("criterion", "threshold"), rows, f"{profile.name}: {profile.title}")
         return
     known = [

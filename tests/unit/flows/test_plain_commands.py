@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -106,3 +107,11 @@ def test_an_error_after_the_word_to_end_is_that_ending(
     said = capsys.readouterr().err
     assert "interrupted" in said
     assert "numpy" not in said
+
+
+@pytest.mark.parametrize(("name", "bands"), [("phase6-scaling", "248"), ("phase10-1m", "48"), ("ci-smoke", "")])
+def test_the_thresholds_of_a_profile_are_shown_with_the_bands_that_are_targets(
+    capsys: pytest.CaptureFixture[str], name: str, bands: str
+) -> None:
+    assert main(["profiles", name]) == 0
+    assert re.findall(r"scaling on (\d) devices", capsys.readouterr().out) == list(bands)
