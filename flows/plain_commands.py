@@ -301,12 +301,13 @@ def history(file: Path, /, *, profile: str | None = None) -> int:
     from virnuc_core.report.build import read_history, regression, trend
     from virnuc_core.report.render import cell
 
-    if not file.is_file():
-        raise InputError("no such file", file=file, hint="a validation writes it beside its directory")
     kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
+    if not kept:
+        problem = "no run of that kind is in it" if file.is_file() else "no such file"
+        raise InputError(problem, file=file, hint="a validation writes it beside its directory")
     rows = trend(kept)
     show(next(iter(rows), ()), (map(cell, row.values()) for row in rows))
-    return DISAGREE if kept and regression(kept, kept[-1]).verdict == "fail" else 0
+    return DISAGREE if regression(kept, kept[-1]).verdict == "fail" else 0
 
 
 def devices() -> None:

@@ -242,3 +242,6 @@ def test_the_command_shows_each_run_against_the_one_before(
     assert "fail: over 10 % worse in tokens_per_s" in said
     append_history(history, entry("2026-03-04", total_s=90.0))
     assert main(["history", str(history)]) == 0, "the newest is what counts"
+    assert main(["history", str(history), "--profile", "ci-smoke"]) == 2, "of nothing it cannot be said"
+    history.write_text("no history\n")
+    assert main(["history", str(history)]) == 2
