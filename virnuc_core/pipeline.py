@@ -31,7 +31,7 @@ from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RUN_FILES, RunDir, check_output, check_room, discard, run_lock
-from virnuc_core.runfiles import Device, ModelFlops, RunSummary, digest, read_or_set_aside, write
+from virnuc_core.runfiles import Device, ModelFlops, RunSummary, digest, read_or_set_aside, read_record, write
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.log import ended, read_journal, write_telemetry
 from virnuc_core.telemetry.tables import StageClock
@@ -154,7 +154,8 @@ def classify(
         threshold, uncertain = verdict(head, spec)
         spec = spec.model_copy(update={"threshold": threshold})
         job = prepare(run, staging.store, spec, staging=staging, devices=devices if spec.cluster else None)
-        said = (*remarks(head, np.asarray(job.store.read_length)), *[MIXED] * spec.mixed_devices)
+        digests = read_record(run).fingerprints
+        said = (*remarks(head, np.asarray(job.store.read_length), digests), *[MIXED] * spec.mixed_devices)
         job = replace(job, flops=flops or model_flops(spec.models), uncertain=uncertain, remarks=said)
         for remark in said:
             log.warning("%s", remark)

@@ -118,6 +118,7 @@ class HeadCard(Spec):
 
     reads: str = Field(min_length=1, description="fingerprint of the labelled reads")
     truth: str = Field(min_length=1, description="SHA-256 of the truth file")
+    encoders: dict[str, str] = Field({}, description="digests of the encoders of its training; none: not known")
     test: str = Field(min_length=1, description="digest of the reads it was tested on; equal ones: numbers compare")
     lengths: tuple[int, int, int] = Field(description="bases of the reads in training: shortest, median, longest")
     prevalence: Share = Field(description="share of viral reads at which metrics and thresholds hold")
@@ -175,11 +176,20 @@ def verdict(head: HeadShape, asked: VerdictSpec) -> tuple[float, tuple[float, fl
     return threshold, band if band is None or asked.fdr is None else (band[0], max(band[1], threshold))
 
 
-def remarks(head: HeadShape, lengths: NDArray[np.integer]) -> tuple[str, ...]:
-    """What to say of reads whose lengths are far from those that the head was trained on."""
-    if head.card is None or not len(lengths):
+def remarks(head: HeadShape, lengths: NDArray[np.integer], digests: Mapping[str, str]) -> tuple[str, ...]:
+    """What to say of encoders that are not those of the head's training, by their digests, and of reads whose lengths
+    are far from those that it was trained on."""
+    if head.card is None:
         return ()
-    (shortest, usual, longest), median = head.card.lengths, float(np.median(lengths))
+    others = " and ".join(part for part, digest in head.card.encoders.items() if digests.get(part) != digest)
+    strange = f"the head was trained on embeddings by another {others}: if its weights differ, scores mean nothing"
+    return (*([strange] if others else []), *_far(head.card, lengths))
+
+
+def _far(card: HeadCard, lengths: NDArray[np.integer]) -> tuple[str, ...]:
+    if not len(lengths):
+        return ()
+    (shortest, usual, longest), median = card.lengths, float(np.median(lengths))
     outside = float(np.mean((lengths < shortest) | (lengths > longest)))
     if outside <= MOST_OUTSIDE and usual / FAR <= median <= usual * FAR:
         return ()

@@ -66,7 +66,7 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec 
             problem = f"is for embeddings of {its}, the run has {dna} + {protein}; it belongs to other encoders"
             raise ConfigError(f"the head in {folder} {problem}")
         threshold, uncertain = verdict(shape, asked)
-        for remark in remarks(shape, np.asarray(store.read_length)):
+        for remark in remarks(shape, np.asarray(store.read_length), record.fingerprints):
             log.warning("%s", remark)
         head, digest = Head(shape, read, torch.device("cpu")), part_digest(folder)
         for shard in range(len(plan)):

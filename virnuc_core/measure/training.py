@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import virnuc_core
 from virnuc_core.config import TrainSpec
-from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, part_digest, shape_of
+from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, fingerprint, part_digest, shape_of
 from virnuc_core.encoders.convert import random_tensor, write_part, write_tensors
 from virnuc_core.encoders.model_config import KINDS, RANDOM_ORIGIN, HeadCard, HeadShape, read_shape, write_shape
 from virnuc_core.engine import shards
@@ -170,7 +170,8 @@ def train_head(
     reads = {name: by_level(*found[0])["read"] for (name, method), found in scored.items() if method == HEAD}
     best, wrong = CROSS if spec.repeats else TEST, evaluation.false_share
     told_of = next(one for one in figures if one.asked == best and one.level == "read" and not one.natural)
-    card = _card(store, inputs.rows, spec, reads[best], told_of)
+    digests = {part: digest for part, digest in fingerprint(encoders).items() if part != HEAD}
+    card = _card(store, inputs.rows, spec, reads[best], told_of).model_copy(update={"encoders": digests})
     _write_head(network, shape, card, run.root)
     rows, counted = examples.rows, examples.rows.groupby(["side", "label"])["cluster"].nunique()
     genomes = examples.genomes.assign(label=[CLASSES[label] for label in examples.genomes["label"]])
@@ -182,7 +183,7 @@ def train_head(
         settings=spec.model_dump(mode="json", include=set(TrainSpec.model_fields)),
         model_length=store.model_length,
         encoders="; ".join(f"{part}: {shape_of(encoders, KINDS[part]).origin}" for part in PARTS[:2]),
-        digests={part: part_digest((run.root if part == HEAD else encoders) / part) for part in PARTS},
+        digests=digests | {HEAD: part_digest(run.root / HEAD)},
         realised={rate: wrong(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()},
         card=card,
         clusters=counted.unstack().set_axis(SIDES).set_axis(CLASSES, axis="columns").to_dict("index"),

@@ -74,7 +74,22 @@ def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
     ],
 )
 def test_reads_far_from_those_of_training_are_remarked_in_one_line(lengths: list[int], far: bool) -> None:
-    said = remarks(HEAD, np.array(lengths, np.int64))
+    said = remarks(HEAD, np.array(lengths, np.int64), {})
     assert (len(said) == 1) == far
     assert all("60 to 300 bases" in line and "\n" not in line for line in said)
-    assert remarks(BARE, np.array(lengths, np.int64)) == ()
+    assert remarks(BARE, np.array(lengths, np.int64), {}) == ()
+
+
+@pytest.mark.parametrize(
+    ("here", "others"),
+    [
+        ({"esm2": "e", "dnabert_s": "d", "head": "h"}, None),
+        ({"esm2": "e", "dnabert_s": "x"}, "another dnabert_s:"),
+        ({"esm2": "x", "dnabert_s": "x"}, "another esm2 and dnabert_s:"),
+    ],
+)
+def test_encoders_that_are_not_those_of_training_are_remarked(here: dict[str, str], others: str | None) -> None:
+    card = CARD.model_copy(update={"encoders": {"esm2": "e", "dnabert_s": "d"}})
+    said = remarks(BARE.model_copy(update={"card": card}), np.array([150]), here)
+    assert len(said) == (others is not None)
+    assert all(others in line for line in said if others)

@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 from torch import nn
 
 from virnuc_core.config import TrainSpec
-from virnuc_core.encoders.checkpoint import check_models, open_part
+from virnuc_core.encoders.checkpoint import check_models, fingerprint, open_part
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Estimate, HeadShape, read_shape
 from virnuc_core.encoders.models import Head
@@ -106,7 +106,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, models: Path) -> World:
     return World(tmp_path_factory.mktemp("world"), models, signal=1.5)
 
 
-def test_a_signal_is_learnt_and_told_with_intervals_beside_baselines(world: World) -> None:
+def test_a_signal_is_learnt_and_told_with_intervals_beside_baselines(world: World, models: Path) -> None:
     found = world.train(epochs=12, folds=3, repeats=2)
     assert read(world.run.root / "train.json", TrainFile) == found
     for asked in (CROSS, TEST):
@@ -128,6 +128,7 @@ def test_a_signal_is_learnt_and_told_with_intervals_beside_baselines(world: Worl
     assert card.auroc == next(one for one in found.figures if one.level == "read" and not one.natural).metrics["auroc"]
     assert set(card.thresholds) <= {0.001, 0.01, 0.05, 0.1}
     assert card.lengths == (150, 150, 150)
+    assert card.encoders == {part: digest for part, digest in fingerprint(models).items() if part != "head"}
     assert found.encoders == "esm2: random, seed 1; dnabert_s: random, seed 1"
     assert set(found.not_run) == {"150 bases", "300 bases", "500 bases"}
     assert set(load_file(world.head / "model.safetensors")) == {
