@@ -279,5 +279,6 @@ def cut_fasta(piece: Piece) -> ReadBatch:
     ids, headers = lines.ids(id_starts, lines.ends[is_header]), piece.line + np.flatnonzero(is_header)
     text = Strings(lines.data, np.append(id_starts - 1, len(lines.data)))
     if piece.part is not None:
-        headers, text = np.array([piece.part.line]), Strings.of([piece.data])
+        whole = piece.data + b"\n" * (piece.part.last and not piece.data.endswith(b"\n"))  # a record may follow it
+        headers, text = np.array([piece.part.line]), Strings.of([whole])
     return ReadBatch(piece.file, "fasta", ids, bases, headers, text, piece.part)

@@ -118,6 +118,23 @@ def test_a_sample_and_the_viral_reads_of_long_records(
         write_reads(run, OrfStore.open(run.store), summary.model_copy(update={"files": (good, path)}))
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
+def test_what_follows_a_long_record_without_a_line_end_stays_a_record(
+    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    shrink(monkeypatch, block_bytes=BLOCKS[0])
+    monkeypatch.setattr(subsets, "parse", partial(subsets.parse, block_bytes=BLOCKS[0]))
+    first, second = f">long\n{'ACGCA' * 600}", ">next\nACGT\n"
+    paths = write(first + end, "in/a.fa"), write(second, "in/b.fa")
+    text = first + (end or "\n") + second
+    assert sample(str(tmp_path / "in"), 2, tmp_path / "out.fa").reads_after == 2
+    assert (tmp_path / "out.fa").read_bytes().decode() == text
+    staging, run = stage(StageSpec(reads=paths), tmp_path / "run" / "orfs.h5"), RunDir(tmp_path / "run")
+    run.reads_table.write_text("id\tfate\nlong\tviral\nnext\tviral\n")
+    assert write_reads(run, OrfStore.open(staging.store), staging) == 2
+    assert gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode() == text
+
+
 def test_more_bases_than_a_column_of_32_bits_holds(tmp_path: Path) -> None:
     one, length = np.array([1]), np.array([3_000_000_000])
     ids = Strings.of([b"wheat"])
