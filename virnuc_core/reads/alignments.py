@@ -109,7 +109,11 @@ def fastq(
                         left_out += 1
                         continue
                     bases = record.query_sequence or ""
-                    quality = record.query_qualities_str or _NO_QUALITY * len(bases)
+                    if len(bases) > 1:
+                        quality = record.query_qualities_str
+                    else:  # pysam makes the text of a single one in a byte that all of Python shares
+                        quality = "".join(chr(33 + one) for one in record.query_qualities or ())
+                    quality = quality or _NO_QUALITY * len(bases)
                     if flag & REVERSE:
                         bases, quality = bases[::-1].translate(_COMPLEMENT), quality[::-1]
                     held.append(f"@{name}{MATE.get(flag & 0xC0, '')}\n{bases}\n+\n{quality}\n")

@@ -101,6 +101,15 @@ def test_the_store_is_that_of_the_fastq_that_samtools_makes(tmp_path: Path, form
     assert staged(path).reused
 
 
+@pytest.mark.parametrize("form", ["bam", "sam"])
+def test_reads_of_one_base_keep_their_quality_and_leave_the_letters_of_python_alone(tmp_path: Path, form: str) -> None:
+    lengths = (1, 1, 2, 0, 1, 1, 90, 1, 1)  # the first and the eighth have no quality
+    path = written(tmp_path / f"a.{form}", [(f"r{i}", UNPAIRED, "ACGT"[i % 4] * n) for i, n in enumerate(lengths)])
+    wanted = samtools_fastq(path).read_bytes()
+    assert [fastq(path) for _ in range(3)] == [wanted] * 3
+    assert [bytes([letter])[0] for letter in range(256)] == [*range(256)]
+
+
 GROUPS = ({"ID": "l1", "SM": "lung"}, {"ID": "gut"}, {"ID": "l2", "SM": "lung"}, {"ID": "none", "SM": "idle"})
 OF = ("l1", "gut", "l2", "", "unknown")  # in turn; the last two are of no read group
 
