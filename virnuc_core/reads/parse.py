@@ -8,7 +8,8 @@ A FASTA record that is longer than a block comes in parts."""
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -59,54 +60,57 @@ def parse_by(
 
     Where a file turns out irregular, what was made of its later pieces is dropped. Errors: as of `parse`, the first in
     the order of the files whatever was met first; those of `workers`."""
-    cut, again = _pieces_of(files, log, block_bytes), deque[Piece]()
+    with closing(_pieces_of(files, log, block_bytes)) as cut:  # so that no file stays open where an error ends this
+        again = deque[Piece]()
 
-    def pieces() -> Iterator[Piece]:
-        while (piece := again.popleft() if again else next(cut, None)) is not None:
-            yield piece
+        def pieces() -> Iterator[Piece]:
+            while (piece := again.popleft() if again else next(cut, None)) is not None:
+                yield piece
 
-    def noted(items: Iterator[Piece | ReadBatch], given: deque[Piece | ReadBatch]) -> Iterator[Piece | ReadBatch]:
-        while True:
-            started = time.perf_counter()
-            item = next(items, None)
-            log.cut_s += time.perf_counter() - started
-            if item is None:
-                return
-            given.append(item)
-            yield item
+        def noted(items: Iterator[Piece | ReadBatch], given: deque[Piece | ReadBatch]) -> Iterator[Piece | ReadBatch]:
+            while True:
+                started = time.perf_counter()
+                item = next(items, None)
+                log.cut_s += time.perf_counter() - started
+                if item is None:
+                    return
+                given.append(item)
+                yield item
 
-    irregular: Iterator[ReadBatch] | None = iter(())
-    while irregular is not None:
-        given = deque[Piece | ReadBatch]()
-        items = noted(chain(irregular, pieces()), given)
-        irregular = None
-        for done in workers.map(
-            partial(_work_on, work), items, lambda item: len(item.data if isinstance(item, Piece) else item.bases.data)
-        ):
-            item = given.popleft()
-            made = _work_on(work, item, log.reads + log.left_out) if done.nameless else done
-            value = made.value
-            if isinstance(item, Piece):
-                log.parse_s += made.parse_s
-                part = item.part
-                if not log.take(item.name, part, made.reads, made.illegal) and part is not None:
-                    value = work(item.dropped(part)) if part.last else None
-            if value is not None:
-                yield value
-            if isinstance(item, ReadBatch):
-                continue
-            if made.irregular:
-                again.extendleft(piece for piece in reversed(given) if isinstance(piece, Piece))
-                read = item.data[: -made.irregular].count(b"\n")
-                rest = item._replace(data=item.data[-made.irregular :], line=item.line + read)
-                from virnuc_core.reads.slow_parser import read_irregular  # few runs need it
+        irregular: Iterator[ReadBatch] | None = iter(())
+        while irregular is not None:
+            given = deque[Piece | ReadBatch]()
+            items = noted(chain(irregular, pieces()), given)
+            irregular = None
+            for done in workers.map(
+                partial(_work_on, work),
+                items,
+                lambda item: len(item.data if isinstance(item, Piece) else item.bases.data),
+            ):
+                item = given.popleft()
+                made = _work_on(work, item, log.reads + log.left_out) if done.nameless else done
+                value = made.value
+                if isinstance(item, Piece):
+                    log.parse_s += made.parse_s
+                    part = item.part
+                    if not log.take(item.name, part, made.reads, made.illegal) and part is not None:
+                        value = work(item.dropped(part)) if part.last else None
+                if value is not None:
+                    yield value
+                if isinstance(item, ReadBatch):
+                    continue
+                if made.irregular:
+                    again.extendleft(piece for piece in reversed(given) if isinstance(piece, Piece))
+                    read = item.data[: -made.irregular].count(b"\n")
+                    rest = item._replace(data=item.data[-made.irregular :], line=item.line + read)
+                    from virnuc_core.reads.slow_parser import read_irregular  # few runs need it
 
-                irregular = read_irregular(rest, pieces(), log, block_bytes)
-                break
-            if item.refused:
-                raise cast(InputError, item.damage)
-            if item.damage is not None:
-                log.broken(item.damage)
+                    irregular = read_irregular(rest, pieces(), log, block_bytes)
+                    break
+                if item.refused:
+                    raise cast(InputError, item.damage)
+                if item.damage is not None:
+                    log.broken(item.damage)
 
 
 def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch, before: int | None = None) -> _Made[O]:
@@ -128,7 +132,7 @@ def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch, before: in
     return _Made(work(batch) if len(batch) else None, len(batch), tuple(illegal), irregular, parse_s=parse_s)
 
 
-def _pieces_of(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Iterator[Piece]:
+def _pieces_of(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Generator[Piece]:
     """The text of all files; one that cannot be read is a piece too, so that it is told of in its turn."""
     for number, name in enumerate(files):
         try:
