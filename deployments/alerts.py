@@ -17,7 +17,6 @@ PAUSING: Final = "virnuc.criterion.fail"
 
 def create(client: SyncPrefectClient, slug: str, *, pause: bool) -> None:
     """Make and name automations that send `subject` and `body` by the block `TYPE/NAME` each time their event comes.
-
     Raises: `ObjectNotFound` where there is no such block."""
     kind, _, name = slug.partition("/")
     block = client.read_block_document_by_name(name, kind).id

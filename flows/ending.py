@@ -23,7 +23,6 @@ _timed: ContextVar[bool] = ContextVar("whether an ending has its time", default=
 @contextmanager
 def ended_in_time(*, by_hand: bool = False, final: bool = False) -> Iterator[None]:
     """Once SIGTERM or SIGINT is heard in the body, this process is gone within `ENDING_S`, unless the body is sooner.
-
     Signals are heard beside their handlers, which may be Prefect's, and also while the main thread cannot run one.
     `by_hand`: SIGTERM does what Ctrl-C does, once no module is half imported, and pressing again does not disturb the
     ending. `final`: the process ends with the body, and what is done after that counts, too."""

@@ -18,7 +18,7 @@ from flows.start import prepare_prefect, say, starts, writable
 from virnuc_core.config import SWITCHES, Attention, ClusterSpec, Precision, Switch, TraceOptions, TrainSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.profiles import Profile, Review
-from virnuc_core.rundir import ALL_FILES, MARK, RUNS_WITHIN, discard, is_ours, run_lock
+from virnuc_core.rundir import ALL_FILES, MARK, RUNS_WITHIN, RunDir, discard, is_ours, run_lock
 
 # of the moment, UTC, for which a run was planned: a run tried again goes on where it was
 DATED: Final = "%Y-%m-%dT%H%M"
@@ -215,10 +215,13 @@ class OverheadSettings(FlowSettings):
 
     @property
     def profile(self) -> Profile:
-        """The validation's. Errors: `ConfigError` for a directory without one."""
-        from virnuc_core.measure.bench import validated  # it brings torch along
+        """That the validation was started with. Errors: `ConfigError` for a directory without one."""
+        from virnuc_core.validation import ValidationRecord, read_usable  # it brings torch along
 
-        return validated(self.out)
+        record = read_usable(RunDir(self.out).record, ValidationRecord)
+        if record is None or record.profile is None:
+            raise ConfigError(f"{self.out}: no validation (its run.json names no profile); run virnuc validate first")
+        return record.profile
 
     def check_place(self) -> None:
         """Refuse what is no validation. Errors: those of `profile`."""

@@ -35,10 +35,6 @@ from virnuc_core.runfiles import RunSummary
 UNDER_WAY: Final = 4  # samples at a time: one is computed while the next are staged and the last is written
 
 
-class SamplesError(VirnucError):
-    """Samples failed; all others are done."""
-
-
 @contextmanager
 def kept_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
     """Workers that stay up for all runs in the body, with their devices; they load the weights once, if `warm` now."""
@@ -48,7 +44,7 @@ def kept_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
 
 
 def predict_samples(settings: PredictSettings) -> State[RunSummary]:
-    """The counts of all samples together. Errors: `SamplesError` when some have failed, once the others are done, with
+    """The counts of all samples together. Errors: `VirnucError` when some have failed, once the others are done, with
     the exit code of the first; at once what no other sample would fare better with."""
     start.check(settings)
     runs, failed, fates = settings.by_sample(), dict[str, Exception](), Counter[str]()
@@ -93,8 +89,8 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
     if failed:
         first = next(name for name in runs if name in failed)
         told = f"{len(failed)} of {len(runs)} samples failed, the others are done ({table} tells of each)"
-        problem = SamplesError(f"{told}; {first}: {failed[first] or type(failed[first]).__name__}")
-        problem.exit_code = getattr(failed[first], "exit_code", SamplesError.exit_code)
+        problem = VirnucError(f"{told}; {first}: {failed[first] or type(failed[first]).__name__}")
+        problem.exit_code = getattr(failed[first], "exit_code", VirnucError.exit_code)
         raise problem
     together = RunSummary(n_reads=fates.total(), fates=dict(fates))
     return done(together, f"{len(runs)} samples: {fates['viral']:,} of {fates.total():,} reads are viral")

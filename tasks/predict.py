@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from prefect.client.schemas.objects import State
 
@@ -16,20 +16,17 @@ from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import few
 from virnuc_core.pipeline import classify, read_summary, stage_reads
-from virnuc_core.reads.stage import StageSpec, StageSummary
+from virnuc_core.reads.stage import REMARKS, StageSpec, StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
 from virnuc_core.telemetry.log import TelemetryFile
 from virnuc_core.telemetry.statistics import DeviceBusy
 from virnuc_core.telemetry.tables import OVERLAPPED, ROWS, STAGES
 
-REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
-
 
 @step("stage", "stage {label}")
 def stage(spec: StageSpec, store: Path, *, label: str, force: bool = False) -> State[StageSummary]:
-    """The store at `store` holds the reads of `spec`; one that already does is used as it is. Errors: those of
-    `stage_reads`."""
+    """The store at `store` holds the reads of `spec`; one that does is used as it is. Errors: of `stage_reads`."""
     summary = stage_reads(spec, store, force=force)
     counts, how = summary.counts, "reused, content unchanged" if summary.reused else "staged"
     text = f"{counts.n_reads:,} reads {how}: {counts.n_rows:,} open frames, {counts.n_uniques:,} distinct"

@@ -163,8 +163,7 @@ def limit(client: SyncPrefectClient) -> None:
 @contextmanager
 def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> Iterator[None]:
     """Hold one slot of the server for each GPU of `devices` that is not held already. Without a server (an embedded one
-    is seen by nobody else), or when it is lost, the worker's own lock does the work. Errors: `TimeoutError` after
-    `wait_s`."""
+    is seen by nobody else), or a lost one, the worker's own lock does it. Errors: `TimeoutError` after `wait_s`."""
     # a GPU's UUID names it on every machine
     names = sorted({f"virnuc-{gpu.id}".lower() for gpu in devices if gpu.kind == "cuda"} - _held.get())
     if not names or not with_server() or connection.embedded is not None:

@@ -30,9 +30,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
-    """Hold the lease of this name while the `with` block lasts, for writing in or at `covers`.
-
-    Yields "", or who holds it, in words, when it is another's. `wait`: until it is free. Errors: `OSError`."""
+    """Hold the lease of this name while the `with` block lasts, for writing in or at `covers`. Yields "", or who holds
+    it, in words, when it is another's. `wait`: until it is free. Errors: `OSError`."""
     mine, place = Lease(name), covers.resolve()
     if other := mine.take(wait=wait):
         yield other
@@ -50,8 +49,7 @@ def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
 
 
 def still_held(path: Path, *, look: bool = True) -> None:
-    """`ConfigError` when `path` is covered by a lease of this process that another has taken over. Without `look` as
-    far as that is known."""
+    """`ConfigError` when another has taken over this process's lease that covers `path`; without `look`, if known."""
     for covers, mine in [*_leases.items()]:
         if (path.parent.resolve() / path.name).is_relative_to(covers) and not (mine.held() if look else mine.ours):
             late = f"{mine.other} is working here now, for this run was held up for over {EXPIRY_S:.0f} s"
@@ -101,8 +99,7 @@ class Lease:
         return self._name.with_name(f"{self._name.name}.{number}")
 
     def _lying(self) -> dict[int, bytes]:
-        """The leases that lie there, by number, as their holders left them. A file is opened anew each time: a network
-        file system then asks its server."""
+        """The leases that lie there, by number. Opened anew each time: a network file system then asks its server."""
         found = {}
         for path in [*self._name.parent.glob("*.[0-9]*")]:  # none where the folder is gone
             if path.stem == self._name.name and (number := path.suffix[1:]).isdecimal():

@@ -65,8 +65,7 @@ class ResultSummary:
 
 
 class _Block:
-    """Consecutive reads with all their rows, or one read with some of its many, and the verdict on each chunk by the
-    scored rows that decide it."""
+    """Consecutive reads with all rows, or one with some of its many, and each chunk's verdict by its scored rows."""
 
     def __init__(self, store: OrfStore, span: _Span, scores: Scores, scored: Mask, before: Self | None = None) -> None:
         """The votes of the rows marked in `scored` [rows], the others being lost; `scores` [rows, 2]: P(others),
@@ -103,12 +102,10 @@ class _Block:
         return rows, _lines(chunks, verdicts, score1[self.top_others], score2[self.top_virus])
 
     def read_scores(self, group: Places) -> Scores:
-        """`viral_score` of each group of reads, float32 [groups], NaN for those without a scored row.
-
-        `group` [n_reads]: a read is one, or both reads of a pair are. One of one scored row has that row's very
-        `score2`, so that both files print the same number: `score1` is one minus it only to the last digit. A score is
-        at least 0.5 exactly when the mean margin is at least 0, however small: rounding never lifts it over the line.
-        """
+        """`viral_score` of each group of reads, float32 [groups], NaN for those without a scored row. `group`
+        [n_reads]: a read is one, or both reads of a pair are. One of one scored row has that row's very `score2`, so
+        that both files print the same number: `score1` is one minus it only to the last digit. A score is at least 0.5
+        exactly when the mean margin is at least 0, however small: rounding never lifts it over the line."""
         of, groups = group[self.read], int(group[-1]) + 1
         of_chunk = np.append(np.zeros(len(self.margins_before), np.int64), of[self.starts])
         total = np.bincount(of_chunk, weights=np.append(self.margins_before, self.margin), minlength=groups)
@@ -168,11 +165,9 @@ def write_results(
     workers: int = 1,
 ) -> ResultSummary:
     """Write the result files of a run, of many reads by `workers` processes; memory holds a few blocks for each.
-
     `scores` [n_uniques, 2] and `failed` [n_uniques] belong to the store's distinct sequences. `threshold` moves the
     verdict on reads, and reads with a score within `uncertain` get none; VirNucPro's files know neither. Errors:
-    `ShardError` when a sequence that did not fail has no score; `VirnucError` for a store that contradicts itself;
-    `WorkerError`."""
+    `ShardError` for a sequence that neither failed nor has a score; `VirnucError` for a broken store; `WorkerError`."""
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
         raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")

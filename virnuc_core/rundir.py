@@ -135,10 +135,9 @@ def check_room(folder: Path, nbytes: int, what: str) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, which is flushed and renamed into place, or removed when the body raises.
-
-    Errors: those of the body; `StorageError` for what the disk refuses; `ConfigError` when the directory's lease is
-    lost: who takes that removes temporary files that are older, so that none is renamed later."""
+    """A temporary path beside `path`, which is flushed and renamed into place, or removed when the body raises. Errors:
+    those of the body; `StorageError` for what the disk refuses; `ConfigError` when the directory's lease is lost: who
+    takes that removes temporary files that are older, so that none is renamed later."""
     aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")  # machines may share the folder
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,9 +161,8 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_hdf5(path: Path, head: Callable[[bytes], bytes] = lambda _: b"", **options: Any) -> Iterator["h5py.File"]:
-    """An HDF5 file to fill, which then appears whole; what `head` makes of its bytes stands before them.
-
-    It is made in memory: HDF5 does not live through a disk that refuses, which is a `StorageError`."""
+    """An HDF5 file to fill, which then appears whole; what `head` makes of its bytes stands before them. It is made in
+    memory: HDF5 does not live through a disk that refuses, which is a `StorageError`."""
     import h5py  # takes a while, and few who name a path write HDF5
 
     with h5py.File(str(path), "w", driver="core", backing_store=False, **options) as file:  # no other of its name
@@ -245,10 +243,9 @@ def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: b
 
 @contextmanager
 def run_lock(root: Path) -> Iterator[None]:
-    """Hold a directory for writing; who holds it already, in the same thread, holds it again for nothing.
-
-    What killed writers left half made is removed first, and afterwards a directory or mark that was made for this, if
-    nothing else was. Errors: `ConfigError` names the process that holds it, or what of others would be overwritten."""
+    """Hold a directory for writing; who holds it already, in the same thread, holds it again for nothing. What killed
+    writers left half made is removed first, and afterwards a directory or mark that was made for this, if nothing else
+    was. Errors: `ConfigError` names the process that holds it, or what of others would be overwritten."""
     place = root.resolve()
     if place in _held.get():
         yield

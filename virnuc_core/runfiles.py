@@ -57,7 +57,6 @@ def read(path: Path, kind: type[File]) -> File:
 
 def read_or_set_aside(path: Path, kind: type[File]) -> File | None:
     """The content of a file; None without one, or for a damaged one, which is kept as `NAME.damaged`, with a warning.
-
     Errors: `ConfigError` when it cannot be opened."""
     if not path.exists():
         return None

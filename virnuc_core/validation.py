@@ -45,9 +45,8 @@ class ValidationRecord(RunRecord):
 def record_validation(
     out: Path, spec: ClassifySpec, profile: Profile, staging: StageSummary, devices: tuple[Device, ...], *remarks: str
 ) -> None:
-    """`run.json` of the validation: what it was started with, and when it first was.
-
-    Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there."""
+    """`run.json` of the validation: what it was started with, and when it first was. Errors: `RunMismatchError` names
+    the weights or reads that differ from those of the validation that lies there."""
     read = {"files": [str(Path(name).absolute()) for name in staging.files], "ignored_files": staging.ignored_files}
     record = runfiles.new_record(
         ValidationRecord,
@@ -86,9 +85,8 @@ class BaselineSubset(RunFile):
 
 
 class BaselineSummary(RunFile):
-    """`summary.json` of a baseline: its time and what that stands on.
-
-    Chunking and translation are not among its stages: the rows are taken from the store, which favours the baseline."""
+    """`summary.json` of a baseline: its time and what that stands on. Chunking and translation are not among its
+    stages: the rows are taken from the store, which favours the baseline."""
 
     schema_version: int = 1
     name: BaselineName

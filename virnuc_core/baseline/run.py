@@ -41,13 +41,11 @@ T = TypeVar("T")
 def run_baseline(
     run: RunDir, store: Path, models: Path, devices: Devices, spec: BaselineSpec, on_progress: OnShare = lambda _: None
 ) -> BaselineSummary:
-    """Measure a baseline on `store` and write its result files, `summary.json` and `run.json` into `run`.
-
-    With `spec.reads` it runs on that many reads, drawn by `SEED`, and its time is scaled. A finished baseline of the
-    same reads, weights, devices and settings is returned as it is, marked `reused`. Nothing it started outlives the
-    call. `on_progress` hears the share of the embedding that is done. Errors: `ConfigError` for a recorded baseline
-    without its numbers; `WeightsError`, `DeviceError`, `InputError`; `WorkerError` with the worker's traceback for a
-    worker that failed."""
+    """Measure a baseline on `store` and write its result files, `summary.json` and `run.json` into `run`. With
+    `spec.reads` it runs on that many reads, drawn by `SEED`, and its time is scaled. A finished baseline of the same
+    reads, weights, devices and settings is returned as it is, marked `reused`. Nothing it started outlives the call.
+    `on_progress` hears the share of the embedding that is done. Errors: `ConfigError` for a recorded baseline without
+    its numbers; `WeightsError`, `DeviceError`, `InputError`; `WorkerError` with a failed worker's traceback."""
     orfs = OrfStore.open(store)
     if spec.source == "recorded":
         summary = _recorded(orfs, spec)
@@ -217,10 +215,8 @@ class _Measurement:
 
 
 def expect(workers: LocalWorkers, busy: Iterable[Child], silence_s: float = SILENCE_S) -> tuple[Child, Message]:
-    """The next message of workers none of which may fail.
-
-    Errors: our own as the worker raised them; `WorkerError` for one that failed otherwise, died, or is `busy` and
-    is silent or has not moved for `silence_s`, and after `end_all_children`."""
+    """The next message of workers none of which may fail. Errors: our own as the worker raised them; `WorkerError` for
+    one that failed otherwise, died, or is `busy` and silent or unmoved for `silence_s`; after `end_all_children`."""
     while True:
         for child in busy:
             if (rest_s := time.monotonic() - child.progress_s) > silence_s or child.silent:
@@ -240,10 +236,9 @@ def expect(workers: LocalWorkers, busy: Iterable[Child], silence_s: float = SILE
 def scaled_seconds(
     done: Sequence[worker.FileDone], growth: float, *, total_rows: int, devices: int, load_each_file: bool
 ) -> float:
-    """Seconds a stage would take on all rows in files of 10,000, dealt to the devices as the algorithm does.
-
-    The measured seconds of computing, which grow with the tokens, are shared out over those files by their rows; each
-    file, or each device when the model stays loaded, costs the mean time of a load besides."""
+    """Seconds a stage would take on all rows in files of 10,000, dealt to the devices as the algorithm does. The
+    measured seconds of computing, which grow with the tokens, are shared out over those files by their rows; each file,
+    or each device when the model stays loaded, costs the mean time of a load besides."""
     files = [high - low for low, high in worker.cut(total_rows, worker.FILE_ROWS)]
     compute_s = sum(one.compute_s for one in done) * growth
     loads = [one.load_s for one in done if one.load_s > 0]

@@ -161,9 +161,8 @@ class Padded(ABC):
         """The last layer's output, [rows, longest, width]; it holds no meaning where no `real` token is."""
 
     def embed(self, sequences: list[bytes]) -> Tensor:
-        """Mean over each sequence's tokens: float32 [rows, width] on the CPU.
-
-        Each row's mean is taken in the precision of the run and fetched by itself, as the originals do."""
+        """Mean over each sequence's tokens: float32 [rows, width] on the CPU. Each row's is taken in the precision of
+        the run and fetched by itself, as the originals do."""
         flat, offsets = self.tokenizer.encode(sequences)
         lengths = offsets.diff()
         tokens = pad_sequence(flat.split(lengths.tolist()), batch_first=True, padding_value=self.tokenizer.pad_id)
@@ -247,9 +246,8 @@ class PaddedDnabertS(Padded):
 
 
 def plain_scores(w: Tensors, features: Tensor, norm_eps: float) -> Tensor:
-    """The head: linear, batch norm on stored statistics, ReLU, linear, softmax; float32 [rows, 2] on the CPU.
-
-    P(others) and P(virus) of each row of `features` (float32 [rows, DNA + protein])."""
+    """The head: linear, batch norm on stored statistics, ReLU, linear, softmax: P(others) and P(virus) of each row of
+    `features` (float32 [rows, DNA + protein]), as float32 [rows, 2] on the CPU."""
     x = F.linear(features.to(w["bn1.weight"].device), w["hidden_layer.weight"], w["hidden_layer.bias"])
     scale = w["bn1.weight"] / torch.sqrt(w["bn1.running_var"] + norm_eps)
     x = torch.relu((x - w["bn1.running_mean"]) * scale + w["bn1.bias"])
@@ -279,9 +277,7 @@ def embed_rows(
 
 
 def merge_file(folder: Path, number: int) -> None:
-    """Join the two embeddings of each row of a file, DNA first, in place of the two.
-
-    Errors: `ValueError` when the two files do not hold as many rows."""
+    """Join both embeddings of each row of a file, DNA first, in their place. Errors: `ValueError` for unequal rows."""
     parts = file_path(folder, "dnabert_s.npy", number), file_path(folder, "esm2.npy", number)
     save(file_path(folder, "merged.npy", number), np.concatenate([np.load(part) for part in parts], axis=1))
     for part in parts:

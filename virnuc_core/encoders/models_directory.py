@@ -247,9 +247,8 @@ class Seen:
 
 
 def quantise(models: Path, reads: str, device: torch.device) -> tuple[Path, int]:
-    """The calibration that was written into a models directory, and how many rows of the reads it was made of.
-
-    Errors: `InputError` for reads that cannot be used, or give too few rows; `WeightsError` for models."""
+    """The calibration that was written into a models directory, and how many rows of the reads it was made of. Errors:
+    `InputError` for reads that cannot be used, or give too few rows; `WeightsError` for models."""
     model_length = checkpoint.check_models(models).model_length
     with TemporaryDirectory(prefix="virnuc-quantise-") as name:
         drawn = Path(name, "reads")

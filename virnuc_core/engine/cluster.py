@@ -52,7 +52,6 @@ log = logging.getLogger(__name__)
 
 class Cluster(AbstractContextManager["Cluster"]):
     """The nodes of a Dask scheduler, and a thread that watches them; the connection is gone when the `with` block ends.
-
     Errors: `DeviceError` names the node that cannot be used; `ConfigError`."""
 
     def __init__(self, spec: ClusterSpec, given: tuple[Path, Devices, EngineSpec], out: Path) -> None:
@@ -306,7 +305,6 @@ async def connect(spec: ClusterSpec) -> AsyncIterator[tuple[Any, int, Callable[[
 @asynccontextmanager
 async def _batch_system(file: Path) -> AsyncIterator[Any]:
     """The cluster of the batch system that the key `jobqueue` of a YAML file names, with all of Dask's settings in it.
-
     Errors: `ConfigError`; `DeviceError` of the batch system."""
     try:
         with mock.patch("signal.signal"):  # a part of it takes Ctrl-C for itself, and fails but in the main thread

@@ -3,10 +3,9 @@
 Tokenising runs in `num_workers` loader processes (or in the feeder thread itself); packing runs in the feeder thread;
 the launch loop only takes finished batches from a bounded queue. CUDA is never touched in a loader process.
 
-Three rules of packing make a row's numbers independent of its neighbours while the device sees only a handful of
-shapes: rows are grouped by the power of two above their length (the kernel's block is chosen by the row itself), a
-group is filled into the largest shape it can fill, longest rows first, and the rest goes into shapes of a quarter and a
-sixteenth."""
+Three rules of packing make a row's numbers independent of its neighbours, with only a handful of shapes: rows are
+grouped by the power of two above their length (the kernel's block is chosen by the row itself), a group is filled into
+the largest shape it can fill, longest rows first, and the rest goes into shapes of a quarter and a sixteenth."""
 
 import multiprocessing
 import queue
@@ -115,7 +114,6 @@ def group_bounds(lengths: Ints) -> Ints:
 
 def pack(lengths: Sequence[int] | Ints, budget: int, parts: Sequence[int] = PARTS) -> list[BatchPlan]:
     """Place every row of `lengths` (tokens, specials included, each ≥ 1) in exactly one batch; the same gives the same.
-
     A row longer than the budget gets a batch of its own, of the smallest multiple of the budget that holds it."""
     sizes = np.asarray(lengths, dtype=np.int64)
     bounds, batches = group_bounds(sizes), list[BatchPlan]()

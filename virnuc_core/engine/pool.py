@@ -71,11 +71,10 @@ class PooledJob:
 
 
 class Pool(AbstractContextManager["Pool"]):
-    """Workers, one a device, for the jobs that threads give it; they are gone when the `with` block ends.
-
-    Several jobs may be computed at once, the shards of the first before those of the next. Workers stay up between jobs
-    if the pool is to `keep` them; else they are gone as soon as nothing is left to compute. In a `warm` pool all load
-    the weights while there is no job yet. A thread of the pool's own starts them, for they die with whoever did."""
+    """Workers, one a device, for the jobs that threads give it; they are gone when the `with` block ends. Several jobs
+    may be computed at once, the shards of the first before those of the next. Workers stay up between jobs if the pool
+    is to `keep` them; else they are gone as soon as nothing is left to compute. In a `warm` pool all load the weights
+    while there is no job yet. A thread of the pool's own starts them, for they die with whoever did."""
 
     def __init__(
         self, specs: Sequence[WorkerSpec], workers: process.LocalWorkers, *, keep: bool = False, warm: bool = False
@@ -100,11 +99,10 @@ class Pool(AbstractContextManager["Pool"]):
         self._workers.__exit__()
 
     def compute(self, tasks: Sequence[ShardTask], logs: Path, note: Callable[..., None]) -> PooledJob:
-        """Compute shards of one job; returns when all are committed, and no worker holds any when it raises.
-
-        Errors: our own as a worker raised them; `ShardError` for a shard that ends workers though no row of it does
-        alone; `WorkerError` for workers that never get ready, and after `end_all_children`. What lies with the data of
-        one job (`OF_A_JOB`) ends that job, where workers are kept; all else ends every job, and the workers."""
+        """Compute shards of one job; returns when all are committed, and no worker holds any when it raises. Errors:
+        our own as a worker raised them; `ShardError` for a shard that ends workers though no row of it does alone;
+        `WorkerError` for workers that never get ready, and after `end_all_children`. What lies with the data of one job
+        (`OF_A_JOB`) ends that job, where workers are kept; all else ends every job, and the workers."""
         job = PooledJob(tasks[0].run if tasks else "", logs, note, {task.shard for task in tasks})
         if tasks:
             with self._giving:
@@ -228,8 +226,7 @@ class Pool(AbstractContextManager["Pool"]):
         return [self._jobs[run] for run in dict.fromkeys(task.run for task in held)] or [*self._jobs.values()]
 
     def _end_silent(self) -> None:
-        """End workers that hold work and have not moved for too long, whose death is then like any other, and such as
-        wait for work and are stopped."""
+        """End workers that hold work and have not moved for too long, a death like any other, and idle stopped ones."""
         now, most_s = time.monotonic(), self.specs[0].engine.silence_s
         for slot in self._slots:
             if (worker := slot.worker) is not None and slot.held and now - worker.progress_s > most_s:
@@ -328,11 +325,9 @@ def _doubled(divisor: int, what: str) -> int:
 
 def search(whole: ShardTask) -> Generator[ShardTask, bool, None]:
     """What to try next within one shard, which has ended workers. Each is answered by whether a worker survived it.
-
     They are probes, and after each round the shard again without the rows found, which is answered only when it has
     ended workers again. They end when the shard cannot be cleared; soon, where rows that lie apart end a worker each.
-    A worker may also be killed from outside, and no innocent row may be accused: a row is found when it has ended
-    `PROOFS` workers all alone."""
+    As workers may be killed from outside, too, a row is found only when it has ended `PROOFS` workers all alone."""
     guilty, in_vain = list[int](), 0
 
     def probe(lo: int, hi: int) -> ShardTask:

@@ -117,8 +117,7 @@ class RemoteNode:
             child.close(lost=True)
 
     async def share(self, place: Path, models: Path) -> None:
-        """See to it that it sees the models, and in a place what is written here, and that what it writes there is seen
-        here. Errors: `DeviceError`."""
+        """See to it that it sees the models, and in `place` each what the other writes. Errors: `DeviceError`."""
         with tempfile.TemporaryDirectory(prefix=PROBE, dir=place, ignore_cleanup_errors=True) as folder:
             asked, answer, text = Path(folder) / "asked", Path(folder) / "answer", secrets.token_bytes(16)
             asked.write_bytes(text)
@@ -171,9 +170,8 @@ class RemoteNode:
         return task.model_copy(update=there | {"skip": tuple(row - task.lo for row in task.skip)})
 
     async def _fetch(self, folder: str, task: ShardTask) -> None:
-        """Commit to the run what was computed there: the file appears whole, as it was committed there.
-
-        Errors: `DeviceError` where it does not arrive so; `StorageError`, `ConfigError` of the run's directory."""
+        """Commit to the run what was computed there: the file appears whole, as it was committed there. Errors:
+        `DeviceError` where it does not arrive so; `StorageError`, `ConfigError` of the run's directory."""
         path = shard_path(RunDir(Path(task.run)), task.shard)
         with ExitStack() as held:
             aside = held.enter_context(whole_file(path))

@@ -1,8 +1,7 @@
 """Shards: the unit of work, of commit and of loss.
 
 A shard is a range of the store's unique sequences. Its file holds what `f(sequences, weights, settings)` gave, under a
-fingerprint of all three and a checksum; it appears by rename. What is committed is never computed again; nothing else
-remembers progress."""
+fingerprint of all three and a checksum; it appears by rename, is never computed again, and alone remembers progress."""
 
 import hashlib
 import json
@@ -100,9 +99,8 @@ class ShardResult(NamedTuple):
 
 
 def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budget: int, fingerprint: str) -> ShardPlan:
-    """Cut the uniques into shards of at most `shard_tokens` ESM-2 tokens, smaller towards the end, never by device.
-
-    A shard is a whole number of batches, nearly full, where it can be."""
+    """Cut the uniques into shards of at most `shard_tokens` ESM-2 tokens, smaller towards the end, never by device. A
+    shard is a whole number of batches, nearly full, where it can be."""
     uniques = len(protein_offsets) - 1
     ends = np.asarray(protein_offsets, dtype=np.int64) + 2 * np.arange(uniques + 1)  # start and end token each
     bounds = [0]
@@ -165,9 +163,8 @@ def _checksum(array: NDArray[np.float32], lo: int, hi: int, fingerprint: str) ->
 
 
 def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Path:
-    """Make a shard's result permanent, the same one by the same bytes: write aside, flush, checksum, rename.
-
-    Errors: `ShardError` when the result has not one row per unique; `StorageError` of the disk."""
+    """Make a shard's result permanent, the same one by the same bytes: write aside, flush, checksum, rename. Errors:
+    `ShardError` when the result has not one row per unique; `StorageError` of the disk."""
     lo, hi = plan.range(shard)
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
@@ -222,26 +219,18 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
     good, moved = [], []
     look_anew(run.shards)
     there = [shard for shard in range(len(plan)) if shard_path(run, shard).exists()]
-    with ThreadPoolExecutor(READERS) as threads:
-        problems = list(threads.map(partial(_problem, run, plan), there))
-    for shard, problem in zip(there, problems, strict=True):
-        if not problem:
+    with ThreadPoolExecutor(READERS) as threads:  # the seal, of the whole file, speaks for the embeddings, too
+        looks = {shard: threads.submit(_read, run, plan, shard, ("scores",), whole=True) for shard in there}
+    for shard, look in looks.items():
+        try:
+            look.result()
             good.append(shard)
-            continue
-        source, folder = shard_path(run, shard), run.shards / "damaged"
-        folder.mkdir(exist_ok=True)
-        number = sum(1 for _ in folder.glob(f"{source.stem}.*"))
-        moved.append(f"{problem}; moved to {source.rename(folder / f'{source.stem}.{number}.h5')}")
+        except ShardError as problem:
+            source, folder = shard_path(run, shard), run.shards / "damaged"
+            folder.mkdir(exist_ok=True)
+            number = sum(1 for _ in folder.glob(f"{source.stem}.*"))
+            moved.append(f"{problem}; moved to {source.rename(folder / f'{source.stem}.{number}.h5')}")
     return good, moved
-
-
-def _problem(run: RunDir, plan: ShardPlan, shard: int) -> str:
-    """What is wrong with a shard's file; its seal, of the whole file, speaks for the embeddings, too."""
-    try:
-        _read(run, plan, shard, ("scores",), whole=True)
-    except ShardError as error:
-        return str(error)
-    return ""
 
 
 def read_scores(run: RunDir, only: Sequence[int] | None = None) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
@@ -263,9 +252,8 @@ def store_of(run: RunDir, record: RunRecord) -> OrfStore:
 
 
 def write_virtual_embeddings(run: RunDir) -> Path:
-    """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved.
-
-    NaN marks what failed. HDF5 shows infinity for rows of a shard's file that is gone or cannot be opened."""
+    """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved. NaN marks what
+    failed; HDF5 shows infinity for rows of a shard's file that is gone or cannot be opened."""
     plan = read_plan(run)
     with whole_hdf5(run.embeddings, libver="latest") as file:
         width = 0  # where no read has an open frame

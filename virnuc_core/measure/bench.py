@@ -28,15 +28,14 @@ from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs
 from virnuc_core.engine.shards import make_plan, read_shard, write_plan
 from virnuc_core.engine.worker import warm_up
-from virnuc_core.errors import ConfigError, VirnucError
+from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import model_flops, prepare
-from virnuc_core.profiles import Profile
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import EXACT, SHARDS, RunDir, discard, run_lock, whole_hdf5
 from virnuc_core.runfiles import Device, ModelFlops, write
 from virnuc_core.telemetry.statistics import BatchMetrics, batch_metrics, committed_span_s, device_usage, embedding_span
-from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, ValidationRecord, read_usable
+from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, read_usable
 
 log = logging.getLogger(__name__)
 
@@ -169,14 +168,6 @@ def _pair(out: Path, bench: Bench, engine: EngineSpec, of: Switch, pair: int, sh
         seconds=min(spans),
         restarts=restarts,
     ), len(todo)
-
-
-def validated(out: Path) -> Profile:
-    """The profile that the validation in `out` was started with; `ConfigError` when there is none."""
-    record = read_usable(RunDir(out).record, ValidationRecord)
-    if record is None or record.profile is None:
-        raise ConfigError(f"{out}: no validation (its run.json names no profile); run virnuc validate first")
-    return record.profile
 
 
 def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: int) -> bool:

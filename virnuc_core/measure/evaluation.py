@@ -26,8 +26,7 @@ from virnuc_core.config import THRESHOLD, TrainSpec, reading
 from virnuc_core.encoders.model_config import Estimate
 from virnuc_core.errors import InputError, few
 from virnuc_core.reads.fingerprint import digests
-from virnuc_core.reads.simulate import LABELS as CLASSES
-from virnuc_core.reads.simulate import TRUTH_HEADER
+from virnuc_core.reads.simulate import LABELS, TRUTH_HEADER
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.runfiles import RunFile
 
@@ -84,20 +83,20 @@ def _one_each(table: pd.DataFrame, path: Path, name: str) -> pd.DataFrame:
 
 
 def read_truth(path: Path) -> pd.DataFrame:
-    """What each read is known to be: columns `read`, `label` (index into CLASSES), `genome`, by line of the file. The
+    """What each read is known to be: columns `read`, `label` (index into LABELS), `genome`, by line of the file. The
     file is TAB-separated, a label `virus` or `others`. Errors: `InputError` names the line and what is wrong with it:
     unknown columns, lines that contradict each other, too few genomes of a class."""
     table = _table(path, ("read", "label", "genome"), TRUTH_HEADER)
-    if len(bad := table.index[~table["label"].isin(CLASSES)]):
+    if len(bad := table.index[~table["label"].isin(LABELS)]):
         raise InputError("wanted a label virus or others", file=path, line=int(bad[0]))
-    table["label"] = (table["label"] == CLASSES[1]).astype(np.int64)
+    table["label"] = (table["label"] == LABELS[1]).astype(np.int64)
     enough(_one_each(table[["genome", "label"]], path, "genome")["label"].value_counts(), path)
     return table
 
 
 def enough(counted: Any, file: Path | str = "", what: str = "") -> None:
     """`InputError` when a class has too few genomes, or clusters of them."""
-    for label, name in enumerate(CLASSES):
+    for label, name in enumerate(LABELS):
         if (count := counted.get(label, 0)) < len(SIDES):
             problem = f"{count} genomes labelled {name}{what}; {len(SIDES)} are needed"
             raise InputError(f"{problem}: to learn from, to stop by, to test with", file=file)
@@ -159,9 +158,8 @@ def choose(store: OrfStore, spec: TrainSpec) -> Examples:
 
 
 def draw(table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generator) -> "pd.Index[Any]":
-    """Which of a table's entries (`label`, `genome`, `rows`) to take, so that no class has more than `limit` rows.
-    `even` sampling takes one of each genome in turn, so that a large genome gives no more than it must; else by
-    chance."""
+    """Which of a table's entries (`label`, `genome`, `rows`) to take, so that no class has more than `limit` rows: by
+    chance or, `even`, one of each genome in turn, so that a large genome gives no more than it must."""
     table = table.iloc[rng.permutation(len(table))]
     if sampling == "even":
         table = table.iloc[np.argsort(table.groupby("genome").cumcount(), kind="stable")]
@@ -202,8 +200,7 @@ def _kin(genome: Any, item: Any, share: float) -> tuple[NDArray[np.int64], NDArr
 
 
 def _sketch(letters: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pd.DataFrame:
-    """`unique` and `hash` of the k-mers of sequences end to end, the lesser of both strands each; of very many the same
-    sample of every sequence (minhash)."""
+    """`unique` and `hash` of the k-mers of sequences end to end, the lesser of both strands; of many by minhash."""
     most = ~np.uint64(0) // np.uint64(1 + len(letters) // KEPT_HASHES)
     found, powers = list[pd.DataFrame](), np.uint64(4) ** np.arange(K, dtype=np.uint64)
     for low in range(0, len(letters) - K + 1, BASES):

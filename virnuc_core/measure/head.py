@@ -37,9 +37,8 @@ class RescoreSummary(RunFile):
 def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec = AS_EVER) -> RescoreSummary:
     """Write the result files of `run` anew into `out`, scored by `new_head`, a folder or a models directory with it.
     Without it the run's own scores are kept and only the threshold moves. Errors: `WeightsError` when no head is there
-    or it is not finite; `ConfigError` when the run is not finished, when `out` is the run itself, when the head was
-    trained for another model length or other widths, or its card does not tell what is asked; `ShardError` for a
-    damaged shard."""
+    or it is not finite; `ConfigError` when the run is not finished, or is `out` itself, when the head is for another
+    model length or other widths, or its card does not tell what is asked; `ShardError` for a damaged shard."""
     if out.root.resolve() == run.root.resolve():
         raise ConfigError(f"{out.root} is the run itself; give the new results a directory of their own")
     if out.record.exists():

@@ -83,11 +83,10 @@ class Ledger:
         self.inbox, self.out, self.table = inbox, out, out / "inbox.tsv"
 
     def scan(self, *, settle_s: float, now_s: float | None = None) -> list[Row]:
-        """Every file of the inbox, oldest first, with what is known of its content.
-
-        A file changed less than `settle_s` ago is `arriving` and not read. Content without a fate is `waiting`; of
-        several files with one content all but the one it was, or will be, predicted from are `duplicate`. What cannot
-        be opened, or has a name that no table can hold, is `failed` until that is mended."""
+        """Every file of the inbox, oldest first, with what is known of its content. A file changed less than `settle_s`
+        ago is `arriving` and not read. Content without a fate is `waiting`; of several files with one content all but
+        the one it was, or will be, predicted from are `duplicate`. What cannot be opened, or has a name that no table
+        can hold, is `failed` until that is mended."""
         settled_before = (time.time() if now_s is None else now_s) - settle_s
         known = {(row.file, row.size, row.mtime_ns): row.sha256 for row in self.read_table() if row.sha256}
         rows = []

@@ -33,7 +33,7 @@ from virnuc_core.engine import shards
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure import evaluation
 from virnuc_core.measure.evaluation import SIDES, Examples, Figures, Floats, Scored, by_level, deal, draw, thresholds
-from virnuc_core.reads.simulate import LABELS as CLASSES
+from virnuc_core.reads.simulate import LABELS
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RESULTS, RunDir, discard, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary, now, read, sha256_of, write
@@ -174,7 +174,7 @@ def train_head(
     card = _card(store, inputs.rows, spec, reads[best], told_of).model_copy(update={"encoders": digests})
     _write_head(network, shape, card, run.root)
     rows, counted = examples.rows, examples.rows.groupby(["side", "label"])["cluster"].nunique()
-    genomes = examples.genomes.assign(label=[CLASSES[label] for label in examples.genomes["label"]])
+    genomes = examples.genomes.assign(label=[LABELS[label] for label in examples.genomes["label"]])
     genomes["frames"] = rows["genome"].value_counts().reindex(genomes.index, fill_value=0)
     why = cuts if isinstance(cuts, str) else "no fragment of this length of a class has an open frame"
     found = TrainFile(
@@ -186,7 +186,7 @@ def train_head(
         digests=digests | {HEAD: part_digest(run.root / HEAD)},
         realised={rate: wrong(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()},
         card=card,
-        clusters=counted.unstack().set_axis(SIDES).set_axis(CLASSES, axis="columns").to_dict("index"),
+        clusters=counted.unstack().set_axis(SIDES).set_axis(LABELS, axis="columns").to_dict("index"),
         shared_sequences=int((rows.groupby("sequence")["side"].nunique() > 1).sum()),
         genomes=genomes.set_index("genome").to_dict("index"),
         left_out=examples.left_out | ({"frames without a finite embedding": lost} if lost else {}),
@@ -245,7 +245,7 @@ def _cut_inputs(cuts: RunDir | str, examples: Examples, width: int) -> Iterator[
     inputs, _ = inputs_of(cuts, store, rows, width)
     for length in LENGTHS:
         part = inputs.part((inputs.rows["bases"] == length).to_numpy())
-        if part.rows["label"].nunique() == len(CLASSES):
+        if part.rows["label"].nunique() == len(LABELS):
             yield f"{length} bases", part
 
 
@@ -294,7 +294,7 @@ def _fit(shape: HeadShape, learnt: Inputs, held: Inputs, spec: TrainSpec) -> tup
     """The head that was best when the validation loss had stayed up for `patience` epochs, to be used and not to learn,
     and what its training tells. It learns from columns of equal spread, as steps of one size want them, and its first
     layer then takes them as they are; one that hardly varies stays small."""
-    hidden, output = nn.Linear(shape.width, shape.hidden), nn.Linear(shape.hidden, len(CLASSES))
+    hidden, output = nn.Linear(shape.width, shape.hidden), nn.Linear(shape.hidden, len(LABELS))
     for layer in (hidden, output):
         nn.init.xavier_uniform_(layer.weight)
         nn.init.zeros_(layer.bias)

@@ -59,8 +59,7 @@ def _records(opened: Any, kept: tuple[str, str]) -> Iterator[Any]:
 
 def mates_follow(file: str, form: str, kept: tuple[str, str] = ("", "")) -> bool | None:
     """Whether mates follow each other, as `samtools collate` and sequencers leave them, and not those of a sort by
-    place; None where the first reads, of those that are `kept`, have none. Errors: `InputError` without pysam; what is
-    damaged has no mates."""
+    place; None where the first reads that are `kept` have none, or of damage. Errors: `InputError` without pysam."""
     names: list[str] = []
     with suppress(OSError, ValueError), pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened:
         by_place = opened.header.to_dict().get("HD", {}).get("SO") == "coordinate"

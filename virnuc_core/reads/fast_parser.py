@@ -97,8 +97,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
-    """Consecutive reads of one file, or a part of one, as columns. Ids are printable UTF-8 without blanks; bases keep
-    their case."""
+    """Consecutive reads of a file, or part of one, as columns. Ids are printable UTF-8 words; bases keep their case."""
 
     file: int  # place of the file among the inputs
     form: Format

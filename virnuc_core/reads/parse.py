@@ -45,10 +45,9 @@ class _Made(NamedTuple, Generic[O]):
 def parse(
     files: tuple[str, ...], log: ParseLog | None = None, *, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[ReadBatch]:
-    """Batches of reads of all files, in order; what was met is counted in `log`.
-
-    A FASTA record of more than `block_bytes` comes in parts, each a batch of its own. Errors: `InputError` for a file
-    that is neither FASTA nor FASTQ or cannot be read, and, unless `log.on_error` is `skip`, for a broken record."""
+    """Batches of reads of all files, in order; what was met is counted in `log`. A FASTA record of over `block_bytes`
+    comes in parts, each a batch of its own. Errors: `InputError` for a file that is neither FASTA nor FASTQ or cannot
+    be read, and, unless `log.on_error` is `skip`, for a broken record."""
     with Workers(1) as here:
         yield from parse_by(here, lambda batch: batch, files, log or ParseLog(), block_bytes=block_bytes)
 
@@ -56,10 +55,9 @@ def parse(
 def parse_by(
     workers: Workers, work: Callable[[ReadBatch], O], files: tuple[str, ...], log: ParseLog, *, block_bytes: int
 ) -> Iterator[O]:
-    """What `work` makes of the batches of all files, in order; `workers` read the pieces.
-
-    Where a file turns out irregular, what was made of its later pieces is dropped. Errors: as of `parse`, the first in
-    the order of the files whatever was met first; those of `workers`."""
+    """What `work` makes of the batches of all files, in order; `workers` read the pieces. Where a file turns out
+    irregular, what was made of its later pieces is dropped. Errors: as of `parse`, the first in the order of the files
+    whatever was met first; those of `workers`."""
     with closing(_pieces_of(files, log, block_bytes)) as cut:  # so that no file stays open where an error ends this
         again = deque[Piece]()
 

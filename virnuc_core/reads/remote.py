@@ -62,8 +62,7 @@ def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -
 def fetch(url: str, folder: Path) -> Path:
     """The file in `folder` to which `url`, whole or as `hidden` shows it, is downloaded; a current one is kept, and a
     broken-off one goes on if the server's is still the same. Two addresses are two files. Errors: `InputError` when the
-    server refuses or cannot be reached, for a private address, beyond the limits, or when another process was given the
-    query."""
+    server refuses or cannot be reached, for a private address, beyond the limits, or if its query is not known."""
     if not is_address(url):
         raise ConfigError(f"{url}: only http and https addresses can be fetched")
     shown, whole = hidden(url), whole_addresses.get(url, url)

@@ -14,7 +14,7 @@ from virnuc_core.config import ReadsSpec, reading, small_text
 from virnuc_core.errors import ConfigError, InputError, few
 from virnuc_core.reads.pairs import arranged
 from virnuc_core.reads.sources import ENDINGS, STDIN, alignments_at, find_inputs, hidden, is_remote, sample_of
-from virnuc_core.reads.stage import StageSummary
+from virnuc_core.reads.stage import REMARKS, StageSummary
 from virnuc_core.rundir import GUARDED, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary
 
@@ -22,7 +22,6 @@ COLUMNS: Final = ("sample", "fastq_1", "fastq_2")  # nf-core's
 SHEET_BYTES: Final = 1 << 22
 NAME: Final = re.compile(r"(?![ .-])[\w.+=@,() -]{1,100}(?<![ .])")
 LANE: Final = re.compile(r"(?<=.)_L\d{3}\Z")
-REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
 log = logging.getLogger(__name__)
 
 
@@ -58,8 +57,8 @@ def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
 
 def read_sheet(path: Path) -> dict[str, ReadsSpec]:
     """The reads of each sample of a sheet, comma- or TAB-separated; a sample's rows are its lanes, joined. Paths are
-    those of the working directory, or else of the sheet's. Whether the files are there shows when they are read.
-    Errors: `InputError` names the sheet and the line."""
+    those of the working directory, or else of the sheet's. Whether they are there shows when they are read. Errors:
+    `InputError` names the sheet and the line."""
     with reading(path, "UTF-8", InputError):
         lines = small_text(path, SHEET_BYTES).removeprefix("\ufeff").splitlines()
     table = csv.DictReader(lines, delimiter="\t" if "\t" in "".join(lines[:1]) else ",", skipinitialspace=True)

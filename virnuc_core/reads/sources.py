@@ -276,8 +276,7 @@ def _unreadable(name: str, error: OSError) -> InputError:
 
 
 def _unpacker_for(head: bytes) -> tuple[str, Callable[[], Any] | None, tuple[Any, ...]]:
-    """What a file is packed as by its first bytes, what makes an unpacker (as of `zlib.decompressobj`) for it, and the
-    errors by which that says that the data is damaged."""
+    """What a file is packed as by its first bytes, its unpackers (as `zlib.decompressobj`), and their errors."""
     if head.startswith(b"\x1f\x8b"):
         return "gzip", partial(isal_zlib.decompressobj, wbits=31), (isal_zlib.error,)
     if head.startswith(b"BZh"):

@@ -30,6 +30,7 @@ from virnuc_core.runfiles import InputFile, RunFile, RunRecord, digest, other_fi
 
 SKIPPED_LIST: Final = "skipped.tsv"
 MADE: Final = ".made.json"  # ending of the summary's file, beside the store
+REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")  # of the tally, what is told of reads
 _log = logging.getLogger(__name__)
 
 
@@ -92,12 +93,10 @@ class StageSummary(RunFile):
 
 def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord | None = None) -> StageSummary:
     """Read everything, cut it, translate it and write the store `out`; or find, unless it is to be made `anew`, that it
-    is there already, made from files of the same content, to the last bit.
-
-    The store appears whole or not at all. Skipped records are listed in `skipped.tsv` beside it.
-    Errors: `InputError` for reads that cannot be used; `ConfigError` when `out` cannot be written; `RunMismatchError`
-    naming what is other, for reads that are not of the `expected` run; `SpentInputError` for what another try might
-    mend, where reads came through a pipe."""
+    is there already, made from files of the same content, to the last bit. The store appears whole or not at all.
+    Skipped records are listed in `skipped.tsv` beside it. Errors: `InputError` for reads that cannot be used;
+    `ConfigError` when `out` cannot be written; `RunMismatchError` naming what is other, for reads not of the `expected`
+    run; `SpentInputError` for what another try might mend, where reads were piped."""
     inputs = find_inputs(spec.named)
     if len(inputs.files) != 1 or spec.interleaved or alignments_at(inputs.files[0]):
         from virnuc_core.reads.pairs import arranged  # one file is the usual case

@@ -112,10 +112,9 @@ def readable_twice(reads: Sequence[str]) -> None:
 
 def write_reads(run: RunDir, store: OrfStore, staging: StageSummary, verdicts: Sequence[str] = ("viral",)) -> int:
     """Write the reads that `reads.tsv` calls viral, or all others, or each to files of its own, as they stand in the
-    input; their number. FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none
-    is viral; the same input gives the same bytes. Of pairs `pairs.tsv` tells: mates go to `viral_R1` and `viral_R2`, in
-    step, reads without a mate to `viral_orphans`. Errors: `InputError` when the input is not what was staged, or came
-    through a pipe."""
+    input; their number. FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, empty where none is viral;
+    the same input gives the same bytes. Of pairs `pairs.tsv` tells: mates go to `viral_R1` and `viral_R2`, in step,
+    reads without a mate to `viral_orphans`. Errors: `InputError` for input that is not what was staged, or is piped."""
     readable_twice(staging.files)
     kinds, goes_to = _kinds(run, store, verdicts)
     read, inputs = 0, Inputs(staging.files, (), staging.pairs)

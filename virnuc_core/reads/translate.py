@@ -72,10 +72,9 @@ class Chunks(NamedTuple):
 
 
 def chunk(lengths: Places, size: int) -> Chunks:
-    """Cut reads of the given lengths into chunks of at most `size` bases.
-
-    Neighbours overlap so that all but the last chunk are full; the last ends with the read and may be shorter, never
-    empty. A read of at most `size` bases is one chunk."""
+    """Cut reads of the given lengths into chunks of at most `size` bases. Neighbours overlap so that all but the last
+    are full; the last ends with the read and may be shorter, never empty. A read of at most `size` bases is one
+    chunk."""
     counts = -(-lengths // size)
     read = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
     number = np.arange(len(read), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -114,8 +113,7 @@ def _tables() -> tuple[bytes, bytes, bytes]:
 
 
 def translate(bases: bytes, starts: Places, ends: Places) -> Orfs:
-    """Open frames of the chunks `bases[start:end]`, which both ascend: those whose protein has no stop and is not
-    empty."""
+    """Open frames of the chunks `bases[start:end]`, both ascending: whose protein has no stop and is not empty."""
     if not len(starts):
         letters, lengths = np.zeros(0, np.uint8), np.zeros(0, np.int32)
         return Orfs(np.zeros(0, np.int64), letters, letters, lengths, np.zeros(0, object), lengths)
@@ -195,7 +193,6 @@ class Segment(NamedTuple):
 
 def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple["Segment | LongPart", Leaves, dict[str, float]]:
     """The batch's part of a store, in a file of `folder`; its part of the fingerprint; seconds of staging's stages.
-
     Reads are cut, their chunks translated in six frames, ids and open frames digested. A part of a long read is kept
     until the length of all is known."""
     started, bases, offsets = time.perf_counter(), batch.bases.data, batch.bases.offsets
@@ -239,10 +236,9 @@ def _reads(ids: Strings, lines: Places, lengths: Places, size: int, rows: Places
 
 
 def _rows(orfs: Orfs, chunks: Chunks, ambiguous: Mask) -> Columns:
-    """A segment's columns of rows; `ambiguous` [reads] may be true for more than those with odd letters.
-
-    Rows with equal digests are taken as equal: of their DNA, which of A, C, G, T alone says what the protein is;
-    elsewhere the protein goes into the digest too."""
+    """A segment's columns of rows; `ambiguous` [reads] may be true for more than those with odd letters. Rows with
+    equal digests are taken as equal: of their DNA, which of A, C, G, T alone says what the protein is; elsewhere the
+    protein goes into the digest too."""
     reads, texts = chunks.read[orfs.chunk], orfs.dna.tolist()
     proteins = Strings(orfs.proteins.tobytes(), offsets_of(orfs.protein_lengths))
     for i in np.flatnonzero(ambiguous[reads]).tolist():

@@ -47,10 +47,9 @@ Unlike = Mapping[tuple[str | None, str | None], str]  # names of two parts → w
 
 
 def build_report(out: Path, profile: Profile) -> model.Report:
-    """Read what a validation left in `out` and judge it by `profile`.
-
-    Reads `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, where they are, `regression.json`,
-    `checkpoint_overhead.json` and `report/approval.json`. Runs of N devices are judged by the largest N."""
+    """Read what a validation left in `out` and judge it by `profile`: `run.json`, `comparison.json`, `baseline/`, each
+    `devices-N/` and, where they are, `regression.json`, `checkpoint_overhead.json` and `report/approval.json`. Runs of
+    N devices are judged by the largest N."""
     raw = RawFolder(out)
     record = raw.read(validation.ValidationRecord, RECORD)
     names = run_names(out, most=len(record.devices) if record else 0)  # of more devices are those of an earlier start
@@ -189,9 +188,8 @@ def read_report(path: Path) -> model.Report:
 
 
 def write_report(out: Path, profile: Profile, history: Path | None = None) -> model.Report:
-    """Judge a finished validate directory and write every form of the report to `out/report/`.
-
-    With `history`, the run is first held against the earlier runs in that file, and added to it."""
+    """Judge a finished validate directory and write every form of the report to `out/report/`. With `history`, the run
+    is first held against the earlier runs in that file, and added to it."""
     report = build_report(out, profile)
     if history is not None:
         (out / REGRESSION).unlink(missing_ok=True)  # of an earlier run

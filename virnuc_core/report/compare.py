@@ -132,9 +132,8 @@ def compare(
 
     `subset_of_a`: side a covers a subset of the reads, which may have been staged apart; b is cut to those reads first.
     `embeddings`: of run directories, the embeddings of sequences that both have are compared too; `bits`: and the bytes
-    of all. Consensus is derived from the frames where a side has no consensus file.
-    Raises `InputError` for files that cannot be read or have nothing in common to compare, `RunMismatchError` for
-    results that were made with another head, length or other reads, naming what differs."""
+    of all. Consensus is derived from the frames where a side has no consensus file. Raises `InputError` for files that
+    cannot be read or have nothing in common, `RunMismatchError`, naming it, for another head, length or other reads."""
     files_a, files_b = result_files(a), result_files(b)
     run_a, run_b = (RunDir(path if path.is_dir() else path.parent) for path in (a, b))
     none = RunRecord(fingerprints={})
@@ -317,8 +316,7 @@ def bitwise(a: Path, b: Path) -> validation.BitwiseEquality:
 
 def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.CosineStats, ...]:
     """Cosine of the embeddings of each sequence that both runs have, less the mean embedding of `a`, without failed
-    rows (NaN): of each encoder, where the DNA width is known. Empty when a run keeps no embeddings or they share no
-    sequence."""
+    rows (NaN): of each encoder, where the DNA width is known. Empty without embeddings or a sequence in common."""
     left, right = RunDir(a).embeddings, RunDir(b).embeddings
     if not left.is_file() or not right.is_file():
         return ()

@@ -169,8 +169,7 @@ def verdicts_held(report: model.Report, _: Run) -> Finding:
     most = min(asked.value / 100.0, 0.999999)  # no sample shows more
     enough = ceil(Z2 * most / (1.0 - most))  # the interval of so many without a change begins at what is asked
     few = f"{n:,} chunks, {note}; {enough:,} are needed" if n < enough else ""
-    missed = not (asked.met(low) or asked.met(high))
-    return Finding(100.0 * found.agreement, n, absent=few, note=note, failed=missed)
+    return Finding(100.0 * found.agreement, n, absent=few, note=note, failed=not (asked.met(low) or asked.met(high)))
 
 
 def same_bytes(report: model.Report, _: Run) -> Finding:

@@ -305,11 +305,10 @@ def verify_store(found: Verification, raw: RawFolder) -> None:
 def _make_again(found: Verification, store: OrfStore, record: ValidationRecord | None) -> None:
     """The store against one that is staged again from its reads, or a remark that says why it is not."""
     files = () if record is None or record.staging is None else record.staging.files
-    if record is None or not files:
-        found.remarks.append("orfs.h5 was not made again from its reads: run.json does not tell where they are")
-        return
-    if gone := [name for name in files if not Path(name).is_file()]:
-        found.remarks.append(f"orfs.h5 was not made again from its reads: {gone[0]} is not there")
+    gone = next((f"{name} is not there" for name in files if not Path(name).is_file()), "")
+    if record is None or not files or gone:
+        why = gone or "run.json does not tell where they are"
+        found.remarks.append(f"orfs.h5 was not made again from its reads: {why}")
         return
     two = [pair for pair in record.pairs or () if pair[0] != pair[1]]
     reads = tuple(name for name in files if not any(name in pair for pair in two))
@@ -338,8 +337,7 @@ def _equal(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
 
 
 def count_store(store: OrfStore) -> dict[str, int]:
-    """What a store holds, under the names that summaries and staging give it; tokens are ESM-2's, start and end
-    included."""
+    """What a store holds, by the names of summaries and staging; tokens are ESM-2's, start and end included."""
     lengths, flags = np.diff(store.protein_offsets), np.asarray(store.read_flags)
     bits = {"empty": EMPTY, "duplicate_ids": DUPLICATE_ID, "ambiguous": AMBIGUOUS, "short_for_model": SHORT_FOR_MODEL}
     return {
@@ -355,8 +353,7 @@ def count_store(store: OrfStore) -> dict[str, int]:
 
 
 def baseline_tokens(store: OrfStore, predictions: Path, reads: int, seed: int) -> int:
-    """ESM-2 tokens of the rows of the `reads` reads that a baseline drew by `seed`. Errors: `InputError` when its
-    predictions are of other rows."""
+    """ESM-2 tokens of the rows of so many reads, drawn by `seed`. Errors: `InputError` for `predictions` of others."""
     drawn = np.zeros(store.n_reads, dtype=np.bool_)
     drawn[choose_reads(store.n_reads, reads, seed)] = True  # drawn again: ids may stand twice, as those of mates do
     chosen = np.flatnonzero(drawn[np.asarray(store.row_read)])

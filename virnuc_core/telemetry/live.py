@@ -37,9 +37,8 @@ Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped wit
 
 
 def nvml_reader(devices: Sequence[str]) -> Reader | None:
-    """What reads the GPUs among `devices`, each by its UUID, whatever order CUDA gives them.
-
-    `None` when there is none; and, with a word in the log, where NVML cannot be used."""
+    """What reads the GPUs among `devices`, each by its UUID, whatever order CUDA gives them; `None` when there is none,
+    and, with a word in the log, where NVML cannot be used."""
     uuids = [device for device in devices if device.startswith(GPU_UUIDS)]
     if not uuids:
         return None
@@ -122,11 +121,9 @@ def shared_console() -> Console:
 
 
 class InferenceProgressReporter:
-    """Shows the progress of a run while the `with` block lasts.
-
-    On a terminal and in a notebook: bars; elsewhere: a line in the log every `PLAIN_EVERY_S`. `on_progress` hears the
-    share that is done at most every `CALLBACK_EVERY_S` and once at the end. `already_done`: by an earlier run, so that
-    it says nothing of this one's speed."""
+    """Shows the progress of a run while the `with` block lasts. On a terminal and in a notebook: bars; elsewhere: a
+    line in the log every `PLAIN_EVERY_S`. `on_progress` hears the share that is done at most every `CALLBACK_EVERY_S`
+    and once at the end. `already_done`: by an earlier run, so that it says nothing of this one's speed."""
 
     def __init__(self, total_sequences: int, monitor: Sampler, on_progress: OnShare, *, already_done: int = 0) -> None:
         self._total, self._monitor, self._on_progress = total_sequences, monitor, on_progress

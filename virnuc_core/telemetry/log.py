@@ -212,9 +212,8 @@ def batch_frame(measured: Telemetry) -> pd.DataFrame:
 
 
 def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
-    """Write both files whole and say the alarms in the log; the JSON file. `told` is what `telemetry_file` takes.
-
-    In HDF5 the columns of the batches lie at the root, the other tables in groups of their names."""
+    """Write both files whole and say the alarms in the log; the JSON file. `told` is what `telemetry_file` takes. In
+    HDF5 the columns of the batches lie at the root, the other tables in groups of their names."""
     stem = f"telemetry_{datetime.fromisoformat(measured.started):%Y%m%d_%H%M%S}"
     names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))
     path = next(path for name in names if not (path := folder / f"{name}.json").exists())
@@ -272,9 +271,8 @@ def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
 def open_frame(
     path: Path, table: Literal["batches", "samples", "host", "shards", "stages"] = "batches"
 ) -> pd.DataFrame:
-    """A table of a telemetry file as a pandas DataFrame, with devices, encoders and states by name.
-
-    `path` is the `.h5` file, or a run directory, whose newest telemetry is taken. Raises `InputError`."""
+    """A table of a telemetry file as a pandas DataFrame, with devices, encoders and states by name. `path` is the `.h5`
+    file, or a run directory, whose newest telemetry is taken. Raises `InputError`."""
     measured = read_telemetry(latest(path) if path.is_dir() else path)
     if table == "stages":
         return pd.DataFrame(list(measured.stages))

@@ -154,9 +154,8 @@ class Window(BatchCounts):
 def windows(
     batches: pd.DataFrame, window_s: float, origin_s: float, samples: pd.DataFrame | None = None
 ) -> tuple[Window, ...]:
-    """Cut the run into windows of `window_s` from `origin_s`; a batch belongs to the window it was launched in.
-
-    The first begins with the first launch, the last ends with the last finish. Empty windows in a row become one."""
+    """Cut the run into windows of `window_s` from `origin_s`; a batch belongs to the window it was launched in. The
+    first begins with the first launch, the last ends with the last finish. Empty windows in a row become one."""
     began, ended = embedding_span(batches) or (origin_s, origin_s)
     launched = dict([*batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64"))])
     bounds = sorted({bound for number in launched for bound in (number, number + 1)})
@@ -252,8 +251,7 @@ def host_usage(samples: pd.DataFrame) -> HostUsage:
 
 
 def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[str, ...]:
-    """A sentence on each device that idled within the embedding span for `IDLE_FOR_S` or more, and on devices far
-    apart."""
+    """A sentence on each device that idled for `IDLE_FOR_S` or more within the embedding span; on devices far apart."""
     if span is None:
         return ()
     found = []

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from flows import start
 from flows.cli import main
-from flows.flow_commands import InboxSettings, TrainSettings, ValidateSettings
+from flows.flow_commands import InboxSettings, OverheadSettings, TrainSettings, ValidateSettings
 from flows.parameters import (
     AttentionChoice,
     ComputeSettings,
@@ -385,3 +385,8 @@ def test_samples_and_a_single_run_do_not_share_a_directory(tmp_path: Path) -> No
 def test_a_script_can_say_all_that_the_command_takes() -> None:
     several = {"samples", "sample_from"}  # runs, each of which is said by itself
     assert {*PredictSettings.model_fields} - {"settings", *several} <= {*RunSpec.model_fields, *EngineSpec.model_fields}
+
+
+def test_overhead_of_a_folder_that_is_no_validation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="run virnuc validate first"):
+        OverheadSettings(out=tmp_path, models=tmp_path).check_place()

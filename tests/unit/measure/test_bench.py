@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from virnuc_core.config import SWITCHES, ClassifySpec, EngineSpec
-from virnuc_core.errors import ConfigError
-from virnuc_core.measure.bench import Bench, embed_sample, measure_overhead, measure_precision, validated
+from virnuc_core.measure.bench import Bench, embed_sample, measure_overhead, measure_precision
 from virnuc_core.pipeline import classify
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
@@ -65,8 +64,3 @@ def test_a_part_in_fp32_is_what_a_run_is_held_against(tmp_path: Path, bench: Ben
         assert compared.in_both > 20
     assert not measure_precision(tmp_path, bench, engine, 150), "cores compute in fp32"
     assert compare_runs(tmp_path, ("devices-1",), tolerance=0.01, subset=False) == ()
-
-
-def test_a_folder_that_is_no_validation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="run virnuc validate first"):
-        validated(tmp_path)
