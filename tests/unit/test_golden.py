@@ -24,7 +24,7 @@ from virnuc_core.config import RunSpec
 from virnuc_core.pipeline import predict
 
 RECORDED = Path(__file__).resolve().parents[1] / "data" / "golden"
-TABLES = {"prediction_results.txt": "\t", "prediction_results_highestscore.csv": ",", "reads.tsv": "\t"}
+TABLES = {"prediction_results.txt": "\t", "prediction_results_highestscore.csv": "\t", "reads.tsv": "\t"}
 SCORES = ("score1", "score2", "max_score_0", "max_score_1", "viral_score")
 TOLERANCE = 2e-5  # of scores: sums of float32 come in another order on another CPU
 
