@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from virnuc_core.encoders import checkpoint
 from virnuc_core.encoders.checkpoint import (
     check_models,
+    digest_of,
     fingerprint,
     fit,
     load_encoder,
@@ -31,7 +33,6 @@ from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Sha
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.errors import WeightsError
-from virnuc_core.runfiles import sha256_of
 
 from .encoder_batches import dnas, packed, proteins
 
@@ -256,19 +257,19 @@ def test_the_digest_of_a_large_file_is_remembered_until_the_file_changes(
 
     def counted(path: Path) -> str:
         hashed.append(path.name)
-        return sha256_of(path)
+        return digest_of(path)
 
     def asked(*, anew: bool = False) -> tuple[dict[str, str], int]:
         checkpoint._digest.cache_clear()  # as in another process
         hashed.clear()
         return fingerprint(copied, anew=anew), len(hashed)
 
-    monkeypatch.setattr(checkpoint, "sha256_of", counted)
+    monkeypatch.setattr(checkpoint, "digest_of", counted)
     before, files = asked()
     assert files == 7
     assert asked() == (before, 0)
     assert asked(anew=True) == (before, files)
-    for kept in (tmp_path / "home/.cache/virnuc/sha256").iterdir():
+    for kept in (tmp_path / "home/.cache/virnuc/digests").iterdir():
         kept.write_text("no digest")
     assert asked() == (before, files)
     weights = copied / "head" / "model.safetensors"
@@ -290,6 +291,19 @@ def test_a_part_is_looked_at_once_while_its_files_stay_the_same(copied: Path, mo
     for _ in range(2):
         with pytest.raises(WeightsError, match="holds NaN"):
             shape_of(copied, HeadShape)
+
+
+def test_every_stretch_of_a_file_is_in_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "STRETCH_BYTES", 8)
+    path, content, found = tmp_path / "file", bytes(range(30)), set[str]()
+    orders = (content, content[8:16] + content[:8] + content[16:])
+    for one in (*orders, *(content[:at] + b"!" + content[at + 1 :] for at in range(30)), content[:-1], b""):
+        path.write_bytes(one)
+        found.add(digest_of(path))
+    assert len(found) == 34
+    path.write_bytes(content)
+    parts = (content[at : at + 8] for at in range(0, 30, 8))
+    assert digest_of(path) == hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 def test_digests_need_no_home(copied: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
