@@ -1,10 +1,11 @@
 # docker build -t virnuc .
 # docker run --gpus all -v /srv/virnuc:/srv/virnuc virnuc predict /srv/virnuc/reads.fastq.gz -o /srv/virnuc/run --models /srv/virnuc/models
-# The wheels of torch bring CUDA's libraries; of the base image the driver's hooks and a Python are what is used.
+# The wheels of torch bring CUDA's libraries; of the base image the driver's hooks and a Python are what is used. Triton
+# builds a small module of its own when it first meets a GPU: for that gcc and Python's headers.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3.12 python3.12-venv tini \
+    && apt-get install --yes --no-install-recommends python3.12 python3.12-venv python3.12-dev gcc libc6-dev tini \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --create-home virnuc \
     && python3.12 -m venv /opt/venv

@@ -29,6 +29,7 @@ from flows.start import nearest, prepare_prefect
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models, load_all
 from virnuc_core.encoders.convert import init_random
+from virnuc_core.encoders.layers import without_triton
 from virnuc_core.encoders.models_directory import Check, Verdict, embed
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine import shards
@@ -167,6 +168,9 @@ def driver_and_gpus() -> Iterator[Check]:
     text = f"driver {version}, which knows CUDA up to {newest}; torch is for {built}"
     problem = "" if torch.cuda.is_available() else f"{text}, and cannot start it: install a torch that fits the driver"
     yield unless(problem, "driver", text, verdict="fail")
+    if not problem:
+        missing = without_triton()
+        yield unless(f"they need Triton, {missing}" * bool(missing), "kernels", "Triton can run ours", verdict="fail")
     yield from (gpu_finding(f"cuda:{number}", gpu) for number, gpu in enumerate(nvitop.Device.cuda.all()))
 
 

@@ -202,3 +202,25 @@ def test_a_device_that_computes_something_else_fails() -> None:
     assert [f.verdict for f in together({CORE: reference, OTHER: far})] == ["fail"]
     assert [f.verdict for f in together({CORE: reference, OTHER: reference})] == ["ok"]
     assert list(together({CORE: reference})) == []
+
+
+@pytest.mark.parametrize(
+    ("starts", "missing", "said"),
+    [
+        (True, "", [("ok", "driver"), ("ok", "kernels")]),
+        (True, "which cannot start (no gcc)", [("ok", "driver"), ("fail", "kernels")]),
+        (False, "which cannot start (no driver)", [("fail", "driver")]),
+    ],
+)
+def test_a_gpu_on_which_our_kernels_cannot_run_is_not_sound(
+    starts: bool, missing: str, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stops the driver is told once, and no compiler is blamed for it."""
+    tells = {"driver_version": lambda: "580", "cuda_driver_version": lambda: "13.0"}
+    monkeypatch.setattr(command, "visible_gpus", lambda: [CORE])
+    monkeypatch.setattr(command.nvitop, "Device", SimpleNamespace(**tells, cuda=SimpleNamespace(all=lambda: [])))
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: starts)
+    monkeypatch.setattr(command, "without_triton", lambda: missing)
+    found = [*command.driver_and_gpus()]
+    assert [(check.verdict, check.name) for check in found] == said
+    assert not missing or not starts or "they need Triton, which cannot start (no gcc)" in found[1].detail

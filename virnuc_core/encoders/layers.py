@@ -4,9 +4,9 @@ The layers run by our own Triton kernels (`fused`: `kernels`, `attention_kernels
 (`reference`; anywhere). What is asked for runs or raises; `auto` decides once, when the encoder is loaded."""
 
 import functools
-import importlib.util
 import itertools
 import math
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final, Literal, NamedTuple
@@ -62,11 +62,29 @@ def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> Bac
         obstacle = f"needs a CUDA device, this is {device}"
     elif head_dim not in FUSED_HEADS:
         obstacle, kind = f"wants heads of 32, 64 or 128, not {head_dim}", ConfigError
-    elif importlib.util.find_spec("triton") is None:
-        obstacle = "needs triton, which is not installed"
+    elif asked != "reference" and torch.cuda.is_available() and (missing := without_triton()):  # else torch says it
+        # `auto` must not choose by the machine: a run that goes on elsewhere would mix both
+        raise DeviceError(f"our kernels need Triton, {missing}; or use --attention reference, several times slower")
     if asked == "fused" and obstacle:
         raise kind(f"attention 'fused' {obstacle}; use reference or auto")
     return "reference" if asked == "reference" or obstacle else "fused"
+
+
+@functools.cache
+def without_triton() -> str:
+    """Why Triton cannot run here, and what to do; "" where it can. On a new machine it builds a module of its own."""
+    try:
+        from triton.runtime import driver
+
+        assert driver.active is not None  # made when it is asked for
+    except ModuleNotFoundError:
+        return "which is not installed: pip install triton"
+    except (RuntimeError, AssertionError, ImportError, OSError, subprocess.SubprocessError) as error:
+        told = " ".join(str(error).split())
+        if isinstance(error, subprocess.CalledProcessError):
+            told = f"{error.cmd[0]} ended with status {error.returncode}, as it says above"
+        return f"which cannot start ({told}); it wants a C compiler and Python's headers: install gcc and python3-dev"
+    return ""
 
 
 class Inputs(NamedTuple):

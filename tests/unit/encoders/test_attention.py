@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from virnuc_core.config import Attention
 from virnuc_core.encoders import layers as attention
 from virnuc_core.encoders.layers import (
     Rows,
@@ -33,7 +36,7 @@ def test_our_kernels_on_a_cpu_raise_in_one_line() -> None:
 
 
 def test_our_kernels_refuse_odd_head_sizes_and_auto_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(attention, "without_triton", lambda: "")
     with pytest.raises(ConfigError, match="not 24"):
         choose_backend("fused", 24, CUDA)
     assert choose_backend("auto", 24, CUDA) == "reference"
@@ -41,11 +44,53 @@ def test_our_kernels_refuse_odd_head_sizes_and_auto_leaves_them(monkeypatch: pyt
     assert choose_backend("reference", 64, CUDA) == "reference"
 
 
-def test_our_kernels_without_triton_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DeviceError, match="triton, which is not installed"):
-        choose_backend("fused", 64, CUDA)
-    assert choose_backend("auto", 64, CUDA) == "reference"
+class NoCompiler:
+    """Triton's driver where it cannot build its module."""
+
+    @property
+    def active(self) -> object:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
+
+
+class Refused:
+    """Triton's driver where the compiler that it calls fails."""
+
+    @property
+    def active(self) -> object:
+        raise subprocess.CalledProcessError(1, ["/usr/bin/gcc", "cuda_utils.c"])
+
+
+@pytest.mark.parametrize("asked", ["auto", "fused"])
+@pytest.mark.parametrize(
+    ("name", "there", "said"),
+    [
+        ("triton", None, "Triton, which is not installed"),
+        (
+            "triton.runtime",
+            SimpleNamespace(driver=NoCompiler()),
+            r"\(Failed to find C compiler\. Please specify one\.\)",
+        ),
+        (
+            "triton.runtime",
+            SimpleNamespace(driver=Refused()),
+            r"\(/usr/bin/gcc ended with status 1.*install gcc and pyth",
+        ),
+    ],
+)
+def test_without_triton_a_gpu_is_refused_in_one_line_unless_plain_torch_is_asked_for(
+    asked: Attention, name: str, there: object, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto`, too: were it to choose plain torch, a run that goes on where Triton works would mix both."""
+    attention.without_triton.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, name, there)
+    with pytest.raises(DeviceError, match=said) as caught:
+        choose_backend(asked, 64, CUDA)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("or use --attention reference, several times slower")
+    assert choose_backend("reference", 64, CUDA) == "reference"
+    assert choose_backend("auto", 24, CUDA) == choose_backend("auto", 64, CPU) == "reference", "there is no other there"
+    attention.without_triton.cache_clear()
 
 
 @pytest.mark.parametrize("small_portions", [False, True])
