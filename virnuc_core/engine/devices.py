@@ -1,8 +1,10 @@
 """Which devices a run uses, how a worker is tied to exactly one of them, and what `auto` settings mean there."""
 
+import ctypes
 import os
 import platform
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -72,6 +74,14 @@ def environment(device: Device) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": device.local}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {"CUDA_VISIBLE_DEVICES": "", **threads}
+
+
+def open_context() -> None:
+    """Have the driver create the context of the only GPU that this process sees, the one in which torch then works."""
+    with suppress(OSError, AttributeError):  # torch says what is wrong with the driver
+        driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+        if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSpec:

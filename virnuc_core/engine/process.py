@@ -26,7 +26,7 @@ from typing import IO, Any, Final, NoReturn, cast
 from pydantic import Field
 
 from virnuc_core.config import EngineSpec, Spec, TraceSpec
-from virnuc_core.engine.devices import environment
+from virnuc_core.engine.devices import environment, open_context
 from virnuc_core.errors import WorkerError, storage_error
 from virnuc_core.lease import command_s
 from virnuc_core.rundir import bound, lock_device
@@ -303,6 +303,7 @@ def serve(module: str) -> NoReturn:
     try:
         if spec.device.kind == "cuda":
             lock_device(spec.device.local, spec.engine.device_wait_s)  # until this process ends
+            threading.Thread(target=open_context, daemon=True).start()  # takes about as long as what is imported now
         importlib.import_module(module).work(parent, spec)  # last: it takes seconds, in which a closed input ends us
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
         parent.give_up(error)
@@ -342,6 +343,10 @@ class Parent:
             return Message.of(self._lines.get(timeout=timeout_s))
         except queue.Empty:
             return None
+
+    def next(self) -> Message | None:
+        """What `receive` would return at once; it stays to be received."""
+        return Message.of(self._lines.queue[0]) if self._lines.queue else None
 
     def send(self, message: Message) -> None:
         """Tell the parent; a parent that is gone ends this process."""

@@ -11,11 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from virnuc_core.encoders.checkpoint import check_finite, fingerprint, load_all,
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import KINDS, DnabertShape, HeadShape
 from virnuc_core.encoders.models import Esm2
-from virnuc_core.engine.loader import SMALLEST_GROUP, Batch, Loader, Take, opened, packed, shapes
+from virnuc_core.engine.loader import Batch, Loader, Take, group_bounds, opened, packed, shapes
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan, repeats
 from virnuc_core.errors import NotFiniteError, RunMismatchError, few
@@ -49,15 +49,13 @@ def milliseconds(span: Span) -> float:
     return float(start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start))
 
 
-def warm_up(encoder: Encoder, budget: int, device: torch.device, *lengths: int) -> None:
-    """Launch a full batch of rows of the first length (tokens) and small ones of the others, which may have kernels of
-    their own, or raise `torch.OutOfMemoryError`."""
-    for length in lengths:
-        rows = max(1, (budget if length == lengths[0] else shapes(budget)[-1]) // length)
-        tokens = np.random.default_rng().integers(5, 9, rows * length)
-        _, batch = next(packed((tokens, np.arange(rows + 1) * length), budget, pad=5))
-        with torch.inference_mode():
-            encoder.embed(batch.to(device))
+def warm_up(encoder: Encoder, budget: int, device: torch.device, length: int) -> None:
+    """Launch a full batch of rows of this length (tokens), or raise `torch.OutOfMemoryError`."""
+    rows = max(1, budget // length)
+    tokens = np.random.default_rng().integers(5, 9, rows * length)
+    _, batch = next(packed((tokens, np.arange(rows + 1) * length), budget, pad=5))
+    with torch.inference_mode():
+        encoder.embed(batch.to(device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -138,16 +136,16 @@ class Worker:
         self._weights = ThreadPoolExecutor(1).submit(fingerprint, models, engine.precision)
         head = open_part(models, HeadShape)[0]
         longest = head.model_length // 3 + 2
-        shorter = [SMALLEST_GROUP << n for n in range(longest.bit_length()) if SMALLEST_GROUP << n < longest]
+        self._usual: list[int] = np.unique(group_bounds(np.arange(2, longest + 1))).tolist()
 
         def warm(encoder: Encoder) -> None:
             loaded_s.append(time.monotonic() - self.parent.started_s)
             if cuda:
                 budget = engine.token_budget if isinstance(encoder, Esm2) else engine.dna_token_budget
-                warm_up(encoder, budget // self.spec.divisor, device, longest, *shorter)
+                self._warm_up(encoder, budget // self.spec.divisor)
 
         with ThreadPoolExecutor(1) as thread:  # beside the others
-            again = thread.submit(self._repeater, longest, shorter) if repeats(engine, head) else None
+            again = thread.submit(self._repeater, longest) if repeats(engine, head) else None
             self.esm2, self.dnabert_s, self.head = load_all(models, device, engine, warm)
         self.repeater = again.result() if again else None
         self._side = torch.cuda.Stream(device) if cuda else None
@@ -162,14 +160,32 @@ class Worker:
             "precision": {"esm2": self.esm2.precision, "dnabert_s": self.dnabert_s.precision},
         }
 
-    def _repeater(self, longest: int, shorter: list[int]) -> "Repeater":
+    def _warm_up(self, encoder: Encoder, budget: int) -> None:
+        """Compile kernels for the rows that come, shortest first: reads are mostly staged by then, if weights are not.
+        Those of other lengths are compiled when such come, once for each user and machine."""
+        warmed = list[int]()
+        while left := [bound for bound in self._bounds(encoder) if bound not in warmed]:
+            warm_up(encoder, shapes(budget)[-1] if warmed else budget, self.device, left[0])
+            warmed.append(left[0])
+
+    def _bounds(self, encoder: Encoder) -> list[int]:
+        """Of the groups in which an encoder's first rows come, about; all usual ones as long as no task is known."""
+        if isinstance(task := self.parent.next(), ShardTask):
+            with suppress(Exception):  # what is wrong with a task is told when its turn has come
+                store, _ = opened(Path(task.store), task.reads, Path(self.spec.models))
+                residues = np.diff(store.protein_offsets[task.lo : task.hi + 1])
+                tokens = residues + 2 if isinstance(encoder, Esm2) else residues * 3 // 4 + 2  # of some four bases
+                return cast(list[int], np.unique(group_bounds(tokens)).tolist())
+        return self._usual
+
+    def _repeater(self, longest: int) -> "Repeater":
         """What embeds rows near the threshold again, its kernels compiled."""
         from virnuc_core.engine.repeats import Repeater  # int8 needs it alone
 
         repeater = Repeater(Path(self.spec.models), self.device, self.spec.engine, longest)
         if repeater.stream is not None:
             with torch.cuda.stream(repeater.stream):
-                warm_up(repeater.esm2, repeater.slots(self.spec.divisor), self.device, longest, *shorter)
+                self._warm_up(repeater.esm2, repeater.slots(self.spec.divisor))
         return repeater
 
     def _launch_all(self, take: Take) -> None:

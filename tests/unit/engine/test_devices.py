@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import nvitop
@@ -10,7 +12,7 @@ import pynvml
 import pytest
 
 from virnuc_core.config import Devices
-from virnuc_core.engine.devices import environment, resolve, visible_gpus
+from virnuc_core.engine.devices import environment, open_context, resolve, visible_gpus
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.runfiles import Device
 
@@ -79,3 +81,33 @@ def test_cuda_is_asked_which_gpus_it_has_unless_there_is_but_one(
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert [gpu.name for gpu in visible_gpus()] == ["as CUDA has it" if asked else "physical 0"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "called"),
+    [
+        ({}, ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]),
+        ({"cuInit": 100}, ["cuInit"]),
+        ({"cuDeviceGet": 101}, ["cuInit", "cuDeviceGet"]),
+        (None, []),
+    ],
+)
+def test_the_first_gpu_has_its_context_made_or_is_left_to_torch(
+    codes: dict[str, int] | None, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the driver's functions as CUDA documents them; without a driver, or with one that fails, nothing is raised."""
+    asked = list[str]()
+
+    class Driver:
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            return lambda *_: (asked.append(name), (codes or {}).get(name, 0))[1]
+
+    def load(name: str) -> Driver:
+        assert name == "libcuda.so.1"
+        if codes is None:
+            raise OSError("no such file")
+        return Driver()
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    open_context()
+    assert asked == called

@@ -25,7 +25,7 @@ FIRST = min(os.sched_getaffinity(0))
 CORE = Device(id=f"cpu-core-{FIRST}", kind="cpu", name="a core", core=FIRST)
 # answers a number with the same, and starts a process that only a kill of its group can end
 WORKER = """
-import signal, subprocess, sys
+import signal, subprocess, sys, time
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import InputError
 
@@ -39,7 +39,10 @@ def work(parent, spec):
     print("noise from a library", flush=True)
     parent.send(Number(number=kid.pid))
     while True:
+        while (coming := parent.next()) is None:
+            time.sleep(0.01)
         number = parent.receive().number
+        assert coming == Number(number=number)
         if number == 13:
             raise InputError("unlucky", file="x.fa", line=13)
         parent.send(Number(number=number))

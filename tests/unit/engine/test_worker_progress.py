@@ -10,15 +10,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders import checkpoint
 from virnuc_core.encoders import models as networks
+from virnuc_core.encoders.checkpoint import load_encoder
+from virnuc_core.encoders.models import DnabertS, Esm2
+from virnuc_core.engine.loader import pack, tokenise
 from virnuc_core.engine.process import Closed, Message
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.engine.worker import Worker
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.reads.store import OrfStore
 
 TASK = ShardTask(run="", store="", reads="", shard=3, lo=0, hi=9)
 
@@ -38,6 +44,36 @@ def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyP
     worker._answer(Computed(done=None))
     assert sent == [Computed(done=None)]
     assert parent.progress() > told_s
+
+
+def test_kernels_are_made_for_the_rows_that_come_first(
+    tiny_models: Path, staged: tuple[Path, StageSummary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the task is known, which here is while those for the shortest rows are made."""
+    store = OrfStore.open(staged[0])
+    task = TASK.model_copy(update={"store": str(staged[0]), "reads": store.fingerprint, "lo": 0, "hi": store.n_uniques})
+    device = torch.device("cpu")
+    encoder = load_encoder(Esm2, tiny_models, device)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    parent: Any = SimpleNamespace(progress=None, next=lambda: None)
+    worker: Any = Worker(parent, SimpleNamespace(models=str(tiny_models)))  # type: ignore[arg-type]
+    worker.device, worker._usual, made = device, [64, 128, 256], list[tuple[int, int]]()
+
+    def warm_up(_: object, budget: int, on: torch.device, length: int) -> None:
+        made.append((length, budget))
+        parent.next = lambda: task
+
+    monkeypatch.setattr("virnuc_core.engine.worker.warm_up", warm_up)
+    worker._warm_up(encoder, 1024)
+    met = {plan.max_seqlen for plan in pack(np.diff(store.protein_offsets) + 2, 1024)}
+    assert met < {64, 128, 256}
+    assert made == [(length, 1024 // part) for length, part in zip(sorted(met), (1, 16, 16), strict=False)]
+    dna = load_encoder(DnabertS, tiny_models, device)
+    _, (_, starts) = tokenise((Path(task.store), task.reads, tiny_models), (task.lo, task.hi))
+    assert {plan.max_seqlen for plan in pack(np.diff(starts), 1024)} <= {*worker._bounds(dna)}
+    for nothing in (Closed(), None, task.model_copy(update={"reads": "of another store"})):
+        parent.next = lambda nothing=nothing: nothing
+        assert worker._bounds(dna) == worker._usual, "whatever is wrong with a task is told when its turn comes"
 
 
 class Heavy:
