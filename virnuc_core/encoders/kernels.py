@@ -12,7 +12,7 @@ from torch import Tensor
 
 # blocks of the gated unit's product, and of a product of int8: `tall` blocks of rows share columns, for the cache
 GATED: Final = {"rows": 128, "columns": 128, "depth": 64, "tall": 8, "num_warps": 8, "num_stages": 3}
-INT8: Final = {"rows": 128, "columns": 128, "depth": 128, "tall": 8, "num_warps": 4, "num_stages": 3}
+INT8: Final = {"rows": 128, "columns": 128, "depth": 128, "tall": 16, "num_warps": 4, "num_stages": 3}
 INT8_SHARING: Final = 2  # programs of such a product that share a multiprocessor
 Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and of an int8 weight the scales of its rows
 
