@@ -64,7 +64,7 @@ def doctor(
     """Is this machine sound? One line a check; exit code 1 when one failed. Warnings leave it at 0."""
     prepare_prefect()
     asked = {  # the cheap ones first
-        "packages": iter([Check("packages", "ok", ", ".join(f"{name} {it}" for name, it in versions().items()))]),
+        "packages": packages(),
         "disk": room(out),
         "file locks": file_system(out),
         "Prefect server": prefect_server(),
@@ -93,6 +93,15 @@ def findings(checks: Mapping[str, Iterator[Check]]) -> Iterator[Check]:
 def unless(problem: str, name: str, fine: str, *, verdict: Verdict = "warn") -> Check:
     """A check that is fine, or has this verdict and says what the problem is; an empty text is none."""
     return Check(name, verdict if problem else "ok", problem or fine)
+
+
+def packages() -> Iterator[Check]:
+    """Which there are, and whether Python has kept what it compiled of them."""
+    yield Check("packages", "ok", ", ".join(f"{name} {it}" for name, it in versions().items()))
+    kept, folder = torch.__spec__ and torch.__spec__.cached, Path(torch.__file__).parents[1]
+    text = "Python compiles torch's thousand files at each start, which takes seconds; prevent it once:"
+    problem = "" if kept and Path(kept).is_file() else f"{text} python -m compileall -q {folder}"
+    yield unless(problem, "bytecode", "what Python compiled of torch is kept")
 
 
 def prefect_server() -> Iterator[Check]:

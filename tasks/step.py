@@ -27,11 +27,19 @@ from prefect.tasks import exponential_backoff
 
 from tasks.server import ANSWER_S, connection, with_server
 from virnuc_core.engine.process import end_all_children
-from virnuc_core.errors import DeviceError, ShardError, VirnucError, WorkerError, printable, storage_error
+from virnuc_core.errors import (
+    DeviceError,
+    IncapableError,
+    ShardError,
+    VirnucError,
+    WorkerError,
+    printable,
+    storage_error,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-HOPELESS: Final = (FileNotFoundError, PermissionError, IsADirectoryError)
+HOPELESS: Final = (FileNotFoundError, PermissionError, IsADirectoryError, IncapableError)
 WORTH_A_RETRY: Final = (WorkerError, ShardError, DeviceError, OSError, MemoryError)
 MAX_BYTES: Final = 100 * 1024
 _MARKDOWN: Final = re.compile(r"([\\`*~|<>\[\]]|^[#+-](?=\s)|^\d+\.(?=\s))")

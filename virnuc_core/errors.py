@@ -73,6 +73,10 @@ class DeviceError(VirnucError):
     exit_code = 4
 
 
+class IncapableError(DeviceError):
+    """A device that cannot do what is asked, at any other time either."""
+
+
 class ShardError(VirnucError):
     """A shard that could not be computed, or whose file is not what was committed."""
 

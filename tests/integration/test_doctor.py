@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import httpx
 import numpy as np
 import pytest
+import torch
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
     PREFECT_API_URL,
@@ -63,6 +64,22 @@ def test_what_is_wrong_is_named_one_line_a_check(tmp_path: Path, capsys: pytest.
     assert any(line.startswith("FAIL  weights: ") and "absent" in line for line in lines)
     assert lines[-1].startswith("This machine is not sound: 2 failed")
     assert said.err == ""
+
+
+def test_packages_that_are_compiled_at_each_start_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verdict(kept: Path) -> tuple[str, str]:
+        monkeypatch.setattr("torch.__spec__.cached", str(kept))
+        found = [*command.packages()][1]
+        return found.verdict, found.detail
+
+    kept = tmp_path / "torch.pyc"
+    said, how = verdict(kept)
+    assert said == "warn"
+    assert f"python -m compileall -q {Path(torch.__file__).parent.parent}" in how
+    kept.touch()
+    assert verdict(kept)[0] == "ok"
 
 
 class Server(BaseHTTPRequestHandler):

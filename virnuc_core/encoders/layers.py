@@ -20,7 +20,7 @@ from torch import Tensor
 from virnuc_core.config import Attention, Precision
 from virnuc_core.encoders.model_config import PRODUCTS, DnabertShape, Esm2Shape
 from virnuc_core.encoders.tokenize import PackedBatch, Rows
-from virnuc_core.errors import ConfigError, DeviceError
+from virnuc_core.errors import ConfigError, IncapableError
 
 Backend = Literal["fused", "reference"]
 Resolved = Literal["fp32", "fp16", "bf16", "int8"]
@@ -43,20 +43,20 @@ REFERENCE_SCORES = 1 << 24  # scores held at once: 64 MiB of float32
 
 
 def resolve_precision(asked: Precision, device: torch.device) -> Resolved:
-    """The precision that runs; `auto` is fp16 on CUDA and fp32 elsewhere. Raises `DeviceError` for what cannot run."""
+    """The precision that runs; `auto` is fp16 on CUDA, fp32 elsewhere. Raises `IncapableError` for what cannot run."""
     if asked == "auto":
         return "fp16" if device.type == "cuda" else "fp32"
     if asked != "fp32" and device.type != "cuda":
-        raise DeviceError(f"precision {asked} needs a CUDA device, this is {device}; use fp32")
+        raise IncapableError(f"precision {asked} needs a CUDA device, this is {device}; use fp32")
     if asked == "int8" and torch.cuda.get_device_capability(device) < (9, 0):
         name = torch.cuda.get_device_name(device)
-        raise DeviceError(f"precision int8 needs compute capability 9.0 or later, {name} is older; use fp16")
+        raise IncapableError(f"precision int8 needs compute capability 9.0 or later, {name} is older; use fp16")
     return asked
 
 
 def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> Backend:
-    """What runs the layers. Raises `ConfigError` or `DeviceError`, in one line, when what is asked for cannot."""
-    kind: type[ConfigError | DeviceError] = DeviceError
+    """What runs the layers. Raises `ConfigError` or `IncapableError`, in one line, when what is asked for cannot."""
+    kind: type[ConfigError | IncapableError] = IncapableError
     obstacle = ""
     if device.type != "cuda":
         obstacle = f"needs a CUDA device, this is {device}"
@@ -64,7 +64,7 @@ def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> Bac
         obstacle, kind = f"wants heads of 32, 64 or 128, not {head_dim}", ConfigError
     elif asked != "reference" and torch.cuda.is_available() and (missing := without_triton()):  # else torch says it
         # `auto` must not choose by the machine: a run that goes on elsewhere would mix both
-        raise DeviceError(f"our kernels need Triton, {missing}; or use --attention reference, several times slower")
+        raise IncapableError(f"our kernels need Triton, {missing}; or use --attention reference, several times slower")
     if asked == "fused" and obstacle:
         raise kind(f"attention 'fused' {obstacle}; use reference or auto")
     return "reference" if asked == "reference" or obstacle else "fused"

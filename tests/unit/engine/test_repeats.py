@@ -126,7 +126,8 @@ def compute(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Compute:
         def give_up(error: Exception) -> None:
             raise error
 
-        parent = SimpleNamespace(started_s=0.0, receive=lambda _: messages.popleft(), send=sent.append, give_up=give_up)
+        parent = SimpleNamespace(started_s=0.0, receive=lambda _: messages.popleft(), next=lambda: messages[0])
+        parent.send, parent.give_up = sent.append, give_up
         it = Device(id="one", kind=cast(Any, device.type), name="a device")
         Worker(cast(Any, parent), WorkerSpec(models=str(models), device=it, engine=engine)).run()
         return [message for message in sent if isinstance(message, Computed)]

@@ -30,6 +30,7 @@ from tasks.step import can_help, first_attempt, progress_artifact
 from virnuc_core.errors import (
     ConfigError,
     DeviceError,
+    IncapableError,
     InputError,
     RunMismatchError,
     ShardError,
@@ -106,6 +107,7 @@ def test_settings_of_the_user_are_kept_and_ours_fill_the_gaps() -> None:
         (WorkerError("died"), True),
         (ShardError("damaged", shard=3), True),
         (DeviceError("taken"), True),
+        (IncapableError("too old"), False),
         (OSError(121, "Remote I/O error"), True),
         (OSError(28, "No space left on device"), False),
         (InputError("truncated", file="a.gz"), False),
