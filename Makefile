@@ -11,6 +11,10 @@ JOBS ?= 1
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
+# hundreds of processes of ours start in the tests: Python keeps what it compiles, and none takes all cores
+export PYTHONDONTWRITEBYTECODE :=
+test test-slow: export OMP_NUM_THREADS := 1
+
 .PHONY: help setup demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench clean
 
 help:

@@ -118,6 +118,7 @@ def test_a_worker_that_is_stopped_while_it_waits_is_ended_and_replaced(
         assert go(tmp_path / "next", other, tiny_models, Devices.parse("cpu:1"), engine=engine, pool=pool).restarts == 0
 
 
+@pytest.mark.slow
 def test_models_that_change_under_kept_workers_are_loaded_anew_and_never_mixed(
     tmp_path: Path, other: Staged, tiny_models: Path
 ) -> None:

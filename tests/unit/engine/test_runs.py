@@ -171,6 +171,7 @@ def test_killed_workers_cost_nothing_but_time(
     assert no_children()
 
 
+@pytest.mark.slow
 def test_a_run_killed_half_way_goes_on_with_fewer_devices_to_the_same_bytes(
     tmp_path: Path,
     staged: tuple[Path, StageSummary],
