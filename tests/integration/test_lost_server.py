@@ -147,8 +147,10 @@ def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_en
             for process in [*psutil.Process(first.pid).children(recursive=True), psutil.Process(first.pid)]:
                 process.kill()
             wait_for(lambda: TOLD in run.log.read_text(), "the run to notice")
+            run.worker().suspend()  # lest the run ends before the server is there
             with background(start, named, tmp_path / "server.log"):
                 wait_for(lambda: answers(f"{url}/health"), "the server again")
+                run.worker().resume()
                 run.process.terminate()
                 assert run.ends() == 130, run.log.read_text()
                 found = httpx.post(f"{url}/flow_runs/filter", json={}).json()

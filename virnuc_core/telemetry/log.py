@@ -265,6 +265,9 @@ def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
     columns: dict[str, Any] = {field.name: group[field.name][:] for field in fields(kind) if field.name != "batches"}
     for name in categories.keys() & columns.keys():
         columns[name] = pd.Categorical.from_codes(columns[name], categories[name])
+    for field in fields(kind):
+        if field.type is int and len(column := columns[field.name]) and column.dtype.kind not in "iu":
+            raise TypeError(f"{field.name}: not whole numbers")
     return pd.DataFrame(columns)
 
 

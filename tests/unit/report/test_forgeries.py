@@ -138,7 +138,12 @@ def table(name: str, change_rows: Callable[[dict[str, np.ndarray]], dict[str, np
 
 
 def scaled(column: str, factor: float) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
-    return lambda columns: {column: np.concatenate((columns[column][:-1], columns[column][-1:] * factor))}
+    def change(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        values = columns[column].copy()
+        values[-1] = (values[-1:] * factor).astype(values.dtype)[0]
+        return {column: values}
+
+    return change
 
 
 def swap(a: str, b: str) -> Forgery:
@@ -192,6 +197,7 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {  # how, and what the difference mu
     "a sample raised": (table("host", scaled("cpu_percent", 2.0)), r"telemetry_.*summary\.host\."),
     "a batch removed": (table("/", lambda c: {key: values[:-1] for key, values in c.items()}), r"batches"),
     "a batch made longer": (table("/", scaled("tokens", 0.5)), rf"{TWO}/telemetry.*tokens"),
+    "a batch of half a token": (table("/", lambda c: {"tokens": c["tokens"] + 0.5}), r"readable .*\(tokens: not whole"),
     "a shard's row removed": (table("shards", lambda c: {k: v[:-1] for k, v in c.items()}), r"shards_computed"),
     "a label flipped": (text(f"{TWO}/prediction_results.txt", "\tvirus\t", "\tothers\t"), "prediction_results.txt"),
     "a label flipped, listed": (
