@@ -19,7 +19,7 @@ test test-slow: export OMP_NUM_THREADS := 1
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
-	@echo "make test      the quick tests, under 3 minutes     make test-slow  servers, schedules, many killed runs"
+	@echo "make test      the quick tests, 3 to 5 minutes      make test-slow  servers, schedules, many killed runs"
 	@echo "make check     format, lint, types, quick tests     make lines      size of the source and its budgets"
 	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
 	@echo "make real-data real weights and genomes to test on  make test-real  the tests on them, 8 minutes"

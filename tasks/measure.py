@@ -9,9 +9,21 @@ from prefect.client.schemas.objects import State
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
-from tasks import step as steps
 from tasks.server import device_slots
-from tasks.step import Markdown, Rows, cell, done, emit, key, on_host, publish_markdown, publish_table, step
+from tasks.step import (
+    Markdown,
+    Rows,
+    cell,
+    done,
+    emit,
+    first_attempt,
+    key,
+    on_host,
+    progress_artifact,
+    publish_markdown,
+    publish_table,
+    step,
+)
 from virnuc_core.baseline.run import run_baseline
 from virnuc_core.config import EngineSpec, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
@@ -72,9 +84,9 @@ def overhead(
     out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: bool = False, **asked: Any
 ) -> State[OverheadFile]:
     """`checkpoint_overhead.json` of a validate directory; a measurement of the same work is used as it is."""
-    progress = steps.progress_artifact(f"progress-{label}-overhead", f"Runs with and without what costs, of {label}")
+    progress = progress_artifact(f"progress-{label}-overhead", f"Runs with and without what costs, of {label}")
     with device_slots(resolve(bench.devices)), progress as show:
-        found = measure_overhead(out, bench, engine, force=force and steps.first_attempt(), on_run=show, **asked)
+        found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=show, **asked)
     rows = told_rows("overhead.view.j2", pairs=found.pairs)
     publish_table(on_host(f"overhead-{label}"), rows, f"What these cost, {label} on {bench.devices}")
     return done(found, message("overhead", found.pairs, median))
@@ -112,10 +124,10 @@ def baseline(
     run: RunDir, bench: Bench, spec: BaselineSpec, *, label: str, force: bool = False
 ) -> State[BaselineSummary]:
     """The baseline's time and result files in `run`; one of the same reads, weights and devices is used as it is."""
-    if force and steps.first_attempt():
+    if force and first_attempt():
         with run_lock(run.root):
             discard(run.root, *RUN_FILES)  # an error stops here: what stays must not be taken for the new one's
-    progress = steps.progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
+    progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
     with device_slots(resolve(bench.devices)), progress as show:
         if spec.source == "recorded" and spec.results is not None:
             take_results(spec.results, run, OrfStore.open(bench.store))

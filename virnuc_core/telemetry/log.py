@@ -265,9 +265,10 @@ def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
     columns: dict[str, Any] = {field.name: group[field.name][:] for field in fields(kind) if field.name != "batches"}
     for name in categories.keys() & columns.keys():
         columns[name] = pd.Categorical.from_codes(columns[name], categories[name])
-    for field in fields(kind):
-        if field.type is int and len(column := columns[field.name]) and column.dtype.kind not in "iu":
-            raise TypeError(f"{field.name}: not whole numbers")
+    whole = {field.name for field in fields(kind) if field.type is int}
+    for name in columns.keys() - categories.keys():
+        if len(columns[name]) and columns[name].dtype.kind not in ("iu" if name in whole else "iuf"):
+            raise TypeError(f"{name}: not {'whole ' * (name in whole)}numbers")
     return pd.DataFrame(columns)
 
 

@@ -22,14 +22,14 @@ from virnuc_core.encoders.layers import (
     rotary_tables,
     rotate,
 )
-from virnuc_core.errors import ConfigError, DeviceError
+from virnuc_core.errors import ConfigError, IncapableError
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)  # only named: nothing is put there
 
 
 def test_our_kernels_on_a_cpu_raise_in_one_line() -> None:
-    with pytest.raises(DeviceError, match="'fused' needs a CUDA device") as caught:
+    with pytest.raises(IncapableError, match="'fused' needs a CUDA device") as caught:
         choose_backend("fused", 64, CPU)
     assert "\n" not in str(caught.value)
     assert choose_backend("auto", 64, CPU) == "reference"
@@ -84,7 +84,7 @@ def test_without_triton_a_gpu_is_refused_in_one_line_unless_plain_torch_is_asked
     attention.without_triton.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, name, there)
-    with pytest.raises(DeviceError, match=said) as caught:
+    with pytest.raises(IncapableError, match=said) as caught:
         choose_backend(asked, 64, CUDA)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("or use --attention reference, several times slower")

@@ -26,7 +26,7 @@ from virnuc_core.encoders.model_config import PRODUCTS, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.models_directory import embed, quantise, torch_device
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
-from virnuc_core.errors import DeviceError, WeightsError
+from virnuc_core.errors import DeviceError, IncapableError, WeightsError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 from .encoder_batches import proteins
@@ -38,7 +38,7 @@ CUDA = torch.device("cuda", 0)  # only named: nothing is put there
 @pytest.mark.parametrize("asked", ["fp16", "bf16", "int8"])
 def test_half_precision_on_a_cpu_is_refused(asked: str, models: Path) -> None:
     for kind, runs in ((Esm2, asked), (DnabertS, "fp16" if asked == "int8" else asked)):
-        with pytest.raises(DeviceError, match=f"precision {runs} needs a CUDA device"):
+        with pytest.raises(IncapableError, match=f"precision {runs} needs a CUDA device"):
             load_encoder(kind, models, CPU, asked)  # type: ignore[arg-type]
 
 
@@ -54,7 +54,7 @@ def test_int8_asks_for_hopper(capability: tuple[int, int], fine: bool, monkeypat
     if fine:
         assert resolve_precision("int8", CUDA) == "int8"
         return
-    with pytest.raises(DeviceError, match=r"capability 9\.0 or later, Some GPU is older"):
+    with pytest.raises(IncapableError, match=r"capability 9\.0 or later, Some GPU is older"):
         resolve_precision("int8", CUDA)
 
 

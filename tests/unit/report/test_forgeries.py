@@ -198,6 +198,10 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {  # how, and what the difference mu
     "a batch removed": (table("/", lambda c: {key: values[:-1] for key, values in c.items()}), r"batches"),
     "a batch made longer": (table("/", scaled("tokens", 0.5)), rf"{TWO}/telemetry.*tokens"),
     "a batch of half a token": (table("/", lambda c: {"tokens": c["tokens"] + 0.5}), r"readable .*\(tokens: not whole"),
+    "words in place of times": (
+        table("/", lambda c: {"wait_ms": c["wait_ms"].astype("S9")}),
+        r"readable .*\(wait_ms: not num",
+    ),
     "a shard's row removed": (table("shards", lambda c: {k: v[:-1] for k, v in c.items()}), r"shards_computed"),
     "a label flipped": (text(f"{TWO}/prediction_results.txt", "\tvirus\t", "\tothers\t"), "prediction_results.txt"),
     "a label flipped, listed": (
