@@ -16,6 +16,7 @@ COPY flows flows
 COPY tasks tasks
 COPY virnuc_core virnuc_core
 COPY deployments deployments
+COPY src src
 RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt .
 
 ENV PATH=/opt/venv/bin:$PATH \

@@ -20,7 +20,7 @@ test test-slow: export OMP_NUM_THREADS := 1
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
 	@echo "make test      the quick tests, 3 to 5 minutes      make test-slow  servers, schedules, many killed runs"
-	@echo "make check     format, lint, types, quick tests     make lines      size of the source and its budgets"
+	@echo "make check     format, lint, types, quick tests     make lines      size and structure of the source"
 	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
 	@echo "make real-data real weights and genomes to test on  make test-real  the tests on them, 8 minutes"
 	@echo "make test-ui   the UI in a real browser             make test-postgres  a team's server"
@@ -98,7 +98,7 @@ deploy: setup
 
 # BLOCK=TYPE/NAME is a notification block of the server; PAUSE=1 lets a missed criterion pause its deployment
 alerts: setup
-	$(BIN)/python -m deployments.alerts "$(BLOCK)" $(if $(PAUSE),--pause)
+	$(BIN)/python -m virnuc.deployments.alerts "$(BLOCK)" $(if $(PAUSE),--pause)
 
 test-ui: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui]'

@@ -21,9 +21,15 @@ def create(client: SyncPrefectClient, slug: str, *, pause: bool) -> None:
     kind, _, name = slug.partition("/")
     block = client.read_block_document_by_name(name, kind).id
     for row in yaml.safe_load(Path(__file__).with_name("alerts.yaml").read_text()):
-        trigger = EventTrigger(**row.pop("trigger"), posture=Posture.Reactive, threshold=1, within=0)
-        send = SendNotification(block_document_id=block, subject=row.pop("subject"), body=row.pop("body"))
-        paused = [PauseDeployment(source="inferred", deployment_id=None)] * (pause and PAUSING in trigger.expect)
+        trigger = EventTrigger(
+            **row.pop("trigger"), posture=Posture.Reactive, threshold=1, within=0
+        )
+        send = SendNotification(
+            block_document_id=block, subject=row.pop("subject"), body=row.pop("body")
+        )
+        paused = [PauseDeployment(source="inferred", deployment_id=None)] * (
+            pause and PAUSING in trigger.expect
+        )
         made = AutomationCore(**row, trigger=trigger, actions=[send, *paused])
         for old in client.read_automations_by_name(made.name):
             client.delete_automation(old.id)
@@ -37,4 +43,6 @@ if __name__ == "__main__":
         try:
             create(server, slug, pause=pause)
         except ObjectNotFound:
-            sys.exit(f"{slug} is no block of this server; `prefect block ls` names them (as slack-webhook/oncall)")
+            sys.exit(
+                f"{slug} is no block of this server; `prefect block ls` names them (as slack-webhook/oncall)"
+            )

@@ -31,7 +31,7 @@ def front() -> str:
 
 def commands() -> str:
     """Every command with its options, as the command line itself knows them."""
-    from flows.cli import app
+    from virnuc.flows.cli import app
 
     return str(app.generate_docs()).replace("# virnuc\n", "# Every command\n", 1)
 
@@ -44,7 +44,14 @@ def tables() -> str:
         "(`docs/tables.json`), and the tests hold what runs write to it.\n",
     ]
     for name, table in json.loads((HERE / "tables.json").read_text(encoding="utf-8")).items():
-        lines += [f"## `{name}`", "", table["description"], "", "| column | type | content |", "| --- | --- | --- |"]
+        lines += [
+            f"## `{name}`",
+            "",
+            table["description"],
+            "",
+            "| column | type | content |",
+            "| --- | --- | --- |",
+        ]
         for column, about in table["properties"].items():
             kind = about.get("type", "string")
             kind = " or ".join(kind) if isinstance(kind, list) else kind
@@ -61,12 +68,24 @@ def api() -> str:
 
     lines = ["# Python\n", *(f"::: {name}\n" for name in FUNCTIONS)]
     for model in (getattr(config, name) for name in MODELS):
-        lines += [f"## `virnuc_core.config.{model.__name__}`\n", f"{model.__doc__}\n", "| field | type | default | |"]
+        lines += [
+            f"## `virnuc_core.config.{model.__name__}`\n",
+            f"{model.__doc__}\n",
+            "| field | type | default | |",
+        ]
         lines.append("| --- | --- | --- | --- |")
         for name, field in model.model_fields.items():
-            kind = re.sub(r"\b(\w+\.)+", "", str(field.annotation)).removeprefix("<class '").removesuffix("'>")
+            kind = (
+                re.sub(r"\b(\w+\.)+", "", str(field.annotation))
+                .removeprefix("<class '")
+                .removesuffix("'>")
+            )
             default = field.get_default()
-            given = "its own" if isinstance(default, config.EngineSpec) else f"`{default}`" * (not field.is_required())
+            given = (
+                "its own"
+                if isinstance(default, config.EngineSpec)
+                else f"`{default}`" * (not field.is_required())
+            )
             cells = (f"`{name}`", f"`{kind}`", given, field.description or "")
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")

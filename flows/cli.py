@@ -18,9 +18,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from cyclopts import App, Argument, CycloptsError, MissingArgumentError, UnusedCliTokensError, ValidationError
+from cyclopts import (
+    App,
+    Argument,
+    CycloptsError,
+    MissingArgumentError,
+    UnusedCliTokensError,
+    ValidationError,
+)
 
-from flows.ending import ended_in_time
+from virnuc.flows.ending import ended_in_time
 from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.rundir import collect_seldom
 
@@ -30,9 +37,15 @@ FAILURE: Final = 1
 BAD_SETTINGS: Final = ConfigError.exit_code
 # a lone dash is standard input to us and an option to cyclopts; until it is parsed it goes by a name no file can have
 STDIN: Final = "\0stdin"
-NUMBERS: Final = {"-1": "--mates-1", "-2": "--mates-2", "-": STDIN}  # what cyclopts takes for a value or for an option
+NUMBERS: Final = {
+    "-1": "--mates-1",
+    "-2": "--mates-2",
+    "-": STDIN,
+}  # what cyclopts takes for a value or for an option
 
-COMMANDS: Final = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))["commands"]
+COMMANDS: Final = tomllib.loads(
+    Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
+)["commands"]
 
 app = App(
     name="virnuc",
@@ -46,7 +59,12 @@ app = App(
 )
 app.register_install_completion_command()
 for _name, (_module, _help) in COMMANDS.items():
-    app.command(f"{_module}:{_name.replace('-', '_')}", name=_name, help=_help, sort_key=list(COMMANDS).index(_name))
+    app.command(
+        f"{_module}:{_name.replace('-', '_')}",
+        name=_name,
+        help=_help,
+        sort_key=list(COMMANDS).index(_name),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _outcome(list(sys.argv[1:] if arguments is None else arguments))
     if arguments is None:
         gc.freeze()  # what is there now need not be taken apart before the end
-        if (server := sys.modules.get("tasks.server")) is not None:
+        if (server := sys.modules.get("virnuc.tasks.server")) is not None:
             server.connection.leave(code)
     return code
 
@@ -66,10 +84,16 @@ def _outcome(words: list[str]) -> int:
         words[0] = "--help"
     debug = "--debug" in words
     if not os.environ.get("VIRNUC_MODELS"):
-        os.environ.pop("VIRNUC_MODELS", None)  # an empty one names no directory; to cyclopts it would be this one
-    warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")  # our own error names it
+        os.environ.pop(
+            "VIRNUC_MODELS", None
+        )  # an empty one names no directory; to cyclopts it would be this one
+    warnings.filterwarnings(
+        "ignore", message="Failed to create the Prefect home directory"
+    )  # our own error names it
     if not debug:  # a machine without a GPU is not a fatal error
-        logging.getLogger("nvitop.api.libnvml").addFilter(lambda _: False)  # it sets its own level on import
+        logging.getLogger("nvitop.api.libnvml").addFilter(
+            lambda _: False
+        )  # it sets its own level on import
     try:
         code = _run([word for word in words if word != "--debug"], debug)
         sys.stdout.flush()
@@ -86,9 +110,13 @@ def _outcome(words: list[str]) -> int:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
             return _complain(f"{error.filename}: {reason}" if error.filename else reason, FAILURE)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:  # told to end: an import that was cut short fails so
+        if (
+            signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        ):  # told to end: an import that was cut short fails so
             return _complain(STAYS, INTERRUPTED)
-        return _complain(f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE)
+        return _complain(
+            f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE
+        )
     return code
 
 
@@ -97,7 +125,9 @@ def _run(words: list[str], debug: bool) -> int:
     if "" in words:  # as a path it would be the working directory
         raise ConfigError("an argument is empty; is a variable of the shell not set?")
     if words and words[0] not in app:  # known here; cyclopts would import every command to say so
-        close = "".join(f", did you mean {name!r}?" for name in get_close_matches(words[0], COMMANDS, n=1))
+        close = "".join(
+            f", did you mean {name!r}?" for name in get_close_matches(words[0], COMMANDS, n=1)
+        )
         raise ConfigError(f"{words[0]!r} is not a command{close}; see virnuc --help")
     try:
         given = [NUMBERS.get(word, word) if words[0] != "models" else word for word in words]
@@ -119,7 +149,9 @@ def _misuse(error: CycloptsError) -> str:
             return f"{'/'.join(missing.names)} is required"
         case UnusedCliTokensError(unused_tokens=[*words]):
             return f"unexpected arguments: {' '.join(words).replace(STDIN, '-')}"
-        case ValidationError(argument=Argument(names=[name, *_])) if " [type=" in (said := str(error.__cause__)):
+        case ValidationError(argument=Argument(names=[name, *_])) if " [type=" in (
+            said := str(error.__cause__)
+        ):
             return f"{name}: {said.partition(' [type=')[0].splitlines()[-1].strip()}"
     return str(error).replace(STDIN, "-").removesuffix(".")
 

@@ -24,8 +24,8 @@ import torch
 from cyclopts import Parameter
 from numpy.typing import NDArray
 
-from flows.parameters import ROOTS
-from flows.start import nearest, prepare_prefect
+from virnuc.flows.parameters import ROOTS
+from virnuc.flows.start import nearest, prepare_prefect
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models, load_all
 from virnuc_core.encoders.convert import init_random
@@ -35,30 +35,40 @@ from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, visible_gpus
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
-from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, run_lock, whole_file
 from virnuc_core.runfiles import Device, versions
+from virnuc_core.tools.bench import Bench, measure
 
 Scores = NDArray[np.float32]  # of all uniques, [n, 2]
 
 GIB: Final = 1 << 30
 DISK_FAIL, DISK_WARN = GIB, 20 * GIB  # a million reads of 150 bases leave some 13 GiB of embeddings
-MEMORY_NEEDED: Final = 16 * GIB  # ESM-2 3B in half precision, DNABERT-S, and batches of the stock budget
+MEMORY_NEEDED: Final = (
+    16 * GIB
+)  # ESM-2 3B in half precision, DNABERT-S, and batches of the stock budget
 FSYNC_WARN_S: Final = 0.5
 READS, LENGTH, SEED = 40, 200, 11  # of what is computed for a try
-ENGINE: Final = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.5)
+ENGINE: Final = EngineSpec(
+    token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.5
+)
 MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "not run": "–   "}
 LOOPBACK: Final = re.compile(r"(localhost|\[?::1\]?)$|127\.")
 
 
 def doctor(
     *,
-    out: Annotated[Path, Parameter(name=("--out", "-o"), help="where runs would be written")] = Path(),
-    models: Annotated[Path | None, Parameter(env_var="VIRNUC_MODELS", help="models directory")] = None,
-    devices: Annotated[str, Parameter(help="devices to compute on: cuda:0,cuda:1, cpu:2 or auto")] = "auto",
+    out: Annotated[
+        Path, Parameter(name=("--out", "-o"), help="where runs would be written")
+    ] = Path(),
+    models: Annotated[
+        Path | None, Parameter(env_var="VIRNUC_MODELS", help="models directory")
+    ] = None,
+    devices: Annotated[
+        str, Parameter(help="devices to compute on: cuda:0,cuda:1, cpu:2 or auto")
+    ] = "auto",
     compute: Annotated[bool, Parameter(help="embed a tiny model on each device")] = True,
 ) -> int:
     """Is this machine sound? One line a check; exit code 1 when one failed. Warnings leave it at 0."""
@@ -76,7 +86,9 @@ def doctor(
     for check in findings(asked):
         counts[check.verdict] += 1
         print(f"{MARKS[check.verdict]}  {check.name}: {check.detail}", flush=True)
-    said = f"{counts['fail']} failed, {counts['warn']} warnings, {time.perf_counter() - started:.1f} s"
+    said = (
+        f"{counts['fail']} failed, {counts['warn']} warnings, {time.perf_counter() - started:.1f} s"
+    )
     print(f"\nThis machine is {'not sound' if counts['fail'] else 'sound'}: {said}")
     return int(counts["fail"] > 0)
 
@@ -112,7 +124,9 @@ def prefect_server() -> Iterator[Check]:
     if (url := settings.api.url) is None:
         if not settings.server.ephemeral.enabled:
             raise ConfigError("none is named (PREFECT_API_URL) and the embedded one is forbidden")
-        yield Check(check, "ok", f"none is named: the embedded one, with its data in {settings.home}")
+        yield Check(
+            check, "ok", f"none is named: the embedded one, with its data in {settings.home}"
+        )
         return
     secret = settings.api.auth_string.get_secret_value() if settings.api.auth_string else ""
     with httpx.Client(base_url=url, timeout=3.0) as server:
@@ -127,7 +141,9 @@ def prefect_server() -> Iterator[Check]:
             yield unless(f"{fine}; this side is {ours}" * (theirs != ours), check, fine)
             yield schedules(server)
         except (httpx.HTTPError, ValueError) as error:
-            raise ConfigError(f"{url} does not answer ({type(error).__name__}); start it, or unset it") from error
+            raise ConfigError(
+                f"{url} does not answer ({type(error).__name__}); start it, or unset it"
+            ) from error
     yield from doors(httpx.URL(url), answers_anybody=answers_anybody)
 
 
@@ -135,30 +151,55 @@ def schedules(server: httpx.Client) -> Check:
     """Does the server's scheduler plan the runs of active schedules, and do workers take those that are due?"""
 
     def count(**of: object) -> int:
-        return int(server.post("/flow_runs/count", json={"flow_runs": of}).raise_for_status().json())
+        return int(
+            server.post("/flow_runs/count", json={"flow_runs": of}).raise_for_status().json()
+        )
 
-    deployed, planned = server.post("/deployments/filter", json={}).raise_for_status().json(), {"any_": ["SCHEDULED"]}
-    active = [one for one in deployed if not one["paused"] and any(each["active"] for each in one["schedules"])]
-    idle = [one["name"] for one in active if not count(deployment_id={"any_": [one["id"]]}, state={"type": planned})]
+    deployed, planned = (
+        server.post("/deployments/filter", json={}).raise_for_status().json(),
+        {"any_": ["SCHEDULED"]},
+    )
+    active = [
+        one
+        for one in deployed
+        if not one["paused"] and any(each["active"] for each in one["schedules"])
+    ]
+    idle = [
+        one["name"]
+        for one in active
+        if not count(deployment_id={"any_": [one["id"]]}, state={"type": planned})
+    ]
     if idle:
         said = f"no run of {', '.join(idle)} is planned; look for errors of its scheduler in the server's log"
         return Check("Prefect scheduler", "fail", said)
     late = count(state={"name": {"any_": ["Late"]}})
     problem = f"{late} runs are late; is a worker of their pool at work?" * bool(late)
-    return unless(problem, "Prefect scheduler", f"{len(active)} active schedules are planned, no run is late")
+    return unless(
+        problem, "Prefect scheduler", f"{len(active)} active schedules are planned, no run is late"
+    )
 
 
 def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Check]:
     """Who may have workers do what: a server that answers anybody lets anybody run commands as their account."""
-    port, here, abroad = url.port or (443 if url.scheme == "https" else 80), LOOPBACK.match(url.host), [url.host]
+    port, here, abroad = (
+        url.port or (443 if url.scheme == "https" else 80),
+        LOOPBACK.match(url.host),
+        [url.host],
+    )
     if here:
         with suppress(psutil.Error, OSError):
-            seen = [one.laddr for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            seen = [
+                one.laddr
+                for one in psutil.net_connections("tcp")
+                if one.status == psutil.CONN_LISTEN
+            ]
             abroad = sorted({at.ip for at in seen if at.port == port and not LOOPBACK.match(at.ip)})
     anybody = f"anybody who reaches {', '.join(abroad)} port {port} can run commands as the workers"
     problems = {
-        f"{anybody}: bind 127.0.0.1 and set PREFECT_SERVER_API_AUTH_STRING": answers_anybody and abroad,
-        "what goes to and fro can be read on the way: put TLS before it": not here and url.scheme == "http",
+        f"{anybody}: bind 127.0.0.1 and set PREFECT_SERVER_API_AUTH_STRING": answers_anybody
+        and abroad,
+        "what goes to and fro can be read on the way: put TLS before it": not here
+        and url.scheme == "http",
         "workers started here run as root: give them an account with few rights": os.geteuid() == 0,
         f"runs may name any path this account can open: set {ROOTS}": not os.environ.get(ROOTS),
     }
@@ -175,18 +216,31 @@ def driver_and_gpus() -> Iterator[Check]:
         return
     version, newest = nvitop.Device.driver_version(), nvitop.Device.cuda_driver_version()
     text = f"driver {version}, which knows CUDA up to {newest}; torch is for {built}"
-    problem = "" if torch.cuda.is_available() else f"{text}, and cannot start it: install a torch that fits the driver"
+    problem = (
+        ""
+        if torch.cuda.is_available()
+        else f"{text}, and cannot start it: install a torch that fits the driver"
+    )
     yield unless(problem, "driver", text, verdict="fail")
     if not problem:
         missing = without_triton()
-        yield unless(f"they need Triton, {missing}" * bool(missing), "kernels", "Triton can run ours", verdict="fail")
-    yield from (gpu_finding(f"cuda:{number}", gpu) for number, gpu in enumerate(nvitop.Device.cuda.all()))
+        yield unless(
+            f"they need Triton, {missing}" * bool(missing),
+            "kernels",
+            "Triton can run ours",
+            verdict="fail",
+        )
+    yield from (
+        gpu_finding(f"cuda:{number}", gpu) for number, gpu in enumerate(nvitop.Device.cuda.all())
+    )
 
 
 def gpu_finding(name: str, gpu: Any) -> Check:
     """One GPU, as nvitop tells of it."""
     total, free, problem = int(gpu.memory_total()), int(gpu.memory_free()), ""
-    others = [str(process.pid) for process in gpu.processes().values() if process.pid != os.getpid()]
+    others = [
+        str(process.pid) for process in gpu.processes().values() if process.pid != os.getpid()
+    ]
     text = f"{gpu.name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, utilisation {gpu.gpu_utilization()} %"
     if others:
         problem = f"{text}; {len(others)} other processes compute here ({', '.join(others[:5])})"
@@ -255,7 +309,9 @@ def computes(devices: str) -> Iterator[Check]:
             answers[device] = future.result()
             yield judge(device, reference, answers[device])
         except VirnucError as error:
-            taken = isinstance(error, DeviceError)  # another run's device is no fault of the machine
+            taken = isinstance(
+                error, DeviceError
+            )  # another run's device is no fault of the machine
             yield Check(f"compute {device.id}", "warn" if taken else "fail", str(error))
     yield from together(answers)
 
@@ -267,9 +323,21 @@ def judge(device: Device, reference: Scores, answer: Scores) -> Check:
     if reference.shape != answer.shape or np.isnan(answer).any():
         return Check(name, "fail", "scores are missing")
     apart = float(np.abs(reference.astype(np.float64) - answer).max(initial=0.0))
-    how = "bit for bit" if reference.tobytes() == answer.tobytes() else f"to {apart:.1e} (allowed {tolerance:.0e})"
-    text, what = f"{device.name}: {len(answer)} sequences, end to end,", f"the float32 reference {how}"
-    return unless(f"{text} DIFFERS from {what}" * (apart > tolerance), name, f"{text} equals {what}", verdict="fail")
+    how = (
+        "bit for bit"
+        if reference.tobytes() == answer.tobytes()
+        else f"to {apart:.1e} (allowed {tolerance:.0e})"
+    )
+    text, what = (
+        f"{device.name}: {len(answer)} sequences, end to end,",
+        f"the float32 reference {how}",
+    )
+    return unless(
+        f"{text} DIFFERS from {what}" * (apart > tolerance),
+        name,
+        f"{text} equals {what}",
+        verdict="fail",
+    )
 
 
 def together(found: Mapping[Device, Scores]) -> Iterator[Check]:
@@ -277,16 +345,25 @@ def together(found: Mapping[Device, Scores]) -> Iterator[Check]:
     for name in dict.fromkeys(device.name for device in found):
         first, *others = [device for device in found if device.name == name]
         if others:
-            odd = ", ".join(one.id for one in others if found[one].tobytes() != found[first].tobytes())
-            problem, fine = odd and f"{odd} not equal to {first.id}", f"{len(others) + 1} agree bit for bit"
+            odd = ", ".join(
+                one.id for one in others if found[one].tobytes() != found[first].tobytes()
+            )
+            problem, fine = (
+                odd and f"{odd} not equal to {first.id}",
+                f"{len(others) + 1} agree bit for bit",
+            )
             yield unless(problem, f"devices agree: {name}", fine, verdict="fail")
 
 
 def _reference(models: Path, orfs: OrfStore) -> Scores:
     """Scores in float32 in this process, by the plain attention, one sequence a batch: nothing packed, no worker."""
     cpu, parts = torch.device("cpu"), []
-    esm2, dnabert_s, head = load_all(models, cpu, EngineSpec(precision="fp32", attention="reference"))
+    esm2, dnabert_s, head = load_all(
+        models, cpu, EngineSpec(precision="fp32", attention="reference")
+    )
     sides = (dnabert_s, DnabertTokenizer(models), orfs.dna), (esm2, Esm2Tokenizer(), orfs.protein)
     for encoder, tokenizer, rows in sides:
-        parts.append(torch.cat([embed(encoder, tokenizer, [row], cpu) for row in rows(0, orfs.n_uniques)]))
+        parts.append(
+            torch.cat([embed(encoder, tokenizer, [row], cpu) for row in rows(0, orfs.n_uniques)])
+        )
     return np.asarray(head.scores(torch.cat(parts, dim=1)))

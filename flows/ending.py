@@ -42,7 +42,9 @@ def ended_in_time(*, by_hand: bool = False, final: bool = False) -> Iterator[Non
                     if put_off:
                         signal.pthread_kill(main, put_off.pop())
                 if not ended.is_set():
-                    sys.stderr.write("virnuc: interrupted; what was committed stays, run again to go on\n")
+                    sys.stderr.write(
+                        "virnuc: interrupted; what was committed stays, run again to go on\n"
+                    )
                 elif final:
                     time.sleep(max(0.0, until_s - time.monotonic()))
                 else:
@@ -51,7 +53,9 @@ def ended_in_time(*, by_hand: bool = False, final: bool = False) -> Iterator[Non
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if any(one.f_code.co_filename == IMPORTING for one, _ in walk_stack(frame)):
-            put_off.append(number)  # libraries in C do not stand it: torch aborts, NumPy cannot be loaded again
+            put_off.append(
+                number
+            )  # libraries in C do not stand it: torch aborts, NumPy cannot be loaded again
             return
         for told in TELLING:
             signal.signal(told, signal.SIG_IGN)
@@ -59,7 +63,10 @@ def ended_in_time(*, by_hand: bool = False, final: bool = False) -> Iterator[Non
 
     pythons.setblocking(False)
     threading.Thread(target=cut_off, daemon=True).start()
-    before, within = signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False), _timed.set(True)
+    before, within = (
+        signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False),
+        _timed.set(True),
+    )
     handlers = {number: signal.signal(number, interrupt) for number in TELLING} if by_hand else {}
     try:
         yield

@@ -21,11 +21,19 @@ from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Failed
 
-from flows.ending import ended_in_time
-from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, build, described, within_roots
-from tasks.predict import fate_rows, stage
-from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
-from tasks.step import NotMetError, beside, core_logs, emit, publish_table
+from virnuc.flows.ending import ended_in_time
+from virnuc.flows.parameters import (
+    WITHOUT,
+    FlowSettings,
+    OnTerminal,
+    RunSettings,
+    build,
+    described,
+    within_roots,
+)
+from virnuc.tasks.predict import fate_rows, stage
+from virnuc.tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
+from virnuc.tasks.step import NotMetError, beside, core_logs, emit, publish_table
 from virnuc_core.config import INPUTS
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError, printable
@@ -39,8 +47,13 @@ from virnuc_core.telemetry import live
 Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
 WATCH_S: Final = 2.0
-QUEUES: Final = ("APILogWorker", "EventsWorker")  # of Prefect; they count what is still to be told at the end
-_cancelled: ContextVar[list[UUID] | None] = ContextVar("of the run by hand: what somebody cancelled", default=None)
+QUEUES: Final = (
+    "APILogWorker",
+    "EventsWorker",
+)  # of Prefect; they count what is still to be told at the end
+_cancelled: ContextVar[list[UUID] | None] = ContextVar(
+    "of the run by hand: what somebody cancelled", default=None
+)
 logger = logging.getLogger(__name__)
 
 
@@ -50,7 +63,9 @@ class CancelledError(VirnucError):
     exit_code = 130
 
 
-def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], State[T]]], Callable[..., State[T]]]:
+def with_parameters(
+    model: type[Settings],
+) -> Callable[[Callable[[Settings], State[T]]], Callable[..., State[T]]]:
     """Turn a function of one settings model into a flow's: parameters one by one, and all that surrounds its work."""
 
     def decorate(function: Callable[[Settings], State[T]]) -> Callable[..., State[T]]:
@@ -59,7 +74,9 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
             within_roots(settings)
             if (client := SyncClientContext.get()) is not None:
                 limit(client.client)
-            settings = settings.placed((runtime.flow_run.scheduled_start_time or datetime.now(UTC)).astimezone(UTC))
+            settings = settings.placed(
+                (runtime.flow_run.scheduled_start_time or datetime.now(UTC)).astimezone(UTC)
+            )
             with (
                 ended_in_time(final="PREFECT__FLOW_RUN_ID" in os.environ),  # a worker's child
                 core_logs(),
@@ -72,7 +89,10 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
                     end_all_children()
 
         def called(**values: Any) -> State[T]:
-            for name in ("prefect.flow_runs", "prefect.engine"):  # once: a filter that is there is not added again
+            for name in (
+                "prefect.flow_runs",
+                "prefect.engine",
+            ):  # once: a filter that is there is not added again
                 logging.getLogger(name).addFilter(_is_news)
             try:
                 return body(**values)
@@ -92,10 +112,16 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _without_queries(settings: Settings) -> Settings:
     """The settings with what may be recorded of addresses; whoever made the run on a server gave them whole."""
     named = {name: getattr(settings, name, ()) for name in INPUTS}
-    shown, context = {name: tuple(map(hidden, some)) for name, some in named.items()}, FlowRunContext.get()
+    shown, context = (
+        {name: tuple(map(hidden, some)) for name, some in named.items()},
+        FlowRunContext.get(),
+    )
     if shown == named or context is None or context.flow_run is None:
         return settings
-    with connection.telling("addresses without their queries"), get_client(sync_client=True) as client:
+    with (
+        connection.telling("addresses without their queries"),
+        get_client(sync_client=True) as client,
+    ):
         kept = {name: list(some) for name, some in shown.items()}
         client.update_flow_run(context.flow_run.id, parameters=context.flow_run.parameters | kept)
     return settings.model_copy(update=shown)
@@ -107,7 +133,11 @@ def named(*keys: str) -> Callable[[], str]:
     def name() -> str:
         told = run_name(runtime.flow_run.parameters or {}, *keys)
         planned = runtime.flow_run.scheduled_start_time
-        return told if runtime.deployment.id is None else f"{told} · {planned:%Y-%m-%d %H:%M} · {platform.node()}"
+        return (
+            told
+            if runtime.deployment.id is None
+            else f"{told} · {planned:%Y-%m-%d %H:%M} · {platform.node()}"
+        )
 
     return name
 
@@ -131,12 +161,19 @@ def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: St
     """Show what became of a run's reads, and say that it is done."""
     fates = fate_rows(summary, staging.tally)
     publish_table(f"reads-{label}", fates, f"What became of the reads of {label}: {run.root}")
-    payload = {"reads": summary.n_reads, "viral": summary.fates.get("viral", 0), "run": str(run.root.absolute())}
+    payload = {
+        "reads": summary.n_reads,
+        "viral": summary.fates.get("viral", 0),
+        "run": str(run.root.absolute()),
+    }
     emit("prediction.done", f"prediction.{label}", label, payload)
 
 
 def run_flow(
-    flow: Flow[..., Any], parameters: Mapping[str, Any], seen: OnTerminal, ready: Callable[[], object] | None
+    flow: Flow[..., Any],
+    parameters: Mapping[str, Any],
+    seen: OnTerminal,
+    ready: Callable[[], object] | None,
 ) -> State[Any]:
     """The final state of `flow`, run in this process; a failed one where criteria were not met. Bars, the core's log
     lines and Prefect's warnings share one console. `ready` waits for the server; without it there is none. Errors: what
@@ -176,16 +213,27 @@ def _told(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
         limit(context.client)
         with context:
             return cast(State[Any], flow(**parameters, return_state=True))
-    except (ServerLostError, RuntimeError) as error:  # the latter from Prefect's question for the version
-        if not isinstance(error, ServerLostError) and not isinstance(error.__cause__, ServerLostError):
+    except (
+        ServerLostError,
+        RuntimeError,
+    ) as error:  # the latter from Prefect's question for the version
+        if not isinstance(error, ServerLostError) and not isinstance(
+            error.__cause__, ServerLostError
+        ):
             raise
-        raise VirnucError(f"no Prefect server answers at {context.client.api_url}; or use {WITHOUT}") from error
+        raise VirnucError(
+            f"no Prefect server answers at {context.client.api_url}; or use {WITHOUT}"
+        ) from error
     except KeyboardInterrupt:
         if not cancelled:
             raise
         with connection.telling("that it was cancelled"), get_client(sync_client=True) as client:
-            client.set_flow_run_state(cancelled[0], Cancelled(message="cancelled; children ended"), force=True)
-        raise CancelledError("cancelled; what was committed stays, the same command goes on from there") from None
+            client.set_flow_run_state(
+                cancelled[0], Cancelled(message="cancelled; children ended"), force=True
+            )
+        raise CancelledError(
+            "cancelled; what was committed stays, the same command goes on from there"
+        ) from None
     finally:
         _cancelled.reset(by_hand)
 
@@ -211,7 +259,10 @@ def _ended_when_cancelled() -> Iterator[None]:
             while not cancelled and not stop.wait(WATCH_S):
                 with suppress(*UNTOLD):
                     state = client.read_flow_run(flow_run_id).state
-                    if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
+                    if state is not None and state.type in (
+                        StateType.CANCELLING,
+                        StateType.CANCELLED,
+                    ):
                         cancelled.extend([flow_run_id] * (not stop.is_set()))
         if cancelled:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -19,7 +19,16 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_v
 from pydantic.fields import FieldInfo
 
 from virnuc_core import config
-from virnuc_core.config import ClassifySpec, ClusterSpec, Devices, EngineSpec, ReadingSpec, ReadsSpec, Spec, VerdictSpec
+from virnuc_core.config import (
+    ClassifySpec,
+    ClusterSpec,
+    Devices,
+    EngineSpec,
+    ReadingSpec,
+    ReadsSpec,
+    Spec,
+    VerdictSpec,
+)
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import SAMPLES, RunDir, check_output, run_lock
 
@@ -33,14 +42,19 @@ AttentionChoice = Literal["default", "auto", "fused", "reference"]
 SHORT_OPTIONS = {"out": "-o", "mates_1": "-1", "mates_2": "-2"}
 WITHOUT = "virnuc predict --no-prefect, which needs no server"
 ROOTS = "VIRNUC_ROOTS"  # folders, as PATH has them, in one of which every path of a flow must lie
-ENVIRONMENT = {"models": "VIRNUC_MODELS", "no_prefect": "VIRNUC_NO_PREFECT"}  # for what a command was not given
+ENVIRONMENT = {
+    "models": "VIRNUC_MODELS",
+    "no_prefect": "VIRNUC_NO_PREFECT",
+}  # for what a command was not given
 
 
 def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True) -> Settings:
     """The model made of `values`; `ConfigError` says in one line what is wrong with which; `quoted`: and its value."""
     for name, text in _texts(values.items()):
         if "\0" in text or text.encode("utf-8", "replace").decode() != text:
-            raise ConfigError(f"{name}: {repr(text) if quoted else 'this'} is no text (UTF-8); rename the file")
+            raise ConfigError(
+                f"{name}: {repr(text) if quoted else 'this'} is no text (UTF-8); rename the file"
+            )
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -56,38 +70,58 @@ def _texts(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
 
 def within_roots(settings: BaseModel) -> None:
     """Refuse a path among the settings that lies in no folder of `VIRNUC_ROOTS`, where that is set; links followed."""
-    if not (roots := [Path(root).resolve() for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]):
+    if not (
+        roots := [
+            Path(root).resolve() for root in os.environ.get(ROOTS, "").split(os.pathsep) if root
+        ]
+    ):
         return
     from virnuc_core.reads.sources import STDIN, is_remote
 
     of_paths = {name for name, value in settings if isinstance(value, Path)}
     named = [(name, Path(text)) for name, text in _texts(settings) if name in of_paths]
-    named += [("profile", Path(text)) for name, text in _texts(settings) if name == "profile" and text[-5:] == ".toml"]
-    reads = [Path(text) for text in getattr(settings, "named", ()) if text != STDIN and not is_remote(text)]
+    named += [
+        ("profile", Path(text))
+        for name, text in _texts(settings)
+        if name == "profile" and text[-5:] == ".toml"
+    ]
+    reads = [
+        Path(text)
+        for text in getattr(settings, "named", ())
+        if text != STDIN and not is_remote(text)
+    ]
     named += [("reads", path) for path in reads]
     named += [("reads", entry) for path in filter(os.path.isdir, reads) for entry in path.iterdir()]
     if getattr(settings, "history", ...) is None:
         named += [("history", path.absolute().parent) for name, path in named if name == "out"]
     for name, path in named:
         if not any(path.resolve().is_relative_to(root) for root in roots):
-            raise ConfigError(f"{name}: {path} lies in none of the folders that {ROOTS} names; choose one that does")
+            raise ConfigError(
+                f"{name}: {path} lies in none of the folders that {ROOTS} names; choose one that does"
+            )
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The model's fields: those that must be given first, then its own before those it inherits."""
     own_first = {name: None for base in model.__mro__ for name in inspect.get_annotations(base)}
     fields = {name: model.model_fields[name] for name in own_first if name in model.model_fields}
-    return dict(sorted(fields.items(), key=lambda item: item[0] != "reads" and not item[1].is_required()))
+    return dict(
+        sorted(fields.items(), key=lambda item: item[0] != "reads" and not item[1].is_required())
+    )
 
 
-def _signed(called: Callable[..., Result], like: Callable[..., Any], parameters: list[inspect.Parameter]) -> None:
+def _signed(
+    called: Callable[..., Result], like: Callable[..., Any], parameters: list[inspect.Parameter]
+) -> None:
     """Give `called` the name of `like` and this signature, where whoever inspects it looks."""
     functools.update_wrapper(called, like)
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-def described(called: Callable[..., Result], like: Callable[..., Any], model: type[BaseModel]) -> Callable[..., Result]:
+def described(
+    called: Callable[..., Result], like: Callable[..., Any], model: type[BaseModel]
+) -> Callable[..., Result]:
     """`called` by the name of `like`, with the model's fields as parameters and in its text, where Prefect looks."""
     fields, own = fields_of(model), inspect.signature(model).parameters
     _signed(called, like, [own[name] for name in fields])
@@ -96,12 +130,19 @@ def described(called: Callable[..., Result], like: Callable[..., Any], model: ty
     return called
 
 
-def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
+def command(
+    model: type[Settings], *positional: str
+) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
     """Turn a function of settings into a command with the model's fields as options, the `positional` ones bare."""
     fields, own = fields_of(model), inspect.signature(model).parameters
-    parameters = [own[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
+    parameters = [
+        own[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in positional
+    ]
     parameters += [own[name] for name in fields if name not in positional]
-    shown = [one.replace(annotation=_option(one.name, fields[one.name], one.name in positional)) for one in parameters]
+    shown = [
+        one.replace(annotation=_option(one.name, fields[one.name], one.name in positional))
+        for one in parameters
+    ]
 
     def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
         def called(*values: Any, **options: Any) -> Result:
@@ -122,7 +163,9 @@ def _option(name: str, field: FieldInfo, positional: bool) -> Any:
     many = typing.get_origin(annotation) is tuple
     if many:
         part: Any = typing.get_args(annotation)[0]
-        part = str | Path if name in config.INPUTS else part  # a text, of which a shell completes files
+        part = (
+            str | Path if name in config.INPUTS else part
+        )  # a text, of which a shell completes files
         annotation = tuple[part.__origin__ if typing.get_origin(part) is Annotated else part, ...]  # type: ignore[misc]
     shown = Parameter(
         name=(flag, SHORT_OPTIONS[name]) if name in SHORT_OPTIONS else flag,
@@ -132,14 +175,18 @@ def _option(name: str, field: FieldInfo, positional: bool) -> Any:
         env_var=ENVIRONMENT.get(name),
         show_default=not positional and field.default not in (None, False, ()),
     )
-    return Annotated[(annotation, shown, *(fact for fact in field.metadata if isinstance(fact, Parameter)))]
+    return Annotated[
+        (annotation, shown, *(fact for fact in field.metadata if isinstance(fact, Parameter)))
+    ]
 
 
 class OnTerminal(Spec):
     """What is seen of a flow that is started by hand."""
 
     quiet: Flag = Field(False, description="warnings and the outcome only")
-    no_progress: Flag = Field(False, description="plain lines in the place of live bars, as in a pipe")
+    no_progress: Flag = Field(
+        False, description="plain lines in the place of live bars, as in a pipe"
+    )
     as_json: Json = False
     debug: Annotated[bool, Parameter(parse=False)] = False
 
@@ -153,20 +200,38 @@ class ComputeSettings(Spec):
         # no asterisk: the UI shows the pattern of a refused value as Markdown
         pattern=r"^(auto|cpu|cpu:[1-9][0-9]{0,3}|cuda:[^, ]+(, ?cuda:[^, ]+){0,63})$",
     )
-    precision: PrecisionChoice = Field("default", description="arithmetic; auto: fp16 on CUDA, fp32 on CPU")
-    attention: AttentionChoice = Field("default", description="attention backend; auto chooses once per device")
-    token_budget: int | None = Field(None, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch")
-    dna_token_budget: int | None = Field(None, ge=64, le=1 << 20, description="token slots of one DNABERT-S batch")
-    shard_tokens: int | None = Field(None, ge=64, description="ESM-2 tokens of one shard, the unit of commit")
-    num_workers: int | None = Field(None, ge=0, le=64, description="loader processes of one device; 0: a thread")
-    prefetch_factor: int | None = Field(None, ge=1, le=64, description="packed batches kept ready for each loader")
-    settings: Path | None = Field(None, description="file of such settings, as `virnuc tune` writes it; others win")
+    precision: PrecisionChoice = Field(
+        "default", description="arithmetic; auto: fp16 on CUDA, fp32 on CPU"
+    )
+    attention: AttentionChoice = Field(
+        "default", description="attention backend; auto chooses once per device"
+    )
+    token_budget: int | None = Field(
+        None, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch"
+    )
+    dna_token_budget: int | None = Field(
+        None, ge=64, le=1 << 20, description="token slots of one DNABERT-S batch"
+    )
+    shard_tokens: int | None = Field(
+        None, ge=64, description="ESM-2 tokens of one shard, the unit of commit"
+    )
+    num_workers: int | None = Field(
+        None, ge=0, le=64, description="loader processes of one device; 0: a thread"
+    )
+    prefetch_factor: int | None = Field(
+        None, ge=1, le=64, description="packed batches kept ready for each loader"
+    )
+    settings: Path | None = Field(
+        None, description="file of such settings, as `virnuc tune` writes it; others win"
+    )
 
     @field_validator("devices", mode="before")
     @classmethod
     def _devices_readable(cls, value: object) -> object:
         if isinstance(value, str):
-            Devices.parse(value)  # says which part is wrong; the pattern is what the UI's form can check
+            Devices.parse(
+                value
+            )  # says which part is wrong; the pattern is what the UI's form can check
         return value
 
     def engine(self) -> EngineSpec:
@@ -196,7 +261,11 @@ class FlowSettings(ComputeSettings, ReadingSpec):
     def spec(self, sample: str = "") -> ClassifySpec:
         """A run with these settings, of what the sample's name says."""
         own = self.model_dump(include={*ClassifySpec.model_fields})
-        return ClassifySpec(**own, engine=self.engine(), parameters=self.model_dump(mode="json") | {"sample": sample})
+        return ClassifySpec(
+            **own,
+            engine=self.engine(),
+            parameters=self.model_dump(mode="json") | {"sample": sample},
+        )
 
     def inputs(self) -> tuple[str, ...]:
         """Local files that are read, and must not be written over. Errors: `InputError` for those not there."""
@@ -212,7 +281,9 @@ class FlowSettings(ComputeSettings, ReadingSpec):
 
     def check_place(self) -> None:
         """Refuse an output directory in which something of others could be lost. Errors: those of `check_output`."""
-        check_output(self.out, models=self.models, reads=self.inputs(), force=getattr(self, "force", False))
+        check_output(
+            self.out, models=self.models, reads=self.inputs(), force=getattr(self, "force", False)
+        )
 
     def hold(self) -> AbstractContextManager[None]:
         """Hold the output directory, checked; flows that share it with others hold parts of it themselves."""
@@ -223,7 +294,9 @@ class FlowSettings(ComputeSettings, ReadingSpec):
 class RunSettings(ReadsSpec, FlowSettings):
     """What every flow over one directory takes."""
 
-    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
+    force: bool = Field(
+        False, description="start over: results of an earlier run in the directory are removed"
+    )
 
     def inputs(self) -> tuple[str, ...]:
         """The files of local reads. Errors: `InputError`."""
@@ -241,7 +314,8 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
     """Which reads are viral."""
 
     samples: Path | None = Field(
-        None, description="sample sheet (columns sample, fastq_1, fastq_2): a run for each sample, in OUT/sample"
+        None,
+        description="sample sheet (columns sample, fastq_1, fastq_2): a run for each sample, in OUT/sample",
     )
     sample_from: Literal["none", "name", "read-group"] = Field(
         "none",
@@ -255,7 +329,9 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
 
     def check_own_files(self) -> None:
         """Refuse samples that cannot be told apart, and a place for them that is a run's own."""
-        other = RunDir(self.out).record if self.many else self.out / SAMPLES  # each would stop the other's resuming
+        other = (
+            RunDir(self.out).record if self.many else self.out / SAMPLES
+        )  # each would stop the other's resuming
         if other.exists():
             raise ConfigError(
                 f"{self.out} holds {'a single run' if self.many else 'samples'}; choose another directory"
@@ -272,11 +348,15 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         if self.read_group:
             raise ConfigError("read_group: one is named; several samples have their own")
         told_by = {"name": by_name, "read-group": by_read_group}
-        found = told_by[self.sample_from](self) if self.samples is None else read_sheet(self.samples)
+        found = (
+            told_by[self.sample_from](self) if self.samples is None else read_sheet(self.samples)
+        )
         runs = {}
         for name, reads in found.items():
             own = {"samples": None, "sample_from": "none", "out": self.out / name}
-            runs[name] = self.model_copy(update=reads.model_dump(include={*config.INPUTS, "read_group"}) | own)
+            runs[name] = self.model_copy(
+                update=reads.model_dump(include={*config.INPUTS, "read_group"}) | own
+            )
             within_roots(runs[name])
         return runs
 

@@ -16,9 +16,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flows.parameters import ENVIRONMENT, Flag, Json, command
+from virnuc.flows.parameters import ENVIRONMENT, Flag, Json, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, VerdictSpec
-from virnuc_core.encoders.model_config import DnabertShape, DnabertSize, Esm2Shape, Esm2Size, Storage
+from virnuc_core.encoders.model_config import (
+    DnabertShape,
+    DnabertSize,
+    Esm2Shape,
+    Esm2Size,
+    Storage,
+)
 from virnuc_core.errors import ConfigError, InputError, WeightsError
 from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.simulate import SimulateSpec
@@ -26,7 +32,9 @@ from virnuc_core.reads.simulate import simulate as write_simulated
 from virnuc_core.rundir import RunDir, run_lock
 
 DISAGREE: Final = 5
-COSINES_HELP: Final = "cosines too, of sequences that both runs embedded: an fp32 run of a part against one in fp16"
+COSINES_HELP: Final = (
+    "cosines too, of sequences that both runs embedded: an fp32 run of a part against one in fp16"
+)
 WIDTH_IN_FILES: Final = 160
 Directory = Annotated[Path, Parameter(name="DIR", help="directory of the validation")]
 ModelsOut = Annotated[Path, Parameter(help="models directory to write")]
@@ -34,7 +42,9 @@ ModelsDir = Annotated[Path, Parameter(env_var=ENVIRONMENT["models"], help="model
 Out = Annotated[Path, Parameter(name=("--out", "-o"))]
 Wanted = Annotated[int, Parameter(name=("--reads", "-n"))]
 HeadFile = Annotated[Path, Parameter(help="VirNucPro's 300_model.pth or 500_model.pth")]
-HeadLength = Annotated[int, Parameter(help="read length S of the head, when its name does not say it")]
+HeadLength = Annotated[
+    int, Parameter(help="read length S of the head, when its name does not say it")
+]
 StoredAs = Annotated[Storage, Parameter(help="store the encoders in this type")]
 
 models = App(name="models", help="Make, convert, fetch or check weights.")
@@ -61,11 +71,15 @@ def simulate(settings: SimulateSettings) -> None:
     """Write labelled synthetic reads, a table of what each is, and their genomes."""
     made = write_simulated(settings, settings.out, force=settings.force)
     genomes = settings.viral_genomes + settings.other_genomes
-    print(f"{made.reads_file}: {settings.reads:,} reads, {made.viral_reads:,} viral, of {genomes} genomes")
+    print(
+        f"{made.reads_file}: {settings.reads:,} reads, {made.viral_reads:,} viral, of {genomes} genomes"
+    )
     print(f"{made.truth_file}: what each read is")
 
 
-def sample(source: str | Path, /, *, reads: Wanted, out: Out, seed: int = 0, force: Flag = False) -> None:
+def sample(
+    source: str | Path, /, *, reads: Wanted, out: Out, seed: int = 0, force: Flag = False
+) -> None:
     """Draw reads so that their lengths are distributed as in the whole.
 
     Args:
@@ -86,7 +100,9 @@ def init_random(
     *,
     esm2: Annotated[Esm2Size, Parameter(help="size of the ESM-2")] = "tiny",
     dnabert_s: Annotated[DnabertSize, Parameter(help="size of the DNABERT-S")] = "tiny",
-    head: Annotated[int, Parameter(validator=Number(gte=3), help="model length S: 300, 500, …")] = DEFAULT_MODEL_LENGTH,
+    head: Annotated[
+        int, Parameter(validator=Number(gte=3), help="model length S: 300, 500, …")
+    ] = DEFAULT_MODEL_LENGTH,
     dtype: Annotated[Storage, Parameter(help="what the encoders are stored in")] = "fp32",
     seed: Annotated[int, Parameter(help="equal seeds give equal bytes")] = 0,
 ) -> None:
@@ -102,12 +118,16 @@ def convert(
     out: ModelsOut,
     /,
     *,
-    esm2: Annotated[Path | None, Parameter(help="ESM-2: a folder in HF layout, or fair-esm's .pt")] = None,
+    esm2: Annotated[
+        Path | None, Parameter(help="ESM-2: a folder in HF layout, or fair-esm's .pt")
+    ] = None,
     dnabert_s: Annotated[Path | None, Parameter(help="DNABERT-S: a folder in HF layout")] = None,
     head: HeadFile | None = None,
     model_length: HeadLength | None = None,
     dtype: StoredAs | None = None,
-    drop_extra: Annotated[bool, Parameter(help="leave out tensors that the encoders do not have")] = False,
+    drop_extra: Annotated[
+        bool, Parameter(help="leave out tensors that the encoders do not have")
+    ] = False,
 ) -> None:
     """Turn public checkpoints on disk into a models directory."""
     from virnuc_core.encoders.convert import convert_encoder, convert_head
@@ -125,7 +145,12 @@ def convert(
 
 @models.command
 def fetch(
-    out: ModelsOut, /, *, head: HeadFile, model_length: HeadLength | None = None, dtype: StoredAs | None = None
+    out: ModelsOut,
+    /,
+    *,
+    head: HeadFile,
+    model_length: HeadLength | None = None,
+    dtype: StoredAs | None = None,
 ) -> None:
     """Download the public encoders at pinned revisions into a models directory."""
     from virnuc_core.encoders.convert import fetch as download
@@ -172,9 +197,18 @@ def heads(*, models: ModelsDir) -> None:
     rows = []
     for head in kept_heads(models):
         card, mark = head.shape.card, "installed" if head.installed else ""
-        told = (str(card.auroc), "-".join(map(str, card.lengths)), card.test[:8]) if card else ("no card", "", "")
-        rows.append((str(head.number or ""), head.digest[:8], mark, str(head.shape.model_length), *told))
-    show(("number", "digest", "", "model length", "AUROC of reads", "bases in training", "test"), rows)
+        told = (
+            (str(card.auroc), "-".join(map(str, card.lengths)), card.test[:8])
+            if card
+            else ("no card", "", "")
+        )
+        rows.append(
+            (str(head.number or ""), head.digest[:8], mark, str(head.shape.model_length), *told)
+        )
+    show(
+        ("number", "digest", "", "model length", "AUROC of reads", "bases in training", "test"),
+        rows,
+    )
 
 
 @models.command(name="use-head")
@@ -191,12 +225,18 @@ def compare(
     vanilla: Annotated[Path, Parameter(help="the reference, A")],
     refactored: Annotated[Path, Parameter(help="what is held against it, B")],
     *,
-    mode: Annotated[Literal["both", "frame", "consensus"], Parameter(help="what is compared")] = "both",
-    tolerance: Annotated[NonNegativeFloat, Parameter(help="score difference that counts as equal")] = 0.01,
+    mode: Annotated[
+        Literal["both", "frame", "consensus"], Parameter(help="what is compared")
+    ] = "both",
+    tolerance: Annotated[
+        NonNegativeFloat, Parameter(help="score difference that counts as equal")
+    ] = 0.01,
     minimum: Annotated[
         float, Parameter(validator=Number(gte=0, lte=1), help="agreement that is enough, 0 to 1")
     ] = 0.99,
-    subset: Annotated[Flag, Parameter(help="A covers a part of B's reads: compare those only")] = False,
+    subset: Annotated[
+        Flag, Parameter(help="A covers a part of B's reads: compare those only")
+    ] = False,
     embeddings: Annotated[Flag, Parameter(help=COSINES_HELP)] = False,
     as_json: Json = False,
 ) -> int:
@@ -205,12 +245,26 @@ def compare(
     from virnuc_core.report.compare import meets
     from virnuc_core.report.render import cell, told
 
-    found = hold(vanilla, refactored, tolerance=tolerance, mode=mode, subset_of_a=subset, embeddings=embeddings)
+    found = hold(
+        vanilla,
+        refactored,
+        tolerance=tolerance,
+        mode=mode,
+        subset_of_a=subset,
+        embeddings=embeddings,
+    )
     lines = [found.model_dump_json(indent=2)] if as_json else []
     for section in () if as_json else told("correctness.view.j2", comparisons=(found,)):
         lines += section.prose
         for row in (row for rows in section.tables.values() for row in rows):
-            lines += ["", *(f"{name + ':':<20}{cell(value)}" for name, value in row.items() if value is not None)]
+            lines += [
+                "",
+                *(
+                    f"{name + ':':<20}{cell(value)}"
+                    for name, value in row.items()
+                    if value is not None
+                ),
+            ]
     print("\n".join(lines))
     return 0 if meets(found, minimum) else DISAGREE
 
@@ -227,7 +281,11 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
     if profile is None:
         rerender(out)
     elif not run_names(out):
-        raise InputError("holds no runs of a validation", file=out, hint="name the directory that one was written to")
+        raise InputError(
+            "holds no runs of a validation",
+            file=out,
+            hint="name the directory that one was written to",
+        )
     else:
         write_report(out, load_profile(profile))
     print((RunDir(out).report / "report.txt").read_text(encoding="utf-8"), end="")
@@ -235,7 +293,10 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
         from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
         handler = partial(SimpleHTTPRequestHandler, directory=str(RunDir(out).report))
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, suppress(KeyboardInterrupt):  # for this machine
+        with (
+            ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+            suppress(KeyboardInterrupt),
+        ):  # for this machine
             print(f"http://127.0.0.1:{server.server_port}/report.html (Ctrl-C ends it)", flush=True)
             server.serve_forever()
 
@@ -247,10 +308,14 @@ def verify(out: Directory, /, *, profile: str | None = None) -> int:
         profile: what virnuc report judged by, where that was a file of your own"""
     from virnuc_core.report.verify import verify_report
 
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
         task = bar.add_task("Computing again", total=1.0)
         found = verify_report(out, profile, lambda share: bar.update(task, completed=share))
-    summed = f"{len(found.differences):,} of {found.figures:,} figures are not what the raw files give"
+    summed = (
+        f"{len(found.differences):,} of {found.figures:,} figures are not what the raw files give"
+    )
     if found.ok:
         summed = f"{found.figures:,} figures computed again, all as reported"
     print("\n".join([*found.differences, *found.remarks, summed]))
@@ -262,18 +327,24 @@ class RescoreSettings(VerdictSpec):
 
     run: Path = Field(description="run directory")
     out: Path = Field(description="directory of the new results")
-    head: Path | None = Field(None, description="the new head: its folder, or a models directory it is in")
-    write_viral: Annotated[bool, Parameter(parse=False)] = False  # the reads themselves are not at hand
+    head: Path | None = Field(
+        None, description="the new head: its folder, or a models directory it is in"
+    )
+    write_viral: Annotated[bool, Parameter(parse=False)] = (
+        False  # the reads themselves are not at hand
+    )
     write_nonviral: Annotated[bool, Parameter(parse=False)] = False
 
 
 @command(RescoreSettings, "run")
 def rescore(settings: RescoreSettings) -> None:
     """Score a finished run's embeddings again: another head or threshold, no GPU."""
-    from virnuc_core.measure.head import rescore as score
+    from virnuc_core.tools.rescore import rescore as score
 
     with run_lock(settings.out):
-        fates = score(RunDir(settings.run), settings.head, RunDir(settings.out), settings).results.fates
+        fates = score(
+            RunDir(settings.run), settings.head, RunDir(settings.out), settings
+        ).results.fates
     print(f"{fates['viral']:,} of {sum(fates.values()):,} reads are viral\nResults: {settings.out}")
 
 
@@ -301,7 +372,9 @@ def history(file: Path, /, *, profile: str | None = None) -> int:
     from virnuc_core.report.build import read_history, regression, trend
     from virnuc_core.report.render import cell
 
-    kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
+    kept = sorted(
+        (e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created
+    )
     if not kept:
         problem = "no run of that kind is in it" if file.is_file() else "no such file"
         raise InputError(problem, file=file, hint="a validation writes it beside its directory")
@@ -317,7 +390,10 @@ def devices() -> None:
     gpus = visible_gpus()
     cores = len(os.sched_getaffinity(0))
     rows = [(f"cuda:{number}", gpu.name, gpu.id) for number, gpu in enumerate(gpus)]
-    show(("--devices", "name", "id"), [*rows, (f"cpu:{cores}", cpu_name(), f"{cores} cores this process may use")])
+    show(
+        ("--devices", "name", "id"),
+        [*rows, (f"cpu:{cores}", cpu_name(), f"{cores} cores this process may use")],
+    )
     if not gpus:
         print("No NVIDIA driver or GPU is visible; virnuc computes on CPU cores.")
 
@@ -329,9 +405,20 @@ def profiles(name: str | None = None, /) -> None:
         name: show the thresholds of this profile, or of this .toml file"""
     if name is not None:
         profile = load_profile(name)
-        rows = [(name.replace("_", " "), f"{target.op} {target.value:g}") for name, target in profile.targets.items()]
-        bands = profile.scaling_bands if "scaling" not in profile.targets else profile.scaling_bands | {"2": None}
-        rows += [(f"scaling on {count} devices", f">= {band[0]:g}") for count, band in bands.items() if band]
+        rows = [
+            (name.replace("_", " "), f"{target.op} {target.value:g}")
+            for name, target in profile.targets.items()
+        ]
+        bands = (
+            profile.scaling_bands
+            if "scaling" not in profile.targets
+            else profile.scaling_bands | {"2": None}
+        )
+        rows += [
+            (f"scaling on {count} devices", f">= {band[0]:g}")
+            for count, band in bands.items()
+            if band
+        ]
         show(("criterion", "threshold"), rows, f"{profile.name}: {profile.title}")
         return
     known = [

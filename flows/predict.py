@@ -7,12 +7,12 @@ from typing import Final, NamedTuple
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows import start
-from flows.flow_run import named, publish_prediction, stage_input, with_parameters
-from flows.parameters import PredictSettings, RunSettings
-from tasks.predict import embed
-from tasks.server import announce, device_slots
-from tasks.step import done
+from virnuc.flows import start
+from virnuc.flows.flow_run import named, publish_prediction, stage_input, with_parameters
+from virnuc.flows.parameters import PredictSettings, RunSettings
+from virnuc.tasks.predict import embed
+from virnuc.tasks.server import announce, device_slots
+from virnuc.tasks.step import done
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.pool import Pool
@@ -32,7 +32,9 @@ class StagedRun(NamedTuple):
     staging: StageSummary
     label: str  # of the sample, for names in the UI
     spec: ClassifySpec
-    pool: Pool | None  # has the weights by now; None where devices were busy or nothing is left to do
+    pool: (
+        Pool | None
+    )  # has the weights by now; None where devices were busy or nothing is left to do
     workers: ExitStack  # that ends them, if they are this run's own
 
     def embed(self) -> State[RunSummary]:
@@ -63,7 +65,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
 def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""
     if settings.many:
-        from flows.predict_many import predict_samples  # few runs need it
+        from virnuc.flows.predict_many import predict_samples  # few runs need it
 
         return predict_samples(settings)
     with staged_run(settings) as staged:
@@ -75,5 +77,10 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
     failed, pairs = summary.fates.get("failed", 0), sum(summary.pairs.values())
     of_pairs = f"; {summary.pairs['viral']:,} of {pairs:,} pairs" if pairs else ""
     lost = f"; {failed:,} reads have rows that had to be set aside (failed.tsv)" if failed else ""
-    unsure = f", {summary.fates['uncertain']:,} are uncertain" if "uncertain" in summary.fates else ""
-    return done(summary, f"{viral:,} of {summary.n_reads:,} reads are viral{unsure}{of_pairs}{lost}{already}")
+    unsure = (
+        f", {summary.fates['uncertain']:,} are uncertain" if "uncertain" in summary.fates else ""
+    )
+    return done(
+        summary,
+        f"{viral:,} of {summary.n_reads:,} reads are viral{unsure}{of_pairs}{lost}{already}",
+    )

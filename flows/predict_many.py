@@ -13,18 +13,18 @@ from typing import Final
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows import start
-from flows.flow_commands import InboxSettings
-from flows.flow_run import named, publish_prediction, stage_input, with_parameters
-from flows.parameters import FlowSettings, PredictSettings, build
-from tasks.predict import embed
-from tasks.server import announce, device_slots, without_server
-from tasks.step import done, emit, key, progress_artifact, publish_table
+from virnuc.flows import start
+from virnuc.flows.flow_commands import InboxSettings
+from virnuc.flows.flow_run import named, publish_prediction, stage_input, with_parameters
+from virnuc.flows.parameters import FlowSettings, PredictSettings, build
+from virnuc.tasks.predict import embed
+from virnuc.tasks.server import announce, device_slots, without_server
+from virnuc.tasks.step import done, emit, key, progress_artifact, publish_table
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import InputError, VirnucError, is_of_machine
-from virnuc_core.measure.inbox import Ledger, Row, RowFate
+from virnuc_core.inbox import Ledger, Row, RowFate
 from virnuc_core.pipeline import workers_for
 from virnuc_core.reads.samples import SampleRow, log, row_of, write_samples
 from virnuc_core.reads.sources import sample_of
@@ -32,14 +32,19 @@ from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import SAMPLES, RunDir, run_lock
 from virnuc_core.runfiles import RunSummary
 
-UNDER_WAY: Final = 4  # samples at a time: one is computed while the next are staged and the last is written
+UNDER_WAY: Final = (
+    4  # samples at a time: one is computed while the next are staged and the last is written
+)
 
 
 @contextmanager
 def kept_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
     """Workers that stay up for all runs in the body, with their devices; they load the weights once, if `warm` now."""
     spec = settings.spec()
-    with device_slots(resolve_here(spec)), workers_for(spec, settings.out, keep=True, warm=warm) as pool:
+    with (
+        device_slots(resolve_here(spec)),
+        workers_for(spec, settings.out, keep=True, warm=warm) as pool,
+    ):
         yield pool
 
 
@@ -52,7 +57,9 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
     announce("samples", label)
     rows, table = {name: SampleRow(sample=name) for name in runs}, settings.out / SAMPLES
     write_samples(table, rows.values())
-    complete = {name: run.is_done() for name, run in runs.items()}  # of which nothing but their rows is to be told
+    complete = {
+        name: run.is_done() for name, run in runs.items()
+    }  # of which nothing but their rows is to be told
     with (
         progress_artifact(f"progress-{label}-samples", f"Samples of {label}") as show,
         ThreadPoolExecutor(UNDER_WAY, "sample") as threads,
@@ -79,13 +86,24 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
                     rows[name] = row_of(name, summary, staging)
                     fates.update(summary.fates)
                     told = "sample %s: %s of %s reads are viral (%d of %d samples done)"
-                    log.info(told, name, f"{rows[name].viral:,}", f"{rows[name].reads:,}", number, len(runs))
+                    log.info(
+                        told,
+                        name,
+                        f"{rows[name].viral:,}",
+                        f"{rows[name].reads:,}",
+                        number,
+                        len(runs),
+                    )
                 if not complete[name] or number == len(runs):
                     write_samples(table, rows.values())
                 show(number / len(runs))
         finally:  # those that have not begun need not
             threads.shutdown(wait=False, cancel_futures=True)
-    publish_table(f"samples-{label}", [row.model_dump() for row in rows.values()], f"Samples of {label}: {table}")
+    publish_table(
+        f"samples-{label}",
+        [row.model_dump() for row in rows.values()],
+        f"Samples of {label}: {table}",
+    )
     if failed:
         first = next(name for name in runs if name in failed)
         told = f"{len(failed)} of {len(runs)} samples failed, the others are done ({table} tells of each)"
@@ -93,7 +111,9 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
         problem.exit_code = getattr(failed[first], "exit_code", VirnucError.exit_code)
         raise problem
     together = RunSummary(n_reads=fates.total(), fates=dict(fates))
-    return done(together, f"{len(runs)} samples: {fates['viral']:,} of {fates.total():,} reads are viral")
+    return done(
+        together, f"{len(runs)} samples: {fates['viral']:,} of {fates.total():,} reads are viral"
+    )
 
 
 @flow(name="predict-inbox", flow_run_name=named("inbox", "devices"))
@@ -107,12 +127,19 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     known = {(row.file, row.sha256) for row in ledger.read_table() if row.fate == "failed"}
     rows = ledger.scan(settle_s=settings.settle_s)
     ledger.write_table(rows)
-    todo = [number for number, row in enumerate(rows) if ledger.wants_work(row, retry_failed=settings.retry_failed)]
+    todo = [
+        number
+        for number, row in enumerate(rows)
+        if ledger.wants_work(row, retry_failed=settings.retry_failed)
+    ]
     with kept_workers(settings, warm=True) if todo else nullcontext() as pool:
 
         def predicted(row: Row, out: Path) -> RunSummary | Exception:
             try:
-                given = build(PredictSettings, {"reads": (str(settings.inbox / row.file),), "out": out, **common})
+                given = build(
+                    PredictSettings,
+                    {"reads": (str(settings.inbox / row.file),), "out": out, **common},
+                )
                 return _predicted(sample_of(given.named), given, pool, content=row.sha256)[0]
             except Exception as error:  # noqa: BLE001 - the ledger tells them apart
                 return error
@@ -123,11 +150,22 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     rows = ledger.scan(settle_s=settings.settle_s)
     for row in rows:
         if row.fate == "failed" and (row.file, row.sha256) not in known:
-            emit("inbox.failed", f"inbox.{key(row.file)}", row.file, {"reason": row.note, "run": row.run})
+            emit(
+                "inbox.failed",
+                f"inbox.{key(row.file)}",
+                row.file,
+                {"reason": row.note, "run": row.run},
+            )
     counts = Counter(row.fate for row in rows)
-    shown = [{name: getattr(row, name) for name in ("file", "fate", "reads", "viral", "run", "note")} for row in rows]
+    shown = [
+        {name: getattr(row, name) for name in ("file", "fate", "reads", "viral", "run", "note")}
+        for row in rows
+    ]
     publish_table(f"inbox-{settings.inbox.name}", shown, f"Files of {settings.inbox}")
-    message = ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items())) or "the inbox is empty"
+    message = (
+        ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items()))
+        or "the inbox is empty"
+    )
     return done(counts, message, reused=not todo)
 
 
@@ -140,12 +178,20 @@ def _predicted(
     with run_lock(settings.out):
         run = RunDir(settings.out)
         if among > 1 and not settings.stage_workers:
-            settings = settings.model_copy(update={"stage_workers": max(1, len(os.sched_getaffinity(0)) // among)})
+            settings = settings.model_copy(
+                update={"stage_workers": max(1, len(os.sched_getaffinity(0)) // among)}
+            )
         spec, staging = settings.spec(name), stage_input(settings, name)
         if content and (found := staging.by_file[0].content) and found.sha256 != content:
-            raise VirnucError(f"{staging.files[0]}: was replaced before it was read; the next run takes it as it is")
+            raise VirnucError(
+                f"{staging.files[0]}: was replaced before it was read; the next run takes it as it is"
+            )
         if not staging.counts.n_reads:
-            raise InputError("holds no reads", file=staging.files[0], hint="was it written to the end?")
-        summary = embed(run, staging, spec, label=name, pool=pool, watch=Watch(alone=among == 1)).result()
+            raise InputError(
+                "holds no reads", file=staging.files[0], hint="was it written to the end?"
+            )
+        summary = embed(
+            run, staging, spec, label=name, pool=pool, watch=Watch(alone=among == 1)
+        ).result()
         publish_prediction(run, name, summary, staging)
     return summary, staging

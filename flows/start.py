@@ -25,9 +25,32 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import BaseModel, Field, create_model
 from pydantic_core import to_jsonable_python
 
-from flows.parameters import WITHOUT, Flag, FlowSettings, OnTerminal, PredictSettings, RunSettings, command
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, INPUTS, Devices, EngineSpec, VerdictSpec, reading, small_text
-from virnuc_core.errors import ConfigError, InputError, StorageError, VirnucError, printable, storage_error
+from virnuc.flows.parameters import (
+    WITHOUT,
+    Flag,
+    FlowSettings,
+    OnTerminal,
+    PredictSettings,
+    RunSettings,
+    command,
+)
+from virnuc_core.config import (
+    DEFAULT_MODEL_LENGTH,
+    INPUTS,
+    Devices,
+    EngineSpec,
+    VerdictSpec,
+    reading,
+    small_text,
+)
+from virnuc_core.errors import (
+    ConfigError,
+    InputError,
+    StorageError,
+    VirnucError,
+    printable,
+    storage_error,
+)
 from virnuc_core.lease import command_s
 from virnuc_core.rundir import SAMPLES, RunDir, bound, check_room
 
@@ -36,15 +59,30 @@ if TYPE_CHECKING:
 
     from virnuc_core.config import OnError
 
-PARTIAL, CRITERION_FAILED, NOT_JUDGED = 6, 5, 7  # exit codes; the first: some rows had to be set aside
-NOT_MET, REJECTED = "Criteria not met", "Rejected"  # states of runs that ended well, but not as was asked
-FLOWS: Final = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))["flows"]
+PARTIAL, CRITERION_FAILED, NOT_JUDGED = (
+    6,
+    5,
+    7,
+)  # exit codes; the first: some rows had to be set aside
+NOT_MET, REJECTED = (
+    "Criteria not met",
+    "Rejected",
+)  # states of runs that ended well, but not as was asked
+FLOWS: Final = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))[
+    "flows"
+]
 HOME_BYTES: Final = 1 << 24  # of an own server's database and results, at least
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
-BASES_IN_FILE: Final = 6  # bytes of a file for a base of a read that occurs once, at most: FASTQ has 2 to 3 a base
-LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only
+BASES_IN_FILE: Final = (
+    6  # bytes of a file for a base of a read that occurs once, at most: FASTQ has 2 to 3 a base
+)
+LOOKED_AT: Final = (
+    2  # batches of a file: what is wrong in a small one shows after its good reads only
+)
 APP: Final = "prefect.server.api.server:create_app"
-SERVER: Final = f"import uvicorn; uvicorn.run('{APP}', factory=True, fd=int(sys.argv[1]), log_level='error')"
+SERVER: Final = (
+    f"import uvicorn; uvicorn.run('{APP}', factory=True, fd=int(sys.argv[1]), log_level='error')"
+)
 
 
 def starts(name: str, model: type[BaseModel], *positional: str) -> Callable[..., int]:
@@ -60,7 +98,12 @@ def starts(name: str, model: type[BaseModel], *positional: str) -> Callable[...,
         if settings.as_json:
             data = to_jsonable_python(state.result(raise_on_failure=False), fallback=str)
             body = {"state": state.name, "message": state.message, "exit_code": code, "data": data}
-            say(json.dumps(body | {name.lower().replace(" ", "_"): fact for name, fact in told.items()}, indent=2))
+            say(
+                json.dumps(
+                    body | {name.lower().replace(" ", "_"): fact for name, fact in told.items()},
+                    indent=2,
+                )
+            )
             return code
         if "text" in of:
             say(Path(of["text"].format(of=settings)).read_text(encoding="utf-8"))
@@ -83,11 +126,15 @@ def exit_code(state: "State[Any]") -> int:
 def _in_the_ui(flow_run_id: object) -> str:
     from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
 
-    from tasks.server import connection
+    from virnuc.tasks.server import connection
 
     address, run, first = PREFECT_UI_URL.value(), f"/runs/flow-run/{flow_run_id}", ""
     if connection.embedded is not None:
-        home = "" if PREFECT_HOME.value() == Path.home() / ".prefect" else f"PREFECT_HOME={PREFECT_HOME.value()} "
+        home = (
+            ""
+            if PREFECT_HOME.value() == Path.home() / ".prefect"
+            else f"PREFECT_HOME={PREFECT_HOME.value()} "
+        )
         address, first = "http://127.0.0.1:4200", f"{home}prefect server start, then "
     return f"{first}{address}{run}"
 
@@ -95,7 +142,9 @@ def _in_the_ui(flow_run_id: object) -> str:
 class PredictOptions(PredictSettings):
     """What the command takes beside the flow's own."""
 
-    no_prefect: Flag = Field(False, description="the same steps without a Prefect server; nothing is recorded there")
+    no_prefect: Flag = Field(
+        False, description="the same steps without a Prefect server; nothing is recorded there"
+    )
 
 
 predict = starts("predict", PredictOptions, "reads")
@@ -123,12 +172,14 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
         devices = check(settings, None if named else ahead)  # a named server says whose turn it is
         on = getattr(settings, "cluster", None) or devices
         tell(f"{name} into {printable(str(settings.out))} on {on}: reads and weights will do")
-        from flows import flow_run
+        from virnuc.flows import flow_run
         from virnuc_core.reads.sources import hidden
 
         called = getattr(importlib.import_module(module), name)
         values = {name: getattr(settings, name) for name in inspect.signature(called).parameters}
-        values |= {name: tuple(map(hidden, values[name])) for name in INPUTS if name in values}  # which Prefect keeps
+        values |= {
+            name: tuple(map(hidden, values[name])) for name in INPUTS if name in values
+        }  # which Prefect keeps
         tell("Prefect is loaded")
         state = flow_run.run_flow(called, values, settings, ready)
     tell("done")
@@ -137,7 +188,9 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
 
 def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what the user has not set himself; Prefect reads it on import, and a server of our own inherits it."""
-    for name, value in tomllib.loads(Path(__file__).with_name("prefect.toml").read_text(encoding="utf-8")).items():
+    for name, value in tomllib.loads(
+        Path(__file__).with_name("prefect.toml").read_text(encoding="utf-8")
+    ).items():
         environment.setdefault(name, value)
 
 
@@ -168,12 +221,21 @@ def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None
     be imported here, and start later. Errors: those of `usable_home`; of what is returned `VirnucError`: no answer."""
     usable_home()
     from prefect.context import refresh_global_settings_context
-    from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
+    from prefect.settings import (
+        PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
+        get_current_settings,
+    )
 
     log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this process
-    own = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+    own = {
+        "PREFECT_UI_ENABLED": "0",
+        "PREFECT__SERVER_EPHEMERAL": "1",
+        "PREFECT__SERVER_FINAL": "1",
+    }
     own |= get_current_settings().to_environment_variables(exclude_unset=True)
-    with socket.socket() as door:  # bound before the server is there: who knocks waits, and no other has its port
+    with (
+        socket.socket() as door
+    ):  # bound before the server is there: who knocks waits, and no other has its port
         door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         door.bind(("127.0.0.1", 0))
         door.listen(128)
@@ -194,7 +256,7 @@ def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None
     def wait() -> None:
         import httpx
 
-        from tasks.server import connection
+        from virnuc.tasks.server import connection
 
         connection.embedded = server
         try:
@@ -204,7 +266,9 @@ def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None
             log.seek(0)
             text = log.read().decode(errors="replace")
             said = re.findall(r"^[\w.]+(?:Error|Exception): .*", text, re.MULTILINE) or [error]
-            raise VirnucError(f"Prefect's own server does not start: {said[-1]}; mend it, or use {WITHOUT}") from error
+            raise VirnucError(
+                f"Prefect's own server does not start: {said[-1]}; mend it, or use {WITHOUT}"
+            ) from error
         tell("its server answers")
 
     return wait
@@ -227,21 +291,34 @@ def check(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
     found = () if remote else devices.resolve(Devices.parse(settings.devices))
     engine = devices.resolve_engine(settings.engine(), found[0].kind) if found else EngineSpec()
     over = any(map(os.path.exists, (run.summary, run.former_summary, settings.out / SAMPLES)))
-    if ahead is not None and found and isinstance(settings, PredictSettings) and (settings.force or not over):
-        ahead.enter_context(process.LocalWorkers(process.WORKER, process.worker_specs(settings.models, found, engine)))
+    if (
+        ahead is not None
+        and found
+        and isinstance(settings, PredictSettings)
+        and (settings.force or not over)
+    ):
+        ahead.enter_context(
+            process.LocalWorkers(
+                process.WORKER, process.worker_specs(settings.models, found, engine)
+            )
+        )
     from virnuc_core.encoders.checkpoint import check_models, fingerprint
     from virnuc_core.encoders.model_config import verdict
     from virnuc_core.reads.sources import is_remote
 
     head, rows = check_models(settings.models, getattr(settings, "model_length", None)), 0
-    if ahead is not None and isinstance(settings, PredictSettings):  # the digest of new weights takes seconds
+    if ahead is not None and isinstance(
+        settings, PredictSettings
+    ):  # the digest of new weights takes seconds
         threading.Thread(target=fingerprint, args=(settings.models,), daemon=True).start()
     if isinstance(settings, VerdictSpec):
         verdict(head, settings)
     if isinstance(settings, RunSettings) and not getattr(settings, "many", False):
         local = tuple(name for name in settings.named if not is_remote(name))
         if local:
-            rows = readable(local, settings.on_error, head.model_length, alone=len(local) == len(settings.named))
+            rows = readable(
+                local, settings.on_error, head.model_length, alone=len(local) == len(settings.named)
+            )
             rows *= not settings.read_group  # nothing tells how many of them are of it
         if local and isinstance(settings, PredictSettings) and settings.written:
             from virnuc_core.reads.subsets import readable_twice  # few runs need it
@@ -259,7 +336,11 @@ def check(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
 
 
 def readable(
-    reads: tuple[str, ...], on_error: "OnError", model_length: int = DEFAULT_MODEL_LENGTH, *, alone: bool = True
+    reads: tuple[str, ...],
+    on_error: "OnError",
+    model_length: int = DEFAULT_MODEL_LENGTH,
+    *,
+    alone: bool = True,
 ) -> int:
     """The rows that reads surely have, by the beginning of every file; `alone`: there are no others. Pipes and standard
     input are left for staging, and empty files among others. Errors: those of `parse`; `InputError` when all are
@@ -276,12 +357,18 @@ def readable(
             for batch in islice(parse((name,), log, block_bytes=LOOKED_AT_BYTES), LOOKED_AT):
                 chunks, found = chunk(batch.bases.lengths, model_length), found + len(batch)
                 begin = batch.bases.offsets[chunks.read]
-                rows += len(translate(batch.bases.data, begin + chunks.start, begin + chunks.end).chunk)
+                rows += len(
+                    translate(batch.bases.data, begin + chunks.start, begin + chunks.end).chunk
+                )
                 bases += len(batch.bases.data)
             least += Path(name).stat().st_size * rows // (BASES_IN_FILE * bases)
             empty += [name] * (not found and not log.skipped_by_file)
     if alone and empty and len(empty) == len(files):
-        raise InputError("holds no reads", file=empty[0], hint="was it written to the end? name a file with reads")
+        raise InputError(
+            "holds no reads",
+            file=empty[0],
+            hint="was it written to the end? name a file with reads",
+        )
     return least
 
 
@@ -296,7 +383,9 @@ def writable(out: Path, nbytes: int = 0, what: str = "") -> None:
     if not place.is_dir():
         raise ConfigError(f"{out}: {place} is a file; choose another directory")
     try:
-        with tempfile.TemporaryFile(dir=place) as file:  # permission bits know nothing of full or read-only disks
+        with tempfile.TemporaryFile(
+            dir=place
+        ) as file:  # permission bits know nothing of full or read-only disks
             file.write(b"virnuc")
             file.flush()
     except OSError as error:

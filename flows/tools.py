@@ -7,25 +7,26 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows import start
-from flows.flow_commands import SWEPT, OverheadSettings, ProfileSettings, TrainSettings, TuneSettings
-from flows.flow_run import named, stage_input, with_parameters
-from flows.predict import StagedRun, staged_run
-from tasks.measure import overhead as timed
-from tasks.measure import run_trial, split, trace
-from tasks.measure import train as fit
-from tasks.predict import embed, stage, stage_rows
-from tasks.server import announce
-from tasks.step import Markdown, cell, done, on_host, publish_markdown, publish_table
+from virnuc.flows import start
+from virnuc.flows.flow_commands import (
+    SWEPT,
+    OverheadSettings,
+    ProfileSettings,
+    TrainSettings,
+    TuneSettings,
+)
+from virnuc.flows.flow_run import named, stage_input, with_parameters
+from virnuc.flows.predict import StagedRun, staged_run
+from virnuc.tasks.measure import overhead as timed
+from virnuc.tasks.measure import run_trial, split, trace
+from virnuc.tasks.measure import train as fit
+from virnuc.tasks.predict import embed, stage, stage_rows
+from virnuc.tasks.server import announce
+from virnuc.tasks.step import Markdown, cell, done, on_host, publish_markdown, publish_table
 from virnuc_core.config import TraceOptions, TraceSpec
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.models_directory import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.measure.bench import Bench
-from virnuc_core.measure.evaluation import Examples
-from virnuc_core.measure.trace import TraceTable
-from virnuc_core.measure.training import NO_GENOMES, TrainFile, remove_results, stand_in, write_cuts
-from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSpec
@@ -33,6 +34,17 @@ from virnuc_core.report.build import write_report
 from virnuc_core.report.render import message, templates, told_rows
 from virnuc_core.rundir import RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import now, versions
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.trace import TraceTable
+from virnuc_core.tools.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
+from virnuc_core.training.evaluation import Examples
+from virnuc_core.training.training import (
+    NO_GENOMES,
+    TrainFile,
+    remove_results,
+    stand_in,
+    write_cuts,
+)
 from virnuc_core.validation import OverheadFile
 
 
@@ -67,15 +79,27 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
     chosen = recommend(tried, tolerance=tolerance)
     rows = told_rows(
         "tune.view.j2",
-        candidates=sorted(tried, key=lambda one: one.rate, reverse=True),  # what cannot run stands last
+        candidates=sorted(
+            tried, key=lambda one: one.rate, reverse=True
+        ),  # what cannot run stands last
         chosen=chosen.candidate,
         recommended=Markdown("**recommended**"),
         tolerance=tolerance,
     )
     told = Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}")
     publish_table(on_host(f"tune-{label}-{devices}"), rows, told)
-    found = {"sweep": sweep, "candidates": tried, "chosen": chosen, "cores": len(os.sched_getaffinity(0))}
-    found |= {"created": now(), "versions": versions(), "devices": resolve(devices), "swept": sorted(SWEPT.values())}
+    found = {
+        "sweep": sweep,
+        "candidates": tried,
+        "chosen": chosen,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    found |= {
+        "created": now(),
+        "versions": versions(),
+        "devices": resolve(devices),
+        "swept": sorted(SWEPT.values()),
+    }
     for name in ("tune.json", "settings.toml"):
         write_text_whole(sweep.out / name, templates().get_template(f"{name}.j2").render(found))
     return chosen
@@ -92,16 +116,26 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
         summary = staged.embed().result()
         options = settings.model_dump(include={*TraceOptions.model_fields})
         spec = TraceSpec(folder=str((run.telemetry / "traces").resolve()), **options)
-        found = trace(run, Bench(run.store, settings.models, devices), staged.spec.engine, spec, label=label).result()
+        found = trace(
+            run, Bench(run.store, settings.models, devices), staged.spec.engine, spec, label=label
+        ).result()
         marks = told_rows("marks.view.j2", tables=found)
         operations = told_rows("operations.view.j2", tables=found, limit=settings.operations)
-        publish_table(on_host(f"operations-{label}-{devices}"), operations, f"Operations that took most time: {label}")
-        publish_table(on_host(f"marks-{label}-{devices}"), marks, f"Recorded stages of {label}: {spec.folder}")
+        publish_table(
+            on_host(f"operations-{label}-{devices}"),
+            operations,
+            f"Operations that took most time: {label}",
+        )
+        publish_table(
+            on_host(f"marks-{label}-{devices}"), marks, f"Recorded stages of {label}: {spec.folder}"
+        )
         tables = {"stages": stage_rows(summary), "marks": marks, "operations": operations}
         text = templates().get_template("profile.md.j2").render(traces=found, **tables)
         path = Path(spec.folder, "profile.md")
         write_text_whole(path, text)
-        publish_markdown(on_host(f"profile-{label}-{devices}"), text, message("traced", found), path)
+        publish_markdown(
+            on_host(f"profile-{label}-{devices}"), text, message("traced", found), path
+        )
     return done(found, message("profiled", found, spec.folder))
 
 
@@ -113,16 +147,26 @@ def train(settings: TrainSettings) -> State[TrainFile]:
     The figures are of genomes that the head has never met, with intervals and baselines: `OUT/train.json` and
     `OUT/train.html`. The head is written to `OUT/head`; with `install` it takes the place of the models directory's
     own, which is kept (`virnuc models heads`)."""
-    models = stand_in(settings.models, settings.out, check_models(settings.models, settings.model_length))
+    models = stand_in(
+        settings.models, settings.out, check_models(settings.models, settings.model_length)
+    )
     with staged_run(settings.model_copy(update={"models": models, "model_length": None})) as staged:
         examples = split(staged.run, settings, label=staged.label).result()
         staged.embed().result()
         remove_results(staged.run)
-        cuts = NO_GENOMES if settings.genomes is None else _embed_cuts(staged, examples, settings.genomes)
+        cuts = (
+            NO_GENOMES
+            if settings.genomes is None
+            else _embed_cuts(staged, examples, settings.genomes)
+        )
         fitted = fit(staged.run, examples, settings, cuts, label=staged.label)
         found, told = fitted.result(), [str(fitted.message)]
         if settings.install or settings.install_anyway:
-            told.append(install_head(staged.run.root / "head", settings.models, anyway=settings.install_anyway))
+            told.append(
+                install_head(
+                    staged.run.root / "head", settings.models, anyway=settings.install_anyway
+                )
+            )
     return done(found, "; ".join(told))
 
 

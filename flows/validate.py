@@ -20,21 +20,19 @@ from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from prefect.states import Completed, Failed
 
-from flows import start
-from flows.flow_commands import KNOBS, MeasureSettings, ScaleSettings, ValidateSettings
-from flows.flow_run import named, stage_input, with_parameters
-from flows.tools import sweep_all
-from tasks import measure as steps
-from tasks.predict import embed
-from tasks.server import UNTOLD, announce, connection
-from tasks.step import NotMetError, TimeLimitError, beside, done, on_host, publish_markdown
+from virnuc.flows import start
+from virnuc.flows.flow_commands import KNOBS, MeasureSettings, ScaleSettings, ValidateSettings
+from virnuc.flows.flow_run import named, stage_input, with_parameters
+from virnuc.flows.tools import sweep_all
+from virnuc.tasks import measure as steps
+from virnuc.tasks.predict import embed
+from virnuc.tasks.server import UNTOLD, announce, connection
+from virnuc.tasks.step import NotMetError, TimeLimitError, beside, done, on_host, publish_markdown
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import DeviceError
-from virnuc_core.measure.bench import Bench
-from virnuc_core.measure.tune import Sweep, candidates
 from virnuc_core.pipeline import nodes_of, read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.sources import sample_of
@@ -45,14 +43,27 @@ from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, message
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
 from virnuc_core.runfiles import Device, RunRecord, write
-from virnuc_core.validation import TUNING, ApprovalRecord, TuningFile, TuningRound, read_usable, record_validation
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.tune import Sweep, candidates
+from virnuc_core.validation import (
+    TUNING,
+    ApprovalRecord,
+    TuningFile,
+    TuningRound,
+    read_usable,
+    record_validation,
+)
 
 if TYPE_CHECKING:
     from virnuc_core.engine.cluster import Cluster
 
-ALONE: Final = "baseline, fp32 sample, ceilings and the cost of commits"  # which one machine measures
+ALONE: Final = (
+    "baseline, fp32 sample, ceilings and the cost of commits"  # which one machine measures
+)
 NOT_HERE: Final = f"this machine has no device as the nodes have: {ALONE} were not run"
-GRACE_S: Final = 600  # the server keeps the pause open longer than we wait, so that our answer is still taken
+GRACE_S: Final = (
+    600  # the server keeps the pause open longer than we wait, so that our answer is still taken
+)
 POLL_S: Final = 5
 TUNED_TOKENS: Final = 4_000_000  # a minute or so on a GPU
 TUNED_REPEATS: Final = 2
@@ -75,7 +86,11 @@ class Machines:
 
     def __init__(self, spec: ClassifySpec, cluster: "Cluster | None") -> None:
         self._cluster, own = cluster, list[Device]()
-        nodes = [node.devices for node in cluster.used] if cluster else [(one,) for one in resolve(spec.devices)]
+        nodes = (
+            [node.devices for node in cluster.used]
+            if cluster
+            else [(one,) for one in resolve(spec.devices)]
+        )
         self.devices, self._ends = tuple(chain(*nodes)), tuple(accumulate(map(len, nodes)))
         with suppress(DeviceError):
             own = [one for one in resolve(spec.devices) if one.kind == self.devices[0].kind]
@@ -87,7 +102,9 @@ class Machines:
         most, ends = len(self.devices), self._ends
         if not isinstance(settings, ScaleSettings):
             return sorted({1, min(2, most), most})
-        whole_nodes = (ends[(1 << power) - 1] for power in range(len(ends).bit_length()))  # 1, 2, 4, …
+        whole_nodes = (
+            ends[(1 << power) - 1] for power in range(len(ends).bit_length())
+        )  # 1, 2, 4, …
         wanted = {1, most, *whole_nodes, *map(int, profile.scaling_bands)}
         return sorted(count for count in wanted if count <= most) * settings.repeats
 
@@ -155,20 +172,35 @@ def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None
         return None
     base = resolve_engine(tuned(out, settings.engine()), resolve(devices)[0].kind)
     loss = next((one for one in judged.losses if one.kind in KNOBS), None)
-    beyond = [f"no setting mends {one.kind} ({one.advice})" for one in judged.losses if one.kind not in KNOBS]
+    beyond = [
+        f"no setting mends {one.kind} ({one.advice})"
+        for one in judged.losses
+        if one.kind not in KNOBS
+    ]
     chosen = None
     if loss is not None:
-        bench, knobs = Bench(RunDir(out).store, settings.models, devices, judged.profile.sample_s), KNOBS[loss.kind]
-        sweep = Sweep(out, bench, base, judged.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
+        bench, knobs = (
+            Bench(RunDir(out).store, settings.models, devices, judged.profile.sample_s),
+            KNOBS[loss.kind],
+        )
+        sweep = Sweep(
+            out, bench, base, judged.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS
+        )
         chosen = sweep_all(sweep, candidates(base, knobs), sample_of(settings.named))
         beyond.insert(0, f"against {loss.kind}, {', '.join(knobs)} were swept: {chosen.reason}")
-    found = chosen.candidate.engine.model_dump(mode="json") if chosen and chosen.candidate.number else None
+    found = (
+        chosen.candidate.engine.model_dump(mode="json")
+        if chosen and chosen.candidate.number
+        else None
+    )
     this = TuningRound(missed=missed, said="; ".join(beyond), engine=found)
     write(out / TUNING, TuningFile(rounds=(*before, this)))
     return this
 
 
-def ended(settings: MeasureSettings, judged: Report, told: str, verdict: str | None = None) -> State[Judged]:
+def ended(
+    settings: MeasureSettings, judged: Report, told: str, verdict: str | None = None
+) -> State[Judged]:
     """How a flow ends whose figures were judged; where they or a reviewer say no, it fails or its name says so."""
     result = Judged(RunDir(settings.out).report, judged.met, judged.missed, judged.outcome, verdict)
     if verdict != "rejected" and judged.outcome != "failed":
@@ -198,17 +230,23 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
         record_validation(out, spec, profile, staging, on.devices, *[NOT_HERE] * (not on.here.ids))
         bench, base = Bench(RunDir(out).store, spec.models, on.here), profile.baseline
         if isinstance(settings, ValidateSettings) and (on.here.ids or base.source == "recorded"):
-            found = steps.baseline(RunDir(out / BASELINE), bench, base, label=label, force=force).result()
+            found = steps.baseline(
+                RunDir(out / BASELINE), bench, base, label=label, force=force
+            ).result()
             subset = found.subset is not None
         names = _runs(settings, spec, profile, staging, on, label)
         if on.here.ids and on.here.kind == "cuda":  # cores compute in fp32
             steps.precision(out, bench, spec.engine, profile.fp32_sequences, label=label).result()
         if on.here.ids and "checkpoint_overhead" in profile.targets and staging.counts.n_rows:
             steps.overhead(out, bench, spec.engine, label=label, force=force).result()
-    steps.compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
+    steps.compare(
+        out, names, tolerance=profile.score_tolerance, subset=subset, label=label
+    ).result()
     judged = steps.report(out, profile, history=settings.history_file, label=label).result()
     steps.publish(judged, out, label)
-    return judged, "; nothing had to be computed" if before and _finished_runs(out) == before else ""
+    return judged, "; nothing had to be computed" if before and _finished_runs(
+        out
+    ) == before else ""
 
 
 def _finished_runs(out: Path) -> dict[str, int]:
@@ -217,15 +255,27 @@ def _finished_runs(out: Path) -> dict[str, int]:
 
 
 def _runs(
-    settings: MeasureSettings, spec: ClassifySpec, profile: Profile, staging: StageSummary, on: Machines, label: str
+    settings: MeasureSettings,
+    spec: ClassifySpec,
+    profile: Profile,
+    staging: StageSummary,
+    on: Machines,
+    label: str,
 ) -> tuple[str, ...]:
     """Names of the runs on these devices that came to an end, one for each number. Of a number that stands in `counts`
     again only measurements stay. The GPUs' ceilings are measured first, unless nothing is to be computed."""
     out, counts = settings.out, on.counts(settings, profile)
-    more: dict[str, Any] = {"watch": Watch(sample_s=profile.sample_s, window_s=profile.window_s), "label": label}
-    complete = all(read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
+    more: dict[str, Any] = {
+        "watch": Watch(sample_s=profile.sample_s, window_s=profile.window_s),
+        "label": label,
+    }
+    complete = all(
+        read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts
+    )
     if on.here.ids and on.here.kind == "cuda" and (spec.force or not complete):
-        more["flops"] = steps.ceiling(out, Bench(staging.store, spec.models, on.here), spec.engine).result()
+        more["flops"] = steps.ceiling(
+            out, Bench(staging.store, spec.models, on.here), spec.engine
+        ).result()
     for name in run_names(out) if spec.force else ():  # also what none of these will replace
         for folder in (name, *run_names(out, f"{name}.")):
             discard(out / folder, *RUN_FILES)
@@ -237,28 +287,45 @@ def _runs(
                 continue
         devices, workers = on.first(count)
         own = spec.model_copy(update={"devices": devices})
-        with suppress(TimeLimitError), workers as pool:  # the run's summary says so: to the report it is a failure
-            embed(RunDir(out / name), staging, own, time_limit_s=profile.time_limit_s, pool=pool, **more).result()
+        with (
+            suppress(TimeLimitError),
+            workers as pool,
+        ):  # the run's summary says so: to the report it is a failure
+            embed(
+                RunDir(out / name),
+                staging,
+                own,
+                time_limit_s=profile.time_limit_s,
+                pool=pool,
+                **more,
+            ).result()
             if again:
                 discard(out / name, *SHARDS, "embeddings.h5")
     found = run_names(out, most=len(on.devices))
     return tuple(name for name in found if read_summary(RunDir(out / name)) is not None)
 
 
-def ask(report_dir: Path, form: type[RunInput], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:
+def ask(
+    report_dir: Path, form: type[RunInput], *, timeout_s: int, poll_s: int = POLL_S
+) -> ApprovalRecord:
     """The answer of the reviewer for whom this flow run pauses, kept in the report's directory. A time-out answers
     `pending` by the door a person would use: a run nobody looked at is not a failed one."""
     flow_run_id = UUID(runtime.flow_run.id)
 
     def answer_for_nobody(stop: threading.Event) -> None:
         if not stop.wait(timeout_s):
-            with connection.telling("the time-out of the approval"), get_client(sync_client=True) as client:
+            with (
+                connection.telling("the time-out of the approval"),
+                get_client(sync_client=True) as client,
+            ):
                 client.resume_flow_run(flow_run_id, run_input=steps.TIMED_OUT)
 
     connection.patient_until_s = time.monotonic() + timeout_s
     try:
         with beside(answer_for_nobody):
-            answer = pause_flow_run(wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s)
+            answer = pause_flow_run(
+                wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s
+            )
     except UNTOLD as error:
         logger.warning("nobody could be asked: the Prefect server is lost (%s)", error)
         answer = form.model_validate(steps.TIMED_OUT)

@@ -9,8 +9,8 @@ from prefect.client.schemas.objects import State
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
-from tasks.server import device_slots
-from tasks.step import (
+from virnuc.tasks.server import device_slots
+from virnuc.tasks.step import (
     Markdown,
     Rows,
     cell,
@@ -27,12 +27,6 @@ from tasks.step import (
 from virnuc_core.baseline.run import run_baseline
 from virnuc_core.config import EngineSpec, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision
-from virnuc_core.measure.evaluation import Examples, choose
-from virnuc_core.measure.trace import TraceTable
-from virnuc_core.measure.trace import trace as record
-from virnuc_core.measure.training import TrainFile, train_head
-from virnuc_core.measure.tune import Candidate, Sweep, Trial
 from virnuc_core.profiles import Answer, BaselineSpec, Profile, Review
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.build import REGRESSION, RegressionFile, trend, write_report
@@ -42,11 +36,22 @@ from virnuc_core.report.model import Report
 from virnuc_core.report.render import Mark, fill, message, templates, told, told_rows
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import ModelFlops, read
+from virnuc_core.tools.bench import Bench, measure_ceilings, measure_overhead, measure_precision
+from virnuc_core.tools.trace import TraceTable
+from virnuc_core.tools.trace import trace as record
+from virnuc_core.tools.tune import Candidate, Sweep, Trial
+from virnuc_core.training.evaluation import Examples, choose
+from virnuc_core.training.training import TrainFile, train_head
 from virnuc_core.validation import QUESTIONS, BaselineSummary, Comparison, OverheadFile
 
 _WORDS: Final = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 MARKS, TIMED_OUT = _WORDS["verdicts"], _WORDS["time_out"]
-SHOWN: Final = ("Stages over time", "Utilisation", "Throughput", "History")  # an artifact is below 100 KiB
+SHOWN: Final = (
+    "Stages over time",
+    "Utilisation",
+    "Throughput",
+    "History",
+)  # an artifact is below 100 KiB
 NIGHTS: Final = 20
 
 
@@ -68,7 +73,9 @@ def split(run: RunDir, spec: TrainSpec, *, label: str) -> State[Examples]:
 
 
 @step("train", "train {label}")
-def train(run: RunDir, examples: Examples, spec: TrainSpec, cuts: RunDir | str, *, label: str) -> State[TrainFile]:
+def train(
+    run: RunDir, examples: Examples, spec: TrainSpec, cuts: RunDir | str, *, label: str
+) -> State[TrainFile]:
     """The head in `run/head` with its card, and `train.json` and `train.html`: how well it does on unknown genomes."""
     found = train_head(run, OrfStore.open(run.store), examples, spec, cuts)
     page, card = map(templates().get_template, ("train.html.j2", "model_card.md.j2"))
@@ -84,20 +91,31 @@ def overhead(
     out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: bool = False, **asked: Any
 ) -> State[OverheadFile]:
     """`checkpoint_overhead.json` of a validate directory; a measurement of the same work is used as it is."""
-    progress = progress_artifact(f"progress-{label}-overhead", f"Runs with and without what costs, of {label}")
+    progress = progress_artifact(
+        f"progress-{label}-overhead", f"Runs with and without what costs, of {label}"
+    )
     with device_slots(resolve(bench.devices)), progress as show:
-        found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=show, **asked)
+        found = measure_overhead(
+            out, bench, engine, force=force and first_attempt(), on_run=show, **asked
+        )
     rows = told_rows("overhead.view.j2", pairs=found.pairs)
-    publish_table(on_host(f"overhead-{label}"), rows, f"What these cost, {label} on {bench.devices}")
+    publish_table(
+        on_host(f"overhead-{label}"), rows, f"What these cost, {label} on {bench.devices}"
+    )
     return done(found, message("overhead", found.pairs, median))
 
 
 @step("precision", "fp32 sequences of {label}")
-def precision(out: Path, bench: Bench, engine: EngineSpec, sequences: int, *, label: str) -> State[bool]:
+def precision(
+    out: Path, bench: Bench, engine: EngineSpec, sequences: int, *, label: str
+) -> State[bool]:
     """About so many sequences in fp32 in `out/fp32`, unless the runs compute in fp32 themselves."""
     with device_slots(resolve(bench.devices)[:1]):
         made = measure_precision(out, bench, engine, sequences)
-    return done(made, f"a part of {label} was embedded in fp32" if made else "the runs are in fp32 themselves")
+    return done(
+        made,
+        f"a part of {label} was embedded in fp32" if made else "the runs are in fp32 themselves",
+    )
 
 
 @step("ceiling", "ceiling of {bench.devices}")
@@ -105,7 +123,9 @@ def ceiling(out: Path, bench: Bench, engine: EngineSpec) -> State[ModelFlops]:
     """The ceilings of these devices with these weights. Errors: those of `measure_ceilings`."""
     found = resolve(bench.devices)
     with device_slots(found):
-        flops = measure_ceilings(bench.models, found, resolve_engine(engine, found[0].kind), out / "logs")
+        flops = measure_ceilings(
+            bench.models, found, resolve_engine(engine, found[0].kind), out / "logs"
+        )
     return done(flops, message("ceiling", flops.esm2_ceiling_tokens_s))
 
 
@@ -126,12 +146,16 @@ def baseline(
     """The baseline's time and result files in `run`; one of the same reads, weights and devices is used as it is."""
     if force and first_attempt():
         with run_lock(run.root):
-            discard(run.root, *RUN_FILES)  # an error stops here: what stays must not be taken for the new one's
+            discard(
+                run.root, *RUN_FILES
+            )  # an error stops here: what stays must not be taken for the new one's
     progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
     with device_slots(resolve(bench.devices)), progress as show:
         if spec.source == "recorded" and spec.results is not None:
             take_results(spec.results, run, OrfStore.open(bench.store))
-        summary = run_baseline(run, bench.store, bench.models, bench.devices, spec, on_progress=show)
+        summary = run_baseline(
+            run, bench.store, bench.models, bench.devices, spec, on_progress=show
+        )
         show(1.0)
     return done(summary, message("baseline", summary, spec.results), reused=summary.reused)
 
@@ -142,7 +166,11 @@ def compare(
 ) -> State[tuple[Comparison, ...]]:
     """`comparison.json` of a validate directory. `subset`: the baseline covers a part of the reads only."""
     found = compare_runs(out, names, tolerance=tolerance, subset=subset)
-    rows = [row for section in told("correctness.view.j2", comparisons=found) for row in section.tables[""]]
+    rows = [
+        row
+        for section in told("correctness.view.j2", comparisons=found)
+        for row in section.tables[""]
+    ]
     publish_table(f"comparison-{label}", rows, f"Agreement of the runs of {label}")
     return done(found, message("compared", found))
 
@@ -156,10 +184,20 @@ def report(out: Path, profile: Profile, *, history: Path, label: str) -> State[R
         target = criterion.target
         wanted = None if target is None else f"{target.op} {target.value:g} {criterion.unit}"
         payload = {"value": criterion.value, "target": wanted, "reason": criterion.reason} | common
-        emit(f"criterion.{key(criterion.verdict)}", f"criterion.{key(criterion.id)}", criterion.title, payload)
+        emit(
+            f"criterion.{key(criterion.verdict)}",
+            f"criterion.{key(criterion.id)}",
+            criterion.title,
+            payload,
+        )
     if (found := judged.regression) is not None:
         payload = found.model_dump(mode="json") | common
-        emit(f"regression.{key(found.verdict)}", f"regression.{key(profile.name)}", profile.title, payload)
+        emit(
+            f"regression.{key(found.verdict)}",
+            f"regression.{key(profile.name)}",
+            profile.title,
+            payload,
+        )
     return done(judged, message("met", judged))
 
 
@@ -169,9 +207,15 @@ def publish(judged: Report, out: Path, label: str) -> None:
     told = Markdown(f"**{cell(message('met', judged))}** — {cell(label)}, {cell(name)}")
     publish_table(on_host(f"criteria-{name}"), rows_of("criteria.view.j2", judged), told)
     if judged.accounting is not None:
-        publish_table(f"reads-{name}", rows_of("fates.view.j2", judged), f"What became of the reads of {label}")
+        publish_table(
+            f"reads-{name}",
+            rows_of("fates.view.j2", judged),
+            f"What became of the reads of {label}",
+        )
     if len(judged.scaling) > 1:
-        publish_table(on_host(f"scaling-{name}"), rows_of("scaling.view.j2", judged), f"Scaling of {label}")
+        publish_table(
+            on_host(f"scaling-{name}"), rows_of("scaling.view.j2", judged), f"Scaling of {label}"
+        )
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
     publish_markdown(on_host(f"report-{name}"), text, message("met", judged), folder / "report.md")
     charts = [chart for chart in all_charts(judged) if chart[0] in SHOWN]
@@ -180,14 +224,23 @@ def publish(judged: Report, out: Path, label: str) -> None:
     if (kept := RunDir(out).root / REGRESSION).is_file():
         compared = read(kept, RegressionFile)
         nights = trend((*compared.history, compared.entry))[-NIGHTS:]
-        publish_table(on_host(f"trend-{name}"), nights[::-1], f"Newest first, of the last {NIGHTS} on these devices")
+        publish_table(
+            on_host(f"trend-{name}"),
+            nights[::-1],
+            f"Newest first, of the last {NIGHTS} on these devices",
+        )
 
 
 def emit_outcome(judged: Report, out: Path) -> None:
     """One event for the validation as a whole."""
     payload = {"met": judged.met, "asked": len(judged.asked), "failed": list(judged.missed)}
     payload |= {"report": str(RunDir(out).report.absolute())}
-    emit(f"validation.{key(judged.outcome)}", f"validation.{key(judged.profile.name)}", judged.profile.title, payload)
+    emit(
+        f"validation.{key(judged.outcome)}",
+        f"validation.{key(judged.profile.name)}",
+        judged.profile.title,
+        payload,
+    )
 
 
 def rows_of(template: str, judged: Report) -> Rows:
@@ -196,7 +249,9 @@ def rows_of(template: str, judged: Report) -> Rows:
     def shown(cell: object) -> object:
         return Markdown(MARKS[cell.verdict]) if isinstance(cell, Mark) else cell
 
-    return [{name: shown(cell) for name, cell in row.items()} for row in told_rows(template, judged)]
+    return [
+        {name: shown(cell) for name, cell in row.items()} for row in told_rows(template, judged)
+    ]
 
 
 class Approval(Review, RunInput):
@@ -212,5 +267,8 @@ def approval_form(judged: Report) -> type[Approval]:
     above = fill("approval.md.j2", judged, rows=rows_of("criteria.view.j2", judged))
     asked: dict[str, Any] = {}
     for name, question in QUESTIONS.items():
-        asked[name] = Answer, Field("not answered", description=f"{question} {message(name, judged)}".strip())
+        asked[name] = (
+            Answer,
+            Field("not answered", description=f"{question} {message(name, judged)}".strip()),
+        )
     return create_model("Approval", __base__=Approval, **asked).with_initial_data(description=above)

@@ -8,8 +8,18 @@ from typing import Any
 
 from prefect.client.schemas.objects import State
 
-from tasks.server import device_slots
-from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step, time_limit
+from virnuc.tasks.server import device_slots
+from virnuc.tasks.step import (
+    Markdown,
+    Rows,
+    done,
+    first_attempt,
+    on_host,
+    progress_artifact,
+    publish_table,
+    step,
+    time_limit,
+)
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import Watch
@@ -54,8 +64,14 @@ def embed(
     progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})
 
-    def write_stopped(wall_s: float) -> None:  # how long it had taken, and nothing that was not measured
-        told: dict[str, Any] = {"staging_s": staging.total_s, "total_s": staging.total_s + wall_s, "wall_s": wall_s}
+    def write_stopped(
+        wall_s: float,
+    ) -> None:  # how long it had taken, and nothing that was not measured
+        told: dict[str, Any] = {
+            "staging_s": staging.total_s,
+            "total_s": staging.total_s + wall_s,
+            "wall_s": wall_s,
+        }
         told |= {"n_reads": staging.counts.n_reads, "devices": resolve_here(spec)}
         write(run.summary, RunSummary(stopped_at_limit=True, **told))
 
@@ -66,15 +82,33 @@ def embed(
             summary = classify(run, staging, spec, watch=watch, pool=pool, flops=flops)
         if show is not None:
             show(1.0)
-    publish_table(on_host(f"stages-{label}-{devices}"), stage_rows(summary), f"Where the time went on {devices}")
+    publish_table(
+        on_host(f"stages-{label}-{devices}"),
+        stage_rows(summary),
+        f"Where the time went on {devices}",
+    )
     if spec.cluster and summary.telemetry is not None:
-        rows = device_rows(read(run.telemetry / summary.telemetry, TelemetryFile).summary.devices, summary.deaths or ())
-        publish_table(on_host(f"devices-{label}-{devices}"), rows, f"What the devices of {spec.cluster} did")
-    if before is not None and (summary.total_s, summary.telemetry) == (before.total_s, before.telemetry):
-        return done(summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True)
+        rows = device_rows(
+            read(run.telemetry / summary.telemetry, TelemetryFile).summary.devices,
+            summary.deaths or (),
+        )
+        publish_table(
+            on_host(f"devices-{label}-{devices}"), rows, f"What the devices of {spec.cluster} did"
+        )
+    if before is not None and (summary.total_s, summary.telemetry) == (
+        before.total_s,
+        before.telemetry,
+    ):
+        return done(
+            summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True
+        )
     kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""
     deaths = f"; {len(summary.deaths)} worker deaths survived" if summary.deaths else ""
-    again = f"; {summary.rows_repeated:,} rows near the threshold again in fp16" if summary.rows_repeated else ""
+    again = (
+        f"; {summary.rows_repeated:,} rows near the threshold again in fp16"
+        if summary.rows_repeated
+        else ""
+    )
     computed = f"{summary.shards_computed} of {summary.shards} shards computed{kept}"
     return done(summary, f"{computed} in {summary.wall_s:.1f} s{again}{deaths}")
 
@@ -84,20 +118,40 @@ def stage_rows(summary: RunSummary) -> Rows:
     total_s, rows = summary.total_s or 0.0, []
     for place, name in enumerate(row for row in ROWS if row in STAGES or row in summary.stages):
         seconds = summary.stages.get(name)
-        spent = f"{seconds:.2f}" if seconds is not None else "fused" if name in summary.stages else "not measured"
+        spent = (
+            f"{seconds:.2f}"
+            if seconds is not None
+            else "fused"
+            if name in summary.stages
+            else "not measured"
+        )
         share = None if seconds is None else _share(seconds, total_s)
         title = f"Stage {place + 1}: {name}" if name in STAGES else name
         rows.append({"stage": title, "seconds": "-" * (name == OVERLAPPED) + spent, "share": share})
-    return [*rows, {"stage": Markdown("**Total wall time**"), "seconds": f"{total_s:.2f}", "share": "100 %"}]
+    return [
+        *rows,
+        {"stage": Markdown("**Total wall time**"), "seconds": f"{total_s:.2f}", "share": "100 %"},
+    ]
 
 
 def device_rows(busy: Sequence[DeviceBusy], deaths: Sequence[str]) -> Rows:
     """What each device did: shards, both encoders' tokens a second of computing, workers that died."""
     rows = []
     for one in busy:
-        (device, _, node), rate = one.device.partition("@"), one.tokens / one.busy_s if one.busy_s else None
+        (device, _, node), rate = (
+            one.device.partition("@"),
+            one.tokens / one.busy_s if one.busy_s else None,
+        )
         died = sum(line.startswith(f"worker on {one.device} ") for line in deaths)
-        rows.append({"node": node, "device": device, "shards": one.shards, "tokens/s": rate, "restarts": died})
+        rows.append(
+            {
+                "node": node,
+                "device": device,
+                "shards": one.shards,
+                "tokens/s": rate,
+                "restarts": died,
+            }
+        )
     return rows
 
 
@@ -108,8 +162,16 @@ def fate_rows(summary: RunSummary, tally: Mapping[str, int] | None = None) -> Ro
     def row(what: str, count: int) -> dict[str, object]:
         return {"fate": what, "reads": count, "share": _share(count, summary.n_reads)}
 
-    total = {"fate": Markdown("**all reads**"), "reads": sum(summary.fates.values()), "share": "100 %"}
-    remarks = [row(f"remark: {name}", tally[name]) for name in REMARKS if tally is not None and name in tally]
+    total = {
+        "fate": Markdown("**all reads**"),
+        "reads": sum(summary.fates.values()),
+        "share": "100 %",
+    }
+    remarks = [
+        row(f"remark: {name}", tally[name])
+        for name in REMARKS
+        if tally is not None and name in tally
+    ]
     return [*(row(*fate) for fate in summary.fates.items()), total, *remarks]
 
 

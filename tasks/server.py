@@ -28,7 +28,11 @@ from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectAlreadyExists, PrefectException
-from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import (
+    PREFECT_API_REQUEST_TIMEOUT,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
 from prefect.states import Crashed
 from prefect.utilities import callables
 
@@ -42,7 +46,9 @@ SILENT_S: Final = 30.0  # after a request that was not answered
 PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.ticks"  # labels
 LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
 UNTOLD: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
-_held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("slots this flow run holds", default=frozenset())
+_held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
+    "slots this flow run holds", default=frozenset()
+)
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +57,9 @@ class _NoOthers(callables.ParameterSchema):
 
     additionalProperties: bool  # noqa: N815 - a word of JSON Schema
 
-    def __init__(self, **schema: Any) -> None:  # what is not given is left out where a flow is deployed
+    def __init__(
+        self, **schema: Any
+    ) -> None:  # what is not given is left out where a flow is deployed
         super().__init__(**schema, additionalProperties=False)
 
 
@@ -71,7 +79,9 @@ class Connection:
         self.untold: list[str] = []
         self.embedded: subprocess.Popen[Any] | None = None  # the server that this process started
         self._silent_until_s = 0.0
-        self.patient_until_s = 0.0  # while a person is waited for, a server that is away may be, too
+        self.patient_until_s = (
+            0.0  # while a person is waited for, a server that is away may be, too
+        )
 
     def send(self, request: httpx.Request, ask: Ask) -> httpx.Response:
         """What the server answers to `ask`; on a state ours, when it answers nothing. Errors: `ServerLostError`."""
@@ -80,7 +90,9 @@ class Connection:
         until_s = max(self.patient_until_s, time.monotonic() + (ANSWER_S if state else 0.0))
         while True:
             try:
-                answer = self._try(request, ask, at_once=state is not None or time.monotonic() < until_s)
+                answer = self._try(
+                    request, ask, at_once=state is not None or time.monotonic() < until_s
+                )
             except ServerLostError:
                 gone = self.embedded is not None and self.embedded.poll() is not None
                 if not gone and time.monotonic() < until_s:
@@ -89,16 +101,22 @@ class Connection:
                 if state is None or state["type"] == "PAUSED":  # nobody could ever end that pause
                     raise
                 self.untold.append(f"the state {state['name']}")
-                told = {name: state.get(name) for name in ("type", "name", "message", "state_details")}
+                told = {
+                    name: state.get(name) for name in ("type", "name", "message", "state_details")
+                }
                 told |= {"id": str(uuid4()), "timestamp": datetime.now(UTC).isoformat()}
                 body = {"state": told, "status": "ACCEPT", "details": {"type": "accept_details"}}
                 answer = httpx.Response(200, json=body, request=request)
             break
         if state is not None and state["type"] not in ("PENDING", "RUNNING", "PAUSED"):
             if self.untold:
-                logger.warning("not reported to the Prefect server: %s", ", ".join(dict.fromkeys(self.untold)))
+                logger.warning(
+                    "not reported to the Prefect server: %s", ", ".join(dict.fromkeys(self.untold))
+                )
                 self.untold.clear()
-            if self.lost and os.environ.get("PREFECT__FLOW_RUN_ID", "none") in request.url.path:  # a worker's child
+            if (
+                self.lost and os.environ.get("PREFECT__FLOW_RUN_ID", "none") in request.url.path
+            ):  # a worker's child
                 self._end_soon(int(state["type"] != "COMPLETED"))
         return answer
 
@@ -112,7 +130,9 @@ class Connection:
             self._silent_until_s = time.monotonic() + SILENT_S
             if self.answered and not self.lost:
                 reason = type(error).__name__
-                logger.warning("the Prefect server does not answer (%s); the run goes on without it", reason)
+                logger.warning(
+                    "the Prefect server does not answer (%s); the run goes on without it", reason
+                )
             self.lost = True
             raise ServerLostError(str(error)) from error
         if self.lost:
@@ -154,7 +174,9 @@ connection: Final = Connection()
 
 def limit(client: SyncPrefectClient) -> None:
     """Let this client, which a flow run and all within it share, ask through `connection`."""
-    own = client._client  # Prefect knows settings for all of its clients only, made before ours are read
+    own = (
+        client._client
+    )  # Prefect knows settings for all of its clients only, made before ours are read
     for way in filter(None, (own._transport, *own._mounts.values())):
         if not isinstance(way.handle_request, partial):
             way.handle_request = partial(connection.send, ask=way.handle_request)  # type: ignore[method-assign]
@@ -165,7 +187,9 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
     """Hold one slot of the server for each GPU of `devices` that is not held already. Without a server (an embedded one
     is seen by nobody else), or a lost one, the worker's own lock does it. Errors: `TimeoutError` after `wait_s`."""
     # a GPU's UUID names it on every machine
-    names = sorted({f"virnuc-{gpu.id}".lower() for gpu in devices if gpu.kind == "cuda"} - _held.get())
+    names = sorted(
+        {f"virnuc-{gpu.id}".lower() for gpu in devices if gpu.kind == "cuda"} - _held.get()
+    )
     if not names or not with_server() or connection.embedded is not None:
         yield
         return
@@ -187,11 +211,16 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
 
 def limited(retries: int) -> AbstractContextManager[object]:
     """Clients that Prefect makes for itself in the body wait no longer than others."""
-    return temporary_settings({PREFECT_API_REQUEST_TIMEOUT: ANSWER_S, PREFECT_CLIENT_MAX_RETRIES: retries})
+    return temporary_settings(
+        {PREFECT_API_REQUEST_TIMEOUT: ANSWER_S, PREFECT_CLIENT_MAX_RETRIES: retries}
+    )
 
 
 def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
-    with connection.telling(f"limits of {', '.join(names)}"), get_client(sync_client=True) as client:
+    with (
+        connection.telling(f"limits of {', '.join(names)}"),
+        get_client(sync_client=True) as client,
+    ):
         for name in names:
             with suppress(ObjectAlreadyExists):  # another run made it just now
                 client.upsert_global_concurrency_limit_by_name(name, limit=1)
@@ -201,7 +230,11 @@ def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
     with limited(retries=2):  # a server that starts again while we wait keeps our place
         # strict: a limit that is missing is an error, never a free pass
         held = concurrency(
-            names, strict=True, timeout_seconds=wait_s, lease_duration=LEASE_S, raise_on_lease_renewal_failure=False
+            names,
+            strict=True,
+            timeout_seconds=wait_s,
+            lease_duration=LEASE_S,
+            raise_on_lease_renewal_failure=False,
         )
         slots.enter_context(held)
 
@@ -218,11 +251,15 @@ def announce(*tags: str) -> None:
     gone: State[Any] = Crashed(message="its process is gone, and had not told how it ended")
     with connection.telling("its process and tags"), get_client(sync_client=True) as client:
         client.update_flow_run_labels(context.flow_run.id, labels)
-        client.update_flow_run(context.flow_run.id, tags=sorted({*context.flow_run.tags, "virnuc", *tags}))
+        client.update_flow_run(
+            context.flow_run.id, tags=sorted({*context.flow_run.tags, "virnuc", *tags})
+        )
         for flow_run in client.read_flow_runs(flow_run_filter=ours):
             number, then = (str(flow_run.labels.get(name, "")) for name in (PROCESS, BEGAN))
             if flow_run.labels.get(PLACE) == place() and then and lives(int(number), then) is False:
-                logger.warning("flow run %s: its process is gone; it is called crashed", flow_run.name)
+                logger.warning(
+                    "flow run %s: its process is gone; it is called crashed", flow_run.name
+                )
                 client.set_flow_run_state(flow_run.id, gone, force=True)
 
 

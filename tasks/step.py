@@ -25,7 +25,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed, Failed
 from prefect.tasks import exponential_backoff
 
-from tasks.server import ANSWER_S, connection, with_server
+from virnuc.tasks.server import ANSWER_S, connection, with_server
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import (
     DeviceError,
@@ -45,7 +45,9 @@ MAX_BYTES: Final = 100 * 1024
 _MARKDOWN: Final = re.compile(r"([\\`*~|<>\[\]]|^[#+-](?=\s)|^\d+\.(?=\s))")
 RETRIES: Final = 3
 BACKOFF_S: Final = 10  # 10 s, 20 s, 40 s
-_attempt: contextvars.ContextVar[int] = contextvars.ContextVar("attempt of a task without Prefect", default=1)
+_attempt: contextvars.ContextVar[int] = contextvars.ContextVar(
+    "attempt of a task without Prefect", default=1
+)
 logger = logging.getLogger(__name__)
 
 Rows = Sequence[Mapping[str, object]]  # of equal keys
@@ -79,7 +81,9 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], "Step[P,
             retries=RETRIES,
             retry_delay_seconds=exponential_backoff(backoff_factor=BACKOFF_S),
             retry_jitter_factor=0.2,  # tasks felled together do not come back together
-            retry_condition_fn=lambda _task, _run, state: can_help(state.result(raise_on_failure=False)),
+            retry_condition_fn=lambda _task, _run, state: can_help(
+                state.result(raise_on_failure=False)
+            ),
         )
 
     return decorate
@@ -106,7 +110,11 @@ class Step(Task[P, T]):
 
 def can_help(error: BaseException) -> bool:
     """Whether the same call may succeed later: a dead worker or a busy disk may, a wrong setting or bad input never."""
-    return isinstance(error, WORTH_A_RETRY) and not isinstance(error, HOPELESS) and storage_error(error) is None
+    return (
+        isinstance(error, WORTH_A_RETRY)
+        and not isinstance(error, HOPELESS)
+        and storage_error(error) is None
+    )
 
 
 def first_attempt() -> bool:
@@ -131,7 +139,9 @@ def core_logs() -> Iterator[None]:
             return
         ids = {"flow_run_id": runtime.flow_run.id, "task_run_id": runtime.task_run.id}
 
-        def named(record: logging.LogRecord) -> bool:  # threads of the core know no run, those of other tasks their own
+        def named(
+            record: logging.LogRecord,
+        ) -> bool:  # threads of the core know no run, those of other tasks their own
             if (own := TaskRunContext.get()) is None or str(own.task_run.id) == ids["task_run_id"]:
                 vars(record).update(ids)
             return True
@@ -150,7 +160,9 @@ class TimeLimitError(VirnucError):
 
 
 @contextmanager
-def time_limit(what: object, limit_s: float | None, on_reached: Callable[[float], object]) -> Iterator[None]:
+def time_limit(
+    what: object, limit_s: float | None, on_reached: Callable[[float], object]
+) -> Iterator[None]:
     """End all child processes after `limit_s`. Errors: `TimeLimitError` then, once `on_reached` knows the seconds."""
     started_s, reached = time.monotonic(), threading.Event()
 
@@ -198,7 +210,11 @@ def cell(value: object) -> str:
             return "–" if math.isnan(value) else "∞" if value > 0 else "-∞"
         case Markdown():
             return value
-    text = printable(str(value).replace("\r", " ").replace("\n", " ")).replace("<=", "≤").replace(">=", "≥")
+    text = (
+        printable(str(value).replace("\r", " ").replace("\n", " "))
+        .replace("<=", "≤")
+        .replace(">=", "≥")
+    )
     return _MARKDOWN.sub(r"\\\1", text)
 
 
@@ -220,7 +236,9 @@ def publish_table(name: str, rows: Rows, description: str) -> None:
     """Record a table under `name`, inside a run; a description that is not `Markdown` is shown as it stands."""
     if inside_a_run():
         with connection.telling(f"table {name}"):
-            artifacts.create_table_artifact(bounded_rows(rows), key=key(name), description=cell(description))
+            artifacts.create_table_artifact(
+                bounded_rows(rows), key=key(name), description=cell(description)
+            )
 
 
 def publish_markdown(name: str, text: str, description: str, full_text: Path | str) -> None:
@@ -249,7 +267,9 @@ def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> No
 
 
 @contextmanager
-def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> Iterator[Callable[[float], None]]:
+def progress_artifact(
+    name: str, description: str, *, every_s: float = 5.0
+) -> Iterator[Callable[[float], None]]:
     """Gives what takes a share of work done, 0 to 1; in a run the newest is sent every `every_s` s, and at the end."""
     if not inside_a_run():
         yield lambda share: None
@@ -268,7 +288,9 @@ def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> I
             if (percent := newest) != shown:
                 with connection.telling(f"progress {name}"):
                     if made is None:
-                        made = artifacts.create_progress_artifact(percent, key=key(name), description=description)
+                        made = artifacts.create_progress_artifact(
+                            percent, key=key(name), description=description
+                        )
                     else:
                         artifacts.update_progress_artifact(made, progress=percent)
                     shown = percent

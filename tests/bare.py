@@ -22,12 +22,18 @@ from virnuc_core.validation import record_validation
 PROFILE = "ci-smoke"
 
 
-def validate(reads: Path, models: Path, out: Path, devices_text: str, shard_tokens: int | None = None) -> Report:
+def validate(
+    reads: Path, models: Path, out: Path, devices_text: str, shard_tokens: int | None = None
+) -> Report:
     """Stage, baseline, a run on one device and one on all, comparisons and report in `out`; its report."""
     profile, devices = load_profile(PROFILE), Devices.parse(devices_text)
-    engine = profile.engine.model_copy(update={"shard_tokens": shard_tokens or profile.engine.shard_tokens})
+    engine = profile.engine.model_copy(
+        update={"shard_tokens": shard_tokens or profile.engine.shard_tokens}
+    )
     store = RunDir(out).store
-    staging = stage_reads(StageSpec(reads=(str(reads),), model_length=shape_of(models, HeadShape).model_length), store)
+    staging = stage_reads(
+        StageSpec(reads=(str(reads),), model_length=shape_of(models, HeadShape).model_length), store
+    )
     whole = ClassifySpec(models=models, devices=devices, engine=engine)
     record_validation(out, whole, profile, staging, resolve(devices))
     slow = run_baseline(RunDir(out / "baseline"), store, models, devices, profile.baseline)

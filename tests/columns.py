@@ -9,7 +9,9 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-SCHEMAS: dict[str, Any] = json.loads(Path(__file__).parents[1].joinpath("docs", "tables.json").read_text("utf-8"))
+SCHEMAS: dict[str, Any] = json.loads(
+    Path(__file__).parents[1].joinpath("docs", "tables.json").read_text("utf-8")
+)
 
 
 def documented(path: Path, name: str = "") -> int:
@@ -27,7 +29,8 @@ def documented(path: Path, name: str = "") -> int:
                 for column, text in zip(header, line, strict=True)
             }
             wrong = [
-                f"{path}:{count + 1}: {'.'.join(map(str, one.path))}: {one.message}" for one in check.iter_errors(row)
+                f"{path}:{count + 1}: {'.'.join(map(str, one.path))}: {one.message}"
+                for one in check.iter_errors(row)
             ]
             assert not wrong, wrong
     return count

@@ -1,6 +1,9 @@
-"""Prints the budgets of the source and what is measured; exits 1 when one is broken (`make lines`).
+"""Print the size of the source and check its structure (`make lines`).
 
-With `--predict` a small prediction runs, and the project's own modules that its processes import are counted.
+Sizes are information. Four rules of structure fail the command: imports run one way only, there are
+no import cycles, the core never imports Prefect, and `virnuc --help` imports nothing heavy.
+With `--predict` a small prediction runs, and the modules of ours that its processes import are
+counted.
 """
 
 from __future__ import annotations
@@ -18,115 +21,167 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("flows", "tasks", "virnuc_core", "deployments")
-LAYERS = (  # a module imports from its own layer and from those before it
+# Layers of the core. A module may import from its own layer and from the layers above it in this list.
+LAYERS = (
     ("config", "errors", "lease", "rundir", "runfiles", "profiles"),
     ("reads", "encoders", "telemetry"),
-    ("engine",),
-    ("baseline", "measure", "pipeline", "results", "validation"),
+    ("engine", "consensus"),
+    ("baseline", "inbox", "pipeline", "results", "tools", "training", "validation"),
     ("report",),
 )
-LEVEL = {f"virnuc_core.{part}": level for level, parts in enumerate(LAYERS) for part in parts}
-LEVEL |= {"virnuc_core": 0, "tasks": 5, "flows": 6, "deployments": 7}
-# An import finder that finds nothing: it writes down which modules of the project are asked for, in every process.
-WATCH = f"""
+LEVELS = {f"virnuc_core.{name}": level for level, names in enumerate(LAYERS) for name in names}
+LEVELS |= {"virnuc_core": 0, "virnuc.tasks": 5, "virnuc.flows": 6, "virnuc.deployments": 7}
+HEAVY_AT_START = (
+    "torch",
+    "prefect",
+    "pandas",
+    "h5py",
+    "matplotlib",
+    "scipy",
+    "sklearn",
+    "distributed",
+)
+# An import finder that finds nothing. It writes down which modules of ours each process asks for.
+IMPORT_RECORDER = """
 import os, sys
-class Watch:
+class Recorder:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {FOLDERS}:
+        if name.split(".")[0] in ("virnuc", "virnuc_core"):
             with open(os.environ["VIRNUC_MODULES_LOG"], "a") as log:
                 log.write(name + "\\n")
-sys.meta_path.insert(0, Watch())
+sys.meta_path.insert(0, Recorder())
 """
 
 
-def level(module: str) -> int:
-    """Layer of a module; one of the core that no layer names stands where the pipeline stands."""
-    parts = module.split(".")
-    return LEVEL.get(".".join(parts[:2]), LEVEL[parts[0]] or LEVEL["virnuc_core.pipeline"])
+def module_name(path: Path) -> str:
+    """Return the name by which a source file, relative to the root, is imported."""
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    if name.startswith("virnuc_core"):
+        return name
+    return f"virnuc.{name}"
 
 
-def imports(tree: ast.Module, modules: dict[str, int]) -> Iterator[tuple[int, str]]:
-    """Line and name of every import of one of `modules` or of prefect, those inside functions too."""
+def level_of(module: str) -> int:
+    """Return the layer of a module. A core module that no layer names stands beside the pipeline."""
+    prefix = ".".join(module.split(".")[:2])
+    return LEVELS.get(prefix, LEVELS["virnuc_core.pipeline"])
+
+
+def imported_modules(tree: ast.Module, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each import of ours or of Prefect, also of those inside functions."""
     for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            full = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in modules else str(node.module) for name in full]
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full_name = f"{node.module}.{alias.name}"
+                names.append(full_name if full_name in modules else str(node.module))
         for name in dict.fromkeys(names):
             if name in modules or name.split(".")[0] == "prefect":
                 yield node.lineno, name
 
 
-def circles(graph: dict[str, set[str]]) -> list[str]:
-    """Groups of modules that import each other, directly or by way of others."""
-    reach = {name: set(found) for name, found in graph.items()}
-    for middle, start in itertools.product(graph, graph):  # Warshall: paths that may pass through `middle`
-        if middle in reach[start]:
-            reach[start] |= reach[middle]
-    return sorted({" ↔ ".join(sorted(b for b in reach[a] if a in reach[b])) for a in graph if a in reach[a]})
+def import_cycles(graph: dict[str, set[str]]) -> list[str]:
+    """Return the groups of modules that import each other, directly or through others."""
+    reachable = {name: set(targets) for name, targets in graph.items()}
+    for middle, start in itertools.product(graph, graph):  # Warshall's algorithm
+        if middle in reachable[start]:
+            reachable[start] |= reachable[middle]
+    cycles = set()
+    for name in graph:
+        if name in reachable[name]:
+            members = [other for other in reachable[name] if name in reachable[other]]
+            cycles.add(" ↔ ".join(sorted(members)))
+    return sorted(cycles)
 
 
-def large_functions(tree: ast.Module, where: str) -> Iterator[str]:
-    """A line for each function that is too long or takes too much; Triton kernels are left out."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not any(
-            "jit" in ast.unparse(one) for one in node.decorator_list
-        ):
-            given = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-            taken, lines = len({*given} - {"self", "cls"}), (node.end_lineno or node.lineno) - node.lineno + 1
-            if lines > 60 or taken > 8:
-                yield f"{where}:{node.lineno}: {node.name} has {lines} lines and {taken} parameters"
+def check_structure(paths: dict[str, Path]) -> dict[str, list[str]]:
+    """Return the violations of each rule that can be read from the source alone."""
+    graph: dict[str, set[str]] = {name: set() for name in paths}
+    violations: dict[str, list[str]] = defaultdict(list)
+    for name, path in paths.items():
+        tree = ast.parse((ROOT / path).read_text())
+        for line, target in imported_modules(tree, set(paths)):
+            if target not in graph:
+                if name.startswith("virnuc_core"):
+                    violations["the core imports Prefect"].append(f"{path}:{line}")
+                continue
+            graph[name].add(target)
+            if level_of(target) > level_of(name):
+                violations["imports against the layers"].append(f"{path}:{line}: {target}")
+    violations["import cycles"] = import_cycles(graph)
+    return violations
+
+
+def heavy_imports() -> list[str]:
+    """Return the heavy packages that `virnuc --help` imports."""
+    program = (
+        "import sys\n"
+        "from virnuc.flows.cli import main\n"
+        "main(['--help'])\n"
+        f"print('|', *[name for name in {HEAVY_AT_START} if name in sys.modules], file=sys.stderr)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    run = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment
+    )
+    return run.stderr.rpartition("|")[2].split()
 
 
 def modules_of_predict() -> set[str]:
-    """Names of the own modules that a finished `virnuc predict` imports, over all of its processes."""
-    with tempfile.TemporaryDirectory() as name:
-        reads, models, log = f"{name}/r.fastq.gz", f"{name}/models", Path(name) / "modules"
-        Path(name, "sitecustomize.py").write_text(WATCH)
-        watched = {**os.environ, "PYTHONPATH": name, "VIRNUC_MODULES_LOG": str(log), "PREFECT_HOME": f"{name}/prefect"}
-        predict = ["predict", reads, "-o", f"{name}/out", "--models", models, "--devices", "cpu:1"]
-        for words in (["simulate", reads, "--reads", "300"], ["models", "init-random", models], predict):
+    """Return the modules of ours that a small `virnuc predict` imports, over all its processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        reads = f"{folder}/reads.fastq.gz"
+        models = f"{folder}/models"
+        log = Path(folder, "modules")
+        Path(folder, "sitecustomize.py").write_text(IMPORT_RECORDER)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{folder}:{ROOT / 'src'}",
+            "VIRNUC_MODULES_LOG": str(log),
+            "PREFECT_HOME": f"{folder}/prefect",
+        }
+        predict = f"predict {reads} -o {folder}/out --models {models} --devices cpu:1"
+        for command in (f"simulate {reads} --reads 300", f"models init-random {models}", predict):
             log.unlink(missing_ok=True)
-            subprocess.run([sys.executable, "-m", "flows.cli", *words], check=True, capture_output=True, env=watched)
+            subprocess.run(
+                [sys.executable, "-m", "virnuc.flows.cli", *command.split()],
+                check=True,
+                capture_output=True,
+                env=environment,
+            )
         return set(log.read_text().split())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--predict", action="store_true", help="run a prediction and count what it imports")
-    given = parser.parse_args()
-    paths = [path.relative_to(ROOT) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    named = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
-    lines = {name: len((ROOT / path).read_text().splitlines()) for name, path in named.items()}
-    graph: dict[str, set[str]] = {name: set() for name in named}
-    broken: dict[str, list[str]] = defaultdict(list)
-    for name, path in named.items():
-        tree = ast.parse((ROOT / path).read_text())
-        if lines[name] > 400 or (lines[name] < 40 and path.name != "__init__.py"):
-            broken["modules under 40 or over 400 lines"].append(f"{path}: {lines[name]}")
-        broken["functions over 60 lines or 8 parameters"].extend(large_functions(tree, str(path)))
-        for line, other in imports(tree, lines):
-            if other in graph:
-                graph[name].add(other)
-                broken["imports that climb"].extend([f"{path}:{line}: {other}"] * (level(other) > level(name)))
-            else:
-                broken["virnuc_core imports prefect"].extend([f"{path}:{line}"] * name.startswith("virnuc_core"))
-    broken["import circles"] = circles(graph)
-    core = sum(count for name, count in lines.items() if name.startswith("virnuc_core"))
-    rows = [
-        ("lines", sum(lines.values()), 20_000),
-        ("modules", len(lines), 95),
-        ("lines of virnuc_core", core, 16_500),
-    ]
-    if given.predict:
+    parser.add_argument(
+        "--predict", action="store_true", help="run a prediction and count what it imports"
+    )
+    options = parser.parse_args()
+    paths = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            relative = path.relative_to(ROOT)
+            paths[module_name(relative)] = relative
+    lines = {name: len((ROOT / path).read_text().splitlines()) for name, path in paths.items()}
+
+    core_lines = sum(count for name, count in lines.items() if name.startswith("virnuc_core"))
+    print(f"{sum(lines.values()):,} lines in {len(lines)} modules; {core_lines:,} in virnuc_core")
+    if options.predict:
         used = modules_of_predict() & set(lines)
-        broken["lines of predict"] = sorted(f"{lines[name]:4} {name}" for name in used)
-        rows += [("modules of predict", len(used), 47), ("lines of predict", sum(lines[name] for name in used), 9_800)]
-    rows += [(kind, len(found), 0) for kind, found in sorted(broken.items()) if kind != "lines of predict"]
-    for kind, count, most in rows:
-        print(f"{'ok    ' if count <= most else 'BROKEN'}  {kind:40} {count:7,}   at most {most:,}")
-        print("".join(f"          {one}\n" for one in broken[kind] if count > most), end="")
-    return int(any(count > most for _, count, most in rows))
+        print(
+            f"a prediction imports {len(used)} modules, {sum(lines[name] for name in used):,} lines"
+        )
+
+    violations = check_structure(paths)
+    violations["heavy imports of virnuc --help"] = heavy_imports()
+    for rule, places in sorted(violations.items()):
+        print(f"{'BROKEN' if places else 'ok':6}  {rule}")
+        for place in places:
+            print(f"          {place}")
+    return int(any(violations.values()))
 
 
 if __name__ == "__main__":

@@ -76,7 +76,9 @@ def main() -> None:
         errors = "\n".join(FAILED.findall(log.read_text()))
     assert planned > 0, f"Prefect's scheduler planned no run for an hourly deployment\n{errors}"
     assert not errors, errors
-    print(f"Prefect's server and its services start, and its scheduler plans: {planned} runs of an hourly deployment")
+    print(
+        f"Prefect's server and its services start, and its scheduler plans: {planned} runs of an hourly deployment"
+    )
 
 
 if __name__ == "__main__":

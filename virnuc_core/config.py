@@ -9,7 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
 from virnuc_core.errors import MOST_SHOWN, ConfigError, VirnucError, few
 
@@ -19,11 +27,15 @@ BaselineName = Literal["vanilla", "v1"]
 OnError = Literal["stop", "skip"]
 Share = Annotated[float, Field(ge=0, le=1)]
 OnShare = Callable[[float], None]  # hears the share of some work that is done, 0 to 1
-Switch = Literal["commits", "sampler", "models"]  # models: kept by the workers, or loaded anew halfway
+Switch = Literal[
+    "commits", "sampler", "models"
+]  # models: kept by the workers, or loaded anew halfway
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
 
 DEFAULT_MODEL_LENGTH = 500
-SMALL_BYTES = 1 << 24  # a file that is read whole at most: settings, sizes of a model, a tokenizer, marks
+SMALL_BYTES = (
+    1 << 24
+)  # a file that is read whole at most: settings, sizes of a model, a tokenizer, marks
 MOST_FAULTS = 5  # of a file or settings that one message names
 INPUTS = ("mates_1", "mates_2", "reads")  # settings that name reads
 MOST_PROCESSES = 8  # that stage; beyond it the one that unpacks is the limit
@@ -39,19 +51,43 @@ class Spec(BaseModel):
 class EngineSpec(Spec):
     """How the packing engine computes. The fields of `RESULT_FIELDS` may change result bytes, the others never do."""
 
-    precision: Precision = Field("auto", description="auto: fp16 on CUDA, fp32 on CPU; int8: ESM-2, calibrated")
-    attention: Attention = Field("auto", description="attention backend; auto chooses once per device and records it")
-    token_budget: int = Field(16_384, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch")
-    dna_token_budget: int = Field(16_384, ge=64, le=1 << 20, description="token slots of one packed DNABERT-S batch")
-    shard_tokens: int = Field(262_144, ge=64, le=1 << 32, description="ESM-2 tokens of one shard: the unit of commit")
-    num_workers: int = Field(0, ge=0, le=64, description="loader processes of one worker; 0: a thread of the worker")
-    prefetch_factor: int = Field(4, ge=1, le=64, description="packed batches kept ready for each loader")
+    precision: Precision = Field(
+        "auto", description="auto: fp16 on CUDA, fp32 on CPU; int8: ESM-2, calibrated"
+    )
+    attention: Attention = Field(
+        "auto", description="attention backend; auto chooses once per device and records it"
+    )
+    token_budget: int = Field(
+        16_384, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch"
+    )
+    dna_token_budget: int = Field(
+        16_384, ge=64, le=1 << 20, description="token slots of one packed DNABERT-S batch"
+    )
+    shard_tokens: int = Field(
+        262_144, ge=64, le=1 << 32, description="ESM-2 tokens of one shard: the unit of commit"
+    )
+    num_workers: int = Field(
+        0, ge=0, le=64, description="loader processes of one worker; 0: a thread of the worker"
+    )
+    prefetch_factor: int = Field(
+        4, ge=1, le=64, description="packed batches kept ready for each loader"
+    )
     pin_memory: bool = Field(True, description="pack into page-locked memory on CUDA")
-    commit: bool = Field(True, description="write shards to disk; off only to measure what commits cost")
-    max_shard_attempts: int = Field(2, ge=1, le=10, description="workers a shard may kill before it is set aside")
-    heartbeat_s: float = Field(2.0, gt=0, description="a worker says at least this often that it lives")
-    device_wait_s: float = Field(0.0, ge=0, description="wait this long for a GPU another run is using")
-    silence_s: float = Field(120.0, gt=0, description="a worker silent for longer is ended and restarted")
+    commit: bool = Field(
+        True, description="write shards to disk; off only to measure what commits cost"
+    )
+    max_shard_attempts: int = Field(
+        2, ge=1, le=10, description="workers a shard may kill before it is set aside"
+    )
+    heartbeat_s: float = Field(
+        2.0, gt=0, description="a worker says at least this often that it lives"
+    )
+    device_wait_s: float = Field(
+        0.0, ge=0, description="wait this long for a GPU another run is using"
+    )
+    silence_s: float = Field(
+        120.0, gt=0, description="a worker silent for longer is ended and restarted"
+    )
 
 
 RESULT_FIELDS = ("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens")
@@ -60,11 +96,15 @@ RESULT_FIELDS = ("precision", "attention", "token_budget", "dna_token_budget", "
 class TraceOptions(Spec):
     """What torch's profiler records of a run."""
 
-    traced_shards: int = Field(1, ge=1, le=8, description="shards recorded on each device, after one to warm up")
+    traced_shards: int = Field(
+        1, ge=1, le=8, description="shards recorded on each device, after one to warm up"
+    )
     operations: int = Field(20, ge=1, le=100, description="rows of the table of operations")
     shapes: bool = Field(False, description="tell operations apart by the shapes of their inputs")
     memory: bool = Field(False, description="record allocations as well")
-    max_trace_mb: int = Field(200, ge=0, le=4096, description="a larger trace is removed, its tables stay")
+    max_trace_mb: int = Field(
+        200, ge=0, le=4096, description="a larger trace is removed, its tables stay"
+    )
 
 
 class TraceSpec(TraceOptions):
@@ -90,8 +130,12 @@ class Devices(Spec):
                 raise ConfigError(f"devices '{text}': cpu:0 has no core; use cpu:1 or more")
             return cls(kind="cpu", ids=tuple(map(str, range(count))))
         parts = [part.strip() for part in text.split(",")]
-        if wrong := [part for part in parts if not re.fullmatch(r"cuda:(\d+|(GPU|MIG)-[0-9a-fA-F-]+)", part)]:
-            raise ConfigError(f"devices '{text}': '{wrong[0]}' is not a device; use cuda:0,cuda:1 or cpu:2 or auto")
+        if wrong := [
+            part for part in parts if not re.fullmatch(r"cuda:(\d+|(GPU|MIG)-[0-9a-fA-F-]+)", part)
+        ]:
+            raise ConfigError(
+                f"devices '{text}': '{wrong[0]}' is not a device; use cuda:0,cuda:1 or cpu:2 or auto"
+            )
         if len({*parts}) != len(parts):
             raise ConfigError(f"devices '{text}': a device is named twice; name each once")
         return cls(kind="cuda", ids=tuple(part.removeprefix("cuda:") for part in parts))
@@ -115,19 +159,32 @@ class ClusterSpec(Spec):
         pattern=r"^((tcp|tls)://\S+|local:[1-9][0-9]{0,2}|.+\.ya?ml)$",
     )
     nodes: str = Field(
-        "1", description="nodes that FILE.yaml asks for: 4, or 2:8 by shards left", pattern=r"^[1-9]\d*(:[1-9]\d*)?$"
+        "1",
+        description="nodes that FILE.yaml asks for: 4, or 2:8 by shards left",
+        pattern=r"^[1-9]\d*(:[1-9]\d*)?$",
     )
-    node_wait_s: float = Field(600.0, gt=0, description="seconds to wait for a node where there is none")
-    mixed_devices: bool = Field(False, description="nodes of other GPU models or torch: results then are not bit-exact")
-    models_local: Path | None = Field(None, description="folder of a node's own disk to copy the models to, once")
-    transfer: bool = Field(False, description="nodes share no file system: reads, models and results go through Dask")
+    node_wait_s: float = Field(
+        600.0, gt=0, description="seconds to wait for a node where there is none"
+    )
+    mixed_devices: bool = Field(
+        False, description="nodes of other GPU models or torch: results then are not bit-exact"
+    )
+    models_local: Path | None = Field(
+        None, description="folder of a node's own disk to copy the models to, once"
+    )
+    transfer: bool = Field(
+        False, description="nodes share no file system: reads, models and results go through Dask"
+    )
 
 
 class HostSpec(Spec):
     """What this machine's cores do beside the devices."""
 
     stage_workers: int = Field(
-        0, ge=0, le=256, description=f"processes that stage reads, write results; 0: one a core, to {MOST_PROCESSES}"
+        0,
+        ge=0,
+        le=256,
+        description=f"processes that stage reads, write results; 0: one a core, to {MOST_PROCESSES}",
     )
 
     @property
@@ -140,22 +197,33 @@ class ReadingSpec(HostSpec):
     """How input is read."""
 
     on_error: OnError = Field("stop", description="a broken record: stop, or skip it and count it")
-    strict: bool = Field(False, description="refuse duplicate read ids instead of keeping them apart")
-    email: str | None = Field(None, description="mail address that NCBI asks for, when reads are ncbi: accessions")
+    strict: bool = Field(
+        False, description="refuse duplicate read ids instead of keeping them apart"
+    )
+    email: str | None = Field(
+        None, description="mail address that NCBI asks for, when reads are ncbi: accessions"
+    )
 
 
 class ReadsSpec(ReadingSpec):
     """Which reads come in, which of them are mates, and how they are read."""
 
     reads: tuple[str, ...] = Field(
-        (), description="FASTA, FASTQ or BAM files or folders, plain or compressed; -; https://…; ncbi:ACCESSIONS"
+        (),
+        description="FASTA, FASTQ or BAM files or folders, plain or compressed; -; https://…; ncbi:ACCESSIONS",
     )
-    mates_1: tuple[str, ...] = Field((), description="files of first mates, each in step with one of --mates-2")
+    mates_1: tuple[str, ...] = Field(
+        (), description="files of first mates, each in step with one of --mates-2"
+    )
     mates_2: tuple[str, ...] = Field((), description="files of second mates, as many")
     interleaved: bool = Field(False, description="mates follow each other in READS")
-    pairs: bool = Field(True, description="judge mates together; of a folder, files called _R1 and _R2, or _1 and _2")
+    pairs: bool = Field(
+        True,
+        description="judge mates together; of a folder, files called _R1 and _R2, or _1 and _2",
+    )
     read_group: str = Field(
-        "", description="of BAM, CRAM or SAM: only reads of read groups of this sample (SM, else ID)"
+        "",
+        description="of BAM, CRAM or SAM: only reads of read groups of this sample (SM, else ID)",
     )
 
     @property
@@ -166,20 +234,36 @@ class ReadsSpec(ReadingSpec):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if len(self.mates_1) != len(self.mates_2):
-            raise ConfigError(f"-1 names {len(self.mates_1)} files, -2 {len(self.mates_2)}; name both of each pair")
-        if "" in (self.named or (str(getattr(self, "samples", None) or ""),)):  # it would name the working directory
-            raise ConfigError("reads: none are named; name files or folders, or the files of pairs by -1 and -2")
+            raise ConfigError(
+                f"-1 names {len(self.mates_1)} files, -2 {len(self.mates_2)}; name both of each pair"
+            )
+        if "" in (
+            self.named or (str(getattr(self, "samples", None) or ""),)
+        ):  # it would name the working directory
+            raise ConfigError(
+                "reads: none are named; name files or folders, or the files of pairs by -1 and -2"
+            )
         return self
 
 
 class VerdictSpec(Spec):
     """What is called viral, and which reads are written out."""
 
-    threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
-    fdr: Share | None = Field(None, description="instead: the head's own threshold for this false discovery rate: 0.01")
-    abstain: bool = Field(False, description="reads with scores that the head's card calls uncertain are not judged")
-    write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
-    write_nonviral: bool = Field(False, description="also write all other reads, those without a verdict among them")
+    threshold: float = Field(
+        THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral"
+    )
+    fdr: Share | None = Field(
+        None, description="instead: the head's own threshold for this false discovery rate: 0.01"
+    )
+    abstain: bool = Field(
+        False, description="reads with scores that the head's card calls uncertain are not judged"
+    )
+    write_viral: bool = Field(
+        False, description="also write the viral reads in the input's own format, gzipped"
+    )
+    write_nonviral: bool = Field(
+        False, description="also write all other reads, those without a verdict among them"
+    )
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -193,8 +277,12 @@ class ClassifySpec(VerdictSpec, ClusterSpec, HostSpec):
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
     devices: DevicesAsText = Devices(kind="auto")
     engine: EngineSpec = EngineSpec()
-    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
-    parameters: dict[str, Any] = Field({}, description="all that the run was started with, and its sample's name")
+    force: bool = Field(
+        False, description="start over: results of an earlier run in the directory are removed"
+    )
+    parameters: dict[str, Any] = Field(
+        {}, description="all that the run was started with, and its sample's name"
+    )
 
 
 class RunSpec(ReadsSpec, ClassifySpec):
@@ -207,25 +295,47 @@ class TrainSpec(Spec):
     """How a head is fitted and judged. Optimiser and stopping rule are the original's, batch and step are larger."""
 
     truth: Path = Field(description="table of read id, label (virus or others) and genome")
-    groups: Path | None = Field(None, description="table of genome and group: genomes of a group are never parted")
-    genomes: Path | None = Field(None, description="FASTA of the genomes: for kin, and tests at 150, 300 and 500 bases")
-    coding_only: Path | None = Field(None, description="GFF of the genomes: only frames in coding regions are used")
+    groups: Path | None = Field(
+        None, description="table of genome and group: genomes of a group are never parted"
+    )
+    genomes: Path | None = Field(
+        None, description="FASTA of the genomes: for kin, and tests at 150, 300 and 500 bases"
+    )
+    coding_only: Path | None = Field(
+        None, description="GFF of the genomes: only frames in coding regions are used"
+    )
     epochs: int = Field(200, ge=1, description="passes over the training rows at most")
-    patience: int = Field(5, ge=1, description="epochs without a lower validation loss before stopping")
+    patience: int = Field(
+        5, ge=1, description="epochs without a lower validation loss before stopping"
+    )
     learning_rate: float = Field(5e-3, gt=0, description="step of the optimiser at first")
     hidden: int = Field(512, ge=1, description="width of the head's hidden layer")
-    rows_per_class: int = Field(25_000, ge=2, description="frames of a class that are used; the rest is left out")
-    sampling: Literal["even", "natural"] = Field("even", description="of each genome a read in turn, or by chance")
-    validation_share: float = Field(0.2, gt=0, le=0.5, description="share of what is not tested to stop by")
+    rows_per_class: int = Field(
+        25_000, ge=2, description="frames of a class that are used; the rest is left out"
+    )
+    sampling: Literal["even", "natural"] = Field(
+        "even", description="of each genome a read in turn, or by chance"
+    )
+    validation_share: float = Field(
+        0.2, gt=0, le=0.5, description="share of what is not tested to stop by"
+    )
     test_share: float = Field(0.2, gt=0, le=0.5, description="share of the frames to test with")
-    folds: int = Field(5, ge=3, le=50, description="parts of a cross-validation; each is asked about by the others")
+    folds: int = Field(
+        5, ge=3, le=50, description="parts of a cross-validation; each is asked about by the others"
+    )
     repeats: int = Field(2, ge=0, le=20, description="cross-validations, each dealt anew; 0: none")
-    prevalence: float = Field(0.01, gt=0, lt=1, description="share of viral reads that figures are also given for")
-    similarity: float = Field(0.05, gt=0, le=1, description="share of k-mers in common from which genomes are kin")
+    prevalence: float = Field(
+        0.01, gt=0, lt=1, description="share of viral reads that figures are also given for"
+    )
+    similarity: float = Field(
+        0.05, gt=0, le=1, description="share of k-mers in common from which genomes are kin"
+    )
     seed: int = Field(0, ge=0, description="of the splits and of the first weights")
 
 
-def explain(error: ValidationError, *, quoted: bool = False, model: type[BaseModel] = BaseModel) -> str:
+def explain(
+    error: ValidationError, *, quoted: bool = False, model: type[BaseModel] = BaseModel
+) -> str:
     """A pydantic error as one line, of its first parts: `engine.token_budget: should be ≥ 64 (given 3)`; where a
     pattern is missed, how `model` describes the setting, with the forms it has. `quoted`: say what was given; not of a
     file, for who reads the message may not be whom its content is for."""
@@ -270,7 +380,11 @@ def read_settings(path: Path) -> dict[str, Any]:
     """The engine settings of a TOML file, checked by name; `ConfigError` says what is wrong with it."""
     with reading(f"settings {path}", "TOML"):
         found = tomllib.loads(small_text(path))
-    unknown = sorted(set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"})  # which is for measuring
+    unknown = sorted(
+        set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"}
+    )  # which is for measuring
     if unknown:
-        raise ConfigError(f"settings {path}: {few(unknown)} is no engine setting; see docs/operations.md")
+        raise ConfigError(
+            f"settings {path}: {few(unknown)} is no engine setting; see docs/operations.md"
+        )
     return found

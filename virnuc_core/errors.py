@@ -10,7 +10,9 @@ from typing import Final
 
 MOST_SHOWN: Final = 100  # characters of a value or a name that is wrong
 # what moves a terminal's cursor or turns the order of letters round, and bytes of a file name that are no letters
-_UNPRINTABLE: Final = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNPRINTABLE: Final = re.compile(
+    r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def printable(text: str) -> str:
@@ -43,7 +45,13 @@ class InputError(VirnucError):
     exit_code = 2
 
     def __init__(
-        self, problem: str, *, file: Path | str = "", line: int = 0, read_id: str = "", hint: str = ""
+        self,
+        problem: str,
+        *,
+        file: Path | str = "",
+        line: int = 0,
+        read_id: str = "",
+        hint: str = "",
     ) -> None:
         self.file, self.line, self.read_id = file, line, read_id
         place = "" if not file else f"{file}:{line}: " if line else f"{file}: "
@@ -112,7 +120,11 @@ def storage_error(error: BaseException, path: Path | None = None) -> StorageErro
     if not isinstance(error, OSError) or error.errno not in _STORAGE:
         return None
     path = path or (Path(os.fsdecode(error.filename)) if error.filename else None)
-    place = next((folder for folder in (path, *path.parents) if folder.is_dir()), None) if path else None
+    place = (
+        next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
+        if path
+        else None
+    )
     left = f"; {size(shutil.disk_usage(place).free)} free there" if place else ""
     said = f"{os.strerror(error.errno)}{left}; {_STORAGE[error.errno]} and run again, what was committed stays"
     return StorageError(f"{path}: {said}" if path else said)
@@ -135,12 +147,17 @@ class RunMismatchError(ConfigError):
     """A run directory that holds results of other reads, weights or settings. Nothing is mixed."""
 
 
-OWN: Final = (InputError, NotFiniteError)  # what lies with a file of reads, and no other attempt would mend
+OWN: Final = (
+    InputError,
+    NotFiniteError,
+)  # what lies with a file of reads, and no other attempt would mend
 
 
 def is_of_machine(error: BaseException) -> bool:
     """Whether no other reads would fare better."""
-    return isinstance(error, (WeightsError, DeviceError, StorageError)) and not isinstance(error, OWN)
+    return isinstance(error, (WeightsError, DeviceError, StorageError)) and not isinstance(
+        error, OWN
+    )
 
 
 def named(kind: str, message: str) -> VirnucError | None:

@@ -51,9 +51,13 @@ def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
 def still_held(path: Path, *, look: bool = True) -> None:
     """`ConfigError` when another has taken over this process's lease that covers `path`; without `look`, if known."""
     for covers, mine in [*_leases.items()]:
-        if (path.parent.resolve() / path.name).is_relative_to(covers) and not (mine.held() if look else mine.ours):
+        if (path.parent.resolve() / path.name).is_relative_to(covers) and not (
+            mine.held() if look else mine.ours
+        ):
             late = f"{mine.other} is working here now, for this run was held up for over {EXPIRY_S:.0f} s"
-            raise ConfigError(f"{covers}: {late if mine.other else 'its lease was removed'}; it writes no more here")
+            raise ConfigError(
+                f"{covers}: {late if mine.other else 'its lease was removed'}; it writes no more here"
+            )
 
 
 def place() -> str:
@@ -112,7 +116,9 @@ class Lease:
         try:
             _, pid, then, host, where, _ = json.loads(body)
             own = where == self._place
-            return f"process {pid}" + f" on {host}" * (not own), lives(int(pid), then) if own else None
+            return f"process {pid}" + f" on {host}" * (not own), lives(
+                int(pid), then
+            ) if own else None
         except (ValueError, TypeError):  # half written
             return "another process", None
 
@@ -131,7 +137,12 @@ class Lease:
                 seen, since_s, said = found, now_s, False
             if lives is None and not said and now_s - since_s > TOLD_S:
                 said = True
-                log.warning("%s: %s worked here; up to %.0f s to see if it still does", self._name, other, EXPIRY_S)
+                log.warning(
+                    "%s: %s worked here; up to %.0f s to see if it still does",
+                    self._name,
+                    other,
+                    EXPIRY_S,
+                )
             if lives and not wait:
                 return other
             if lives is False and self._create(top + 1, found):
@@ -143,7 +154,10 @@ class Lease:
         path = self._path(number)
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        except (FileExistsError, FileNotFoundError):  # another was faster, or has removed the folder
+        except (
+            FileExistsError,
+            FileNotFoundError,
+        ):  # another was faster, or has removed the folder
             return False
         alone, self._number = False, number
         try:
@@ -159,7 +173,9 @@ class Lease:
 
     def _body(self) -> bytes:
         self._beats += 1
-        return json.dumps([self._token, os.getpid(), self._began, self._host, self._place, self._beats]).encode()
+        return json.dumps(
+            [self._token, os.getpid(), self._began, self._host, self._place, self._beats]
+        ).encode()
 
     def held(self) -> bool:
         """Whether the lease is ours: it lies there, and none of a higher number. Errors: `OSError`."""

@@ -31,7 +31,15 @@ from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RUN_FILES, RunDir, check_output, check_room, discard, run_lock
-from virnuc_core.runfiles import Device, ModelFlops, RunSummary, digest, read_or_set_aside, read_record, write
+from virnuc_core.runfiles import (
+    Device,
+    ModelFlops,
+    RunSummary,
+    digest,
+    read_or_set_aside,
+    read_record,
+    write,
+)
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.log import ended, read_journal, write_telemetry
 from virnuc_core.telemetry.tables import StageClock
@@ -40,14 +48,20 @@ if TYPE_CHECKING:
     from virnuc_core.engine.cluster import Cluster
 
 LINE_BYTES: Final = 40  # of a line in the result files, without the id
-ERROR: Final = re.compile(r"error\b|\b(critical|fatal|traceback|segmentation fault|core dumped)\b", re.IGNORECASE)
-MIXED: Final = "nodes of other GPU models or versions of torch were allowed: not reproducible to the last bit"
+ERROR: Final = re.compile(
+    r"error\b|\b(critical|fatal|traceback|segmentation fault|core dumped)\b", re.IGNORECASE
+)
+MIXED: Final = (
+    "nodes of other GPU models or versions of torch were allowed: not reproducible to the last bit"
+)
 log = logging.getLogger(__name__)
 
 
 def read_summary(run: RunDir) -> RunSummary | None:
     """The summary of a complete run; None when it is not complete. A damaged one is set aside."""
-    summary = read_or_set_aside(run.summary if run.summary.exists() else run.former_summary, RunSummary)
+    summary = read_or_set_aside(
+        run.summary if run.summary.exists() else run.former_summary, RunSummary
+    )
     if summary is None:
         return None
     told = (summary.total_s, summary.n_reads, summary.threshold, summary.shards)
@@ -62,7 +76,10 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
     float32 [distinct sequences, DNA width + protein width]. A run that is complete is not computed again. `watch`
     hears of progress. Raises `InputError` for reads, `WeightsError`, `DeviceError`, `ConfigError` for settings and
     output, `RunMismatchError` where another run lies, `WorkerError`, `StorageError`; each says what to do."""
-    run, spec = RunDir(spec.out), spec.model_copy(update={n: tuple(map(hidden, getattr(spec, n))) for n in INPUTS})
+    run, spec = (
+        RunDir(spec.out),
+        spec.model_copy(update={n: tuple(map(hidden, getattr(spec, n))) for n in INPUTS}),
+    )
     check_output(spec.out, models=spec.models, reads=local_files(spec.named), force=spec.force)
     with ExitStack() as held:
         held.enter_context(run_lock(run.root))
@@ -120,14 +137,18 @@ def nodes_of(spec: ClassifySpec, out: Path) -> "Cluster":
     try:
         from virnuc_core.engine.cluster import Cluster  # few runs need it
     except ModuleNotFoundError as error:
-        raise ConfigError(f"cluster {spec.cluster} needs {error.name}; install virnuc[cluster]") from error
+        raise ConfigError(
+            f"cluster {spec.cluster} needs {error.name}; install virnuc[cluster]"
+        ) from error
     return Cluster(spec, (spec.models, spec.devices, spec.engine), out)
 
 
 def model_flops(models: Path) -> ModelFlops:
     """FLOPs of a token in the linear layers, with no ceiling measured. Errors: `WeightsError`."""
     esm2, dnabert_s = shape_of(models, Esm2Shape), shape_of(models, DnabertShape)
-    return ModelFlops(esm2_per_token=2.0 * esm2.linear_weights, dnabert_s_per_token=2.0 * dnabert_s.linear_weights)
+    return ModelFlops(
+        esm2_per_token=2.0 * esm2.linear_weights, dnabert_s_per_token=2.0 * dnabert_s.linear_weights
+    )
 
 
 def classify(
@@ -149,14 +170,23 @@ def classify(
         started_s, before = time.monotonic(), None if spec.force else read_summary(run)
         if spec.cluster and pool is None and before is None:
             pool = held.enter_context(workers_for(spec, run.root))
-        devices = before.devices if before else tuple(one.device for one in pool.specs) if pool else None
+        devices = (
+            before.devices if before else tuple(one.device for one in pool.specs) if pool else None
+        )
         head = shape_of(spec.models, HeadShape)
         threshold, uncertain = verdict(head, spec)
         spec = spec.model_copy(update={"threshold": threshold})
-        job = prepare(run, staging.store, spec, staging=staging, devices=devices if spec.cluster else None)
+        job = prepare(
+            run, staging.store, spec, staging=staging, devices=devices if spec.cluster else None
+        )
         digests = read_record(run).fingerprints
-        said = (*remarks(head, np.asarray(job.store.read_length), digests), *[MIXED] * spec.mixed_devices)
-        job = replace(job, flops=flops or model_flops(spec.models), uncertain=uncertain, remarks=said)
+        said = (
+            *remarks(head, np.asarray(job.store.read_length), digests),
+            *[MIXED] * spec.mixed_devices,
+        )
+        job = replace(
+            job, flops=flops or model_flops(spec.models), uncertain=uncertain, remarks=said
+        )
         for remark in said:
             log.warning("%s", remark)
         if before is None or job.todo:
@@ -175,12 +205,17 @@ def classify(
 def _sound_files(job: Job, summary: RunSummary) -> tuple[set[Path], bool]:
     """The result files that are what a summary lists, and whether they are all that is asked for."""
     run, spec = job.run, job.spec
-    if summary.files is None or (summary.threshold, summary.uncertain) != (spec.threshold, job.uncertain):
+    if summary.files is None or (summary.threshold, summary.uncertain) != (
+        spec.threshold,
+        job.uncertain,
+    ):
         return set(), False
     sound, wrong = set(), []
     for path in run.listed:
         told, found = summary.files.get(path.name), digest(path)
-        if found == told and (told or path == run.pairs_table):  # which is not there where reads are single
+        if found == told and (
+            told or path == run.pairs_table
+        ):  # which is not there where reads are single
             sound.add(path)
         elif path not in run.reads_of() or (told and (found or path in run.reads_of(spec.written))):
             # reads that were listed may have been taken elsewhere
@@ -188,7 +223,9 @@ def _sound_files(job: Job, summary: RunSummary) -> tuple[set[Path], bool]:
     if wrong:
         said = "%s: %s not as the run left it; the result files are written again from its shards"
         log.warning(said, run.root, ", ".join(wrong))
-    return sound, not wrong and not any(sound.isdisjoint(run.reads_of((verdict,))) for verdict in spec.written)
+    return sound, not wrong and not any(
+        sound.isdisjoint(run.reads_of((verdict,))) for verdict in spec.written
+    )
 
 
 def prepare(
@@ -203,7 +240,9 @@ def prepare(
     is known: what the store was made of, and must still be. `devices`: of a cluster."""
     models, orfs = spec.models, OrfStore.open(store)
     if staging is not None and staging.fingerprint != orfs.fingerprint:
-        raise RunMismatchError(f"{store} no longer holds the reads that were staged for this run; run it again")
+        raise RunMismatchError(
+            f"{store} no longer holds the reads that were staged for this run; run it again"
+        )
     head = shape_of(models, HeadShape)
     if (length := head.model_length) != orfs.model_length:
         cut = f"{store} was cut at {orfs.model_length}; stage again"
@@ -213,9 +252,13 @@ def prepare(
     fingerprints = {"reads": orfs.fingerprint, **fingerprint(models, resolved.precision)}
     widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
-        discard(run.root, *RUN_FILES)  # what cannot be removed must not be mistaken for the new run's
+        discard(
+            run.root, *RUN_FILES
+        )  # what cannot be removed must not be mistaken for the new run's
     near = spec.threshold if shards.repeats(resolved, head) else None
-    resolved, plan = shards.plan_run(orfs.protein_offsets, resolved, fingerprints, found[0].kind, near)
+    resolved, plan = shards.plan_run(
+        orfs.protein_offsets, resolved, fingerprints, found[0].kind, near
+    )
     fresh = runfiles.new_record(
         runfiles.RunRecord,
         found,
@@ -229,7 +272,9 @@ def prepare(
         store=os.path.relpath(store, run.root),
     )
     record = runfiles.resume_or_refuse(run, fresh)
-    if len(record.attempts) > 1 and (noted := read_journal(run.journal)) is not None:  # of one that was killed
+    if (
+        len(record.attempts) > 1 and (noted := read_journal(run.journal)) is not None
+    ):  # of one that was killed
         written = write_telemetry(run.telemetry, noted[0], n_reads=orfs.n_reads, wall_s=noted[1])
         before, now = ended(record.attempts[-2], *noted, written), record.attempts[-1]
         record = record.model_copy(update={"attempts": (*record.attempts[:-2], before, now)})
@@ -242,18 +287,37 @@ def prepare(
     for line in damaged:
         log.warning("%s; it will be computed again", line)
     left = tuple(sorted(set(range(len(plan))) - set(done)))
-    if left or not (run.record.exists() and run.summary.exists()):  # to look at what is complete is no attempt
+    if left or not (
+        run.record.exists() and run.summary.exists()
+    ):  # to look at what is complete is no attempt
         write(run.record, record)
         run.journal.unlink(missing_ok=True)  # the record has what it told
     lost = int(shards.read_scores(run, done)[1].sum())
-    job = Job(run, orfs, found, resolved, plan, left, tuple(damaged), lost, spec, 4 * (sum(widths.values()) + 2))
+    job = Job(
+        run,
+        orfs,
+        found,
+        resolved,
+        plan,
+        left,
+        tuple(damaged),
+        lost,
+        spec,
+        4 * (sum(widths.values()) + 2),
+    )
     if left and resolved.commit:  # refused now rather than at the last shard
-        lines = (2 * orfs.n_rows + orfs.n_reads) * (len(orfs.read_id_bytes) // max(1, orfs.n_reads) + LINE_BYTES)
-        check_room(run.root, job.shard_bytes(left) + lines, f"{len(left)} shards and the result files")
+        lines = (2 * orfs.n_rows + orfs.n_reads) * (
+            len(orfs.read_id_bytes) // max(1, orfs.n_reads) + LINE_BYTES
+        )
+        check_room(
+            run.root, job.shard_bytes(left) + lines, f"{len(left)} shards and the result files"
+        )
     return job
 
 
-def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, pool: Pool | None) -> RunSummary:
+def _compute(
+    job: Job, staging: StageSummary, watch: Watch, started_s: float, pool: Pool | None
+) -> RunSummary:
     """Embed, judge, write: the rest of a run that is not complete."""
     clock, span = StageClock(), None if staging.reused else (started_s - staging.total_s, started_s)
     clock.add("Sequence Chunking", staging.chunk_s, span)
@@ -264,7 +328,11 @@ def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, po
     embedding = Embedding(job, watch, started_s)
     computed = embedding.run(pool)
     embedding.tell(clock, computed)
-    errors, orfs, said = _log_errors(job.run), job.store, "lines of the workers' logs tell of errors; the first"
+    errors, orfs, said = (
+        _log_errors(job.run),
+        job.store,
+        "lines of the workers' logs tell of errors; the first",
+    )
     verdicts = _write_results(job, staging, clock, since_s=embedding.ended_s)
     own_s, record = time.monotonic() - started_s, runfiles.read_record(job.run)
     earlier = [attempt for attempt in record.attempts[:-1] if attempt.wall_s is not None]
@@ -297,34 +365,54 @@ def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, po
         reduced_budgets={str(shard): divisor for shard, divisor in computed.reduced.items()},
         flops=job.flops,
     )
-    written = embedding.write(clock.times(), own_s, summary.sequences_per_hour) if job.todo else None
+    written = (
+        embedding.write(clock.times(), own_s, summary.sequences_per_hour) if job.todo else None
+    )
     own = ended(record.attempts[-1], embedding.measured, own_s, computed.deaths, written)
     write(job.run.record, record.model_copy(update={"attempts": (*record.attempts[:-1], own)}))
     newest = own.telemetry or summary.telemetry
     summary = summary.model_copy(update={"telemetry": newest, "attempts": (*earlier, own)})
     job.run.journal.unlink(missing_ok=True)
     write(job.run.summary, summary)
-    for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines() if watch.alone else ():
+    for line in (
+        pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines()
+        if watch.alone
+        else ()
+    ):
         log.info("%s", line)
     return summary
 
 
 def _log_errors(run: RunDir) -> list[str]:
     """Lines of the workers' logs that tell of errors, each with its file."""
-    logs = {path.name: path.read_text("utf-8", "replace") for path in sorted((run.root / "logs").glob("worker-*.log"))}
-    lines = ((name, line) for name, text in logs.items() for line in text.splitlines() if ERROR.search(line))
+    logs = {
+        path.name: path.read_text("utf-8", "replace")
+        for path in sorted((run.root / "logs").glob("worker-*.log"))
+    }
+    lines = (
+        (name, line)
+        for name, text in logs.items()
+        for line in text.splitlines()
+        if ERROR.search(line)
+    )
     return [f"{name}: {' '.join(line.split())[:200]}" for name, line in lines]
 
 
 def _write_results(
-    job: Job, staging: StageSummary, clock: StageClock, kept: Collection[Path] = (), since_s: float = 0.0
+    job: Job,
+    staging: StageSummary,
+    clock: StageClock,
+    kept: Collection[Path] = (),
+    since_s: float = 0.0,
 ) -> dict[str, Any]:
     """Write the result files; returns what a summary says of them: another threshold changes nothing else.
 
     There is no summary.json meanwhile. Files of reads in `kept` stay. `since_s`: when the embedding ended."""
     run, spec = job.run, job.spec
     if not job.engine.commit:
-        raise ConfigError("commits are off, so there are no results; this setting is for measuring what commits cost")
+        raise ConfigError(
+            "commits are off, so there are no results; this setting is for measuring what commits cost"
+        )
     scores, failed = shards.read_scores(run)
     began_s = time.monotonic()
     still_held(run.root)
@@ -335,7 +423,9 @@ def _write_results(
             said = "%s is of an earlier judgement and is removed; --write-viral, --write-nonviral write such anew"
             log.warning(said, path)
         path.unlink(missing_ok=True)
-    results = write_results(run, job.store, scores, failed, spec.threshold, job.uncertain, spec.workers)
+    results = write_results(
+        run, job.store, scores, failed, spec.threshold, job.uncertain, spec.workers
+    )
     shards.write_virtual_embeddings(run)
     if spec.written:
         from virnuc_core.reads.subsets import write_reads  # few runs need it

@@ -22,21 +22,35 @@ from numpy.typing import NDArray
 from virnuc_core.config import THRESHOLD
 from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, FRAMES, MATE, SHORT_FOR_MODEL, Mask, Places
+from virnuc_core.reads.translate import (
+    AMBIGUOUS,
+    DUPLICATE_ID,
+    FRAMES,
+    MATE,
+    SHORT_FOR_MODEL,
+    Mask,
+    Places,
+)
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import RunDir, whole_file
 
 Scores = NDArray[np.float32]
 Band = tuple[float, float]
-_Span = tuple[slice, slice, bool]  # reads, rows; whether those are all rows, or more of the one read's are to come
+_Span = tuple[
+    slice, slice, bool
+]  # reads, rows; whether those are all rows, or more of the one read's are to come
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
-VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED, UNCERTAIN = range(len(FATES) + 1)  # the last only where it is asked for
+VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED, UNCERTAIN = range(
+    len(FATES) + 1
+)  # the last only where it is asked for
 
 PREDICTION_HEADER: Final = "Sequence_ID\tPrediction\tscore1\tscore2\n"
 CONSENSUS_HEADER: Final = "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n"
 READS_HEADER: Final = "id\tlength\tchunks\topen_frames\tfate\tviral_score\tlabel\tflags\n"
-PAIRS_HEADER: Final = "id\tmate\tfate\tviral_score\tlabel\tfate_1\tviral_score_1\tfate_2\tviral_score_2\n"
+PAIRS_HEADER: Final = (
+    "id\tmate\tfate\tviral_score\tlabel\tfate_1\tviral_score_1\tfate_2\tviral_score_2\n"
+)
 FAILED_HEADER: Final = "Sequence_ID\n"
 
 BLOCK_READS: Final = 16_384
@@ -61,19 +75,30 @@ class ResultSummary:
     threshold: float
     predict_s: float  # seconds for VirNucPro's two files: their share of the time, where several processes were at work
     consensus_s: float  # seconds for the votes and the other tables
-    pairs: dict[str, int] = field(default_factory=dict)  # by their fates; none where reads are single
+    pairs: dict[str, int] = field(
+        default_factory=dict
+    )  # by their fates; none where reads are single
 
 
 class _Block:
     """Consecutive reads with all rows, or one with some of its many, and each chunk's verdict by its scored rows."""
 
-    def __init__(self, store: OrfStore, span: _Span, scores: Scores, scored: Mask, before: Self | None = None) -> None:
+    def __init__(
+        self, store: OrfStore, span: _Span, scores: Scores, scored: Mask, before: Self | None = None
+    ) -> None:
         """The votes of the rows marked in `scored` [rows], the others being lost; `scores` [rows, 2]: P(others),
         P(virus). `before`: the block with whose read this one goes on."""
         reads, rows, self.whole = span
         read = np.asarray(store.row_read[rows])
-        self.store, self.reads, self.rows, self.n_reads = store, reads, rows, reads.stop - reads.start
-        self.scored = np.flatnonzero(scored)  # places within the block's rows; what follows speaks of these rows only
+        self.store, self.reads, self.rows, self.n_reads = (
+            store,
+            reads,
+            rows,
+            reads.stop - reads.start,
+        )
+        self.scored = np.flatnonzero(
+            scored
+        )  # places within the block's rows; what follows speaks of these rows only
         self.read, self.scores = read[self.scored] - reads.start, scores[self.scored]
         chunk = np.asarray(store.row_chunk[rows])[self.scored]
         new = np.ones(len(chunk), bool)
@@ -82,7 +107,9 @@ class _Block:
         tops = np.maximum.reduceat(self.scores, self.starts) if len(new) else self.scores
         of_top = self.scores == tops[np.cumsum(new) - 1]
         # [chunks] the first row with the chunk's largest score1, and the first with its largest score2
-        self.top_others, self.top_virus = (at[np.searchsorted(at, self.starts)] for at in map(np.flatnonzero, of_top.T))
+        self.top_others, self.top_virus = (
+            at[np.searchsorted(at, self.starts)] for at in map(np.flatnonzero, of_top.T)
+        )
         # [chunks] exact: the difference of two float32 numbers has the right sign in float64
         self.margin = tops[:, 1].astype(np.float64) - tops[:, 0].astype(np.float64)
         self.row_is_virus = self.scores[:, 1] > self.scores[:, 0]  # a tie is `others`
@@ -90,11 +117,15 @@ class _Block:
         self.lost = np.flatnonzero(~scored)  # the other rows; what follows is of the blocks before
         self.lost_before: bool = before is not None and (before.lost_before or len(before.lost) > 0)
         self.scored_before: int = before.scored_before + len(before.scored) if before else 0
-        self.margins_before: NDArray[Any] = np.append(before.margins_before, before.margin) if before else np.empty(0)
+        self.margins_before: NDArray[Any] = (
+            np.append(before.margins_before, before.margin) if before else np.empty(0)
+        )
 
     def original_lines(self) -> tuple[bytes, bytes]:
         """Lines of `prediction_results.txt` and of `prediction_results_highestscore.csv`."""
-        names = np.array(self.store.row_ids(self.rows.start, self.rows.stop, original=True), dtype=object)[self.scored]
+        names = np.array(
+            self.store.row_ids(self.rows.start, self.rows.stop, original=True), dtype=object
+        )[self.scored]
         score1, score2 = (np.array(_texts(column), dtype=object) for column in self.scores.T)
         rows = _lines(names, _ROW_LABELS[self.row_is_virus.astype(np.int64)], score1, score2)
         chunks = [name[:-2] for name in names[self.starts]]  # without the frame, "F1" … "R3"
@@ -108,7 +139,9 @@ class _Block:
         exactly when the mean margin is at least 0, however small: rounding never lifts it over the line."""
         of, groups = group[self.read], int(group[-1]) + 1
         of_chunk = np.append(np.zeros(len(self.margins_before), np.int64), of[self.starts])
-        total = np.bincount(of_chunk, weights=np.append(self.margins_before, self.margin), minlength=groups)
+        total = np.bincount(
+            of_chunk, weights=np.append(self.margins_before, self.margin), minlength=groups
+        )
         chunks = np.bincount(of_chunk, minlength=groups)
         mean = np.divide(total, chunks, out=np.full(groups, np.nan), where=chunks > 0)
         score: Scores = (0.5 + mean / 2).astype(np.float32)
@@ -134,7 +167,9 @@ class _Block:
         for i in np.flatnonzero(bits & DUPLICATE_ID).tolist():  # the id stands last
             first = store.original_ids(low + i, low + i + 1)[0]
             remarks[i] = ",".join(filter(None, (remarks[i], f"duplicate_of={first}")))
-        return _lines(store.read_ids(low, high), *counts, *_told(score, fate), _READ_LABELS[fate], remarks), fate
+        return _lines(
+            store.read_ids(low, high), *counts, *_told(score, fate), _READ_LABELS[fate], remarks
+        ), fate
 
     def pair_lines(self, fate: Places, threshold: float, uncertain: Band) -> tuple[bytes, Places]:
         """Lines of `pairs.tsv`, and one index into `_FATE_NAMES` for each pair; `fate` [n_reads] is that of reads."""
@@ -144,8 +179,15 @@ class _Block:
         one = np.flatnonzero(~mate)
         both = np.append(mate[1:], False)[one]
         other = one + both  # itself where there is no mate
-        joint, score = self.read_scores(np.cumsum(~mate) - 1), self.read_scores(np.arange(self.n_reads))
-        verdict = np.where(np.isnan(joint), np.minimum(fate[one], fate[other]), _judged(joint, threshold, uncertain))
+        joint, score = (
+            self.read_scores(np.cumsum(~mate) - 1),
+            self.read_scores(np.arange(self.n_reads)),
+        )
+        verdict = np.where(
+            np.isnan(joint),
+            np.minimum(fate[one], fate[other]),
+            _judged(joint, threshold, uncertain),
+        )
         verdict[(fate[one] == FAILED) | (fate[other] == FAILED)] = FAILED
         seconds = ids[other], *_told(score[other], fate[other])
         for column in seconds:
@@ -170,22 +212,45 @@ def write_results(
     `ShardError` for a sequence that neither failed nor has a score; `VirnucError` for a broken store; `WorkerError`."""
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
-        raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
-    fates, counts, spent_s = np.zeros((2, len(_FATE_NAMES)), np.int64), np.zeros(3, np.int64), np.zeros(2)
-    began_s, few = time.perf_counter(), max(store.n_reads / BLOCK_READS, store.n_rows / BLOCK_ROWS) <= FEW_BLOCKS
+        raise ShardError(
+            f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}"
+        )
+    fates, counts, spent_s = (
+        np.zeros((2, len(_FATE_NAMES)), np.int64),
+        np.zeros(3, np.int64),
+        np.zeros(2),
+    )
+    began_s, few = (
+        time.perf_counter(),
+        max(store.n_reads / BLOCK_READS, store.n_rows / BLOCK_ROWS) <= FEW_BLOCKS,
+    )
     with ExitStack() as stack:
         files = _opened(stack, run, 4 + store.paired)
         if not store.paired:
             run.pairs_table.unlink(missing_ok=True)  # of other reads that were scored here before
-        work, pool = partial(_made, threshold, uncertain or (0.0, 0.0)), Workers(1 if few else workers)
+        work, pool = (
+            partial(_made, threshold, uncertain or (0.0, 0.0)),
+            Workers(1 if few else workers),
+        )
         for made in stack.enter_context(pool).map(work, _blocks(store, scores, failed)):
             for file, lines in zip(files, made.lines, strict=False):
                 file.write(lines)
-            fates, counts, spent_s = fates + made.fates, counts + made.counts, spent_s + made.spent_s
-    told, of = (dict(zip(_FATE_NAMES.tolist() if uncertain else FATES, some, strict=False)) for some in fates.tolist())
-    predict_s, consensus_s = (spent_s / (spent_s.sum() or 1.0) * (time.perf_counter() - began_s)).tolist()
+            fates, counts, spent_s = (
+                fates + made.fates,
+                counts + made.counts,
+                spent_s + made.spent_s,
+            )
+    told, of = (
+        dict(zip(_FATE_NAMES.tolist() if uncertain else FATES, some, strict=False))
+        for some in fates.tolist()
+    )
+    predict_s, consensus_s = (
+        spent_s / (spent_s.sum() or 1.0) * (time.perf_counter() - began_s)
+    ).tolist()
     rows, chunks, virus = counts.tolist()
-    return ResultSummary(told, rows, chunks, virus, threshold, predict_s, consensus_s, of if store.paired else {})
+    return ResultSummary(
+        told, rows, chunks, virus, threshold, predict_s, consensus_s, of if store.paired else {}
+    )
 
 
 def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
@@ -217,7 +282,9 @@ def _made(threshold: float, uncertain: Band, block: _Block) -> _Made:
     lines = [*originals, table, _lines([names[i] for i in block.lost.tolist()]), pairs]
     fates = np.stack([np.bincount(one, minlength=len(_FATE_NAMES)) for one in (fate, both)])
     counts = np.array([block.row_is_virus.sum(), len(block.starts), block.chunk_is_virus.sum()])
-    return _Made(lines, fates, counts, np.array([judged_s - began_s, time.perf_counter() - judged_s]))
+    return _Made(
+        lines, fates, counts, np.array([judged_s - began_s, time.perf_counter() - judged_s])
+    )
 
 
 def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -> None:
@@ -260,7 +327,10 @@ def _spans(store: OrfStore) -> Iterator[_Span]:
 
 def _opened(stack: ExitStack, run: RunDir, count: int) -> Sequence[BinaryIO]:
     """The first of a run's tables, with their headers; they are there once `stack` closes without an error."""
-    files = [stack.enter_context(stack.enter_context(whole_file(path)).open("wb")) for path in run.tables[:count]]
+    files = [
+        stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
+        for path in run.tables[:count]
+    ]
     headers = PREDICTION_HEADER, CONSENSUS_HEADER, READS_HEADER, FAILED_HEADER, PAIRS_HEADER
     for file, header in zip(files, headers, strict=False):
         file.write(header.encode())

@@ -34,40 +34,91 @@ if TYPE_CHECKING:
     import h5py
 
 MARK: Final = ".virnuc"
-SHARDS: Final = ("shards/plan.json", "shards/[0-9][0-9][0-9][0-9][0-9]*.h5", "shards/damaged/[0-9]*.h5")
-EXACT: Final = "fp32"  # directory of the sequences that a validation embeds in fp32, beside its runs
+SHARDS: Final = (
+    "shards/plan.json",
+    "shards/[0-9][0-9][0-9][0-9][0-9]*.h5",
+    "shards/damaged/[0-9]*.h5",
+)
+EXACT: Final = (
+    "fp32"  # directory of the sequences that a validation embeds in fp32, beside its runs
+)
 FILES: Final = "baseline_files/[0-9]*_*"  # that a baseline passes from stage to stage
 TRACES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
-RECORDS: Final = ("run.json", "run.json.damaged", "summary.json", "summary.json.former", "summary.json.damaged")
+RECORDS: Final = (
+    "run.json",
+    "run.json.damaged",
+    "summary.json",
+    "summary.json.former",
+    "summary.json.damaged",
+)
 MATES: Final = ("_R1", "_R2", "_orphans")  # in names of files where reads come in pairs
-RESULTS: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv", "failed.tsv")
+RESULTS: Final = (
+    "prediction_results.txt",
+    "prediction_results_highestscore.csv",
+    "reads.tsv",
+    "failed.tsv",
+)
 VERDICTS: Final = {
-    verdict: tuple(f"{verdict}{kind}.{form}.gz" for kind in ("", *MATES) for form in ("fasta", "fastq"))
+    verdict: tuple(
+        f"{verdict}{kind}.{form}.gz" for kind in ("", *MATES) for form in ("fasta", "fastq")
+    )
     for verdict in ("viral", "nonviral")  # files of reads by their verdict
 }
 EMBEDDED: Final = ("embeddings.h5", "pairs.tsv", *VERDICTS["viral"], *VERDICTS["nonviral"], *SHARDS)
-KEPT: Final = ("telemetry/telemetry_[0-9]*.json", "telemetry/telemetry_[0-9]*.h5", "telemetry/attempt.jsonl")
+KEPT: Final = (
+    "telemetry/telemetry_[0-9]*.json",
+    "telemetry/telemetry_[0-9]*.h5",
+    "telemetry/attempt.jsonl",
+)
 MEASURED: Final = (*KEPT, *(f"telemetry/traces/{name}" for name in TRACES))
 LOGS: Final = ("logs/worker-*.log", "logs/baseline-*.log", "logs/ceiling-*.log")
-RUN_FILES: Final = (*RECORDS, *RESULTS, *EMBEDDED, *MEASURED, *LOGS)  # of one run: what starting over removes
+RUN_FILES: Final = (
+    *RECORDS,
+    *RESULTS,
+    *EMBEDDED,
+    *MEASURED,
+    *LOGS,
+)  # of one run: what starting over removes
 STAGED: Final = ("orfs.h5", "orfs.made.json", "skipped.tsv")
 JUDGED: Final = ("comparison.json", "tuning.json", "checkpoint_overhead.json", "regression.json")
-REPORTS: Final = ("report/report.*", "report/benchmark_*.md", "report/benchmark_*.json", "report/approval.json")
+REPORTS: Final = (
+    "report/report.*",
+    "report/benchmark_*.md",
+    "report/benchmark_*.json",
+    "report/approval.json",
+)
 HEADS: Final = ("head/config.json", "head/model.safetensors", "head/README.md", "rescore.json")
-ENCODERS: Final = tuple(f"encoders/{name}" for name in ("esm2", "dnabert_s", *HEADS[:2]))  # that trainings embed by
+ENCODERS: Final = tuple(
+    f"encoders/{name}" for name in ("esm2", "dnabert_s", *HEADS[:2])
+)  # that trainings embed by
 TRAINED: Final = (*HEADS, *ENCODERS, "train.json", "train.html", "cuts.fasta")
 SWEEPS: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
 # all that any command writes into its output directory
 OUR_FILES: Final = (*RUN_FILES, *STAGED, FILES, *JUDGED, *REPORTS, *TRAINED, *SWEEPS)
-RUNS_WITHIN: Final = ("baseline", EXACT, "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*", "lengths")
+RUNS_WITHIN: Final = (
+    "baseline",
+    EXACT,
+    "devices-[0-9]*",
+    "overhead/[0-9]*-o*",
+    "trials/*-[0-9]*",
+    "lengths",
+)
 ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for name in OUR_FILES))
 SAMPLES: Final = "samples.tsv"  # of several runs, in directories beside it
-GUARDED: Final = (*ALL_FILES, SAMPLES, "inbox.tsv", "fates/*.json", f"downloads/{'[0-9a-f]' * 12}-*")
+GUARDED: Final = (
+    *ALL_FILES,
+    SAMPLES,
+    "inbox.tsv",
+    "fates/*.json",
+    f"downloads/{'[0-9a-f]' * 12}-*",
+)
 INBOX_MARK: Final = "claims/inbox.tsv.lock"
 _WRITTEN: Final = map(Path, (*OUR_FILES, SAMPLES, MARK))
 PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in _WRITTEN)
 DEVICE: Final = "virnuc-device-"
-_held: ContextVar[frozenset[Path]] = ContextVar("run directories this context holds", default=frozenset())
+_held: ContextVar[frozenset[Path]] = ContextVar(
+    "run directories this context holds", default=frozenset()
+)
 log = logging.getLogger(__name__)
 
 
@@ -107,7 +158,13 @@ class RunDir:
     @property
     def tables(self) -> tuple[Path, ...]:
         """Results as text; that of pairs is there where reads come in pairs."""
-        return self.predictions, self.consensus, self.reads_table, self.failed_rows, self.pairs_table
+        return (
+            self.predictions,
+            self.consensus,
+            self.reads_table,
+            self.failed_rows,
+            self.pairs_table,
+        )
 
     @property
     def listed(self) -> tuple[Path, ...]:
@@ -138,7 +195,9 @@ def whole_file(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which is flushed and renamed into place, or removed when the body raises. Errors:
     those of the body; `StorageError` for what the disk refuses; `ConfigError` when the directory's lease is lost: who
     takes that removes temporary files that are older, so that none is renamed later."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")  # machines may share the folder
+    aside = path.with_name(
+        f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part"
+    )  # machines may share the folder
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -160,12 +219,16 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_hdf5(path: Path, head: Callable[[bytes], bytes] = lambda _: b"", **options: Any) -> Iterator["h5py.File"]:
+def whole_hdf5(
+    path: Path, head: Callable[[bytes], bytes] = lambda _: b"", **options: Any
+) -> Iterator["h5py.File"]:
     """An HDF5 file to fill, which then appears whole; what `head` makes of its bytes stands before them. It is made in
     memory: HDF5 does not live through a disk that refuses, which is a `StorageError`."""
     import h5py  # takes a while, and few who name a path write HDF5
 
-    with h5py.File(str(path), "w", driver="core", backing_store=False, **options) as file:  # no other of its name
+    with h5py.File(
+        str(path), "w", driver="core", backing_store=False, **options
+    ) as file:  # no other of its name
         yield file
         file.flush()
         image = file.id.get_file_image()  # without the block for the user
@@ -190,14 +253,25 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _found(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
     """What lies in a directory under these names."""
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []  # few of hundreds of patterns have one
-    return (path for pattern in patterns if fnmatch.filter(names, pattern.split("/")[0]) for path in root.glob(pattern))
+    names = (
+        [path.name for path in root.iterdir()] if root.is_dir() else []
+    )  # few of hundreds of patterns have one
+    return (
+        path
+        for pattern in patterns
+        if fnmatch.filter(names, pattern.split("/")[0])
+        for path in root.glob(pattern)
+    )
 
 
 def is_ours(root: Path) -> bool:
     """Whether a directory's mark says so, or, where there is none, its record; or it is held, or a run's within one."""
     marked = _json(root / MARK).get("product") == "virnuc" or (root / INBOX_MARK).exists()
-    if marked or "fingerprints" in _json(root / "run.json") or "candidates" in _json(root / "tune.json"):
+    if (
+        marked
+        or "fingerprints" in _json(root / "run.json")
+        or "candidates" in _json(root / "tune.json")
+    ):
         return True
     place = root.resolve()
     within = [str(place.relative_to(held)) for held in _held.get() if place.is_relative_to(held)]
@@ -206,8 +280,14 @@ def is_ours(root: Path) -> bool:
 
 def check_ours(root: Path) -> None:
     """`ConfigError` when a directory is not ours and something in it has a name that we would write."""
-    found = () if is_ours(root) else sorted({str(path.relative_to(root)) for path in _found(root, GUARDED)})
-    if found and not is_ours(root):  # asked again: who makes the first file has made the mark before
+    found = (
+        ()
+        if is_ours(root)
+        else sorted({str(path.relative_to(root)) for path in _found(root, GUARDED)})
+    )
+    if found and not is_ours(
+        root
+    ):  # asked again: who makes the first file has made the mark before
         problem = f"was not made by virnuc, and {few(found)} would be overwritten; choose another directory"
         raise ConfigError(f"{root} {problem}")
 
@@ -218,7 +298,9 @@ def check_free(*files: Path, force: bool) -> None:
         raise ConfigError(f"{few(taken)} would be overwritten; choose another name, or --force")
 
 
-def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: bool = False) -> None:
+def check_output(
+    out: Path, *, models: Path, reads: Iterable[str] = (), force: bool = False
+) -> None:
     """Refuse an output directory in which input or something of others could be lost; nothing is touched."""
     place, weights = out.resolve(), models.resolve()
     special = {Path("/"): "the root directory"}
@@ -226,18 +308,26 @@ def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: b
         special = {Path("~").expanduser().resolve(): "your home directory"} | special
     if what := special.get(place):
         raise ConfigError(f"{out} is {what}; choose a directory of its own for results")
-    if weights.is_relative_to(place) and weights != place / "encoders":  # those a training there embeds by
-        raise ConfigError(f"{out} is or holds the models directory {models}; choose another directory for results")
+    if (
+        weights.is_relative_to(place) and weights != place / "encoders"
+    ):  # those a training there embeds by
+        raise ConfigError(
+            f"{out} is or holds the models directory {models}; choose another directory for results"
+        )
     if force and (os.path.ismount(place) or place == Path.cwd()):
         what = "the working directory" if place == Path.cwd() else "a mount point"
-        raise ConfigError(f"{out} is {what}, where --force removes nothing; choose a directory in it")
+        raise ConfigError(
+            f"{out} is {what}, where --force removes nothing; choose a directory in it"
+        )
     if place.is_dir():
         outputs = [path.stat() for path in _found(place, ALL_FILES) if path.is_file()]
         for name in reads:
             with suppress(OSError, ValueError):
                 at = Path(name).stat()
                 if any(os.path.samestat(at, one) for one in outputs):
-                    raise ConfigError(f"{name} is read, and would be overwritten; choose another directory than {out}")
+                    raise ConfigError(
+                        f"{name} is read, and would be overwritten; choose another directory than {out}"
+                    )
         check_ours(place)
 
 
@@ -256,12 +346,18 @@ def run_lock(root: Path) -> Iterator[None]:
         with ExitStack() as holding:
             try:
                 if other := holding.enter_context(lease(mark, root)):
-                    raise ConfigError(f"{root}: {other} is working here; wait for it or choose another directory")
+                    raise ConfigError(
+                        f"{root}: {other} is working here; wait for it or choose another directory"
+                    )
                 fresh = not os.path.lexists(mark)
                 if not fresh and (mark.is_symlink() or not mark.is_file()):
                     raise ConfigError(f"{mark} is not a file of virnuc's; choose another directory")
                 if _json(mark).get("product") != "virnuc":  # new or damaged
-                    write_text_whole(mark, json.dumps({"product": "virnuc", "version": virnuc_core.__version__}) + "\n")
+                    write_text_whole(
+                        mark,
+                        json.dumps({"product": "virnuc", "version": virnuc_core.__version__})
+                        + "\n",
+                    )
             except OSError as error:
                 told = None if error.errno == errno.EROFS else storage_error(error, mark)
                 why = f"{mark}: cannot be written: {error.strerror}; choose another directory"
@@ -310,7 +406,9 @@ def device_holder(device: str) -> str | None:
     with socket.socket(*_SOCKET) as asking:
         try:
             asking.connect(f"\0{DEVICE}{device}")
-            pid = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+            pid = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[
+                0
+            ]
         except ConnectionRefusedError:
             return None
         except BlockingIOError:  # asked too often
@@ -330,7 +428,9 @@ def lock_device(device: str, wait_s: float) -> int:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
                 holding.close()
                 who = device_holder(device) or "another process"
-                raise DeviceError(f"{device} is in use by {who}; wait for it or choose another device") from error
+                raise DeviceError(
+                    f"{device} is in use by {who}; wait for it or choose another device"
+                ) from error
         time.sleep(0.2)
 
 

@@ -96,7 +96,9 @@ def digest(path: Path) -> FileDigest | None:
 class Device(RunFile):
     """One device of a run: a GPU by UUID, or one CPU core."""
 
-    id: str = Field(min_length=1)  # "GPU-3f2c…" or "cpu-core-1"; of a cluster's node "GPU-3f2c…@node7"
+    id: str = Field(
+        min_length=1
+    )  # "GPU-3f2c…" or "cpu-core-1"; of a cluster's node "GPU-3f2c…@node7"
     kind: Literal["cuda", "cpu"]
     name: str  # as the driver or the processor calls itself
     core: int | None = None  # CPU only: the core its worker is pinned to
@@ -147,12 +149,16 @@ class RunRecord(RunFile):
     model_length: Count | None = None
     widths: dict[str, Count] = {}  # of an embedding's two parts: dna, protein
     fingerprints: dict[str, str]  # reads, esm2, dnabert_s, head, and of int8 its calibration
-    resolved: dict[str, Any] = {}  # the settings that decide result bytes, `auto` replaced; and the kind of device
+    resolved: dict[
+        str, Any
+    ] = {}  # the settings that decide result bytes, `auto` replaced; and the kind of device
     devices: tuple[Device, ...] = ()  # of the newest attempt
     seeds: dict[str, int] = {}
     store: str = ""  # relative to the run directory
     inputs: tuple[InputFile, ...] = ()
-    pairs: tuple[tuple[str, str], ...] | None = None  # files of first and second mates; None: nothing tells
+    pairs: tuple[tuple[str, str], ...] | None = (
+        None  # files of first and second mates; None: nothing tells
+    )
     attempts: tuple[Attempt, ...] = ()
 
 
@@ -165,10 +171,21 @@ def now() -> str:
 def git_commit() -> str | None:
     """Commit of the checkout virnuc runs from, with `+` when files differ from it; None outside a checkout."""
     here = Path(virnuc_core.__file__).resolve().parents[1]
-    words = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    words = [
+        "git",
+        "-C",
+        str(here),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--exclude=*",
+        "--dirty=+",
+    ]
     with suppress(OSError, subprocess.SubprocessError):
         if (here / ".git").exists():
-            return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            return subprocess.run(
+                words, capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
     return None
 
 
@@ -185,10 +202,15 @@ def versions() -> dict[str, str]:
     import pynvml
 
     computing = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect")
-    found = {"python": platform.python_version()} | {package: version_of(package) for package in computing}
+    found = {"python": platform.python_version()} | {
+        package: version_of(package) for package in computing
+    }
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-        found["driver"], cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        found["driver"], cuda = (
+            pynvml.nvmlSystemGetDriverVersion(),
+            pynvml.nvmlSystemGetCudaDriverVersion_v2(),
+        )
         found["cuda_driver"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
         pynvml.nvmlShutdown()
     return found
@@ -198,8 +220,14 @@ def new_record(kind: type[File], devices: Sequence[Device], **made: Any) -> File
     """A record of a run that starts now on `devices`; `made` are its other fields: what it is made of."""
     at, found = now(), tuple(devices)
     # of addresses, the query may be a signature
-    command = tuple(re.sub(r"(?<=://)\S*@|[?#].*", "…", word) if "://" in word else word for word in sys.argv)
-    here = {"virnuc_version": virnuc_core.__version__, "git_commit": git_commit(), "versions": versions()}
+    command = tuple(
+        re.sub(r"(?<=://)\S*@|[?#].*", "…", word) if "://" in word else word for word in sys.argv
+    )
+    here = {
+        "virnuc_version": virnuc_core.__version__,
+        "git_commit": git_commit(),
+        "versions": versions(),
+    }
     start = Attempt(started=at, devices=found, command=command, directory=str(Path.cwd()))
     of = {"created": at, "host": platform.node(), "devices": found, "attempts": (start,)}
     return kind(**here | of | made)
@@ -218,17 +246,28 @@ def made_from(record: RunRecord) -> dict[str, str]:
     return {name: record.fingerprints[name] for name in sorted(record.fingerprints)} | length
 
 
-def differing(a: Mapping[str, str], b: Mapping[str, str], *, strict: bool = False) -> dict[str, tuple[str, str]]:
+def differing(
+    a: Mapping[str, str], b: Mapping[str, str], *, strict: bool = False
+) -> dict[str, tuple[str, str]]:
     """The names of what tells two jobs apart, with what each side says; what only one tells counts when `strict`."""
     names = [name for name in dict.fromkeys((*a, *b)) if strict or (name in a and name in b)]
-    return {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in names if a.get(name) != b.get(name)}
+    return {
+        name: (a.get(name, "nothing"), b.get(name, "nothing"))
+        for name in names
+        if a.get(name) != b.get(name)
+    }
 
 
 def other_files(before: Sequence[InputFile], files: Sequence[str]) -> list[str]:
     """What tells files of reads from those that a run was made from, a sentence each, by their content."""
-    now = [InputFile(file=name, content=digest(Path(name)) if Path(name).is_file() else None) for name in files]
+    now = [
+        InputFile(file=name, content=digest(Path(name)) if Path(name).is_file() else None)
+        for name in files
+    ]
     kept = {one.content for one in before} & {one.content for one in now} - {None}
-    gone, new = ({Path(one.file).name for one in side if one.content not in kept} for side in (before, now))
+    gone, new = (
+        {Path(one.file).name for one in side if one.content not in kept} for side in (before, now)
+    )
     said = [f"{name} has other content" for name in sorted(gone & new)]
     said += [f"{name} was read then" for name in sorted(gone - new)] if before else []
     return said + [f"{name} was not" for name in sorted(new - gone)]
@@ -239,12 +278,22 @@ def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
     before = read_or_set_aside(run.record, RunRecord)
     if before is None:
         return fresh
-    told = (made_from(one) | {key: str(one.resolved[key]) for key in sorted(one.resolved)} for one in (before, fresh))
+    told = (
+        made_from(one) | {key: str(one.resolved[key]) for key in sorted(one.resolved)}
+        for one in (before, fresh)
+    )
     if others := differing(*told, strict=True):
-        short = {name: [text if len(text) <= 20 else text[:12] + "…" for text in pair] for name, pair in others.items()}
+        short = {
+            name: [text if len(text) <= 20 else text[:12] + "…" for text in pair]
+            for name, pair in others.items()
+        }
         said = "; ".join(f"{name} {a} → {b}" for name, (a, b) in short.items())
-        raise RunMismatchError(f"{run.root} holds another run ({said}); choose another directory or --force")
-    return before.model_copy(update={"devices": fresh.devices, "attempts": (*before.attempts, *fresh.attempts)})
+        raise RunMismatchError(
+            f"{run.root} holds another run ({said}); choose another directory or --force"
+        )
+    return before.model_copy(
+        update={"devices": fresh.devices, "attempts": (*before.attempts, *fresh.attempts)}
+    )
 
 
 class ModelFlops(RunFile):
@@ -263,31 +312,47 @@ class RunCounts(RunFile):
     wall_s: Seconds | None = None  # all attempts, without staging
     staging_s: Seconds | None = None
     total_s: Seconds | None = None
-    stages: dict[str, Seconds | None] = {}  # the nine and the other parts of `telemetry.tables.ROWS`; None: fused
+    stages: dict[
+        str, Seconds | None
+    ] = {}  # the nine and the other parts of `telemetry.tables.ROWS`; None: fused
     n_reads: Count | None = None
     n_chunks: Count | None = None
     n_rows: Count | None = None
     n_uniques: Count | None = None
     fates: dict[str, Count] = {}
     pairs: dict[str, Count] = {}  # by their fates; none in a run of single reads
-    resumed: Annotated[bool, BeforeValidator(bool)] = False  # whatever stands there: only a plain no is a no
+    resumed: Annotated[bool, BeforeValidator(bool)] = (
+        False  # whatever stands there: only a plain no is a no
+    )
     shards_computed: Count | None = None
     shards_reused: Count | None = None
     damaged: tuple[str, ...] = ()  # shards that were found unreadable, and computed again
-    reduced_budgets: dict[str, Count] = {}  # shard → what its token budgets were divided by, for want of memory
+    reduced_budgets: dict[
+        str, Count
+    ] = {}  # shard → what its token budgets were divided by, for want of memory
     restarts: Count | None = None
     rows_set_aside: Count | None = None  # uniques that ended every worker, or were not finite
-    rows_repeated: Count | None = None  # of the shards that were computed: uniques that fp16 decided, not int8
+    rows_repeated: Count | None = (
+        None  # of the shards that were computed: uniques that fp16 decided, not int8
+    )
     log_errors: Count | None = None  # lines of the workers' logs that tell of errors
     warnings: tuple[str, ...] = ()
-    attempts: tuple[Attempt, ...] = ()  # that ended or were killed; a complete run that is started again has none
+    attempts: tuple[
+        Attempt, ...
+    ] = ()  # that ended or were killed; a complete run that is started again has none
 
     @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
     @property
     def sequences_per_hour(self) -> float | None:
         """Reads over the whole time, staging included; `None` for a run that did not do all its work in that time."""
-        whole = not (self.resumed or self.shards_reused or self.stopped_at_limit or len(self.attempts) > 1)
-        return 3600.0 * self.n_reads / self.total_s if whole and self.n_reads and self.total_s else None
+        whole = not (
+            self.resumed or self.shards_reused or self.stopped_at_limit or len(self.attempts) > 1
+        )
+        return (
+            3600.0 * self.n_reads / self.total_s
+            if whole and self.n_reads and self.total_s
+            else None
+        )
 
 
 class RunSummary(RunCounts):
@@ -300,10 +365,14 @@ class RunSummary(RunCounts):
     rows_virus: Count | None = None
     chunks_virus: Count | None = None
     chunks_scored: Count | None = None
-    telemetry: str | None = None  # file name within telemetry/; None when nothing had to be computed
+    telemetry: str | None = (
+        None  # file name within telemetry/; None when nothing had to be computed
+    )
     devices: tuple[Device, ...] = ()
     workers: tuple[dict[str, Any], ...] = ()
     shards: Count | None = None
     deaths: tuple[str, ...] | None = None
     flops: ModelFlops | None = None
-    files: dict[str, FileDigest] | None = None  # the result files, by name; None: an older version wrote them
+    files: dict[str, FileDigest] | None = (
+        None  # the result files, by name; None: an older version wrote them
+    )

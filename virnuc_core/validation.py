@@ -43,17 +43,28 @@ class ValidationRecord(RunRecord):
 
 
 def record_validation(
-    out: Path, spec: ClassifySpec, profile: Profile, staging: StageSummary, devices: tuple[Device, ...], *remarks: str
+    out: Path,
+    spec: ClassifySpec,
+    profile: Profile,
+    staging: StageSummary,
+    devices: tuple[Device, ...],
+    *remarks: str,
 ) -> None:
     """`run.json` of the validation: what it was started with, and when it first was. Errors: `RunMismatchError` names
     the weights or reads that differ from those of the validation that lies there."""
-    read = {"files": [str(Path(name).absolute()) for name in staging.files], "ignored_files": staging.ignored_files}
+    read = {
+        "files": [str(Path(name).absolute()) for name in staging.files],
+        "ignored_files": staging.ignored_files,
+    }
     record = runfiles.new_record(
         ValidationRecord,
         devices,
         spec=spec.parameters | {"engine": spec.engine.model_dump(mode="json")},
         model_length=staging.model_length,
-        fingerprints={"reads": staging.fingerprint, **fingerprint(spec.models, spec.engine.precision)},
+        fingerprints={
+            "reads": staging.fingerprint,
+            **fingerprint(spec.models, spec.engine.precision),
+        },
         store=RunDir(out).store.name,
         inputs=staging.by_file,
         pairs=[[str(Path(name).absolute()) for name in pair] for pair in staging.pairs],
@@ -67,9 +78,16 @@ def record_validation(
     if before is not None:
         others = runfiles.differing(before.fingerprints, record.fingerprints, strict=True)
         if others and not spec.force:
-            said = "; ".join(f"{name} {was[:12]}… → {now[:12]}…" for name, (was, now) in others.items())
-            raise RunMismatchError(f"{out} holds another validation ({said}); choose another directory or --force")
-        same = all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile"))
+            said = "; ".join(
+                f"{name} {was[:12]}… → {now[:12]}…" for name, (was, now) in others.items()
+            )
+            raise RunMismatchError(
+                f"{out} holds another validation ({said}); choose another directory or --force"
+            )
+        same = all(
+            getattr(before, name) == getattr(record, name)
+            for name in ("fingerprints", "devices", "profile")
+        )
         if same and not spec.force and before.spec.get("engine") == record.spec.get("engine"):
             record = record.model_copy(update={"created": before.created})
     runfiles.write(path, record)
@@ -91,8 +109,12 @@ class BaselineSummary(RunFile):
     schema_version: int = 1
     name: BaselineName
     source: Literal["measured", "recorded"] = "measured"
-    wall_s: Seconds | None = None  # for the whole input, of a subset scaled: what a run is compared with
-    stages: dict[str, Seconds] = Field(default_factory=dict)  # on the whole input, scaled; none of a recorded one
+    wall_s: Seconds | None = (
+        None  # for the whole input, of a subset scaled: what a run is compared with
+    )
+    stages: dict[str, Seconds] = Field(
+        default_factory=dict
+    )  # on the whole input, scaled; none of a recorded one
     subset: BaselineSubset | None = None  # what was measured; None: everything, or nothing
     measured_s: Seconds | None = None  # seconds that really passed; None when recorded
     measured_stages: dict[str, Seconds] = Field(default_factory=dict)
@@ -101,14 +123,18 @@ class BaselineSummary(RunFile):
     measured_rows: Count | None = None
     devices: tuple[Device, ...] = ()
     fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
-    files: dict[str, FileDigest] | None = None  # the result files, by name; None: none, or an older version wrote them
+    files: dict[str, FileDigest] | None = (
+        None  # the result files, by name; None: none, or an older version wrote them
+    )
     reused: bool = Field(False, exclude=True)
 
 
 OVERHEAD: Final = "checkpoint_overhead.json"
 TUNING: Final = "tuning.json"
 MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
-MIN_SECONDS: Final = 10.0  # of a run that times commits; the rate of a shorter one is the luck of its scheduling
+MIN_SECONDS: Final = (
+    10.0  # of a run that times commits; the rate of a shorter one is the luck of its scheduling
+)
 
 
 class OverheadPair(RunFile):
@@ -186,7 +212,9 @@ class ApprovalRecord(Review, RunFile):
     reviewer: str | None = None
 
 
-QUESTIONS: Final = {name: said.description for name, said in Review.model_fields.items() if name != "note"}
+QUESTIONS: Final = {
+    name: said.description for name, said in Review.model_fields.items() if name != "note"
+}
 
 
 class ScoreDifference(RunFile):
@@ -218,7 +246,9 @@ class LabelAgreement(RunFile):
     agreement: float | None  # agreeing / all ids, 0 to 1; None when there is no id at all
     score: ScoreDifference | None  # None when a side has no scores, or no id is in both
     examples: tuple[str, ...]  # a few ids that disagree, with what each side says
-    classes: dict[str, ClassAgreement] = Field(default_factory=dict)  # viral, non-viral, near threshold; or none
+    classes: dict[str, ClassAgreement] = Field(
+        default_factory=dict
+    )  # viral, non-viral, near threshold; or none
 
     @property
     def total(self) -> int:

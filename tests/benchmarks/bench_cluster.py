@@ -53,7 +53,10 @@ class Sleeping(node.Node):
 
     def facts(self, devices: str) -> str:
         facts = node.Facts.model_validate_json(super().facts("cpu"))
-        gpus = [Device(id=f"GPU-{id(self):x}-{i}", kind="cuda", name="asleep") for i in range(self.devices)]
+        gpus = [
+            Device(id=f"GPU-{id(self):x}-{i}", kind="cuda", name="asleep")
+            for i in range(self.devices)
+        ]
         return facts.model_copy(update={"gpus": tuple(gpus)}).model_dump_json()
 
     async def tell(self, orders: str) -> None:
@@ -61,7 +64,12 @@ class Sleeping(node.Node):
         for child, line in json.loads(orders):
             if isinstance(message := Message.of(line), WorkerSpec):
                 self.names[child] = message.device.id
-                record = {"device": message.device.id, "pid": child, "started_s": now, "ready_s": 0.0}
+                record = {
+                    "device": message.device.id,
+                    "pid": child,
+                    "started_s": now,
+                    "ready_s": 0.0,
+                }
                 self.said.put_nowait((child, Ready(record=record).line()))
             elif isinstance(message, ShardTask):
                 began_s = max(now, self.free_s.get(child, now))
@@ -85,10 +93,24 @@ class Sleeping(node.Node):
 
 def answer(task: ShardTask, device: str, began_s: float, took_s: float) -> Computed:
     """What a worker says of a shard."""
-    batch = BatchRecord(device, "esm2", task.shard, 0, 300, 16_000, 16_384, 0.1, began_s, began_s, 140.0)
-    counts: dict[str, Any] = {"rows": task.hi - task.lo, "protein_tokens": 262_144, "dna_tokens": 170_000}
+    batch = BatchRecord(
+        device, "esm2", task.shard, 0, 300, 16_000, 16_384, 0.1, began_s, began_s, 140.0
+    )
+    counts: dict[str, Any] = {
+        "rows": task.hi - task.lo,
+        "protein_tokens": 262_144,
+        "dna_tokens": 170_000,
+    }
     times = {"started_s": began_s, "finished_s": began_s + took_s, "dnabert_s": 0.1, "esm2_s": 0.8}
-    done = ShardDone(device, task.shard, **counts, **times, head_s=0.01, commit_s=0.01, batches=(batch,) * BATCHES)
+    done = ShardDone(
+        device,
+        task.shard,
+        **counts,
+        **times,
+        head_s=0.01,
+        commit_s=0.01,
+        batches=(batch,) * BATCHES,
+    )
     return Computed(done=done)
 
 
@@ -97,9 +119,14 @@ async def serve(nodes: int, devices: int, sleep_s: float, folder: Path) -> None:
     from distributed import Scheduler, Worker
 
     node.Node, Sleeping.devices, Sleeping.sleep_s = Sleeping, devices // nodes, sleep_s  # type: ignore[misc]
-    async with Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler, asyncio.TaskGroup() as group:
+    async with (
+        Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler,
+        asyncio.TaskGroup() as group,
+    ):
         for _ in range(nodes):
-            worker = Worker(scheduler.address, nthreads=1, host="127.0.0.1", local_directory=str(folder))
+            worker = Worker(
+                scheduler.address, nthreads=1, host="127.0.0.1", local_directory=str(folder)
+            )
             group.create_task(worker.__aenter__())
         (folder / "address").write_text(scheduler.address)
         await asyncio.Event().wait()
@@ -109,9 +136,19 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
     """Print how many shards a second the submitting side hears of, hands out and notes."""
     from virnuc_core.engine.cluster import Cluster
 
-    words = [sys.executable, __file__, "serve", "--nodes", options.nodes, "--devices", options.devices]
+    words = [
+        sys.executable,
+        __file__,
+        "serve",
+        "--nodes",
+        options.nodes,
+        "--devices",
+        options.devices,
+    ]
     words += ["--sleep-s", options.sleep_s, "--folder", folder]
-    child = subprocess.Popen([*map(str, words)], env={**os.environ, "DASK_LOGGING__DISTRIBUTED": "error"})
+    child = subprocess.Popen(
+        [*map(str, words)], env={**os.environ, "DASK_LOGGING__DISTRIBUTED": "error"}
+    )
     try:
         while not (folder / "address").exists():
             time.sleep(0.1)
@@ -124,7 +161,9 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
         specs, heard, began_s = pool.specs, list[float](), time.process_time()
         with ExitStack() as held:
             ids = [one.device.id for one in specs]
-            keep = held.enter_context(journal(folder / "journal", time.monotonic(), datetime.now(UTC), ids))
+            keep = held.enter_context(
+                journal(folder / "journal", time.monotonic(), datetime.now(UTC), ids)
+            )
 
             def note(noted: ShardDone | str) -> None:
                 keep(noted)
@@ -132,14 +171,23 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
 
             held.enter_context(pool).compute(tasks, run / "logs", note)
         whole_s = heard[-1] - heard[0]
-        rates = sorted(1000 / (b - a) for a, b in zip(heard[::1000], heard[1000::1000], strict=False))
+        rates = sorted(
+            1000 / (b - a) for a, b in zip(heard[::1000], heard[1000::1000], strict=False)
+        )
         cost_ms = 1e3 * (time.process_time() - began_s) / len(heard)
         print(
             f"{len(heard)} shards by {len(specs)} workers of {options.nodes} nodes: {len(heard) / whole_s:.0f} a second"
         )
-        slowest, fastest = (rates or [math.nan])[0], (rates or [math.nan])[-1]  # none of fewer than 1,001 shards
-        print(f"by thousands {slowest:.0f} to {fastest:.0f}; their sleep allows {len(specs) / options.sleep_s:.0f}")
-        print(f"the submitting side takes {cost_ms:.2f} ms of a core for a shard: {1e3 / cost_ms:.0f} a second at most")
+        slowest, fastest = (
+            (rates or [math.nan])[0],
+            (rates or [math.nan])[-1],
+        )  # none of fewer than 1,001 shards
+        print(
+            f"by thousands {slowest:.0f} to {fastest:.0f}; their sleep allows {len(specs) / options.sleep_s:.0f}"
+        )
+        print(
+            f"the submitting side takes {cost_ms:.2f} ms of a core for a shard: {1e3 / cost_ms:.0f} a second at most"
+        )
     finally:
         child.kill()
 
@@ -147,20 +195,38 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
 def one(words: Sequence[str], out: Path) -> float:
     """Tokens a second of a run, from its first batch to its last."""
     shutil.rmtree(out, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "flows.cli", "predict", *words, "-o", str(out), "--quiet"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "virnuc.flows.cli", "predict", *words, "-o", str(out), "--quiet"],
+        check=True,
+    )
     with h5py.File(next((out / "telemetry").glob("*.h5"))) as file:
         shards = file["shards"]
-        return float(shards["protein_tokens"][:].sum() / (shards["finished_s"][:].max() - shards["started_s"][:].min()))
+        return float(
+            shards["protein_tokens"][:].sum()
+            / (shards["finished_s"][:].max() - shards["started_s"][:].min())
+        )
 
 
 def pairs(options: argparse.Namespace, folder: Path) -> None:
     """Print the rates of runs in turn, and their ratios."""
     reads = folder / "reads.fastq"
     words = ["simulate", str(reads), "--reads", str(options.reads)]
-    subprocess.run([sys.executable, "-m", "flows.cli", *words], check=True, stdout=subprocess.DEVNULL)
-    common = [str(reads), "--models", options.models, "--no-prefect", "--shard-tokens", str(options.shard_tokens)]
+    subprocess.run(
+        [sys.executable, "-m", "virnuc.flows.cli", *words], check=True, stdout=subprocess.DEVNULL
+    )
+    common = [
+        str(reads),
+        "--models",
+        options.models,
+        "--no-prefect",
+        "--shard-tokens",
+        str(options.shard_tokens),
+    ]
     two = {"local": ["--devices", "cpu:2"], "nodes": ["--devices", "cpu", "--cluster", "local:2"]}
-    ways, ratios = {"one": ["--devices", "cpu:1"], **two}, {"local": list[float](), "one": list[float]()}
+    ways, ratios = (
+        {"one": ["--devices", "cpu:1"], **two},
+        {"local": list[float](), "one": list[float]()},
+    )
     for turn in range(options.pairs):
         order = list(ways) if turn % 2 else list(ways)[::-1]
         rates = {way: one([*common, *ways[way]], folder / way) for way in order}
@@ -174,7 +240,9 @@ def pairs(options: argparse.Namespace, folder: Path) -> None:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["sleepers", "serve", "pairs"])
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--devices", type=int, default=512)

@@ -34,10 +34,15 @@ from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Dnabert
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.errors import VirnucError
-from virnuc_core.measure.bench import AHEAD, linear_pass
+from virnuc_core.tools.bench import AHEAD, linear_pass
 
 # dense tensor-core peaks of the datasheets, TFLOP/s with float32 accumulation: 16-bit, 8-bit
-DATASHEET = {"H200": (989.0, 1979.0), "H100": (989.0, 1979.0), "A100": (312.0, None), "RTX 4090": (165.2, 330.3)}
+DATASHEET = {
+    "H200": (989.0, 1979.0),
+    "H100": (989.0, 1979.0),
+    "A100": (312.0, None),
+    "RTX 4090": (165.2, 330.3),
+}
 
 Name = Literal["esm2", "dnabert_s"]
 NAMES: tuple[Name, ...] = ("esm2", "dnabert_s")
@@ -80,7 +85,9 @@ def sustain(step: Callable[[], object], seconds: float, device: torch.device) ->
     return Sustained(time.perf_counter() - start, calls, mhz, watts)
 
 
-def batch_of(name: Name, vocab: int, length: int, slots: int, capacity: int, device: torch.device) -> PackedBatch:
+def batch_of(
+    name: Name, vocab: int, length: int, slots: int, capacity: int, device: torch.device
+) -> PackedBatch:
     """Rows of `length` tokens filling the slots as far as they go."""
     rows = max(1, min(slots // length, capacity))
     generator = torch.Generator().manual_seed(length)
@@ -104,11 +111,16 @@ def mixed_batch(name: Name, vocab: int, device: torch.device) -> PackedBatch:
     return PackedBatch(flat.tokens, bounds, 128, 256, int(ends[-1])).to(device)
 
 
-def build(shape: Esm2Shape | DnabertShape, precision: Resolved, variant: str, device: torch.device) -> Esm2 | DnabertS:
+def build(
+    shape: Esm2Shape | DnabertShape, precision: Resolved, variant: str, device: torch.device
+) -> Esm2 | DnabertS:
     """The encoder of a variant with random weights; `VirnucError` when it cannot run on the device."""
     if variant not in ("fused", "reference"):
         raise SystemExit(f"variant '{variant}': wanted fused or reference")
-    way: Any = {"precision": precision, "attention": choose_backend(variant, shape.head_dim, device)}
+    way: Any = {
+        "precision": precision,
+        "attention": choose_backend(variant, shape.head_dim, device),
+    }
     if isinstance(shape, Esm2Shape):
         return Esm2(shape, partial(random_tensor, shape), device, **way)
     return DnabertS(shape, partial(random_tensor, shape), device, **way)
@@ -121,7 +133,11 @@ def profile(embed: Callable[[], object], device: torch.device) -> list[tuple[str
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
         embed()
         settle(device)
-    rows = [(e.key, e.self_device_time_total / 1000, e.count) for e in trace.key_averages() if e.self_device_time_total]
+    rows = [
+        (e.key, e.self_device_time_total / 1000, e.count)
+        for e in trace.key_averages()
+        if e.self_device_time_total
+    ]
     return sorted(rows, key=lambda row: -row[1])[:14]
 
 
@@ -130,7 +146,9 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, torch.device(options.device)
-        self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        self.device_name = (
+            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        )
         self.deadline = time.perf_counter() + options.time_limit
         kinds = ("measured", "ceilings", "cosines", "not_run", "profiles")
         self.found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
@@ -138,7 +156,11 @@ class Bench:
     def run(self) -> None:
         """Everything that was asked for, one precision after the other."""
         for name in self.options.encoders:
-            shape = ESM2_SIZES[self.options.esm2] if name == "esm2" else DNABERT_SIZES[self.options.dnabert_s]
+            shape = (
+                ESM2_SIZES[self.options.esm2]
+                if name == "esm2"
+                else DNABERT_SIZES[self.options.dnabert_s]
+            )
             expected = None
             if self.options.accuracy:
                 plain = build(shape, "fp32", "reference", self.device)
@@ -150,9 +172,13 @@ class Bench:
                     precision = resolve_precision(asked, self.device)
                     self.precision(name, shape, precision, expected)
                 except VirnucError as error:
-                    self.note("not_run", encoder=name, precision=asked, variant="all", reason=str(error))
+                    self.note(
+                        "not_run", encoder=name, precision=asked, variant="all", reason=str(error)
+                    )
 
-    def precision(self, name: Name, shape: Any, precision: Resolved, expected: Tensor | None) -> None:
+    def precision(
+        self, name: Name, shape: Any, precision: Resolved, expected: Tensor | None
+    ) -> None:
         """Ceilings, then every variant, of one encoder in one precision."""
         limits: dict[int, float] = {}
         for variant in self.options.variants[name]:
@@ -162,16 +188,28 @@ class Bench:
                     limits[slots] = self.ceiling(name, encoder, slots)
                 if expected is not None:
                     got = encoder.embed(mixed_batch(name, shape.vocab, self.device)).cpu()
-                    each = torch.nn.functional.cosine_similarity(got.double(), expected.double(), dim=1)
-                    found = {"min": float(each.min()), "p1": float(each.quantile(0.01)), "mean": float(each.mean())}
-                    self.note("cosines", encoder=name, precision=precision, variant=variant, **found)
-                for slots, length in itertools.product(self.options.budgets, self.options.lengths[name]):
+                    each = torch.nn.functional.cosine_similarity(
+                        got.double(), expected.double(), dim=1
+                    )
+                    found = {
+                        "min": float(each.min()),
+                        "p1": float(each.quantile(0.01)),
+                        "mean": float(each.mean()),
+                    }
+                    self.note(
+                        "cosines", encoder=name, precision=precision, variant=variant, **found
+                    )
+                for slots, length in itertools.product(
+                    self.options.budgets, self.options.lengths[name]
+                ):
                     if time.perf_counter() > self.deadline:
                         raise TimeoutError(f"{length}/{slots} and further: time limit of the run")
                     self.one(name, variant, encoder, length, slots, limits[slots])
             except Exception as error:  # noqa: BLE001 - what cannot run here is said, the rest goes on
                 reason = f"{type(error).__name__}: {str(error)[:300]}"
-                self.note("not_run", encoder=name, precision=precision, variant=variant, reason=reason)
+                self.note(
+                    "not_run", encoder=name, precision=precision, variant=variant, reason=reason
+                )
 
     def ceiling(self, name: Name, encoder: Esm2 | DnabertS, slots: int) -> float:
         """Tokens/s of the linear layers alone."""
@@ -180,10 +218,20 @@ class Bench:
             step()
             ran = sustain(step, self.options.seconds, self.device)
         found = slots * ran.calls / ran.elapsed_s
-        self.note("ceilings", encoder=name, precision=encoder.precision, slots=slots, tokens_per_s=found)
+        self.note(
+            "ceilings", encoder=name, precision=encoder.precision, slots=slots, tokens_per_s=found
+        )
         return found
 
-    def one(self, name: Name, variant: str, encoder: Esm2 | DnabertS, length: int, slots: int, limit: float) -> None:
+    def one(
+        self,
+        name: Name,
+        variant: str,
+        encoder: Esm2 | DnabertS,
+        length: int,
+        slots: int,
+        limit: float,
+    ) -> None:
         """One line of the table."""
         batch = batch_of(name, encoder.shape.vocab, length, slots, max(1, slots // 8), self.device)
         on_cuda = self.device.type == "cuda"
@@ -192,7 +240,10 @@ class Bench:
         first_s = sustain(lambda: encoder.embed(batch), 0.0, self.device).elapsed_s
         ran = sustain(lambda: encoder.embed(batch), self.options.seconds, self.device)
         tokens = batch.real_tokens * ran.calls / ran.elapsed_s
-        linear, attention = 2 * encoder.shape.linear_weights, 4 * encoder.width * encoder.shape.layers * length
+        linear, attention = (
+            2 * encoder.shape.linear_weights,
+            4 * encoder.width * encoder.shape.layers * length,
+        )
         tflops = tokens * (linear + attention) / 1e12
         peak = self.datasheet(encoder.precision)
         found = {
@@ -217,7 +268,9 @@ class Bench:
             self.note("profiles", variant=variant, slots=slots, row_tokens=length, kernels=kernels)
 
     def datasheet(self, precision: Resolved) -> float | None:  # TFLOP/s, where it is known
-        peaks = next((peaks for part, peaks in DATASHEET.items() if part in self.device_name), (None, None))
+        peaks = next(
+            (peaks for part, peaks in DATASHEET.items() if part in self.device_name), (None, None)
+        )
         return None if precision == "fp32" else peaks[precision == "int8"]
 
     def note(self, kind: str, **found: Any) -> None:
@@ -246,22 +299,48 @@ def options_from(arguments: list[str]) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(word) for word in words(text)]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--encoders", type=words, default=list(NAMES))
     parser.add_argument("--esm2", choices=list(ESM2_SIZES), help="t36_3B on CUDA, else tiny")
     parser.add_argument("--dnabert-s", choices=list(DNABERT_SIZES), help="base on CUDA, else tiny")
     parser.add_argument("--precisions", type=words, help="fp16,bf16,int8 on CUDA, else fp32")
     parser.add_argument("--variants", type=words, help="fused on CUDA, else reference")
-    parser.add_argument("--lengths", type=numbers, default=[52, 102, 168], help="tokens of a row of ESM-2")
-    parser.add_argument("--dna-lengths", type=numbers, default=[35], help="tokens of a row of DNABERT-S")
     parser.add_argument(
-        "--budgets", type=numbers, default=[16384], help="token slots of a batch, e.g. 8192,16384,65536"
+        "--lengths", type=numbers, default=[52, 102, 168], help="tokens of a row of ESM-2"
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="each measurement lasts at least this long")
-    parser.add_argument("--time-limit", type=float, default=480.0, help="seconds for the whole run; the rest is named")
-    parser.add_argument("--profile", type=words, default=[], help="variants whose kernels are listed, one batch each")
-    parser.add_argument("--accuracy", action=argparse.BooleanOptionalAction, default=True, help="cosines against fp32")
+    parser.add_argument(
+        "--dna-lengths", type=numbers, default=[35], help="tokens of a row of DNABERT-S"
+    )
+    parser.add_argument(
+        "--budgets",
+        type=numbers,
+        default=[16384],
+        help="token slots of a batch, e.g. 8192,16384,65536",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="each measurement lasts at least this long"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=480.0,
+        help="seconds for the whole run; the rest is named",
+    )
+    parser.add_argument(
+        "--profile",
+        type=words,
+        default=[],
+        help="variants whose kernels are listed, one batch each",
+    )
+    parser.add_argument(
+        "--accuracy",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="cosines against fp32",
+    )
     parser.add_argument("--json", type=Path, help="write everything here")
     options = parser.parse_args(arguments)
     cuda = options.device.startswith("cuda")
@@ -280,7 +359,9 @@ def main(arguments: list[str]) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         bench.run()
     if bench.found["measured"]:
-        table = pd.DataFrame(bench.found["measured"]).sort_values(["encoder", "precision", "slots", "row_tokens"])
+        table = pd.DataFrame(bench.found["measured"]).sort_values(
+            ["encoder", "precision", "slots", "row_tokens"]
+        )
         print(table.to_string(index=False, float_format="{:,.3f}".format))
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,9 @@ class Row:
 def spin(encoder: Any, batches: list[PackedBatch], seconds: float) -> float:
     """Real tokens a second, sustained: the median of torch's timer, which waits for the device."""
     names = {"embed": encoder.embed, "batches": batches}
-    found = Timer("for batch in batches: embed(batch)", globals=names).blocked_autorange(min_run_time=seconds)
+    found = Timer("for batch in batches: embed(batch)", globals=names).blocked_autorange(
+        min_run_time=seconds
+    )
     return sum(batch.real_tokens for batch in batches) / float(found.median)
 
 
@@ -93,7 +95,11 @@ def batches_of(job: Job, encoder: str, device: torch.device) -> list[PackedBatch
     """The first shard's batches of one encoder, on the device."""
     loader = Loader(job.spec.models, job.engine, pin=False)
     items = loader.load(*job.tasks([0]))
-    return [item.packed.to(device) for item in items if isinstance(item, Batch) and item.encoder == encoder]
+    return [
+        item.packed.to(device)
+        for item in items
+        if isinstance(item, Batch) and item.encoder == encoder
+    ]
 
 
 def bare(job: Job, seconds: float) -> Bare:
@@ -112,7 +118,9 @@ def bare(job: Job, seconds: float) -> Bare:
     return Bare(rates["esm2"], rates["dnabert_s"])
 
 
-def row_of(devices: str, job: Job, watch: Watch, wall_s: float, measured: Telemetry, alone: Bare | None) -> Row:
+def row_of(
+    devices: str, job: Job, watch: Watch, wall_s: float, measured: Telemetry, alone: Bare | None
+) -> Row:
     """The figures of one run."""
     window = embedding_span(measured.batches)
     assert window is not None
@@ -121,7 +129,10 @@ def row_of(devices: str, job: Job, watch: Watch, wall_s: float, measured: Teleme
     tokens = {name: own.tokens for name, own in parts.items()}
     of_bare = None
     if alone is not None:
-        needed = tokens["esm2"] / alone.esm2_tokens_per_s + tokens["dnabert_s"] / alone.dnabert_s_tokens_per_s
+        needed = (
+            tokens["esm2"] / alone.esm2_tokens_per_s
+            + tokens["dnabert_s"] / alone.dnabert_s_tokens_per_s
+        )
         of_bare = needed / (span * len(job.devices))
     stats = [device_usage(measured.samples, d.id, window).gpu_util_avg for d in job.devices]
     known = [s for s in stats if s is not None]
@@ -204,7 +215,9 @@ def driver() -> str | None:
 
 def main() -> int:
     """Make everything, run every variant, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--esm2", default="t36_3B")
     parser.add_argument("--dnabert-s", default="base")
     parser.add_argument("--devices", nargs="+", default=["cuda:0"])
@@ -212,8 +225,12 @@ def main() -> int:
     parser.add_argument("--read-length", type=int, default=150)
     parser.add_argument("--engine", default="{}", help="JSON of engine settings")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--overheads", action="store_true", help="also without commits, and without the sampler")
-    parser.add_argument("--bare-seconds", type=float, default=8.0, help="0: leave the bare encoders out")
+    parser.add_argument(
+        "--overheads", action="store_true", help="also without commits, and without the sampler"
+    )
+    parser.add_argument(
+        "--bare-seconds", type=float, default=8.0, help="0: leave the bare encoders out"
+    )
     parser.add_argument("--stage-workers", type=int, default=2)
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--out", type=Path)
@@ -233,21 +250,41 @@ def main() -> int:
     return 0
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> tuple[list[Row], Bare | None, dict[str, Any]]:
+def measure(
+    options: argparse.Namespace, scratch: Path
+) -> tuple[list[Row], Bare | None, dict[str, Any]]:
     """All runs of the benchmark over one store and one set of weights."""
     scratch.mkdir(parents=True, exist_ok=True)
     models, reads, store = scratch / "models", scratch / "reads.fastq", scratch / "orfs.h5"
     started = time.perf_counter()
     if not models.exists():
         storage = "fp32" if options.devices[0].startswith("cpu") else "fp16"
-        init_random(models, options.esm2, options.dnabert_s, model_length=options.read_length, seed=0, dtype=storage)
+        init_random(
+            models,
+            options.esm2,
+            options.dnabert_s,
+            model_length=options.read_length,
+            seed=0,
+            dtype=storage,
+        )
     made_s = time.perf_counter() - started
     if not reads.exists():
-        simulate(SimulateSpec(reads=options.reads, read_length=options.read_length, duplicate_share=0.0), reads)
+        simulate(
+            SimulateSpec(reads=options.reads, read_length=options.read_length, duplicate_share=0.0),
+            reads,
+        )
     staging = stage(
-        StageSpec(reads=(str(reads),), model_length=options.read_length, stage_workers=options.stage_workers), store
+        StageSpec(
+            reads=(str(reads),),
+            model_length=options.read_length,
+            stage_workers=options.stage_workers,
+        ),
+        store,
     )
-    print(f"models {made_s:.1f} s, staging {staging.total_s:.1f} s, {staging.counts.n_reads} reads", flush=True)
+    print(
+        f"models {made_s:.1f} s, staging {staging.total_s:.1f} s, {staging.counts.n_reads} reads",
+        flush=True,
+    )
     spec = EngineSpec.model_validate_json(options.engine)
     rows: list[Row] = []
     alone: Bare | None = None
@@ -256,7 +293,9 @@ def measure(options: argparse.Namespace, scratch: Path) -> tuple[list[Row], Bare
         run = RunDir(scratch / f"run-{number}")
         engine = spec.model_copy(update={"commit": commits})
         found = Devices.parse(devices)
-        job = prepare(run, store, ClassifySpec(models=models, devices=found, engine=engine, force=True))
+        job = prepare(
+            run, store, ClassifySpec(models=models, devices=found, engine=engine, force=True)
+        )
         watch = Watch(sample_s=sample_s)
         if alone is None and options.bare_seconds > 0:
             alone = bare(job, options.bare_seconds)
@@ -279,14 +318,18 @@ def measure(options: argparse.Namespace, scratch: Path) -> tuple[list[Row], Bare
         "commit": _commit(),
         "reads": options.reads,
         "read_length": options.read_length,
-        "engine": resolve_engine(spec, resolve(Devices.parse(options.devices[0]))[0].kind).model_dump(mode="json"),
+        "engine": resolve_engine(
+            spec, resolve(Devices.parse(options.devices[0]))[0].kind
+        ).model_dump(mode="json"),
     }
     return rows, alone, facts
 
 
 def _commit() -> str | None:
     here = Path(__file__).resolve().parents[2]
-    done = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() if done.returncode == 0 else None
 
 

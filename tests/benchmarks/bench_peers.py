@@ -93,7 +93,9 @@ def packed(task: Task, rows: list[bytes], *, fixed: bool) -> Batches:
     """Rows end to end; with a fixed number of slots and rows, as our engine has it, or just what there is."""
     lengths = [len(row) + 2 for row in rows]
     found: Batches = []
-    for group in groups(range(len(rows)), lambda some: sum(lengths[row] for row in some), task.slots):
+    for group in groups(
+        range(len(rows)), lambda some: sum(lengths[row] for row in some), task.slots
+    ):
         tokens, bounds = Esm2Tokenizer().encode([rows[row] for row in group])
         real, longest = len(tokens), max(lengths[row] for row in group)
         if fixed:
@@ -137,7 +139,9 @@ def ours(task: Task, precision: Resolved, way: Backend) -> Engine:
         found = [{name: Inputs(*tables[f"layers.{i}.{name}"]) for name in PRODUCTS} for i in layers]
         del probe, seen
     esm2 = build(precision=precision, attention=way, calibration=found)
-    return Engine(lambda rows: packed(task, rows, fixed=True), lambda batch: esm2.embed(batch)[: batch.rows])
+    return Engine(
+        lambda rows: packed(task, rows, fixed=True), lambda batch: esm2.embed(batch)[: batch.rows]
+    )
 
 
 def original(task: Task, dtype: torch.dtype, slower: int) -> Engine:
@@ -157,7 +161,11 @@ def original(task: Task, dtype: torch.dtype, slower: int) -> Engine:
 
 def huggingface_names(task: Task) -> dict[str, Tensor]:
     """The layers' weights by the names they have in transformers."""
-    names = {"attn_norm": "attention.LayerNorm", "out": "attention.output.dense", "ffn_norm": "LayerNorm"}
+    names = {
+        "attn_norm": "attention.LayerNorm",
+        "out": "attention.output.dense",
+        "ffn_norm": "LayerNorm",
+    }
     names |= {"fc1": "intermediate.dense", "fc2": "output.dense"}
     found = {}
     for i in range(task.shape.layers):
@@ -167,15 +175,24 @@ def huggingface_names(task: Task) -> dict[str, Tensor]:
                 found[f"layer.{i}.attention.self.{name}.{kind}"] = part
             for ours_, theirs in names.items():
                 found[f"layer.{i}.{theirs}.{kind}"] = task.weights[f"layers.{i}.{ours_}.{kind}"]
-    return found | {f"emb_layer_norm_after.{kind}": task.weights[f"final_norm.{kind}"] for kind in ("weight", "bias")}
+    return found | {
+        f"emb_layer_norm_after.{kind}": task.weights[f"final_norm.{kind}"]
+        for kind in ("weight", "bias")
+    }
 
 
-def filled(task: Task, build: Callable[[], nn.Module], state: Mapping[str, Tensor], free: str = "!") -> Any:
+def filled(
+    task: Task, build: Callable[[], nn.Module], state: Mapping[str, Tensor], free: str = "!"
+) -> Any:
     """A network with this state, angles in float32; what begins with `free` is not asked for."""
     with torch.device(task.device):
         network = build().to(task.dtype).eval()
     missing, unknown = network.load_state_dict(dict(state), strict=False)
-    wrong = [name for name in (*missing, *unknown) if "inv_freq" not in name and not name.startswith(free)]
+    wrong = [
+        name
+        for name in (*missing, *unknown)
+        if "inv_freq" not in name and not name.startswith(free)
+    ]
     assert not wrong, wrong
     for part in network.modules():
         for name in ("inv_freq", "original_inv_freq"):
@@ -189,9 +206,21 @@ def configuration(task: Task) -> Any:
     from transformers import EsmConfig
 
     s = task.shape
-    sizes: dict[str, Any] = {"vocab_size": s.vocab, "hidden_size": s.width, "num_hidden_layers": s.layers}
-    sizes |= {"num_attention_heads": s.heads, "intermediate_size": s.ffn_width, "layer_norm_eps": s.norm_eps}
-    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 1026}
+    sizes: dict[str, Any] = {
+        "vocab_size": s.vocab,
+        "hidden_size": s.width,
+        "num_hidden_layers": s.layers,
+    }
+    sizes |= {
+        "num_attention_heads": s.heads,
+        "intermediate_size": s.ffn_width,
+        "layer_norm_eps": s.norm_eps,
+    }
+    sizes |= {
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "max_position_embeddings": 1026,
+    }
     sizes |= {"pad_token_id": ESM2_PAD, "mask_token_id": 32, "token_dropout": s.token_dropout}
     return EsmConfig(**sizes, position_embedding_type="rotary", emb_layer_norm_before=False)
 
@@ -231,16 +260,22 @@ def esm_efficient(task: Task) -> Engine:
     for kind in ("weight", "bias"):
         state[f"emb_layer_norm_after.{kind}"] = task.weights[f"final_norm.{kind}"]
         for i in range(task.shape.layers):
-            for part, name in zip(task.weights[f"layers.{i}.qkv.{kind}"].chunk(3), "qkv", strict=True):
+            for part, name in zip(
+                task.weights[f"layers.{i}.qkv.{kind}"].chunk(3), "qkv", strict=True
+            ):
                 state[f"layers.{i}.self_attn.{name}.{kind}"] = part
             for ours_, theirs in names.items():
                 state[f"layers.{i}.{theirs}.{kind}"] = task.weights[f"layers.{i}.{ours_}.{kind}"]
     s = task.shape
-    network = filled(task, lambda: ESM2(s.layers, s.width, s.heads, dtype=task.dtype), state, "lm_head")
+    network = filled(
+        task, lambda: ESM2(s.layers, s.width, s.heads, dtype=task.dtype), state, "lm_head"
+    )
 
     def embed(batch: PackedBatch) -> Tensor:
         at = batch.cu_seqlens, batch.max_seqlen
-        return packed_means(network.forward_representation(batch.tokens, pad_args=at), batch.cu_seqlens)
+        return packed_means(
+            network.forward_representation(batch.tokens, pad_args=at), batch.cu_seqlens
+        )
 
     return Engine(lambda rows: packed(task, rows, fixed=False), embed)
 
@@ -250,7 +285,9 @@ def faesm(task: Task) -> Engine:
     import transformers.models.esm.modeling_esm as theirs
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-    theirs.BaseModelOutputWithPastAndCrossAttentions = BaseModelOutputWithPastAndCrossAttentions  # it looks there
+    theirs.BaseModelOutputWithPastAndCrossAttentions = (
+        BaseModelOutputWithPastAndCrossAttentions  # it looks there
+    )
     with flash_attention():
         from faesm.esm import FAEsmEncoder
     config = configuration(task)
@@ -260,7 +297,9 @@ def faesm(task: Task) -> Engine:
 
     def embed(batch: PackedBatch) -> Tensor:
         x = F.embedding(batch.tokens, table)
-        out = encoder(x, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen, return_dict=False)[0]
+        out = encoder(
+            x, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen, return_dict=False
+        )[0]
         return packed_means(out, batch.cu_seqlens)
 
     return Engine(lambda rows: packed(task, rows, fixed=False), embed)
@@ -269,14 +308,18 @@ def faesm(task: Task) -> Engine:
 # ---- what stands in for flash-attn
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None
+) -> Tensor:
     """Attention within rows [tokens, heads, head_dim], by torch's own flash attention; row by row on a CPU."""
     if q.is_cuda:
         way = (bounds, bounds, longest, longest, 0.0, False, False)
         return torch.ops.aten._flash_attention_forward(q, k, v, *way, scale=scale)[0]
     spans = [slice(*ends) for ends in bounds.unfold(0, 2, 1).tolist()]
     rows = ([t[span].transpose(0, 1) for t in (q, k, v)] for span in spans)
-    return torch.cat([F.scaled_dot_product_attention(*row, scale=scale).transpose(0, 1) for row in rows])
+    return torch.cat(
+        [F.scaled_dot_product_attention(*row, scale=scale).transpose(0, 1) for row in rows]
+    )
 
 
 @functools.cache
@@ -292,7 +335,12 @@ def rotary_kernel() -> Any:
         begin, end = tl.load(bounds + tl.program_id(0)), tl.load(bounds + tl.program_id(0) + 1)
         position = tl.program_id(1) * block + tl.arange(0, block)
         column, inside = tl.arange(0, half)[None, :], (begin + position < end)[:, None]
-        place = x + (begin + position).to(tl.int64)[:, None] * token_step + tl.program_id(2) * head_step + column
+        place = (
+            x
+            + (begin + position).to(tl.int64)[:, None] * token_step
+            + tl.program_id(2) * head_step
+            + column
+        )
         angle = position[:, None] * half + column
         c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
@@ -304,11 +352,15 @@ def rotary_kernel() -> Any:
     return kernel
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, cu_seqlens: Tensor, max_seqlen: int, **_: object) -> Tensor:
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, *, cu_seqlens: Tensor, max_seqlen: int, **_: object
+) -> Tensor:
     """Rotary positions on `x` [tokens, heads, head_dim], in place."""
     if x.is_cuda:
         grid = (len(cu_seqlens) - 1, -(-max_seqlen // 16), x.shape[1])
-        rotary_kernel()[grid](x, cos, sin, cu_seqlens, x.stride(0), x.stride(1), half=x.shape[2] // 2, block=16)
+        rotary_kernel()[grid](
+            x, cos, sin, cu_seqlens, x.stride(0), x.stride(1), half=x.shape[2] // 2, block=16
+        )
         return x
     place = torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()])
     c, s = cos[place][:, None], sin[place][:, None]
@@ -316,12 +368,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, cu_seqlens: Tensor, max_seqle
     return x.copy_(torch.cat((low * c - high * s, high * c + low * s), -1))
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, *_: object, **more: Any) -> Tensor:
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, *_: object, **more: Any
+) -> Tensor:
     """flash_attn_varlen_func, of rows that attend to themselves."""
     return attend(q, k, v, cu_seqlens_q, more["max_seqlen_q"], more.get("softmax_scale"))
 
 
-def varlen_packed(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float | None = None) -> Tensor:
+def varlen_packed(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, softmax_scale: float | None = None
+) -> Tensor:
     """flash_attn_varlen_qkvpacked_func."""
     return attend(*qkv.unbind(1), cu_seqlens, max_seqlen, softmax_scale)
 
@@ -331,8 +387,19 @@ def flash_attention() -> Iterator[None]:
     """Where flash-attn is not installed: what other packages import from it, for as long as they are imported."""
     ask = torch.cuda.get_device_capability
     if importlib.util.find_spec("flash_attn") is None:
-        functions = {"flash_attn_varlen_func": varlen, "flash_attn_varlen_qkvpacked_func": varlen_packed}
-        for part in ("", "bert_padding", "flash_attn_interface", "layers", "layers.rotary", "ops", "ops.triton"):
+        functions = {
+            "flash_attn_varlen_func": varlen,
+            "flash_attn_varlen_qkvpacked_func": varlen_packed,
+        }
+        for part in (
+            "",
+            "bert_padding",
+            "flash_attn_interface",
+            "layers",
+            "layers.rotary",
+            "ops",
+            "ops.triton",
+        ):
             stand_in(f"flash_attn.{part}".rstrip("."), **functions)
         stand_in("flash_attn.ops.triton.rotary", apply_rotary=rotate)
     if importlib.util.find_spec("accelerate") is None:
@@ -394,7 +461,11 @@ def agreement(got: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def measure(
-    engine: Engine, task: Task, exact: Mapping[str, Tensor], sets: Mapping[str, list[bytes]], repeats: int
+    engine: Engine,
+    task: Task,
+    exact: Mapping[str, Tensor],
+    sets: Mapping[str, list[bytes]],
+    repeats: int,
 ) -> Found:
     """One engine on all sets of rows."""
     rates, agreed = {}, []
@@ -402,7 +473,9 @@ def measure(
         batches = engine.batches(rows[: max(COMPARED, len(rows) // engine.slower)])
         batches = batches[: max(1, len(batches) - 1)]  # the last is not full
         tokens, found = sum(len(rows[row]) + 2 for group, _ in batches for row in group), []
-        agreed.append(agreement(embeddings(engine, batches), exact[name]))  # and kernels of every size are compiled
+        agreed.append(
+            agreement(embeddings(engine, batches), exact[name])
+        )  # and kernels of every size are compiled
         for _ in range(repeats):
             settle(task.device)
             started = time.perf_counter()
@@ -411,7 +484,9 @@ def measure(
             settle(task.device)
             found.append(tokens / (time.perf_counter() - started))
         rates[name] = statistics.median(found), (max(found) - min(found)) / statistics.median(found)
-    return Found(rates, (min(worst for worst, _ in agreed), statistics.mean(mean for _, mean in agreed)))
+    return Found(
+        rates, (min(worst for worst, _ in agreed), statistics.mean(mean for _, mean in agreed))
+    )
 
 
 def engines(task: Task) -> dict[str, Callable[[], Engine]]:
@@ -424,11 +499,15 @@ def engines(task: Task) -> dict[str, Callable[[], Engine]]:
     }
     return found | {
         f"transformers, SDPA, {kind}": functools.partial(transformers, task, compiled=False),
-        f"transformers, SDPA, compiled, {kind}": functools.partial(transformers, task, compiled=True),
+        f"transformers, SDPA, compiled, {kind}": functools.partial(
+            transformers, task, compiled=True
+        ),
         f"esm-efficient, {kind}": functools.partial(esm_efficient, task),
         f"faesm, {kind}": functools.partial(faesm, task),
         f"v1.0's method, {kind}": functools.partial(original, task, task.dtype, 2 if gpu else 1),
-        "the original's method, fp32": functools.partial(original, task, torch.float32, 8 if gpu else 1),
+        "the original's method, fp32": functools.partial(
+            original, task, torch.float32, 8 if gpu else 1
+        ),
     }
 
 
@@ -436,13 +515,19 @@ def table(found: Mapping[str, Found | str], sets: Sequence[str]) -> str:
     """A markdown table; speeds in thousands of real tokens a second, and how many times as fast ours is."""
     base = next((one for one in found.values() if isinstance(one, Found)), None)
     heads = [head for name in sets for head in (f"{name}, k tokens/s", "virnuc is")]
-    lines = [f"| engine | {' | '.join(heads)} | agreement |", f"| --- {'| ---: ' * (len(heads) + 1)}|"]
+    lines = [
+        f"| engine | {' | '.join(heads)} | agreement |",
+        f"| --- {'| ---: ' * (len(heads) + 1)}|",
+    ]
     for name, one in found.items():
         cells = [f"not run: {one}", *[""] * len(heads)] if isinstance(one, str) else []
         if isinstance(one, Found) and base is not None:
             for each in sets:
                 rate, spread = one.rates[each]
-                cells += [f"{rate / 1e3:.1f} ± {50 * spread:.1f} %", f"{base.rates[each][0] / rate:.2f}×"]
+                cells += [
+                    f"{rate / 1e3:.1f} ± {50 * spread:.1f} %",
+                    f"{base.rates[each][0] / rate:.2f}×",
+                ]
             cells.append(f"{one.agreement[0]:.5f}; {one.agreement[1]:.5f}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -463,8 +548,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="two small layers on the CPU")
     parser.add_argument("--tokens", type=int, default=115_000, help="of each set of rows")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--time-limit", type=float, default=190, help="seconds; an engine is not begun after them")
-    parser.add_argument("--only", default="", help="engines whose names match this, beside our first")
+    parser.add_argument(
+        "--time-limit", type=float, default=190, help="seconds; an engine is not begun after them"
+    )
+    parser.add_argument(
+        "--only", default="", help="engines whose names match this, beside our first"
+    )
     parser.add_argument("--out", type=Path, help="write the table here too")
     options = parser.parse_args(arguments)
     if not (options.tiny or torch.cuda.is_available()):
@@ -476,11 +565,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     weights = {name: random_tensor(shape, name).to(device) for name in shape.tensors()}
     dtype = torch.float32 if options.tiny else torch.float16
     task = Task(weights, shape, device, dtype, 1_024 if options.tiny else 16_384)
-    sets = {name: proteins(bases, 3_000 if options.tiny else options.tokens) for name, bases in SETS.items()}
+    sets = {
+        name: proteins(bases, 3_000 if options.tiny else options.tokens)
+        for name, bases in SETS.items()
+    }
     found: dict[str, Found | str] = {}
     with torch.inference_mode():
         plain = ours(task, "fp32", "reference")
-        exact = {name: embeddings(plain, plain.batches(rows[:COMPARED])) for name, rows in sets.items()}
+        exact = {
+            name: embeddings(plain, plain.batches(rows[:COMPARED])) for name, rows in sets.items()
+        }
         del plain
         for number, (name, build) in enumerate(engines(task).items()):
             if number and not re.search(options.only, name):
@@ -488,10 +582,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.collect()
             try:
                 late = time.perf_counter() - began > options.time_limit
-                found[name] = "no time left" if late else measure(build(), task, exact, sets, options.repeats)
+                found[name] = (
+                    "no time left" if late else measure(build(), task, exact, sets, options.repeats)
+                )
             except Exception as error:  # noqa: BLE001 - another's package: whatever it is, the rest is measured
                 found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            print(f"{time.perf_counter() - began:6.1f} s  {name}: {found[name]}", file=sys.stderr, flush=True)
+            print(
+                f"{time.perf_counter() - began:6.1f} s  {name}: {found[name]}",
+                file=sys.stderr,
+                flush=True,
+            )
     where = "CPU" if options.tiny else torch.cuda.get_device_name(device)
     about = f"{datetime.now(UTC):%Y-%m-%d}, {where}, Python {sys.version.split()[0]}, {versions()}"
     text = f"{about}; {shape.layers} layers of {shape.width}, {options.repeats} repeats\n\n{table(found, list(SETS))}\n"

@@ -37,7 +37,9 @@ WAYS: Final = ("bare", "server", "embedded")
 def timed(words: list[str], environment: dict[str, str]) -> float:
     """Wall seconds of a process; ends this one with what it printed when it fails."""
     started = time.perf_counter()
-    done = subprocess.run(words, env=environment, cwd=ROOT, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        words, env=environment, cwd=ROOT, check=False, capture_output=True, text=True
+    )
     seconds = time.perf_counter() - started
     if done.returncode:
         raise SystemExit(f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -46,7 +48,11 @@ def timed(words: list[str], environment: dict[str, str]) -> float:
 
 def clean_environment(home: Path) -> dict[str, str]:
     """No server named, and Prefect's data in `home`."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "VIRNUC_"))
+    }
     return {**kept, "PREFECT_HOME": str(home), "PYTHONPATH": str(ROOT)}
 
 
@@ -78,13 +84,31 @@ def server(environment: dict[str, str], log: Path) -> Iterator[dict[str, str]]:
         process.wait(30)
 
 
-def once(way: str, given: argparse.Namespace, out: Path, environments: dict[str, dict[str, str]]) -> float:
+def once(
+    way: str, given: argparse.Namespace, out: Path, environments: dict[str, dict[str, str]]
+) -> float:
     """Seconds of one validation."""
-    inputs = [str(given.scratch / "reads.fastq.gz"), str(given.scratch / "models"), str(out), given.devices]
+    inputs = [
+        str(given.scratch / "reads.fastq.gz"),
+        str(given.scratch / "models"),
+        str(out),
+        given.devices,
+    ]
     if way == "bare":
         return timed([sys.executable, "-m", "tests.bare", *inputs], environments["bare"])
-    words = ["--profile", PROFILE, "--reads", inputs[0], "--models", inputs[1], "-o", inputs[2], "--devices", inputs[3]]
-    return timed([sys.executable, "-m", "flows.cli", "validate", *words], environments[way])
+    words = [
+        "--profile",
+        PROFILE,
+        "--reads",
+        inputs[0],
+        "--models",
+        inputs[1],
+        "-o",
+        inputs[2],
+        "--devices",
+        inputs[3],
+    ]
+    return timed([sys.executable, "-m", "virnuc.flows.cli", "validate", *words], environments[way])
 
 
 def measure(given: argparse.Namespace) -> dict[str, list[float]]:
@@ -134,7 +158,9 @@ def summary_of(given: argparse.Namespace, seconds: dict[str, list[float]]) -> di
 
 def main() -> int:
     """Measure, print, write; 1 when the median overhead is above the limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--reads", type=int, default=1000)
     parser.add_argument("--devices", default="cpu:2")
@@ -144,7 +170,9 @@ def main() -> int:
         given.scratch = Path(folder)
         body = summary_of(given, measure(given))
     for way, overhead in body["median_overhead_s"].items():
-        print(f"{way}: {overhead:.1f} s over bare (median of {given.pairs} pairs; limit {LIMIT_S:.0f} s)")
+        print(
+            f"{way}: {overhead:.1f} s over bare (median of {given.pairs} pairs; limit {LIMIT_S:.0f} s)"
+        )
     if given.out:
         given.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     return int(max(body["median_overhead_s"].values()) > LIMIT_S)

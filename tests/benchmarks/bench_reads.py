@@ -67,7 +67,9 @@ def measure(reads: Path, workers: int) -> Numbers:
 
 def apart(reads: Path, several: int) -> Numbers:
     """Several stagings of one worker at the same time, each on a core of its own: reads per second of all."""
-    runs = [answer_of(process) for process in [start(reads, 1, [core]) for core in my_cores(several)]]
+    runs = [
+        answer_of(process) for process in [start(reads, 1, [core]) for core in my_cores(several)]
+    ]
     paces, seconds = [run["reads_per_s"] for run in runs], [run["cpu_s"] for run in runs]
     return {"reads_per_s": sum(paces), "cpu_s": statistics.mean(seconds)}  # seconds of one of them
 
@@ -83,7 +85,9 @@ def one(reads: Path, workers: int, cores: list[int]) -> Numbers:
     os.sched_setaffinity(0, cores)
     with tempfile.TemporaryDirectory(dir=reads.parent) as folder, peak_of_all() as peak:
         before = cpu_s()
-        summary = stage(StageSpec(reads=(str(reads),), stage_workers=workers), Path(folder) / "orfs.h5")
+        summary = stage(
+            StageSpec(reads=(str(reads),), stage_workers=workers), Path(folder) / "orfs.h5"
+        )
         used = cpu_s() - before
     return {
         "reads": summary.counts.n_reads,
@@ -116,7 +120,9 @@ def peak_of_all() -> Iterator[list[int]]:
         me = psutil.Process()
         over = False
         while not over:
-            over = done.wait(SAMPLE_S)  # a last look after the end, so that the shortest run has one
+            over = done.wait(
+                SAMPLE_S
+            )  # a last look after the end, so that the shortest run has one
             held = 0
             for process in (me, *me.children(recursive=True)):
                 with suppress(psutil.NoSuchProcess):
@@ -143,7 +149,12 @@ def twin(reads: Path) -> Numbers:
     started = time.perf_counter()
     made = rows(taken, 500)
     wall_s = time.perf_counter() - started
-    return {"reads": len(taken), "rows": len(made), "wall_s": wall_s, "reads_per_s": len(taken) / wall_s}
+    return {
+        "reads": len(taken),
+        "rows": len(made),
+        "wall_s": wall_s,
+        "reads_per_s": len(taken) / wall_s,
+    }
 
 
 def speed(reads: Path, workers: list[int], repeats: int) -> Numbers:
@@ -164,18 +175,32 @@ def speed(reads: Path, workers: list[int], repeats: int) -> Numbers:
     for n in workers:
         pace = median(runs[n], "reads_per_s")
         kept = {key: median(runs[n], key) for key in ("wall_s", "cpu_s", "chunk_s", "peak_bytes")}
-        lines.append({"kind": "staging", "workers": n, "reads_per_s": pace, "over_one": pace / alone, **kept})
+        lines.append(
+            {"kind": "staging", "workers": n, "reads_per_s": pace, "over_one": pace / alone, **kept}
+        )
         if n > 1:
             most = median(control[n], "reads_per_s")
             cpu = median(control[n], "cpu_s")
-            lines.append({"kind": "apart", "workers": n, "reads_per_s": most, "over_one": most / alone, "cpu_s": cpu})
+            lines.append(
+                {
+                    "kind": "apart",
+                    "workers": n,
+                    "reads_per_s": most,
+                    "over_one": most / alone,
+                    "cpu_s": cpu,
+                }
+            )
             lines[-2]["of_apart"] = pace / most
     return {
         "times_the_twin": alone / slow,
         "chunk_share": median(runs[1], "chunk_s") / median(runs[1], "wall_s"),
         "lines": lines,
-        "all_reads_per_s": {n: [round(run["reads_per_s"]) for run in tries] for n, tries in runs.items()},
-        "all_apart_reads_per_s": {n: [round(run["reads_per_s"]) for run in tries] for n, tries in control.items()},
+        "all_reads_per_s": {
+            n: [round(run["reads_per_s"]) for run in tries] for n, tries in runs.items()
+        },
+        "all_apart_reads_per_s": {
+            n: [round(run["reads_per_s"]) for run in tries] for n, tries in control.items()
+        },
     }
 
 
@@ -189,7 +214,11 @@ def table(result: Numbers) -> Iterator[str]:
     for line in result["lines"]:
         tail = "".join(
             f" {line[key] / unit:>{width}.{digits}f}" if key in line else " " * (width + 1)
-            for key, width, digits, unit in (("of_apart", 8, 2, 1), ("cpu_s", 7, 2, 1), ("peak_bytes", 8, 0, 1e6))
+            for key, width, digits, unit in (
+                ("of_apart", 8, 2, 1),
+                ("cpu_s", 7, 2, 1),
+                ("peak_bytes", 8, 0, 1e6),
+            )
         )
         yield f"{line['kind']:10} {line['workers']:>7} {line['reads_per_s']:>10,.0f} {line['over_one']:>7.2f}{tail}"
     yield f"one worker is {result['times_the_twin']:.1f} times as fast as the slow twin"
@@ -204,7 +233,10 @@ def memory(folder: Path, sizes: list[int], workers: list[int]) -> Numbers:
         simulate(SimulateSpec(reads=n, genome_length=500_000), reads)
         found += [measure(reads, count) for count in workers]
         reads.unlink()
-    ratios = {count: found[-len(workers) + i]["peak_bytes"] / found[i]["peak_bytes"] for i, count in enumerate(workers)}
+    ratios = {
+        count: found[-len(workers) + i]["peak_bytes"] / found[i]["peak_bytes"]
+        for i, count in enumerate(workers)
+    }
     return {"runs": found, "largest_over_smallest": ratios}
 
 
@@ -216,14 +248,18 @@ def memory_table(result: Numbers) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--reads", type=Path, help="file of reads; unset: simulated")
     parser.add_argument("--n", type=int, default=1_000_000, help="simulated reads")
     parser.add_argument("--gz", action="store_true", help="gzip the simulated reads")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[500_000, 5_000_000], help="reads, for --memory")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[500_000, 5_000_000], help="reads, for --memory"
+    )
     parser.add_argument("--json", type=Path, help="file that keeps the result")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--cores", type=int, nargs="+", help=argparse.SUPPRESS)

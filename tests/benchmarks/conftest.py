@@ -30,7 +30,11 @@ from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.live import Sampler
 
-SCALES = {"small": 100, "medium": 1_000, "large": 10_000}  # reads: overhead rules, typical, memory or time rules
+SCALES = {
+    "small": 100,
+    "medium": 1_000,
+    "large": 10_000,
+}  # reads: overhead rules, typical, memory or time rules
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 KIND = "cuda" if GPUS else "cpu"
 BUDGET = 16_384 if GPUS else 2_048
@@ -85,7 +89,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if named := os.environ.get("VIRNUC_MODELS"):
         return Path(named)
     folder = tmp_path_factory.mktemp("models")
-    init_random(folder, *(("t36_3B", "base") if GPUS else ("tiny", "tiny")), seed=0, dtype="fp16" if GPUS else "fp32")
+    init_random(
+        folder,
+        *(("t36_3B", "base") if GPUS else ("tiny", "tiny")),
+        seed=0,
+        dtype="fp16" if GPUS else "fp32",
+    )
     return folder
 
 
@@ -96,21 +105,36 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def of(scale: str) -> Path:
         path = folder / f"{scale}.fastq"
-        return path if path.exists() else simulate(SimulateSpec(reads=SCALES[scale], seed=7), path).reads_file
+        return (
+            path
+            if path.exists()
+            else simulate(SimulateSpec(reads=SCALES[scale], seed=7), path).reads_file
+        )
 
     return of
 
 
 @pytest.fixture(scope="session")
-def job(models: Path, reads: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+def job(
+    models: Path, reads: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Job]:
     """The reads of a scale staged, and a fresh run over them on one device."""
     folder = tmp_path_factory.mktemp("jobs")
 
     def of(scale: str, *, on: str | None = None, **settings: Any) -> Job:
         store = folder / f"{scale}.h5"
-        stage(StageSpec(reads=(str(reads(scale)),), model_length=shape_of(models, HeadShape).model_length), store)
-        engine = EngineSpec(token_budget=BUDGET, dna_token_budget=BUDGET, shard_tokens=16 * BUDGET, **settings)
-        spec = ClassifySpec(models=models, devices=Devices.parse(on or devices(1)), engine=engine, force=True)
+        stage(
+            StageSpec(
+                reads=(str(reads(scale)),), model_length=shape_of(models, HeadShape).model_length
+            ),
+            store,
+        )
+        engine = EngineSpec(
+            token_budget=BUDGET, dna_token_budget=BUDGET, shard_tokens=16 * BUDGET, **settings
+        )
+        spec = ClassifySpec(
+            models=models, devices=Devices.parse(on or devices(1)), engine=engine, force=True
+        )
         return prepare(RunDir(folder / scale), store, spec)
 
     return of
@@ -127,14 +151,22 @@ def measured(benchmark: Any, results: Path) -> Callable[..., StageThroughputResu
     """Time `work` in rounds after one to warm up; its figures go to the table, to the JSON and to `results`."""
 
     def measure(
-        name: str, scale: str, sequences: int, work: Callable[[], object], *, rounds: int = ROUNDS, setup: Any = None
+        name: str,
+        scale: str,
+        sequences: int,
+        work: Callable[[], object],
+        *,
+        rounds: int = ROUNDS,
+        setup: Any = None,
     ) -> StageThroughputResult:
         benchmark.group = f"{name} ({KIND})"
         used: list[float] = []
         if GPUS:
             torch.cuda.reset_peak_memory_stats()
         with _sampled(used):
-            benchmark.pedantic(lambda: settled(work), setup=setup, rounds=rounds, warmup_rounds=1, iterations=1)
+            benchmark.pedantic(
+                lambda: settled(work), setup=setup, rounds=rounds, warmup_rounds=1, iterations=1
+            )
         stats = benchmark.stats.stats
         found = StageThroughputResult(
             stage=name,
@@ -197,5 +229,9 @@ def kept(results: Path) -> Iterator[dict[str, Any]]:
 def virnuc(*words: object) -> float:
     """Seconds of a command as a user types it."""
     started = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "flows.cli", *map(str, words)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "virnuc.flows.cli", *map(str, words)],
+        check=True,
+        capture_output=True,
+    )
     return time.perf_counter() - started

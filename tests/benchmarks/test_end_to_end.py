@@ -18,10 +18,23 @@ def test_prediction(
     tmp_path: Path,
     scale: str,
 ) -> None:
-    words = ("predict", reads(scale), "-o", tmp_path / "out", "--models", models, "--devices", devices(1))
+    words = (
+        "predict",
+        reads(scale),
+        "-o",
+        tmp_path / "out",
+        "--models",
+        models,
+        "--devices",
+        devices(1),
+    )
     budgets = ("--token-budget", BUDGET, "--dna-token-budget", BUDGET)
     found = measured(
-        "end to end", scale, SCALES[scale], lambda: virnuc(*words, *budgets, "--force", "--no-prefect"), rounds=3
+        "end to end",
+        scale,
+        SCALES[scale],
+        lambda: virnuc(*words, *budgets, "--force", "--no-prefect"),
+        rounds=3,
     )
     assert found.throughput_seq_per_sec > 0
     assert (tmp_path / "out" / "prediction_results_highestscore.csv").is_file()

@@ -9,9 +9,9 @@ from typing import Any
 from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Job
-from virnuc_core.measure.bench import Bench
-from virnuc_core.measure.tune import Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.tune import Sweep, candidates, recommend, rounds
 
 from .conftest import BUDGET, KIND, devices
 

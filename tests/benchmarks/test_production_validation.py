@@ -23,9 +23,21 @@ def test_production_workload(tmp_path: Path) -> None:
     needs_gpus(2)
     given = [os.environ.get(name) for name in ("VIRNUC_BENCH_READS", "VIRNUC_MODELS")]
     if not all(given):
-        pytest.skip("VIRNUC_BENCH_READS and VIRNUC_MODELS name the reads and the weights of a production run")
+        pytest.skip(
+            "VIRNUC_BENCH_READS and VIRNUC_MODELS name the reads and the weights of a production run"
+        )
     assert load_profile(PROFILE).projection_reads
-    words = ("validate", "--profile", PROFILE, "--reads", given[0], "--models", given[1], "--devices", devices(2))
+    words = (
+        "validate",
+        "--profile",
+        PROFILE,
+        "--reads",
+        given[0],
+        "--models",
+        given[1],
+        "--devices",
+        devices(2),
+    )
     virnuc(*words, "-o", tmp_path / "out", "--no-fail-on-criteria")
     report = read_report(RunDir(tmp_path / "out").report / "report.json")
     assert not report.failed, [criterion.title for criterion in report.failed]

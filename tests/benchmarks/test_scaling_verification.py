@@ -13,11 +13,22 @@ from .conftest import devices, needs_gpus, virnuc
 ROUNDS = 3
 
 
-def test_two_gpus_reach_the_target(models: Path, reads: Callable[[str], Path], tmp_path: Path) -> None:
+def test_two_gpus_reach_the_target(
+    models: Path, reads: Callable[[str], Path], tmp_path: Path
+) -> None:
     needs_gpus(2)
     target = load_profile("phase10-1m").targets["scaling"]
     spent = {}
     for count in (1, 2):
-        words = ("predict", reads("large"), "--models", models, "--devices", devices(count), "--force", "--no-prefect")
+        words = (
+            "predict",
+            reads("large"),
+            "--models",
+            models,
+            "--devices",
+            devices(count),
+            "--force",
+            "--no-prefect",
+        )
         spent[count] = median(virnuc(*words, "-o", tmp_path / str(count)) for _ in range(ROUNDS))
     assert spent[1] / spent[2] >= target.value, spent

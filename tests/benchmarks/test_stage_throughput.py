@@ -34,23 +34,36 @@ class TestStageThroughput:
         self, measured: Measured, reads: Callable[[str], Path], scale: str, tmp_path: Path
     ) -> None:
         spec = StageSpec(reads=(str(reads(scale)),), model_length=500)
-        measured("translation", scale, SCALES[scale], lambda: stage(spec, tmp_path / "orfs.h5", anew=True))
+        measured(
+            "translation",
+            scale,
+            SCALES[scale],
+            lambda: stage(spec, tmp_path / "orfs.h5", anew=True),
+        )
 
-    def test_dnabert_throughput(self, measured: Measured, job: Callable[[str], Job], scale: str) -> None:
+    def test_dnabert_throughput(
+        self, measured: Measured, job: Callable[[str], Job], scale: str
+    ) -> None:
         self.embed(measured, job(scale), "dnabert_s", scale)
 
-    def test_esm2_throughput(self, measured: Measured, job: Callable[[str], Job], scale: str) -> None:
+    def test_esm2_throughput(
+        self, measured: Measured, job: Callable[[str], Job], scale: str
+    ) -> None:
         self.embed(measured, job(scale), "esm2", scale)
 
     def embed(self, measured: Measured, job: Job, name: str, scale: str) -> None:
-        encoder = load_encoder(KINDS[name], job.spec.models, DEVICE, job.engine.precision, job.engine.attention)
+        encoder = load_encoder(
+            KINDS[name], job.spec.models, DEVICE, job.engine.precision, job.engine.attention
+        )
         batches = batches_of(job, name, DEVICE)
         rows = sum(batch.rows for batch in batches)
         found = measured(name, scale, rows, lambda: [encoder.embed(batch) for batch in batches])
         if GPUS and scale != "small":
             assert (found.gpu_util_avg or 0.0) >= LEAST_UTILISATION
 
-    def test_merge_throughput(self, measured: Measured, job: Callable[[str], Job], scale: str) -> None:
+    def test_merge_throughput(
+        self, measured: Measured, job: Callable[[str], Job], scale: str
+    ) -> None:
         """The embeddings of both encoders joined and committed, shard by shard."""
         made, dice = job(scale), np.random.default_rng(0)
         parts = [np.zeros((made.store.n_uniques, width), np.float32) for width in (768, 2560)]
@@ -84,13 +97,21 @@ class TestStageThroughput:
 
 def test_identify_bottlenecks(results: Path) -> None:
     """Of what was measured above: stages with over 30 % of the time, or a GPU that was used less than 80 %."""
-    found = [one for one in kept(results) if one.get("scale") == "large" and "throughput_seq_per_sec" in one]
+    found = [
+        one
+        for one in kept(results)
+        if one.get("scale") == "large" and "throughput_seq_per_sec" in one
+    ]
     if not found:
         pytest.skip("no stage was measured in this session")
     whole = sum(one["total_time_seconds"] for one in found)
     for one in sorted(found, key=lambda one: -one["total_time_seconds"]):
         share, used = one["total_time_seconds"] / whole, one["gpu_util_avg"]
-        idle = KIND == "cuda" and one["stage"] in ("esm2", "dnabert_s") and (used or 0.0) < LEAST_UTILISATION
+        idle = (
+            KIND == "cuda"
+            and one["stage"] in ("esm2", "dnabert_s")
+            and (used or 0.0) < LEAST_UTILISATION
+        )
         mark = "bottleneck" if share > LARGE_SHARE or idle else ""
         pace = f"{one['total_time_seconds']:8.3f} s {share:6.1%} {one['throughput_seq_per_sec']:12,.0f}/s"
         print(f"{one['stage']:<12} {pace} {mark}")

@@ -25,14 +25,22 @@ LENGTHS = {"esm2": 52, "dnabert_s": 35}  # tokens of a row of 150 bases
 @pytest.mark.parametrize("name", ["dnabert_s", "esm2"])
 def test_encoder_throughput(benchmark: Any, name: Any, precision: Any, slots: int) -> None:
     sizes: Any = (
-        ESM2_SIZES["t36_3B" if GPUS else "tiny"] if name == "esm2" else DNABERT_SIZES["base" if GPUS else "tiny"]
+        ESM2_SIZES["t36_3B" if GPUS else "tiny"]
+        if name == "esm2"
+        else DNABERT_SIZES["base" if GPUS else "tiny"]
     )
-    encoder = build(sizes, precision, "fused" if GPUS and precision != "fp32" else "reference", DEVICE)
+    encoder = build(
+        sizes, precision, "fused" if GPUS and precision != "fp32" else "reference", DEVICE
+    )
     batch = batch_of(name, sizes.vocab, LENGTHS[name], slots, max(1, slots // 8), DEVICE)
-    found = Timer("embed(batch)", globals={"embed": encoder.embed, "batch": batch}).blocked_autorange(min_run_time=0.5)
+    found = Timer(
+        "embed(batch)", globals={"embed": encoder.embed, "batch": batch}
+    ).blocked_autorange(min_run_time=0.5)
     benchmark.group = f"tokens/s of {name} ({KIND})"
     tokens = {"tokens": batch.real_tokens, "tokens_per_s": batch.real_tokens / found.median}
-    benchmark.extra_info.update(tokens, timer_median_s=found.median, timer_mean_s=found.mean, timer_iqr_s=found.iqr)
+    benchmark.extra_info.update(
+        tokens, timer_median_s=found.median, timer_mean_s=found.mean, timer_iqr_s=found.iqr
+    )
 
     def once() -> None:
         encoder.embed(batch)
@@ -49,7 +57,12 @@ def test_loader_throughput(benchmark: Any, job: Callable[[str], Job], scale: str
 
     def load() -> int:
         tasks = made.tasks(range(len(made.plan)))
-        return sum(item.packed.real_tokens for task in tasks for item in loader.load(task) if isinstance(item, Batch))
+        return sum(
+            item.packed.real_tokens
+            for task in tasks
+            for item in loader.load(task)
+            if isinstance(item, Batch)
+        )
 
     benchmark.group = "tokens/s of the loader"
     benchmark.extra_info["tokens"] = benchmark.pedantic(load, rounds=5, warmup_rounds=1)

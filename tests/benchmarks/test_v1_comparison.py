@@ -12,14 +12,18 @@ from ..bare import validate
 from .conftest import GPUS, devices
 
 
-def test_speedup(benchmark: Any, models: Path, reads: Callable[[str], Path], tmp_path: Path) -> None:
+def test_speedup(
+    benchmark: Any, models: Path, reads: Callable[[str], Path], tmp_path: Path
+) -> None:
     made = (reads("medium"), models, tmp_path / "out", devices(1))
     report = benchmark.pedantic(lambda: validate(*made), rounds=1)
     assert report.baseline is not None
     assert report.run is not None
     assert report.baseline.seconds
     speedup = report.baseline.seconds / report.run.total_s
-    benchmark.extra_info.update(speedup=speedup, baseline_seconds=report.baseline.seconds, seconds=report.run.total_s)
+    benchmark.extra_info.update(
+        speedup=speedup, baseline_seconds=report.baseline.seconds, seconds=report.run.total_s
+    )
     consensus = [one.consensus.agreement for one in report.comparisons if one.consensus is not None]
     assert min(agreement or 0.0 for agreement in consensus) >= 0.99
     if GPUS:

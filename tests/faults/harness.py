@@ -52,7 +52,11 @@ def cores(job: int, jobs: int) -> set[int]:
 
 def works(kinds: Sequence[Plan]) -> set[Work]:
     """What undisturbed runs have to show for these kinds of rounds; a few more are made where they are needed."""
-    other = {Work(plan.command, threshold=1) for plan in kinds if plan.how == "rewrite" or "threshold" in plan.whom}
+    other = {
+        Work(plan.command, threshold=1)
+        for plan in kinds
+        if plan.how == "rewrite" or "threshold" in plan.whom
+    }
     return (
         {replace(plan.work, nodes=0) for plan in kinds}
         | other
@@ -72,7 +76,15 @@ def make_truths(scene: Scene, wanted: set[Work], jobs: int) -> None:
         list(pool.map(one, range(len(wanted)), sorted(wanted, key=str)))
 
 
-def serve(job: int, jobs: int, scene: Scene, seed: int, kinds: Sequence[Plan], line: Connection, parent: int) -> None:
+def serve(
+    job: int,
+    jobs: int,
+    scene: Scene,
+    seed: int,
+    kinds: Sequence[Plan],
+    line: Connection,
+    parent: int,
+) -> None:
     """Of a job's process: play the rounds whose numbers come, until there are no more."""
     die_with_parent(parent)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -89,7 +101,12 @@ def serve(job: int, jobs: int, scene: Scene, seed: int, kinds: Sequence[Plan], l
 
 
 def rounds(
-    numbers: Sequence[int], scene: Scene, seed: int, kinds: Sequence[Plan], jobs: int, late: Callable[[], bool]
+    numbers: Sequence[int],
+    scene: Scene,
+    seed: int,
+    kinds: Sequence[Plan],
+    jobs: int,
+    late: Callable[[], bool],
 ) -> Iterator[Round]:
     """Rounds of these kinds in turn, as they end; none begins when it is `late`."""
     to_do, context, playing = iter(numbers), multiprocessing.get_context("spawn"), list[Job]()
@@ -142,7 +159,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="rounds played side by side, each on cores of its own")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="rounds played side by side, each on cores of its own"
+    )
     parser.add_argument("--only", default="", help="rounds in whose name this pattern is found")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no round after so long")
     parser.add_argument("--folder", type=Path, help="where to play; a temporary one else")
@@ -150,7 +169,11 @@ def main() -> int:
     options = parser.parse_args()
     kinds = [plan for plan in plans() if re.search(options.only, plan.name)]
     if not kinds or options.jobs < 1:
-        parser.error(f"no kind of round is named like {options.only!r}" if not kinds else "--jobs is 1 or more")
+        parser.error(
+            f"no kind of round is named like {options.only!r}"
+            if not kinds
+            else "--jobs is 1 or more"
+        )
     began_s, played = time.monotonic(), list[Round]()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what runs is ended
 
@@ -166,7 +189,9 @@ def main() -> int:
             tempfile.TemporaryDirectory(prefix="virnuc-faults-", dir=options.folder) as name,
             prepared(Path(name) / "scene") as scene,
         ):
-            make_truths(scene, works([kinds[number % len(kinds)] for number in numbers]), options.jobs)
+            make_truths(
+                scene, works([kinds[number % len(kinds)] for number in numbers]), options.jobs
+            )
             late = lambda: time.monotonic() - began_s > options.minutes * 60  # noqa: E731
             for one in rounds(numbers, scene, options.seed, kinds, options.jobs, late):
                 played.append(one)

@@ -45,7 +45,15 @@ def write_reads(path: Path, count: int, seed: int) -> None:
 
 def command(root: Path, scene: Scene, devices: str, engine: EngineSpec) -> list[str]:
     """The run as a process of its own."""
-    arguments = (root, scene.store, scene.models, devices, engine.model_dump_json(), scene.reads, LENGTH)
+    arguments = (
+        root,
+        scene.store,
+        scene.models,
+        devices,
+        engine.model_dump_json(),
+        scene.reads,
+        LENGTH,
+    )
     return [sys.executable, str(HERE / "run_child.py"), *map(str, arguments)]
 
 
@@ -61,7 +69,9 @@ def prepare(folder: Path, reads: int = 250, seed: int = 11) -> Scene:
     write_reads(scene.reads, reads, seed)
     init_random(scene.models, "tiny", "tiny", model_length=LENGTH, seed=3)
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    subprocess.run(command(folder / "reference", scene, "cpu:1", ENGINE), env=environment, check=True)
+    subprocess.run(
+        command(folder / "reference", scene, "cpu:1", ENGINE), env=environment, check=True
+    )
     scene.reference.update(result_bytes(folder / "reference"))
     return scene
 

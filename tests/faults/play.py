@@ -75,7 +75,9 @@ class Play:
         self.round.server = kind
         if kind == "own":
             home = self.folder / "own-server"
-            self.server, self.own = self.servers.enter_context(server(home, self.scene.folder / "prefect.db", "own"))
+            self.server, self.own = self.servers.enter_context(
+                server(home, self.scene.folder / "prefect.db", "own")
+            )
         elif kind != "shared":
             self.server = kind
         elif not self.scene.url:
@@ -84,7 +86,9 @@ class Play:
     def _devices(self) -> str:
         return self.rng.choice(("cpu:1", "cpu:2")) if self.plan.command != "validate" else "cpu:2"
 
-    def start(self, work: Work | None = None, *more: str, room: int | None = None, server: str = "") -> Running:
+    def start(
+        self, work: Work | None = None, *more: str, room: int | None = None, server: str = ""
+    ) -> Running:
         """A command of this round."""
         self.runs += 1
         if "loader" in self.plan.whom:
@@ -94,7 +98,9 @@ class Play:
         folder.mkdir()
         return Running(self.scene, words, folder, self.mark, server or self.server, room)
 
-    def ends(self, run: Running, allowed: Sequence[int], what: str, truth: Truth | None = None) -> int | None:
+    def ends(
+        self, run: Running, allowed: Sequence[int], what: str, truth: Truth | None = None
+    ) -> int | None:
         """Wait for a command; its exit code must be allowed, and what it says in order."""
         code, text = run.ends(), run.complained()
         self.round.codes.append(code)
@@ -123,8 +129,18 @@ class Play:
             if name in STRANGERS or (self.plan.how == "odd" and name not in right):
                 continue
             if right.get(name) != found.get(name):
-                fault = "missing" if name not in found else "left over" if name not in right else "differs"
-                more = f" ({found[name]})" if "cannot" in found.get(name, "") or "NaN" in found.get(name, "") else ""
+                fault = (
+                    "missing"
+                    if name not in found
+                    else "left over"
+                    if name not in right
+                    else "differs"
+                )
+                more = (
+                    f" ({found[name]})"
+                    if "cannot" in found.get(name, "") or "NaN" in found.get(name, "")
+                    else ""
+                )
                 self._say(f"{what}: {name} {fault}{more}")
 
     def resume(self, truth: Truth | None = None, work: Work | None = None) -> None:
@@ -201,7 +217,9 @@ class Play:
 
     def _disk(self) -> None:
         """A disk that is full sooner or later."""
-        with small_disk(self.folder / "disk", int(self.rng.uniform(8_192, self.truth.nbytes * 1.1))) as mounted:
+        with small_disk(
+            self.folder / "disk", int(self.rng.uniform(8_192, self.truth.nbytes * 1.1))
+        ) as mounted:
             if not mounted:
                 raise NotRunError("a small disk cannot be mounted here")
             self.out = self.folder / "disk" / "out"
@@ -218,7 +236,9 @@ class Play:
     def _full(self, run: Running) -> None:
         code = self.ends(run, (0, 1), "full")
         self.round.hit = code != 0
-        line = next((line for line in run.complained().splitlines() if line.startswith("virnuc: ")), "")
+        line = next(
+            (line for line in run.complained().splitlines() if line.startswith("virnuc: ")), ""
+        )
         if code == 1 and str(self.out) not in line:
             self._say(f"full: does not name what could not be written: {line[:160]}")
         if code == 0:
@@ -227,7 +247,9 @@ class Play:
     def _flip(self) -> None:
         """A complete run, or one that was killed, of which one file is damaged."""
         first = self.start()
-        unfinished = self.plan.whom in ("store", "shard", "plan", "record") and self.rng.random() < 0.3
+        unfinished = (
+            self.plan.whom in ("store", "shard", "plan", "record") and self.rng.random() < 0.3
+        )
         if unfinished:
             self._strike(first, "kill", "main")
         self.ends(first, (0, -9), "first")
@@ -239,7 +261,9 @@ class Play:
             self.compare("again")
         elif victim is not None:
             if victim.name not in again.complained():
-                self._say(f"again: refused without naming {victim.name}: {again.complained()[-160:]}")
+                self._say(
+                    f"again: refused without naming {victim.name}: {again.complained()[-160:]}"
+                )
             self.round.resumed = True
             if self.ends(self.start(None, "--force"), (0,), "with --force") == 0:
                 self.compare("with --force")
@@ -248,7 +272,11 @@ class Play:
 
     def _twin(self) -> None:
         """A second run in the same directory, some time after the first; what stays is of the last that ended well."""
-        other = Work(self.plan.command, "b" if "reads" in self.plan.whom else "a", int("threshold" in self.plan.whom))
+        other = Work(
+            self.plan.command,
+            "b" if "reads" in self.plan.whom else "a",
+            int("threshold" in self.plan.whom),
+        )
         truths = self.truth, self.scene.truth(other)
         more = ["--force"] if "--force" in self.plan.whom else []
         first = self.start()
@@ -260,14 +288,18 @@ class Play:
         else:
             time.sleep(self.rng.random() * self.truth.seconds)
         self.round.at_s = time.monotonic() - first.began_s
-        works = not (self.out / "summary.json").exists()  # the first, still: its last file is missing
+        works = not (
+            self.out / "summary.json"
+        ).exists()  # the first, still: its last file is missing
         second = self.start(other, *more)
         if rests:
             second.ends()
             first.process.send_signal(signal.SIGCONT)
         deadline, ended = time.monotonic() + LIMIT_S, list[int]()
         while len(ended) < 2 and time.monotonic() < deadline:
-            ended += [i for i, run in enumerate((first, second)) if i not in ended and not run.alive]
+            ended += [
+                i for i, run in enumerate((first, second)) if i not in ended and not run.alive
+            ]
             time.sleep(0.01)
         codes = [
             self.ends(run, (0, 2), name, truth)

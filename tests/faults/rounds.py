@@ -38,20 +38,41 @@ def plans() -> tuple[Plan, ...]:
     """Every kind of round, those of one kind apart from each other."""
     found = [Plan("kill", whom) for whom in ("main", "all", "worker", "staging")]
     found += [Plan("kill", f"main while {kind}") for kind in ("staging", "worker")]
-    found += [Plan("kill", "main while baseline", "validate"), Plan("terminate", "main while staging")]
+    found += [
+        Plan("kill", "main while baseline", "validate"),
+        Plan("terminate", "main while staging"),
+    ]
     found += [Plan("kill", "loader"), Plan("stop", "loader")]
-    found += [Plan("kill", whom, "validate") for whom in ("main", "all", "worker", "staging", "baseline")]
+    found += [
+        Plan("kill", whom, "validate") for whom in ("main", "all", "worker", "staging", "baseline")
+    ]
     found += [Plan("kill", whom, "predict-inbox") for whom in ("main", "all", "worker")]
     found += [Plan("stop", whom) for whom in ("main", "worker", "staging")]
     found += [Plan("stop", whom, "validate") for whom in ("worker", "staging", "baseline")]
     found += [Plan("stop", "worker", "predict-inbox")]
-    found += [Plan(how, "server", "predict", kind) for how in ("kill", "stop") for kind in ("embedded", "own")]
-    found += [Plan("kill", "server", "validate", "embedded"), Plan("stop", "server", "validate", "own")]
-    found += [Plan("terminate", whom) for whom in ("main", "after worker stopped", "after staging stopped")]
-    found += [Plan("terminate", "after server stopped", "predict", kind) for kind in ("embedded", "own")]
+    found += [
+        Plan(how, "server", "predict", kind)
+        for how in ("kill", "stop")
+        for kind in ("embedded", "own")
+    ]
+    found += [
+        Plan("kill", "server", "validate", "embedded"),
+        Plan("stop", "server", "validate", "own"),
+    ]
+    found += [
+        Plan("terminate", whom)
+        for whom in ("main", "after worker stopped", "after staging stopped")
+    ]
+    found += [
+        Plan("terminate", "after server stopped", "predict", kind) for kind in ("embedded", "own")
+    ]
     found += [Plan("terminate", "main", command) for command in ("validate", "predict-inbox")]
     found += [Plan("interrupt", "main", command) for command in ("predict", "validate")]
-    found += [Plan(how, "out", command) for how in ("disk", "filesize") for command in ("predict", "validate")]
+    found += [
+        Plan(how, "out", command)
+        for how in ("disk", "filesize")
+        for command in ("predict", "validate")
+    ]
     kinds = (
         "store",
         "made",
@@ -67,20 +88,40 @@ def plans() -> tuple[Plan, ...]:
     )
     found += [Plan("flip", kind) for kind in kinds] + [Plan("cut", kind) for kind in kinds]
     found += [
-        Plan(how, kind) for how in ("zero", "remove") for kind in ("store", "shard", "record", "summary", "results")
+        Plan(how, kind)
+        for how in ("zero", "remove")
+        for kind in ("store", "shard", "record", "summary", "results")
     ]
-    found += [Plan(how, kind, "validate") for how in ("flip", "cut") for kind in ("store", "baseline", "report")]
-    found += [Plan("flip", kind, "validate") for kind in ("history", "results", "summary", "record")]
+    found += [
+        Plan(how, kind, "validate")
+        for how in ("flip", "cut")
+        for kind in ("store", "baseline", "report")
+    ]
+    found += [
+        Plan("flip", kind, "validate") for kind in ("history", "results", "summary", "record")
+    ]
     found += [Plan("flip", "ledger", "predict-inbox"), Plan("cut", "ledger", "predict-inbox")]
-    found += [Plan("twin", kind) for kind in ("same", "other reads", "other reads --force", "other threshold")]
-    found += [Plan("twin", f"{kind} while the first rests") for kind in ("same", "other reads --force")]
+    found += [
+        Plan("twin", kind)
+        for kind in ("same", "other reads", "other reads --force", "other threshold")
+    ]
+    found += [
+        Plan("twin", f"{kind} while the first rests") for kind in ("same", "other reads --force")
+    ]
     found += [Plan("twin", kind, "validate") for kind in ("same", "other reads --force")]
     found += [Plan("rewrite", whom) for whom in ("main", "all")]
     found += [Plan("odd", "files", "predict-inbox")]
-    of_cluster = [("kill", whom) for whom in ("dask worker", "nanny", "tree", "worker", "scheduler", "main", "all")]
-    of_cluster += [("stop", whom) for whom in ("dask worker", "tree", "main")] + [("terminate", "main")]
+    of_cluster = [
+        ("kill", whom)
+        for whom in ("dask worker", "nanny", "tree", "worker", "scheduler", "main", "all")
+    ]
+    of_cluster += [("stop", whom) for whom in ("dask worker", "tree", "main")] + [
+        ("terminate", "main")
+    ]
     for how, whom in of_cluster:
-        found += [Plan(how, whom, server="none", nodes=3, transfer=transfer) for transfer in (False, True)]
+        found += [
+            Plan(how, whom, server="none", nodes=3, transfer=transfer) for transfer in (False, True)
+        ]
     random.Random(0).shuffle(found)
     return tuple(found)
 
@@ -122,10 +163,18 @@ def table(played: Sequence[Round]) -> str:
     done = [one for one in played if one.problems or not one.not_run]
     for name in sorted({one.plan.name for one in done}):
         own = [one for one in done if one.plan.name == name]
-        counts = (len(own), sum(r.hit for r in own), sum(r.resumed for r in own), sum(r.good for r in own))
+        counts = (
+            len(own),
+            sum(r.hit for r in own),
+            sum(r.resumed for r in own),
+            sum(r.good for r in own),
+        )
         lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
     bad = [one for one in done if not one.good]
-    lines += ["", f"{len(done) - len(bad)} of {len(done)} rounds good; {sum(r.hit for r in done)} strikes hit."]
+    lines += [
+        "",
+        f"{len(done) - len(bad)} of {len(done)} rounds good; {sum(r.hit for r in done)} strikes hit.",
+    ]
     if bad:
         lines += ["", "| round | what was wrong |", "| --- | --- |"]
         lines += [
@@ -133,6 +182,8 @@ def table(played: Sequence[Round]) -> str:
             for r in sorted(bad, key=lambda one: one.number)
         ]
     for name, why in sorted({(one.plan.name, one.not_run) for one in played if one not in done}):
-        count = sum((one.plan.name, one.not_run) == (name, why) for one in played if one not in done)
+        count = sum(
+            (one.plan.name, one.not_run) == (name, why) for one in played if one not in done
+        )
         lines += ["", f"not run: {name}, {count} times: {why}"]
     return "\n".join(lines)

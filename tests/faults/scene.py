@@ -29,14 +29,28 @@ from virnuc_core.encoders.convert import init_random
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 INJECT: Final = ROOT / "tests" / "faults" / "inject"
-VIRNUC: Final = (sys.executable, "-P", "-m", "flows.cli")
+VIRNUC: Final = (sys.executable, "-P", "-m", "virnuc.flows.cli")
 MARK: Final = "VIRNUC_FAULTS_ROUND"  # in the environment of all that a round starts
-SIZES: Final = {"token-budget": 1024, "dna-token-budget": 1024, "shard-tokens": 4096, "stage-workers": 2}
+SIZES: Final = {
+    "token-budget": 1024,
+    "dna-token-budget": 1024,
+    "shard-tokens": 4096,
+    "stage-workers": 2,
+}
 SETTINGS: Final = "silence_s = 20.0\nheartbeat_s = 0.5\n"
 SAID: Final = re.compile(r"[\d,]+ of [\d,]+ reads are viral|Reads: +[\d,]+ = .*")
 PER_RUN: Final = ("telemetry", "logs", "damaged")  # folders whose files differ from run to run
 TIMES: Final = ("benchmark_", "regression.json", ".lock", ".virnuc")
-SUMMARY: Final = ("n_reads", "n_chunks", "n_rows", "n_uniques", "fates", "threshold", "rows_virus", "chunks_virus")
+SUMMARY: Final = (
+    "n_reads",
+    "n_chunks",
+    "n_rows",
+    "n_uniques",
+    "fates",
+    "threshold",
+    "rows_virus",
+    "chunks_virus",
+)
 BOUND: Final = """
 import runpy, sys
 from virnuc_core.rundir import die_with_parent
@@ -89,27 +103,56 @@ class Scene:
 
     def words(self, work: Work, out: Path, devices: str, *more: str) -> list[str]:
         """The command line; `out` is the directory it writes."""
-        nodes = ["--devices", "cpu", "--cluster", f"local:{work.nodes}", *["--transfer"] * work.transfer]
+        nodes = [
+            "--devices",
+            "cpu",
+            "--cluster",
+            f"local:{work.nodes}",
+            *["--transfer"] * work.transfer,
+        ]
         where = nodes if work.nodes else ["--devices", devices]
-        words = [*VIRNUC, work.command, "--models", str(self.folder / "models"), *where, "-o", str(out)]
+        words = [
+            *VIRNUC,
+            work.command,
+            "--models",
+            str(self.folder / "models"),
+            *where,
+            "-o",
+            str(out),
+        ]
         words += [f"--{name}={value}" for name, value in SIZES.items()]
         words += ["--settings", str(self.folder / "settings.toml")]
         reads = str(self.reads(work.reads))
         if work.command == "predict":
             words += [reads, "--write-viral", f"--threshold={self.thresholds[work.threshold]}"]
         elif work.command == "validate":
-            words += ["--reads", reads, "--profile", "ci-smoke", "--history", str(out.with_name("history.jsonl"))]
+            words += [
+                "--reads",
+                reads,
+                "--profile",
+                "ci-smoke",
+                "--history",
+                str(out.with_name("history.jsonl")),
+            ]
         else:
             words += ["--inbox", reads, "--settle-s", "0", f"--threshold={self.thresholds[0]}"]
         return [*words, *more]
 
     def environment(self, mark: str, server: str, home: Path) -> dict[str, str]:
         """Of a process of round `mark`; `server`: an address, `embedded`, or `none` (a run without Prefect)."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PREFECT_", "VIRNUC_"))
+        }
         home.mkdir(parents=True, exist_ok=True)
         if not (home / "prefect.db").exists() and (self.folder / "prefect.db").exists():
             shutil.copy(self.folder / "prefect.db", home)
-        own = {MARK: mark, "PREFECT_HOME": str(home), "PYTHONPATH": python_path(*[INJECT] * bool(self.mutant))}
+        own = {
+            MARK: mark,
+            "PREFECT_HOME": str(home),
+            "PYTHONPATH": python_path(*[INJECT] * bool(self.mutant)),
+        }
         if self.mutant:
             own["VIRNUC_FAULT"] = json.dumps({"kind": self.mutant})
         if server.startswith("http"):
@@ -124,23 +167,36 @@ class Scene:
         if work not in self.truths:
             if not self.url and work.command != "predict":
                 raise NotRunError(NO_SERVER_HERE)
-            out = self.folder / f"truth-{work.command}-{work.reads}-{work.threshold}-{os.getpid()}" / "out"
+            out = (
+                self.folder
+                / f"truth-{work.command}-{work.reads}-{work.threshold}-{os.getpid()}"
+                / "out"
+            )
             out.parent.mkdir()
             whole = Scene(self.folder, self.url, thresholds=self.thresholds)
             environment = whole.environment("truth", self.url or "none", out.parent / "home")
             began_s = time.monotonic()
             words = self.words(work, out, "cpu:2")
-            done = subprocess.run(words, env=environment, cwd=out.parent, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                words, env=environment, cwd=out.parent, capture_output=True, text=True, check=False
+            )
             assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
-            seconds, sizes = time.monotonic() - began_s, [p.stat().st_size for p in out.rglob("*") if p.is_file()]
-            self.truths[work] = Truth(leaves(out), said(done.stdout), seconds, sum(sizes), max(sizes))
+            seconds, sizes = (
+                time.monotonic() - began_s,
+                [p.stat().st_size for p in out.rglob("*") if p.is_file()],
+            )
+            self.truths[work] = Truth(
+                leaves(out), said(done.stdout), seconds, sum(sizes), max(sizes)
+            )
             shutil.rmtree(out.parent)
         return self.truths[work]
 
 
 def python_path(*more: Path) -> str:
     """Of a child: `more`, this source, and where this process finds packages that are not installed."""
-    return os.pathsep.join([*map(str, more), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.pathsep.join(
+        [*map(str, more), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
 
 
 def said(output: str) -> str:
@@ -155,11 +211,15 @@ def write_reads(folder: Path, seed: int, count: int = 240, files: int = 4) -> No
     for number in range(files):
         with gzip.GzipFile(folder / f"s{number}.fasta.gz", "wb", mtime=0) as file:
             for i in range(number, count, files):
-                file.write(f">r{seed}_{i}\n{''.join(rng.choices('ACGT', k=rng.randint(60, 400)))}\n".encode())
+                file.write(
+                    f">r{seed}_{i}\n{''.join(rng.choices('ACGT', k=rng.randint(60, 400)))}\n".encode()
+                )
 
 
 @contextmanager
-def server(folder: Path, database: Path | None, mark: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def server(
+    folder: Path, database: Path | None, mark: str
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A Prefect server as a team has it; its address and its process, which is surely ended.
 
     Errors: `NotRunError` where none starts.
@@ -167,17 +227,32 @@ def server(folder: Path, database: Path | None, mark: str) -> Iterator[tuple[str
     folder.mkdir(parents=True, exist_ok=True)
     if database is not None and database.exists():
         shutil.copy(database, folder / "prefect.db")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "VIRNUC_"))
+    }
     own = {MARK: mark, "PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     for _ in range(3):  # a port that was free may be another's by then
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        app = ("--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port))
+        app = (
+            "--factory",
+            "prefect.server.api.server:create_app",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        )
         words = (sys.executable, "-P", "-c", BOUND, str(os.getpid()), *app, "--log-level", "error")
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                words, env=kept | own | {"PYTHONPATH": python_path()}, stdout=log, stderr=log, start_new_session=True
+                words,
+                env=kept | own | {"PYTHONPATH": python_path()},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         try:
             if healthy(url := f"http://127.0.0.1:{port}/api", process):
@@ -220,8 +295,12 @@ def prepared(folder: Path) -> Iterator[Scene]:
             ):
                 there.backup(here)
         environment = scene.environment("first", scene.url or "none", folder / "home")
-        subprocess.run(scene.words(Work(), first, "cpu:2"), env=environment, check=True, capture_output=True)
-        table = np.loadtxt(first / "prediction_results_highestscore.csv", skiprows=1, usecols=3, delimiter="\t")
+        subprocess.run(
+            scene.words(Work(), first, "cpu:2"), env=environment, check=True, capture_output=True
+        )
+        table = np.loadtxt(
+            first / "prediction_results_highestscore.csv", skiprows=1, usecols=3, delimiter="\t"
+        )
         scene.thresholds = (f"{np.quantile(table, 0.4):.4f}", f"{np.quantile(table, 0.7):.4f}")
         shutil.rmtree(first)
         yield scene
@@ -259,7 +338,9 @@ def told(path: Path) -> str:
             rows = [line.split("\t") for line in path.read_text().splitlines()]
             keep = [rows[0].index(name) for name in ("file", "fate", "reads", "viral")]
             return digest(
-                json.dumps(sorted([row[i] for i in keep] for row in rows if row[keep[0]].startswith("s"))).encode()
+                json.dumps(
+                    sorted([row[i] for i in keep] for row in rows if row[keep[0]].startswith("s"))
+                ).encode()
             )
         return digest(path.read_bytes())
     except (OSError, ValueError, KeyError, RuntimeError, RecursionError, LookupError) as error:
@@ -279,7 +360,10 @@ def h5_digest(path: Path) -> str:
         for name in sorted(names):
             if isinstance(file[name], h5py.Dataset):
                 values = file[name][()]
-                seen.update(f"{name}{values.dtype.str}{values.shape}".encode() + np.ascontiguousarray(values).tobytes())
+                seen.update(
+                    f"{name}{values.dtype.str}{values.shape}".encode()
+                    + np.ascontiguousarray(values).tobytes()
+                )
                 if values.dtype.kind == "f" and np.isnan(values).any():
                     return f"NaN in {name}"
     return seen.hexdigest()

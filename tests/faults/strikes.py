@@ -28,7 +28,13 @@ class Running:
     """A command of a round: its process, what it has printed, and all that bears the round's mark."""
 
     def __init__(
-        self, scene: Scene, words: list[str], folder: Path, mark: str, server: str, room: int | None = None
+        self,
+        scene: Scene,
+        words: list[str],
+        folder: Path,
+        mark: str,
+        server: str,
+        room: int | None = None,
     ) -> None:
         self.mark, self.folder = mark, folder
         self.out, self.err = folder / "stdout", folder / "stderr"
@@ -132,13 +138,17 @@ def kill(processes: list[psutil.Process]) -> None:
             process.kill()
 
 
-def strike(run: Running, how: str, whom: str, spread_s: float, rng: random.Random) -> tuple[float | None, float]:
+def strike(
+    run: Running, how: str, whom: str, spread_s: float, rng: random.Random
+) -> tuple[float | None, float]:
     """Hit one process of a kind at a moment uniform over `spread_s` after the first of its kind is there.
 
     `how` is kill, stop, terminate or interrupt. The seconds since the start, and since then; None where there was
     nobody to hit.
     """
-    whom, _, meanwhile = whom.partition(" while ")  # main while staging: there are staging processes then
+    whom, _, meanwhile = whom.partition(
+        " while "
+    )  # main while staging: there are staging processes then
     kind = meanwhile or {"all": "main", "tree": "nanny"}.get(whom, whom)
     while run.alive and not run.family().get(kind):
         time.sleep(0.01)
@@ -148,7 +158,9 @@ def strike(run: Running, how: str, whom: str, spread_s: float, rng: random.Rando
         return None, time.monotonic()
     at_s = time.monotonic() - run.began_s
     everybody = [process for group in family.values() for process in group]
-    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}.get(how, signal.SIGINT)
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}.get(
+        how, signal.SIGINT
+    )
     if whom == "tree":  # a whole node
         nanny = rng.choice(family["nanny"])
         everybody = [nanny, *nanny.children(recursive=True)]
@@ -172,7 +184,12 @@ FILES: Final = {  # every kind of file that is read again
     "plan": ("shards/plan.json",),
     "record": ("run.json",),
     "summary": ("summary.json", "devices-*/summary.json", "baseline/summary.json"),
-    "results": ("prediction_results*", "reads.tsv", "devices-*/prediction_results*", "devices-*/reads.tsv"),
+    "results": (
+        "prediction_results*",
+        "reads.tsv",
+        "devices-*/prediction_results*",
+        "devices-*/reads.tsv",
+    ),
     "viral": ("viral.*",),
     "embeddings": ("embeddings.h5", "devices-*/embeddings.h5"),
     "telemetry": ("telemetry/*", "devices-*/telemetry/*"),
@@ -186,7 +203,9 @@ FILES: Final = {  # every kind of file that is read again
 
 def damage(out: Path, how: str, kind: str, rng: random.Random) -> Path | None:
     """Flip one bit of, cut, fill with zeros or remove one file of a kind; returns it, None where there is none."""
-    files = sorted(path for pattern in FILES[kind] for path in out.glob(pattern) if path.stat().st_size)
+    files = sorted(
+        path for pattern in FILES[kind] for path in out.glob(pattern) if path.stat().st_size
+    )
     if not files:
         return None
     victim = rng.choice(files)
@@ -211,7 +230,10 @@ def small_disk(place: Path, nbytes: int) -> Iterator[bool]:
     """A disk of its own at `place` with so much room; False where this machine lets nobody mount one."""
     place.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "virnuc-faults", str(place)]
-    mounted = os.geteuid() == 0 and subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    mounted = (
+        os.geteuid() == 0
+        and subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    )
     try:
         yield mounted
     finally:

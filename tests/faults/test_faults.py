@@ -25,12 +25,21 @@ def guilty_row(core_scene: injected.Scene) -> tuple[int, str]:
     store = OrfStore.open(core_scene.store)
     proteins = [p.decode() for p in store.protein(0, store.n_uniques)]
     counts = Counter(proteins)
-    unique = max((i for i in range(store.n_uniques) if counts[proteins[i]] == 1), key=lambda i: len(proteins[i]))
+    unique = max(
+        (i for i in range(store.n_uniques) if counts[proteins[i]] == 1),
+        key=lambda i: len(proteins[i]),
+    )
     return unique, proteins[unique]
 
 
-def run(core_scene: injected.Scene, root: Path, fault: dict[str, Any], **engine: Any) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": python_path(INJECT), "VIRNUC_FAULT": json.dumps(fault)}
+def run(
+    core_scene: injected.Scene, root: Path, fault: dict[str, Any], **engine: Any
+) -> subprocess.CompletedProcess:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(INJECT),
+        "VIRNUC_FAULT": json.dumps(fault),
+    }
     settings = injected.ENGINE.model_copy(update=engine)
     return subprocess.run(
         injected.command(root, core_scene, "cpu:1", settings),
@@ -53,7 +62,9 @@ def test_a_row_that_ends_workers_is_set_aside_by_name_and_the_rest_is_unchanged(
     store = OrfStore.open(core_scene.store)
     rows = [row for row in range(store.n_rows) if store.row_unique[row] == unique]
     failed = (tmp_path / "run" / "failed.tsv").read_text().splitlines()[1:]
-    assert [line.split("\t")[0] for line in failed] == [store.row_ids(row, row + 1)[0] for row in rows]
+    assert [line.split("\t")[0] for line in failed] == [
+        store.row_ids(row, row + 1)[0] for row in rows
+    ]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["rows_set_aside"] == 1
     assert summary["fates"]["failed"] == len({int(store.row_read[row]) for row in rows})
@@ -65,7 +76,9 @@ def test_a_row_that_ends_workers_is_set_aside_by_name_and_the_rest_is_unchanged(
 
 
 @pytest.mark.slow
-def test_out_of_memory_halves_the_budget_for_that_shard_only(core_scene: injected.Scene, tmp_path: Path) -> None:
+def test_out_of_memory_halves_the_budget_for_that_shard_only(
+    core_scene: injected.Scene, tmp_path: Path
+) -> None:
     _, protein = guilty_row(core_scene)
     done = run(core_scene, tmp_path / "run", {"kind": "oom", "protein": protein, "fits": 200})
     assert done.returncode == 0, done.stderr
@@ -73,7 +86,11 @@ def test_out_of_memory_halves_the_budget_for_that_shard_only(core_scene: injecte
     (divisor,) = summary["reduced_budgets"].values()
     assert divisor in (2, 4, 8)
     ours = injected.result_bytes(tmp_path / "run")
-    changed = [name for name in ours if name.startswith("shards/") and ours[name] != core_scene.reference[name]]
+    changed = [
+        name
+        for name in ours
+        if name.startswith("shards/") and ours[name] != core_scene.reference[name]
+    ]
     assert len(changed) <= 1
 
 
@@ -91,10 +108,15 @@ def test_a_device_that_is_short_of_memory_at_several_shards_gets_smaller_batches
 
 
 @pytest.mark.slow
-def test_an_error_of_every_row_is_told_after_a_few_workers(core_scene: injected.Scene, tmp_path: Path) -> None:
+def test_an_error_of_every_row_is_told_after_a_few_workers(
+    core_scene: injected.Scene, tmp_path: Path
+) -> None:
     done = run(core_scene, tmp_path / "run", {"kind": "raise"})
     assert done.returncode == 1
-    assert "no single row of it is the cause; last words: RuntimeError: device-side assert" in done.stderr
+    assert (
+        "no single row of it is the cause; last words: RuntimeError: device-side assert"
+        in done.stderr
+    )
     assert done.stderr.count("ended (status") <= 8
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -110,7 +132,9 @@ def test_a_hanging_worker_is_ended_and_replaced(core_scene: injected.Scene, tmp_
 
 
 @pytest.mark.slow
-def test_a_model_that_gives_no_numbers_stops_the_run_and_is_named(core_scene: injected.Scene, tmp_path: Path) -> None:
+def test_a_model_that_gives_no_numbers_stops_the_run_and_is_named(
+    core_scene: injected.Scene, tmp_path: Path
+) -> None:
     _, protein = guilty_row(core_scene)
     done = run(core_scene, tmp_path / "run", {"kind": "nan", "protein": protein})
     assert done.returncode == 3
@@ -120,7 +144,9 @@ def test_a_model_that_gives_no_numbers_stops_the_run_and_is_named(core_scene: in
 
 
 @pytest.mark.slow
-def test_one_death_by_a_passing_fault_sets_nothing_aside(core_scene: injected.Scene, tmp_path: Path) -> None:
+def test_one_death_by_a_passing_fault_sets_nothing_aside(
+    core_scene: injected.Scene, tmp_path: Path
+) -> None:
     _, protein = guilty_row(core_scene)
     fault = {"kind": "poison", "protein": protein, "marker": str(tmp_path / "struck")}
     done = run(core_scene, tmp_path / "run", fault)
@@ -129,14 +155,22 @@ def test_one_death_by_a_passing_fault_sets_nothing_aside(core_scene: injected.Sc
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small disk needs root")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small disk needs root"
+)
 def test_a_full_disk_is_one_line_and_the_run_goes_on_after_space_is_made(
     core_scene: injected.Scene, tmp_path: Path
 ) -> None:
-    room = sum(len(body) for name, body in core_scene.reference.items() if name.startswith("shards/")) * 2 // 3
+    room = (
+        sum(len(body) for name, body in core_scene.reference.items() if name.startswith("shards/"))
+        * 2
+        // 3
+    )
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(disk)], check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(disk)], check=False
+    ).returncode:
         pytest.skip("this machine does not let tests mount a disk")
     try:
         done = run(core_scene, disk / "run", {})
@@ -153,5 +187,9 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_after_space_is_made(
 
 
 def test_the_injected_faults_come_from_outside_the_product() -> None:
-    product = [p for p in (HERE.parents[1] / "virnuc_core").rglob("*.py") if "VIRNUC_FAULT" in p.read_text()]
+    product = [
+        p
+        for p in (HERE.parents[1] / "virnuc_core").rglob("*.py")
+        if "VIRNUC_FAULT" in p.read_text()
+    ]
     assert product == []

@@ -73,14 +73,21 @@ def test_damage_changes_one_file(tmp_path: Path, how: str) -> None:
     before = leaves(tmp_path) | {"run.json": (tmp_path / "run.json").read_text()}
     assert damage(tmp_path, how, "record", random.Random(1)) == tmp_path / "run.json"
     assert damage(tmp_path, how, "viral", random.Random(1)) is None
-    left = (tmp_path / "run.json").read_text(errors="replace") if (tmp_path / "run.json").exists() else None
+    left = (
+        (tmp_path / "run.json").read_text(errors="replace")
+        if (tmp_path / "run.json").exists()
+        else None
+    )
     assert left != before["run.json"]
     assert (tmp_path / "orfs.h5").read_text() == "store"
 
 
 def test_what_a_command_tells_is_understood() -> None:
     assert said("x\n1,204 of 3,000 reads are viral; more\n") == "1,204 of 3,000 reads are viral"
-    assert said("  Reads:       300 = 0 viral + 252 others\n") == "Reads:       300 = 0 viral + 252 others"
+    assert (
+        said("  Reads:       300 = 0 viral + 252 others\n")
+        == "Reads:       300 = 0 viral + 252 others"
+    )
 
 
 def test_there_is_a_round_for_every_child_and_every_file() -> None:
@@ -93,7 +100,11 @@ def test_there_is_a_round_for_every_child_and_every_file() -> None:
 
 def test_a_round_that_cannot_be_played_here_is_not_run_and_never_good() -> None:
     plan, other = Plan("disk", "out"), Plan("kill", "all")
-    played = [Round(0, plan, not_run="no disk"), Round(1, other), Round(2, other, problems=["process left"])]
+    played = [
+        Round(0, plan, not_run="no disk"),
+        Round(1, other),
+        Round(2, other, problems=["process left"]),
+    ]
     assert [one.good for one in played] == [False, True, False]
     told = table(played)
     assert "1 of 2 rounds good" in told
@@ -103,7 +114,9 @@ def test_a_round_that_cannot_be_played_here_is_not_run_and_never_good() -> None:
     assert "not run" in line(played[0])
 
 
-def test_jobs_have_cores_of_their_own_while_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_have_cores_of_their_own_while_there_are_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert [cores(job, 4) for job in range(4)] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
     assert [cores(job, 2) for job in range(2)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
@@ -131,10 +144,16 @@ def test_a_struck_run_ends_as_an_undisturbed_one(scene: Scene, whom: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
-    [Plan("flip", "shard", server="none"), Plan("disk", "out", server="none"), Plan("twin", "same", server="none")],
+    [
+        Plan("flip", "shard", server="none"),
+        Plan("disk", "out", server="none"),
+        Plan("twin", "same", server="none"),
+    ],
     ids=str,
 )
-def test_damage_a_full_disk_and_a_second_run_do_not_change_results(scene: Scene, plan: Plan) -> None:
+def test_damage_a_full_disk_and_a_second_run_do_not_change_results(
+    scene: Scene, plan: Plan
+) -> None:
     played = play(1, scene, SEED, plan)
     assert played.good, table([played])
 
@@ -149,7 +168,9 @@ def test_rounds_are_played_side_by_side_and_one_whose_job_is_killed_is_bad(scene
                     job.kill()
         found.append(one)
     assert sorted(one.number for one in found) == [0, 1, 2]
-    assert [one.number for one in found if any("its process ended" in p for p in one.problems)], table(found)
+    assert [one.number for one in found if any("its process ended" in p for p in one.problems)], (
+        table(found)
+    )
     assert found[0].good, table(found)
 
 
@@ -166,7 +187,9 @@ def test_rounds_are_played_side_by_side_and_one_whose_job_is_killed_is_bad(scene
         ("no parent-death signal", Plan("kill", "main", server="embedded"), "process left"),
     ],
 )
-def test_the_harness_reports_what_was_taken_out(scene: Scene, taken_out: str, plan: Plan, word: str) -> None:
+def test_the_harness_reports_what_was_taken_out(
+    scene: Scene, taken_out: str, plan: Plan, word: str
+) -> None:
     mutant = replace(scene, mutant=taken_out)
     for number in range(8):
         played = play(100 + number, mutant, SEED, plan)

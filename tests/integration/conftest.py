@@ -35,7 +35,10 @@ def prefect_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     Yields a copy of that database, made before anything was written to it: `database` is its name.
     """
-    quiet = {PREFECT_SERVER_ANALYTICS_ENABLED: False, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
+    quiet = {
+        PREFECT_SERVER_ANALYTICS_ENABLED: False,
+        PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore",
+    }
     with (
         temporary_settings(updates=quiet),
         prefect_test_harness(server_startup_timeout=90),
@@ -73,17 +76,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
-            item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+            item.add_marker(
+                pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+            )
 
 
 @pytest.fixture(scope="session")
-def child_environment(prefect_backend: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def child_environment(
+    prefect_backend: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """Environment of processes that shall talk to the same backend as the tests."""
     url = PREFECT_API_URL.value()
     assert url is not None
     home = str(tmp_path_factory.mktemp("prefect-home"))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
-    return {**kept, "PREFECT_API_URL": url, "PREFECT_HOME": home, "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "VIRNUC_"))
+    }
+    return {
+        **kept,
+        "PREFECT_API_URL": url,
+        "PREFECT_HOME": home,
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +110,11 @@ def server(tmp_path_factory: pytest.TempPathFactory, database: Path) -> Iterator
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}/api"
-    environment = {**own_server(folder, database), "PREFECT_API_URL": url, "PREFECT_WORKER_QUERY_SECONDS": "1"}
+    environment = {
+        **own_server(folder, database),
+        "PREFECT_API_URL": url,
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+    }
     own = {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
@@ -126,22 +146,30 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 simulated reads."""
-    return simulate(SimulateSpec(reads=300, seed=3), tmp_path_factory.mktemp("reads") / "few.fastq.gz").reads_file
+    return simulate(
+        SimulateSpec(reads=300, seed=3), tmp_path_factory.mktemp("reads") / "few.fastq.gz"
+    ).reads_file
 
 
 @pytest.fixture(scope="session")
 def few_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 simulated reads, where it does not matter what they are."""
-    return simulate(SimulateSpec(reads=60, seed=3), tmp_path_factory.mktemp("reads") / "few.fastq.gz").reads_file
+    return simulate(
+        SimulateSpec(reads=60, seed=3), tmp_path_factory.mktemp("reads") / "few.fastq.gz"
+    ).reads_file
 
 
 @pytest.fixture(scope="session")
 def some_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """So many simulated reads that a run can be struck in the middle, and soon ends all the same."""
-    return simulate(SimulateSpec(reads=2_500, seed=4), tmp_path_factory.mktemp("reads") / "some.fastq.gz").reads_file
+    return simulate(
+        SimulateSpec(reads=2_500, seed=4), tmp_path_factory.mktemp("reads") / "some.fastq.gz"
+    ).reads_file
 
 
 @pytest.fixture(scope="session")
 def many_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For runs that are not to end by themselves."""
-    return simulate(SimulateSpec(reads=9_000, seed=4), tmp_path_factory.mktemp("reads") / "many.fastq.gz").reads_file
+    return simulate(
+        SimulateSpec(reads=9_000, seed=4), tmp_path_factory.mktemp("reads") / "many.fastq.gz"
+    ).reads_file

@@ -16,7 +16,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
-VIRNUC = (sys.executable, "-m", "flows.cli")
+VIRNUC = (sys.executable, "-m", "virnuc.flows.cli")
 PATIENCE_S = 280
 
 
@@ -36,7 +36,9 @@ def committed(out: Path) -> int:
 
 def gone(processes: list[psutil.Process]) -> bool:
     """Whether none of them runs; a zombie waiting for its parent is gone."""
-    return not any(p.is_running() and p.status() not in (psutil.STATUS_ZOMBIE, "dead") for p in processes)
+    return not any(
+        p.is_running() and p.status() not in (psutil.STATUS_ZOMBIE, "dead") for p in processes
+    )
 
 
 def own_server(home: Path, database: Path) -> dict[str, str]:
@@ -46,12 +48,18 @@ def own_server(home: Path, database: Path) -> dict[str, str]:
     """
     home.mkdir(exist_ok=True)
     shutil.copy(database, home / "prefect.db")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PREFECT_", "VIRNUC_"))
+    }
     return {**kept, "PREFECT_HOME": str(home)}
 
 
 @contextmanager
-def background(command: tuple[str, ...], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def background(
+    command: tuple[str, ...], environment: dict[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
     """The command in a session of its own; it and all it started are killed afterwards."""
     with log.open("ab") as handle:
         process = subprocess.Popen(
@@ -61,7 +69,10 @@ def background(command: tuple[str, ...], environment: dict[str, str], log: Path)
         yield process
     finally:
         if process.poll() is None:
-            for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            for one in [
+                *psutil.Process(process.pid).children(recursive=True),
+                psutil.Process(process.pid),
+            ]:
                 if one.is_running():
                     one.kill()
         process.wait(PATIENCE_S)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flows.validate import ask, validate
+from virnuc.flows.validate import ask, validate
 from virnuc_core.report.verify import verify_report
 
 pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
@@ -20,7 +20,13 @@ def validated(
 ) -> dict[str, Any]:
     """Parameters of a validation that is computed already."""
     out = tmp_path_factory.mktemp("approval") / "validation"
-    given = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:1", "profile": "ci-smoke"}
+    given = {
+        "reads": [str(few_reads)],
+        "out": out,
+        "models": models,
+        "devices": "cpu:1",
+        "profile": "ci-smoke",
+    }
     validate(**given)
     return given
 
@@ -30,14 +36,20 @@ def _asked_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ask.__kwdefaults__, "poll_s", 1)
 
 
-def test_without_an_answer_the_report_says_pending_and_a_repetition_computes_nothing(validated: dict[str, Any]) -> None:
+def test_without_an_answer_the_report_says_pending_and_a_repetition_computes_nothing(
+    validated: dict[str, Any],
+) -> None:
     out: Path = validated["out"]
     state = validate(**validated, approval=True, approval_timeout_s=1, return_state=True)
     assert state.is_completed(), state.message
-    assert (state.message or "").endswith("nothing had to be computed; pending by nobody (time-out)")
+    assert (state.message or "").endswith(
+        "nothing had to be computed; pending by nobody (time-out)"
+    )
     assert json.loads((out / "report" / "approval.json").read_text())["verdict"] == "pending"
     assert "pending by nobody (time-out)" in (out / "report" / "report.txt").read_text()
-    assert json.loads((out / "report" / "report.json").read_text())["approval"]["verdict"] == "pending"
+    assert (
+        json.loads((out / "report" / "report.json").read_text())["approval"]["verdict"] == "pending"
+    )
     assert verify_report(out).ok
 
     again = validate(**validated, return_state=True)
@@ -50,8 +62,16 @@ def test_a_rejected_validation_does_not_end_as_if_all_were_well(
     validated: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: bool, kind: str
 ) -> None:
     """What answers when the time is over says no here, in place of a person."""
-    monkeypatch.setattr("tasks.measure.TIMED_OUT", {"verdict": "rejected", "reviewer": "Ada", "note": "wrong sample"})
-    state = validate(**validated, approval=True, approval_timeout_s=1, fail_on_criteria=fails, return_state=True)
+    monkeypatch.setattr(
+        "virnuc.tasks.measure.TIMED_OUT",
+        {"verdict": "rejected", "reviewer": "Ada", "note": "wrong sample"},
+    )
+    state = validate(
+        **validated, approval=True, approval_timeout_s=1, fail_on_criteria=fails, return_state=True
+    )
     assert (state.type.value, state.name) == (kind, "Rejected")
     assert "rejected by Ada" in (state.message or "")
-    assert json.loads((validated["out"] / "report" / "report.json").read_text())["approval"]["verdict"] == "rejected"
+    assert (
+        json.loads((validated["out"] / "report" / "report.json").read_text())["approval"]["verdict"]
+        == "rejected"
+    )

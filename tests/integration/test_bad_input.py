@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows import cli, start
-from flows.parameters import PredictSettings
+from virnuc.flows import cli, start
+from virnuc.flows.parameters import PredictSettings
 from virnuc_core.encoders.models_directory import quantise
 from virnuc_core.errors import InputError, StorageError, WeightsError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
@@ -44,8 +44,10 @@ def virnuc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a flow was started")
 
-    monkeypatch.setattr("flows.flow_run.run_flow", never)
-    monkeypatch.setattr("flows.start.prepare_prefect", lambda: None)  # it is this process's environment
+    monkeypatch.setattr("virnuc.flows.flow_run.run_flow", never)
+    monkeypatch.setattr(
+        "virnuc.flows.start.prepare_prefect", lambda: None
+    )  # it is this process's environment
     return Virnuc(capsys)
 
 
@@ -65,27 +67,46 @@ def file(folder: Path, name: str, data: bytes = FASTA) -> Path:
 
 
 def cut_short(folder: Path) -> Path:
-    whole = simulate(SimulateSpec(reads=200, seed=1), folder / "whole.fastq.gz").reads_file.read_bytes()
+    whole = simulate(
+        SimulateSpec(reads=200, seed=1), folder / "whole.fastq.gz"
+    ).reads_file.read_bytes()
     return file(folder, "cut.fastq.gz", whole[: len(whole) // 2])
 
 
 BAD_READS: dict[str, tuple[MakeReads, str]] = {
     "missing": (lambda f: f / "absent.fq", "absent.fq: no such file"),
-    "too long a name": (lambda f: f / ("x" * 256), ": cannot be read: File name too long; check the path"),
-    "folder without reads": (lambda f: file(f, "in/notes.md", b"# notes\n").parent, "in: the folder holds no FASTA"),
-    "no sequences": (lambda f: file(f, "notes.txt", b"dear diary\n"), "notes.txt: this is neither FASTA nor FASTQ"),
+    "too long a name": (
+        lambda f: f / ("x" * 256),
+        ": cannot be read: File name too long; check the path",
+    ),
+    "folder without reads": (
+        lambda f: file(f, "in/notes.md", b"# notes\n").parent,
+        "in: the folder holds no FASTA",
+    ),
+    "no sequences": (
+        lambda f: file(f, "notes.txt", b"dear diary\n"),
+        "notes.txt: this is neither FASTA nor FASTQ",
+    ),
     "SAM": (lambda f: file(f, "a.sam", b"@HD\tVN:1.6\nr1\t4\n"), "a.sam: the SAM data is damaged"),
     "proteins": (lambda f: file(f, "p.fa", b">p1\nMKLPEFILQ\n"), "p.fa:1: read 'p1': 'L'"),
     "empty": (lambda f: file(f, "empty.fq", b""), "empty.fq: holds no reads"),
     "blank": (lambda f: file(f, "blank.fa", b"\n \n"), "blank.fa: holds no reads"),
-    "folder of empty files": (lambda f: file(f, "in/a.fa", b"").parent, "in: the folder holds no FASTA"),
+    "folder of empty files": (
+        lambda f: file(f, "in/a.fa", b"").parent,
+        "in: the folder holds no FASTA",
+    ),
     "cut gzip": (cut_short, "cut.fastq.gz: the gzip data ends early"),
-    "no sequence": (lambda f: file(f, "half.fastq", b"@r1\nACGT\n+\nIIII\n@r2\n"), "half.fastq:5: read 'r2'"),
+    "no sequence": (
+        lambda f: file(f, "half.fastq", b"@r1\nACGT\n+\nIIII\n@r2\n"),
+        "half.fastq:5: read 'r2'",
+    ),
 }
 
 
 @pytest.mark.parametrize(("make", "said"), BAD_READS.values(), ids=BAD_READS)
-def test_reads_that_cannot_be_used(make: MakeReads, said: str, tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
+def test_reads_that_cannot_be_used(
+    make: MakeReads, said: str, tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
     out = tmp_path / "out"
     words = ["predict", make(tmp_path), "-o", out, "--models", models, "--devices", "cpu:1"]
     assert said in virnuc.refuses(2, *words)
@@ -97,7 +118,9 @@ def contents(root: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)])
-@pytest.mark.parametrize("name", ["summary.json", "viral.fasta.gz", "shards/00000.h5", "logs/worker-cpu-core-0.log"])
+@pytest.mark.parametrize(
+    "name", ["summary.json", "viral.fasta.gz", "shards/00000.h5", "logs/worker-cpu-core-0.log"]
+)
 def test_a_directory_with_files_of_others_under_our_names(
     name: str, force: tuple[str, ...], tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
@@ -105,12 +128,19 @@ def test_a_directory_with_files_of_others_under_our_names(
     (out / name).parent.mkdir(parents=True, exist_ok=True)
     file(out, name, b"precious")
     before, reads = contents(tmp_path), file(tmp_path, "a.fa")
-    said = virnuc.refuses(2, "predict", reads, "-o", out, "--models", models, "--devices", "cpu:1", *force)
-    assert f"theirs was not made by virnuc, and {name} would be overwritten; choose another directory" in said
+    said = virnuc.refuses(
+        2, "predict", reads, "-o", out, "--models", models, "--devices", "cpu:1", *force
+    )
+    assert (
+        f"theirs was not made by virnuc, and {name} would be overwritten; choose another directory"
+        in said
+    )
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("words", [("predict", "--write-viral"), ("validate", "--profile", "ci-smoke", "--reads")])
+@pytest.mark.parametrize(
+    "words", [("predict", "--write-viral"), ("validate", "--profile", "ci-smoke", "--reads")]
+)
 def test_an_input_that_lies_where_an_output_would(
     words: tuple[str, ...], tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
@@ -153,20 +183,37 @@ BAD_MODELS: dict[str, tuple[Spoil, str]] = {
     "missing": (shutil.rmtree, "no such directory"),
     "no part": (lambda m: shutil.rmtree(m / "esm2"), "no esm2/ in it"),
     "no other part": (lambda m: shutil.rmtree(m / "dnabert_s"), "no dnabert_s/ in it"),
-    "no config": (lambda m: (m / "head" / "config.json").unlink(), "head/config.json: cannot be read"),
-    "no weights": (lambda m: (m / "esm2" / "model.safetensors").unlink(), "esm2/model.safetensors: no such file"),
-    "no tokenizer": (lambda m: (m / "dnabert_s" / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
+    "no config": (
+        lambda m: (m / "head" / "config.json").unlink(),
+        "head/config.json: cannot be read",
+    ),
+    "no weights": (
+        lambda m: (m / "esm2" / "model.safetensors").unlink(),
+        "esm2/model.safetensors: no such file",
+    ),
+    "no tokenizer": (
+        lambda m: (m / "dnabert_s" / "tokenizer.json").unlink(),
+        "tokenizer.json: no such file",
+    ),
     "cut weights": (
         lambda m: os.truncate(m / "esm2" / "model.safetensors", 200_000),
         "esm2/model.safetensors: cannot be read as safetensors",
     ),
-    "another head": (edit("head", dna_width=768, protein_width=2560), "768 (DNA) + 2560 (protein), the encoders"),
-    "another width": (edit("esm2", ffn_width=128), "fc1.weight is [256, 64], config.json makes it [128, 64]"),
+    "another head": (
+        edit("head", dna_width=768, protein_width=2560),
+        "768 (DNA) + 2560 (protein), the encoders",
+    ),
+    "another width": (
+        edit("esm2", ffn_width=128),
+        "fc1.weight is [256, 64], config.json makes it [128, 64]",
+    ),
 }
 
 
 @pytest.mark.parametrize(("spoil", "said"), BAD_MODELS.values(), ids=BAD_MODELS)
-def test_weights_that_cannot_be_used(spoil: Spoil, said: str, tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
+def test_weights_that_cannot_be_used(
+    spoil: Spoil, said: str, tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
     copied, out = tmp_path / "models", tmp_path / "out"
     shutil.copytree(models, copied)
     spoil(copied)
@@ -182,19 +229,33 @@ BAD_SETTINGS: dict[str, tuple[tuple[str, ...], int]] = {
     "token_budget": (("--token-budget", "3"), 2),
     "cluster: unknown form; compute on the nodes of a Dask scheduler (tcp://… or tls://…), of FILE.yaml, or of local:N "
     "(given 'foo')": (("--cluster", "foo"), 2),
-    "nodes: unknown form; nodes that FILE.yaml asks for: 4, or 2:8": (("--cluster", "local:2", "--nodes", "0"), 2),
+    "nodes: unknown form; nodes that FILE.yaml asks for: 4, or 2:8": (
+        ("--cluster", "local:2", "--nodes", "0"),
+        2,
+    ),
     "cluster absent.yaml: cannot be read (No such file": (("--cluster", "absent.yaml"), 2),
     "fdr, abstain: the head has no card": (("--fdr", "0.01"), 2),
     "abstain: the head has no card": (("--abstain",), 2),
 }
 
 
-@pytest.mark.parametrize(("said", "words", "code"), [(said, *case) for said, case in BAD_SETTINGS.items()])
+@pytest.mark.parametrize(
+    ("said", "words", "code"), [(said, *case) for said, case in BAD_SETTINGS.items()]
+)
 def test_settings_that_cannot_run(
     said: str, words: tuple[str, ...], code: int, tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
     devices = () if "--devices" in words else ("--devices", "cpu:1")
-    given = ["predict", file(tmp_path, "r.fa"), "-o", tmp_path / "out", "--models", models, *devices, *words]
+    given = [
+        "predict",
+        file(tmp_path, "r.fa"),
+        "-o",
+        tmp_path / "out",
+        "--models",
+        models,
+        *devices,
+        *words,
+    ]
     assert said in virnuc.refuses(code, *given)
     assert not (tmp_path / "out").exists()
 
@@ -204,30 +265,48 @@ def test_as_a_process_it_is_one_line_too(tmp_path: Path, models: Path) -> None:
     shutil.copytree(models, copied)
     os.truncate(copied / "esm2" / "model.safetensors", 200_000)
     file(tmp_path, "r.fa")
-    words = ["predict", str(tmp_path / "r.fa"), "-o", str(out), "--models", str(copied), "--devices", "cpu:1"]
+    words = [
+        "predict",
+        str(tmp_path / "r.fa"),
+        "-o",
+        str(out),
+        "--models",
+        str(copied),
+        "--devices",
+        "cpu:1",
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", *words],
+        [sys.executable, "-m", "virnuc.flows.cli", *words],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9"},  # a flow would fail otherwise, and later
+        env={
+            **os.environ,
+            "PREFECT_API_URL": "http://127.0.0.1:9",
+        },  # a flow would fail otherwise, and later
     )
     only_line(done.returncode, done.stdout, done.stderr, 3)
     assert not out.exists()
 
 
 @pytest.mark.parametrize("command", ["validate", "train", "scale"])
-def test_every_flow_looks_before_it_starts(command: str, tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
+def test_every_flow_looks_before_it_starts(
+    command: str, tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
     words = [] if command == "train" else ["--reads"]
-    more = {"train": ["--truth", tmp_path / "truth.tsv"], "scale": []}.get(command, ["--profile", "ci-smoke"])
+    more = {"train": ["--truth", tmp_path / "truth.tsv"], "scale": []}.get(
+        command, ["--profile", "ci-smoke"]
+    )
     reads, out = file(tmp_path, "notes.txt", b"dear diary\n"), tmp_path / "out"
     given = [*words, reads, "-o", out, "--models", models, "--devices", "cpu:1", *more]
     assert "notes.txt: this is neither" in virnuc.refuses(2, command, *given)
     assert not out.exists()
 
 
-def test_an_inbox_looks_at_its_weights_before_it_starts(tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
+def test_an_inbox_looks_at_its_weights_before_it_starts(
+    tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
     copied, out = tmp_path / "models", tmp_path / "out"
     shutil.copytree(models, copied)
     os.truncate(copied / "head" / "model.safetensors", 500)
@@ -241,10 +320,14 @@ def test_an_inbox_that_is_no_folder_and_a_missing_table_of_origins(
     tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
     given = ["-o", tmp_path / "out", "--models", models, "--devices", "cpu:1"]
-    assert "no such folder" in virnuc.refuses(2, "predict-inbox", "--inbox", tmp_path / "absent", *given)
+    assert "no such folder" in virnuc.refuses(
+        2, "predict-inbox", "--inbox", tmp_path / "absent", *given
+    )
     assert "inside the inbox" in virnuc.refuses(2, "predict-inbox", "--inbox", tmp_path, *given)
     reads = file(tmp_path, "r.fa")
-    assert "truth.tsv" in virnuc.refuses(2, "train", reads, "--truth", tmp_path / "truth.tsv", *given)
+    assert "truth.tsv" in virnuc.refuses(
+        2, "train", reads, "--truth", tmp_path / "truth.tsv", *given
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -260,7 +343,9 @@ def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
     settings = PredictSettings(reads=(str(reads),), out=out, models=models, devices="cpu:1")
     for _ in range(2):
         start.check(settings)
-        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"] * out.exists() + ["r.fa"]
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"] * out.exists() + [
+            "r.fa"
+        ]
         out.mkdir(exist_ok=True)
     assert list(out.iterdir()) == []
 
@@ -272,18 +357,25 @@ def test_a_calibration_of_other_weights_is_refused_before_reads_are_staged(
     shutil.copytree(models, copied)
     simulate(SimulateSpec(reads=400, seed=3), reads := tmp_path / "reads.fasta")
     quantise(copied, str(reads), torch.device("cpu"))
-    monkeypatch.setattr("virnuc_core.engine.devices.resolve_engine", lambda engine, kind: engine)  # as on a GPU
+    monkeypatch.setattr(
+        "virnuc_core.engine.devices.resolve_engine", lambda engine, kind: engine
+    )  # as on a GPU
     given = {"reads": (str(reads),), "models": copied, "devices": "cpu:1"}
     settings = PredictSettings(out=out, precision="int8", **given)
     start.check(settings)
     config = copied / "esm2" / "config.json"
     config.write_text(config.read_text().replace('"origin": "', '"origin": "another '))
-    with pytest.raises(WeightsError, match="made for other weights of ESM-2; make it anew with virnuc models quantize"):
+    with pytest.raises(
+        WeightsError,
+        match="made for other weights of ESM-2; make it anew with virnuc models quantize",
+    ):
         start.check(settings)
     assert not out.exists()
 
 
-def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse(
+    tmp_path: Path,
+) -> None:
     good, empty = file(tmp_path, "good.fa"), file(tmp_path, "empty.fa", b"")
     start.readable((str(good), str(empty)), "stop")
     start.readable((str(empty),), "stop", alone=False)  # the others are fetched later
@@ -299,7 +391,9 @@ def test_pipes_are_not_drawn_from(tmp_path: Path) -> None:
     start.readable((str(tmp_path / "pipe.fq"), "-"), "stop")
 
 
-def test_only_the_beginning_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_beginning_of_a_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from virnuc_core.reads.sources import Source
 
     drawn = 0
@@ -321,19 +415,30 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flows.start.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("virnuc.flows.start.tempfile.TemporaryFile", full)
     with pytest.raises(StorageError, match=r"No space left on device; .* free there; make room"):
         start.writable(tmp_path / "out")
 
 
-def test_samples_that_cannot_be_told_apart_are_refused(tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
-    sheet, given = tmp_path / "sheet.csv", ["--models", models, "--devices", "cpu:1", "-o", tmp_path / "out"]
+def test_samples_that_cannot_be_told_apart_are_refused(
+    tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
+    sheet, given = (
+        tmp_path / "sheet.csv",
+        ["--models", models, "--devices", "cpu:1", "-o", tmp_path / "out"],
+    )
     sheet.write_text("sample,fastq_1,fastq_2\na/b,a.fq,\n")
-    assert "sheet.csv:2: sample 'a/b': not the name" in virnuc.refuses(2, "predict", "--samples", sheet, *given)
+    assert "sheet.csv:2: sample 'a/b': not the name" in virnuc.refuses(
+        2, "predict", "--samples", sheet, *given
+    )
     sheet.write_text(f"sample,fastq_1,fastq_2\na,a.fq,\nb,{'b' * 140_000},\n")
-    assert "sheet.csv:3: field larger than field limit" in virnuc.refuses(2, "predict", "--samples", sheet, *given)
+    assert "sheet.csv:3: field larger than field limit" in virnuc.refuses(
+        2, "predict", "--samples", sheet, *given
+    )
     reads = file(tmp_path, "r.fa")
     assert "names all reads" in virnuc.refuses(2, "predict", reads, "--samples", sheet, *given)
     assert "reads: none are named" in virnuc.refuses(2, "predict", "--sample-from", "name", *given)
-    assert "not a BAM, CRAM or SAM" in virnuc.refuses(2, "predict", reads, "--sample-from", "read-group", *given)
+    assert "not a BAM, CRAM or SAM" in virnuc.refuses(
+        2, "predict", reads, "--sample-from", "read-group", *given
+    )
     assert not (tmp_path / "out").exists()

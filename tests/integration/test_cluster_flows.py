@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from prefect.artifacts import Artifact
 
-from flows.validate import scale, validate
-from tasks.step import on_host
+from virnuc.flows.validate import scale, validate
+from virnuc.tasks.step import on_host
 from virnuc_core.config import Devices
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.pipeline import read_summary
@@ -29,9 +29,16 @@ def devices(folder: Path) -> set[str]:
     return {device.id for device in summary.devices}
 
 
-def test_a_validation_on_two_nodes_is_judged_like_any_other(tmp_path: Path, few_reads: Path, models: Path) -> None:
+def test_a_validation_on_two_nodes_is_judged_like_any_other(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
     out = tmp_path / "validation"
-    given: dict[str, Any] = {"reads": [str(few_reads)], "out": out, "models": models, "profile": "ci-smoke"}
+    given: dict[str, Any] = {
+        "reads": [str(few_reads)],
+        "out": out,
+        "models": models,
+        "profile": "ci-smoke",
+    }
     given |= {"devices": "cpu", "cluster": "local:2"}
     with pytest.raises(ConfigError, match="tune_rounds"):
         validate(**given, tune_rounds=1)
@@ -46,7 +53,9 @@ def test_a_validation_on_two_nodes_is_judged_like_any_other(tmp_path: Path, few_
     assert table is not None
     rows = json.loads(str(table.data))
     assert {row["node"] for row in rows} <= {"local-0", "local-1"}
-    assert sum(int(row["shards"]) for row in rows) == len([*(out / "devices-2" / "shards").glob("0*.h5")])
+    assert sum(int(row["shards"]) for row in rows) == len(
+        [*(out / "devices-2" / "shards").glob("0*.h5")]
+    )
 
 
 def test_scaling_goes_node_by_node_without_a_device_here(
@@ -55,9 +64,14 @@ def test_scaling_goes_node_by_node_without_a_device_here(
     def none_here(_: Devices) -> tuple[Device, ...]:
         raise DeviceError("no such device")
 
-    monkeypatch.setattr("flows.validate.resolve", none_here)
+    monkeypatch.setattr("virnuc.flows.validate.resolve", none_here)
     out = tmp_path / "curve"
-    given: dict[str, Any] = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:2"}
+    given: dict[str, Any] = {
+        "reads": [str(few_reads)],
+        "out": out,
+        "models": models,
+        "devices": "cpu:2",
+    }
     given |= {"cluster": "local:2", "transfer": True}
     scale(**given, return_state=True)
     assert len(devices(out / "devices-1")) == 1

@@ -24,8 +24,8 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from flows import doctor as command
-from flows.doctor import doctor, judge, together
+from virnuc.flows import doctor as command
+from virnuc.flows.doctor import doctor, judge, together
 from virnuc_core.runfiles import Device
 
 CORE = Device(id="cpu-core-0", kind="cpu", name="a core", core=0)
@@ -35,12 +35,16 @@ OTHER = Device(id="cpu-core-1", kind="cpu", name="a core", core=1)
 @pytest.fixture(autouse=True)
 def _no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs would use the embedded server, and the settings of this process stay as they are."""
-    monkeypatch.setattr("flows.doctor.prepare_prefect", lambda: None)
-    with temporary_settings(updates={PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}):
+    monkeypatch.setattr("virnuc.flows.doctor.prepare_prefect", lambda: None)
+    with temporary_settings(
+        updates={PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}
+    ):
         yield
 
 
-def test_a_sound_machine_is_said_to_be(tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sound_machine_is_said_to_be(
+    tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert doctor(out=tmp_path, models=models, devices="cpu:1") == 0
     *lines, _, last = capsys.readouterr().out.splitlines()
     found = {
@@ -50,17 +54,24 @@ def test_a_sound_machine_is_said_to_be(tmp_path: Path, models: Path, capsys: pyt
         for name, _, detail in [rest.strip().partition(": ")]
     }
     assert {"file locks", "commits", "Prefect server", "weights"} <= set(found)
-    computed = next(detail for name, detail in found.items() if name.startswith("compute cpu-core-"))
+    computed = next(
+        detail for name, detail in found.items() if name.startswith("compute cpu-core-")
+    )
     assert "equals the float32 reference" in computed
     assert last.startswith("This machine is sound: 0 failed")
 
 
-def test_what_is_wrong_is_named_one_line_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_named_one_line_a_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         assert doctor(out=tmp_path, models=tmp_path / "absent", compute=False) == 1
     said = capsys.readouterr()
     lines = said.out.splitlines()
-    assert any(line.startswith("FAIL  Prefect server: http://127.0.0.1:9/api does not answer") for line in lines)
+    assert any(
+        line.startswith("FAIL  Prefect server: http://127.0.0.1:9/api does not answer")
+        for line in lines
+    )
     assert any(line.startswith("FAIL  weights: ") and "absent" in line for line in lines)
     assert lines[-1].startswith("This machine is not sound: 2 failed")
     assert said.err == ""
@@ -88,7 +99,9 @@ class Server(BaseHTTPRequestHandler):
     secret = ""
 
     def do_GET(self) -> None:
-        told = base64.b64decode(self.headers.get("Authorization", "").removeprefix("Basic ")).decode()
+        told = base64.b64decode(
+            self.headers.get("Authorization", "").removeprefix("Basic ")
+        ).decode()
         self.send_response(200 if told == self.secret or not self.secret else 401)
         self.end_headers()
         self.wfile.write(json.dumps(metadata.version("prefect")).encode())
@@ -132,7 +145,10 @@ def test_a_scheduler_that_plans_nothing_fails_and_late_runs_are_a_warning(
     active: bool, runs: int, verdict: str, said: str
 ) -> None:
     nightly = {"id": "1", "name": "nightly", "paused": False, "schedules": [{"active": active}]}
-    with a_server(deployed=[nightly], runs=runs) as address, httpx.Client(base_url=address) as client:
+    with (
+        a_server(deployed=[nightly], runs=runs) as address,
+        httpx.Client(base_url=address) as client,
+    ):
         found = command.schedules(client)
     assert (found.verdict, said in found.detail) == (verdict, True)
 
@@ -158,7 +174,9 @@ def test_an_open_door_is_a_warning(
     ):
         *_, found = command.findings({"Prefect server": command.prefect_server()})
     assert said in found.detail
-    assert found.verdict == {"run": "warn", "any": "warn", "ope": "ok"}.get(found.detail[:3], "fail")
+    assert found.verdict == {"run": "warn", "any": "warn", "ope": "ok"}.get(
+        found.detail[:3], "fail"
+    )
     if own == secret:
         monkeypatch.setattr("os.geteuid", lambda: 0)
         [root] = command.doors(httpx.URL("http://127.0.0.1:9/api"), answers_anybody=False)
@@ -188,12 +206,16 @@ def gpu(free_gib: float, pids: tuple[int, ...] = ()) -> SimpleNamespace:
         (gpu(3), "warn", "wants 16 GiB"),
     ],
 )
-def test_a_gpu_that_is_busy_or_full_is_a_warning(seen: SimpleNamespace, verdict: str, said: str) -> None:
+def test_a_gpu_that_is_busy_or_full_is_a_warning(
+    seen: SimpleNamespace, verdict: str, said: str
+) -> None:
     found = command.gpu_finding("cuda:0", seen)
     assert (found.verdict, said in found.detail) == (verdict, True)
 
 
-def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=command.GIB // 2))
     assert next(command.room(tmp_path)).verdict == "fail"
     [found] = command.findings({"file locks": command.file_system(Path("/proc/nowhere"))})
@@ -235,9 +257,15 @@ def test_a_gpu_on_which_our_kernels_cannot_run_is_not_sound(
     """What stops the driver is told once, and no compiler is blamed for it."""
     tells = {"driver_version": lambda: "580", "cuda_driver_version": lambda: "13.0"}
     monkeypatch.setattr(command, "visible_gpus", lambda: [CORE])
-    monkeypatch.setattr(command.nvitop, "Device", SimpleNamespace(**tells, cuda=SimpleNamespace(all=lambda: [])))
+    monkeypatch.setattr(
+        command.nvitop, "Device", SimpleNamespace(**tells, cuda=SimpleNamespace(all=lambda: []))
+    )
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: starts)
     monkeypatch.setattr(command, "without_triton", lambda: missing)
     found = [*command.driver_and_gpus()]
     assert [(check.verdict, check.name) for check in found] == said
-    assert not missing or not starts or "they need Triton, which cannot start (no gcc)" in found[1].detail
+    assert (
+        not missing
+        or not starts
+        or "they need Triton, which cannot start (no gcc)" in found[1].detail
+    )

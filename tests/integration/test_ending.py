@@ -18,7 +18,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling
 
-from flows.predict import predict
+from virnuc.flows.predict import predict
 
 from .processes import PATIENCE_S, VIRNUC, background, committed, gone, own_server, wait_for
 
@@ -56,7 +56,9 @@ def running(folder: Path, reads: Path, models: Path, environment: dict[str, str]
     """The command, once it has committed two shards; whatever is left of it is killed afterwards."""
     out, log = folder / "run", folder / "log"
     words = ("predict", str(reads), "-o", str(out), "--models", str(models), "--devices", "cpu:1")
-    sizes = [word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    sizes = [
+        word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))
+    ]
     with background((*VIRNUC, *words, *sizes), environment, log) as process:
         wait_for(lambda: committed(out) >= 2 or process.poll() is not None, "two shards")
         assert process.poll() is None, log.read_text()
@@ -76,7 +78,9 @@ def digest(out: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, some_reads: Path, models: Path, prefect_backend: None) -> str:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, some_reads: Path, models: Path, prefect_backend: None
+) -> str:
     """Digest of the results of a run nobody disturbed, on two cores."""
     out = tmp_path_factory.mktemp("undisturbed") / "run"
     predict(reads=[str(some_reads)], out=out, models=models, devices="cpu:2", **SIZES)
@@ -123,13 +127,19 @@ def test_a_killed_run_leaves_no_process_and_goes_on_later_on_other_devices(
         assert run.ends() == -signal.SIGKILL
     before = {path: path.stat().st_mtime_ns for path in (run.out / "shards").glob("*.h5")}
     predict(reads=[str(some_reads)], out=run.out, models=models, devices="cpu:2", **SIZES)
-    assert {path: path.stat().st_mtime_ns for path in before} == before  # what was committed was not computed again
+    assert {
+        path: path.stat().st_mtime_ns for path in before
+    } == before  # what was committed was not computed again
     assert digest(run.out) == undisturbed
 
 
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_the_flow_goes_on(
-    tmp_path: Path, some_reads: Path, models: Path, child_environment: dict[str, str], undisturbed: str
+    tmp_path: Path,
+    some_reads: Path,
+    models: Path,
+    child_environment: dict[str, str],
+    undisturbed: str,
 ) -> None:
     with running(tmp_path, some_reads, models, child_environment) as run:
         run.worker().kill()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import tasks.measure
-from flows.cli import main
-from flows.validate import scale, validate
+import virnuc.tasks.measure
+from virnuc.flows.cli import main
+from virnuc.flows.validate import scale, validate
 from virnuc_core.engine import devices
 from virnuc_core.report.build import read_history, read_report
 from virnuc_core.report.verify import verify_report
@@ -27,7 +27,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     def emit(event: str, _resource: str, _name: str, payload: dict[str, Any]) -> None:
         sent[event] = payload
 
-    monkeypatch.setattr(tasks.measure, "emit", emit)
+    monkeypatch.setattr(virnuc.tasks.measure, "emit", emit)
     return sent
 
 
@@ -45,17 +45,34 @@ QUICK = 'one_device_seconds = { op = "<", value = 9e9 }\n'
 
 @pytest.mark.slow
 def test_nothing_judged_is_no_success(
-    tmp_path: Path, few_reads: Path, models: Path, events: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    few_reads: Path,
+    models: Path,
+    events: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     foreign = write_profile(tmp_path / "foreign.toml", AGREEMENT + QUICK, names='"RTX 4090"')
-    given = ["--reads", few_reads, "--models", models, "--devices", "cpu:1", "--out", tmp_path / "out"]
+    given = [
+        "--reads",
+        few_reads,
+        "--models",
+        models,
+        "--devices",
+        "cpu:1",
+        "--out",
+        tmp_path / "out",
+    ]
     assert main(["validate", "--profile", foreign, *map(str, given)]) == 7
     said = capsys.readouterr().out
     assert "OVERALL: 1 of 2 asked criteria met\n" in said
     assert "\nnot judged here: Time on one device; 1 of 2 asked criteria met\n" in said
-    assert {event for event in events if event.startswith("validation")} == {"validation.not-judged"}
+    assert {event for event in events if event.startswith("validation")} == {
+        "validation.not-judged"
+    }
     met = write_profile(tmp_path / "met.toml", AGREEMENT)
-    assert main(["validate", "--profile", met, *map(str, given)]) == 0  # the same runs, judged by another profile
+    assert (
+        main(["validate", "--profile", met, *map(str, given)]) == 0
+    )  # the same runs, judged by another profile
     assert "OVERALL: ALL CRITERIA MET: 1 of 1 asked criteria met\n" in capsys.readouterr().out
     assert events["validation.passed"]["asked"] == 1
 
@@ -65,8 +82,17 @@ def test_each_forced_run_is_a_line_of_history_and_a_regression_fails(
     tmp_path: Path, few_reads: Path, models: Path, events: dict[str, Any]
 ) -> None:
     history = tmp_path / "virnuc-history.jsonl"
-    given = {"reads": [str(few_reads)], "out": tmp_path / "out", "models": models, "devices": "cpu:1"}
-    given |= {"profile": write_profile(tmp_path / "nightly.toml", AGREEMENT), "force": True, "fail_on_criteria": False}
+    given = {
+        "reads": [str(few_reads)],
+        "out": tmp_path / "out",
+        "models": models,
+        "devices": "cpu:1",
+    }
+    given |= {
+        "profile": write_profile(tmp_path / "nightly.toml", AGREEMENT),
+        "force": True,
+        "fail_on_criteria": False,
+    }
     for count in (1, 2):
         validate(**given, return_state=True)
         assert len(read_history(history)) == count
@@ -92,20 +118,31 @@ def test_each_forced_run_is_a_line_of_history_and_a_regression_fails(
 def test_scale_fails_below_its_band_and_repeats_tell_their_spread(
     tmp_path: Path, few_reads: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {"reads": [str(few_reads)], "out": tmp_path / "out", "models": models, "devices": "cpu:2"}
-    given |= {"profile": write_profile(tmp_path / "steep.toml", "", bands="2 = [1000, 2000]\n8 = [6, 8]")}
+    given = {
+        "reads": [str(few_reads)],
+        "out": tmp_path / "out",
+        "models": models,
+        "devices": "cpu:2",
+    }
+    given |= {
+        "profile": write_profile(tmp_path / "steep.toml", "", bands="2 = [1000, 2000]\n8 = [6, 8]")
+    }
     state = scale(**given, repeats=2, return_state=True)
     assert (state.type.value, state.name) == ("FAILED", "Criteria not met")
     assert "%), median of 2 runs, " in (state.message or "")
     assert "8 devices: skipped, there were 2 devices; not met: Scaling" in (state.message or "")
     assert not (tmp_path / "out" / "devices-2.2" / "embeddings.h5").exists()
     assert verify_report(tmp_path / "out").ok
-    words = [str(word) for name, word in given.items() if name != "reads" for word in (f"--{name}", word)]
+    words = [
+        str(word) for name, word in given.items() if name != "reads" for word in (f"--{name}", word)
+    ]
     assert main(["scale", "--reads", str(few_reads), *words, "--repeats", "2"]) == 5
     assert "nothing had to be computed" in capsys.readouterr().out
     state = scale(**given, force=True, fail_on_criteria=False, return_state=True)
     assert (state.type.value, state.name) == ("COMPLETED", "Criteria not met")
-    assert "%), one run; " in (state.message or ""), "repeats of an earlier scale are not of this one"
+    assert "%), one run; " in (state.message or ""), (
+        "repeats of an earlier scale are not of this one"
+    )
 
 
 @pytest.mark.slow
@@ -116,13 +153,22 @@ def test_four_devices_are_run_as_one_two_and_all(
 
     def four(count: int) -> tuple[Device, ...]:
         """As on a machine of four cores, whatever this one has."""
-        return tuple(cores[0].model_copy(update={"id": f"cpu-core-{number}"}) for number in range(count))
+        return tuple(
+            cores[0].model_copy(update={"id": f"cpu-core-{number}"}) for number in range(count)
+        )
 
     monkeypatch.setattr(devices, "_cores", four)
     pair = 'two_device_seconds = { op = "<", value = 9e9 }\nscaling = { op = ">", value = 0 }\n'
-    given = {"reads": [str(few_reads)], "out": tmp_path / "out", "models": models, "devices": "cpu:4"}
+    given = {
+        "reads": [str(few_reads)],
+        "out": tmp_path / "out",
+        "models": models,
+        "devices": "cpu:4",
+    }
     state = validate(
-        **given, profile=write_profile(tmp_path / "four.toml", pair, bands="4 = [0, 4]"), return_state=True
+        **given,
+        profile=write_profile(tmp_path / "four.toml", pair, bands="4 = [0, 4]"),
+        return_state=True,
     )
     assert (state.message or "").startswith("2 of 2 asked criteria met"), state.message
     report = read_report(tmp_path / "out" / "report" / "report.json")
@@ -139,13 +185,33 @@ def test_what_cannot_be_judged_or_kept_is_refused_before_anything_is_written(
     tmp_path: Path, few_reads: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, locked = tmp_path / "out", tmp_path / "locked.jsonl"
-    given = ["--reads", str(few_reads), "--models", str(models), "--devices", "cpu:1", "--out", str(out)]
-    (tmp_path / "odd.toml").write_text('name = "odd"\ntitle = "Odd"\nmin_reads = "many"\n', encoding="utf-8")
+    given = [
+        "--reads",
+        str(few_reads),
+        "--models",
+        str(models),
+        "--devices",
+        "cpu:1",
+        "--out",
+        str(out),
+    ]
+    (tmp_path / "odd.toml").write_text(
+        'name = "odd"\ntitle = "Odd"\nmin_reads = "many"\n', encoding="utf-8"
+    )
     locked.mkdir()
     for command, words in (
-        (["validate", "--profile", str(tmp_path / "odd.toml"), *given], "min_reads: input should be a valid integer"),
-        (["scale", "--history", str(locked), *given], f"history {locked}: no file that can be written"),
-        (["validate", "--history", str(locked), *given], f"history {locked}: no file that can be written"),
+        (
+            ["validate", "--profile", str(tmp_path / "odd.toml"), *given],
+            "min_reads: input should be a valid integer",
+        ),
+        (
+            ["scale", "--history", str(locked), *given],
+            f"history {locked}: no file that can be written",
+        ),
+        (
+            ["validate", "--history", str(locked), *given],
+            f"history {locked}: no file that can be written",
+        ),
         (["report", str(tmp_path), "--profile", "ci-smoke"], "holds no runs of a validation"),
     ):
         assert main(command) == 2

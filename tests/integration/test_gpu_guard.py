@@ -23,7 +23,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
-from tasks.server import LEASE_S
+from virnuc.tasks.server import LEASE_S
 from virnuc_core.errors import DeviceError
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
@@ -52,7 +52,7 @@ FLOW = """
 import os, sys
 from pathlib import Path
 from prefect import flow
-from tasks.server import device_slots
+from virnuc.tasks.server import device_slots
 from virnuc_core.config import EngineSpec
 from virnuc_core.runfiles import Device
 from virnuc_core.engine.process import Closed, LocalWorkers, WorkerSpec
@@ -85,12 +85,18 @@ class Lines:
 
 
 @contextmanager
-def running(run: str, folder: Path, work_s: float, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    run: str, folder: Path, work_s: float, environment: dict[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     (folder / "guarded_worker.py").write_text(WORKER)
     words = [sys.executable, "-c", FLOW, run, str(folder / "log"), str(work_s)]
     with (folder / f"{run}.out").open("wb") as out:
         process = subprocess.Popen(
-            words, stdout=out, stderr=out, cwd=ROOT, env={**environment, "PYTHONPATH": f"{folder}:{ROOT}"}
+            words,
+            stdout=out,
+            stderr=out,
+            cwd=ROOT,
+            env={**environment, "PYTHONPATH": f"{folder}:{ROOT}"},
         )
     try:
         yield process
@@ -101,7 +107,9 @@ def running(run: str, folder: Path, work_s: float, environment: dict[str, str]) 
 
 def state_of(run: str) -> str:
     with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run])))
+        found = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run]))
+        )
     return (found[0].state.name or "") if found and found[0].state is not None else ""
 
 
@@ -129,7 +137,9 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
 ) -> None:
     lines = Lines(tmp_path / "log")
     with running("killed", tmp_path, 600, server) as first:
-        worker = psutil.Process(wait_for(lambda: lines.of("killed", "begins"), "the first to begin")["pid"])
+        worker = psutil.Process(
+            wait_for(lambda: lines.of("killed", "begins"), "the first to begin")["pid"]
+        )
         with running("heir", tmp_path, 0.1, server) as second:
             wait_for(lambda: state_of("heir") == "Running", "the second to queue")
             time.sleep(WORK_S)
@@ -137,7 +147,10 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
             assert slots_taken() == 1
             os.kill(first.pid, signal.SIGKILL)
             killed_at = time.time()
-            wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "its worker to end")
+            wait_for(
+                lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE,
+                "its worker to end",
+            )
             os.close(
                 lock_device(GPU.id, 5.0)
             )  # free as soon as its last thread is gone; the slot, when its lease is over
@@ -148,12 +161,18 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
     assert slots_taken() == 0
 
 
-def test_a_slot_given_away_too_early_still_lets_nobody_onto_the_device(tmp_path: Path, server: dict[str, str]) -> None:
+def test_a_slot_given_away_too_early_still_lets_nobody_onto_the_device(
+    tmp_path: Path, server: dict[str, str]
+) -> None:
     lines = Lines(tmp_path / "log")
     with running("holder", tmp_path, 600, server):
         wait_for(lambda: lines.of("holder", "begins"), "the holder to begin")
-        with get_client(sync_client=True) as client:  # as `prefect gcl update … --active-slots 0` does
-            client.update_global_concurrency_limit(SLOT, GlobalConcurrencyLimitUpdate(active_slots=0))
+        with get_client(
+            sync_client=True
+        ) as client:  # as `prefect gcl update … --active-slots 0` does
+            client.update_global_concurrency_limit(
+                SLOT, GlobalConcurrencyLimitUpdate(active_slots=0)
+            )
         with running("intruder", tmp_path, 0.1, server) as intruder:
             intruder.wait(PATIENCE_S)
         assert lines.of("intruder", "begins") is None

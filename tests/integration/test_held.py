@@ -21,10 +21,22 @@ def test_a_second_validation_with_other_reads_and_force_is_refused(
     tmp_path: Path, models: Path, database: Path
 ) -> None:
     out, log = tmp_path / "proof", tmp_path / "first.log"
-    one, other = (simulate(SimulateSpec(reads=n, seed=n), tmp_path / f"{n}.fasta").reads_file for n in (60, 30))
+    one, other = (
+        simulate(SimulateSpec(reads=n, seed=n), tmp_path / f"{n}.fasta").reads_file
+        for n in (60, 30)
+    )
 
     def words(reads: Path, *more: str) -> tuple[str, ...]:
-        given = ("--reads", str(reads), "-o", str(out), "--models", str(models), "--devices", "cpu:1")
+        given = (
+            "--reads",
+            str(reads),
+            "-o",
+            str(out),
+            "--models",
+            str(models),
+            "--devices",
+            "cpu:1",
+        )
         return (*VIRNUC, "validate", *given, "--profile", "ci-smoke", *more)
 
     with background(words(one), own_server(tmp_path / "home", database), log) as first:
@@ -33,7 +45,12 @@ def test_a_second_validation_with_other_reads_and_force_is_refused(
         before = (out / "orfs.h5").read_bytes()
         environment = own_server(tmp_path / "home of the second", database)
         second = subprocess.run(
-            words(other, "--force"), env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            words(other, "--force"),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
         )
         assert second.returncode == 2, second.stderr
         assert f"process {first.pid} is working here" in second.stderr

@@ -18,14 +18,23 @@ from prefect.client.orchestration import get_client
 from prefect.context import SyncClientContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.cli import main
-from flows.predict import predict
-from flows.validate import ask
-from tasks.measure import Approval
-from tasks.server import limit
+from virnuc.flows.cli import main
+from virnuc.flows.predict import predict
+from virnuc.flows.validate import ask
+from virnuc.tasks.measure import Approval
+from virnuc.tasks.server import limit
 
 from .conftest import answers
-from .processes import PATIENCE_S, PREFECT, VIRNUC, background, committed, gone, own_server, wait_for
+from .processes import (
+    PATIENCE_S,
+    PREFECT,
+    VIRNUC,
+    background,
+    committed,
+    gone,
+    own_server,
+    wait_for,
+)
 from .test_ending import RESULTS, SERVER, SIZES, Run, digest, running, undisturbed
 
 __all__ = ["undisturbed"]
@@ -44,7 +53,9 @@ def embedded_server(run: Run) -> psutil.Process:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strike", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "strike", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "stopped"]
+)
 def test_a_run_whose_server_is_lost_ends_with_its_results_and_says_so(
     tmp_path: Path,
     some_reads: Path,
@@ -64,15 +75,34 @@ def test_a_run_whose_server_is_lost_ends_with_its_results_and_says_so(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strike", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "strike", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "stopped"]
+)
 def test_a_server_that_is_lost_while_it_starts_is_one_line(
-    tmp_path: Path, few_reads: Path, models: Path, database: Path, strike: Callable[[psutil.Process], None]
+    tmp_path: Path,
+    few_reads: Path,
+    models: Path,
+    database: Path,
+    strike: Callable[[psutil.Process], None],
 ) -> None:
-    words = ("predict", str(few_reads), "-o", str(tmp_path / "run"), "--models", str(models), "--devices", "cpu:1")
+    words = (
+        "predict",
+        str(few_reads),
+        "-o",
+        str(tmp_path / "run"),
+        "--models",
+        str(models),
+        "--devices",
+        "cpu:1",
+    )
     log = tmp_path / "log"
     with background((*VIRNUC, *words), own_server(tmp_path / "prefect", database), log) as process:
         children = psutil.Process(process.pid).children
-        strike(wait_for(lambda: [one for one in children() if SERVER in " ".join(one.cmdline())], "a server")[0])
+        strike(
+            wait_for(
+                lambda: [one for one in children() if SERVER in " ".join(one.cmdline())], "a server"
+            )[0]
+        )
         assert process.wait(PATIENCE_S) == 1
     *_, said = log.read_text().splitlines()
     assert said.startswith("virnuc: Prefect's own server does not start")
@@ -95,8 +125,18 @@ def test_a_workers_run_is_gone_in_ten_seconds_while_its_server_hangs(
     tmp_path: Path, many_reads: Path, models: Path, database: Path
 ) -> None:
     """The worker sends SIGTERM, and waits half a minute before it kills."""
-    url, environment = f"http://127.0.0.1:{free_port()}/api", own_server(tmp_path / "prefect", database)
-    start = (*PREFECT, "server", "start", "--port", url.rpartition(":")[2].removesuffix("/api"), "--no-ui")
+    url, environment = (
+        f"http://127.0.0.1:{free_port()}/api",
+        own_server(tmp_path / "prefect", database),
+    )
+    start = (
+        *PREFECT,
+        "server",
+        "start",
+        "--port",
+        url.rpartition(":")[2].removesuffix("/api"),
+        "--no-ui",
+    )
     given = {
         "reads": [str(many_reads)],
         "out": str(tmp_path / "run"),
@@ -104,16 +144,31 @@ def test_a_workers_run_is_gone_in_ten_seconds_while_its_server_hangs(
         "devices": "cpu:1",
         **SIZES,
     }
-    with background(start, {**environment, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}, tmp_path / "log") as server:
+    with background(
+        start, {**environment, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}, tmp_path / "log"
+    ) as server:
         wait_for(lambda: answers(f"{url}/health"), "the server")
         with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
             run = client.create_flow_run(predict, parameters=given)
-        told = {"PREFECT__FLOW_RUN_ID": str(run.id), "PREFECT__FLOW_ENTRYPOINT": "flows/predict.py:predict"}
+        told = {
+            "PREFECT__FLOW_RUN_ID": str(run.id),
+            "PREFECT__FLOW_ENTRYPOINT": "flows/predict.py:predict",
+        }
         engine = (sys.executable, "-m", "prefect.engine")
-        with background(engine, {**environment, **told, "PREFECT_API_URL": url}, tmp_path / "log") as process:
-            wait_for(lambda: committed(tmp_path / "run") >= 2 or process.poll() is not None, "two shards")
-            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-            for one in [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]:
+        with background(
+            engine, {**environment, **told, "PREFECT_API_URL": url}, tmp_path / "log"
+        ) as process:
+            wait_for(
+                lambda: committed(tmp_path / "run") >= 2 or process.poll() is not None, "two shards"
+            )
+            family = [
+                psutil.Process(process.pid),
+                *psutil.Process(process.pid).children(recursive=True),
+            ]
+            for one in [
+                psutil.Process(server.pid),
+                *psutil.Process(server.pid).children(recursive=True),
+            ]:
                 one.suspend()
             began_s = time.monotonic()
             process.terminate()
@@ -144,7 +199,10 @@ def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_en
     with background(start, named, tmp_path / "server.log") as first:
         wait_for(lambda: answers(f"{url}/health"), "the server")
         with running(tmp_path, many_reads, models, named) as run:
-            for process in [*psutil.Process(first.pid).children(recursive=True), psutil.Process(first.pid)]:
+            for process in [
+                *psutil.Process(first.pid).children(recursive=True),
+                psutil.Process(first.pid),
+            ]:
                 process.kill()
             wait_for(lambda: TOLD in run.log.read_text(), "the run to notice")
             run.worker().suspend()  # lest the run ends before the server is there
@@ -158,8 +216,10 @@ def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_en
 
 
 @pytest.mark.slow
-def test_nobody_is_asked_at_a_server_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.server.ANSWER_S", 0.5)
+def test_nobody_is_asked_at_a_server_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("virnuc.tasks.server.ANSWER_S", 0.5)
 
     @flow
     def gated() -> dict[str, Any]:
@@ -178,7 +238,11 @@ def in_vain(_pool: httpcore.ConnectionPool, _request: httpcore.Request) -> httpc
 
 
 def test_without_prefect_the_same_files_come_and_nothing_is_recorded(
-    tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    few_reads: Path,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ("predict", str(few_reads), "--models", str(models), "--devices", "cpu:1", "-o")
     assert main([*words, str(tmp_path / "told")]) == 0

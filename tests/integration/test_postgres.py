@@ -20,7 +20,9 @@ import pytest
 PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
 pytestmark = [
     pytest.mark.postgres,
-    pytest.mark.skipif(not PROGRAMS, reason="PostgreSQL's server programs are not in /usr/lib/postgresql"),
+    pytest.mark.skipif(
+        not PROGRAMS, reason="PostgreSQL's server programs are not in /usr/lib/postgresql"
+    ),
 ]
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
@@ -51,7 +53,9 @@ def background(command: list[str], log: Path, **options: Any) -> Iterator[subpro
     try:
         yield process
     finally:
-        for one in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+        for one in (
+            psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ()
+        ):
             one.kill()
         process.kill()
         process.wait(10)
@@ -76,11 +80,32 @@ def database() -> Iterator[str]:
             capture_output=True,
             **options,
         )
-        command = [str(programs / "postgres"), "-D", str(folder / "data"), "-p", str(port), "-k", str(folder)]
-        with background([*command, "-h", "127.0.0.1"], Path(f"/tmp/virnuc-postgres-{os.getpid()}.log"), **options):
+        command = [
+            str(programs / "postgres"),
+            "-D",
+            str(folder / "data"),
+            "-p",
+            str(port),
+            "-k",
+            str(folder),
+        ]
+        with background(
+            [*command, "-h", "127.0.0.1"],
+            Path(f"/tmp/virnuc-postgres-{os.getpid()}.log"),
+            **options,
+        ):
             ready = [str(programs / "pg_isready"), "-h", "127.0.0.1", "-p", str(port)]
             wait_for(lambda: succeeds(*ready), 30, "PostgreSQL")
-            made = [str(programs / "createdb"), "-h", "127.0.0.1", "-p", str(port), "-U", "virnuc", "prefect"]
+            made = [
+                str(programs / "createdb"),
+                "-h",
+                "127.0.0.1",
+                "-p",
+                str(port),
+                "-U",
+                "virnuc",
+                "prefect",
+            ]
             subprocess.run(made, check=True, capture_output=True)
             yield f"postgresql+asyncpg://virnuc@127.0.0.1:{port}/prefect"
     finally:
@@ -88,10 +113,14 @@ def database() -> Iterator[str]:
         Path(f"/tmp/virnuc-postgres-{os.getpid()}.log").unlink(missing_ok=True)
 
 
-def test_a_flow_survives_a_restart_of_the_server(database: str, tmp_path: Path, many_reads: Path, models: Path) -> None:
+def test_a_flow_survives_a_restart_of_the_server(
+    database: str, tmp_path: Path, many_reads: Path, models: Path
+) -> None:
     port = free_port()
     api = f"http://127.0.0.1:{port}/api"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+    } | {
         "PREFECT_HOME": str(tmp_path / "home"),
         "PREFECT_API_URL": api,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -109,18 +138,33 @@ def test_a_flow_survives_a_restart_of_the_server(database: str, tmp_path: Path, 
         return httpx.post(f"{api}/{path}", json=body, timeout=30).raise_for_status().json()
 
     def run_state(run: str) -> dict[str, Any]:
-        return dict(httpx.get(f"{api}/flow_runs/{run}", timeout=30).raise_for_status().json()["state"])
+        return dict(
+            httpx.get(f"{api}/flow_runs/{run}", timeout=30).raise_for_status().json()["state"]
+        )
 
     log, out = tmp_path / "log", tmp_path / "run"
     server = [*PREFECT, "server", "start", "--port", str(port)]
     worker = [*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"]
     with background(server, log, env=environment) as first:
         wait_for(healthy, 90, "the server")
-        subprocess.run(["make", "deploy"], env=environment, cwd=ROOT, check=True, capture_output=True)
-        found = [d["id"] for d in ask("deployments/filter") if d["entrypoint"] == "flows.predict.predict"]
+        subprocess.run(
+            ["make", "deploy"], env=environment, cwd=ROOT, check=True, capture_output=True
+        )
+        found = [
+            d["id"]
+            for d in ask("deployments/filter")
+            if d["entrypoint"] == "virnuc.flows.predict.predict"
+        ]
         with background(worker, log, env=environment, cwd=ROOT):
-            given = {"reads": [str(many_reads)], "out": str(out), "models": str(models), "devices": "cpu:1"}
-            run = ask(f"deployments/{found[0]}/create_flow_run", parameters=given | {"shard_tokens": 8192})["id"]
+            given = {
+                "reads": [str(many_reads)],
+                "out": str(out),
+                "models": str(models),
+                "devices": "cpu:1",
+            }
+            run = ask(
+                f"deployments/{found[0]}/create_flow_run", parameters=given | {"shard_tokens": 8192}
+            )["id"]
             wait_for(lambda: len(list((out / "shards").glob("*.h5"))) >= 3, 120, "three shards")
             first.terminate()
             first.wait(30)
@@ -128,7 +172,11 @@ def test_a_flow_survives_a_restart_of_the_server(database: str, tmp_path: Path, 
             time.sleep(3)
             with background(server, log, env=environment):
                 wait_for(healthy, 90, "the server, again")
-                wait_for(lambda: run_state(run)["name"] in ("Completed", "Failed", "Crashed"), 180, "the flow to end")
+                wait_for(
+                    lambda: run_state(run)["name"] in ("Completed", "Failed", "Crashed"),
+                    180,
+                    "the flow to end",
+                )
                 state = run_state(run)
     assert state["name"] == "Completed", log.read_text()[-4000:]
     assert "reads are viral" in state["message"]

@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 from prefect.artifacts import Artifact
 
-from flows.tools import profile
-from tasks.step import on_host
-from virnuc_core.measure.trace import TABLE, TraceTable
+from virnuc.flows.tools import profile
+from virnuc.tasks.step import on_host
 from virnuc_core.runfiles import read
+from virnuc_core.tools.trace import TABLE, TraceTable
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 SMALL = {"devices": "cpu:1", "shard_tokens": 4096, "token_budget": 1024, "dna_token_budget": 1024}
 
 
 @pytest.mark.slow
-def test_a_trace_holds_the_stages_and_the_run_is_left_alone(tmp_path: Path, few_reads: Path, models: Path) -> None:
+def test_a_trace_holds_the_stages_and_the_run_is_left_alone(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
     out = tmp_path / "run"
     given = {"reads": [str(few_reads)], "out": out, "models": models, "operations": 5, **SMALL}
     state = profile(**given, return_state=True)
@@ -45,4 +47,6 @@ def test_a_trace_holds_the_stages_and_the_run_is_left_alone(tmp_path: Path, few_
     assert "Model Prediction" in text
     for key in ("operations-few-cpu-1", "marks-few-cpu-1", "profile-few-cpu-1"):
         assert Artifact.get(on_host(key)) is not None, key
-    assert len(json.loads((out / "run.json").read_text())["attempts"]) == 1, "recording leaves the run alone"
+    assert len(json.loads((out / "run.json").read_text())["attempts"]) == 1, (
+        "recording leaves the run alone"
+    )

@@ -50,7 +50,9 @@ def webhook() -> Iterator[tuple[str, list[str]]]:
 
     class Kept(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            subjects.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["subject"])
+            subjects.append(
+                json.loads(self.rfile.read(int(self.headers["Content-Length"])))["subject"]
+            )
             self.send_response(200)
             self.end_headers()
 
@@ -67,9 +69,15 @@ def deployment(client: SyncPrefectClient, name: str, *, every: timedelta | None 
     """A deployment as ours are: tagged, in a pool of processes; planned by the server if `every` is given."""
     if not any(pool.name == "gpu" for pool in client.read_work_pools()):
         client.create_work_pool(WorkPoolCreate(name="gpu", type="process"))
-    planned = [] if every is None else [DeploymentScheduleCreate(schedule=IntervalSchedule(interval=every))]
+    planned = (
+        []
+        if every is None
+        else [DeploymentScheduleCreate(schedule=IntervalSchedule(interval=every))]
+    )
     made = client.create_flow(watched)
-    return client.create_deployment(made, name, schedules=planned, work_pool_name="gpu", tags=["virnuc"])
+    return client.create_deployment(
+        made, name, schedules=planned, work_pool_name="gpu", tags=["virnuc"]
+    )
 
 
 def send(event: str, resource: str, **payload: str) -> None:
@@ -85,28 +93,48 @@ def test_every_alert_is_sent_and_none_pauses_a_deployment_unless_asked(
     message = {"subject": "{{subject}}", "body": "{{body}}"}
     block = CustomWebhookNotificationBlock(name="oncall", url=url, method="POST", json_data=message)
     block.save("oncall", overwrite=True)
-    words = [sys.executable, "-m", "deployments.alerts"]
+    words = [sys.executable, "-m", "virnuc.deployments.alerts"]
     missing = subprocess.run(
-        [*words, "slack-webhook/nobody"], env=server, cwd=ROOT, capture_output=True, text=True, check=False
+        [*words, "slack-webhook/nobody"],
+        env=server,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert missing.returncode == 1
     assert "slack-webhook/nobody is no block" in missing.stderr
     for _ in range(2):  # given again, it replaces
-        subprocess.run([*words, "custom-webhook/oncall"], env=server, cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(
+            [*words, "custom-webhook/oncall"], env=server, cwd=ROOT, check=True, capture_output=True
+        )
     assert len([one for one in client.read_automations() if one.name.startswith("virnuc: ")]) == 5
 
     late = deployment(client, "late")
     client.create_flow_run_from_deployment(
-        late, state=Scheduled(scheduled_time=datetime.now(UTC) - timedelta(minutes=10)), name="nobody-came"
+        late,
+        state=Scheduled(scheduled_time=datetime.now(UTC) - timedelta(minutes=10)),
+        name="nobody-came",
     )
-    crashed = client.create_flow_run_from_deployment(deployment(client, "crashed"), name="went-down")
+    crashed = client.create_flow_run_from_deployment(
+        deployment(client, "crashed"), name="went-down"
+    )
     client.set_flow_run_state(crashed.id, Running(), force=True)
     client.set_flow_run_state(crashed.id, Crashed(message="no word"), force=True)
     send("virnuc.criterion.fail", "virnuc.criterion.speedup", value="3x", target="4x", report="r")
     send("virnuc.regression.fail", "virnuc.regression.ci", reason="12 % worse", report="r")
     send("virnuc.inbox.failed", "virnuc.inbox.lung.fastq", reason="not a read file")
-    wanted = ("not met", "slower than before", "went-down crashed", "nobody-came is late", "lung.fastq failed")
-    wait_for(lambda: all(any(word in s for s in subjects) for word in wanted), f"all of {wanted}; {subjects} came")
+    wanted = (
+        "not met",
+        "slower than before",
+        "went-down crashed",
+        "nobody-came is late",
+        "lung.fastq failed",
+    )
+    wait_for(
+        lambda: all(any(word in s for s in subjects) for word in wanted),
+        f"all of {wanted}; {subjects} came",
+    )
     assert not client.read_deployment(late).paused
 
 
@@ -115,13 +143,20 @@ def test_the_scheduler_plans_late_runs_are_marked_and_a_pool_without_workers_is_
 ) -> None:
     planned = deployment(client, "planned", every=timedelta(hours=1))
     wait_for(
-        lambda: any(run.deployment_id == planned and run.auto_scheduled for run in client.read_flow_runs()), "a plan"
+        lambda: any(
+            run.deployment_id == planned and run.auto_scheduled for run in client.read_flow_runs()
+        ),
+        "a plan",
     )
     overdue = client.create_flow_run_from_deployment(
-        deployment(client, "overdue"), state=Scheduled(scheduled_time=datetime.now(UTC) - timedelta(minutes=10))
+        deployment(client, "overdue"),
+        state=Scheduled(scheduled_time=datetime.now(UTC) - timedelta(minutes=10)),
     )
     wait_for(lambda: state(client, overdue.id) == "Late", "the run to be late")
-    wait_for(lambda: client.read_work_pool("gpu").status.value == "NOT_READY", "the foreman to see no worker")
+    wait_for(
+        lambda: client.read_work_pool("gpu").status.value == "NOT_READY",
+        "the foreman to see no worker",
+    )
 
 
 def test_events_are_kept_and_can_be_asked_for(client: SyncPrefectClient) -> None:
@@ -133,7 +168,9 @@ def test_events_are_kept_and_can_be_asked_for(client: SyncPrefectClient) -> None
             json={"filter": {"event": {"prefix": ["prefect.flow-run."]}}, "limit": 50},
             timeout=10,
         ).json()["events"]
-        return any(one["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}" for one in found)
+        return any(
+            one["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}" for one in found
+        )
 
     wait_for(kept, "an event of the run")
 
@@ -141,14 +178,17 @@ def test_events_are_kept_and_can_be_asked_for(client: SyncPrefectClient) -> None
 def test_what_a_cancelled_run_had_begun_is_cancelled_with_it(client: SyncPrefectClient) -> None:
     parent = client.create_flow_run_from_deployment(deployment(client, "parent"), state=Running())
     task = client._client.post(
-        "/task_runs/", json={"flow_run_id": str(parent.id), "task_key": "t", "dynamic_key": "0", "name": "t"}
+        "/task_runs/",
+        json={"flow_run_id": str(parent.id), "task_key": "t", "dynamic_key": "0", "name": "t"},
     ).json()
     child = client.create_flow_run_from_deployment(
         deployment(client, "child"), state=Pending(), parent_task_run_id=UUID(task["id"])
     )
     client.set_flow_run_state(parent.id, Cancelling(), force=True)
     client.set_flow_run_state(parent.id, Cancelled(), force=True)
-    wait_for(lambda: state(client, child.id) in ("Cancelled", "Cancelling"), "the child to be cancelled")
+    wait_for(
+        lambda: state(client, child.id) in ("Cancelled", "Cancelling"), "the child to be cancelled"
+    )
 
 
 def state(client: SyncPrefectClient, run: UUID) -> str:
@@ -162,7 +202,12 @@ def test_make_deploy_switches_on_only_what_it_was_given_paths_for(
 ) -> None:
     def deploy(*given: str) -> dict[str, DeploymentResponse]:
         made = subprocess.run(
-            ["make", "deploy", *given], env=server, cwd=ROOT, capture_output=True, text=True, check=False
+            ["make", "deploy", *given],
+            env=server,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert made.returncode == 0, made.stdout + made.stderr
         return {one.name: one for one in client.read_deployments()}

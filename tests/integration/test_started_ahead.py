@@ -26,7 +26,17 @@ def begun(
     folder: Path, reads: Path, models: Path, *more: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
     """A prediction on a core that has started its worker and hardly more, and that worker."""
-    words = ("predict", str(reads), "-o", str(folder / "run"), "--models", str(models), "--devices", "cpu:1", *more)
+    words = (
+        "predict",
+        str(reads),
+        "-o",
+        str(folder / "run"),
+        "--models",
+        str(models),
+        "--devices",
+        "cpu:1",
+        *more,
+    )
     with background((*VIRNUC, *words), ALONE, folder / "log") as command:
         yield command, wait_for(lambda: worker_of(command), "its worker")
 

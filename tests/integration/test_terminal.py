@@ -25,7 +25,9 @@ def on_screen(environment: dict[str, str], *words: object) -> list[str]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
     shown = {**environment, "TERM": "xterm"}
-    process = subprocess.Popen((*VIRNUC, *map(str, words)), stdin=theirs, stdout=theirs, stderr=theirs, env=shown)
+    process = subprocess.Popen(
+        (*VIRNUC, *map(str, words)), stdin=theirs, stdout=theirs, stderr=theirs, env=shown
+    )
     os.close(theirs)
     text = b""
     try:
@@ -45,14 +47,27 @@ def test_bars_and_lines_share_a_narrow_terminal_and_prefect_adds_no_notice(
 ) -> None:
     twice = tmp_path / "twice.fasta"
     twice.write_text(">r1\n" + "ACGT" * 60 + "\n>r1\n" + "AACC" * 60 + "\n")
-    words = ("predict", few_reads, twice, "--models", models, "--devices", "cpu:2", "--shard-tokens", 1024, "-o")
+    words = (
+        "predict",
+        few_reads,
+        twice,
+        "--models",
+        models,
+        "--devices",
+        "cpu:2",
+        "--shard-tokens",
+        1024,
+        "-o",
+    )
     environment = own_server(tmp_path / "prefect", database)
     lines = on_screen(environment, *words, tmp_path / "bars")
     names = ["cpu-core-0", "cpu-core-1", "Embedding"]
     assert [line.split()[0] for line in lines if "tok/s" in line] == names
     (total,) = [line for line in lines if line.startswith("Embedding")]
     assert re.search(r"100% ([\d,]+)/\1 +[\d,]+ tok/s ETA 00:00$", total)
-    assert "told apart by a number added to it" in "".join(lines), lines  # wrapped where the line ends
+    assert "told apart by a number added to it" in "".join(lines), (
+        lines
+    )  # wrapped where the line ends
     assert any("cpu-core-1 ready" in line for line in lines)
     assert not re.search("GPU|anonymous|analytics|telemetry", "".join(lines)), lines
     plain = on_screen(environment, *words, tmp_path / "plain", "--no-progress", "--no-prefect")

@@ -10,12 +10,12 @@ import pytest
 from prefect.artifacts import Artifact
 from prefect.client.schemas.objects import State
 
-from flows.cli import main
-from flows.flow_commands import TuneSettings
-from flows.parameters import ComputeSettings, RunSettings
-from flows.predict import predict
-from flows.tools import overhead, tune
-from tasks.step import on_host
+from virnuc.flows.cli import main
+from virnuc.flows.flow_commands import TuneSettings
+from virnuc.flows.parameters import ComputeSettings, RunSettings
+from virnuc.flows.predict import predict
+from virnuc.flows.tools import overhead, tune
+from virnuc.tasks.step import on_host
 from virnuc_core.config import EngineSpec, read_settings
 from virnuc_core.errors import ConfigError
 from virnuc_core.report.verify import verify_report
@@ -34,8 +34,19 @@ def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
         asked.append(settings)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr("flows.start.by_hand", start)
-    words = ["tune", "a", "-o", "x", "--models", "m", "--attentions", "reference", "fused", "--loader-workers"]
+    monkeypatch.setattr("virnuc.flows.start.by_hand", start)
+    words = [
+        "tune",
+        "a",
+        "-o",
+        "x",
+        "--models",
+        "m",
+        "--attentions",
+        "reference",
+        "fused",
+        "--loader-workers",
+    ]
     assert main(words) == 2
     settings = asked[0]
     assert isinstance(settings, TuneSettings)
@@ -67,7 +78,9 @@ def test_a_file_of_settings_stands_between_the_profile_and_what_is_given(tmp_pat
         (None, "cannot be"),
     ],
 )
-def test_a_file_that_is_no_settings_is_one_line(text: str | None, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_settings_is_one_line(
+    text: str | None, said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "settings.toml"
     if text is not None:
         path.write_text(text)
@@ -78,7 +91,9 @@ def test_a_file_that_is_no_settings_is_one_line(text: str | None, said: str, tmp
 def test_a_value_out_of_range_in_the_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text("token_budget = 3\n")
-    with pytest.raises(ConfigError, match="token_budget: input should be greater than or equal to 64"):
+    with pytest.raises(
+        ConfigError, match="token_budget: input should be greater than or equal to 64"
+    ):
         ComputeSettings(settings=path).engine()
 
 
@@ -98,7 +113,9 @@ def ask(out: Path, few_reads: Path, models: Path, **more: Any) -> State[Any]:
 
 
 @pytest.mark.usefixtures("prefect_backend")
-def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(tmp_path: Path, few_reads: Path, models: Path) -> None:
+def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
     out = tmp_path / "sweep"
     state = ask(out, few_reads, models, token_budgets=[512], precisions=["fp32", "fp16"])
     assert state.is_completed(), state.message
@@ -115,7 +132,10 @@ def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(tmp_path: Path,
     half = found['{"precision": "fp16", "token_budget": 512}']
     assert half["verdict"] == "cannot run"
     assert "needs a CUDA device" in half["reason"]
-    assert read_settings(out / "settings.toml")["token_budget"] == body["recommended"]["engine"]["token_budget"]
+    assert (
+        read_settings(out / "settings.toml")["token_budget"]
+        == body["recommended"]["engine"]["token_budget"]
+    )
     table = Artifact.get(on_host("tune-few-cpu-1"))
     assert table is not None
     rows = json.loads(str(table.data))
@@ -126,7 +146,9 @@ def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(tmp_path: Path,
     assert again.name == "Reused"
     assert (again.message or "").endswith("nothing had to be measured")
     after = json.loads((out / "tune.json").read_text())
-    assert [c["tokens_per_s"] for c in after["candidates"]] == [c["tokens_per_s"] for c in body["candidates"]]
+    assert [c["tokens_per_s"] for c in after["candidates"]] == [
+        c["tokens_per_s"] for c in body["candidates"]
+    ]
 
 
 @pytest.mark.slow
@@ -134,7 +156,9 @@ def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(tmp_path: Path,
 def test_settings_that_change_results_are_marked_and_not_recommended(
     tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("virnuc_core.measure.tune.compare_scores", lambda _, scores: (0.25, len(scores)))
+    monkeypatch.setattr(
+        "virnuc_core.tools.tune.compare_scores", lambda _, scores: (0.25, len(scores))
+    )
     few = {"token_budgets": [512], "attentions": ["reference"]}
     state = ask(tmp_path / "sweep", few_reads, models, **few)
     verdicts = {}
@@ -145,7 +169,9 @@ def test_settings_that_change_results_are_marked_and_not_recommended(
 
 
 @pytest.mark.usefixtures("prefect_backend")
-def test_a_base_that_cannot_run_ends_the_sweep_at_once(tmp_path: Path, few_reads: Path, models: Path) -> None:
+def test_a_base_that_cannot_run_ends_the_sweep_at_once(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
     state = ask(tmp_path / "sweep", few_reads, models, attention="fused")
     with pytest.raises(ConfigError, match="cannot run here: attention 'fused' needs a CUDA device"):
         state.result()
@@ -154,7 +180,9 @@ def test_a_base_that_cannot_run_ends_the_sweep_at_once(tmp_path: Path, few_reads
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_backend")
-def test_predict_takes_the_settings_a_sweep_wrote(tmp_path: Path, few_reads: Path, models: Path) -> None:
+def test_predict_takes_the_settings_a_sweep_wrote(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
     path = tmp_path / "settings.toml"
     path.write_text("token_budget = 1024\nshard_tokens = 8192\n")
     out = tmp_path / "run"
@@ -171,7 +199,10 @@ def test_overhead_is_timed_in_a_validation_and_can_be_verified(
     validate(few_reads, models, out, "cpu:1")
     state = overhead(out=out, models=models, devices="cpu:1", pairs=1, shards=1, return_state=True)
     assert state.is_completed(), state.message
-    assert all(word in str(state.message) for word in ("commits cost", "the sampler costs", "models twice costs"))
+    assert all(
+        word in str(state.message)
+        for word in ("commits cost", "the sampler costs", "models twice costs")
+    )
     assert len(state.result().pairs) == 3
     found = verify_report(out)
     assert found.ok, found.differences

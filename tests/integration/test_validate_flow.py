@@ -14,18 +14,18 @@ import pytest
 from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 
-import tasks.step
-from flows.predict import predict
-from flows.start import exit_code
-from flows.validate import validate
-from tasks.step import beside, on_host
+import virnuc.tasks.step
+from virnuc.flows.predict import predict
+from virnuc.flows.start import exit_code
+from virnuc.flows.validate import validate
+from virnuc.tasks.step import beside, on_host
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.errors import ConfigError
-from virnuc_core.measure.tune import Candidate, Recommendation
 from virnuc_core.report.build import read_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import digest, read, read_record
+from virnuc_core.tools.tune import Candidate, Recommendation
 from virnuc_core.validation import TuningFile
 
 from .flow_runs import RESULTS, run_of, task_runs
@@ -36,7 +36,13 @@ pytestmark = pytest.mark.usefixtures("prefect_backend")
 
 def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) -> None:
     out = tmp_path / "validation"
-    given = {"reads": [str(reads)], "out": out, "models": models, "devices": "cpu:2", "profile": "ci-smoke"}
+    given = {
+        "reads": [str(reads)],
+        "out": out,
+        "models": models,
+        "devices": "cpu:2",
+        "profile": "ci-smoke",
+    }
     state = validate(**given, return_state=True)
     assert state.is_completed(), state.message
     assert (state.message or "").startswith("1 of 1 asked criteria met")
@@ -52,7 +58,9 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(run_of(state)).name == "few · ci-smoke · cpu:2"
     record = read_record(RunDir(out))
-    assert [(one.file, one.reads, one.content) for one in record.inputs] == [(str(reads), 300, digest(reads))]
+    assert [(one.file, one.reads, one.content) for one in record.inputs] == [
+        (str(reads), 300, digest(reads))
+    ]
     assert (record.spec["sample"], record.spec["profile"]) == ("few", "ci-smoke")
     criteria = Artifact.get(on_host("criteria-ci-smoke"))
     assert criteria is not None
@@ -60,11 +68,19 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
     assert "PASS" in rows["Consensus label agreement"]["Verdict"]
     assert rows["Consensus label agreement"]["Required"] == "≥99%"
     assert "not asked" in rows["Scaling"]["Verdict"]
-    for key in ("report-ci-smoke", "scaling-ci-smoke", "comparison-few", "charts-ci-smoke", "trend-ci-smoke"):
+    for key in (
+        "report-ci-smoke",
+        "scaling-ci-smoke",
+        "comparison-few",
+        "charts-ci-smoke",
+        "trend-ci-smoke",
+    ):
         assert Artifact.get(key if key == "comparison-few" else on_host(key)) is not None, key
 
     again = validate(**given, return_state=True)
-    computing = {name: run.state.name for name, run in task_runs(again).items() if run.state is not None}
+    computing = {
+        name: run.state.name for name, run in task_runs(again).items() if run.state is not None
+    }
     assert {name for name, state_name in computing.items() if state_name == "Reused"} == {
         "stage few",
         "baseline vanilla on cpu:2",
@@ -74,20 +90,33 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
     assert verify_report(out).ok
 
     fewer = validate(**given | {"devices": "cpu:1"}, return_state=True)
-    assert (fewer.message or "").startswith("1 of 1 asked criteria met"), "the other run is of before"
+    assert (fewer.message or "").startswith("1 of 1 asked criteria met"), (
+        "the other run is of before"
+    )
     assert [run.name for run in read_report(out / "report" / "report.json").runs] == ["devices-1"]
     assert verify_report(out).ok
 
 
 @pytest.mark.slow
-def test_starting_over_leaves_no_run_of_other_weights(tmp_path: Path, few_reads: Path, models: Path) -> None:
+def test_starting_over_leaves_no_run_of_other_weights(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
     out, mine = tmp_path / "validation", tmp_path / "validation" / "devices-2.bak" / "reads.tsv"
-    given = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:2", "profile": "ci-smoke"}
+    given = {
+        "reads": [str(few_reads)],
+        "out": out,
+        "models": models,
+        "devices": "cpu:2",
+        "profile": "ci-smoke",
+    }
     validate(**given)
     mine.parent.mkdir()
     mine.write_text("mine")
     init_random(tmp_path / "others", seed=2)
-    state = validate(**given | {"models": tmp_path / "others", "devices": "cpu:1", "force": True}, return_state=True)
+    state = validate(
+        **given | {"models": tmp_path / "others", "devices": "cpu:1", "force": True},
+        return_state=True,
+    )
     assert state.is_completed(), state.message
     assert not (out / "devices-2" / "summary.json").exists()
     assert verify_report(out).ok
@@ -101,7 +130,12 @@ def test_results_and_time_of_an_earlier_baseline_take_the_place_of_a_run(
     first, out = tmp_path / "first", tmp_path / "validation"
     given: dict[str, Any] = {"reads": [str(few_reads)], "models": models, "devices": "cpu:1"}
     predict(**given, out=first)
-    given |= {"out": out, "profile": "ci-smoke", "baseline_seconds": 900.0, "baseline_device": "2x RTX 4090"}
+    given |= {
+        "out": out,
+        "profile": "ci-smoke",
+        "baseline_seconds": 900.0,
+        "baseline_device": "2x RTX 4090",
+    }
     state = validate(**given, baseline_results=first, return_state=True)
     assert state.is_completed(), state.message
     assert (out / "baseline" / RESULTS[0]).read_bytes() == (first / RESULTS[0]).read_bytes()
@@ -110,9 +144,13 @@ def test_results_and_time_of_an_earlier_baseline_take_the_place_of_a_run(
     assert (criteria["consensus"].verdict, criteria["consensus"].value) == ("pass", 100.0)
     assert report.baseline is not None
     assert (report.baseline.seconds, report.baseline.label) == (900.0, "2x RTX 4090")
-    assert "for reference only: the recorded time is of 2x RTX 4090" in (report.baseline.problem or "")
+    assert "for reference only: the recorded time is of 2x RTX 4090" in (
+        report.baseline.problem or ""
+    )
     assert verify_report(out).ok
-    with pytest.raises(ConfigError, match=r"prediction_results\.txt is read, and would be overwritten"):
+    with pytest.raises(
+        ConfigError, match=r"prediction_results\.txt is read, and would be overwritten"
+    ):
         validate(**given, baseline_results=out / "baseline", force=True)
     assert (out / "baseline" / RESULTS[0]).is_file()
     with pytest.raises(ConfigError, match="a time needs the device"):
@@ -128,20 +166,28 @@ def test_a_missed_speed_is_tuned_and_judged_again(
 
     out, engine = tmp_path / "validation", "[engine]\ntoken_budget = 4096\n"
     profile = write_profile(tmp_path / "strict.toml", engine, 0.001)
-    given: dict[str, Any] = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:1"}
+    given: dict[str, Any] = {
+        "reads": [str(few_reads)],
+        "out": out,
+        "models": models,
+        "devices": "cpu:1",
+    }
     given |= {"profile": profile, "fail_on_criteria": False}
-    monkeypatch.setattr("flows.validate.KNOBS", {"packing": {"token_budget": (2048,)}})
-    monkeypatch.setattr("flows.tools.recommend", first_other)
+    monkeypatch.setattr("virnuc.flows.validate.KNOBS", {"packing": {"token_budget": (2048,)}})
+    monkeypatch.setattr("virnuc.flows.tools.recommend", first_other)
     state = validate(**given, tune_rounds=1, return_state=True)
     assert state.is_completed(), state.message
     rounds = read(out / "tuning.json", TuningFile).rounds
     assert [one.engine and one.engine["token_budget"] for one in rounds] == [2048]
     assert read_record(RunDir(out / "devices-1")).resolved["token_budget"] == 2048
     notes = read_report(out / "report" / "report.json").notes
-    assert any("Tuning round 1, Time on one device missed: against packing, token_budget" in one for one in notes)
+    assert any(
+        "Tuning round 1, Time on one device missed: against packing, token_budget" in one
+        for one in notes
+    )
     assert verify_report(out).ok
 
-    monkeypatch.setattr("flows.validate.KNOBS", {})
+    monkeypatch.setattr("virnuc.flows.validate.KNOBS", {})
     again = validate(**given, tune_rounds=2, return_state=True)
     assert "nothing had to be computed" in (again.message or "")
     rounds = read(out / "tuning.json", TuningFile).rounds
@@ -161,8 +207,15 @@ def write_profile(path: Path, settings: str, limit_s: float) -> str:
 
 
 @pytest.mark.slow
-def test_a_criterion_that_is_missed_is_seen_in_the_run_list(tmp_path: Path, few_reads: Path, models: Path) -> None:
-    given = {"reads": [str(few_reads)], "out": tmp_path / "validation", "models": models, "devices": "cpu:1"}
+def test_a_criterion_that_is_missed_is_seen_in_the_run_list(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
+    given = {
+        "reads": [str(few_reads)],
+        "out": tmp_path / "validation",
+        "models": models,
+        "devices": "cpu:1",
+    }
     given |= {"profile": write_profile(tmp_path / "impossible.toml", "", 0.001)}
     for fails, kind in ((True, "FAILED"), (False, "COMPLETED")):
         state = validate(**given, fail_on_criteria=fails, return_state=True)
@@ -188,7 +241,7 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
 
         return beside(end if work.__name__ == "end" else work)
 
-    monkeypatch.setattr(tasks.step, "beside", after_shards)
+    monkeypatch.setattr(virnuc.tasks.step, "beside", after_shards)
     given = {"reads": [str(many_reads)], "out": out, "models": models, "devices": "cpu:1"}
     given |= {"profile": write_profile(tmp_path / "hasty.toml", settings, 3600)}
     enough = 2
@@ -201,11 +254,15 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
     assert committed(run) >= enough
 
 
-def test_a_validation_of_reads_without_an_open_frame_is_not_judged(tmp_path: Path, models: Path) -> None:
+def test_a_validation_of_reads_without_an_open_frame_is_not_judged(
+    tmp_path: Path, models: Path
+) -> None:
     stops = tmp_path / "stops.fasta"
     stops.write_text("".join(f">r{number}\n{'TAACTAGTTAG' * 9}\n" for number in range(3)))
     given = {"reads": [str(stops)], "out": tmp_path / "run", "models": models, "devices": "cpu:2"}
-    state = validate(**given, profile="production-6m", return_state=True)  # which asks for the cost of commits, too
+    state = validate(
+        **given, profile="production-6m", return_state=True
+    )  # which asks for the cost of commits, too
     judged = state.result()
     assert (judged.outcome, judged.failed, exit_code(state)) == ("not judged", (), 7)
     assert not (tmp_path / "virnuc-history.jsonl").exists(), "it would be held against the next run"

@@ -27,14 +27,14 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL
 from prefect.states import Cancelled, Running
 
-from flows.cli import main
-from flows.flow_run import with_parameters
-from flows.parameters import FlowSettings
-from flows.predict import predict
-from flows.validate import ask
-from tasks.measure import Approval
-from tasks.server import BEGAN, PLACE, PROCESS, announce, device_slots
-from tasks.step import (
+from virnuc.flows.cli import main
+from virnuc.flows.flow_run import with_parameters
+from virnuc.flows.parameters import FlowSettings
+from virnuc.flows.predict import predict
+from virnuc.flows.validate import ask
+from virnuc.tasks.measure import Approval
+from virnuc.tasks.server import BEGAN, PLACE, PROCESS, announce, device_slots
+from virnuc.tasks.step import (
     Markdown,
     core_logs,
     done,
@@ -70,7 +70,11 @@ def test_states_say_what_was_done() -> None:
         return done(step().result(), "nothing to compute")
 
     state = whole(return_state=True)
-    assert (state.type.value, state.name, state.message) == ("COMPLETED", "Completed", "nothing to compute")
+    assert (state.type.value, state.name, state.message) == (
+        "COMPLETED",
+        "Completed",
+        "nothing to compute",
+    )
 
 
 def test_records_of_the_core_reach_the_run_also_from_its_threads() -> None:
@@ -98,7 +102,11 @@ def test_records_of_the_core_reach_the_run_also_from_its_threads() -> None:
     def logged() -> dict[str, bool]:
         with get_client(sync_client=True) as client:
             lines = client.read_logs(log_filter=wanted)
-        found = {line.message: line.task_run_id is not None for line in lines if line.name.startswith("virnuc_core")}
+        found = {
+            line.message: line.task_run_id is not None
+            for line in lines
+            if line.name.startswith("virnuc_core")
+        }
         return found if len(found) >= 3 else {}
 
     found = wait_for(logged, "the records")
@@ -106,7 +114,9 @@ def test_records_of_the_core_reach_the_run_also_from_its_threads() -> None:
     assert logging.getLogger("virnuc_core").handlers == []
 
 
-@pytest.mark.parametrize(("error", "attempts"), [(WorkerError("died"), 3), (InputError("truncated"), 1)])
+@pytest.mark.parametrize(
+    ("error", "attempts"), [(WorkerError("died"), 3), (InputError("truncated"), 1)]
+)
 def test_a_task_is_tried_again_only_where_that_can_help(error: VirnucError, attempts: int) -> None:
     tried: list[int] = []
 
@@ -158,9 +168,16 @@ def test_a_workers_log_has_one_sentence_on_wrong_input_and_no_traceback(
     given = {"reads": ["a.fa"], "out": str(tmp_path / "run"), "models": str(tmp_path), **parameters}
     with get_client(sync_client=True) as client:
         made = client.create_flow_run(predict, parameters=given)
-    with caplog.at_level(logging.INFO), pytest.raises(VirnucError, match=said):  # as a worker's child does
+    with (
+        caplog.at_level(logging.INFO),
+        pytest.raises(VirnucError, match=said),
+    ):  # as a worker's child does
         prefect_runs(predict, flow_run=made, error_logger=flow_run_logger(made))  # type: ignore[arg-type]
-    (told,) = [record for record in caplog.records if record.levelno >= logging.ERROR or said in record.getMessage()]
+    (told,) = [
+        record
+        for record in caplog.records
+        if record.levelno >= logging.ERROR or said in record.getMessage()
+    ]
     assert told.getMessage().startswith("Finished in state Failed(")
     assert "Traceback" not in caplog.text
 
@@ -168,7 +185,11 @@ def test_a_workers_log_has_one_sentence_on_wrong_input_and_no_traceback(
 def test_artifacts_are_recorded_as_written() -> None:
     @flow
     def whole() -> None:
-        publish_table("criteria-x", [{"verdict": Markdown("✅ **PASS**"), "required": ">= 90 %"}], "7 criteria")
+        publish_table(
+            "criteria-x",
+            [{"verdict": Markdown("✅ **PASS**"), "required": ">= 90 %"}],
+            "7 criteria",
+        )
         publish_markdown("report-x", "# Report", "the report", Path("/r"))
         with progress_artifact("progress-x", "", every_s=0.05) as show:
             show(0.5)
@@ -185,9 +206,18 @@ def test_artifacts_are_recorded_as_written() -> None:
 
 
 def test_a_signed_address_is_kept_nowhere(models: Path, database: Path, tmp_path: Path) -> None:
-    address = "https://localhost:1/lung.fq.gz?X-Amz-Signature="  # refused: that is no public address
-    files = list(Path(str(PREFECT_SERVER_DATABASE_CONNECTION_URL.value()).partition("///")[2]).parent.glob("*.db*"))
-    assert main(["predict", f"{address}5ec4e7", "-o", str(tmp_path / "a"), "--models", str(models)]) == 2
+    address = (
+        "https://localhost:1/lung.fq.gz?X-Amz-Signature="  # refused: that is no public address
+    )
+    files = list(
+        Path(str(PREFECT_SERVER_DATABASE_CONNECTION_URL.value()).partition("///")[2]).parent.glob(
+            "*.db*"
+        )
+    )
+    assert (
+        main(["predict", f"{address}5ec4e7", "-o", str(tmp_path / "a"), "--models", str(models)])
+        == 2
+    )
     with get_client(sync_client=True) as client:
         (by_hand,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
         assert (by_hand.name, by_hand.state_name) == ("lung · auto", "Failed")
@@ -202,7 +232,9 @@ def test_a_signed_address_is_kept_nowhere(models: Path, database: Path, tmp_path
         assert served.id != by_hand.id
         logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[served.id])))
     assert "4ec4e7" not in f"{served} {logs}"
-    assert not [file for file in tmp_path.rglob("*") if file.is_file() and b"ec4e7" in file.read_bytes()]
+    assert not [
+        file for file in tmp_path.rglob("*") if file.is_file() and b"ec4e7" in file.read_bytes()
+    ]
 
 
 def test_a_run_bears_its_tags() -> None:
@@ -229,7 +261,9 @@ def test_a_run_whose_process_is_gone_is_called_crashed() -> None:
             "elsewhere": {PLACE: "another machine", PROCESS: 1, BEGAN: "1"},
             "alive": {PLACE: place(), PROCESS: os.getpid(), BEGAN: began(os.getpid())},
         }.items():
-            made = client.create_flow_run(whole, parameters={"dead": None}, name=name, tags=["virnuc"])
+            made = client.create_flow_run(
+                whole, parameters={"dead": None}, name=name, tags=["virnuc"]
+            )
             client.update_flow_run_labels(made.id, labels)
             client.set_flow_run_state(made.id, Running(), force=True)
             runs[name] = made.id
@@ -255,7 +289,10 @@ def test_two_runs_never_hold_one_gpu() -> None:
             time.sleep(0.5)
             inside.remove(name)
 
-    threads = [threading.Thread(target=contextvars.copy_context().run, args=(hold, name)) for name in ("a", "b")]
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(hold, name))
+        for name in ("a", "b")
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -326,7 +363,9 @@ def waiting_run() -> Any:
     return wait_for(paused, "the run to pause")
 
 
-def test_the_gate_keeps_who_decided_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gate_keeps_who_decided_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     thread, states = in_thread(tmp_path, timeout_s=600)
     run = waiting_run()
     words = ["--reviewer", "Ada", "--note", "raise the budget", "--tuning-could-help", "yes"]
@@ -340,7 +379,11 @@ def test_the_gate_keeps_who_decided_what(tmp_path: Path, capsys: pytest.CaptureF
         "not answered",
     )
     kept = json.loads((tmp_path / "approval.json").read_text())
-    assert (kept["reviewer"], kept["note"], kept["flow_run"]) == ("Ada", "raise the budget", str(run.id))
+    assert (kept["reviewer"], kept["note"], kept["flow_run"]) == (
+        "Ada",
+        "raise the budget",
+        str(run.id),
+    )
     assert kept["when"].endswith("+00:00")
     assert main(["approve", str(run.id), "--yes"]) == 2
     assert "does not wait" in capsys.readouterr().err

@@ -17,12 +17,12 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
-from flows.doctor import schedules
+from virnuc.flows.doctor import schedules
 
 from .processes import PREFECT, ROOT, background, committed, gone, wait_for
 
 pytestmark = pytest.mark.slow
-SERVE = "from flows.predict import predict; predict.serve(name='served', pause_on_shutdown=False)"
+SERVE = "from virnuc.flows.predict import predict; predict.serve(name='served', pause_on_shutdown=False)"
 
 
 def read(flow_run_id: UUID) -> FlowRun:
@@ -39,7 +39,10 @@ def state_name(flow_run_id: UUID) -> str:
 def start(deployment: str, parameters: dict[str, Any]) -> UUID:
     def known() -> Any:
         with get_client(sync_client=True) as client:
-            return next((d for d in client.read_deployments() if f"{d.name}" == deployment.split("/")[1]), None)
+            return next(
+                (d for d in client.read_deployments() if f"{d.name}" == deployment.split("/")[1]),
+                None,
+            )
 
     wait_for(known, f"deployment {deployment}")
     with get_client(sync_client=True) as client:
@@ -58,11 +61,15 @@ def parameters(out: Path, reads: Path, models: Path) -> dict[str, Any]:
     }
 
 
-def cancel_and_finish(deployment: str, process: subprocess.Popen[bytes], given: dict[str, Any], log: Path) -> None:
+def cancel_and_finish(
+    deployment: str, process: subprocess.Popen[bytes], given: dict[str, Any], log: Path
+) -> None:
     """Cancel a run in the middle: all of it is gone in time; the same parameters then end it."""
     out = Path(given["out"])
     first = start(deployment, given)
-    wait_for(lambda: committed(out) >= 3 or state_name(first) in ("Failed", "Crashed"), "three shards")
+    wait_for(
+        lambda: committed(out) >= 3 or state_name(first) in ("Failed", "Crashed"), "three shards"
+    )
     assert state_name(first) == "Running", log.read_text()
     family = psutil.Process(process.pid).children(recursive=True)
     assert any("virnuc_core.engine.worker" in one.cmdline() for one in family)
@@ -87,7 +94,12 @@ def test_the_deployments_deploy_run_and_cancel_under_a_worker(
     tmp_path: Path, many_reads: Path, models: Path, child_environment: dict[str, str]
 ) -> None:
     made = subprocess.run(
-        ["make", "deploy"], env=child_environment, cwd=ROOT, capture_output=True, text=True, check=False
+        ["make", "deploy"],
+        env=child_environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert made.returncode == 0, made.stdout + made.stderr
     with get_client(sync_client=True) as client:
@@ -99,8 +111,12 @@ def test_the_deployments_deploy_run_and_cancel_under_a_worker(
         f"{n}/{n}" for n in ("validate", "predict", "scale", "train")
     }
     log = tmp_path / "log"
-    with background((*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"), child_environment, log) as process:
-        cancel_and_finish("predict/predict", process, parameters(tmp_path / "run", many_reads, models), log)
+    with background(
+        (*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"), child_environment, log
+    ) as process:
+        cancel_and_finish(
+            "predict/predict", process, parameters(tmp_path / "run", many_reads, models), log
+        )
 
 
 @pytest.mark.usefixtures("prefect_backend")
@@ -109,12 +125,16 @@ def test_a_served_flow_is_cancelled_to_the_last_process(
 ) -> None:
     log = tmp_path / "log"
     with background((sys.executable, "-c", SERVE), child_environment, log) as process:
-        cancel_and_finish("predict/served", process, parameters(tmp_path / "run", many_reads, models), log)
+        cancel_and_finish(
+            "predict/served", process, parameters(tmp_path / "run", many_reads, models), log
+        )
 
 
 def succeed(environment: dict[str, str], *words: str) -> None:
     """Run a command of Prefect."""
-    done = subprocess.run((*PREFECT, *words), env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        (*PREFECT, *words), env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -123,9 +143,22 @@ def test_a_scheduled_run_starts_by_itself_and_completes(
 ) -> None:
     """Nobody starts it: the server's scheduler plans it, the worker takes it, and its files are there."""
     out, log = tmp_path / "run", tmp_path / "log"
-    given = json.dumps({"reads": [str(few_reads)], "out": str(out), "models": str(models), "devices": "cpu:1"})
+    given = json.dumps(
+        {"reads": [str(few_reads)], "out": str(out), "models": str(models), "devices": "cpu:1"}
+    )
     succeed(server, "work-pool", "create", "gpu", "--type", "process")
-    deployed = ("-n", "soon", "-p", "gpu", "--interval", "5", "--params", given, "--concurrency-limit", "1")
+    deployed = (
+        "-n",
+        "soon",
+        "-p",
+        "gpu",
+        "--interval",
+        "5",
+        "--params",
+        given,
+        "--concurrency-limit",
+        "1",
+    )
     succeed(server, "deploy", "flows/predict.py:predict", *deployed)
 
     def ended() -> FlowRun | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import main
+from virnuc.flows.cli import main
 from virnuc_core.encoders.convert import init_random
 
 from .genomes import write_checkpoint

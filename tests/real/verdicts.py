@@ -28,23 +28,30 @@ from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.models_directory import embed
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine import repeats
-from virnuc_core.measure.training import TRAINED, TrainFile
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.runfiles import read
+from virnuc_core.training.training import TRAINED, TrainFile
 
 from .genomes import hosts, viruses, write_reads
 
 CPU: Final = torch.device("cpu")
 NEAR: Final = 0.15  # of the threshold: reads that are embedded again by their float32 score; none may differ by as much
 AT_ONCE: Final = 32
-SPEED: Final = {"int8": 166.6, "fp16": 101.0}  # thousand tokens/s, 3B, one H200 (docs/performance.md)
-Kept = Callable[[int, str], bool]  # whether a product of a layer, counted in sixths of all, stays in 16 bits
+SPEED: Final = {
+    "int8": 166.6,
+    "fp16": 101.0,
+}  # thousand tokens/s, 3B, one H200 (docs/performance.md)
+Kept = Callable[
+    [int, str], bool
+]  # whether a product of a layer, counted in sixths of all, stays in 16 bits
 
 VARIANTS: Final[dict[str, Kept]] = {
     "int8": lambda layer, product: False,
     "last sixth of the layers in 16 bits": lambda layer, product: layer == 5,
-    "its products of the feed-forward": lambda layer, product: layer == 5 and product in ("up", "down"),
+    "its products of the feed-forward": lambda layer, product: (
+        layer == 5 and product in ("up", "down")
+    ),
     "first sixth": lambda layer, product: layer == 0,
     "first and last sixth": lambda layer, product: layer in (0, 5),
     "last third": lambda layer, product: layer >= 4,
@@ -78,10 +85,14 @@ class Reads(NamedTuple):
         return found
 
 
-def make_reads(wheels: Path, trained: TrainFile, groups: Path, out: Path, viral: int, others: int) -> Path:
+def make_reads(
+    wheels: Path, trained: TrainFile, groups: Path, out: Path, viral: int, others: int
+) -> Path:
     """Reads of families of which no genome was learnt from, and of windows of the host that were not."""
     of = pd.read_csv(groups, sep="\t", index_col="genome")["group"]
-    learnt = {name for name, told in trained.genomes.items() if told["side"] in ("train", "validation")}
+    learnt = {
+        name for name, told in trained.genomes.items() if told["side"] in ("train", "validation")
+    }
     asked = {str(of[name]) for name, told in trained.genomes.items() if told["side"] == "test"}
     asked -= {str(of[name]) for name in learnt}
     found = [
@@ -92,7 +103,9 @@ def make_reads(wheels: Path, trained: TrainFile, groups: Path, out: Path, viral:
     return out / "reads.fasta.gz"
 
 
-def embedded(encoder: Esm2 | DnabertS, tokenizer: Esm2Tokenizer | DnabertTokenizer, texts: list[bytes]) -> Tensor:
+def embedded(
+    encoder: Esm2 | DnabertS, tokenizer: Esm2Tokenizer | DnabertTokenizer, texts: list[bytes]
+) -> Tensor:
     """Embeddings in the order given, [rows, width]."""
     order = np.argsort([len(text) for text in texts], kind="stable")
     out = torch.zeros(len(texts), encoder.width)
@@ -105,8 +118,14 @@ def whole(models: Path, store: OrfStore, out: Path) -> tuple[Tensor, Tensor]:
     """Embeddings of all frames in float32, of DNA and of proteins, kept in `out`."""
     kept = out / "fp32.pt"
     if not kept.exists():
-        dna = embedded(load_encoder(DnabertS, models, CPU), DnabertTokenizer(models), store.dna(0, store.n_uniques))
-        protein = embedded(load_encoder(Esm2, models, CPU), Esm2Tokenizer(), store.protein(0, store.n_uniques))
+        dna = embedded(
+            load_encoder(DnabertS, models, CPU),
+            DnabertTokenizer(models),
+            store.dna(0, store.n_uniques),
+        )
+        protein = embedded(
+            load_encoder(Esm2, models, CPU), Esm2Tokenizer(), store.protein(0, store.n_uniques)
+        )
         torch.save((dna, protein), kept)
     dna, protein = torch.load(kept, weights_only=True)
     return dna, protein
@@ -123,7 +142,13 @@ def in_part(int8: tuple[Layer, ...], fp16: tuple[Layer, ...], kept: Kept) -> tup
     return tuple(made)
 
 
-def line(name: str, share: float | None, reads: Reads, exact: NDArray[np.float64], other: NDArray[np.float64]) -> str:
+def line(
+    name: str,
+    share: float | None,
+    reads: Reads,
+    exact: NDArray[np.float64],
+    other: NDArray[np.float64],
+) -> str:
     """A line of the table. What is expected puts the differences seen near the threshold on each read near it: a count
     with less chance in it than that of the reads that did change."""
     changed, near = int(((exact >= 0) != (other >= 0)).sum()), abs(exact) < NEAR
@@ -131,7 +156,9 @@ def line(name: str, share: float | None, reads: Reads, exact: NDArray[np.float64
     seen = (other - exact)[abs(exact) < NEAR / 2]
     expected = ((np.add.outer(exact[near], seen) >= 0) != (exact[near] >= 0)[:, None]).mean(1).sum()
     low, high = binomtest(len(exact) - changed, len(exact)).proportion_ci(method="wilson")
-    speed = "" if share is None else f"{1 / ((1 - share) / SPEED['int8'] + share / SPEED['fp16']):.0f}k"
+    speed = (
+        "" if share is None else f"{1 / ((1 - share) / SPEED['int8'] + share / SPEED['fp16']):.0f}k"
+    )
     percent = f"{100 - 100 * changed / len(exact):.2f} ({100 * low:.2f} to {100 * high:.2f})"
     part = "" if share is None else f"{100 * share:.0f} %"
     return f"| {name} | {part} | {speed} | {changed} | {percent} | {100 - 100 * expected / len(exact):.2f} |"
@@ -143,17 +170,29 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     parser.add_argument("--viral", type=int, default=18_000, help="reads of viruses")
     parser.add_argument(
-        "--others", type=int, default=110_000, help="reads of the host, of which few have an open frame"
+        "--others",
+        type=int,
+        default=110_000,
+        help="reads of the host, of which few have an open frame",
     )
     given = parser.parse_args()
     torch.set_num_threads(1)
     given.out.mkdir(parents=True, exist_ok=True)
     trained = read(given.trained / TRAINED, TrainFile)
-    fasta = make_reads(given.wheels, trained, Path(trained.settings["groups"]), given.out, given.viral, given.others)
+    fasta = make_reads(
+        given.wheels,
+        trained,
+        Path(trained.settings["groups"]),
+        given.out,
+        given.viral,
+        given.others,
+    )
     spec = StageSpec(reads=(str(fasta),), model_length=trained.model_length)
     store = OrfStore.open(stage(spec, given.out / "orfs.h5").store)
     row = pd.factorize(np.asarray(store.row_read[:]))[0]
-    reads = Reads(store, *whole(given.models, store, given.out), row, np.asarray(store.row_unique[:]))
+    reads = Reads(
+        store, *whole(given.models, store, given.out), row, np.asarray(store.row_unique[:])
+    )
     head = Head(*open_folder(given.trained / "head", HeadShape), CPU)
     exact = reads.margin(head, reads.protein)
     frames = np.unique(reads.unique[abs(exact[reads.read]) < NEAR])
@@ -162,7 +201,9 @@ def main() -> None:
 
     def net(precision: Resolved) -> Esm2:
         seen = as_tensors(calibration(given.models)[0]) if precision == "int8" else None
-        return Esm2(shape, weights, CPU, precision=precision, attention="reference", calibration=seen)
+        return Esm2(
+            shape, weights, CPU, precision=precision, attention="reference", calibration=seen
+        )
 
     rounded, half = net("int8"), net("fp16")
     int8, works = rounded.layers, [one.weight.numel() for one in half.layers[0].products]
@@ -182,13 +223,23 @@ def main() -> None:
     by_int8 = by_half
     for name, kept in VARIANTS.items():
         rounded.layers = in_part(int8, half.layers, kept)
-        share = sum(work * kept(layer, one) for layer in range(6) for one, work in zip(PRODUCTS, works, strict=True))
+        share = sum(
+            work * kept(layer, one)
+            for layer in range(6)
+            for one, work in zip(PRODUCTS, works, strict=True)
+        )
         found = told(name, share / 6 / sum(works), rounded)
         by_int8 = found if share == 0 else by_int8
-    doubtful = (head.scores(torch.cat((reads.dna, by_int8), dim=1))[:, 1:] - THRESHOLD).abs() < repeats.NEAR
+    doubtful = (
+        head.scores(torch.cat((reads.dna, by_int8), dim=1))[:, 1:] - THRESHOLD
+    ).abs() < repeats.NEAR
     name = f"int8, {100 * doubtful.double().mean():.1f} % of the frames again in fp16: --precision int8"
-    last = line(name, None, reads, exact, reads.margin(head, torch.where(doubtful, by_half, by_int8)))
-    print(last.rsplit("|", 2)[0] + "| |")  # differences near the threshold are fp16's, farther off int8's
+    last = line(
+        name, None, reads, exact, reads.margin(head, torch.where(doubtful, by_half, by_int8))
+    )
+    print(
+        last.rsplit("|", 2)[0] + "| |"
+    )  # differences near the threshold are fp16's, farther off int8's
 
 
 if __name__ == "__main__":

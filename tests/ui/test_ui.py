@@ -23,22 +23,32 @@ import psutil
 import pytest
 from PIL import Image
 
-from tasks.step import on_host
+from virnuc.tasks.step import on_host
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
-playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[ui]', or make test-ui")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="pip install -e '.[ui]', or make test-ui"
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
 SHOTS = ROOT / "screenshots"
-PICTURES = {"1-form-refused": "form", "3-approval-form": "approval", "4-completed": "run", "6-criteria": "criteria"}
+PICTURES = {
+    "1-form-refused": "form",
+    "3-approval-form": "approval",
+    "4-completed": "run",
+    "6-criteria": "criteria",
+}
 BLOCK = (
     "from prefect.blocks.notifications import CustomWebhookNotificationBlock as Block; "
     "Block(name='oncall', url='http://127.0.0.1:9/nobody').save('oncall')"
 )
 BROWSER = shutil.which("chromium")
-pytestmark = [pytest.mark.ui, pytest.mark.skipif(BROWSER is None, reason="no chromium here; see make test-ui")]
+pytestmark = [
+    pytest.mark.ui,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium here; see make test-ui"),
+]
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,11 @@ class Server:
 
     def artifact(self, key: str) -> str:
         """Id of the newest version of an artifact."""
-        return str(self.ask("artifacts/filter", artifacts={"key": {"any_": [key]}}, sort="CREATED_DESC")[0]["id"])
+        return str(
+            self.ask("artifacts/filter", artifacts={"key": {"any_": [key]}}, sort="CREATED_DESC")[
+                0
+            ]["id"]
+        )
 
     def run(self, deployment: str) -> dict[str, Any] | None:
         """The newest run of a deployment; None before there is one."""
@@ -76,7 +90,9 @@ class Server:
         """The newest run, once its state bears one of the names."""
         deadline = time.monotonic() + timeout_s
         while (run := self.run(deployment)) is None or run["state_name"] not in names:
-            assert time.monotonic() < deadline, f"waited {timeout_s} s for {names}; the run is {run and run['state']}"
+            assert time.monotonic() < deadline, (
+                f"waited {timeout_s} s for {names}; the run is {run and run['state']}"
+            )
             time.sleep(0.5)
         return run
 
@@ -95,7 +111,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+    } | {
         "PREFECT_HOME": str(folder),
         "PREFECT_API_URL": f"{url}/api",
         "PREFECT_SERVER_UI_API_URL": f"{url}/api",
@@ -105,7 +123,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     def background(*words: str) -> psutil.Process:
         with (folder / f"{words[0]}.log").open("wb") as log:
-            started = subprocess.Popen([*PREFECT, *words], env=environment, cwd=ROOT, stdout=log, stderr=log)
+            started = subprocess.Popen(
+                [*PREFECT, *words], env=environment, cwd=ROOT, stdout=log, stderr=log
+            )
         processes.append(started)
         return psutil.Process(started.pid)
 
@@ -118,7 +138,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         background("server", "start", "--port", str(port))
         wait_until(healthy, 180)
-        subprocess.run(["make", "deploy"], env=environment, cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(
+            ["make", "deploy"], env=environment, cwd=ROOT, check=True, capture_output=True
+        )
         yield Server(url, background("worker", "start", "-p", "gpu", "--limit", "2"), environment)
     finally:
         for process in reversed(processes):
@@ -170,16 +192,20 @@ def shot(page: Any, name: str) -> None:
 
 
 def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, page: Any) -> None:
-    found = {d["entrypoint"]: d for d in server.ask("deployments/filter")}  # one deployment of each flow
+    found = {
+        d["entrypoint"]: d for d in server.ask("deployments/filter")
+    }  # one deployment of each flow
     assert len(found) >= 7
     for deployment in found.values():
         properties = deployment["parameter_openapi_schema"]["properties"]
         page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
         page.get_by_role("button", name="Submit").wait_for()
         for described in properties.values():
-            text = described["description"].split("`")[0].split("https:")[0].strip()  # Markdown and links are rendered
+            text = (
+                described["description"].split("`")[0].split("https:")[0].strip()
+            )  # Markdown and links are rendered
             page.get_by_text(text, exact=False).first.wait_for(state="attached")
-    deployment = found["flows.tools.tune"]
+    deployment = found["virnuc.flows.tools.tune"]
     page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
     page.get_by_text("slots of one ESM-2 batch to try").first.wait_for()
     shot(page, "0-form-of-tune")
@@ -213,7 +239,9 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     reads = simulate(SimulateSpec(reads=300, seed=3), tmp_path / "lung.fastq.gz").reads_file
     deployment = server.deployment("validate")
     page.goto(f"{server.url}/deployments/deployment/{deployment}/run")
-    field(page, "FASTA, FASTQ or BAM files or folders").get_by_role("button", name="Add item").click()
+    field(page, "FASTA, FASTQ or BAM files or folders").get_by_role(
+        "button", name="Add item"
+    ).click()
     fill(page, "FASTA, FASTQ or BAM files or folders", str(reads))
     fill(page, "directory of the runs", str(tmp_path / "out"))
     fill(page, "models directory", str(models))
@@ -223,7 +251,9 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     page.get_by_role("button", name="Submit").click()
     page.get_by_text("does not match").first.wait_for()  # a bad value is refused with a sentence
     shot(page, "1-form-refused")
-    page.get_by_text("does not match").first.wait_for(state="detached")  # the note lies over the button for a while
+    page.get_by_text("does not match").first.wait_for(
+        state="detached"
+    )  # the note lies over the button for a while
     fill(page, "cuda:0,cuda:1", "cpu:2")
     page.get_by_role("button", name="Submit").click()
     page.get_by_text("scheduled to start").first.wait_for()
@@ -261,8 +291,17 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
 def test_a_criterion_that_is_missed_pauses_the_deployment_where_that_is_asked_for(
     server: Server, page: Any, models: Path, tmp_path: Path
 ) -> None:
-    for words in (("-c", BLOCK), ("-m", "deployments.alerts", "custom-webhook/oncall", "--pause")):
-        subprocess.run([sys.executable, *words], env=server.environment, cwd=ROOT, check=True, capture_output=True)
+    for words in (
+        ("-c", BLOCK),
+        ("-m", "virnuc.deployments.alerts", "custom-webhook/oncall", "--pause"),
+    ):
+        subprocess.run(
+            [sys.executable, *words],
+            env=server.environment,
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+        )
     profile = tmp_path / "impossible.toml"
     profile.write_text(
         'name = "impossible"\ntitle = "Nobody meets this"\ndevice_names = [""]\n'
@@ -271,26 +310,47 @@ def test_a_criterion_that_is_missed_pauses_the_deployment_where_that_is_asked_fo
     )
     reads = simulate(SimulateSpec(reads=100, seed=3), tmp_path / "lung.fasta").reads_file
     deployment = server.deployment("nightly-gpu")
-    given = {"reads": [str(reads)], "out": str(tmp_path / "out"), "models": str(models), "devices": "cpu:1"}
-    server.ask(f"deployments/{deployment}/create_flow_run", parameters={**given, "profile": str(profile)})
+    given = {
+        "reads": [str(reads)],
+        "out": str(tmp_path / "out"),
+        "models": str(models),
+        "devices": "cpu:1",
+    }
+    server.ask(
+        f"deployments/{deployment}/create_flow_run", parameters={**given, "profile": str(profile)}
+    )
     run = server.wait(deployment, "Criteria not met")
     assert run["state_type"] == "FAILED"
     assert "not met: Time on one device" in run["state"]["message"]
-    wait_until(lambda: httpx.get(f"{server.url}/api/deployments/{deployment}", timeout=10).json()["paused"])
+    wait_until(
+        lambda: httpx.get(f"{server.url}/api/deployments/{deployment}", timeout=10).json()["paused"]
+    )
     page.goto(f"{server.url}/runs")
     page.get_by_text("Criteria not met").first.wait_for()
     shot(page, "11-criteria-not-met")
 
 
-def test_a_run_cancelled_in_the_ui_is_gone(server: Server, page: Any, models: Path, tmp_path: Path) -> None:
+def test_a_run_cancelled_in_the_ui_is_gone(
+    server: Server, page: Any, models: Path, tmp_path: Path
+) -> None:
     reads = simulate(SimulateSpec(reads=20_000, seed=4), tmp_path / "many.fastq.gz").reads_file
     deployment = server.deployment("predict")
     out = tmp_path / "out"
-    given = {"reads": [str(reads)], "out": str(out), "models": str(models), "devices": "cpu:1", "shard_tokens": 8192}
+    given = {
+        "reads": [str(reads)],
+        "out": str(out),
+        "models": str(models),
+        "devices": "cpu:1",
+        "shard_tokens": 8192,
+    }
     server.ask(f"deployments/{deployment}/create_flow_run", parameters=given)
     wait_until(lambda: len(list((out / "shards").glob("*.h5"))) >= 3, 120)
     run = server.wait(deployment, "Running")
-    family = [one for one in server.host.children(recursive=True) if "virnuc_core" in " ".join(one.cmdline())]
+    family = [
+        one
+        for one in server.host.children(recursive=True)
+        if "virnuc_core" in " ".join(one.cmdline())
+    ]
     assert family
     page.goto(f"{server.url}/runs/flow-run/{run['id']}")
     page.get_by_role("button", name="Cancel").first.click()

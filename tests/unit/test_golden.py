@@ -18,13 +18,17 @@ from pathlib import Path
 import h5py
 import pytest
 
-from flows import cli
 from tests.columns import documented
+from virnuc.flows import cli
 from virnuc_core.config import RunSpec
 from virnuc_core.pipeline import predict
 
 RECORDED = Path(__file__).resolve().parents[1] / "data" / "golden"
-TABLES = {"prediction_results.txt": "\t", "prediction_results_highestscore.csv": "\t", "reads.tsv": "\t"}
+TABLES = {
+    "prediction_results.txt": "\t",
+    "prediction_results_highestscore.csv": "\t",
+    "reads.tsv": "\t",
+}
 SCORES = ("score1", "score2", "max_score_0", "max_score_1", "viral_score")
 TOLERANCE = 2e-5  # of scores: sums of float32 come in another order on another CPU
 
@@ -47,15 +51,23 @@ def write_inputs(folder: Path) -> tuple[str, ...]:
             sequence = sequence.replace("A", "R", 2).replace("C", "y", 1)
         lines = [sequence[start : start + 60] for start in range(0, len(sequence), 60)]
         wrapped.append("\n".join([f">w{number} some words", *lines]))
-    (folder / "wrapped.fasta").write_text("\n".join([*wrapped, ">empty", "", ">w3 again", "ACGTTGCA", ""]))
+    (folder / "wrapped.fasta").write_text(
+        "\n".join([*wrapped, ">empty", "", ">w3 again", "ACGTTGCA", ""])
+    )
     known = [bases(150) for _ in range(20)]
     reads = [rng.choice(known) if number % 3 == 0 else bases(150) for number in range(90)]
     (folder / "repeats.fastq").write_text(
-        "".join(f"@q{number} x\r\n{one}\r\n+\r\n{'I' * len(one)}\r\n" for number, one in enumerate(reads))
+        "".join(
+            f"@q{number} x\r\n{one}\r\n+\r\n{'I' * len(one)}\r\n"
+            for number, one in enumerate(reads)
+        )
     )
     for mate in (1, 2):
         mates = [bases(rng.randint(100, 160)) + "N" * (number % 9 == 0) for number in range(40)]
-        text = "".join(f"@p{number}/{mate} BX\n{one}\n+\n{'F' * len(one)}\n" for number, one in enumerate(mates))
+        text = "".join(
+            f"@p{number}/{mate} BX\n{one}\n+\n{'F' * len(one)}\n"
+            for number, one in enumerate(mates)
+        )
         (folder / f"pair_R{mate}.fastq.gz").write_bytes(gzip.compress(text.encode()))
     low = "".join(f">l{number}\n{bases(150).lower()}\n" for number in range(30))
     (folder / "low.fa.gz").write_bytes(gzip.compress(low.encode()))
@@ -66,17 +78,28 @@ def write_inputs(folder: Path) -> tuple[str, ...]:
 def run(folder: Path) -> Path:
     """A whole prediction; the folder of its results."""
     assert cli.main(["models", "init-random", str(folder / "models"), "--seed", "5"]) == 0
-    predict(RunSpec(reads=write_inputs(folder), out=folder / "out", models=folder / "models", devices="cpu:1"))
+    predict(
+        RunSpec(
+            reads=write_inputs(folder),
+            out=folder / "out",
+            models=folder / "models",
+            devices="cpu:1",
+        )
+    )
     return folder / "out"
 
 
 def columns(out: Path) -> dict[str, object]:
     """What must be equal to the byte: digests of the staged columns, their attributes, and all fingerprints."""
-    found: dict[str, object] = {"fingerprints": json.loads((out / "run.json").read_text())["fingerprints"]}
+    found: dict[str, object] = {
+        "fingerprints": json.loads((out / "run.json").read_text())["fingerprints"]
+    }
     with h5py.File(out / "orfs.h5") as file:
         found |= {name: str(value) for name, value in file.attrs.items()}
         for name, column in file.items():
-            found[name] = f"{column.dtype} {column.shape} {hashlib.sha256(column[...].tobytes()).hexdigest()}"
+            found[name] = (
+                f"{column.dtype} {column.shape} {hashlib.sha256(column[...].tobytes()).hexdigest()}"
+            )
     return found
 
 
@@ -101,7 +124,10 @@ def test_result_files_hold_the_recorded_rows(name: str, out: Path) -> None:
         assert list(one) == list(other)
         for column, value in other.items():
             if column in SCORES and value:
-                assert float(one[column]) == pytest.approx(float(value), abs=TOLERANCE), (other, column)
+                assert float(one[column]) == pytest.approx(float(value), abs=TOLERANCE), (
+                    other,
+                    column,
+                )
             else:
                 assert one[column] == value, (other, column)
 
@@ -115,7 +141,9 @@ def test_each_table_has_the_columns_and_values_that_are_documented(out: Path) ->
 def test_no_recorded_label_hangs_on_a_rounding() -> None:
     recorded = rows(RECORDED / "prediction_results.txt")
     assert {row["Prediction"] for row in recorded} == {"virus", "others"}
-    assert all(abs(float(row["score1"]) - float(row["score2"])) > 10 * TOLERANCE for row in recorded)
+    assert all(
+        abs(float(row["score1"]) - float(row["score2"])) > 10 * TOLERANCE for row in recorded
+    )
 
 
 if __name__ == "__main__":
@@ -123,6 +151,8 @@ if __name__ == "__main__":
         made = run(Path(name))
         target = Path(sys.argv[1])
         target.mkdir(parents=True, exist_ok=True)
-        (target / "columns.json").write_text(json.dumps(columns(made), indent=1, sort_keys=True) + "\n")
+        (target / "columns.json").write_text(
+            json.dumps(columns(made), indent=1, sort_keys=True) + "\n"
+        )
         for table in TABLES:
             shutil.copy(made / table, target / table)

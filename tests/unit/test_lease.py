@@ -41,7 +41,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def elsewhere(root: Path, **changes: Any) -> Path:
     """A lease that a process of another machine, or `changes`, has in a directory."""
-    told = {"token": "t", "pid": 7, "began": "1", "host": "node3", "place": "another", "beat": 1} | changes
+    told = {
+        "token": "t",
+        "pid": 7,
+        "began": "1",
+        "host": "node3",
+        "place": "another",
+        "beat": 1,
+    } | changes
     path = root / ".virnuc.4"
     root.mkdir(exist_ok=True)
     path.write_text(json.dumps(list(told.values())))
@@ -73,14 +80,21 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def test_a_killed_holder_of_this_machine_is_followed_at_once_and_a_resting_one_is_not(tmp_path: Path) -> None:
+def test_a_killed_holder_of_this_machine_is_followed_at_once_and_a_resting_one_is_not(
+    tmp_path: Path,
+) -> None:
     root = tmp_path / "run"
     words = [sys.executable, "-c", HOLDER, str(root)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.send_signal(signal.SIGSTOP)
-        with pytest.raises(ConfigError, match=f"process {holder.pid} is working here"), run_lock(root):
+        with (
+            pytest.raises(ConfigError, match=f"process {holder.pid} is working here"),
+            run_lock(root),
+        ):
             pass
         holder.kill()
         while Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -100,7 +114,10 @@ def test_a_holder_elsewhere_is_told_by_its_signs_of_life(
 ) -> None:
     path = elsewhere(tmp_path, beat=10**6)
     monkeypatch.setattr(module, "EXPIRY_S", 60.0)  # however late a busy machine lets it write
-    with renewing(path, threading.Event()), pytest.raises(ConfigError, match="process 7 on node3 is working here"):
+    with (
+        renewing(path, threading.Event()),
+        pytest.raises(ConfigError, match="process 7 on node3 is working here"),
+    ):
         run_lock(tmp_path).__enter__()
     monkeypatch.setattr(module, "EXPIRY_S", 0.2)
     with run_lock(tmp_path):
@@ -121,7 +138,9 @@ def test_who_was_stopped_for_too_long_writes_no_more(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with ExitStack() as held:
         held.enter_context(run_lock(root))
-        early, late = (held.enter_context(whole_file(root / name)) for name in ("reads.tsv", "summary.json"))
+        early, late = (
+            held.enter_context(whole_file(root / name)) for name in ("reads.tsv", "summary.json")
+        )
         early.write_text("stale")
         followed = elsewhere(root)  # and `late` is gone, as who follows removes temporary files
         for write in (
@@ -129,11 +148,16 @@ def test_who_was_stopped_for_too_long_writes_no_more(tmp_path: Path) -> None:
             lambda: write_text_whole(root / "run.json", "stale"),
             held.close,
         ):
-            with pytest.raises(ConfigError, match="process 7 on node3 is working here now, for this run was held up"):
+            with pytest.raises(
+                ConfigError,
+                match="process 7 on node3 is working here now, for this run was held up",
+            ):
                 write()
         assert not late.exists()
         still_held(tmp_path / "elsewhere")
-    assert names(root) == [".virnuc", ".virnuc.1", followed.name], "nothing written, the other's lease untouched"
+    assert names(root) == [".virnuc", ".virnuc.1", followed.name], (
+        "nothing written, the other's lease untouched"
+    )
 
 
 def test_a_holder_notices_by_itself_that_it_is_one_no_more(tmp_path: Path, quick: None) -> None:
@@ -142,7 +166,10 @@ def test_a_holder_notices_by_itself_that_it_is_one_no_more(tmp_path: Path, quick
             still_held(tmp_path, look=False)
             time.sleep(0.01)
 
-    for lose in (lambda: elsewhere(tmp_path), lambda: [path.unlink() for path in tmp_path.glob(".virnuc.[0-9]")]):
+    for lose in (
+        lambda: elsewhere(tmp_path),
+        lambda: [path.unlink() for path in tmp_path.glob(".virnuc.[0-9]")],
+    ):
         with lease(tmp_path / ".virnuc", tmp_path):
             still_held(tmp_path, look=False)
             lose()
@@ -175,7 +202,9 @@ def test_a_lease_is_renewed(tmp_path: Path, quick: None) -> None:
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.05])
-def test_of_many_who_come_go_and_die_one_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_s: float) -> None:
+def test_of_many_who_come_go_and_die_one_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_s: float
+) -> None:
     """Every call that looks at or changes the folder takes its time, so that they meet in every order; and who looks
     (each a machine of its own) is shown for `late_s` what it saw before, until it changes something itself."""
     rng, inside, most, taken, seen = random.Random(3), [0], [0], [0], threading.local()

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from flows.flow_commands import keep_newest
+from virnuc.flows.flow_commands import keep_newest
 from virnuc_core.rundir import run_lock
 
-PARTS = ("run.json", "orfs.h5", "report/report.html", "devices-1/shards/00000.h5", "devices-1/logs/worker-0.log")
+PARTS = (
+    "run.json",
+    "orfs.h5",
+    "report/report.html",
+    "devices-1/shards/00000.h5",
+    "devices-1/logs/worker-0.log",
+)
 
 
 def night(root: Path, name: str) -> Path:
@@ -38,7 +44,9 @@ def test_the_newest_stay_and_latest_points_to_the_last(tmp_path: Path) -> None:
     assert (tmp_path / "latest" / "run.json").samefile(tmp_path / days[-1] / "run.json")
 
 
-def test_what_is_not_ours_or_is_worked_in_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_ours_or_is_worked_in_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     theirs = tmp_path / "2020-01-01T0000"
     theirs.mkdir()
     (theirs / "holiday.jpg").write_text("x")

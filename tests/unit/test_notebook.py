@@ -18,7 +18,12 @@ def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     shown = f"{code}\nprint(summary.fates, vectors.shape, len(frames), len(batches))\n"
     done = subprocess.run(
-        [sys.executable, "-c", shown], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, "-c", shown],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert "'viral'" in done.stdout

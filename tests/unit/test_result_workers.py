@@ -26,23 +26,34 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> OrfStore:
     """Of 80 pairs, some with an id of another, without bases or open frames; and a read of many blocks."""
     folder, rng = tmp_path_factory.mktemp("store"), random.Random(19)
     for mate in (1, 2):
-        reads = ("".join(rng.choices(rng.choice(("ACG", "TA")), k=rng.choice((0, 30, 60, 250)))) for _ in range(80))
-        (folder / f"{mate}.fa").write_text("".join(f">r{i % 70}\n{bases}\n" for i, bases in enumerate(reads)))
+        reads = (
+            "".join(rng.choices(rng.choice(("ACG", "TA")), k=rng.choice((0, 30, 60, 250))))
+            for _ in range(80)
+        )
+        (folder / f"{mate}.fa").write_text(
+            "".join(f">r{i % 70}\n{bases}\n" for i, bases in enumerate(reads))
+        )
     (folder / "long.fa").write_text(f">long\n{'ACG' * 3_000}\n")
     first, second, alone = (str(folder / name) for name in ("1.fa", "2.fa", "long.fa"))
     spec = StageSpec(mates_1=(first,), mates_2=(second,), reads=(alone,), model_length=60)
     return OrfStore.open(stage(spec, folder / "orfs.h5").store)
 
 
-def judge(root: Path, store: OrfStore, workers: int) -> tuple[dict[str, bytes], results.ResultSummary]:
+def judge(
+    root: Path, store: OrfStore, workers: int
+) -> tuple[dict[str, bytes], results.ResultSummary]:
     rng = np.random.default_rng(0)
     p, failed = rng.random(store.n_uniques).astype(np.float32), rng.random(store.n_uniques) < 0.02
     scores = np.stack((1 - p, p), axis=1)
-    made = results.write_results(RunDir(root), store, scores, failed, uncertain=(0.45, 0.55), workers=workers)
+    made = results.write_results(
+        RunDir(root), store, scores, failed, uncertain=(0.45, 0.55), workers=workers
+    )
     assert workers_of(os.getpid()) == []
     assert min(made.predict_s, made.consensus_s) > 0
     files = {
-        path.name: path.read_bytes() for path in root.iterdir() if path.name in {t.name for t in RunDir(root).tables}
+        path.name: path.read_bytes()
+        for path in root.iterdir()
+        if path.name in {t.name for t in RunDir(root).tables}
     }
     return files, replace(made, predict_s=0, consensus_s=0)
 
@@ -65,7 +76,9 @@ def test_the_bytes_do_not_depend_on_the_processes(
     assert min(whole[1].fates.values()) > 0
     monkeypatch.setattr(results, "BLOCK_READS", 8)
     monkeypatch.setattr(results, "BLOCK_ROWS", 8)
-    monkeypatch.setattr("virnuc_core.reads.workers._AHEAD", 1_000)  # all but the first is for others
+    monkeypatch.setattr(
+        "virnuc_core.reads.workers._AHEAD", 1_000
+    )  # all but the first is for others
     assert judge(tmp_path / "one", store, 1) == whole
     assert not asked
     assert judge(tmp_path / "three", store, 3) == whole

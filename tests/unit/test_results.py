@@ -74,7 +74,9 @@ def make(reads: list[Read]) -> Made:
     store.row_frame = np.array([f.frame for _, f in pairs], dtype=np.uint8)
     store.row_unique = np.arange(len(pairs), dtype=np.int64)
     failed = np.array([f.scores is None for _, f in pairs], dtype=bool)
-    scores = np.array([f.scores or (np.nan, np.nan) for _, f in pairs], dtype=np.float32).reshape(-1, 2)
+    scores = np.array([f.scores or (np.nan, np.nan) for _, f in pairs], dtype=np.float32).reshape(
+        -1, 2
+    )
     return Made(store, scores, failed)
 
 
@@ -134,7 +136,10 @@ def test_a_tie_is_others_for_a_row_and_virus_for_a_chunk_and_a_read(run: RunDir)
         "others",
         "virus",
     ]
-    assert [line.split("\t")[1] for line in run.consensus.read_text().splitlines()[1:]] == ["True", "True"]
+    assert [line.split("\t")[1] for line in run.consensus.read_text().splitlines()[1:]] == [
+        "True",
+        "True",
+    ]
     assert summary.fates["viral"] == 2
 
 
@@ -145,7 +150,9 @@ def test_a_single_row_gives_the_read_its_own_score(run: RunDir) -> None:
 
 def test_a_score_reads_the_same_in_every_file(run: RunDir) -> None:
     margins = np.random.default_rng(5).normal(scale=4, size=(2_000, 1)).astype(np.float32)
-    raised = np.exp(np.concatenate([np.zeros_like(margins), margins], axis=1))  # a softmax in float32, as the head's
+    raised = np.exp(
+        np.concatenate([np.zeros_like(margins), margins], axis=1)
+    )  # a softmax in float32, as the head's
     scores = raised / raised.sum(axis=1, keepdims=True)
     write(run, [one(f"r{i}", (float(a), float(b))) for i, (a, b) in enumerate(scores)])
     rows = [line.split("\t")[3] for line in run.predictions.read_text().splitlines()[1:]]
@@ -155,7 +162,9 @@ def test_a_score_reads_the_same_in_every_file(run: RunDir) -> None:
     assert [(row, read) for row, read in zip(rows, reads, strict=True) if row != read] == []
 
 
-def test_the_verdict_on_a_single_row_is_its_consensus_where_rounding_says_otherwise(run: RunDir) -> None:
+def test_the_verdict_on_a_single_row_is_its_consensus_where_rounding_says_otherwise(
+    run: RunDir,
+) -> None:
     below = np.nextafter(np.float32(0.5), np.float32(0))
     lower = np.nextafter(below, np.float32(0))
     above = np.nextafter(np.float32(0.5), np.float32(1))
@@ -168,7 +177,12 @@ def test_scores_have_the_shortest_float32_form(run: RunDir) -> None:
     values = [(1e-5, 0.99999), (0.1, 0.9), (1 / 3, 2 / 3), (2.5e-8, 1.0)]
     write(run, [one("r", *values)])
     written = [line.split("\t")[2:] for line in run.predictions.read_text().splitlines()[1:]]
-    assert written == [["1e-05", "0.99999"], ["0.1", "0.9"], ["0.33333334", "0.6666667"], ["2.5e-08", "1.0"]]
+    assert written == [
+        ["1e-05", "0.99999"],
+        ["0.1", "0.9"],
+        ["0.33333334", "0.6666667"],
+        ["2.5e-08", "1.0"],
+    ]
 
 
 def test_a_long_read_is_not_viral_for_one_doubtful_chunk(run: RunDir) -> None:
@@ -185,7 +199,10 @@ def test_few_certain_chunks_outweigh_many_doubtful_ones(run: RunDir) -> None:
 
 def test_no_margin_is_too_small_to_tell(run: RunDir) -> None:
     below, above = np.nextafter(np.float32(0.5), np.float32(0)), np.float32(0.5)
-    write(run, [one("just_others", (float(above), 0.0), (0.0, float(below))), one("tiny", (1e-30, 0.0))])
+    write(
+        run,
+        [one("just_others", (float(above), 0.0), (0.0, float(below))), one("tiny", (1e-30, 0.0))],
+    )
     fates = [line.split("\t")[4] for line in run.reads_table.read_text().splitlines()[1:]]
     assert fates == ["others", "others"]
 
@@ -208,7 +225,9 @@ def test_a_failed_row_leaves_the_score_files_and_decides_the_read(run: RunDir) -
     ]
     assert summary.fates["failed"] == 2
     write(run, [one("fine", (0.1, 0.9))])
-    assert run.failed_rows.read_text() == results.FAILED_HEADER, "the list of an earlier attempt is gone"
+    assert run.failed_rows.read_text() == results.FAILED_HEADER, (
+        "the list of an earlier attempt is gone"
+    )
 
 
 def test_no_reads_and_no_rows_give_headers_only(run: RunDir) -> None:
@@ -230,10 +249,19 @@ def test_the_threshold_moves_reads_and_nothing_else(run: RunDir) -> None:
 
 
 def test_reads_with_uncertain_scores_get_no_verdict_where_that_is_wanted(run: RunDir) -> None:
-    reads = [one("below", (0.61, 0.39)), one("low", (0.6, 0.4)), one("high", (0.41, 0.59)), one("above", (0.4, 0.6))]
+    reads = [
+        one("below", (0.61, 0.39)),
+        one("low", (0.6, 0.4)),
+        one("high", (0.41, 0.59)),
+        one("above", (0.4, 0.6)),
+    ]
     reads += [one("half", (0.5, 0.5), None), Read("gone", 90, 1), Read("nothing", 0, 0)]
     plain = write(run, reads)
-    before = run.predictions.read_bytes(), run.consensus.read_bytes(), run.reads_table.read_text().splitlines()
+    before = (
+        run.predictions.read_bytes(),
+        run.consensus.read_bytes(),
+        run.reads_table.read_text().splitlines(),
+    )
     assert "uncertain" not in plain.fates
     summary = write(run, reads, uncertain=(0.4, 0.6))
     assert (run.predictions.read_bytes(), run.consensus.read_bytes()) == before[:2]
@@ -244,7 +272,14 @@ def test_reads_with_uncertain_scores_get_no_verdict_where_that_is_wanted(run: Ru
         ["viral", "0.6", "virus"],
     ]
     assert run.reads_table.read_text().splitlines()[5:] == before[2][5:]
-    assert summary.fates == {"viral": 1, "others": 1, "no_open_frame": 1, "empty": 1, "failed": 1, "uncertain": 2}
+    assert summary.fates == {
+        "viral": 1,
+        "others": 1,
+        "no_open_frame": 1,
+        "empty": 1,
+        "failed": 1,
+        "uncertain": 2,
+    }
 
 
 def test_uncertain_reads_are_not_among_the_viral_ones(tmp_path: Path) -> None:
@@ -261,7 +296,9 @@ def test_flags_are_told_and_twins_are_kept_apart(run: RunDir) -> None:
     write(run, reads)
     table = [line.split("\t") for line in run.reads_table.read_text().splitlines()[1:]]
     assert [line[0] for line in table] == ["r", "r.2", "r.3"]
-    assert run.predictions.read_text().splitlines()[1].startswith("r_chunk_1F1\t"), "ids of the input"
+    assert run.predictions.read_text().splitlines()[1].startswith("r_chunk_1F1\t"), (
+        "ids of the input"
+    )
     assert [line[7] for line in table] == [
         "short_for_model",
         "short_for_model,ambiguous,duplicate_of=r",
@@ -295,7 +332,9 @@ def test_a_store_that_contradicts_itself_leaves_the_old_files(run: RunDir) -> No
 # --- the viral reads themselves ---
 
 
-def staged(folder: Path, fastq: str, fasta: str, **settings: object) -> tuple[RunDir, OrfStore, StageSummary]:
+def staged(
+    folder: Path, fastq: str, fasta: str, **settings: object
+) -> tuple[RunDir, OrfStore, StageSummary]:
     """A finished run over one FASTQ and one FASTA file; every row scores 0.9 when its read's id begins with v."""
     (folder / "a.fastq").write_text(fastq)
     (folder / "b.fasta").write_text(fasta)
@@ -303,9 +342,13 @@ def staged(folder: Path, fastq: str, fasta: str, **settings: object) -> tuple[Ru
     run = RunDir(folder / "run")
     staging = stage(StageSpec(reads=reads), run.store)
     store = OrfStore.open(run.store)
-    virus = np.array([name.startswith("v") for name in store.row_ids(0, store.n_rows)])[store.unique_row[:]]
+    virus = np.array([name.startswith("v") for name in store.row_ids(0, store.n_rows)])[
+        store.unique_row[:]
+    ]
     p = np.where(virus, 0.9, 0.1).astype(np.float32)
-    write_results(run, store, np.stack((1 - p, p), axis=1), np.zeros(len(p), dtype=bool), **settings)
+    write_results(
+        run, store, np.stack((1 - p, p), axis=1), np.zeros(len(p), dtype=bool), **settings
+    )
     return run, store, staging
 
 
@@ -333,7 +376,10 @@ def test_viral_reads_come_out_as_they_went_in(tmp_path: Path) -> None:
     assert write_reads(run, store, reads, ("nonviral",)) == 2
     assert write_reads(run, store, reads, ("viral", "nonviral")) == 5
     assert [path.read_bytes() for path in files] == before
-    others = [gzip.decompress((run.root / f"nonviral.{form}.gz").read_bytes()).decode() for form in ("fastq", "fasta")]
+    others = [
+        gzip.decompress((run.root / f"nonviral.{form}.gz").read_bytes()).decode()
+        for form in ("fastq", "fasta")
+    ]
     assert others == ["@h1\n" + records[1].split("@v2")[0], ">h2" + FASTA.split(">h2")[1]]
 
 
@@ -393,13 +439,17 @@ def slow_fate(read: Read) -> str:
     margins = []
     for chunk in sorted({frame.chunk for frame in read.frames}):
         rows = [frame.scores for frame in read.frames if frame.chunk == chunk and frame.scores]
-        margins.append(float(np.float32(max(r[1] for r in rows))) - float(np.float32(max(r[0] for r in rows))))
+        margins.append(
+            float(np.float32(max(r[1] for r in rows))) - float(np.float32(max(r[0] for r in rows)))
+        )
     return "viral" if sum(margins) / len(margins) >= 0 else "others"
 
 
 @settings(max_examples=60, deadline=None)
 @given(reads=made_reads(), block=st.integers(1, 9))
-def test_the_rules_said_slowly(tmp_path_factory: pytest.TempPathFactory, reads: list[Read], block: int) -> None:
+def test_the_rules_said_slowly(
+    tmp_path_factory: pytest.TempPathFactory, reads: list[Read], block: int
+) -> None:
     run = RunDir(tmp_path_factory.mktemp("run"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "BLOCK_READS", block)
@@ -411,7 +461,9 @@ def test_the_rules_said_slowly(tmp_path_factory: pytest.TempPathFactory, reads: 
     assert sum(summary.fates.values()) == len(reads)
     small = {path.name: path.read_bytes() for path in run.root.iterdir() if path.is_file()}
     counts = replace(summary, predict_s=0, consensus_s=0)
-    assert replace(write(run, reads), predict_s=0, consensus_s=0) == counts  # in blocks that hold all
+    assert (
+        replace(write(run, reads), predict_s=0, consensus_s=0) == counts
+    )  # in blocks that hold all
     assert {path.name: path.read_bytes() for path in run.root.iterdir() if path.is_file()} == small
     scored = [frame for read in reads for frame in read.frames if frame.scores is not None]
     with run.predictions.open() as handle:
@@ -430,7 +482,9 @@ def test_the_rules_said_slowly(tmp_path_factory: pytest.TempPathFactory, reads: 
             if frame.scores:
                 wanted.setdefault(f"{read.name}_chunk_{frame.chunk + 1}", []).append(frame.scores)
     assert list(chunks) == list(wanted)
-    assert chunks == {k: str(max(s[1] for s in v) >= max(s[0] for s in v)) for k, v in wanted.items()}
+    assert chunks == {
+        k: str(max(s[1] for s in v) >= max(s[0] for s in v)) for k, v in wanted.items()
+    }
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -29,7 +29,11 @@ from virnuc_core.rundir import (
 
 
 def contents(root: Path) -> dict[str, str]:
-    return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_text()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 def put(root: Path, *names: str) -> dict[str, str]:
@@ -39,7 +43,9 @@ def put(root: Path, *names: str) -> dict[str, str]:
     return contents(root)
 
 
-def test_a_held_directory_is_marked_and_its_holder_is_named_to_other_threads_and_processes(tmp_path: Path) -> None:
+def test_a_held_directory_is_marked_and_its_holder_is_named_to_other_threads_and_processes(
+    tmp_path: Path,
+) -> None:
     root, said = tmp_path / "run", []
 
     def intrude() -> None:
@@ -48,13 +54,18 @@ def test_a_held_directory_is_marked_and_its_holder_is_named_to_other_threads_and
 
     with run_lock(root):
         assert json.loads((root / MARK).read_bytes())["product"] == "virnuc"
-        with run_lock(root), run_lock(root / "." / "x" / ".."):  # the same context, whatever it calls the place
+        with (
+            run_lock(root),
+            run_lock(root / "." / "x" / ".."),
+        ):  # the same context, whatever it calls the place
             pass
         thread = threading.Thread(target=intrude)
         thread.start()
         thread.join()
         code = f"from virnuc_core.rundir import *; run_lock(Path({str(root)!r})).__enter__()"
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
         assert f"process {os.getpid()} is working here" in found.stderr
         assert said == []
         put(root, "orfs.h5")
@@ -112,9 +123,14 @@ def test_nothing_stays_where_nothing_was_made(tmp_path: Path) -> None:
         "downloads/0123456789ab-a.fq",
     ],
 )
-def test_a_file_of_our_name_in_a_directory_of_others_is_named_and_left(tmp_path: Path, name: str) -> None:
+def test_a_file_of_our_name_in_a_directory_of_others_is_named_and_left(
+    tmp_path: Path, name: str
+) -> None:
     before = put(tmp_path, name, "letter.txt", "shards/mine.txt")
-    with pytest.raises(ConfigError, match=f"not made by virnuc, and {name} would be overwritten"), run_lock(tmp_path):
+    with (
+        pytest.raises(ConfigError, match=f"not made by virnuc, and {name} would be overwritten"),
+        run_lock(tmp_path),
+    ):
         pass
     assert contents(tmp_path) == before
 
@@ -124,14 +140,18 @@ def test_a_folder_of_others_is_left_in_a_directory_that_is_held_too(tmp_path: Pa
     before = put(tmp_path, "lung/reads.tsv")
     with (
         run_lock(tmp_path),
-        pytest.raises(ConfigError, match=r"not made by virnuc, and reads\.tsv would be overwritten"),
+        pytest.raises(
+            ConfigError, match=r"not made by virnuc, and reads\.tsv would be overwritten"
+        ),
         run_lock(tmp_path / "lung"),
     ):
         pass
     assert contents(tmp_path / "lung") == {"reads.tsv": before["lung/reads.tsv"]}
 
 
-def test_a_directory_of_others_without_our_names_may_be_used_and_is_ours_then(tmp_path: Path) -> None:
+def test_a_directory_of_others_without_our_names_may_be_used_and_is_ours_then(
+    tmp_path: Path,
+) -> None:
     put(tmp_path, "reads.fq", "logs/theirs.log", "shards/notes.txt")
     for _ in range(2):
         with run_lock(tmp_path):
@@ -146,9 +166,12 @@ def test_a_run_of_a_version_without_marks_is_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("tune.json", '{"candidates": []}'), ("claims/inbox.tsv.lock", ""), ("tune.json", "{}")]
+    ("name", "text"),
+    [("tune.json", '{"candidates": []}'), ("claims/inbox.tsv.lock", ""), ("tune.json", "{}")],
 )
-def test_a_sweep_or_an_inbox_of_a_version_without_marks_is_ours(tmp_path: Path, name: str, text: str) -> None:
+def test_a_sweep_or_an_inbox_of_a_version_without_marks_is_ours(
+    tmp_path: Path, name: str, text: str
+) -> None:
     put(tmp_path, name, "settings.toml", "inbox.tsv")
     (tmp_path / name).write_text(text)
     if text == "{}":  # somebody else's
@@ -163,7 +186,9 @@ def test_a_mark_that_is_no_file_of_ours_is_not_followed(tmp_path: Path, kind: st
     root, victim = tmp_path / "run", tmp_path / "victim"
     root.mkdir()
     victim.write_text("precious")
-    {"link": lambda at: at.symlink_to(victim), "fifo": os.mkfifo, "folder": Path.mkdir}[kind](root / MARK)
+    {"link": lambda at: at.symlink_to(victim), "fifo": os.mkfifo, "folder": Path.mkdir}[kind](
+        root / MARK
+    )
     with pytest.raises(ConfigError, match=r"\.virnuc"), run_lock(root):
         pass
     assert victim.read_text() == "precious"
@@ -172,9 +197,22 @@ def test_a_mark_that_is_no_file_of_ours_is_not_followed(tmp_path: Path, kind: st
 def test_starting_over_removes_our_files_by_name_and_names_the_rest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs = ("letter.txt", "shards/notes.txt", "logs/app.log", "telemetry/deep/er.txt", "shards/1.h5")
+    theirs = (
+        "letter.txt",
+        "shards/notes.txt",
+        "logs/app.log",
+        "telemetry/deep/er.txt",
+        "shards/1.h5",
+    )
     put(tmp_path, *theirs)
-    put(tmp_path, "run.json", "shards/00000.h5", "shards/123456.h5", "telemetry/traces/profile.md", "logs/worker-x.log")
+    put(
+        tmp_path,
+        "run.json",
+        "shards/00000.h5",
+        "shards/123456.h5",
+        "telemetry/traces/profile.md",
+        "logs/worker-x.log",
+    )
     discard(tmp_path, *RUN_FILES)
     assert sorted(contents(tmp_path)) == sorted(theirs)
     assert not (tmp_path / "telemetry" / "traces").exists()
@@ -191,14 +229,22 @@ def test_a_folder_that_is_a_link_is_not_emptied_of_what_is_not_ours(tmp_path: Pa
     assert contents(elsewhere) == before
 
 
-def test_places_where_something_could_be_lost_are_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_where_something_could_be_lost_are_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home, models = tmp_path / "home", tmp_path / "work" / "models"
     home.mkdir()
     models.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(models.parent)
     (tmp_path / "alias").symlink_to(home)
-    places = {Path("/"): "root", home: "home", tmp_path / "alias": "home", models: "models", Path(): "models"}
+    places = {
+        Path("/"): "root",
+        home: "home",
+        tmp_path / "alias": "home",
+        models: "models",
+        Path(): "models",
+    }
     for place, said in places.items():
         with pytest.raises(ConfigError, match=said):
             check_output(place, models=models)
@@ -217,14 +263,18 @@ def test_an_input_is_never_an_output(tmp_path: Path) -> None:
     (root / MARK).write_text('{"product": "virnuc"}')
     (tmp_path / "link.gz").symlink_to(root / "viral.fasta.gz")
     os.link(root / "devices-1" / "reads.tsv", tmp_path / "hard.txt")
-    check_output(root, models=tmp_path / "models", reads=[str(root / "a.fasta"), "-", "absent", "/dev/null"])
+    check_output(
+        root, models=tmp_path / "models", reads=[str(root / "a.fasta"), "-", "absent", "/dev/null"]
+    )
     for name in (root / "viral.fasta.gz", tmp_path / "link.gz", tmp_path / "hard.txt"):
         with pytest.raises(ConfigError, match="is read, and would be overwritten"):
             check_output(root, models=tmp_path / "models", reads=[str(name)])
     assert set(contents(root)) == set(before)
 
 
-def test_a_device_is_held_by_name_until_its_process_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_device_is_held_by_name_until_its_process_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("virnuc_core.rundir.DEVICE", f"virnuc-of-{tmp_path.name}-{os.getpid()}-")
     assert device_holder("GPU-a") is None
     handle = lock_device("GPU-a", 0)
@@ -237,7 +287,9 @@ def test_a_device_is_held_by_name_until_its_process_ends(monkeypatch: pytest.Mon
     assert not os.get_inheritable(lock_device("GPU-b", 0))
 
 
-def test_a_planted_link_in_a_shared_folder_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_planted_link_in_a_shared_folder_does_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A device's lock was a file once, in a folder where anybody may write."""
     victim, shared = tmp_path / "victim", tmp_path / "virnuc-devices"
     shared.mkdir()

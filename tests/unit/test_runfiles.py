@@ -48,7 +48,9 @@ def test_keys_of_other_versions_are_passed_over(tmp_path: Path) -> None:
         ({"devices": [{"id": "GPU-1", "kind": "cuda", "name": "a"}, {"id": 7}]}, "devices.1"),
     ],
 )
-def test_a_wrong_value_is_named_and_the_file_not_used(tmp_path: Path, change: dict[str, Any], key: str) -> None:
+def test_a_wrong_value_is_named_and_the_file_not_used(
+    tmp_path: Path, change: dict[str, Any], key: str
+) -> None:
     path = tmp_path / "summary.json"
     path.write_text(json.dumps(SUMMARY.model_dump(mode="json") | change))
     with pytest.raises(ConfigError, match=rf"summary\.json: {key}"):
@@ -68,7 +70,9 @@ def test_a_file_that_is_none_is_said(tmp_path: Path, text: str) -> None:
 
 def test_whether_two_jobs_are_the_same() -> None:
     assert differing({"reads": "a", "head": "b"}, {"reads": "a"}) == {}
-    assert differing({"reads": "a", "head": "b"}, {"reads": "a"}, strict=True) == {"head": ("b", "nothing")}
+    assert differing({"reads": "a", "head": "b"}, {"reads": "a"}, strict=True) == {
+        "head": ("b", "nothing")
+    }
     assert differing({"reads": "a"}, {"reads": "c"}) == {"reads": ("a", "c")}
 
 

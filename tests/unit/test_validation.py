@@ -24,7 +24,9 @@ def test_a_damaged_record_is_set_aside_and_other_reads_are_refused(
     staged = []
     for name, bases in (("a", "ACGTC" * 30), ("b", "GGATC" * 30)):
         (tmp_path / f"{name}.fa").write_text(f">{name}\n{bases}\n")
-        staged.append(stage(StageSpec(reads=(str(tmp_path / f"{name}.fa"),)), tmp_path / f"{name}.h5"))
+        staged.append(
+            stage(StageSpec(reads=(str(tmp_path / f"{name}.fa"),)), tmp_path / f"{name}.h5")
+        )
     out = tmp_path / "out"
     record_validation(out, spec, profile, staged[0], ())
     with pytest.raises(RunMismatchError, match=r"reads .{12}… → "):
@@ -34,5 +36,9 @@ def test_a_damaged_record_is_set_aside_and_other_reads_are_refused(
         with caplog.at_level(logging.WARNING):
             record_validation(out, spec.model_copy(update={"force": force}), profile, staged[0], ())
         assert (out / "run.json.damaged").read_bytes() == b"\x00\xff"
-        assert read(out / "run.json", ValidationRecord).fingerprints["reads"] == staged[0].fingerprint
-    assert len([record for record in caplog.records if str(out / "run.json") in record.message]) == 2
+        assert (
+            read(out / "run.json", ValidationRecord).fingerprints["reads"] == staged[0].fingerprint
+        )
+    assert (
+        len([record for record in caplog.records if str(out / "run.json") in record.message]) == 2
+    )

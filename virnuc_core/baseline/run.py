@@ -17,7 +17,16 @@ from virnuc_core.config import Devices, EngineSpec, OnShare
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import slices
-from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, worker_specs
+from virnuc_core.engine.process import (
+    INTERRUPTED,
+    Child,
+    Closed,
+    Failed,
+    LocalWorkers,
+    Message,
+    Ready,
+    worker_specs,
+)
 from virnuc_core.errors import ConfigError, InputError, WorkerError, named
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
@@ -39,7 +48,12 @@ T = TypeVar("T")
 
 
 def run_baseline(
-    run: RunDir, store: Path, models: Path, devices: Devices, spec: BaselineSpec, on_progress: OnShare = lambda _: None
+    run: RunDir,
+    store: Path,
+    models: Path,
+    devices: Devices,
+    spec: BaselineSpec,
+    on_progress: OnShare = lambda _: None,
 ) -> BaselineSummary:
     """Measure a baseline on `store` and write its result files, `summary.json` and `run.json` into `run`. With
     `spec.reads` it runs on that many reads, drawn by `SEED`, and its time is scaled. A finished baseline of the same
@@ -57,7 +71,9 @@ def run_baseline(
     record = new_record(
         RunRecord,
         chosen,
-        spec=spec.model_dump(mode="json", exclude={"recorded_reads", "results"}),  # which say nothing of a run
+        spec=spec.model_dump(
+            mode="json", exclude={"recorded_reads", "results"}
+        ),  # which say nothing of a run
         model_length=orfs.model_length,
         fingerprints={"reads": orfs.fingerprint, **fingerprint(models)},
         seeds={"baseline": SEED},
@@ -68,12 +84,20 @@ def run_baseline(
     with run_lock(run.root):
         before = read_or_set_aside(run.summary, BaselineSummary)
         if before is not None and before.fingerprint == identity:
-            wrong = [name for name, left in (before.files or {}).items() if digest(run.root / name) != left]
+            wrong = [
+                name
+                for name, left in (before.files or {}).items()
+                if digest(run.root / name) != left
+            ]
             if not wrong:
                 if read_or_set_aside(run.record, RunRecord) is None:
                     write(run.record, record)
                 return before.model_copy(update={"reused": True})
-            log.warning("%s: %s not as the baseline left it; it is measured again", run.root, ", ".join(wrong))
+            log.warning(
+                "%s: %s not as the baseline left it; it is measured again",
+                run.root,
+                ", ".join(wrong),
+            )
         run.summary.unlink(missing_ok=True)
         summary = _Measurement(run, orfs, models, chosen, spec, workers, on_progress).measure()
         discard(run.root, FILES)
@@ -87,14 +111,18 @@ def run_baseline(
 def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
     device, count = spec.recorded_device, spec.recorded_devices or 1
     if spec.results is None and (spec.recorded_seconds is None or device is None):
-        raise ConfigError("baseline: a recorded one needs recorded_seconds and recorded_device, or results")
+        raise ConfigError(
+            "baseline: a recorded one needs recorded_seconds and recorded_device, or results"
+        )
     return BaselineSummary(
         name=spec.name,
         source="recorded",
         wall_s=spec.recorded_seconds,
         n_reads=store.n_reads,
         n_rows=store.n_rows,
-        devices=tuple(Device(id=f"recorded-{i}", kind="cuda", name=device) for i in range(count) if device),
+        devices=tuple(
+            Device(id=f"recorded-{i}", kind="cuda", name=device) for i in range(count) if device
+        ),
     )
 
 
@@ -124,10 +152,14 @@ class _Measurement:
         covered[reads] = True
         rows = np.flatnonzero(covered[np.asarray(self.store.row_read)])
         if len(rows) == 0 and self.store.n_rows > 0:
-            raise InputError(f"none of the {len(reads)} reads drawn for the baseline has an open frame; draw more")
+            raise InputError(
+                f"none of the {len(reads)} reads drawn for the baseline has an open frame; draw more"
+            )
         file_rows, subset = worker.FILE_ROWS, None
         if len(rows) and len(reads) < self.store.n_reads:
-            tokens = (np.diff(np.asarray(self.store.protein_offsets)) + 2)[np.asarray(self.store.row_unique)]
+            tokens = (np.diff(np.asarray(self.store.protein_offsets)) + 2)[
+                np.asarray(self.store.row_unique)
+            ]
             counts = {"tokens": int(tokens[rows].sum()), "total_tokens": int(tokens.sum())}
             subset = BaselineSubset(reads=len(reads), seed=SEED, **counts)
             # so that every device has work, as it would have on the whole input
@@ -137,13 +169,25 @@ class _Measurement:
         self._split(rows, files)
         done, start_s = self._embed_and_predict([high - low for low, high in files], len(rows))
         voting = time.monotonic()
-        scores = [np.load(worker.file_path(self.folder, "scores.npy", number)) for number in range(1, len(files) + 1)]
-        write_covered(self.run, self.store, covered, np.concatenate([np.empty((0, 2), dtype=np.float32), *scores]))
+        scores = [
+            np.load(worker.file_path(self.folder, "scores.npy", number))
+            for number in range(1, len(files) + 1)
+        ]
+        write_covered(
+            self.run,
+            self.store,
+            covered,
+            np.concatenate([np.empty((0, 2), dtype=np.float32), *scores]),
+        )
         self.seconds[CONSENSUS] = time.monotonic() - voting
         wall_s = measured_s = time.monotonic() - began
         scaled = self.seconds
         if subset:
-            growth, total, devices = subset.total_tokens / subset.tokens, self.store.n_rows, len(self.devices)
+            growth, total, devices = (
+                subset.total_tokens / subset.tokens,
+                self.store.n_rows,
+                len(self.devices),
+            )
             scaled = {name: value * total / len(rows) for name, value in self.seconds.items()}
             for stage, each in ((DNABERT_S, self.spec.name != "v1"), (ESM2, True)):
                 scaled[stage] = scaled_seconds(
@@ -168,18 +212,25 @@ class _Measurement:
         """Write the rows as files of both kinds."""
         discard(self.run.root, FILES)
         self.folder.mkdir(parents=True, exist_ok=True)
-        kinds = ("nucleotide.fa", self.store.dna, SPLIT_DNA), ("protein.fa", self.store.protein, SPLIT_PROTEIN)
+        kinds = (
+            ("nucleotide.fa", self.store.dna, SPLIT_DNA),
+            ("protein.fa", self.store.protein, SPLIT_PROTEIN),
+        )
         for number, (low, high) in enumerate(files, start=1):
             began = time.monotonic()
             ids = fetch(self.store.row_ids, rows[low:high])
             unique = np.asarray(self.store.row_unique)[rows[low:high]]
             for kind, sequences, stage in kinds:
-                worker.write_fasta(worker.file_path(self.folder, kind, number), ids, fetch(sequences, unique))
+                worker.write_fasta(
+                    worker.file_path(self.folder, kind, number), ids, fetch(sequences, unique)
+                )
                 now = time.monotonic()
                 self.seconds[stage] += now - began
                 began = now
 
-    def _embed_and_predict(self, sizes: list[int], rows: int) -> tuple[dict[str, list[worker.FileDone]], float]:
+    def _embed_and_predict(
+        self, sizes: list[int], rows: int
+    ) -> tuple[dict[str, list[worker.FileDone]], float]:
         """The four stages of the worker processes on files of these sizes, each on the worker it is dealt to: the files
         done in each, and the seconds it took to start the workers. A worker that dies ends the baseline."""
         done: dict[str, list[worker.FileDone]] = {}
@@ -190,18 +241,24 @@ class _Measurement:
         with self.workers as workers:
             specs = worker_specs(self.models, self.devices, EngineSpec(device_wait_s=DEVICE_WAIT_S))
             logs = self.run.root / "logs"
-            children = [workers.start(spec, logs / f"baseline-{spec.device.id}.log") for spec in specs]
+            children = [
+                workers.start(spec, logs / f"baseline-{spec.device.id}.log") for spec in specs
+            ]
             for _ in children:
                 assert isinstance(expect(workers, children)[1], Ready)
             start_s = time.monotonic() - started
-            for stage, op in zip((DNABERT_S, ESM2, MERGING, PREDICTION), get_args(worker.Operation), strict=True):
+            for stage, op in zip(
+                (DNABERT_S, ESM2, MERGING, PREDICTION), get_args(worker.Operation), strict=True
+            ):
                 began, done[stage] = time.monotonic(), []
                 plan = dict(zip(children, shares if op in ENCODERS else one_worker, strict=False))
                 todo = {child: len(files) for child, files in plan.items()}
                 for child, files in plan.items():
                     for file in files:
                         name, folder = self.spec.name, str(self.folder)
-                        child.send(worker.FileTask(op=op, algorithm=name, folder=folder, file=file + 1))
+                        child.send(
+                            worker.FileTask(op=op, algorithm=name, folder=folder, file=file + 1)
+                        )
                 while busy := [child for child, files in todo.items() if files]:
                     child, event = expect(workers, busy)
                     if isinstance(event, worker.RowsDone):
@@ -214,27 +271,42 @@ class _Measurement:
         return done, start_s
 
 
-def expect(workers: LocalWorkers, busy: Iterable[Child], silence_s: float = SILENCE_S) -> tuple[Child, Message]:
+def expect(
+    workers: LocalWorkers, busy: Iterable[Child], silence_s: float = SILENCE_S
+) -> tuple[Child, Message]:
     """The next message of workers none of which may fail. Errors: our own as the worker raised them; `WorkerError` for
     one that failed otherwise, died, or is `busy` and silent or unmoved for `silence_s`; after `end_all_children`."""
     while True:
         for child in busy:
             if (rest_s := time.monotonic() - child.progress_s) > silence_s or child.silent:
-                raise WorkerError(f"worker on {child.device} has not moved for {rest_s:.0f} s; see {child.log}")
+                raise WorkerError(
+                    f"worker on {child.device} has not moved for {rest_s:.0f} s; see {child.log}"
+                )
         if (received := workers.receive(1.0)) is None:
             continue
         child, heard = received
         if isinstance(heard, Failed):
             problem = f"worker on {child.device}: {heard.kind}: {heard.message}; see {child.log}"
-            raise named(heard.kind, heard.message) or WorkerError(problem, worker_traceback=heard.traceback)
+            raise named(heard.kind, heard.message) or WorkerError(
+                problem, worker_traceback=heard.traceback
+            )
         if not isinstance(heard, Closed):
             return received
         ended = f"ended (status {child.end(0.5)}); last words: {child.last_words}"
-        raise WorkerError(INTERRUPTED if workers.cancelled else f"worker on {child.device} {ended}; see {child.log}")
+        raise WorkerError(
+            INTERRUPTED
+            if workers.cancelled
+            else f"worker on {child.device} {ended}; see {child.log}"
+        )
 
 
 def scaled_seconds(
-    done: Sequence[worker.FileDone], growth: float, *, total_rows: int, devices: int, load_each_file: bool
+    done: Sequence[worker.FileDone],
+    growth: float,
+    *,
+    total_rows: int,
+    devices: int,
+    load_each_file: bool,
 ) -> float:
     """Seconds a stage would take on all rows in files of 10,000, dealt to the devices as the algorithm does. The
     measured seconds of computing, which grow with the tokens, are shared out over those files by their rows; each file,

@@ -89,7 +89,9 @@ def sorted_batches(lengths: Sequence[int], budget: int = TOKENS_PER_BATCH) -> Ba
     [[1, 0], [2]]
     """
     rows = sorted(range(len(lengths)), key=lengths.__getitem__)
-    return _batches(rows, lambda batch: (max(lengths[row] for row in batch) + 1) * len(batch), budget)
+    return _batches(
+        rows, lambda batch: (max(lengths[row] for row in batch) + 1) * len(batch), budget
+    )
 
 
 def filled_batches(sizes: Sequence[int], budget: int = TOKENS_PER_BATCH) -> Batches:
@@ -141,9 +143,14 @@ BATCHES: Final[dict[tuple[BaselineName, Operation], Callable[[Sequence[int]], Ba
 }
 
 
-def placed(read: Callable[[str], Tensor], names: Iterable[str], device: torch.device, dtype: torch.dtype) -> Tensors:
+def placed(
+    read: Callable[[str], Tensor], names: Iterable[str], device: torch.device, dtype: torch.dtype
+) -> Tensors:
     """The tensors of these names on the device, one at a time, in `dtype`; rotary frequencies stay float32."""
-    return {name: read(name).to(device).to(torch.float32 if name == "inv_freq" else dtype) for name in names}
+    return {
+        name: read(name).to(device).to(torch.float32 if name == "inv_freq" else dtype)
+        for name in names
+    }
 
 
 class Padded(ABC):
@@ -152,7 +159,9 @@ class Padded(ABC):
     ENDS: ClassVar[int]  # tokens at either end of a row that do not enter its mean
     LIMIT: ClassVar[int]  # tokens that do, at most
 
-    def __init__(self, tensors: Tensors, shape: Esm2Shape | DnabertShape, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, tensors: Tensors, shape: Esm2Shape | DnabertShape, tokenizer: Tokenizer
+    ) -> None:
         self.w, self.shape, self.tokenizer = tensors, shape, tokenizer
         self.device = tensors["embed.weight"].device
 
@@ -165,7 +174,9 @@ class Padded(ABC):
         the run and fetched by itself, as the originals do."""
         flat, offsets = self.tokenizer.encode(sequences)
         lengths = offsets.diff()
-        tokens = pad_sequence(flat.split(lengths.tolist()), batch_first=True, padding_value=self.tokenizer.pad_id)
+        tokens = pad_sequence(
+            flat.split(lengths.tolist()), batch_first=True, padding_value=self.tokenizer.pad_id
+        )
         real = torch.arange(tokens.shape[1]) < lengths[:, None]  # [rows, longest]
         out = self.hidden(tokens.to(self.device), real.to(self.device))
         counts = (lengths - 2 * self.ENDS).clamp(max=self.LIMIT).tolist()
@@ -176,7 +187,11 @@ class Padded(ABC):
         """Queries, keys and values: [3, rows, heads, longest, head_dim]."""
         rows, longest, width = x.shape
         heads = self.shape.heads
-        return self._linear(f"{p}.qkv", x).view(rows, longest, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+        return (
+            self._linear(f"{p}.qkv", x)
+            .view(rows, longest, 3, heads, width // heads)
+            .permute(2, 0, 3, 1, 4)
+        )
 
     def _mixed(self, p: str, weights: Tensor, values: Tensor) -> Tensor:
         return self._linear(f"{p}.out", (weights @ values).transpose(1, 2).flatten(2))
@@ -207,10 +222,16 @@ class PaddedEsm2(Padded):
         for layer in range(self.shape.layers):
             p = f"layers.{layer}"
             q, k, v = self._heads(p, self._norm(f"{p}.attn_norm", x))
-            scores = _rotated(q * q.shape[-1] ** -0.5, cos, sin) @ _rotated(k, cos, sin).transpose(-1, -2)
+            scores = _rotated(q * q.shape[-1] ** -0.5, cos, sin) @ _rotated(k, cos, sin).transpose(
+                -1, -2
+            )
             scores = scores.masked_fill(~real[:, None, None, :], -math.inf)
-            x = x + self._mixed(p, torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
-            x = x + self._linear(f"{p}.fc2", F.gelu(self._linear(f"{p}.fc1", self._norm(f"{p}.ffn_norm", x))))
+            x = x + self._mixed(
+                p, torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v
+            )
+            x = x + self._linear(
+                f"{p}.fc2", F.gelu(self._linear(f"{p}.fc1", self._norm(f"{p}.ffn_norm", x)))
+            )
         return self._norm("final_norm", x)
 
 
@@ -248,7 +269,9 @@ class PaddedDnabertS(Padded):
 def plain_scores(w: Tensors, features: Tensor, norm_eps: float) -> Tensor:
     """The head: linear, batch norm on stored statistics, ReLU, linear, softmax: P(others) and P(virus) of each row of
     `features` (float32 [rows, DNA + protein]), as float32 [rows, 2] on the CPU."""
-    x = F.linear(features.to(w["bn1.weight"].device), w["hidden_layer.weight"], w["hidden_layer.bias"])
+    x = F.linear(
+        features.to(w["bn1.weight"].device), w["hidden_layer.weight"], w["hidden_layer.bias"]
+    )
     scale = w["bn1.weight"] / torch.sqrt(w["bn1.running_var"] + norm_eps)
     x = torch.relu((x - w["bn1.running_mean"]) * scale + w["bn1.bias"])
     x = F.linear(x, w["output_layer.weight"], w["output_layer.bias"])
@@ -259,13 +282,18 @@ def load(models: Path, which: Operation, device: torch.device, dtype: torch.dtyp
     """The encoder `which` of a models directory; `WeightsError` when it cannot be used."""
     if which == "dnabert_s":
         dna, read = open_part(models, DnabertShape)
-        return PaddedDnabertS(placed(read, dna.tensors(), device, dtype), dna, DnabertTokenizer(models))
+        return PaddedDnabertS(
+            placed(read, dna.tensors(), device, dtype), dna, DnabertTokenizer(models)
+        )
     shape, read = open_part(models, Esm2Shape)
     return PaddedEsm2(placed(read, shape.tensors(), device, dtype), shape, Esm2Tokenizer())
 
 
 def embed_rows(
-    network: Padded, sequences: list[bytes], batches: Batches, on_rows: Callable[[int], None] = lambda _: None
+    network: Padded,
+    sequences: list[bytes],
+    batches: Batches,
+    on_rows: Callable[[int], None] = lambda _: None,
 ) -> Tensor:
     """Embeddings of `sequences`, float32 [rows, width], in their own order; `on_rows` hears of each batch's rows."""
     parts = []
@@ -279,7 +307,10 @@ def embed_rows(
 def merge_file(folder: Path, number: int) -> None:
     """Join both embeddings of each row of a file, DNA first, in their place. Errors: `ValueError` for unequal rows."""
     parts = file_path(folder, "dnabert_s.npy", number), file_path(folder, "esm2.npy", number)
-    save(file_path(folder, "merged.npy", number), np.concatenate([np.load(part) for part in parts], axis=1))
+    save(
+        file_path(folder, "merged.npy", number),
+        np.concatenate([np.load(part) for part in parts], axis=1),
+    )
     for part in parts:
         part.unlink()
 
@@ -308,7 +339,9 @@ class FileWorker:
         load_s = time.monotonic() - started
         batches = BATCHES[task.algorithm, task.op]([len(one) for one in sequences])
         embeddings = embed_rows(network, sequences, batches, self._count_rows)
-        save(file_path(folder, "dnabert_s.npy" if dna else "esm2.npy", task.file), embeddings.numpy())
+        save(
+            file_path(folder, "dnabert_s.npy" if dna else "esm2.npy", task.file), embeddings.numpy()
+        )
         self._count_rows(0, last=True)
         return load_s
 
@@ -329,7 +362,10 @@ class FileWorker:
         merged = file_path(folder, "merged.npy", task.file)
         features = torch.from_numpy(np.load(merged))
         with torch.inference_mode():
-            parts = [plain_scores(weights, part, shape.norm_eps) for part in features.split(HEAD_BATCH_ROWS)]
+            parts = [
+                plain_scores(weights, part, shape.norm_eps)
+                for part in features.split(HEAD_BATCH_ROWS)
+            ]
         save(file_path(folder, "scores.npy", task.file), torch.cat(parts).numpy())
         merged.unlink()
         return load_s
@@ -346,6 +382,8 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
         if task.op == "merge":
             merge_file(folder, task.file)
         else:
-            load_s = worker.predict(folder, task) if task.op == "predict" else worker.embed(folder, task)
+            load_s = (
+                worker.predict(folder, task) if task.op == "predict" else worker.embed(folder, task)
+            )
         worker.progress_s = time.monotonic()
         parent.send(FileDone(load_s=load_s, compute_s=worker.progress_s - started - load_s))

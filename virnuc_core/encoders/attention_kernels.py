@@ -40,9 +40,15 @@ def _halves(
         c = tl.load(cos + at[:, None] * half + column, mask=live[:, None], other=0.0)
         s = tl.load(sin + at[:, None] * half + column, mask=live[:, None], other=0.0)
         low_wide, high_wide = low.to(tl.float32) * factor, high.to(tl.float32) * factor
-        low, high = (low_wide * c - high_wide * s).to(dtype), (high_wide * c + low_wide * s).to(dtype)
+        low, high = (
+            (low_wide * c - high_wide * s).to(dtype),
+            (high_wide * c + low_wide * s).to(dtype),
+        )
     elif factor != 1.0:
-        low, high = (low.to(tl.float32) * factor).to(dtype), (high.to(tl.float32) * factor).to(dtype)
+        low, high = (
+            (low.to(tl.float32) * factor).to(dtype),
+            (high.to(tl.float32) * factor).to(dtype),
+        )
     return low, high
 
 
@@ -88,7 +94,9 @@ def _clear_tail(
     for first in range(end, slots, block):
         slot = first + tl.arange(0, block)
         place = out + slot.to(tl.int64)[:, None] * width + tl.arange(0, head_dim)[None, :]
-        tl.store(place, tl.zeros([block, head_dim], out.dtype.element_ty), mask=(slot < slots)[:, None])
+        tl.store(
+            place, tl.zeros([block, head_dim], out.dtype.element_ty), mask=(slot < slots)[:, None]
+        )
 
 
 @triton.jit
@@ -111,13 +119,19 @@ def _whole_row(
     stride: tl.constexpr = 3 * width
     half: tl.constexpr = head_dim // 2
     at_near = tl.arange(0, near)
-    low_near, high_near = _halves(base + width, at_near, at_near < length, cos, sin, stride, half, 1.0)
+    low_near, high_near = _halves(
+        base + width, at_near, at_near < length, cos, sin, stride, half, 1.0
+    )
     v_near = _values(base + 2 * width, at_near, length, stride, head_dim)
     if far > 0:
         at_far = near + tl.arange(0, far)
-        low_far, high_far = _halves(base + width, at_far, at_far < length, cos, sin, stride, half, 1.0)
+        low_far, high_far = _halves(
+            base + width, at_far, at_far < length, cos, sin, stride, half, 1.0
+        )
         v_far = _values(base + 2 * width, at_far, length, stride, head_dim)
-    end = queries if near == queries and far == 0 else length  # the first is known when compiled: no loop is left
+    end = (
+        queries if near == queries and far == 0 else length
+    )  # the first is known when compiled: no loop is left
     for first in range(0, end, queries):
         at_q = first + tl.arange(0, queries)
         live = at_q < length
@@ -168,11 +182,41 @@ def _whole_rows(
     half: tl.constexpr = far // 2
     if far > 0:
         if length > near + half:
-            _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, queries, near, far, product)
+            _whole_row(
+                base,
+                to,
+                length,
+                cos,
+                sin,
+                slope,
+                width,
+                head_dim,
+                factor,
+                queries,
+                near,
+                far,
+                product,
+            )
         elif length > 0:
-            _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, queries, near, half, product)
+            _whole_row(
+                base,
+                to,
+                length,
+                cos,
+                sin,
+                slope,
+                width,
+                head_dim,
+                factor,
+                queries,
+                near,
+                half,
+                product,
+            )
     elif length > 0:
-        _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, queries, near, 0, product)
+        _whole_row(
+            base, to, length, cos, sin, slope, width, head_dim, factor, queries, near, 0, product
+        )
     if row == tl.num_programs(1) - 1:
         _clear_tail(head_out, start + length, slots, width, head_dim, queries)
 
@@ -221,7 +265,11 @@ def _long_rows(
             v = _values(base + 2 * width, at_k, length, stride, head_dim)
             mixed = tl.dot(weight.to(v.dtype), v, mixed * fade[:, None], input_precision=product)
             best = better
-        place = head_out + (start + at_q).to(tl.int64)[:, None] * width + tl.arange(0, head_dim)[None, :]
+        place = (
+            head_out
+            + (start + at_q).to(tl.int64)[:, None] * width
+            + tl.arange(0, head_dim)[None, :]
+        )
         tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
     if (part == 0) & (row == tl.num_programs(1) - 1):
         _clear_tail(head_out, start + length, slots, width, head_dim, block)
@@ -236,7 +284,12 @@ def fused_attention(qkv: Tensor, rows: Rows) -> Tensor:
     out = torch.empty(slots, width, dtype=qkv.dtype, device=qkv.device)
     given = (qkv, out, rows.cu_seqlens, rows.cos, rows.sin, rows.slopes, slots)
     product = "ieee" if wide else "tf32"  # for float32 only
-    sizes: dict[str, object] = {"width": width, "head_dim": width // rows.heads, "num_warps": 4, "num_stages": 2}
+    sizes: dict[str, object] = {
+        "width": width,
+        "head_dim": width // rows.heads,
+        "num_warps": 4,
+        "num_stages": 2,
+    }
     sizes |= {"factor": 1 / math.sqrt(width // rows.heads), "product": product}
     grid = (rows.heads, max(1, rows.rows))
     if wide or rows.max_seqlen > WHOLE:

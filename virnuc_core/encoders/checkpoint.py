@@ -25,7 +25,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
 from virnuc_core.config import Attention, EngineSpec, Precision, reading, small_text
-from virnuc_core.encoders.model_config import KINDS, PRODUCTS, DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
+from virnuc_core.encoders.model_config import (
+    KINDS,
+    PRODUCTS,
+    DnabertShape,
+    Esm2Shape,
+    HeadShape,
+    S,
+    Shape,
+    read_shape,
+)
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import VirnucError, WeightsError, few
 from virnuc_core.rundir import write_text_whole
@@ -59,7 +68,9 @@ def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
 def shape_of(models: Path, kind: type[S]) -> S:
     """Its sizes alone, found right as `open_part` does, once in this process while the files stay the same."""
     states = (path.stat() for path in sorted(models.glob("*/*")) if path.is_file())
-    found: S = _shape(models, kind, tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in states))
+    found: S = _shape(
+        models, kind, tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in states)
+    )
     return found
 
 
@@ -70,14 +81,18 @@ def _shape(models: Path, kind: type[Any], _states: object) -> Any:
         check_widths(models, shape)
     _open(models / shape.model, shape, _numbers if isinstance(shape, HeadShape) else _stored)
     if isinstance(shape, DnabertShape) and (vocab := DnabertTokenizer(models).vocab) > shape.vocab:
-        raise WeightsError(f"{models / shape.model}: the tokenizer has {vocab} tokens, the model only {shape.vocab}")
+        raise WeightsError(
+            f"{models / shape.model}: the tokenizer has {vocab} tokens, the model only {shape.vocab}"
+        )
     return shape
 
 
 def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
     """The same of one part alone, wherever its folder lies; whether it fits others is for the caller."""
     if not (folder / "config.json").is_file():
-        raise WeightsError(f"{folder}: no {kind.part()} here; it needs config.json and model.safetensors")
+        raise WeightsError(
+            f"{folder}: no {kind.part()} here; it needs config.json and model.safetensors"
+        )
     from safetensors.torch import load_file
 
     shape = read_shape(folder / "config.json", kind)
@@ -101,7 +116,9 @@ class Stored(NamedTuple):
 def _stored(file: Path) -> dict[str, Stored]:
     with safe_open(file, "np") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-        return {name: Stored(tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+        return {
+            name: Stored(tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()
+        }
 
 
 def _numbers(file: Path) -> Mapping[str, Any]:
@@ -127,8 +144,12 @@ def check_widths(models: Path, head: HeadShape) -> None:
 def check_finite(folder: Path, shape: Shape, read: Read) -> int:
     """How many numbers a part has, all finite; `WeightsError` names the first tensor with another."""
     tensors = ((name, read(name)) for name in shape.tensors())
-    if bad := next((name for name, values in tensors if not bool((abs(values) < math.inf).all())), None):
-        raise WeightsError(f"{folder}: tensor {bad} holds NaN or infinity; make it anew, or copy it again")
+    if bad := next(
+        (name for name, values in tensors if not bool((abs(values) < math.inf).all())), None
+    ):
+        raise WeightsError(
+            f"{folder}: tensor {bad} holds NaN or infinity; make it anew, or copy it again"
+        )
     return sum(map(math.prod, shape.tensors().values()))
 
 
@@ -143,9 +164,13 @@ def check_models(models: Path, new_length: int | None = None) -> HeadShape:
 
 def _folder(models: Path, part: str) -> Path:
     if not models.is_dir():
-        raise WeightsError(f"models directory {models}: no such directory; make one with virnuc models")
+        raise WeightsError(
+            f"models directory {models}: no such directory; make one with virnuc models"
+        )
     if not (models / part).is_dir():
-        train = "; virnuc models use-head puts one back, virnuc train --model-length makes one" * (part == "head")
+        train = "; virnuc models use-head puts one back, virnuc train --model-length makes one" * (
+            part == "head"
+        )
         needed = ", ".join(f"{one}/" for one in PARTS)
         raise WeightsError(f"models directory {models}: no {part}/ in it; it needs {needed}{train}")
     return models / part
@@ -153,19 +178,28 @@ def _folder(models: Path, part: str) -> Path:
 
 def _weights(folder: Path) -> list[Path]:
     if not (files := tensor_files(folder)):
-        raise WeightsError(f"{folder / WEIGHTS}: no such file; convert a checkpoint with virnuc models convert")
+        raise WeightsError(
+            f"{folder / WEIGHTS}: no such file; convert a checkpoint with virnuc models convert"
+        )
     return files
 
 
-def fingerprint(models: Path, precision: Precision = "auto", *, anew: bool = False) -> dict[str, str]:
+def fingerprint(
+    models: Path, precision: Precision = "auto", *, anew: bool = False
+) -> dict[str, str]:
     """SHA-256 of each part's files, by the part's name, and of the calibration for int8; equal ones mean equal scores.
     `anew`: computed also for large files of which it is remembered.
     Errors: `WeightsError` also for int8 without a calibration, or with that of other weights."""
     further = {"dnabert_s": [models / "dnabert_s" / "tokenizer.json"]}
-    found = {part: part_digest(_folder(models, part), *further.get(part, []), anew=anew) for part in PARTS}
+    found = {
+        part: part_digest(_folder(models, part), *further.get(part, []), anew=anew)
+        for part in PARTS
+    }
     if precision == "int8":
         if calibration(models)[1] != found["esm2"]:
-            problem = "was made for other weights of ESM-2; make it anew with virnuc models quantize"
+            problem = (
+                "was made for other weights of ESM-2; make it anew with virnuc models quantize"
+            )
             raise WeightsError(f"{models / 'esm2' / CALIBRATION}: {problem}")
         found["int8"] = sha256_of(models / "esm2" / CALIBRATION)
     return found
@@ -176,18 +210,26 @@ def calibration(models: Path) -> tuple[list[dict[str, NDArray[np.float32]]], str
     [2, in]; and the digest of the weights it saw."""
     path, kind = models / "esm2" / CALIBRATION, Esm2Shape
     if not path.is_file():
-        raise WeightsError(f"{path}: no such file; int8 needs it, and virnuc models quantize makes it from some reads")
+        raise WeightsError(
+            f"{path}: no such file; int8 needs it, and virnuc models quantize makes it from some reads"
+        )
     try:
         with safe_open(path, "np") as file:
             seen = {name: file.get_tensor(name).astype(np.float32) for name in file.keys()}  # noqa: SIM118 - no mapping
             count = read_shape(models / "esm2" / "config.json", kind).layers
-            products = [{name: seen[f"layers.{i}.{name}"] for name in PRODUCTS} for i in range(count)]
+            products = [
+                {name: seen[f"layers.{i}.{name}"] for name in PRODUCTS} for i in range(count)
+            ]
             for largest, mean in seen.values():
-                if not (np.isfinite(largest) & (np.abs(mean) <= 1.01 * largest)).all():  # sums of float32 are rounded
+                if not (
+                    np.isfinite(largest) & (np.abs(mean) <= 1.01 * largest)
+                ).all():  # sums of float32 are rounded
                     raise ValueError("no mean is above the largest")
             return products, (file.metadata() or {})["weights"]
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise WeightsError(f"{path}: is no calibration for this ESM-2; make it with virnuc models quantize") from error
+        raise WeightsError(
+            f"{path}: is no calibration for this ESM-2; make it with virnuc models quantize"
+        ) from error
 
 
 def part_digest(folder: Path, *further: Path, anew: bool = False) -> str:
@@ -232,7 +274,11 @@ def digest_of(path: Path) -> str:
 
 
 def load_encoder(
-    network: type[E], models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto"
+    network: type[E],
+    models: Path,
+    device: torch.device,
+    precision: Precision = "auto",
+    attention: Attention = "auto",
 ) -> E:
     """The `Esm2` or `DnabertS` of a models directory; `DeviceError`, `ConfigError` when `device` cannot run it so."""
     from virnuc_core.encoders import layers
@@ -247,7 +293,10 @@ def load_encoder(
 
 
 def load_all(
-    models: Path, device: torch.device, engine: EngineSpec, warm: Callable[[Encoder], object] = lambda _: None
+    models: Path,
+    device: torch.device,
+    engine: EngineSpec,
+    warm: Callable[[Encoder], object] = lambda _: None,
 ) -> tuple[Esm2, DnabertS, Head]:
     """All three models on one device as an engine's settings want them; raises as the loaders of each do, and `warm`.
     Both encoders at once; each is handed to `warm` as soon as it is there, for compiling its kernels takes longest, and
@@ -274,7 +323,9 @@ def load_all(
     return loaded
 
 
-def open_safetensors(files: list[Path], opened: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
+def open_safetensors(
+    files: list[Path], opened: Callable[[Path], Mapping[str, Any]]
+) -> dict[str, Any]:
     """The tensors of some `.safetensors` files as `opened` has them; torch's `load_file` maps them into memory: a
     tensor's numbers are read when they are used."""
     found: dict[str, Any] = {}
@@ -282,14 +333,20 @@ def open_safetensors(files: list[Path], opened: Callable[[Path], Mapping[str, An
         try:
             found |= opened(file)
         except Exception as error:  # the library, and torch for it, raise many kinds
-            problem = f"cannot be read as safetensors: {error}; is it whole? copy or convert it again"
+            problem = (
+                f"cannot be read as safetensors: {error}; is it whole? copy or convert it again"
+            )
             raise WeightsError(f"{file}: {problem}") from error
     return found
 
 
 # Names of the public layouts (ESM-2 as fair-esm saved it and as ported to transformers, DNABERT-S), prefixes taken off
-_NAMES: Final = tomllib.loads(Path(__file__).with_name("tensor_names.toml").read_text(encoding="utf-8"))
-_PREFIXES, _UNUSED, _TASK_HEAD = (re.compile(_NAMES[key]) for key in ("prefixes", "unused", "task_head"))
+_NAMES: Final = tomllib.loads(
+    Path(__file__).with_name("tensor_names.toml").read_text(encoding="utf-8")
+)
+_PREFIXES, _UNUSED, _TASK_HEAD = (
+    re.compile(_NAMES[key]) for key in ("prefixes", "unused", "task_head")
+)
 
 
 def our_name(theirs: str) -> str:
@@ -306,12 +363,17 @@ def our_name(theirs: str) -> str:
     return "" if _UNUSED.fullmatch(bare) else theirs
 
 
-def fit(source: Path, tensors: Mapping[str, Tensor | Stored], shape: Shape, drop_extra: bool = False) -> Read:
+def fit(
+    source: Path, tensors: Mapping[str, Tensor | Stored], shape: Shape, drop_extra: bool = False
+) -> Read:
     """Reads the tensors of a checkpoint of any public layout by our names, each in the precision it is stored in.
     Rotary frequencies, which newer ports do not save, are computed from the head size then. An encoder's task head, and
     with `drop_extra` all that is not wanted, is left out with a remark. Errors: `WeightsError` names what is missing,
     unexpected or misshapen; no weights are read for that."""
-    wanted, given = shape.tensors(), dict[str, tuple[str, Any]]()  # by our names: theirs, the first of several
+    wanted, given = (
+        shape.tensors(),
+        dict[str, tuple[str, Any]](),
+    )  # by our names: theirs, the first of several
     for theirs, tensor in tensors.items():
         given.setdefault(theirs if theirs in wanted else our_name(theirs), (theirs, tensor))
     if isinstance(shape, Esm2Shape) and "inv_freq" not in given:
@@ -319,24 +381,43 @@ def fit(source: Path, tensors: Mapping[str, Tensor | Stored], shape: Shape, drop
 
         given["inv_freq"] = "inv_freq", inv_freq(shape.head_dim)
     in_three = {name for name in wanted if ".qkv." in name and name not in given}
-    parts = {name: [name.replace(".qkv.", f".{c}.") for c in "qkv"] if name in in_three else [name] for name in wanted}
+    parts = {
+        name: [name.replace(".qkv.", f".{c}.") for c in "qkv"] if name in in_three else [name]
+        for name in wanted
+    }
     missing = [name for name, needed in parts.items() if not given.keys() >= set(needed)]
-    unexpected = {given[name][0] for name in given.keys() - {"", *chain.from_iterable(parts.values())}}
+    unexpected = {
+        given[name][0] for name in given.keys() - {"", *chain.from_iterable(parts.values())}
+    }
     dropped = {name for name in unexpected if drop_extra or _TASK_HEAD.fullmatch(name)}
     lists = (("no", missing), ("unexpected", unexpected - dropped))
-    if said := [f"{what} tensor{'s' * (len(found) > 1)} {few(sorted(found))}" for what, found in lists if found]:
+    if said := [
+        f"{what} tensor{'s' * (len(found) > 1)} {few(sorted(found))}"
+        for what, found in lists
+        if found
+    ]:
         way_out = "" if missing else " (models convert --drop-extra leaves them out)"
-        raise WeightsError(f"{source}: {'; '.join(said)}; not the model that config.json describes{way_out}")
+        raise WeightsError(
+            f"{source}: {'; '.join(said)}; not the model that config.json describes{way_out}"
+        )
     if dropped:
-        log.warning("%s: left out %s, which such a model does not have", source, few(sorted(dropped)))
+        log.warning(
+            "%s: left out %s, which such a model does not have", source, few(sorted(dropped))
+        )
     for name, needed in parts.items():
-        size = wanted[name] if len(needed) == 1 else (wanted[name][0] // len(needed), *wanted[name][1:])
+        size = (
+            wanted[name]
+            if len(needed) == 1
+            else (wanted[name][0] // len(needed), *wanted[name][1:])
+        )
         for theirs, tensor in (given[part] for part in needed):
             if tensor.shape != size:
                 problem = f"is {list(tensor.shape)}, config.json makes it {list(size)}"
                 raise WeightsError(f"{source}: tensor {theirs} {problem}")
             if "F" not in str(tensor.dtype).upper():  # float32, or F32 to safetensors
-                raise WeightsError(f"{source}: tensor {theirs} holds {tensor.dtype}, wanted floating-point numbers")
+                raise WeightsError(
+                    f"{source}: tensor {theirs} holds {tensor.dtype}, wanted floating-point numbers"
+                )
 
     def read(name: str) -> Any:
         found = [given[part][1] for part in parts[name]]

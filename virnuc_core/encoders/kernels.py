@@ -11,10 +11,26 @@ import triton.language as tl
 from torch import Tensor
 
 # blocks of the gated unit's product, and of a product of int8: `tall` blocks of rows share columns, for the cache
-GATED: Final = {"rows": 128, "columns": 128, "depth": 64, "tall": 8, "num_warps": 8, "num_stages": 3}
-INT8: Final = {"rows": 128, "columns": 128, "depth": 128, "tall": 16, "num_warps": 4, "num_stages": 3}
+GATED: Final = {
+    "rows": 128,
+    "columns": 128,
+    "depth": 64,
+    "tall": 8,
+    "num_warps": 8,
+    "num_stages": 3,
+}
+INT8: Final = {
+    "rows": 128,
+    "columns": 128,
+    "depth": 128,
+    "tall": 16,
+    "num_warps": 4,
+    "num_stages": 3,
+}
 INT8_SHARING: Final = 2  # programs of such a product that share a multiprocessor
-Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and of an int8 weight the scales of its rows
+Linear = tuple[
+    Tensor, Tensor | None, Tensor | None
+]  # weight, bias, and of an int8 weight the scales of its rows
 
 
 @triton.jit
@@ -62,7 +78,9 @@ def _norm(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
-def norm(x: Tensor, affine: tuple[Tensor, Tensor], eps: float, shift: Tensor | None = None) -> Tensor:
+def norm(
+    x: Tensor, affine: tuple[Tensor, Tensor], eps: float, shift: Tensor | None = None
+) -> Tensor:
     """Layer norm of `x + shift` [rows, width]; its warps hold a row in registers, 16 numbers or so a thread."""
     out, block = torch.empty_like(x), triton.next_power_of_2(x.shape[1])
     sizes = {"width": x.shape[1], "block": block, "num_warps": max(1, min(16, block // 512))}
@@ -100,7 +118,9 @@ def _int8(
         if first == "norm":
             mean = (tl.sum(tl.sum(y, 1), 0) + tl.sum(tl.sum(z, 1), 0)) / width
             y, z = y - mean, tl.where(real, z - mean, 0.0)
-            factor = tl.rsqrt((tl.sum(tl.sum(y * y, 1), 0) + tl.sum(tl.sum(z * z, 1), 0)) / width + eps)
+            factor = tl.rsqrt(
+                (tl.sum(tl.sum(y * y, 1), 0) + tl.sum(tl.sum(z * z, 1), 0)) / width + eps
+            )
             y = y * factor * tl.load(weight + at).to(tl.float32) + tl.load(bias + at).to(tl.float32)
             z = z * factor * tl.load(weight + more, mask=real, other=0.0).to(tl.float32)
             z += tl.load(bias + more, mask=real, other=0.0).to(tl.float32)
@@ -116,7 +136,12 @@ def _int8(
 
 
 def int8_rows(
-    x: Tensor, turning: Tensor, *, norm: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, gelu: bool = False
+    x: Tensor,
+    turning: Tensor,
+    *,
+    norm: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    gelu: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rows of `x` [rows, width], after a norm or exact GELU, turned and in int8; and what undoes it, [rows, 1]."""
     (rows, width), turn = x.shape, len(turning)
@@ -126,7 +151,11 @@ def int8_rows(
     warps = max(1, min(4, near // 1024))
     # so many warps run on a multiprocessor at once: a norm takes 168 registers a thread, the others 126 at most
     programs = _programs(x, rows, (12 if norm else 16) // warps)
-    kind = {"first": "norm" if norm else "gelu" if gelu else "", "programs": programs, "num_warps": warps}
+    kind = {
+        "first": "norm" if norm else "gelu" if gelu else "",
+        "programs": programs,
+        "num_warps": warps,
+    }
     _int8[(programs,)](x, *(norm or (x, x)), turning, out, scale, rows, eps, width, **parts, **kind)
     return out, scale
 
@@ -150,7 +179,9 @@ def _span_means(
     for first in range(start, end, tokens):
         at = first + tl.arange(0, tokens)
         place = x + at.to(tl.int64)[:, None] * width + column[None, :]
-        total += tl.sum(tl.load(place, mask=(at < end)[:, None] & inside[None, :], other=0.0).to(tl.float32), 0)
+        total += tl.sum(
+            tl.load(place, mask=(at < end)[:, None] & inside[None, :], other=0.0).to(tl.float32), 0
+        )
     count = tl.maximum(end - start, 1).to(tl.float32)
     tl.store(out + span.to(tl.int64) * width + column, total / count, mask=inside)
 
@@ -207,7 +238,10 @@ def _product(
             y = total.to(tl.float32) * tl.load(row_scale + row, mask=row < m, other=0.0)[:, None]
             y = y * tl.load(scale + column, mask=real, other=0.0)[None, :]
             y += tl.load(bias + column, mask=real, other=0.0)[None, :]
-            place, inside = out + row.to(tl.int64)[:, None] * n + column[None, :], (row < m)[:, None] & real[None, :]
+            place, inside = (
+                out + row.to(tl.int64)[:, None] * n + column[None, :],
+                (row < m)[:, None] & real[None, :],
+            )
             if end == "add":
                 y += tl.load(place, mask=inside, other=0.0).to(tl.float32)
             tl.store(place, y.to(out.dtype.element_ty), mask=inside)
@@ -237,7 +271,11 @@ def int8_product(x: Tensor, row_scale: Tensor, layer: Linear, onto: Tensor | Non
     """`x @ weight.T + bias` of int8 rows [m, k] and their scales [m, 1]: fp16 [m, n], or added `onto` what is given.
     Sums are exact: the sizes of blocks change no bit."""
     weight, bias, scale = layer
-    out = torch.empty(len(x), len(weight), dtype=torch.float16, device=x.device) if onto is None else onto
+    out = (
+        torch.empty(len(x), len(weight), dtype=torch.float16, device=x.device)
+        if onto is None
+        else onto
+    )
     return _multiplied("store" if onto is None else "add", out, x, weight, row_scale, scale, bias)
 
 
@@ -258,4 +296,9 @@ def _multiplied(end: str, out: Tensor, x: Tensor, weight: Tensor, *scales: Tenso
 
 def _programs(x: Tensor, blocks: int, sharing: int = 1) -> int:
     """Of so many blocks as many as run at once; in Triton's interpreter any small number will do."""
-    return min(sharing * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4, blocks)
+    return min(
+        sharing * torch.cuda.get_device_properties(x.device).multi_processor_count
+        if x.is_cuda
+        else 4,
+        blocks,
+    )

@@ -50,7 +50,9 @@ def resolve_precision(asked: Precision, device: torch.device) -> Resolved:
         raise IncapableError(f"precision {asked} needs a CUDA device, this is {device}; use fp32")
     if asked == "int8" and torch.cuda.get_device_capability(device) < (9, 0):
         name = torch.cuda.get_device_name(device)
-        raise IncapableError(f"precision int8 needs compute capability 9.0 or later, {name} is older; use fp16")
+        raise IncapableError(
+            f"precision int8 needs compute capability 9.0 or later, {name} is older; use fp16"
+        )
     return asked
 
 
@@ -62,9 +64,13 @@ def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> Bac
         obstacle = f"needs a CUDA device, this is {device}"
     elif head_dim not in FUSED_HEADS:
         obstacle, kind = f"wants heads of 32, 64 or 128, not {head_dim}", ConfigError
-    elif asked != "reference" and torch.cuda.is_available() and (missing := without_triton()):  # else torch says it
+    elif (
+        asked != "reference" and torch.cuda.is_available() and (missing := without_triton())
+    ):  # else torch says it
         # `auto` must not choose by the machine: a run that goes on elsewhere would mix both
-        raise IncapableError(f"our kernels need Triton, {missing}; or use --attention reference, several times slower")
+        raise IncapableError(
+            f"our kernels need Triton, {missing}; or use --attention reference, several times slower"
+        )
     if asked == "fused" and obstacle:
         raise kind(f"attention 'fused' {obstacle}; use reference or auto")
     return "reference" if asked == "reference" or obstacle else "fused"
@@ -79,7 +85,13 @@ def without_triton() -> str:
         assert driver.active is not None  # made when it is asked for
     except ModuleNotFoundError:
         return "which is not installed: pip install triton"
-    except (RuntimeError, AssertionError, ImportError, OSError, subprocess.SubprocessError) as error:
+    except (
+        RuntimeError,
+        AssertionError,
+        ImportError,
+        OSError,
+        subprocess.SubprocessError,
+    ) as error:
         told = " ".join(str(error).split())
         if isinstance(error, subprocess.CalledProcessError):
             told = f"{error.cmd[0]} ended with status {error.returncode}, as it says above"
@@ -99,7 +111,10 @@ Calibration = Sequence[Mapping[str, Inputs]]  # of each layer, by the names of i
 
 def as_tensors(seen: Sequence[Mapping[str, NDArray[np.float32]]]) -> Calibration:
     """What `checkpoint.calibration` read."""
-    return [{name: Inputs(*torch.from_numpy(values)) for name, values in layer.items()} for layer in seen]
+    return [
+        {name: Inputs(*torch.from_numpy(values)) for name, values in layer.items()}
+        for layer in seen
+    ]
 
 
 class Dense(NamedTuple):
@@ -159,7 +174,9 @@ def alibi_slopes(heads: int) -> list[float]:
     """ALiBi's slope of each head: a geometric series; heads beyond a power of two take every other one of the next."""
     whole = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / whole) for i in range(whole)]
-    return slopes + [2.0 ** (-8.0 * (i + 1) / (2 * whole)) for i in range(0, 2 * (heads - whole), 2)]
+    return slopes + [
+        2.0 ** (-8.0 * (i + 1) / (2 * whole)) for i in range(0, 2 * (heads - whole), 2)
+    ]
 
 
 def inv_freq(head_dim: int) -> Tensor:
@@ -169,7 +186,9 @@ def inv_freq(head_dim: int) -> Tensor:
 
 def rotary_tables(inv_freq: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles of positions 0 … length-1, float32 [length, head_dim / 2] each."""
-    angles = torch.outer(torch.arange(length, device=inv_freq.device, dtype=torch.float32), inv_freq.float())
+    angles = torch.outer(
+        torch.arange(length, device=inv_freq.device, dtype=torch.float32), inv_freq.float()
+    )
     return angles.cos(), angles.sin()
 
 
@@ -203,7 +222,9 @@ def _by_runs(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         span = slice(start, start + count * length)
         start = span.stop
         if length:
-            queries, keys, values = (t[span].unflatten(0, (count, length)).transpose(1, 2) for t in (q, k, v))
+            queries, keys, values = (
+                t[span].unflatten(0, (count, length)).transpose(1, 2) for t in (q, k, v)
+            )
             bias = None if rows.slopes is None else _alibi(rows.slopes, length)
             mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=1.0)
             out[span] = mixed.transpose(1, 2).flatten(0, 1)
@@ -222,7 +243,9 @@ def _by_padding(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         real = step < length.unsqueeze(1)  # [n, padded]
         # a padded place repeats the row's first token, so that no value of another row or a dead slot is ever read
         slot = torch.where(real, start.unsqueeze(1) + step, start.unsqueeze(1).clamp_max(slots - 1))
-        queries, keys, values = (t[slot].transpose(1, 2) for t in (q, k, v))  # [n, heads, padded, head_dim]
+        queries, keys, values = (
+            t[slot].transpose(1, 2) for t in (q, k, v)
+        )  # [n, heads, padded, head_dim]
         scores = (queries @ keys.transpose(2, 3)).float()
         if rows.slopes is not None:
             scores += _alibi(rows.slopes, padded)
@@ -264,7 +287,9 @@ def in_int8(layer: Layer, seen: Mapping[str, Inputs], dtype: torch.dtype) -> Lay
 
     def rounded(one: Dense, mean: Tensor) -> Dense:
         if one.weight.shape[1] % 16:
-            raise ConfigError(f"precision int8 wants rows of a multiple of 16, not {one.weight.shape[1]}; use fp16")
+            raise ConfigError(
+                f"precision int8 wants rows of a multiple of 16, not {one.weight.shape[1]}; use fp16"
+            )
         plain = turned(one.weight)
         weight, scale = quantise_rows(plain)
         bias = one.wide_bias + (plain - weight * scale) @ turned(mean.to(plain.device)[None])[0]
@@ -278,7 +303,9 @@ def in_int8(layer: Layer, seen: Mapping[str, Inputs], dtype: torch.dtype) -> Lay
 
     attn_norm, qkv = smoothed(layer.attn_norm, layer.qkv, seen["qkv"])
     ffn_norm, up = smoothed(layer.ffn_norm, layer.up, seen["up"])
-    out, down = (rounded(one, seen[name].mean) for name, one in (("out", layer.out), ("down", layer.down)))
+    out, down = (
+        rounded(one, seen[name].mean) for name, one in (("out", layer.out), ("down", layer.down))
+    )
     return Layer(attn_norm, qkv, out, ffn_norm, up, down)
 
 
@@ -290,16 +317,24 @@ def affine(read: Read, name: str) -> Affine:
 def read_layer(read: Read, i: int, up: str, down: str, up_bias: bool) -> Layer:
     """Layer `i`; `up` and `down` are the names of the products around the activation."""
     p = f"layers.{i}"
-    first = Dense(*affine(read, f"{p}.{up}")) if up_bias else Dense(read(f"{p}.{up}.weight").contiguous(), None)
+    first = (
+        Dense(*affine(read, f"{p}.{up}"))
+        if up_bias
+        else Dense(read(f"{p}.{up}.weight").contiguous(), None)
+    )
     qkv, out, last = (Dense(*affine(read, f"{p}.{name}")) for name in ("qkv", "out", down))
-    return Layer(affine(read, f"{p}.attn_norm"), qkv, out, affine(read, f"{p}.ffn_norm"), first, last)
+    return Layer(
+        affine(read, f"{p}.attn_norm"), qkv, out, affine(read, f"{p}.ffn_norm"), first, last
+    )
 
 
 class Encoder(ABC):
     """Packed tokens to one vector a row, on one device: by our own Triton kernels, or by plain torch operations."""
 
     KIND: ClassVar[type[Esm2Shape] | type[DnabertShape]]
-    FEED_FORWARD: ClassVar[tuple[str, str, bool]]  # names of both products; whether the first has a bias
+    FEED_FORWARD: ClassVar[
+        tuple[str, str, bool]
+    ]  # names of both products; whether the first has a bias
 
     def __init__(
         self,
@@ -318,7 +353,9 @@ class Encoder(ABC):
         self._attend: Callable[[Tensor, Rows], Tensor] = reference
         self._mean: Callable[[Tensor, Tensor, Tensor], Tensor] = segment_mean
         self._norm: Callable[[Tensor, Affine, float, Tensor | None], Tensor] = (
-            lambda x, affine, eps, _: F.layer_norm(x, x.shape[1:], *affine, eps)  # products have added their biases
+            lambda x, affine, eps, _: F.layer_norm(
+                x, x.shape[1:], *affine, eps
+            )  # products have added their biases
         )
         if attention == "fused":  # triton is needed here only
             from virnuc_core.encoders.attention_kernels import fused_attention
@@ -328,7 +365,11 @@ class Encoder(ABC):
 
         def placed(name: str) -> Tensor:
             tensor = read(name)  # from page-locked memory the way to a GPU is several times as fast
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+            return (
+                tensor.pin_memory().to(device, non_blocking=True)
+                if device.type == "cuda"
+                else tensor.to(device)
+            )
 
         def wide(name: str) -> Tensor:
             return placed(name).float()
@@ -339,7 +380,9 @@ class Encoder(ABC):
         dtype, full = DTYPES[precision], ready if calibration is None else wide
         layers = (read_layer(full, i, *self.FEED_FORWARD) for i in range(shape.layers))
         if calibration is not None:
-            layers = (in_int8(layer, seen, dtype) for layer, seen in zip(layers, calibration, strict=True))
+            layers = (
+                in_int8(layer, seen, dtype) for layer, seen in zip(layers, calibration, strict=True)
+            )
         self.layers = tuple(layers)
         self._take(wide, ready)
 
@@ -357,7 +400,11 @@ class Encoder(ABC):
     def _onto(self, stream: Tensor, x: Tensor, layer: Dense) -> Tensor:
         """`stream` with a product of `x` added. By kernels it is used up, one pass over memory less, and the product's
         bias is left to the norms behind it."""
-        return stream.addmm_(x, layer.weight.t()) if self.attention == "fused" else stream + self.dense(x, layer)
+        return (
+            stream.addmm_(x, layer.weight.t())
+            if self.attention == "fused"
+            else stream + self.dense(x, layer)
+        )
 
     @abstractmethod
     def hidden(self, batch: PackedBatch) -> Tensor:
@@ -372,7 +419,11 @@ def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Mean of `x` [tokens, width] over each span [start, end), float32 [spans, width]; zero where a span is empty.
     Spans ascend and do not overlap. Every span is summed on its own, first token to last, in float32: its mean does not
     depend on what else is in the batch, nor on dead slots (a difference of running sums would depend on both)."""
-    bounds = torch.stack((starts, ends), dim=1).flatten().long()  # a span, the gap after it, the next span, ...
+    bounds = (
+        torch.stack((starts, ends), dim=1).flatten().long()
+    )  # a span, the gap after it, the next span, ...
     ends_and_tail = torch.cat((bounds, bounds[-1:]))
-    sums = torch.segment_reduce(x.float(), "sum", offsets=ends_and_tail, axis=0, unsafe=True, initial=0)[::2]
+    sums = torch.segment_reduce(
+        x.float(), "sum", offsets=ends_and_tail, axis=0, unsafe=True, initial=0
+    )[::2]
     return sums / (ends - starts).clamp_min(1).unsqueeze(1)

@@ -20,7 +20,9 @@ Esm2Size = Literal["tiny", "t6_8M", "t12_35M", "t30_150M", "t33_650M", "t36_3B"]
 DnabertSize = Literal["tiny", "base"]
 Storage = Literal["fp32", "fp16", "bf16"]  # what numbers an encoder's weights are stored in
 PRODUCTS: Final = ("qkv", "out", "up", "down")  # linear layers of an encoder's layer, in order
-FAR: Final = 1.5  # times as long, or as short, as in training is the median read of which no number is known
+FAR: Final = (
+    1.5  # times as long, or as short, as in training is the median read of which no number is known
+)
 MOST_OUTSIDE: Final = 0.1  # of the reads may be shorter or longer than any in training
 
 
@@ -43,7 +45,9 @@ class Shape(Spec):
 class EncoderShape(Shape):
     """What the sizes of both encoders have in common."""
 
-    layers: int = Field(ge=1, le=1024)  # the upper bounds: what no model of this kind will soon have
+    layers: int = Field(
+        ge=1, le=1024
+    )  # the upper bounds: what no model of this kind will soon have
     width: int = Field(ge=4, le=1 << 16)
     heads: int = Field(ge=1, le=1024)
     ffn_width: int = Field(ge=4, le=1 << 18)
@@ -51,7 +55,9 @@ class EncoderShape(Shape):
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.width % self.heads or self.head_dim % 2:
-            raise ValueError(f"width {self.width} does not split into {self.heads} heads of even size")
+            raise ValueError(
+                f"width {self.width} does not split into {self.heads} heads of even size"
+            )
         return self
 
     @property
@@ -62,24 +68,39 @@ class EncoderShape(Shape):
     def linear_weights(self) -> int:
         """Numbers in the weight matrices that every token meets."""
         shapes = self.tensors().items()
-        return sum(math.prod(shape) for name, shape in shapes if name.startswith("layers.") and len(shape) == 2)
+        return sum(
+            math.prod(shape)
+            for name, shape in shapes
+            if name.startswith("layers.") and len(shape) == 2
+        )
 
 
 class Esm2Shape(EncoderShape):
     """An ESM-2: pre-norm layers with rotary positions."""
 
     model: Literal["esm2"] = "esm2"
-    vocab: int = Field(33, ge=33, le=1 << 20)  # rows of the embedding table; some ports pad it beyond the 33 symbols
+    vocab: int = Field(
+        33, ge=33, le=1 << 20
+    )  # rows of the embedding table; some ports pad it beyond the 33 symbols
     norm_eps: float = Field(1e-5, gt=0)
     token_dropout: bool = True
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         w, f = self.width, self.ffn_width
-        shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, w), "inv_freq": (self.head_dim // 2,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "embed.weight": (self.vocab, w),
+            "inv_freq": (self.head_dim // 2,),
+        }
         for i in range(self.layers):
             p = f"layers.{i}"
-            shapes |= _layer(f"{p}.attn_norm", w) | _layer(f"{p}.qkv", 3 * w, w) | _layer(f"{p}.out", w, w)
-            shapes |= _layer(f"{p}.ffn_norm", w) | _layer(f"{p}.fc1", f, w) | _layer(f"{p}.fc2", w, f)
+            shapes |= (
+                _layer(f"{p}.attn_norm", w)
+                | _layer(f"{p}.qkv", 3 * w, w)
+                | _layer(f"{p}.out", w, w)
+            )
+            shapes |= (
+                _layer(f"{p}.ffn_norm", w) | _layer(f"{p}.fc1", f, w) | _layer(f"{p}.fc2", w, f)
+            )
         return shapes | _layer("final_norm", w)
 
 
@@ -97,8 +118,16 @@ class DnabertShape(EncoderShape):
         shapes |= {"token_type.weight": (self.token_types, w)} | _layer("embed_norm", w)
         for i in range(self.layers):
             p = f"layers.{i}"
-            shapes |= _layer(f"{p}.qkv", 3 * w, w) | _layer(f"{p}.out", w, w) | _layer(f"{p}.attn_norm", w)
-            shapes |= {f"{p}.gated.weight": (2 * f, w)} | _layer(f"{p}.wo", w, f) | _layer(f"{p}.ffn_norm", w)
+            shapes |= (
+                _layer(f"{p}.qkv", 3 * w, w)
+                | _layer(f"{p}.out", w, w)
+                | _layer(f"{p}.attn_norm", w)
+            )
+            shapes |= (
+                {f"{p}.gated.weight": (2 * f, w)}
+                | _layer(f"{p}.wo", w, f)
+                | _layer(f"{p}.ffn_norm", w)
+            )
         return shapes
 
 
@@ -118,14 +147,29 @@ class HeadCard(Spec):
 
     reads: str = Field(min_length=1, description="fingerprint of the labelled reads")
     truth: str = Field(min_length=1, description="SHA-256 of the truth file")
-    encoders: dict[str, str] = Field({}, description="digests of the encoders of its training; none: not known")
-    test: str = Field(min_length=1, description="digest of the reads it was tested on; equal ones: numbers compare")
-    lengths: tuple[int, int, int] = Field(description="bases of the reads in training: shortest, median, longest")
-    prevalence: Share = Field(description="share of viral reads at which metrics and thresholds hold")
+    encoders: dict[str, str] = Field(
+        {}, description="digests of the encoders of its training; none: not known"
+    )
+    test: str = Field(
+        min_length=1,
+        description="digest of the reads it was tested on; equal ones: numbers compare",
+    )
+    lengths: tuple[int, int, int] = Field(
+        description="bases of the reads in training: shortest, median, longest"
+    )
+    prevalence: Share = Field(
+        description="share of viral reads at which metrics and thresholds hold"
+    )
     auroc: Estimate
-    metrics: dict[str, Estimate] = Field({}, description="further ones, by name: auprc, precision, recall, ...")
-    thresholds: dict[Share, Share] = Field({}, description="false discovery rate: viral score from which it holds")
-    uncertain: tuple[Share, Share] | None = Field(None, description="viral scores from the first to below the second")
+    metrics: dict[str, Estimate] = Field(
+        {}, description="further ones, by name: auprc, precision, recall, ..."
+    )
+    thresholds: dict[Share, Share] = Field(
+        {}, description="false discovery rate: viral score from which it holds"
+    )
+    uncertain: tuple[Share, Share] | None = Field(
+        None, description="viral scores from the first to below the second"
+    )
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -162,26 +206,41 @@ def verdict(head: HeadShape, asked: VerdictSpec) -> tuple[float, tuple[float, fl
     if asked.fdr is None and not asked.abstain:
         return threshold, None
     if card is None:
-        raise ConfigError("fdr, abstain: the head has no card that would tell; virnuc train writes heads with one")
+        raise ConfigError(
+            "fdr, abstain: the head has no card that would tell; virnuc train writes heads with one"
+        )
     if asked.fdr is not None:
         if threshold != THRESHOLD:
-            raise ConfigError(f"fdr {asked.fdr:g} and threshold {threshold:g} both say when a read is viral; give one")
+            raise ConfigError(
+                f"fdr {asked.fdr:g} and threshold {threshold:g} both say when a read is viral; give one"
+            )
         if asked.fdr not in card.thresholds:
             known = ", ".join(f"{rate:g}" for rate in sorted(card.thresholds)) or "none"
-            raise ConfigError(f"fdr {asked.fdr:g}: the head's card has no threshold for it; it has those for {known}")
+            raise ConfigError(
+                f"fdr {asked.fdr:g}: the head's card has no threshold for it; it has those for {known}"
+            )
         threshold = card.thresholds[asked.fdr]
     if asked.abstain and card.uncertain is None:
         raise ConfigError("abstain: the head's card names no uncertain scores")
-    band = card.uncertain if asked.abstain else None  # where fewer viral reads are awaited, it reaches to the threshold
-    return threshold, band if band is None or asked.fdr is None else (band[0], max(band[1], threshold))
+    band = (
+        card.uncertain if asked.abstain else None
+    )  # where fewer viral reads are awaited, it reaches to the threshold
+    return threshold, band if band is None or asked.fdr is None else (
+        band[0],
+        max(band[1], threshold),
+    )
 
 
-def remarks(head: HeadShape, lengths: NDArray[np.integer], digests: Mapping[str, str]) -> tuple[str, ...]:
+def remarks(
+    head: HeadShape, lengths: NDArray[np.integer], digests: Mapping[str, str]
+) -> tuple[str, ...]:
     """What to say of encoders that are not those of the head's training, by their digests, and of reads whose lengths
     are far from those that it was trained on."""
     if head.card is None:
         return ()
-    others = " and ".join(part for part, digest in head.card.encoders.items() if digests.get(part) != digest)
+    others = " and ".join(
+        part for part, digest in head.card.encoders.items() if digests.get(part) != digest
+    )
     strange = f"the head was trained on embeddings by another {others}: if its weights differ, scores mean nothing"
     return (*([strange] if others else []), *_far(head.card, lengths))
 
@@ -193,13 +252,19 @@ def _far(card: HeadCard, lengths: NDArray[np.integer]) -> tuple[str, ...]:
     outside = float(np.mean((lengths < shortest) | (lengths > longest)))
     if outside <= MOST_OUTSIDE and usual / FAR <= median <= usual * FAR:
         return ()
-    alike = f"{usual} bases" if shortest == longest else f"{shortest} to {longest} bases, half of them up to {usual}"
+    alike = (
+        f"{usual} bases"
+        if shortest == longest
+        else f"{shortest} to {longest} bases, half of them up to {usual}"
+    )
     trained = f"the head was trained on reads of {alike}"
     here = f"here half are up to {median:.0f}, and {100 * outside:.0f} % outside that range"
     return (f"{trained}; {here}: do not rely on their scores",)
 
 
-KINDS: Final[dict[str, type[Shape]]] = {kind.part(): kind for kind in (Esm2Shape, DnabertShape, HeadShape)}
+KINDS: Final[dict[str, type[Shape]]] = {
+    kind.part(): kind for kind in (Esm2Shape, DnabertShape, HeadShape)
+}
 RANDOM_ORIGIN: Final = "random"  # the origin of weights that mean nothing begins with this word
 S = TypeVar("S", bound=Shape)
 
@@ -210,7 +275,9 @@ def _layer(name: str, out: int, *into: int) -> dict[str, tuple[int, ...]]:
 
 
 _SIZES: Final = tomllib.loads(Path(__file__).with_name("sizes.toml").read_text(encoding="utf-8"))
-ESM2_SIZES: Final[Mapping[Esm2Size, Esm2Shape]] = {name: Esm2Shape(**sizes) for name, sizes in _SIZES["esm2"].items()}
+ESM2_SIZES: Final[Mapping[Esm2Size, Esm2Shape]] = {
+    name: Esm2Shape(**sizes) for name, sizes in _SIZES["esm2"].items()
+}
 DNABERT_SIZES: Final[Mapping[DnabertSize, DnabertShape]] = {
     name: DnabertShape(**sizes) for name, sizes in _SIZES["dnabert_s"].items()
 }
@@ -226,11 +293,21 @@ def read_shape(path: Path, kind: type[S]) -> S:
     with reading(path, "JSON", WeightsError):
         raw = TypeAdapter(dict[str, Any]).validate_json(small_text(path))
     if "model" not in raw and kind is not HeadShape:  # HF layout, which has many more keys
-        if kind is Esm2Shape and (raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before")):
-            raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")
+        if kind is Esm2Shape and (
+            raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before")
+        ):
+            raise WeightsError(
+                f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed"
+            )
         if missing := [theirs for theirs in _SIZES["huggingface"] if theirs not in raw]:
-            raise WeightsError(f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here")
+            raise WeightsError(
+                f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here"
+            )
         known = (_SIZES["huggingface"] | _SIZES["huggingface_further"]).items()
-        raw = {ours: raw[theirs] for theirs, ours in known if theirs in raw and ours in kind.model_fields}
+        raw = {
+            ours: raw[theirs]
+            for theirs, ours in known
+            if theirs in raw and ours in kind.model_fields
+        }
     with reading(path, "JSON", WeightsError):
         return kind.model_validate(raw)

@@ -8,12 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.layers import DTYPES, Encoder, Read, affine, alibi_slopes, dense, hadamard, rotary_tables
+from virnuc_core.encoders.layers import (
+    DTYPES,
+    Encoder,
+    Read,
+    affine,
+    alibi_slopes,
+    dense,
+    hadamard,
+    rotary_tables,
+)
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
 
 POOLED_RESIDUES: Final = 1024  # the mean stops here; the residues behind it are attended to
-TOKEN_DROPOUT_SCALE: Final = 1 - 0.15 * 0.8  # training hid this share of the residues; no token is hidden here
+TOKEN_DROPOUT_SCALE: Final = (
+    1 - 0.15 * 0.8
+)  # training hid this share of the residues; no token is hidden here
 HEAD_ROWS: Final = 256  # of one matrix product, always: a row's scores do not depend on how many others came with it
 
 
@@ -28,7 +39,9 @@ class Esm2(Encoder):
         if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
             table = table * TOKEN_DROPOUT_SCALE
         table[ESM2_PAD] = 0
-        self.table = table.to(DTYPES[self.precision])  # [vocab, width]; already scaled, zero for the pad token
+        self.table = table.to(
+            DTYPES[self.precision]
+        )  # [vocab, width]; already scaled, zero for the pad token
         self.inv_freq = wide("inv_freq")  # float32 [head_dim / 2]
         self._final_norm = affine(ready, "final_norm")
         self._angles = rotary_tables(self.inv_freq, POOLED_RESIDUES + 2)
@@ -58,16 +71,26 @@ class Esm2(Encoder):
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """The residues, as far as they are averaged; a row without any has an empty span."""
         starts = torch.minimum(cu_seqlens[:-1] + 1, cu_seqlens[1:])
-        return starts, torch.maximum(starts, torch.minimum(cu_seqlens[1:] - 1, starts + POOLED_RESIDUES))
+        return starts, torch.maximum(
+            starts, torch.minimum(cu_seqlens[1:] - 1, starts + POOLED_RESIDUES)
+        )
 
     def _in_int8(self, stream: Tensor, rows: Rows) -> Tensor:
         """The layers in int8: [slots, width] to the last hidden state; `stream` is used up."""
-        from virnuc_core.encoders.kernels import int8_product, int8_rows, norm  # triton is needed here only
+        from virnuc_core.encoders.kernels import (
+            int8_product,
+            int8_rows,
+            norm,
+        )  # triton is needed here only
 
         eps = self.shape.norm_eps
-        turning, unit_turning = (hadamard(width, stream.device) for width in (self.width, self.shape.ffn_width))
+        turning, unit_turning = (
+            hadamard(width, stream.device) for width in (self.width, self.shape.ffn_width)
+        )
         for layer in self.layers:
-            qkv = int8_product(*int8_rows(stream, turning, norm=layer.attn_norm, eps=eps), layer.qkv)
+            qkv = int8_product(
+                *int8_rows(stream, turning, norm=layer.attn_norm, eps=eps), layer.qkv
+            )
             int8_product(*int8_rows(self._attend(qkv, rows), turning), layer.out, stream)
             wide = int8_product(*int8_rows(stream, turning, norm=layer.ffn_norm, eps=eps), layer.up)
             int8_product(*int8_rows(wide, unit_turning, gelu=True), layer.down, stream)
@@ -84,12 +107,21 @@ class DnabertS(Encoder):
         # each token is of type 0; there are no positions to add, so the norm behind the embedding is a property of each
         table = (wide("embed.weight") + wide("token_type.weight")[0]).to(DTYPES[self.precision])
         norm = affine(ready, "embed_norm")
-        self.table = F.layer_norm(table, (self.width,), *norm, self.shape.norm_eps)  # [vocab, width]
-        self._slopes = torch.tensor(alibi_slopes(self.shape.heads), dtype=torch.float32, device=table.device)
+        self.table = F.layer_norm(
+            table, (self.width,), *norm, self.shape.norm_eps
+        )  # [vocab, width]
+        self._slopes = torch.tensor(
+            alibi_slopes(self.shape.heads), dtype=torch.float32, device=table.device
+        )
         fused = self.attention == "fused"
         # float32 [width] of each layer, for the norms behind its halves to add: the bias of the product before
-        self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) if fused else (None, None) for layer in self.layers]
-        self._gated: list[Tensor] = []  # the gated units' weights as the kernel for them wants them, where it can run
+        self._shifts = [
+            (layer.out.wide_bias, layer.down.wide_bias) if fused else (None, None)
+            for layer in self.layers
+        ]
+        self._gated: list[
+            Tensor
+        ] = []  # the gated units' weights as the kernel for them wants them, where it can run
         if fused and self.precision != "fp32":
             from virnuc_core.encoders.kernels import can_gate, gated_unit, interleave
 
@@ -100,9 +132,13 @@ class DnabertS(Encoder):
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Output of the last layer: [slots, width]."""
         x = F.embedding(batch.tokens, self.table)
-        rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes)
+        rows = Rows(
+            batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes
+        )
         eps = self.shape.norm_eps
-        for i, (layer, (after_mix, after_unit)) in enumerate(zip(self.layers, self._shifts, strict=True)):
+        for i, (layer, (after_mix, after_unit)) in enumerate(
+            zip(self.layers, self._shifts, strict=True)
+        ):
             x = self._onto(x, self._attend(dense(x, layer.qkv), rows), layer.out)
             x = self._norm(x, layer.attn_norm, eps, after_mix)
             if self._gated:
@@ -129,10 +165,26 @@ class Head:
     def scores(self, features: Tensor) -> Tensor:
         """P(others) and P(virus) of each row of `features` (float32 [n, dna_width + protein_width], DNA first)."""
         w, blocks = self._weights, []
-        mean, variance, *norm = (w[f"bn1.{name}"] for name in ("running_mean", "running_var", "weight", "bias"))
+        mean, variance, *norm = (
+            w[f"bn1.{name}"] for name in ("running_mean", "running_var", "weight", "bias")
+        )
         with torch.inference_mode():
-            for block in F.pad(features.float(), (0, 0, 0, -len(features) % HEAD_ROWS)).split(HEAD_ROWS):
+            for block in F.pad(features.float(), (0, 0, 0, -len(features) % HEAD_ROWS)).split(
+                HEAD_ROWS
+            ):
                 hidden = F.linear(block, w["hidden_layer.weight"], w["hidden_layer.bias"])
-                hidden = F.batch_norm(hidden, mean, variance, norm[0], norm[1], training=False, eps=self.shape.norm_eps)
-                blocks.append(F.linear(hidden.relu(), w["output_layer.weight"], w["output_layer.bias"]).softmax(-1))
+                hidden = F.batch_norm(
+                    hidden,
+                    mean,
+                    variance,
+                    norm[0],
+                    norm[1],
+                    training=False,
+                    eps=self.shape.norm_eps,
+                )
+                blocks.append(
+                    F.linear(
+                        hidden.relu(), w["output_layer.weight"], w["output_layer.bias"]
+                    ).softmax(-1)
+                )
             return torch.cat(blocks)[: len(features)]  # of no rows one block is split, too

@@ -20,9 +20,22 @@ from torch import Tensor
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders import checkpoint, model_config
-from virnuc_core.encoders.checkpoint import open_folder, open_part, part_digest, shape_of, tensor_files
+from virnuc_core.encoders.checkpoint import (
+    open_folder,
+    open_part,
+    part_digest,
+    shape_of,
+    tensor_files,
+)
 from virnuc_core.encoders.layers import Dense, Encoder, dense
-from virnuc_core.encoders.model_config import KINDS, PRODUCTS, DnabertShape, Esm2Shape, HeadShape, read_shape
+from virnuc_core.encoders.model_config import (
+    KINDS,
+    PRODUCTS,
+    DnabertShape,
+    Esm2Shape,
+    HeadShape,
+    read_shape,
+)
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
 from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError, few
@@ -65,7 +78,9 @@ class Anchor(NamedTuple):
     protein_first: float
 
 
-_PUBLISHED: Final = tomllib.loads(Path(__file__).with_name("anchors.toml").read_text(encoding="utf-8"))
+_PUBLISHED: Final = tomllib.loads(
+    Path(__file__).with_name("anchors.toml").read_text(encoding="utf-8")
+)
 ANCHORS: Final = tuple(Anchor(**row) for row in _PUBLISHED["anchors"])
 
 
@@ -86,7 +101,9 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
         try:
             shape, read = open_part(models, kind)
             count = checkpoint.check_finite(models / part, shape, read)
-            checks.append(Check(part, "ok", f"{count:,} numbers, {shape.origin or 'of unknown origin'}"))
+            checks.append(
+                Check(part, "ok", f"{count:,} numbers, {shape.origin or 'of unknown origin'}")
+            )
         except WeightsError as error:
             checks.append(Check(part, "fail", str(error)))
     if any(check.verdict == "fail" for check in checks):
@@ -101,19 +118,29 @@ def _anchors(models: Path, device: torch.device) -> list[Check]:
     shape, dna_shape = shape_of(models, Esm2Shape), shape_of(models, DnabertShape)
     head_shape = shape_of(models, HeadShape)
     big, base = model_config.ESM2_SIZES["t36_3B"], model_config.DNABERT_SIZES["base"]
-    if any(one.origin.startswith(model_config.RANDOM_ORIGIN) for one in (shape, dna_shape, head_shape)):
+    if any(
+        one.origin.startswith(model_config.RANDOM_ORIGIN) for one in (shape, dna_shape, head_shape)
+    ):
         return [Check("anchors", "not run", "random weights")]
-    if any((a.width, a.layers) != (b.width, b.layers) for a, b in ((shape, big), (dna_shape, base))):
+    if any(
+        (a.width, a.layers) != (b.width, b.layers) for a, b in ((shape, big), (dna_shape, base))
+    ):
         return [Check("anchors", "not run", "not ESM-2 3B and DNABERT-S")]
     if head_shape.model_length != ANCHOR_LENGTH:
-        return [Check("anchors", "not run", f"the head is for {head_shape.model_length} bases, not 500")]
+        return [
+            Check("anchors", "not run", f"the head is for {head_shape.model_length} bases, not 500")
+        ]
     esm2, dnabert_s, head = checkpoint.load_all(models, device, EngineSpec(precision="fp32"))
     protein = embed(esm2, Esm2Tokenizer(), [anchor.protein.encode() for anchor in ANCHORS], device)
-    dna = embed(dnabert_s, DnabertTokenizer(models), [anchor.dna.encode() for anchor in ANCHORS], device)
+    dna = embed(
+        dnabert_s, DnabertTokenizer(models), [anchor.dna.encode() for anchor in ANCHORS], device
+    )
     return [*map(judge, ANCHORS, dna, protein, head.scores(torch.cat((dna, protein), dim=1)))]
 
 
-def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: torch.device) -> Tensor:
+def embed(
+    encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: torch.device
+) -> Tensor:
     """Embeddings of a few rows in one batch."""
     tokens, offsets = tokenizer.encode(rows)
     batch = PackedBatch(tokens, offsets.int(), len(rows), int(offsets.diff().max()), len(tokens))
@@ -123,9 +150,14 @@ def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: tor
 def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check:
     """One anchor beside what was computed here."""
     virus, dna_norm, protein_norm = float(scores[1]), float(dna.norm()), float(protein.norm())
-    entries = [virus, float(dna[0]), float(protein[0])], [anchor.virus, anchor.dna_first, anchor.protein_first]
+    entries = (
+        [virus, float(dna[0]), float(protein[0])],
+        [anchor.virus, anchor.dna_first, anchor.protein_first],
+    )
     norms = [dna_norm, protein_norm], [anchor.dna_norm, anchor.protein_norm]
-    fine = np.allclose(*entries, rtol=0, atol=TOLERANCE) and np.allclose(*norms, rtol=NORM_TOLERANCE, atol=0)
+    fine = np.allclose(*entries, rtol=0, atol=TOLERANCE) and np.allclose(
+        *norms, rtol=NORM_TOLERANCE, atol=0
+    )
     detail = f"virus {virus:.7f} (original {anchor.virus}), DNABERT-S norm {dna_norm:.6f} ({anchor.dna_norm})"
     detail += f", ESM-2 norm {protein_norm:.6f} ({anchor.protein_norm})"
     return Check(f"anchor {anchor.name}", "ok" if fine else "fail", detail)
@@ -151,7 +183,9 @@ def kept_heads(models: Path) -> list[KeptHead]:
                 log.warning("%s", error)
                 continue
             now = now if number else digest
-            found[digest] = KeptHead(number, digest, digest == now, shape)  # of equal ones, the kept one
+            found[digest] = KeptHead(
+                number, digest, digest == now, shape
+            )  # of equal ones, the kept one
     return sorted(found.values())
 
 
@@ -166,13 +200,20 @@ def install_head(new: Path, models: Path, *, anyway: bool = False) -> str:
     elif card.auroc.low <= CHANCE:
         problem = f"its AUROC is {card.auroc}, which may be chance"
     elif before is None or (card.reads, card.test) != (before.reads, before.test):
-        both = "the one before was not tested on these reads, so the two cannot be compared" * current.is_file()
+        both = (
+            "the one before was not tested on these reads, so the two cannot be compared"
+            * current.is_file()
+        )
     else:
         both = f"AUROC {card.auroc}, of the one before {before.auroc}, on the same test"
         problem = f"it is worse: {both}" * (card.auroc.value < before.auroc.value)
     if problem and not anyway:
-        raise WeightsError(f"{new}: not installed: {problem}; --install-anyway puts it in place all the same")
-    return f"installed as {_put(new, models).name}; {f'although {problem}' if problem else both}".removesuffix("; ")
+        raise WeightsError(
+            f"{new}: not installed: {problem}; --install-anyway puts it in place all the same"
+        )
+    return f"installed as {_put(new, models).name}; {f'although {problem}' if problem else both}".removesuffix(
+        "; "
+    )
 
 
 def use_head(models: Path, number: int) -> Path:
@@ -181,13 +222,18 @@ def use_head(models: Path, number: int) -> Path:
     heads = dict(_kept(models))
     if number not in heads:
         known = ", ".join(map(str, heads)) or "none"
-        raise ConfigError(f"{models}: no head is kept under {number}; there are {known}, see virnuc models heads")
+        raise ConfigError(
+            f"{models}: no head is kept under {number}; there are {known}, see virnuc models heads"
+        )
     return _put(heads[number], models)
 
 
 def _kept(models: Path) -> list[tuple[int, Path]]:
     """Number and folder of each kept head, also of half a copy."""
-    named = [(path.name.partition("-")[0], path) for path in models.glob("heads/[0-9][0-9][0-9]*-????????")]
+    named = [
+        (path.name.partition("-")[0], path)
+        for path in models.glob("heads/[0-9][0-9][0-9]*-????????")
+    ]
     return sorted((int(number), path) for number, path in named if number.isdecimal())
 
 
@@ -200,15 +246,23 @@ def _put(head: Path, models: Path) -> Path:
             if (one / CONFIG).is_file() and tensor_files(one):
                 digest, others = part_digest(one), _kept(models)
                 new = models / "heads" / f"{others[-1][0] + 1 if others else 1:03d}-{digest[:8]}"
-                kept = next((path for _, path in others if path.name.endswith(f"-{digest[:8]}")), new)
-                if not (kept / CONFIG).is_file() or part_digest(kept) != digest:  # half a copy, or one damaged since
+                kept = next(
+                    (path for _, path in others if path.name.endswith(f"-{digest[:8]}")), new
+                )
+                if (
+                    not (kept / CONFIG).is_file() or part_digest(kept) != digest
+                ):  # half a copy, or one damaged since
                     _copy(one, kept)
         for left in (aside, former):  # by a killed process
             shutil.rmtree(left, ignore_errors=True)
         _copy(kept, aside)
-        there, here = map(os.fsencode, (aside, current))  # exchanged (flag 2): there is no moment without a head
+        there, here = map(
+            os.fsencode, (aside, current)
+        )  # exchanged (flag 2): there is no moment without a head
         if not current.exists() or ctypes.CDLL(None).renameat2(-100, there, -100, here, 2):
-            if current.exists():  # a network file system cannot; after a kill use-head puts one back
+            if (
+                current.exists()
+            ):  # a network file system cannot; after a kill use-head puts one back
                 current.rename(former)
             aside.rename(current)
         for left in (aside, former):
@@ -228,12 +282,18 @@ class Seen:
 
     def __init__(self, esm2: Esm2) -> None:
         self._layers = esm2.layers
-        self._found = dict[int, tuple[Tensor, Tensor, int]]()  # of each product: both [in], and of how many rows
+        self._found = dict[
+            int, tuple[Tensor, Tensor, int]
+        ]()  # of each product: both [in], and of how many rows
 
     def __call__(self, x: Tensor, layer: Dense) -> Tensor:
         wide = x.float()
         largest, total, rows = self._found.get(id(layer), (wide.new_zeros(1), wide.new_zeros(1), 0))
-        self._found[id(layer)] = torch.maximum(largest, wide.abs().amax(0)), total + wide.sum(0), rows + len(x)
+        self._found[id(layer)] = (
+            torch.maximum(largest, wide.abs().amax(0)),
+            total + wide.sum(0),
+            rows + len(x),
+        )
         return dense(x, layer)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -259,14 +319,19 @@ def quantise(models: Path, reads: str, device: torch.device) -> tuple[Path, int]
     if len(proteins) < FEWEST_ROWS:
         problem = f"only {len(proteins)} distinct frames without a stop; {FEWEST_ROWS} are needed to tell what is usual"
         raise InputError(problem, file=Path(reads), hint="name more reads")
-    rows = sorted((proteins[i] for i in np.random.default_rng(0).permutation(len(proteins))[:CALIBRATED]), key=len)
+    rows = sorted(
+        (proteins[i] for i in np.random.default_rng(0).permutation(len(proteins))[:CALIBRATED]),
+        key=len,
+    )
     esm2 = checkpoint.load_encoder(Esm2, models, device, "auto", "reference")
     esm2.dense = seen = Seen(esm2)
     for first in range(0, len(rows), AT_ONCE):
         embed(esm2, Esm2Tokenizer(), rows[first : first + AT_ONCE], device)
     folder, found = models / "esm2", seen.tensors()
     if not all(bool(tensor.isfinite().all()) for tensor in found.values()):
-        raise WeightsError(f"{folder}: gives NaN or infinity for rows of these reads; see virnuc models verify")
+        raise WeightsError(
+            f"{folder}: gives NaN or infinity for rows of these reads; see virnuc models verify"
+        )
     with whole_file(folder / checkpoint.CALIBRATION) as aside:
         aside.write_bytes(save(found, {"weights": part_digest(folder), "rows": str(len(rows))}))
     return folder / checkpoint.CALIBRATION, len(rows)

@@ -13,7 +13,9 @@ import tokenizers
 from virnuc_core.config import small_text
 from virnuc_core.errors import WeightsError
 
-if TYPE_CHECKING:  # who looks at a tokenizer alone does without torch, which takes seconds to import
+if (
+    TYPE_CHECKING
+):  # who looks at a tokenizer alone does without torch, which takes seconds to import
     import torch
     from torch import Tensor
 
@@ -31,7 +33,9 @@ class PackedBatch:
     row_capacity); `rows` counts the real ones."""
 
     tokens: Tensor  # int64 [slots]; slots past cu_seqlens[rows] are dead and hold the pad token
-    cu_seqlens: Tensor  # int32 [row_capacity + 1]; starts at 0; entries past `rows` repeat the total
+    cu_seqlens: (
+        Tensor  # int32 [row_capacity + 1]; starts at 0; entries past `rows` repeat the total
+    )
     rows: int
     max_seqlen: int  # an upper bound on the longest row, fixed for a shard so that kernels are not re-specialised
     real_tokens: int
@@ -42,12 +46,16 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same batch on `device`; asynchronous when the source is page-locked."""
-        tokens, bounds = (one.to(device, non_blocking=True) for one in (self.tokens, self.cu_seqlens))
+        tokens, bounds = (
+            one.to(device, non_blocking=True) for one in (self.tokens, self.cu_seqlens)
+        )
         return replace(self, tokens=tokens, cu_seqlens=bounds)
 
     def pin(self) -> Self:
         """The same batch in page-locked host memory."""
-        return replace(self, tokens=self.tokens.pin_memory(), cu_seqlens=self.cu_seqlens.pin_memory())
+        return replace(
+            self, tokens=self.tokens.pin_memory(), cu_seqlens=self.cu_seqlens.pin_memory()
+        )
 
 
 class Rows(NamedTuple):
@@ -57,7 +65,9 @@ class Rows(NamedTuple):
     rows: int  # the real ones: the first so many
     max_seqlen: int
     heads: int
-    cos: Tensor | None = None  # of each position, float32 [positions, head_dim / 2], with rotary positions
+    cos: Tensor | None = (
+        None  # of each position, float32 [positions, head_dim / 2], with rotary positions
+    )
     sin: Tensor | None = None
     slopes: Tensor | None = None  # float32 [heads], with ALiBi
 
@@ -74,7 +84,9 @@ class Esm2Tokenizer:
         offsets = np.cumsum([0, *(len(sequence) + 2 for sequence in sequences)], dtype=np.int64)
         begin, end = bytes([ESM2_BEGIN]), bytes([ESM2_END])
         ids = b"".join([begin + sequence.translate(_ESM2_IDS) + end for sequence in sequences])
-        return torch.from_numpy(np.frombuffer(ids, np.uint8).astype(np.int64)), torch.from_numpy(offsets)
+        return torch.from_numpy(np.frombuffer(ids, np.uint8).astype(np.int64)), torch.from_numpy(
+            offsets
+        )
 
 
 class DnabertTokenizer:
@@ -91,7 +103,9 @@ class DnabertTokenizer:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
         import torch
 
-        texts = [sequence.decode("latin-1") for sequence in sequences]  # any byte is some letter; odd ones are [UNK]
+        texts = [
+            sequence.decode("latin-1") for sequence in sequences
+        ]  # any byte is some letter; odd ones are [UNK]
         rows = [row.ids for row in self._bpe.encode_batch_fast(texts, add_special_tokens=True)]
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(offsets[-1]))
@@ -104,7 +118,9 @@ Tokenizer = Esm2Tokenizer | DnabertTokenizer
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """A `tokenizer.json` with [CLS], [SEP] and [PAD]; its own padding and truncation, if any, are switched off."""
     if not path.is_file():
-        raise WeightsError(f"{path}: no such file; a models directory needs the tokenizer of its DNABERT-S")
+        raise WeightsError(
+            f"{path}: no such file; a models directory needs the tokenizer of its DNABERT-S"
+        )
     try:
         bpe = tokenizers.Tokenizer.from_str(small_text(path))
     except Exception as error:  # the library raises plain Exception
@@ -115,11 +131,15 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     bpe.no_padding()
     bpe.no_truncation()
     if dropout := getattr(bpe.model, "dropout", None):
-        raise WeightsError(f"{path}: with a dropout of {dropout:g} the same read gives other tokens each time")
+        raise WeightsError(
+            f"{path}: with a dropout of {dropout:g} the same read gives other tokens each time"
+        )
     for text in ("", "ACGTN" * 8):  # what is packed into a batch is counted by letters
         ids = bpe.encode(text).ids
         if len(ids) > len(text) + 2:
-            raise WeightsError(f"{path}: makes {len(ids)} tokens of {len(text)} letters; not a tokenizer of DNA")
+            raise WeightsError(
+                f"{path}: makes {len(ids)} tokens of {len(text)} letters; not a tokenizer of DNA"
+            )
         if [*ids[:1], *ids[1:][-1:]] != [begin, end]:
             raise WeightsError(f"{path}: does not put a sequence between [CLS] and [SEP]")
     return bpe

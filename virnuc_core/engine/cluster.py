@@ -30,7 +30,14 @@ from virnuc_core.config import ClusterSpec, Devices, EngineSpec, reading, small_
 from virnuc_core.engine.devices import resolve_engine, visible_gpus
 from virnuc_core.engine.node import Facts
 from virnuc_core.engine.pool import Pool
-from virnuc_core.engine.process import WORKER, Child, LocalWorkers, Message, WorkerSpec, worker_specs
+from virnuc_core.engine.process import (
+    WORKER,
+    Child,
+    LocalWorkers,
+    Message,
+    WorkerSpec,
+    worker_specs,
+)
 from virnuc_core.engine.remote_node import ANSWER_S, PROBE, RemoteChild, RemoteNode
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
 from virnuc_core.rundir import bound
@@ -45,7 +52,9 @@ LOOK_S: Final = 0.1
 HERE: Final = "127.0.0.1"
 ENCRYPTED: Final = "distributed.comm.require-encryption"
 # a scheduler or nanny of our own; its words: which of them, and its options
-PROGRAM: Final = 'import importlib; importlib.import_module("distributed.cli.dask_" + sys.argv.pop(1)).main()'
+PROGRAM: Final = (
+    'import importlib; importlib.import_module("distributed.cli.dask_" + sys.argv.pop(1)).main()'
+)
 MEND: Final = "mend it, or take it out of the cluster"
 log = logging.getLogger(__name__)
 
@@ -54,16 +63,37 @@ class Cluster(AbstractContextManager["Cluster"]):
     """The nodes of a Dask scheduler, and a thread that watches them; the connection is gone when the `with` block ends.
     Errors: `DeviceError` names the node that cannot be used; `ConfigError`."""
 
-    def __init__(self, spec: ClusterSpec, given: tuple[Path, Devices, EngineSpec], out: Path) -> None:
+    def __init__(
+        self, spec: ClusterSpec, given: tuple[Path, Devices, EngineSpec], out: Path
+    ) -> None:
         """`given`: models, devices, engine; `out`: the run's directory, which nodes must see."""
         (self._models, self._wanted_devices, self._engine), self.spec = given, spec
-        self._local, self._silence_s = str(spec.cluster).startswith("local:"), min(SILENT_S, self._engine.silence_s)
-        self._place = next(folder.resolve() for folder in (out, *out.absolute().parents) if folder.is_dir())
-        self._nodes, self._mute = dict[str, RemoteNode](), set[str]()  # nobody waits for those that did not answer
-        self._kind, self._alike = "", ("", "")  # of devices; name and torch of the first, that others must be like
-        self.waiting_shards, self._began_s, self.samples = 0, time.monotonic(), dict[str, DeviceSample]()
+        self._local, self._silence_s = (
+            str(spec.cluster).startswith("local:"),
+            min(SILENT_S, self._engine.silence_s),
+        )
+        self._place = next(
+            folder.resolve() for folder in (out, *out.absolute().parents) if folder.is_dir()
+        )
+        self._nodes, self._mute = (
+            dict[str, RemoteNode](),
+            set[str](),
+        )  # nobody waits for those that did not answer
+        self._kind, self._alike = (
+            "",
+            ("", ""),
+        )  # of devices; name and torch of the first, that others must be like
+        self.waiting_shards, self._began_s, self.samples = (
+            0,
+            time.monotonic(),
+            dict[str, DeviceSample](),
+        )
         self.error: VirnucError | None = None
-        self._ready, self._over, self.loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
+        self._ready, self._over, self.loop = (
+            threading.Event(),
+            asyncio.Event(),
+            asyncio.new_event_loop(),
+        )
         self._thread = threading.Thread(target=self._serve, name="virnuc-cluster", daemon=True)
         self._thread.start()
         try:
@@ -84,12 +114,16 @@ class Cluster(AbstractContextManager["Cluster"]):
         """The nodes that have devices for us, by name."""
         return sorted((node for node in list(self._nodes.values()) if node.devices), key=str)
 
-    def pool(self, devices: Collection[Device] | None = None, *, keep: bool = False, warm: bool = False) -> Pool:
+    def pool(
+        self, devices: Collection[Device] | None = None, *, keep: bool = False, warm: bool = False
+    ) -> Pool:
         """A pool of all devices, those of nodes still to come too, which ends the connection; or of some `devices`."""
         workers = ClusterWorkers(self, devices)
         found = workers.joined(0)
         if gone := [one.id for one in devices or () if one not in found]:
-            raise self.problem(f"{', '.join(gone)} is gone; start nodes and run again, what was committed stays")
+            raise self.problem(
+                f"{', '.join(gone)} is gone; start nodes and run again, what was committed stays"
+            )
         engine = resolve_engine(self._engine, found[0].kind)
         return Pool(worker_specs(self._models, found, engine), workers, keep=keep, warm=warm)
 
@@ -102,7 +136,11 @@ class Cluster(AbstractContextManager["Cluster"]):
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self._work())
         except Exception as error:  # noqa: BLE001 - whatever Dask raises, who waits must hear of it
-            self.error = error if isinstance(error, VirnucError) else self.problem(f"{type(error).__name__}: {error}")
+            self.error = (
+                error
+                if isinstance(error, VirnucError)
+                else self.problem(f"{type(error).__name__}: {error}")
+            )
         finally:
             self._ready.set()
 
@@ -112,7 +150,9 @@ class Cluster(AbstractContextManager["Cluster"]):
             try:
                 while not self._over.is_set():
                     await self._watch(client, fewest)
-                    each = 2 * max((len(node.devices) for node in self.used), default=1)  # are in hand of a node
+                    each = 2 * max(
+                        (len(node.devices) for node in self.used), default=1
+                    )  # are in hand of a node
                     ask(len(self.used) + math.ceil(self.waiting_shards / each))
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._over.wait(), WATCH_S)
@@ -125,14 +165,18 @@ class Cluster(AbstractContextManager["Cluster"]):
             async with asyncio.timeout(SILENT_S):
                 there = (await client.scheduler.identity(n_workers=-1))["workers"]
         except (OSError, TimeoutError) as error:
-            raise self.problem("its scheduler is gone; start it and run again, what was committed stays") from error
+            raise self.problem(
+                "its scheduler is gone; start it and run again, what was committed stays"
+            ) from error
         for address, node in list(self._nodes.items()):
             quiet = not node.problem and time.monotonic() - node.heard_s > self._silence_s
             if address not in there or quiet or (node.task.done() and not node.problem):
                 log.warning("%s is lost%s", node, " (it does not answer)" if quiet else "")
                 self._nodes.pop(address).lose()
         for address in there.keys() - self._nodes.keys():
-            node = RemoteNode(address, str(there[address]["name"]), there[address]["nthreads"], self.spec.transfer)
+            node = RemoteNode(
+                address, str(there[address]["name"]), there[address]["nthreads"], self.spec.transfer
+            )
             self._nodes[address], node.task = node, asyncio.create_task(self._use(client, node))
         if not self._ready.is_set():
             self._settle(fewest)
@@ -150,17 +194,26 @@ class Cluster(AbstractContextManager["Cluster"]):
         elif self._kind and nodes:
             self._began_s = time.monotonic()  # from now on: since when there is none
         elif waited_s > wait_s and not nodes:
-            raise self.problem(f"no node has answered in {wait_s:.0f} s; start Dask workers, or use --node-wait-s")
+            raise self.problem(
+                f"no node has answered in {wait_s:.0f} s; start Dask workers, or use --node-wait-s"
+            )
         elif (len(nodes) >= fewest or waited_s > wait_s) and all(node.facts for node in nodes):
             if len(nodes) < fewest:
-                log.warning("%d of %d nodes have come in %.0f s; they begin", len(nodes), fewest, wait_s)
-            gpus = any(node.facts.gpus for node in nodes if node.facts) and self._wanted_devices.kind != "cpu"
+                log.warning(
+                    "%d of %d nodes have come in %.0f s; they begin", len(nodes), fewest, wait_s
+                )
+            gpus = (
+                any(node.facts.gpus for node in nodes if node.facts)
+                and self._wanted_devices.kind != "cpu"
+            )
             self._kind = "cuda" if gpus else "cpu"
 
     async def _use(self, client: Any, node: RemoteNode) -> None:
         """Start the actor on a node, see whether it is of use, and serve its worker processes as long as it lasts."""
 
-        def actor() -> object:  # within, and so sent by value: that a node has no virnuc is its own error
+        def actor() -> (
+            object
+        ):  # within, and so sent by value: that a node has no virnuc is its own error
             from distributed import get_worker
 
             from virnuc_core.engine.node import Node
@@ -173,7 +226,9 @@ class Cluster(AbstractContextManager["Cluster"]):
             future = client.submit(actor, actor=True, key=f"{PROBE}{secrets.token_hex(8)}", **where)
             async with asyncio.timeout(ANSWER_S):
                 node.actor = await future
-                node.facts = Facts.model_validate_json(await node.actor.facts(str(self._wanted_devices)))
+                node.facts = Facts.model_validate_json(
+                    await node.actor.facts(str(self._wanted_devices))
+                )
             while not self._kind:
                 await asyncio.sleep(WATCH_S / 5)
             devices, models = self._checked(node.facts), self._models.resolve()
@@ -188,13 +243,21 @@ class Cluster(AbstractContextManager["Cluster"]):
             await node.serve(self.samples)
         except Exception as found:  # noqa: BLE001 - whatever Dask raises of a node
             error = found.exceptions[0] if isinstance(found, ExceptionGroup) else found
-            passing = isinstance(error, OSError) if node.devices else not isinstance(error, VirnucError | ImportError)
+            passing = (
+                isinstance(error, OSError)
+                if node.devices
+                else not isinstance(error, VirnucError | ImportError)
+            )
             if isinstance(error, TimeoutError):
                 self._mute.add(node.address)
             if passing and (self._ready.is_set() or node.address in self._mute):
                 log.warning("%s: %r; it is tried again while it is there", node, error)
                 return
-            way_out = f"install virnuc {virnuc_core.__version__} there" if isinstance(error, ImportError) else mend
+            way_out = (
+                f"install virnuc {virnuc_core.__version__} there"
+                if isinstance(error, ImportError)
+                else mend
+            )
             node.problem = DeviceError(f"{node}: {str(error) or repr(error)}; {way_out}")
             if self._ready.is_set():
                 log.warning("%s; it is left out", node.problem)
@@ -219,13 +282,18 @@ class Cluster(AbstractContextManager["Cluster"]):
         if self._kind == "cpu":
             most = len(self._wanted_devices.ids) or node.threads
         if self._local:
-            at, turn = node.name, int(node.name.partition("-")[2]) % len(found) if self._kind == "cpu" else 0
+            at, turn = (
+                node.name,
+                int(node.name.partition("-")[2]) % len(found) if self._kind == "cpu" else 0,
+            )
             found = (*found[turn:], *found[:turn])
         taken = {device.id for other in self.used for device in other.devices}
         named = [device.model_copy(update={"id": f"{device.local}@{at}"}) for device in found]
         node.devices = tuple([device for device in named if device.id not in taken][:most])
         node.heard_s = time.monotonic()
-        log.info("%s: %s", node, ", ".join(device.id for device in node.devices) or "no device is left")
+        log.info(
+            "%s: %s", node, ", ".join(device.id for device in node.devices) or "no device is left"
+        )
 
 
 class ClusterWorkers(LocalWorkers):
@@ -237,7 +305,9 @@ class ClusterWorkers(LocalWorkers):
         self._known = set[RemoteNode]()
 
     def _of(self, node: RemoteNode) -> list[Device]:
-        return [device for device in node.devices if self._devices is None or device in self._devices]
+        return [
+            device for device in node.devices if self._devices is None or device in self._devices
+        ]
 
     def joined(self, waiting: int) -> list[Device]:
         """Devices that have come since this was last asked; for so many shards there is none yet."""
@@ -265,12 +335,16 @@ class ClusterWorkers(LocalWorkers):
                 self._used_s = now
             elif now - self._used_s > wait_s:
                 none = f"no node is left, and none has come for {wait_s:.0f} s"
-                raise self._cluster.problem(f"{none}; start nodes and run again, what was committed stays")
+                raise self._cluster.problem(
+                    f"{none}; start nodes and run again, what was committed stays"
+                )
         return received
 
     def reader(self, device: str, time_s: float) -> DeviceSample:
         """What a node last measured of its device."""
-        return replace(self._cluster.samples.get(device, DeviceSample(time_s, device)), time_s=time_s)
+        return replace(
+            self._cluster.samples.get(device, DeviceSample(time_s, device)), time_s=time_s
+        )
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -291,13 +365,23 @@ async def connect(spec: ClusterSpec) -> AsyncIterator[tuple[Any, int, Callable[[
             where = {"scheduler_file": str(await held.enter_async_context(_local(fewest)))}
         elif "://" not in name:
             cluster = where["address"] = await held.enter_async_context(_batch_system(Path(name)))
-            ask = lambda wanted: cluster.scale(jobs=max(fewest, min(wanted, most), len(cluster.worker_spec)))  # noqa: E731
-        told = {"asynchronous": True, "direct_to_workers": True, "set_as_default": False, "timeout": SCHEDULER_S}
+
+            def ask(wanted: int) -> None:
+                cluster.scale(jobs=max(fewest, min(wanted, most), len(cluster.worker_spec)))
+
+        told = {
+            "asynchronous": True,
+            "direct_to_workers": True,
+            "set_as_default": False,
+            "timeout": SCHEDULER_S,
+        }
         try:
             client = await held.enter_async_context(Client(**where, **told))
         except (OSError, TimeoutError, TypeError, ValueError) as error:
             problem = f"no Dask scheduler answers there ({type(error).__name__}: {error})"
-            raise DeviceError(f"cluster {name}: {problem}; start one, or mend the address") from error
+            raise DeviceError(
+                f"cluster {name}: {problem}; start one, or mend the address"
+            ) from error
         held.enter_context(client.as_current())  # by which actors find it
         yield client, fewest, ask
 
@@ -307,7 +391,9 @@ async def _batch_system(file: Path) -> AsyncIterator[Any]:
     """The cluster of the batch system that the key `jobqueue` of a YAML file names, with all of Dask's settings in it.
     Errors: `ConfigError`; `DeviceError` of the batch system."""
     try:
-        with mock.patch("signal.signal"):  # a part of it takes Ctrl-C for itself, and fails but in the main thread
+        with mock.patch(
+            "signal.signal"
+        ):  # a part of it takes Ctrl-C for itself, and fails but in the main thread
             import dask_jobqueue
             import dask_jobqueue.local  # jobs as processes of this machine
     except ModuleNotFoundError as error:
@@ -319,7 +405,9 @@ async def _batch_system(file: Path) -> AsyncIterator[Any]:
     known = {name[:-7].lower(): one for name, one in named.items() if name.endswith("Cluster")}
     del known["jobqueue"]  # what they have in common
     if not isinstance(kinds, dict) or len(kinds) != 1 or not kinds.keys() <= known.keys():
-        problem = f"its key jobqueue must hold one of {', '.join(sorted(known))}; see docs/cluster.md"
+        problem = (
+            f"its key jobqueue must hold one of {', '.join(sorted(known))}; see docs/cluster.md"
+        )
         raise ConfigError(f"cluster {file}: {problem}")
     kind = next(iter(kinds))
     with dask.config.set(dask.config.merge(dask.config.config, found)):
@@ -329,10 +417,14 @@ async def _batch_system(file: Path) -> AsyncIterator[Any]:
             options["host"] = get_ip()  # and not every address of this machine
         security = {"security": Security(), "protocol": "tls://"} if encrypted else {}
         try:
-            async with known[kind](asynchronous=True, scheduler_options=options, **security) as cluster:
+            async with known[kind](
+                asynchronous=True, scheduler_options=options, **security
+            ) as cluster:
                 yield cluster
         except (OSError, ValueError, TypeError, RuntimeError) as error:
-            raise DeviceError(f"cluster {file}: {' '.join(str(error).split())}; mend its settings") from error
+            raise DeviceError(
+                f"cluster {file}: {' '.join(str(error).split())}; mend its settings"
+            ) from error
 
 
 @asynccontextmanager
@@ -344,25 +436,44 @@ async def _local(nodes: int) -> AsyncIterator[Path]:
         common = ["--host", HERE, "--no-dashboard", "--scheduler-file", str(file)]
         commands, gpus = [(["scheduler", *common, "--port", "0"], dict[str, str]())], visible_gpus()
         for node in range(nodes):
-            named = ["--name", f"local-{node}", "--nthreads", "1", "--memory-limit", "0", "--local-directory", folder]
-            own = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus[node::nodes])} if gpus else {}
+            named = [
+                "--name",
+                f"local-{node}",
+                "--nthreads",
+                "1",
+                "--memory-limit",
+                "0",
+                "--local-directory",
+                folder,
+            ]
+            own = (
+                {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus[node::nodes])}
+                if gpus
+                else {}
+            )
             commands.append((["worker", *common, *named], own))
         started = []
         try:
             for words, own in commands:
                 with said.open("a") as log:
                     how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
-                    started.append(subprocess.Popen(bound(PROGRAM, *words), env={**os.environ, **own}, **how))
+                    started.append(
+                        subprocess.Popen(bound(PROGRAM, *words), env={**os.environ, **own}, **how)
+                    )
             for _ in range(int(START_S / LOOK_S)):
                 if file.exists() or started[0].poll() is not None:
                     break
                 await asyncio.sleep(LOOK_S)
             if not file.exists():
                 last = said.read_text(errors="replace").strip().splitlines()[-1:]
-                raise DeviceError(f"a scheduler of this machine's own does not start: {' '.join(last)}")
+                raise DeviceError(
+                    f"a scheduler of this machine's own does not start: {' '.join(last)}"
+                )
             yield file
         finally:
             for process in started:
-                with suppress(ProcessLookupError):  # a nanny's own is not ended by its death where it is stopped
+                with suppress(
+                    ProcessLookupError
+                ):  # a nanny's own is not ended by its death where it is stopped
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

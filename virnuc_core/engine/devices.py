@@ -48,7 +48,9 @@ def resolve(devices: Devices) -> tuple[Device, ...]:
     known = {str(index): gpu for index, gpu in enumerate(gpus)} | {gpu.id: gpu for gpu in gpus}
     for wanted in devices.ids:
         if not gpus:
-            raise DeviceError(f"cuda:{wanted} asked for, but no NVIDIA driver or GPU is visible; use --devices cpu:1")
+            raise DeviceError(
+                f"cuda:{wanted} asked for, but no NVIDIA driver or GPU is visible; use --devices cpu:1"
+            )
         if wanted not in known:
             here = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(gpus))
             raise DeviceError(f"cuda:{wanted} is not here; visible: {here}")
@@ -63,9 +65,13 @@ def resolve_here(spec: ClassifySpec) -> tuple[Device, ...]:
 def _cores(count: int) -> tuple[Device, ...]:
     cores = sorted(os.sched_getaffinity(0))
     if count > len(cores):
-        raise DeviceError(f"cpu:{count} asked for, but this process may use {len(cores)} cores; use cpu:{len(cores)}")
+        raise DeviceError(
+            f"cpu:{count} asked for, but this process may use {len(cores)} cores; use cpu:{len(cores)}"
+        )
     name = cpu_name()
-    return tuple(Device(id=f"cpu-core-{core}", kind="cpu", name=name, core=core) for core in cores[:count])
+    return tuple(
+        Device(id=f"cpu-core-{core}", kind="cpu", name=name, core=core) for core in cores[:count]
+    )
 
 
 def environment(device: Device) -> dict[str, str]:

@@ -20,7 +20,14 @@ from virnuc_core.runfiles import Device, ModelFlops, read_record
 from virnuc_core.telemetry.live import InferenceProgressReporter, Sampler
 from virnuc_core.telemetry.log import journal, read_journal, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, embedding_span
-from virnuc_core.telemetry.tables import ENCODERS, OVERLAPPED, START_UP, ShardDone, StageClock, StageTime
+from virnuc_core.telemetry.tables import (
+    ENCODERS,
+    OVERLAPPED,
+    START_UP,
+    ShardDone,
+    StageClock,
+    StageTime,
+)
 
 SHARD_BYTES: Final = 4_096  # of a shard's file besides embeddings and scores, and of its last block
 
@@ -57,14 +64,24 @@ class Job:
 
     def shard_bytes(self, shards: Iterable[int]) -> int:
         """Room that the files of some shards take, about."""
-        return sum(SHARD_BYTES + (hi - lo) * self.unique_bytes for lo, hi in map(self.plan.range, shards))
+        return sum(
+            SHARD_BYTES + (hi - lo) * self.unique_bytes for lo, hi in map(self.plan.range, shards)
+        )
 
     def tasks(self, chosen: Sequence[int]) -> list[ShardTask]:
         """Some shards, as workers are told of them."""
         weights = read_record(self.run).fingerprints
         most = max(0, max(1, int(MOST_NOT_FINITE * self.store.n_uniques)) - self.lost)
-        told: dict[str, Any] = {"run": str(self.run.root.resolve()), "store": str(self.store.path.resolve())}
-        told |= {"reads": weights.pop("reads"), "weights": weights, "most_lost": most, "threshold": self.spec.threshold}
+        told: dict[str, Any] = {
+            "run": str(self.run.root.resolve()),
+            "store": str(self.store.path.resolve()),
+        }
+        told |= {
+            "reads": weights.pop("reads"),
+            "weights": weights,
+            "most_lost": most,
+            "threshold": self.spec.threshold,
+        }
         spans = ((shard, *self.plan.range(shard)) for shard in chosen)
         return [ShardTask(**told, shard=shard, lo=lo, hi=hi) for shard, lo, hi in spans]
 
@@ -80,15 +97,25 @@ class Embedding:
         """Compute the shards that are left, by the workers of `pool` if they are as asked for, else by its own; what is
         returned says what happened, `measured` and `ended_s` what it took."""
         job, store, heard = self._job, self._job.store, self._watch.on_progress
-        specs, self._began_s = worker_specs(job.spec.models, job.devices, job.engine, job.trace), time.monotonic()
+        specs, self._began_s = (
+            worker_specs(job.spec.models, job.devices, job.engine, job.trace),
+            time.monotonic(),
+        )
         ids, left, tasks = [device.id for device in job.devices], set(job.todo), job.tasks(job.todo)
         done = store.n_uniques - sum(task.hi - task.lo for task in tasks)
         with ExitStack() as held:
-            keep, live = held.enter_context(journal(job.run.journal, self._origin_s, self._started, ids)), None
-            watching = Sampler(ids, every_s=self._watch.sample_s, note=keep, read=pool.reader if pool else None)
+            keep, live = (
+                held.enter_context(journal(job.run.journal, self._origin_s, self._started, ids)),
+                None,
+            )
+            watching = Sampler(
+                ids, every_s=self._watch.sample_s, note=keep, read=pool.reader if pool else None
+            )
             sampler = held.enter_context(watching)
             if tasks and heard:
-                live = held.enter_context(InferenceProgressReporter(store.n_uniques, sampler, heard, already_done=done))
+                live = held.enter_context(
+                    InferenceProgressReporter(store.n_uniques, sampler, heard, already_done=done)
+                )
             if pool is None or not (pool.specs == specs or job.spec.cluster):
                 pool = held.enter_context(Pool(specs, local_workers(job.worker, specs)))
 
@@ -104,10 +131,14 @@ class Embedding:
                 found = pool.compute(tasks, job.run.root.resolve() / "logs", note)
             except StorageError as error:
                 room = size(job.shard_bytes(left))
-                raise StorageError(f"{error}; the shards still to come take about {room}") from error
+                raise StorageError(
+                    f"{error}; the shards still to come take about {room}"
+                ) from error
         self.ended_s = time.monotonic()
         if (noted := read_journal(job.run.journal)) is None:
-            raise StorageError(f"{job.run.journal}: what was measured could not be kept; make room and run again")
+            raise StorageError(
+                f"{job.run.journal}: what was measured could not be kept; make room and run again"
+            )
         self.measured = noted[0]
         return found
 
@@ -124,32 +155,61 @@ class Embedding:
         committed_s = self._began_s
         if busy is not None:
             own, said = batches[batches.device == busy.device], job.records[busy.device]
-            launched_s, finished_s = own.launched_s.min(), shards.finished_s[shards.device == busy.device].max()
-            imported_s, loaded_s, ready_s = (said["started_s"] + said[n] for n in ("import_s", "load_s", "ready_s"))
-            spawned_s = min(said["spawned_s"], self._began_s)  # later for one that took the place of a dead one
+            launched_s, finished_s = (
+                own.launched_s.min(),
+                shards.finished_s[shards.device == busy.device].max(),
+            )
+            imported_s, loaded_s, ready_s = (
+                said["started_s"] + said[n] for n in ("import_s", "load_s", "ready_s")
+            )
+            spawned_s = min(
+                said["spawned_s"], self._began_s
+            )  # later for one that took the place of a dead one
             up_s, waited_s = ready_s + said["waited_s"], said["waited_s"]
-            start = [min(said["asked_s"], spawned_s), spawned_s, imported_s, loaded_s, up_s, launched_s]
+            start = [
+                min(said["asked_s"], spawned_s),
+                spawned_s,
+                imported_s,
+                loaded_s,
+                up_s,
+                launched_s,
+            ]
             if up_s < self._began_s:  # for a job before this one
                 start, waited_s = [*[self._began_s] * 5, launched_s], 0.0
-            said["first_batch_s"] = launched_s - start[0]  # after the command began, or what first asked for a worker
+            said["first_batch_s"] = (
+                launched_s - start[0]
+            )  # after the command began, or what first asked for a worker
             for part, began_s, ended_s in zip(START_UP, start, start[1:], strict=False):
                 clock.add(part, ended_s - began_s, (began_s, ended_s))
             clock.add(START_UP[-2], -waited_s)  # for the job, with the weights loaded
             clock.add(OVERLAPPED, max(0.0, self._began_s - start[0] - waited_s))
             still_s = max(0.0, finished_s - launched_s - busy.busy_s)
             waits_s = own.wait_ms[1:].sum() / 1e3  # the first batch's is part of the start
-            causes = {"Restarts": job.lost_s[busy.device], "Waiting for batches": waits_s, "Commits": busy.commit_s}
-            for part, most_s in {**causes, "Device idle": still_s}.items():  # none has cost more than is left
+            causes = {
+                "Restarts": job.lost_s[busy.device],
+                "Waiting for batches": waits_s,
+                "Commits": busy.commit_s,
+            }
+            for part, most_s in {
+                **causes,
+                "Device idle": still_s,
+            }.items():  # none has cost more than is left
                 clock.add(part, min(still_s, most_s))
                 still_s -= min(still_s, most_s)
             committed_s = (shards.finished_s + shards.commit_s).max()
             clock.add("Commits", committed_s - finished_s)
         clock.add("Shutdown", self.ended_s - committed_s)
 
-    def write(self, stages: Sequence[StageTime], wall_s: float, sequences_per_hour: float | None = None) -> Path:
+    def write(
+        self, stages: Sequence[StageTime], wall_s: float, sequences_per_hour: float | None = None
+    ) -> Path:
         """Write the telemetry, which takes the journal's place; returns its JSON file."""
         run, measured = self._job.run, replace(self.measured, stages=tuple(stages))
-        told = {"n_reads": self._job.store.n_reads, "wall_s": wall_s, "sequences_per_hour": sequences_per_hour}
+        told = {
+            "n_reads": self._job.store.n_reads,
+            "wall_s": wall_s,
+            "sequences_per_hour": sequences_per_hour,
+        }
         path = write_telemetry(run.telemetry, measured, window_s=self._watch.window_s, **told)
         run.journal.unlink()
         return path

@@ -49,8 +49,12 @@ class Batch:
     arrived_s: float
 
 
-Item = ShardTask | Batch | None  # what the launch loop takes: a task, its batches, the task again; after the last None
-Take = Callable[[], tuple[Item, float]]  # the next item, and how long it took to come, in milliseconds
+Item = (
+    ShardTask | Batch | None
+)  # what the launch loop takes: a task, its batches, the task again; after the last None
+Take = Callable[
+    [], tuple[Item, float]
+]  # the next item, and how long it took to come, in milliseconds
 Source = tuple[Path, str, Path]  # a store, the fingerprint it must have, a models directory
 Slice = tuple[int, int]
 Ints = NDArray[np.int64]
@@ -112,7 +116,9 @@ def group_bounds(lengths: Ints) -> Ints:
     return bounds.clip(SMALLEST_GROUP)
 
 
-def pack(lengths: Sequence[int] | Ints, budget: int, parts: Sequence[int] = PARTS) -> list[BatchPlan]:
+def pack(
+    lengths: Sequence[int] | Ints, budget: int, parts: Sequence[int] = PARTS
+) -> list[BatchPlan]:
     """Place every row of `lengths` (tokens, specials included, each ≥ 1) in exactly one batch; the same gives the same.
     A row longer than the budget gets a batch of its own, of the smallest multiple of the budget that holds it."""
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -130,7 +136,9 @@ def _pack_group(members: Ints, sizes: Ints, bound: int, allowed: Sequence[int]) 
     remaining = int((distinct * counts).sum())
     batches = []
     while remaining:
-        slots = _slots(remaining, max(length for length, rows in left.items() if len(rows)), allowed)
+        slots = _slots(
+            remaining, max(length for length, rows in left.items() if len(rows)), allowed
+        )
         room, places, chosen = slots, row_capacity(slots), []
         for length in sorted(left, reverse=True):
             rows = left[length][: min(room // length, places)]
@@ -186,11 +194,22 @@ class Loader:
         kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
         parts = list(self._map(partial(tokenise, source), slices(kept)))
         protein, dna = (join([part[which] for part in parts]) for which in (0, 1))
-        budgets, pads = (self.engine.dna_token_budget, self.engine.token_budget), (opened(*source)[1].pad_id, ESM2_PAD)
+        budgets, pads = (
+            (self.engine.dna_token_budget, self.engine.token_budget),
+            (opened(*source)[1].pad_id, ESM2_PAD),
+        )
         for name, tokens, budget, pad in zip(ENCODERS, (dna, protein), budgets, pads, strict=True):
-            for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), pad)):
+            for index, (plan, batch) in enumerate(
+                packed(tokens, max(1, budget // task.divisor), pad)
+            ):
                 ready = batch.pin() if self.pin else batch
-                yield Batch(name, index, ready, torch.from_numpy(kept[plan.rows] - task.lo), time.monotonic())
+                yield Batch(
+                    name,
+                    index,
+                    ready,
+                    torch.from_numpy(kept[plan.rows] - task.lo),
+                    time.monotonic(),
+                )
         yield task
 
     def feed(self, next_task: Callable[[], ShardTask | None], depth: int) -> Take:

@@ -72,11 +72,17 @@ class Node:
     """The actor. Its worker processes end, and its folder goes, when it is released, or its Dask worker dies."""
 
     def __init__(self, module: str, disk: str | None = None) -> None:
-        os.environ.pop("MALLOC_TRIM_THRESHOLD_", None)  # Dask's: memory given back at once, and asked for again
+        os.environ.pop(
+            "MALLOC_TRIM_THRESHOLD_", None
+        )  # Dask's: memory given back at once, and asked for again
         self._workers = LocalWorkers(module)
-        self._starter = ThreadPoolExecutor(1)  # lives as long as the process: to the kernel it is the parent
+        self._starter = ThreadPoolExecutor(
+            1
+        )  # lives as long as the process: to the kernel it is the parent
         self._children: dict[int, Child] = {}
-        self.folder = Path(tempfile.mkdtemp(prefix="virnuc-", dir=disk))  # for what is sent; relative paths are in it
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="virnuc-", dir=disk)
+        )  # for what is sent; relative paths are in it
         self._sampled: list[str] = []
         self._read: Any = None
         self._local_models: str | None = None
@@ -91,16 +97,32 @@ class Node:
     def facts(self, devices: str) -> str:
         """What is here. Errors: `DeviceError` when `devices` names GPUs that are not."""
         wanted, cores = Devices.parse(devices), len(os.sched_getaffinity(0))
-        gpus = visible_gpus() if wanted.kind == "auto" else resolve(wanted) if wanted.kind == "cuda" else ()
-        told = {"virnuc": virnuc_core.__version__, "torch": version_of("torch"), "host": platform.node()}
-        return Facts(**told, gpus=tuple(gpus), cores=resolve(Devices.parse(f"cpu:{cores}"))).model_dump_json()
+        gpus = (
+            visible_gpus()
+            if wanted.kind == "auto"
+            else resolve(wanted)
+            if wanted.kind == "cuda"
+            else ()
+        )
+        told = {
+            "virnuc": virnuc_core.__version__,
+            "torch": version_of("torch"),
+            "host": platform.node(),
+        }
+        return Facts(
+            **told, gpus=tuple(gpus), cores=resolve(Devices.parse(f"cpu:{cores}"))
+        ).model_dump_json()
 
     def bring(self, models: str, local: str, prints: str) -> bool:
         """Have the models on a disk of this node, copied once or sent to its folder, proven by the digests of their
         parts; False where they are yet to be sent."""
         from virnuc_core.encoders.checkpoint import PARTS, fingerprint
 
-        source, place, sent = self.folder / models, self.folder / local, not Path(models).is_absolute()
+        source, place, sent = (
+            self.folder / models,
+            self.folder / local,
+            not Path(models).is_absolute(),
+        )
         if not (place / PARTS[0]).exists():
             place /= f"virnuc-{hashlib.sha256(prints.encode()).hexdigest()[:16]}"
         if not place.exists():
@@ -125,7 +147,9 @@ class Node:
             raise OSError(f"{name} does not arrive there as it was sent")
         with self._using(path := self.folder / name):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with (aside := path.with_name(f"{path.name}.part")).open("wb" if first else "ab") as file:
+            with (aside := path.with_name(f"{path.name}.part")).open(
+                "wb" if first else "ab"
+            ) as file:
                 file.write(piece)
             if last:
                 aside.rename(path)
@@ -156,9 +180,14 @@ class Node:
             message = Message.of(line)
             if isinstance(message, WorkerSpec):
                 self._children[number] = self._workers.start(self._here(message))
-            elif (child := self._children.get(number)) is not None:  # else it has ended, as will be heard
+            elif (
+                child := self._children.get(number)
+            ) is not None:  # else it has ended, as will be heard
                 if isinstance(message, ShardTask):
-                    own = {"run": str(self.folder / message.run), "store": str(self.folder / message.store)}
+                    own = {
+                        "run": str(self.folder / message.run),
+                        "store": str(self.folder / message.store),
+                    }
                     message = message.model_copy(update=own)
                 if isinstance(message, End):
                     threading.Thread(target=child.end, args=(message.grace_s,)).start()
@@ -167,11 +196,15 @@ class Node:
 
     def _here(self, spec: WorkerSpec) -> WorkerSpec:
         """A worker's settings as they are here."""
-        engine = spec.engine.model_copy(update={"device_wait_s": max(DEVICE_WAIT_S, spec.engine.device_wait_s)})
+        engine = spec.engine.model_copy(
+            update={"device_wait_s": max(DEVICE_WAIT_S, spec.engine.device_wait_s)}
+        )
         if spec.device.kind == "cuda" and spec.device.local not in self._sampled:
             self._sampled.append(spec.device.local)
             self._read = nvml_reader(self._sampled)
-        return spec.model_copy(update={"engine": engine, "models": self._local_models or spec.models})
+        return spec.model_copy(
+            update={"engine": engine, "models": self._local_models or spec.models}
+        )
 
     async def hear(self) -> str:
         """What worker processes have said and done, as soon as one has said something, else after a second."""
@@ -190,8 +223,15 @@ class Node:
             said.append((number, message.line()))
             received = self._workers.receive(0)
         now_s, living = time.monotonic(), self._children.copy()
-        unlogged = {number: child.unlogged for number, child in (living | ended).items() if child.unlogged}
-        wrote = {number: "".join(lines.pop(0) for _ in range(len(lines))) for number, lines in unlogged.items()}
+        unlogged = {
+            number: child.unlogged for number, child in (living | ended).items() if child.unlogged
+        }
+        wrote = {
+            number: "".join(lines.pop(0) for _ in range(len(lines)))
+            for number, lines in unlogged.items()
+        }
         still_s = {number: now_s - child.progress_s for number, child in living.items()}
         samples = tuple(self._read(uuid, now_s) for uuid in self._sampled) if self._read else ()
-        return Told(now_s=now_s, said=tuple(said), wrote=wrote, still_s=still_s, samples=samples).model_dump_json()
+        return Told(
+            now_s=now_s, said=tuple(said), wrote=wrote, still_s=still_s, samples=samples
+        ).model_dump_json()

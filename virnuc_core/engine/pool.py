@@ -33,8 +33,16 @@ MAX_SEARCHES: Final = 3  # in vain, before the shard is given up
 APART: Final = 5  # rows that lie apart; where each of them alone ends a worker, no row is the cause
 MAX_GUILTY: Final = 16  # of one shard: more is not a poisoned row but a broken machine
 # what other jobs need not meet
-OF_A_JOB: Final = errors.InputError, errors.ConfigError, errors.NotFiniteError, errors.StorageError, errors.ShardError
-MOST_NOT_FINITE: Final = 0.01  # of a run's rows: more are no odd rows, but weights or a precision of no use
+OF_A_JOB: Final = (
+    errors.InputError,
+    errors.ConfigError,
+    errors.NotFiniteError,
+    errors.StorageError,
+    errors.ShardError,
+)
+MOST_NOT_FINITE: Final = (
+    0.01  # of a run's rows: more are no odd rows, but weights or a precision of no use
+)
 
 
 @dataclass(slots=True)
@@ -46,7 +54,9 @@ class WorkerSlot:
     record: dict[str, Any] | None = None  # what the present worker said when it was ready
     held: deque[ShardTask] = field(default_factory=deque)  # given and not answered, oldest first
     unready_deaths: int = 0
-    too_large: set[tuple[str, int]] = field(default_factory=set)  # runs and shards at which its memory ran out
+    too_large: set[tuple[str, int]] = field(
+        default_factory=set
+    )  # runs and shards at which its memory ran out
     since_s: float = 0.0  # when it last was ready, or had a shard committed
 
 
@@ -59,9 +69,15 @@ class PooledJob:
     note: Callable[..., None]  # hears of every shard, and of every death in a line
     left: set[int]  # shards that are not committed
     deaths: list[str] = field(default_factory=list)  # one line each
-    records: dict[str, dict[str, Any]] = field(default_factory=dict)  # by device: what its first worker said when ready
-    lost_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by device, from its last commit on
-    reduced: dict[int, int] = field(default_factory=dict)  # shards, and what their token budgets were divided by
+    records: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # by device: what its first worker said when ready
+    lost_s: dict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # by device, from its last commit on
+    reduced: dict[int, int] = field(
+        default_factory=dict
+    )  # shards, and what their token budgets were divided by
     lost: int = 0  # rows that were not finite
     repeated: int = 0  # rows near the threshold that were embedded again
     killed: Counter[int] = field(default_factory=Counter)  # deaths with this shard first in line
@@ -77,7 +93,12 @@ class Pool(AbstractContextManager["Pool"]):
     while there is no job yet. A thread of the pool's own starts them, for they die with whoever did."""
 
     def __init__(
-        self, specs: Sequence[WorkerSpec], workers: process.LocalWorkers, *, keep: bool = False, warm: bool = False
+        self,
+        specs: Sequence[WorkerSpec],
+        workers: process.LocalWorkers,
+        *,
+        keep: bool = False,
+        warm: bool = False,
     ) -> None:
         self.specs, self._workers, self._keep = tuple(specs), workers, keep
         self._slots, self.reader = [WorkerSlot(spec) for spec in specs], workers.reader
@@ -85,7 +106,10 @@ class Pool(AbstractContextManager["Pool"]):
         self._todo: deque[ShardTask] = deque()
         self._given: deque[tuple[PooledJob, Sequence[ShardTask]]] = deque()  # and not taken up yet
         self._warm, self._closed = warm, False
-        self._giving, self._thread = threading.Lock(), threading.Thread(target=self._work, name="pool", daemon=True)
+        self._giving, self._thread = (
+            threading.Lock(),
+            threading.Thread(target=self._work, name="pool", daemon=True),
+        )
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -98,7 +122,9 @@ class Pool(AbstractContextManager["Pool"]):
         self._thread.join()
         self._workers.__exit__()
 
-    def compute(self, tasks: Sequence[ShardTask], logs: Path, note: Callable[..., None]) -> PooledJob:
+    def compute(
+        self, tasks: Sequence[ShardTask], logs: Path, note: Callable[..., None]
+    ) -> PooledJob:
         """Compute shards of one job; returns when all are committed, and no worker holds any when it raises. Errors:
         our own as a worker raised them; `ShardError` for a shard that ends workers though no row of it does alone;
         `WorkerError` for workers that never get ready, and after `end_all_children`. What lies with the data of one job
@@ -130,7 +156,11 @@ class Pool(AbstractContextManager["Pool"]):
             self._slots.append(WorkerSlot(self.specs[0].model_copy(update={"device": device})))
         if self._todo or self._warm:
             # a worker on each device, but no more of them than there are tasks, unless all are to be warm
-            wanted = len(self._slots) if self._warm else len(self._todo) + sum(len(slot.held) for slot in self._slots)
+            wanted = (
+                len(self._slots)
+                if self._warm
+                else len(self._todo) + sum(len(slot.held) for slot in self._slots)
+            )
             wanted -= sum(slot.worker is not None for slot in self._slots)
             self._warm = False
             for slot in [slot for slot in self._slots if slot.worker is None][: max(0, wanted)]:
@@ -147,7 +177,9 @@ class Pool(AbstractContextManager["Pool"]):
                 except OF_A_JOB as error:
                     if not (self._keep and ready and first):
                         raise
-                    self._jobs[first.run].error = error  # what workers hold of it is not handed out again
+                    self._jobs[
+                        first.run
+                    ].error = error  # what workers hold of it is not handed out again
                     self._todo = deque(task for task in self._todo if task.run != first.run)
                 self._settle()
 
@@ -166,7 +198,9 @@ class Pool(AbstractContextManager["Pool"]):
                     both = (task, *slot.held) if slot.held else ()
                     if any(one.probe or self._jobs[one.run].killed[one.shard] > 0 for one in both):
                         break
-                    task = self._todo.popleft().model_copy(update={"divisor": max(task.divisor, slot.spec.divisor)})
+                    task = self._todo.popleft().model_copy(
+                        update={"divisor": max(task.divisor, slot.spec.divisor)}
+                    )
                     slot.held.append(task)
                     self._tell_log(slot)
                     if slot.record is not None:
@@ -215,22 +249,36 @@ class Pool(AbstractContextManager["Pool"]):
         job.left.discard(task.shard)
         job.note(done)
         if lost := done.skipped - len(task.skip):
-            log.warning("shard %05d: %d rows are not finite and are set aside (failed.tsv)", done.shard, lost)
+            log.warning(
+                "shard %05d: %d rows are not finite and are set aside (failed.tsv)",
+                done.shard,
+                lost,
+            )
             job.lost += lost
         if job.lost > task.most_lost:
             told = f"{job.lost} rows are not finite, more than {100 * MOST_NOT_FINITE:.0f} % of the run's"
-            raise errors.NotFiniteError(f"{told}; run virnuc models verify, or use another --precision")
+            raise errors.NotFiniteError(
+                f"{told}; run virnuc models verify, or use another --precision"
+            )
 
     def _concerned(self, held: Iterable[ShardTask]) -> list[PooledJob]:
         """The jobs whose shards a worker holds, or, of one that holds none, all."""
-        return [self._jobs[run] for run in dict.fromkeys(task.run for task in held)] or [*self._jobs.values()]
+        return [self._jobs[run] for run in dict.fromkeys(task.run for task in held)] or [
+            *self._jobs.values()
+        ]
 
     def _end_silent(self) -> None:
         """End workers that hold work and have not moved for too long, a death like any other, and idle stopped ones."""
         now, most_s = time.monotonic(), self.specs[0].engine.silence_s
         for slot in self._slots:
-            if (worker := slot.worker) is not None and slot.held and now - worker.progress_s > most_s:
-                log.error("%s has been silent for more than %.0f s; ending it", worker.device, most_s)
+            if (
+                (worker := slot.worker) is not None
+                and slot.held
+                and now - worker.progress_s > most_s
+            ):
+                log.error(
+                    "%s has been silent for more than %.0f s; ending it", worker.device, most_s
+                )
                 worker.progress_s = now
                 worker.end(0.5)
             elif worker is not None and not slot.held and worker.silent:
@@ -239,7 +287,12 @@ class Pool(AbstractContextManager["Pool"]):
 
     def _died(self, slot: WorkerSlot, worker: process.Child) -> None:
         """Take back what a dead worker held, to be handed out again; another will be started in its place."""
-        status, failed, held, ready = worker.end(0.5), worker.failed, [*slot.held], slot.record is not None
+        status, failed, held, ready = (
+            worker.end(0.5),
+            worker.failed,
+            [*slot.held],
+            slot.record is not None,
+        )
         slot.worker, slot.held = None, deque()
         if self._workers.cancelled:
             raise errors.WorkerError(process.INTERRUPTED)
@@ -261,27 +314,38 @@ class Pool(AbstractContextManager["Pool"]):
         if ready and alive and alive[0] is held[0]:
             self._todo[0] = self._after_death(held[0], said, out_of_memory=out_of_memory)
             slot.too_large |= {(held[0].run, held[0].shard)} if out_of_memory else set()
-        if out_of_memory and (not ready or len(slot.too_large) > 1):  # not one shard's matter: the device has no room
-            slot.spec = slot.spec.model_copy(update={"divisor": _doubled(slot.spec.divisor, worker.device)})
+        if out_of_memory and (
+            not ready or len(slot.too_large) > 1
+        ):  # not one shard's matter: the device has no room
+            slot.spec = slot.spec.model_copy(
+                update={"divisor": _doubled(slot.spec.divisor, worker.device)}
+            )
             slot.too_large.clear()
         elif not ready and not out_of_memory and concerned:
             slot.unready_deaths += 1
             if slot.unready_deaths >= MAX_DEATHS_BEFORE_READY:
                 problem = f"workers on {worker.device} ended {slot.unready_deaths} times before they were ready"
-                told, trace = f"{problem}; last words: {said}; see {worker.log}", failed.traceback if failed else ""
+                told, trace = (
+                    f"{problem}; last words: {said}; see {worker.log}",
+                    failed.traceback if failed else "",
+                )
                 raise errors.WorkerError(told, worker_traceback=trace)
 
     def _after_death(self, task: ShardTask, said: str, *, out_of_memory: bool) -> ShardTask:
         """What to try next with the task at which a worker died."""
         if out_of_memory:
-            return task.model_copy(update={"divisor": _doubled(task.divisor, f"shard {task.shard:05d}")})
+            return task.model_copy(
+                update={"divisor": _doubled(task.divisor, f"shard {task.shard:05d}")}
+            )
         job = self._jobs[task.run]
         if task.probe:
             return job.searches[task.shard].send(False)
         job.killed[task.shard] += 1
         if job.killed[task.shard] < self.specs[0].engine.max_shard_attempts:
             return task
-        log.warning("shard %05d ended %d workers; searching for the row", task.shard, job.killed[task.shard])
+        log.warning(
+            "shard %05d ended %d workers; searching for the row", task.shard, job.killed[task.shard]
+        )
         if (probe := next(job.searches.setdefault(task.shard, search(task)), None)) is None:
             problem = f"ends workers, and no single row of it is the cause; last words: {said}"
             raise errors.ShardError(problem, shard=task.shard)
@@ -289,7 +353,9 @@ class Pool(AbstractContextManager["Pool"]):
 
     def _settle(self) -> None:
         """Let go of the jobs that are committed or have failed, once no worker holds a shard of theirs."""
-        if not (over := [job for job in self._jobs.values() if job.error is not None or not job.left]):
+        if not (
+            over := [job for job in self._jobs.values() if job.error is not None or not job.left]
+        ):
             return
         held = {task.run for slot in self._slots for task in slot.held}
         over = [self._jobs.pop(job.run) for job in over if job.run not in held]

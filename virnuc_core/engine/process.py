@@ -52,7 +52,9 @@ class Message(Spec):
     def of(line: str) -> "Message":
         """The message of a line, whose class has been imported by now."""
         name, body = line.split(" ", 1)
-        return next(kind for kind in Message.__subclasses__() if kind.__name__ == name).model_validate_json(body)
+        return next(
+            kind for kind in Message.__subclasses__() if kind.__name__ == name
+        ).model_validate_json(body)
 
 
 class WorkerSpec(Message):
@@ -93,8 +95,13 @@ def worker_specs(
     models: Path, devices: Sequence[Device], engine: EngineSpec, trace: TraceSpec | None = None
 ) -> tuple[WorkerSpec, ...]:
     """One worker a device; the same for all plans, for shards are told to it one by one."""
-    root, engine = str(models.resolve()), engine.model_copy(update={"shard_tokens": EngineSpec().shard_tokens})
-    return tuple(WorkerSpec(models=root, device=device, engine=engine, trace=trace) for device in devices)
+    root, engine = (
+        str(models.resolve()),
+        engine.model_copy(update={"shard_tokens": EngineSpec().shard_tokens}),
+    )
+    return tuple(
+        WorkerSpec(models=root, device=device, engine=engine, trace=trace) for device in devices
+    )
 
 
 _children: set["Child"] = set()
@@ -109,24 +116,39 @@ class Child:
     lost = False  # whether its whole node is gone, through no fault of its own
 
     def _begin(self, spec: WorkerSpec, inbox: queue.Queue["tuple[Child, Message] | None"]) -> None:
-        self.spec, self.device, self._inbox, self._ending = spec, spec.device.id, inbox, threading.Lock()
-        self.log: Path | None = None  # of its standard error; what it wrote there before is kept for it
+        self.spec, self.device, self._inbox, self._ending = (
+            spec,
+            spec.device.id,
+            inbox,
+            threading.Lock(),
+        )
+        self.log: Path | None = (
+            None  # of its standard error; what it wrote there before is kept for it
+        )
         self.last_words = "nothing"  # its last line on standard error
         self.unlogged = list[str]()  # what it wrote there as long as there is no log
         self.failed: Failed | None = None  # what it said of its failure
-        self.started_s = self.progress_s = time.monotonic()  # when it last did something, or was told to
+        self.started_s = self.progress_s = (
+            time.monotonic()
+        )  # when it last did something, or was told to
         self.asked_s = self.started_s  # when the command began that could do with it
         self._heard_s = self.started_s  # when it last said anything
 
-    def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue["tuple[Child, Message] | None"]) -> None:
+    def __init__(
+        self, module: str, spec: WorkerSpec, inbox: queue.Queue["tuple[Child, Message] | None"]
+    ) -> None:
         self._begin(spec, inbox)
         how: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         how |= {"encoding": "utf-8", "errors": "replace", "start_new_session": True}
-        self.process = subprocess.Popen(bound(PROGRAM, module), env={**os.environ, **environment(spec.device)}, **how)
+        self.process = subprocess.Popen(
+            bound(PROGRAM, module), env={**os.environ, **environment(spec.device)}, **how
+        )
         pipes = self.process.stdin, self.process.stdout, self.process.stderr
         self._stdin, self._stdout, self._stderr = cast(tuple[IO[str], IO[str], IO[str]], pipes)
         self.pid = self.process.pid
-        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
+        self._readers = [
+            threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)
+        ]
         for reader in self._readers:
             reader.start()
 
@@ -303,8 +325,12 @@ def serve(module: str) -> NoReturn:
     try:
         if spec.device.kind == "cuda":
             lock_device(spec.device.local, spec.engine.device_wait_s)  # until this process ends
-            threading.Thread(target=open_context, daemon=True).start()  # takes about as long as what is imported now
-        importlib.import_module(module).work(parent, spec)  # last: it takes seconds, in which a closed input ends us
+            threading.Thread(
+                target=open_context, daemon=True
+            ).start()  # takes about as long as what is imported now
+        importlib.import_module(module).work(
+            parent, spec
+        )  # last: it takes seconds, in which a closed input ends us
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
         parent.give_up(error)
     os._exit(0)  # skip interpreter shutdown: everything is written, and threads or CUDA may linger

@@ -38,7 +38,12 @@ from virnuc_core.telemetry.tables import DeviceSample
 
 ANSWER_S: Final = 60.0  # of a node that has been found, at first, and for a piece of a file
 END_S: Final = 5.0  # for word that a worker process has ended
-MOMENTS: Final = ("started_s", "finished_s", "arrived_s", "launched_s")  # of a clock, in what workers say
+MOMENTS: Final = (
+    "started_s",
+    "finished_s",
+    "arrived_s",
+    "launched_s",
+)  # of a clock, in what workers say
 PROBE: Final = ".virnuc-probe-"
 PIECE_BYTES: Final = 4 << 20
 TRIES: Final = 2  # to get a shard's file as it was
@@ -50,10 +55,14 @@ class RemoteChild(Child):
 
     silent = False  # its node tells how long it has done nothing
 
-    def __init__(self, spec: WorkerSpec, inbox: queue.Queue[Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, spec: WorkerSpec, inbox: queue.Queue[Any], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.number, self.orders, self._loop = next(_numbers), asyncio.Queue["Order"](), loop
         self.status, self._over = -1, threading.Event()
-        self.sent = deque[tuple[str, ShardTask]]()  # what it has not answered, and the folder of each on its node
+        self.sent = deque[
+            tuple[str, ShardTask]
+        ]()  # what it has not answered, and the folder of each on its node
         self._begin(spec, inbox)
 
     def send(self, message: Message) -> None:
@@ -76,7 +85,9 @@ class RemoteChild(Child):
         self.heard(Failed(kind=type(error).__name__, message=str(error), traceback=""))
         self.send(End(grace_s=0))
 
-    def close(self, status: int = -1, last_words: str = "its node is lost", *, lost: bool = False) -> None:
+    def close(
+        self, status: int = -1, last_words: str = "its node is lost", *, lost: bool = False
+    ) -> None:
         """It has ended, or its node is `lost`."""
         if not self._over.is_set():
             self.status, self.last_words, self.lost = status, last_words, lost
@@ -98,7 +109,9 @@ class RemoteNode:
     actor: Any = None  # its `Node`
     facts: Facts | None = None
     problem: VirnucError | None = None  # why it is not used
-    devices: tuple[Device, ...] = ()  # once it is used; none where others of its machine have them all
+    devices: tuple[
+        Device, ...
+    ] = ()  # once it is used; none where others of its machine have them all
     children: dict[int, RemoteChild] = field(default_factory=dict)
     orders: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)
     said: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)  # and not passed on yet
@@ -118,22 +131,32 @@ class RemoteNode:
 
     async def share(self, place: Path, models: Path) -> None:
         """See to it that it sees the models, and in `place` each what the other writes. Errors: `DeviceError`."""
-        with tempfile.TemporaryDirectory(prefix=PROBE, dir=place, ignore_cleanup_errors=True) as folder:
-            asked, answer, text = Path(folder) / "asked", Path(folder) / "answer", secrets.token_bytes(16)
+        with tempfile.TemporaryDirectory(
+            prefix=PROBE, dir=place, ignore_cleanup_errors=True
+        ) as folder:
+            asked, answer, text = (
+                Path(folder) / "asked",
+                Path(folder) / "answer",
+                secrets.token_bytes(16),
+            )
             asked.write_bytes(text)
             for file in (asked, models / "head" / "config.json"):
                 if await self.actor.piece(str(file), 0, PIECE_BYTES) != file.read_bytes():
                     raise DeviceError(f"{file} is another file there")
             await self.send(str(answer), BytesIO(text))
             if not answer.is_file() or answer.read_bytes() != text:
-                raise DeviceError(f"what it writes in {place} is not seen here: it is no shared file system")
+                raise DeviceError(
+                    f"what it writes in {place} is not seen here: it is no shared file system"
+                )
 
     async def bring(self, models: Path, local: Path | None, precision: Precision) -> None:
         """Have it hold the models on its own disk, in the folder `local` if there is one."""
         prints = json.dumps(await asyncio.to_thread(fingerprint, models, precision), sort_keys=True)
         what = "models" if self.transfer else str(models), str(local or ""), prints
         if not await self._brought(*what):
-            for path in sorted(path for part in PARTS for path in (models / part).rglob("*") if path.is_file()):
+            for path in sorted(
+                path for part in PARTS for path in (models / part).rglob("*") if path.is_file()
+            ):
                 with path.open("rb") as file:
                     await self.send(f"models/{path.relative_to(models)}", file)
             await self._brought(*what)
@@ -165,7 +188,9 @@ class RemoteNode:
         plan = read_plan(RunDir(Path(task.run))).model_dump_json()
         store = await asyncio.to_thread(OrfStore.open, Path(task.store), check=False)
         await self.send(f"{folder}/shards/plan.json", BytesIO(plan.encode()))
-        await self.send(f"{folder}/orfs.h5", BytesIO(await asyncio.to_thread(excerpt, store, task.lo, task.hi)))
+        await self.send(
+            f"{folder}/orfs.h5", BytesIO(await asyncio.to_thread(excerpt, store, task.lo, task.hi))
+        )
         there = {"run": folder, "store": f"{folder}/orfs.h5", "lo": 0, "hi": task.hi - task.lo}
         return task.model_copy(update=there | {"skip": tuple(row - task.lo for row in task.skip)})
 
@@ -177,11 +202,15 @@ class RemoteNode:
             aside = held.enter_context(whole_file(path))
             for _ in range(TRIES):
                 with aside.open("wb") as file:
-                    while piece := await self.actor.piece(f"{folder}/shards/{path.name}", file.tell(), PIECE_BYTES):
+                    while piece := await self.actor.piece(
+                        f"{folder}/shards/{path.name}", file.tell(), PIECE_BYTES
+                    ):
                         await asyncio.to_thread(file.write, piece)
                 if await asyncio.to_thread(is_sealed, aside):
                     return await asyncio.to_thread(held.pop_all().close)  # waits for the disk
-            raise DeviceError(f"shard {task.shard:05d} does not arrive from there as it was committed")
+            raise DeviceError(
+                f"shard {task.shard:05d} does not arrive from there as it was committed"
+            )
 
     async def serve(self, samples: dict[str, DeviceSample]) -> None:
         """Tell its worker processes what they are told, and pass on what they say, as long as it lasts. `samples`: of
@@ -225,7 +254,9 @@ class RemoteNode:
         while True:
             child, message = await self.said.get()
             over = isinstance(message, Ended)
-            answered = len(child.sent) if over else min(len(child.sent), isinstance(message, Computed))
+            answered = (
+                len(child.sent) if over else min(len(child.sent), isinstance(message, Computed))
+            )
             for folder, task in [child.sent.popleft() for _ in range(answered)]:
                 try:
                     if isinstance(message, Computed) and message.done and not child.failed:
@@ -242,7 +273,9 @@ class RemoteNode:
 def moved(line: str, by_s: float) -> Message:
     """A message of a node, with its moments by the clock of this machine."""
     name, body = line.split(" ", 1)
-    found = json.loads(body, object_hook=lambda one: {k: v + by_s if k in MOMENTS else v for k, v in one.items()})
+    found = json.loads(
+        body, object_hook=lambda one: {k: v + by_s if k in MOMENTS else v for k, v in one.items()}
+    )
     return Message.of(f"{name} {json.dumps(found)}")
 
 
@@ -253,7 +286,8 @@ def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
     uniques, rows = np.arange(lo, hi), kept["unique_row"][lo:hi]
     reads = kept["row_read"][rows]
     found |= {
-        name: kept[name][reads] for name in ("read_length", "read_chunks", "read_rows", "read_flags", "read_copy")
+        name: kept[name][reads]
+        for name in ("read_length", "read_chunks", "read_rows", "read_flags", "read_copy")
     }
     found |= {name: kept[name][rows] for name in ("row_chunk", "row_frame")}
     for kind, which in (("read_id", reads), ("protein", uniques), ("dna", uniques)):
@@ -261,8 +295,12 @@ def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
         offsets = offsets_of(starts[which + 1] - starts[which])
         places = np.repeat(starts[which] - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
         found |= {f"{kind}_offsets": offsets, f"{kind}_bytes": kept[f"{kind}_bytes"][places]}
-    counts = dict.fromkeys(StoreCounts.__slots__, 0) | dict.fromkeys(("n_reads", "n_rows", "n_uniques"), hi - lo)
-    about = {name: getattr(store, name) for name in ("fingerprint", "model_length", "duplicate_mark")}
+    counts = dict.fromkeys(StoreCounts.__slots__, 0) | dict.fromkeys(
+        ("n_reads", "n_rows", "n_uniques"), hi - lo
+    )
+    about = {
+        name: getattr(store, name) for name in ("fingerprint", "model_length", "duplicate_mark")
+    }
     with h5py.File(f"{store.path}:{lo}", "w", driver="core", backing_store=False) as file:
         file.attrs.update({"format": FORMAT, "schema_version": SCHEMA_VERSION} | counts | about)
         for name in COLUMNS:

@@ -33,7 +33,9 @@ SCHEMA_VERSION: Final = 1
 SEALED_AS: Final = f"shard {SCHEMA_VERSION}"
 SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
 MOST_SHARDS: Final = 800  # a reader of embeddings.h5 opens them all: most systems let a process have 1,024 files open
-LARGEST_SHARD: Final = 4_194_304  # tokens: a gigabyte of embeddings, held in memory until the commit
+LARGEST_SHARD: Final = (
+    4_194_304  # tokens: a gigabyte of embeddings, held in memory until the commit
+)
 READ_BYTES: Final = 1 << 20
 READERS: Final = 8  # threads that prove shards: digests let others run
 FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
@@ -42,7 +44,9 @@ FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 def result_settings(engine: EngineSpec, near: float | None = None) -> dict[str, Any]:
     """The settings that may change result bytes; `near`: the threshold near which rows are embedded again, if any."""
     # the first two are always so; every fingerprint holds them
-    settings = {"compile": False, "dedup": True} | {name: getattr(engine, name) for name in RESULT_FIELDS}
+    settings = {"compile": False, "dedup": True} | {
+        name: getattr(engine, name) for name in RESULT_FIELDS
+    }
     return settings if near is None else settings | {"threshold": near}
 
 
@@ -73,7 +77,9 @@ class ShardTask(Message):
     run: str
     store: str
     reads: str  # fingerprint of the store the plan was made for
-    weights: dict[str, str] = Field(default_factory=dict)  # digests of the models that its run is made from
+    weights: dict[str, str] = Field(
+        default_factory=dict
+    )  # digests of the models that its run is made from
     most_lost: int = 0  # rows of the run that may turn out not to be finite; with more it stops
     shard: int
     lo: int  # first unique, and one past the last
@@ -98,39 +104,63 @@ class ShardResult(NamedTuple):
     scores: NDArray[np.float32]  # [n, 2]: P(others), P(virus)
 
 
-def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budget: int, fingerprint: str) -> ShardPlan:
+def make_plan(
+    protein_offsets: NDArray[np.int64], shard_tokens: int, token_budget: int, fingerprint: str
+) -> ShardPlan:
     """Cut the uniques into shards of at most `shard_tokens` ESM-2 tokens, smaller towards the end, never by device. A
     shard is a whole number of batches, nearly full, where it can be."""
     uniques = len(protein_offsets) - 1
-    ends = np.asarray(protein_offsets, dtype=np.int64) + 2 * np.arange(uniques + 1)  # start and end token each
+    ends = np.asarray(protein_offsets, dtype=np.int64) + 2 * np.arange(
+        uniques + 1
+    )  # start and end token each
     bounds = [0]
     while bounds[-1] < uniques:
         done, total = int(ends[bounds[-1]]), int(ends[-1])
-        size = min(shard_tokens, max(shard_tokens // SMALLEST_SHARE, (total - done) // (2 * SMALLEST_SHARE)))
+        size = min(
+            shard_tokens,
+            max(shard_tokens // SMALLEST_SHARE, (total - done) // (2 * SMALLEST_SHARE)),
+        )
         if size >= token_budget:
             size = int(size // token_budget * token_budget * FILL)
-        bounds.append(min(uniques, max(int(np.searchsorted(ends, done + size, side="right")) - 1, bounds[-1] + 1)))
+        bounds.append(
+            min(
+                uniques,
+                max(int(np.searchsorted(ends, done + size, side="right")) - 1, bounds[-1] + 1),
+            )
+        )
     return ShardPlan(bounds=tuple(bounds), fingerprint=fingerprint)
 
 
 def plan_run(
-    protein_offsets: NDArray[np.int64], engine: EngineSpec, prints: dict[str, str], kind: str, near: float | None = None
+    protein_offsets: NDArray[np.int64],
+    engine: EngineSpec,
+    prints: dict[str, str],
+    kind: str,
+    near: float | None = None,
 ) -> tuple[EngineSpec, ShardPlan]:
     """The plan of a run, and its settings: `shard_tokens` is raised to give at most `MOST_SHARDS`. Its fingerprint is
     of all that decides a result: reads and weights (their `prints`), result settings and kind of device."""
     asked = engine.shard_tokens
     while True:
-        body = json.dumps({"prints": prints, "settings": result_settings(engine, near), "kind": kind}, sort_keys=True)
+        body = json.dumps(
+            {"prints": prints, "settings": result_settings(engine, near), "kind": kind},
+            sort_keys=True,
+        )
         fingerprint = hashlib.sha256(body.encode()).hexdigest()
         plan = make_plan(protein_offsets, engine.shard_tokens, engine.token_budget, fingerprint)
         if len(plan) <= MOST_SHARDS or engine.shard_tokens >= LARGEST_SHARD:
             break
-        larger = engine.shard_tokens * len(plan) // (MOST_SHARDS - 30) + 1  # the last shards are smaller
+        larger = (
+            engine.shard_tokens * len(plan) // (MOST_SHARDS - 30) + 1
+        )  # the last shards are smaller
         engine = engine.model_copy(update={"shard_tokens": min(larger, LARGEST_SHARD)})
     if engine.shard_tokens != asked:
         log.info("shard_tokens %d → %d: %d shards", asked, engine.shard_tokens, len(plan))
     if len(plan) > MOST_SHARDS:
-        log.warning("%d shards: to read embeddings.h5, a process must open as many files (ulimit -n)", len(plan))
+        log.warning(
+            "%d shards: to read embeddings.h5, a process must open as many files (ulimit -n)",
+            len(plan),
+        )
     return engine, plan
 
 
@@ -147,7 +177,9 @@ def read_plan(run: RunDir) -> ShardPlan:
     try:
         return ShardPlan.model_validate_json(run.plan.read_bytes())
     except (OSError, ValueError) as error:
-        raise ShardError(f"{run.plan}: not a readable shard plan ({error}); run again to write it anew") from error
+        raise ShardError(
+            f"{run.plan}: not a readable shard plan ({error}); run again to write it anew"
+        ) from error
 
 
 def shard_path(run: RunDir, shard: int) -> Path:
@@ -157,7 +189,9 @@ def shard_path(run: RunDir, shard: int) -> Path:
 
 def _checksum(array: NDArray[np.float32], lo: int, hi: int, fingerprint: str) -> str:
     """Of one dataset, its place and its run: scores can be proven without reading the embeddings."""
-    digest = hashlib.blake2b(f"{lo}:{hi}:{fingerprint}:{array.dtype.str}{array.shape}".encode(), digest_size=32)
+    digest = hashlib.blake2b(
+        f"{lo}:{hi}:{fingerprint}:{array.dtype.str}{array.shape}".encode(), digest_size=32
+    )
     digest.update(np.ascontiguousarray(array).data.cast("B"))
     return digest.hexdigest()
 
@@ -169,10 +203,16 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
-    with whole_hdf5(path, lambda body: sealed(SEALED_AS, [body]), libver="latest", userblock_size=SEAL_BYTES) as file:
+    with whole_hdf5(
+        path, lambda body: sealed(SEALED_AS, [body]), libver="latest", userblock_size=SEAL_BYTES
+    ) as file:
         for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
-            file.create_dataset(name, data=array).attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
-        file.attrs.update(schema_version=SCHEMA_VERSION, shard=shard, range=[lo, hi], fingerprint=plan.fingerprint)
+            file.create_dataset(name, data=array).attrs["checksum"] = _checksum(
+                array, lo, hi, plan.fingerprint
+            )
+        file.attrs.update(
+            schema_version=SCHEMA_VERSION, shard=shard, range=[lo, hi], fingerprint=plan.fingerprint
+        )
     return path
 
 
@@ -195,7 +235,9 @@ def look_anew(folder: Path) -> None:
         (folder / ".look").unlink()
 
 
-def _read(run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole: bool = False) -> list[Any]:
+def _read(
+    run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole: bool = False
+) -> list[Any]:
     """Some datasets of a shard, float32, each proven by its own checksum, or the `whole` file proven."""
     path = shard_path(run, shard)
     lo, hi = plan.range(shard)
@@ -219,8 +261,13 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
     good, moved = [], []
     look_anew(run.shards)
     there = [shard for shard in range(len(plan)) if shard_path(run, shard).exists()]
-    with ThreadPoolExecutor(READERS) as threads:  # the seal, of the whole file, speaks for the embeddings, too
-        looks = {shard: threads.submit(_read, run, plan, shard, ("scores",), whole=True) for shard in there}
+    with ThreadPoolExecutor(
+        READERS
+    ) as threads:  # the seal, of the whole file, speaks for the embeddings, too
+        looks = {
+            shard: threads.submit(_read, run, plan, shard, ("scores",), whole=True)
+            for shard in there
+        }
     for shard, look in looks.items():
         try:
             look.result()
@@ -229,16 +276,23 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
             source, folder = shard_path(run, shard), run.shards / "damaged"
             folder.mkdir(exist_ok=True)
             number = sum(1 for _ in folder.glob(f"{source.stem}.*"))
-            moved.append(f"{problem}; moved to {source.rename(folder / f'{source.stem}.{number}.h5')}")
+            moved.append(
+                f"{problem}; moved to {source.rename(folder / f'{source.stem}.{number}.h5')}"
+            )
     return good, moved
 
 
-def read_scores(run: RunDir, only: Sequence[int] | None = None) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+def read_scores(
+    run: RunDir, only: Sequence[int] | None = None
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Scores of all uniques, or those of some shards, float32 [n_uniques, 2], and which failed, bool [n_uniques]: those
     with NaN, which the engine writes only for rows it has set aside and named."""
     plan = read_plan(run)
     look_anew(run.shards)
-    parts = [_read(run, plan, shard, ("scores",))[0] for shard in (range(len(plan)) if only is None else only)]
+    parts = [
+        _read(run, plan, shard, ("scores",))[0]
+        for shard in (range(len(plan)) if only is None else only)
+    ]
     scores = np.concatenate([np.empty((0, 2), np.float32), *parts])
     return scores, np.isnan(scores).any(axis=1)
 
@@ -247,7 +301,9 @@ def store_of(run: RunDir, record: RunRecord) -> OrfStore:
     """The store that the run's shards refer to. Errors: `InputError`; `ConfigError` when it holds other reads now."""
     store = OrfStore.open(run.root / record.store)
     if store.fingerprint != record.fingerprints["reads"]:
-        raise ConfigError(f"{store.path} holds other reads than the run was made from; give it back its store")
+        raise ConfigError(
+            f"{store.path} holds other reads than the run was made from; give it back its store"
+        )
     return store
 
 
@@ -269,5 +325,7 @@ def write_virtual_embeddings(run: RunDir) -> Path:
                 layout[lo:hi] = h5py.VirtualSource(path, name, (hi - lo, columns))
             file.create_virtual_dataset(name, layout, fillvalue=np.float32(np.inf))
         file.attrs["fingerprint"] = plan.fingerprint
-        file.attrs["about"] = "a row for each distinct sequence: DNABERT-S, then ESM-2; orfs.h5 row_unique tells whose"
+        file.attrs["about"] = (
+            "a row for each distinct sequence: DNABERT-S, then ESM-2; orfs.h5 row_unique tells whose"
+        )
     return run.embeddings

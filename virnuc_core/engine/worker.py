@@ -46,7 +46,9 @@ Span = tuple[Any, Any]  # two moments of the device: events on CUDA, the host's 
 def milliseconds(span: Span) -> float:
     """Device time of a launch; valid once the device has passed its end."""
     start, end = span
-    return float(start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start))
+    return float(
+        start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
+    )
 
 
 def warm_up(encoder: Encoder, budget: int, device: torch.device, length: int) -> None:
@@ -77,7 +79,10 @@ class Worker:
     """Everything between the parent's messages and the device."""
 
     def __init__(
-        self, parent: Parent, spec: WorkerSpec, recording: Callable[[Take], AbstractContextManager[Take]] = nullcontext
+        self,
+        parent: Parent,
+        spec: WorkerSpec,
+        recording: Callable[[Take], AbstractContextManager[Take]] = nullcontext,
     ) -> None:
         self.parent, self.spec, self._recording = parent, spec, recording
         self._moved_s = time.monotonic()
@@ -113,7 +118,9 @@ class Worker:
             return
         waited_s = time.monotonic() - loaded_s
         engine, given = self.spec.engine, [first]
-        loader = Loader(Path(self.spec.models), engine, pin=engine.pin_memory and self.device.type == "cuda")
+        loader = Loader(
+            Path(self.spec.models), engine, pin=engine.pin_memory and self.device.type == "cuda"
+        )
         depth = engine.prefetch_factor * max(1, engine.num_workers)
         taking = loader.feed(lambda: given.pop() if given else self._receive(), depth)
         ready_s = time.monotonic() - self.parent.started_s - waited_s
@@ -130,7 +137,11 @@ class Worker:
     def _load(self) -> None:
         """Both encoders and the head on the device; on a GPU with kernels compiled, and proof that the budgets fit."""
         import_s, loaded_s = time.monotonic() - self.parent.started_s, list[float]()
-        models, engine, cuda = Path(self.spec.models), self.spec.engine, self.spec.device.kind == "cuda"
+        models, engine, cuda = (
+            Path(self.spec.models),
+            self.spec.engine,
+            self.spec.device.kind == "cuda",
+        )
         self.device = device = torch.device("cuda:0" if cuda else "cpu")
         # of what is loaded now; nobody waits for it before the first commit
         self._weights = ThreadPoolExecutor(1).submit(fingerprint, models, engine.precision)
@@ -141,7 +152,9 @@ class Worker:
         def warm(encoder: Encoder) -> None:
             loaded_s.append(time.monotonic() - self.parent.started_s)
             if cuda:
-                budget = engine.token_budget if isinstance(encoder, Esm2) else engine.dna_token_budget
+                budget = (
+                    engine.token_budget if isinstance(encoder, Esm2) else engine.dna_token_budget
+                )
                 self._warm_up(encoder, budget // self.spec.divisor)
 
         with ThreadPoolExecutor(1) as thread:  # beside the others
@@ -154,7 +167,9 @@ class Worker:
             "pid": os.getpid(),
             "started_s": self.parent.started_s,  # `time.monotonic()`; the other seconds count from here
             "import_s": import_s,
-            "load_s": max(loaded_s[:2]),  # of the later one; the other's kernels may have been compiled by then
+            "load_s": max(
+                loaded_s[:2]
+            ),  # of the later one; the other's kernels may have been compiled by then
             "torch": torch.__version__,
             "attention": {"esm2": self.esm2.attention, "dnabert_s": self.dnabert_s.attention},
             "precision": {"esm2": self.esm2.precision, "dnabert_s": self.dnabert_s.precision},
@@ -174,7 +189,9 @@ class Worker:
             with suppress(Exception):  # what is wrong with a task is told when its turn has come
                 store, _ = opened(Path(task.store), task.reads, Path(self.spec.models))
                 residues = np.diff(store.protein_offsets[task.lo : task.hi + 1])
-                tokens = residues + 2 if isinstance(encoder, Esm2) else residues * 3 // 4 + 2  # of some four bases
+                tokens = (
+                    residues + 2 if isinstance(encoder, Esm2) else residues * 3 // 4 + 2
+                )  # of some four bases
                 return cast(list[int], np.unique(group_bounds(tokens)).tolist())
         return self._usual
 
@@ -201,7 +218,11 @@ class Worker:
                 self._launch(pending, item, wait_ms)
             elif pending is None:
                 size = item.hi - item.lo, self.dnabert_s.width + self.esm2.width
-                pending = Pending(item, time.monotonic(), torch.zeros(size, dtype=torch.float32, device=self.device))
+                pending = Pending(
+                    item,
+                    time.monotonic(),
+                    torch.zeros(size, dtype=torch.float32, device=self.device),
+                )
             else:
                 self._finish(pending)
                 self._writes.put(pending)
@@ -222,7 +243,9 @@ class Worker:
         with torch.inference_mode(), torch.profiler.record_function(batch.encoder):
             pooled = encoder.embed(batch.packed.to(self.device))  # [row_capacity, width]
             rows = batch.rows.to(self.device, non_blocking=True)
-            pending.embeddings[:, first : first + encoder.width].index_copy_(0, rows, pooled[: batch.packed.rows])
+            pending.embeddings[:, first : first + encoder.width].index_copy_(
+                0, rows, pooled[: batch.packed.rows]
+            )
         record = BatchRecord(
             device=self.spec.device.id,
             encoder=batch.encoder,
@@ -287,7 +310,9 @@ class Worker:
             run = RunDir(Path(task.run))
             commit(run, read_plan(run), task.shard, result)
         commit_s = time.monotonic() - finished_s
-        batches = tuple(replace(record, device_ms=milliseconds(span)) for record, span in pending.launched)
+        batches = tuple(
+            replace(record, device_ms=milliseconds(span)) for record, span in pending.launched
+        )
         done = ShardDone(
             device=self.spec.device.id,
             shard=task.shard,
@@ -303,7 +328,9 @@ class Worker:
             batches=batches,
             budget_divisor=task.divisor,
             skipped=len(lost),
-            allocated_bytes=torch.cuda.max_memory_allocated() if pending.arrived is not None else None,
+            allocated_bytes=torch.cuda.max_memory_allocated()
+            if pending.arrived is not None
+            else None,
         )
         self._answer(Computed(done=done, repeated=repeated))
 
@@ -312,9 +339,17 @@ class Worker:
         `RuntimeError` when it came later: whoever takes this worker's place loads it."""
         if wanted not in ({}, self._weights.result()):
             models = self.spec.models
-            others = few(differing(wanted, fingerprint(Path(models), self.spec.engine.precision), strict=True))
+            others = few(
+                differing(
+                    wanted, fingerprint(Path(models), self.spec.engine.precision), strict=True
+                )
+            )
             problem = f"{others} is no longer what the run began with; put it back, or choose another directory"
-            raise RunMismatchError(f"{models}: {problem}") if others else RuntimeError(f"{models} has other models now")
+            raise (
+                RunMismatchError(f"{models}: {problem}")
+                if others
+                else RuntimeError(f"{models} has other models now")
+            )
 
     def _answer(self, computed: Computed) -> None:
         self._held.popleft()
@@ -325,7 +360,10 @@ def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None
     """Let up to `task.most_lost` rows of a shard pass that hold NaN or infinity; those of `task.skip` are known to.
 
     Errors: `NotFiniteError` names the model that gives more of them, `WeightsError` its tensor that is not finite."""
-    most, (dna, protein) = task.most_lost, np.split(result.embeddings, [shape_of(models, DnabertShape).width], axis=1)
+    most, (dna, protein) = (
+        task.most_lost,
+        np.split(result.embeddings, [shape_of(models, DnabertShape).width], axis=1),
+    )
     left = np.ones(len(result.scores), bool)  # [rows] without a cause so far
     left[np.array(task.skip, np.int64) - task.lo] = False
     for part, values in {"dnabert_s": dna, "esm2": protein, "head": result.scores}.items():
@@ -336,7 +374,9 @@ def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None
             _examine(models, part)
         if most < 0:
             store, _ = opened(Path(task.store), task.reads, models)
-            names = few(store.row_ids(row, row + 1)[0] for row in store.unique_row[lost + task.lo].tolist())
+            names = few(
+                store.row_ids(row, row + 1)[0] for row in store.unique_row[lost + task.lo].tolist()
+            )
             raise NotFiniteError(
                 f"{models / part}: of {len(left)} rows of a shard it gives NaN or infinity for {len(lost)} "
                 f"({names}), though its weights are finite; use another --precision, or other weights"

@@ -34,12 +34,20 @@ class BaselineSpec(Spec):
 
     name: BaselineName = "v1"
     source: Literal["measured", "recorded"] = "measured"
-    reads: int | None = Field(None, ge=1, description="measure on this many reads and scale by tokens; unset: all")
+    reads: int | None = Field(
+        None, ge=1, description="measure on this many reads and scale by tokens; unset: all"
+    )
     recorded_seconds: float | None = Field(None, gt=0)
-    recorded_device: str | None = Field(None, description="device name the recorded time belongs to")
+    recorded_device: str | None = Field(
+        None, description="device name the recorded time belongs to"
+    )
     recorded_devices: int | None = Field(None, ge=1)
-    recorded_reads: int | None = Field(None, ge=1, description="reads it was of; unset: the profile's target_reads")
-    results: Path | None = Field(None, description="result files of an earlier run of it, taken in place of a run")
+    recorded_reads: int | None = Field(
+        None, ge=1, description="reads it was of; unset: the profile's target_reads"
+    )
+    results: Path | None = Field(
+        None, description="result files of an earlier run of it, taken in place of a run"
+    )
 
 
 class Profile(Spec):
@@ -47,34 +55,54 @@ class Profile(Spec):
 
     name: str
     title: str
-    device_names: tuple[str, ...] = Field((), description="substrings of device names the thresholds are meant for")
+    device_names: tuple[str, ...] = Field(
+        (), description="substrings of device names the thresholds are meant for"
+    )
     min_reads: int = Field(1, ge=1, description="fewer reads than this: no evidence")
-    target_reads: int | None = Field(None, ge=1, description="what time targets speak of; fewer are projected, no pass")
-    min_compared_chunks: int = Field(1, ge=1, description="agreement over fewer chunks than this: no evidence")
-    fp32_sequences: int = Field(1_000, ge=1, description="embedded in fp32, too, on a GPU: what a run is held against")
-    price_per_device_hour: float | None = Field(None, gt=0, description="for the cost line; in any currency")
-    time_limit_s: float | None = Field(None, gt=0, description="a run over this is ended and reported as failed")
+    target_reads: int | None = Field(
+        None, ge=1, description="what time targets speak of; fewer are projected, no pass"
+    )
+    min_compared_chunks: int = Field(
+        1, ge=1, description="agreement over fewer chunks than this: no evidence"
+    )
+    fp32_sequences: int = Field(
+        1_000, ge=1, description="embedded in fp32, too, on a GPU: what a run is held against"
+    )
+    price_per_device_hour: float | None = Field(
+        None, gt=0, description="for the cost line; in any currency"
+    )
+    time_limit_s: float | None = Field(
+        None, gt=0, description="a run over this is ended and reported as failed"
+    )
     score_tolerance: float = Field(0.01, gt=0)
     window_s: float = Field(30.0, gt=0, description="length of a telemetry window")
     sample_s: float = Field(0.5, gt=0, description="interval of GPU and CPU samples")
     projection_reads: int = Field(6_000_000, ge=1)
     baseline: BaselineSpec = BaselineSpec()
     engine: EngineSpec = EngineSpec()
-    targets: dict[Asked, Target] = Field({}, description="thresholds; a criterion without one is not asked")
-    scaling_bands: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}$")], tuple[float, float]] = Field(
-        {}, description="devices -> expected low, high"
+    targets: dict[Asked, Target] = Field(
+        {}, description="thresholds; a criterion without one is not asked"
     )
-    regression_percent: float = Field(10.0, gt=0, description="a metric worse by more than the last like run's fails")
+    scaling_bands: dict[
+        Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}$")], tuple[float, float]
+    ] = Field({}, description="devices -> expected low, high")
+    regression_percent: float = Field(
+        10.0, gt=0, description="a metric worse by more than the last like run's fails"
+    )
 
 
 class Review(Spec):
     """What a reviewer says of a validation."""
 
     all_criteria_met: Answer = Field("not answered", description="Are all criteria met?")
-    target_realistic: Answer = Field("not answered", description="If not: was the target realistic?")
+    target_realistic: Answer = Field(
+        "not answered", description="If not: was the target realistic?"
+    )
     tuning_could_help: Answer = Field("not answered", description="If not: could tuning help?")
     code_fix_needed: Answer = Field("not answered", description="If not: is a code fix needed?")
-    esm2_still_bottleneck: Answer = Field("not answered", description="Is ESM-2 still the bottleneck?")
+    esm2_still_bottleneck: Answer = Field(
+        "not answered", description="Is ESM-2 still the bottleneck?"
+    )
     note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
 
 
@@ -88,7 +116,9 @@ def load_profile(name_or_path: str) -> Profile:
     file = Path(name_or_path)
     if not name_or_path.endswith(".toml"):
         if name_or_path not in (known := profile_names()):
-            raise ConfigError(f"profile '{name_or_path}' is not known; choose {', '.join(known)} or a .toml file")
+            raise ConfigError(
+                f"profile '{name_or_path}' is not known; choose {', '.join(known)} or a .toml file"
+            )
         file = FOLDER / f"{name_or_path}.toml"
     with reading(f"profile {name_or_path}", "TOML"):
         return Profile.model_validate(tomllib.loads(small_text(file)))

@@ -20,7 +20,10 @@ MATE: Final = {0x40: "/1", 0x80: "/2"}
 _COMPLEMENT: Final = str.maketrans("ACGTMRWSYKVHDBN", "TGCAKYWSRMBDHVN")
 _NO_QUALITY: Final = "B"  # for each base of a record without any, as samtools writes it
 # among the last bytes of a whole file
-_END: Final = {"BAM": bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000"), "CRAM": b"\xe0EOF\0"}
+_END: Final = {
+    "BAM": bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000"),
+    "CRAM": b"\xe0EOF\0",
+}
 _END_BYTES: Final = 40
 _TEXT_LETTERS: Final = 1 << 20  # of a piece
 _LOOKED_AT: Final = 1000  # records
@@ -32,18 +35,28 @@ def samples_of(file: str, form: str, rest: str, _changed_ns: int) -> list[str]:
     them, for which the file is read. Errors: `InputError` without read groups, or pysam; damage is for who reads it,
     `rest` where nothing can be told."""
     found = dict.fromkeys((rest,))
-    with suppress(OSError, ValueError), pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened:
+    with (
+        suppress(OSError, ValueError),
+        pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened,
+    ):
         if not (groups := _groups(opened)):
             hint = "--sample-from name makes each whole file a sample"
             raise InputError("has no read groups (@RG)", file=file, hint=hint)
         found = dict.fromkeys(groups.values())
-        if any(not one.flag & NOT_PRIMARY and _sample(one, groups) is None for one in opened.fetch(until_eof=True)):
+        if any(
+            not one.flag & NOT_PRIMARY and _sample(one, groups) is None
+            for one in opened.fetch(until_eof=True)
+        ):
             found[rest] = None
     return [*found]
 
 
 def _groups(opened: Any) -> dict[str, str]:
-    return {one["ID"]: one.get("SM") or one["ID"] for one in opened.header.to_dict().get("RG", ()) if "ID" in one}
+    return {
+        one["ID"]: one.get("SM") or one["ID"]
+        for one in opened.header.to_dict().get("RG", ())
+        if "ID" in one
+    }
 
 
 def _sample(record: Any, groups: dict[str, str]) -> str | None:
@@ -61,7 +74,10 @@ def mates_follow(file: str, form: str, kept: tuple[str, str] = ("", "")) -> bool
     """Whether mates follow each other, as `samtools collate` and sequencers leave them, and not those of a sort by
     place; None where the first reads that are `kept` have none, or of damage. Errors: `InputError` without pysam."""
     names: list[str] = []
-    with suppress(OSError, ValueError), pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened:
+    with (
+        suppress(OSError, ValueError),
+        pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened,
+    ):
         by_place = opened.header.to_dict().get("HD", {}).get("SO") == "coordinate"
         first = islice(_records(opened, kept), _LOOKED_AT)
         names += (one.query_name for one in first if one.is_paired and not one.flag & NOT_PRIMARY)
@@ -73,7 +89,10 @@ def pysam_for(form: str, file: str) -> Any:
     try:
         pysam = importlib.import_module("pysam")
     except ImportError as error:
-        problem, hint = f"this is {form}, but the package pysam is not installed", "install it, or use samtools fastq"
+        problem, hint = (
+            f"this is {form}, but the package pysam is not installed",
+            "install it, or use samtools fastq",
+        )
         raise InputError(problem, file=file, hint=hint) from error
     pysam.set_verbosity(0)  # of damage our own error tells
     return pysam
@@ -126,7 +145,11 @@ def fastq(
     except (OSError, ValueError) as error:
         yield "".join(held), left_out
         problem = f"the {form} data is damaged, or ends early, after record {count:,}"
-        hint = "is its reference at hand (REF_PATH)? else use samtools fastq --reference" if form == "CRAM" else ""
+        hint = (
+            "is its reference at hand (REF_PATH)? else use samtools fastq --reference"
+            if form == "CRAM"
+            else ""
+        )
         raise InputError(problem, file=file, read_id=name, hint=hint or "copy it again") from error
     finally:
         feeder.join(1.0)  # one that waits for standard input is left behind

@@ -17,7 +17,9 @@ from virnuc_core.runfiles import FileDigest
 
 Format = Literal["fasta", "fastq"]
 
-LEGAL: Final = b"ACGTUNRYSWKMBDHVX-.acgtunryswkmbdhvx"  # nucleotides, IUPAC codes, X for masked bases, gaps
+LEGAL: Final = (
+    b"ACGTUNRYSWKMBDHVX-.acgtunryswkmbdhvx"  # nucleotides, IUPAC codes, X for masked bases, gaps
+)
 _LONGEST_SHOWN: Final = 200
 _NEWLINE, _RETURN, _HEADER_FASTA, _HEADER_FASTQ, _PLUS = b"\n\r>@+"
 BLANKS: Final = b"\t\n\v\f\r\x1c\x1d\x1e\x1f "  # what str.split() takes for such
@@ -34,7 +36,9 @@ class Strings:
     @classmethod
     def of(cls, strings: Sequence[bytes]) -> Self:
         """Those given."""
-        return cls(b"".join(strings), offsets_of(np.fromiter(map(len, strings), np.int64, len(strings))))
+        return cls(
+            b"".join(strings), offsets_of(np.fromiter(map(len, strings), np.int64, len(strings)))
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -62,7 +66,9 @@ class Strings:
         """Ids with a name for each that is empty, by the number of reads `before`."""
         if self.lengths.all():
             return self
-        return Strings.of([name or f"unnamed_{before + i}".encode() for i, name in enumerate(self, 1)])
+        return Strings.of(
+            [name or f"unnamed_{before + i}".encode() for i, name in enumerate(self, 1)]
+        )
 
 
 class Part(NamedTuple):
@@ -85,14 +91,18 @@ class Piece(NamedTuple):
     data: bytes
     line: int  # number of the first line
     last: bool = False  # of its file
-    damage: InputError | None = None  # why the file ends here, within a record perhaps: this piece holds no whole one
+    damage: InputError | None = (
+        None  # why the file ends here, within a record perhaps: this piece holds no whole one
+    )
     refused: bool = False  # the file cannot be read at all, for its damage
     part: Part | None = None
 
     def dropped(self, part: Part) -> "ReadBatch":
         """What says that the long record which ends with this part does not count."""
         nothing, end = Strings.of([b""]), part._replace(dropped=True)
-        return ReadBatch(self.file, self.form, nothing, nothing, np.array([part.line]), nothing, end)
+        return ReadBatch(
+            self.file, self.form, nothing, nothing, np.array([part.line]), nothing, end
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +131,26 @@ class ReadBatch:
         if not bases.data.translate(None, LEGAL):
             return self, []
         hint = "expected A C G T U N, IUPAC codes or gaps; is this a protein file?"
-        before, kept, errors = self.part.before + 1 if self.part else 1, list[int](), list[InputError]()
+        before, kept, errors = (
+            self.part.before + 1 if self.part else 1,
+            list[int](),
+            list[InputError](),
+        )
         for i, letters in enumerate(bases):
             if odd := letters.translate(None, LEGAL)[:1]:
                 what = f"{odd.decode('latin-1')!r} at base {letters.index(odd) + before} is no nucleotide letter"
                 read_id = shortened(self.id(i))
-                errors.append(InputError(what, file=name, line=int(self.lines[i]), read_id=read_id, hint=hint))
+                errors.append(
+                    InputError(what, file=name, line=int(self.lines[i]), read_id=read_id, hint=hint)
+                )
             else:
                 kept.append(i)
-        ids, bases, text = (Strings.of([column[i] for i in kept]) for column in (self.ids, bases, self.text))
-        return ReadBatch(self.file, self.form, ids, bases, self.lines[kept], text, self.part), errors
+        ids, bases, text = (
+            Strings.of([column[i] for i in kept]) for column in (self.ids, bases, self.text)
+        )
+        return ReadBatch(
+            self.file, self.form, ids, bases, self.lines[kept], text, self.part
+        ), errors
 
 
 @dataclass(slots=True)
@@ -142,10 +162,14 @@ class ParseLog:
     read_group: str = ""  # the sample whose reads are taken from alignments
     left_out: int = 0  # reads with letters that are no nucleotides
     reads_by_file: Counter[str] = field(default_factory=Counter)
-    skipped_by_file: Counter[str] = field(default_factory=Counter)  # broken records, reads left out among them
+    skipped_by_file: Counter[str] = field(
+        default_factory=Counter
+    )  # broken records, reads left out among them
     first_broken: dict[str, InputError] = field(default_factory=dict)  # of each file
     contents: dict[str, FileDigest] = field(default_factory=dict)  # of what was read to its end
-    not_primary: Counter[str] = field(default_factory=Counter)  # alignments left out, for their reads are there
+    not_primary: Counter[str] = field(
+        default_factory=Counter
+    )  # alignments left out, for their reads are there
     cut_s: float = 0.0  # unpacking, cutting, and reading line by line
     parse_s: float = 0.0  # reading pieces, of all workers
     _good: bool = True  # the long record that is being read
@@ -212,7 +236,13 @@ class _Lines:
         if b"\r" in data:
             ends = newlines - ((newlines > starts) & (letters[newlines - 1] == _RETURN))
             low = low[letters[low] != _RETURN]
-        self.data, self.letters, self.starts, self.ends, self.nexts = data, letters, starts, ends, nexts
+        self.data, self.letters, self.starts, self.ends, self.nexts = (
+            data,
+            letters,
+            starts,
+            ends,
+            nexts,
+        )
         self.low = low  # places of blanks and control characters inside lines
 
     def pick(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Strings:
@@ -245,7 +275,9 @@ def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
         & (lengths[:, 1] == lengths[:, 3])
         & (lengths[:, 2] >= 1)
     )
-    for i in np.flatnonzero(fits & (lengths[:, 2] > 1)).tolist():  # "+" may repeat the header, and nothing else
+    for i in np.flatnonzero(
+        fits & (lengths[:, 2] > 1)
+    ).tolist():  # "+" may repeat the header, and nothing else
         header = lines.data[starts[i, 0] + 1 : ends[i, 0]].rstrip()
         fits[i] = lines.data[starts[i, 2] + 1 : ends[i, 2]].rstrip() in (header, b"")
     # blanks belong into headers only; elsewhere a parser may strip them, so they are not ours to judge
@@ -255,10 +287,17 @@ def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
     if whole == 0:
         return None, len(data)
     rest = data[lines.nexts[4 * whole - 1] :]
-    ids, bases = lines.ids(starts[:whole, 0] + 1, ends[:whole, 0]), lines.pick(starts[:whole, 1], ends[:whole, 1])
-    text = Strings(lines.data[: lines.nexts[4 * whole - 1]], np.append(0, lines.nexts[3 : 4 * whole : 4]))
+    ids, bases = (
+        lines.ids(starts[:whole, 0] + 1, ends[:whole, 0]),
+        lines.pick(starts[:whole, 1], ends[:whole, 1]),
+    )
+    text = Strings(
+        lines.data[: lines.nexts[4 * whole - 1]], np.append(0, lines.nexts[3 : 4 * whole : 4])
+    )
     headers = piece.line + 4 * np.arange(whole, dtype=np.int64)
-    return ReadBatch(piece.file, "fastq", ids, bases, headers, text), len(rest) if rest.strip() else 0
+    return ReadBatch(piece.file, "fastq", ids, bases, headers, text), len(
+        rest
+    ) if rest.strip() else 0
 
 
 def cut_fasta(piece: Piece) -> ReadBatch:
@@ -270,14 +309,25 @@ def cut_fasta(piece: Piece) -> ReadBatch:
         is_header[1:] = False  # it begins within a line, perhaps with a letter that is none
     is_sequence = ~is_header & (lines.ends > lines.starts)
     id_starts = lines.starts[is_header] + 1
-    starts, ends, owners = lines.starts[is_sequence], lines.ends[is_sequence], (np.cumsum(is_header) - 1)[is_sequence]
-    base_lengths = np.bincount(owners, weights=ends - starts, minlength=len(id_starts)).astype(np.int64)
+    starts, ends, owners = (
+        lines.starts[is_sequence],
+        lines.ends[is_sequence],
+        (np.cumsum(is_header) - 1)[is_sequence],
+    )
+    base_lengths = np.bincount(owners, weights=ends - starts, minlength=len(id_starts)).astype(
+        np.int64
+    )
     bases = Strings(lines.pick(starts, ends).data, offsets_of(base_lengths))
     if is_sequence[np.searchsorted(lines.nexts, lines.low, side="right")].any():
         bases = Strings.of([one.translate(None, BLANKS) for one in bases])
-    ids, headers = lines.ids(id_starts, lines.ends[is_header]), piece.line + np.flatnonzero(is_header)
+    ids, headers = (
+        lines.ids(id_starts, lines.ends[is_header]),
+        piece.line + np.flatnonzero(is_header),
+    )
     text = Strings(lines.data, np.append(id_starts - 1, len(lines.data)))
     if piece.part is not None:
-        whole = piece.data + b"\n" * (piece.part.last and not piece.data.endswith(b"\n"))  # a record may follow it
+        whole = piece.data + b"\n" * (
+            piece.part.last and not piece.data.endswith(b"\n")
+        )  # a record may follow it
         headers, text = np.array([piece.part.line]), Strings.of([whole])
     return ReadBatch(piece.file, "fasta", ids, bases, headers, text, piece.part)

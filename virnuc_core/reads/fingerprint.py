@@ -42,17 +42,30 @@ def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64] | None = None) ->
     id_digests = digests(batch.ids) if id_digests is None else id_digests
     if (part := batch.part) is not None:  # id and lengths are known with the last
         length = (part.before + len(batch.bases.data)).to_bytes(8, "little")
-        about = (batch.ids.data, len(batch.ids.data).to_bytes(8, "little"), length) if part.last else (b"", b"", b"")
+        about = (
+            (batch.ids.data, len(batch.ids.data).to_bytes(8, "little"), length)
+            if part.last
+            else (b"", b"", b"")
+        )
         ends_leaf = part.last and bool(id_digests[0, 0] % _LEAF_READS == 0)
         head = (about[0], batch.bases.data, *about[1:])
         return Leaves(head, b"" if ends_leaf else None, (b"",) * 4, part)
-    edges = np.concatenate([[0], np.flatnonzero(id_digests[:, 0] % _LEAF_READS == 0) + 1, [len(batch)]])
+    edges = np.concatenate(
+        [[0], np.flatnonzero(id_digests[:, 0] % _LEAF_READS == 0) + 1, [len(batch)]]
+    )
     columns = [(strings.data, strings.offsets[edges]) for strings in (batch.ids, batch.bases)]
-    columns += [(strings.lengths.astype("<i8").tobytes(), 8 * edges) for strings in (batch.ids, batch.bases)]
-    head, *others = zip(*([data[a:b] for a, b in pairwise(at.tolist())] for data, at in columns), strict=True)
+    columns += [
+        (strings.lengths.astype("<i8").tobytes(), 8 * edges) for strings in (batch.ids, batch.bases)
+    ]
+    head, *others = zip(
+        *([data[a:b] for a, b in pairwise(at.tolist())] for data, at in columns), strict=True
+    )
     if not others:
         return Leaves(head, None, ())
-    hashes = [sha256(b"".join([sha256(data).digest() for data in content])).digest() for content in others[:-1]]
+    hashes = [
+        sha256(b"".join([sha256(data).digest() for data in content])).digest()
+        for content in others[:-1]
+    ]
     return Leaves(head, b"".join(hashes), others[-1])
 
 
@@ -61,8 +74,12 @@ class Fingerprint:
 
     def __init__(self, settings: str) -> None:
         self._root = sha256(settings.encode())
-        self._leaf = [sha256() for _ in range(4)]  # of a column each: how its reads come in pieces makes no difference
-        self._before = self._leaf[:0]  # the same as it was before the long read whose parts are coming in
+        self._leaf = [
+            sha256() for _ in range(4)
+        ]  # of a column each: how its reads come in pieces makes no difference
+        self._before = self._leaf[
+            :0
+        ]  # the same as it was before the long read whose parts are coming in
 
     def add(self, leaves: Leaves) -> None:
         """Take in the next reads. What was taken in of a long one that is dropped is forgotten."""
@@ -111,7 +128,9 @@ def repeats_in(bucket: Bucket) -> NDArray[np.int64]:
     of its kind, and how many-th of the kind it is, from 2."""
     held = [np.empty((0, 3), np.int64)]
     for low in range(0, bucket.digests.stat().st_size // 16, _READ_AT_ONCE):
-        found = np.fromfile(bucket.digests, np.int64, 2 * _READ_AT_ONCE, offset=16 * low).reshape(-1, 2)
+        found = np.fromfile(bucket.digests, np.int64, 2 * _READ_AT_ONCE, offset=16 * low).reshape(
+            -1, 2
+        )
         own = np.flatnonzero(found[:, 0] & bucket.buckets - 1 == bucket.number)
         held.append(np.column_stack([found[own], low + own]))
     records = np.concatenate(held)

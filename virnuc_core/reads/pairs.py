@@ -21,7 +21,9 @@ from virnuc_core.reads.sources import Inputs, alignments_at, sample_of
 
 Columns = list[Any]  # of reads that follow each other
 
-MATE_FILE: Final = re.compile(r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*")  # stem, letter, mate, part of a lane
+MATE_FILE: Final = re.compile(
+    r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*"
+)  # stem, letter, mate, part of a lane
 ENDS: Final = (b"/1", b"/2")  # of ids
 STEPS: Final = "mates must follow in the same order; --on-error skip judges orphans alone, --no-pairs each read"
 ASTRAY: Final = "%s: mates do not follow each other, so each read is judged by itself; samtools collate mends that"
@@ -58,11 +60,15 @@ def arranged(spec: ReadsSpec, found: Inputs) -> Inputs:
         elif firsts and seconds:
             told[firsts[0], seconds[0]] = "by their names; --no-pairs judges each read by itself"
         elif letter and not named:
-            _log.warning("%s: no file with its mates beside it; each read is judged by itself", both[0])
+            _log.warning(
+                "%s: no file with its mates beside it; each read is judged by itself", both[0]
+            )
     for (first, second), how in told.items():
         _log.info("pairs: %s and %s, %s", first, second, how)
     files = [name for pair in told for name in dict.fromkeys(pair)]
-    return Inputs((*files, *(name for name in rest if name not in files)), found.ignored, tuple(told))
+    return Inputs(
+        (*files, *(name for name in rest if name not in files)), found.ignored, tuple(told)
+    )
 
 
 def pair_batches(inputs: Inputs, log: ParseLog, *, text: bool = True) -> Iterator[ReadBatch]:
@@ -98,16 +104,25 @@ class _Side:
         """Whether so many reads are left; they are there then."""
         while len(self) < count and (batch := next(self._batches, None)) is not None:
             if batch.part is not None:
-                raise InputError("too long for the read of a pair", file=self.file, line=int(batch.lines[0]))
-            self.form, names = batch.form, [one[:-2] if one[-2:] in ENDS else one for one in batch.ids]
+                raise InputError(
+                    "too long for the read of a pair", file=self.file, line=int(batch.lines[0])
+                )
+            self.form, names = (
+                batch.form,
+                [one[:-2] if one[-2:] in ENDS else one for one in batch.ids],
+            )
             letters = np.frombuffer(batch.text.data + bytes(3), np.uint8)
             # an id that was not printable is longer than in its header
             after = np.minimum(batch.text.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - 3)
             casava = (letters[after] == ord(" ")) & (letters[after + 2] == ord(":"))
-            mate = np.where(letters[after - 2] == ord("/"), letters[after - 1], casava * letters[after + 1]) - ord("0")
+            mate = np.where(
+                letters[after - 2] == ord("/"), letters[after - 1], casava * letters[after + 1]
+            ) - ord("0")
             says = (mate * ((mate == 1) | (mate == 2))).astype(np.uint8).tobytes()
             new = names, [*batch.bases], [*batch.text], batch.lines.tolist(), says
-            self._reads = [old[self._at :] + more for old, more in zip(self._reads, new, strict=True)]
+            self._reads = [
+                old[self._at :] + more for old, more in zip(self._reads, new, strict=True)
+            ]
             self._at = 0
         return len(self) >= count
 
@@ -123,7 +138,9 @@ class _Side:
 
     def error(self, reads: Columns, at: int, problem: str, hint: str = STEPS) -> InputError:
         """Of one of the reads."""
-        return InputError(problem, file=self.file, line=reads[3][at], read_id=reads[0][at].decode(), hint=hint)
+        return InputError(
+            problem, file=self.file, line=reads[3][at], read_id=reads[0][at].decode(), hint=hint
+        )
 
 
 def _in_turn(first: _Side, second: _Side, log: ParseLog) -> Iterator[Columns]:
@@ -131,7 +148,9 @@ def _in_turn(first: _Side, second: _Side, log: ParseLog) -> Iterator[Columns]:
     step, paired, most = 2 if first is second else 1, False, _AT_ONCE
     while first.has(step) and second.has(1):
         if first.form != second.form:
-            raise InputError(f"is {first.form}, but {second.file} with its mates {second.form}", file=first.file)
+            raise InputError(
+                f"is {first.form}, but {second.file} with its mates {second.form}", file=first.file
+            )
         count = min(len(first), len(second), most) // step
         ours, theirs = first.next(step * count)[::step], second.next(step * count)[step - 1 :: step]
         both = enumerate(zip(ours, theirs, strict=True)) if ours != theirs else ()
@@ -153,8 +172,13 @@ def _in_turn(first: _Side, second: _Side, log: ParseLog) -> Iterator[Columns]:
 def _mates(ours: Columns, theirs: Columns, first: _Side, second: _Side) -> Columns:
     for mate, side, reads in ((1, first, ours), (2, second, theirs)):
         if (at := reads[4].find(3 - mate)) >= 0:
-            raise side.error(reads, at, f"is mate {3 - mate}, mate {mate} belongs here", "are the files swapped?")
-    woven = (list(chain.from_iterable(zip(*both, strict=True))) for both in zip(ours[1:4], theirs[1:4], strict=True))
+            raise side.error(
+                reads, at, f"is mate {3 - mate}, mate {mate} belongs here", "are the files swapped?"
+            )
+    woven = (
+        list(chain.from_iterable(zip(*both, strict=True)))
+        for both in zip(ours[1:4], theirs[1:4], strict=True)
+    )
     return [[name + end for name in ours[0] for end in ENDS], *woven, [False, True] * len(ours[0])]
 
 
@@ -162,9 +186,14 @@ def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) ->
     """Reads without their mates; where one file holds both mates each is what it says, else the first."""
     reads = side.take(count)
     if count and log.on_error == "stop":
-        then = [f"where '{name.decode()}' is next, at line {other.next(1, 3)[0]}" for name in other.next(1)]
+        then = [
+            f"where '{name.decode()}' is next, at line {other.next(1, 3)[0]}"
+            for name in other.next(1)
+        ]
         raise side.error(reads, 0, f"has no mate in {other.file}, {(*then, 'which ends')[0]}")
-    ids = [b"%b/%d" % (name, mate or said or 1) for name, said in zip(reads[0], reads[4], strict=True)]
+    ids = [
+        b"%b/%d" % (name, mate or said or 1) for name, said in zip(reads[0], reads[4], strict=True)
+    ]
     return [ids, *reads[1:4], [False] * count]
 
 

@@ -18,7 +18,16 @@ from typing import Final, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.fast_parser import BLANKS, Format, ParseLog, Part, Piece, ReadBatch, cut_fasta, cut_fastq
+from virnuc_core.reads.fast_parser import (
+    BLANKS,
+    Format,
+    ParseLog,
+    Part,
+    Piece,
+    ReadBatch,
+    cut_fasta,
+    cut_fastq,
+)
 from virnuc_core.reads.sources import Source
 from virnuc_core.reads.workers import Workers
 
@@ -49,23 +58,34 @@ def parse(
     comes in parts, each a batch of its own. Errors: `InputError` for a file that is neither FASTA nor FASTQ or cannot
     be read, and, unless `log.on_error` is `skip`, for a broken record."""
     with Workers(1) as here:
-        yield from parse_by(here, lambda batch: batch, files, log or ParseLog(), block_bytes=block_bytes)
+        yield from parse_by(
+            here, lambda batch: batch, files, log or ParseLog(), block_bytes=block_bytes
+        )
 
 
 def parse_by(
-    workers: Workers, work: Callable[[ReadBatch], O], files: tuple[str, ...], log: ParseLog, *, block_bytes: int
+    workers: Workers,
+    work: Callable[[ReadBatch], O],
+    files: tuple[str, ...],
+    log: ParseLog,
+    *,
+    block_bytes: int,
 ) -> Iterator[O]:
     """What `work` makes of the batches of all files, in order; `workers` read the pieces. Where a file turns out
     irregular, what was made of its later pieces is dropped. Errors: as of `parse`, the first in the order of the files
     whatever was met first; those of `workers`."""
-    with closing(_pieces_of(files, log, block_bytes)) as cut:  # so that no file stays open where an error ends this
+    with closing(
+        _pieces_of(files, log, block_bytes)
+    ) as cut:  # so that no file stays open where an error ends this
         again = deque[Piece]()
 
         def pieces() -> Iterator[Piece]:
             while (piece := again.popleft() if again else next(cut, None)) is not None:
                 yield piece
 
-        def noted(items: Iterator[Piece | ReadBatch], given: deque[Piece | ReadBatch]) -> Iterator[Piece | ReadBatch]:
+        def noted(
+            items: Iterator[Piece | ReadBatch], given: deque[Piece | ReadBatch]
+        ) -> Iterator[Piece | ReadBatch]:
             while True:
                 started = time.perf_counter()
                 item = next(items, None)
@@ -111,7 +131,9 @@ def parse_by(
                     log.broken(item.damage)
 
 
-def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch, before: int | None = None) -> _Made[O]:
+def _work_on(
+    work: Callable[[ReadBatch], O], item: Piece | ReadBatch, before: int | None = None
+) -> _Made[O]:
     """What a worker does with a piece: read it up to the first irregular record, without illegal letters. The number of
     reads `before` is needed where one has no id."""
     if isinstance(item, ReadBatch):
@@ -127,7 +149,9 @@ def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch, before: in
         return _Made(None, nameless=True)
     batch, illegal = replace(read, ids=ids.named(before or 0)).without_illegal(item.name)
     parse_s = time.perf_counter() - started
-    return _Made(work(batch) if len(batch) else None, len(batch), tuple(illegal), irregular, parse_s=parse_s)
+    return _Made(
+        work(batch) if len(batch) else None, len(batch), tuple(illegal), irregular, parse_s=parse_s
+    )
 
 
 def _pieces_of(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Generator[Piece]:
@@ -174,8 +198,12 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
         elif part is None and form == "fasta" and b"\n" in text:
             part = Part(b"".join(text[1 : text.index(b"\n")].split(None, 1)[:1]), line, first=True)
         elif len(text) - (last_line := text.rfind(b"\n") + 1) > LONGEST_LINE:
-            problem = f"a record with lines too long to be read: {LONGEST_LINE:,} letters and no end"
-            raise InputError(problem, file=source.name, line=line, hint="only sequences of FASTA may be as long")
+            problem = (
+                f"a record with lines too long to be read: {LONGEST_LINE:,} letters and no end"
+            )
+            raise InputError(
+                problem, file=source.name, line=line, hint="only sequences of FASTA may be as long"
+            )
         else:
             # a record longer than a block doubles it, so that its bytes are looked at a bounded number of times
             wanted = min(2 * len(text), last_line + LONGEST_LINE + 1)
@@ -187,20 +215,30 @@ class _Text:
     """A file's text from its first record on; in FASTA blanks stand for comments. Errors: `InputError` for another."""
 
     def __init__(self, source: Source, block_bytes: int) -> None:
-        self._source, self._begun = source, b""  # the first letter of the line that the next text goes on with
+        self._source, self._begun = (
+            source,
+            b"",
+        )  # the first letter of the line that the next text goes on with
         self.form: Format = "fastq"  # until it is known nothing is a comment
         self.line = 1
-        self.begin = self._from_first_letter(self.read(block_bytes).removeprefix(b"\xef\xbb\xbf"), block_bytes)
+        self.begin = self._from_first_letter(
+            self.read(block_bytes).removeprefix(b"\xef\xbb\xbf"), block_bytes
+        )
         if self.begin[:1] in (b">", b";"):
             self.form = "fasta"
             self.begin = self._from_first_letter(self._without_comments(self.begin), block_bytes)
             if self.begin and not self.begin.startswith(b">"):
-                problem, hint = "text stands before the first header", "expected a line that starts with '>'"
+                problem, hint = (
+                    "text stands before the first header",
+                    "expected a line that starts with '>'",
+                )
                 raise InputError(problem, file=source.name, line=self.line, hint=hint)
         elif self.begin and self.begin[:1] != b"@":
             other = "neither FASTA nor FASTQ: it does not start with '>' or '@'"
             zipped = self.begin.startswith(b"PK")
-            raise InputError(f"this is {'a zip archive; unpack it first' if zipped else other}", file=source.name)
+            raise InputError(
+                f"this is {'a zip archive; unpack it first' if zipped else other}", file=source.name
+            )
 
     def _from_first_letter(self, text: bytes, block_bytes: int) -> bytes:
         while True:
@@ -232,4 +270,6 @@ def _whole_records(text: bytes, form: Format) -> int:
 
 
 def _newlines(text: bytes) -> int:
-    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n")))  # many times as fast as bytes.count
+    return int(
+        np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))
+    )  # many times as fast as bytes.count

@@ -28,7 +28,9 @@ from virnuc_core.rundir import check_room, storing, whole_file, write_text_whole
 from virnuc_core.runfiles import sha256_of
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
-PRIVATE: Final = "VIRNUC_PRIVATE_ADDRESSES"  # set to `allow`, addresses inside this network are fetched too
+PRIVATE: Final = (
+    "VIRNUC_PRIVATE_ADDRESSES"  # set to `allow`, addresses inside this network are fetched too
+)
 MAX_BYTES = 1 << 40
 MIN_BYTES_PER_S = 1024  # over SLOW_S; a connection that gives less counts as broken off
 SLOW_S = 60.0
@@ -44,7 +46,9 @@ class _Remembered(Spec):
     """What is known of a download, whole or in part, kept beside it."""
 
     url: str  # without its query
-    validator: str  # ETag or date by which the server recognises the same content; empty if it named none
+    validator: (
+        str  # ETag or date by which the server recognises the same content; empty if it named none
+    )
     sha256: str | None  # of the whole file; unset while it is incomplete
 
 
@@ -53,7 +57,11 @@ def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -
     local = []
     for name in reads:
         if name.startswith(NCBI_PREFIX):
-            local.append(str(fetch_accessions(name.removeprefix(NCBI_PREFIX).split(","), folder, email=email)))
+            local.append(
+                str(
+                    fetch_accessions(name.removeprefix(NCBI_PREFIX).split(","), folder, email=email)
+                )
+            )
         else:
             local.append(str(fetch(name, folder)) if is_address(name) else name)
     return tuple(local)
@@ -67,10 +75,16 @@ def fetch(url: str, folder: Path) -> Path:
         raise ConfigError(f"{url}: only http and https addresses can be fetched")
     shown, whole = hidden(url), whole_addresses.get(url, url)
     if HIDDEN.fullmatch(whole):
-        raise InputError("the query of this address was not kept", file=url, hint="give the whole address again")
+        raise InputError(
+            "the query of this address was not kept", file=url, hint="give the whole address again"
+        )
     if not re.fullmatch(r"[!-~]+", whole):
-        raise ConfigError(f"{shown}: not a valid address; blanks and letters beyond ASCII are written as %20")
-    name = Path(urllib.parse.unquote(re.split(r"[?#]", whole)[0].partition("//")[2].partition("/")[2])).name
+        raise ConfigError(
+            f"{shown}: not a valid address; blanks and letters beyond ASCII are written as %20"
+        )
+    name = Path(
+        urllib.parse.unquote(re.split(r"[?#]", whole)[0].partition("//")[2].partition("/")[2])
+    ).name
     name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII).lstrip(".")[-150:] or "download"
     target = folder / f"{hashlib.sha256(whole.encode()).hexdigest()[:12]}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +99,9 @@ def _patiently(name: str, work: Callable[[], None]) -> None:
             work()
             break
         except (OSError, httpx.HTTPError) as error:  # time-outs, connections that break off
-            _log.warning("%s: attempt %d of %d: %s", name, attempt, _ATTEMPTS, printable(str(error)))
+            _log.warning(
+                "%s: attempt %d of %d: %s", name, attempt, _ATTEMPTS, printable(str(error))
+            )
             if attempt == _ATTEMPTS:
                 hint = "is this machine offline? try again (what came so far is kept), or name a file fetched elsewhere"
                 raise InputError(f"cannot be fetched: {error}", file=name, hint=hint) from error
@@ -102,7 +118,9 @@ def _download(url: str, target: Path) -> None:
             have = part.stat().st_size
             headers = {"Range": f"bytes={have}-", "If-Range": known.validator} if have else {}
         elif known.url == shown and known.validator and known.sha256 == sha256_of(target):
-            headers["If-None-Match" if '"' in known.validator else "If-Modified-Since"] = known.validator
+            headers["If-None-Match" if '"' in known.validator else "If-Modified-Since"] = (
+                known.validator
+            )
     with _open(url, headers) as answer:
         if answer.status_code == httpx.codes.NOT_MODIFIED:
             return
@@ -110,11 +128,17 @@ def _download(url: str, target: Path) -> None:
             part.unlink(missing_ok=True)
             raise ConnectionError("what came before is not the beginning of what is there now")
         span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", ""))
-        goes_on = answer.status_code == httpx.codes.PARTIAL_CONTENT and span is not None and span[1] == str(have)
+        goes_on = (
+            answer.status_code == httpx.codes.PARTIAL_CONTENT
+            and span is not None
+            and span[1] == str(have)
+        )
         tag = answer.headers.get("ETag", "")
         # a weak one (W/"…") does not stand for the very bytes: no part goes on by it
         validator = tag if tag.startswith('"') else answer.headers.get("Last-Modified", "")
-        write_text_whole(notes, _Remembered(url=shown, validator=validator, sha256=None).model_dump_json())
+        write_text_whole(
+            notes, _Remembered(url=shown, validator=validator, sha256=None).model_dump_json()
+        )
         with storing(part), part.open("ab" if goes_on else "wb") as out:
             _copy(answer, out, shown)
     whole = _Remembered(url=shown, validator=validator, sha256=sha256_of(part))
@@ -128,13 +152,17 @@ def _copy(answer: httpx.Response, out: BinaryIO, name: str) -> None:
     room, told = MAX_BYTES - out.tell(), int(answer.headers.get("Content-Length", 0))
     began, came, problem = time.monotonic(), 0, f"at most {MAX_BYTES:,} are taken"
     if told > room:
-        raise InputError(f"{told:,} bytes to come, {problem}", file=name, hint="fetch the file yourself")
+        raise InputError(
+            f"{told:,} bytes to come, {problem}", file=name, hint="fetch the file yourself"
+        )
     check_room(Path(out.name).parent, told, "the reads to fetch")
     for piece in answer.iter_raw():
         room -= out.write(piece)
         came += len(piece)
         if room < 0:
-            raise InputError(f"more bytes to come, {problem}", file=name, hint="fetch the file yourself")
+            raise InputError(
+                f"more bytes to come, {problem}", file=name, hint="fetch the file yourself"
+            )
         if (spent := time.monotonic() - began) > SLOW_S:
             if came < spent * MIN_BYTES_PER_S:
                 raise TimeoutError(f"too slow: {came:,} bytes in {spent:.0f} s")
@@ -144,11 +172,15 @@ def _copy(answer: httpx.Response, out: BinaryIO, name: str) -> None:
 
 
 @contextmanager
-def _open(url: str, headers: Mapping[str, str], sent: Mapping[str, str] | None = None) -> Iterator[httpx.Response]:
+def _open(
+    url: str, headers: Mapping[str, str], sent: Mapping[str, str] | None = None
+) -> Iterator[httpx.Response]:
     """The answer to a request, redirects followed. Errors: `OSError` and those of httpx, where another try may help;
     `InputError` for a refusal, and for where nobody should be sent."""
     shown, asked = hidden(url), {"User-Agent": "virnuc", "Accept-Encoding": "identity", **headers}
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else it tells whole addresses to whoever asks for its log
+    logging.getLogger("httpx").setLevel(
+        logging.WARNING
+    )  # else it tells whole addresses to whoever asks for its log
     with httpx.Client(timeout=_TIMEOUT_S) as client:
         # httpx has no way to name it; a proxy that the environment names may stand at a private address
         vars(vars(client._transport)["_pool"])["_network_backend"] = _Public()
@@ -161,15 +193,26 @@ def _open(url: str, headers: Mapping[str, str], sent: Mapping[str, str] | None =
                     break
                 answer.close()
                 request = answer.next_request
-                if request.url.scheme not in ("http", "https") or (before, request.url.scheme) == ("https", "http"):
+                if request.url.scheme not in ("http", "https") or (before, request.url.scheme) == (
+                    "https",
+                    "http",
+                ):
                     problem = f"redirects to {request.url.scheme}: from {before}:"
                     raise InputError(problem, file=shown, hint="fetch the file yourself")
             else:
                 raise InputError("redirects too often", file=shown, hint="check the address")
-        except (httpx.InvalidURL, ValueError) as error:  # a port that is no number, a host name with an empty part
-            raise InputError("is not, or redirects to, an address that can be read", file=shown) from error
+        except (
+            httpx.InvalidURL,
+            ValueError,
+        ) as error:  # a port that is no number, a host name with an empty part
+            raise InputError(
+                "is not, or redirects to, an address that can be read", file=shown
+            ) from error
         with closing(answer):
-            code, problem = answer.status_code, f"the server says {answer.status_code} {answer.reason_phrase}"
+            code, problem = (
+                answer.status_code,
+                f"the server says {answer.status_code} {answer.reason_phrase}",
+            )
             if not answer.is_success and code not in (304, 416):
                 if code >= 500 or code in (408, 425, 429):
                     raise ConnectionError(problem)
@@ -180,7 +223,9 @@ def _open(url: str, headers: Mapping[str, str], sent: Mapping[str, str] | None =
 class _Public(httpcore.SyncBackend):
     """Connects to public addresses only, whatever a name meant when it was looked up before."""
 
-    def connect_tcp(self, host: str, port: int, *more: Any, **options: Any) -> httpcore.NetworkStream:
+    def connect_tcp(
+        self, host: str, port: int, *more: Any, **options: Any
+    ) -> httpcore.NetworkStream:
         opened = super().connect_tcp(host, port, *more, **options)
         try:
             _refuse_private(opened.get_extra_info("server_addr")[0], port)
@@ -194,7 +239,9 @@ def _refuse_private(host: str, port: int | None) -> None:
     """`InputError` for a host with an address that only this network or this machine knows, unless that is allowed."""
     if os.environ.get(PRIVATE) == "allow":
         return
-    with suppress(OSError):  # a name that is not known here: the connection, or the proxy, will say so
+    with suppress(
+        OSError
+    ):  # a name that is not known here: the connection, or the proxy, will say so
         for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             address = ipaddress.ip_address(str(place[0]).partition("%")[0])
             if not (getattr(address, "ipv4_mapped", None) or address).is_global:
@@ -209,13 +256,17 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
     wanted = [accession.strip() for accession in accessions if accession.strip()]
     wrong = [word for word in wanted if not _ACCESSION.fullmatch(word)]
     if wrong or not wanted:
-        raise ConfigError(f"no NCBI accession: {', '.join(wrong) or 'nothing named'}; expected such as NC_045512.2")
+        raise ConfigError(
+            f"no NCBI accession: {', '.join(wrong) or 'nothing named'}; expected such as NC_045512.2"
+        )
     digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:12]
     target = folder / f"ncbi_{digest}.fasta"
     if target.is_file():
         return target
     if not email:
-        raise ConfigError("NCBI asks for a mail address with each request; give one, or download the FASTA yourself")
+        raise ConfigError(
+            "NCBI asks for a mail address with each request; give one, or download the FASTA yourself"
+        )
     query = {"db": "nuccore", "id": ",".join(wanted), "rettype": "fasta", "retmode": "text"}
     sent = query | {"tool": "virnuc", "email": email}
     name = f"{NCBI_PREFIX}{','.join(wanted)}"
@@ -227,8 +278,18 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
 
         _patiently(name, ask)
         with aside.open("rb") as file:
-            given = {line[1:].split()[0].decode("latin-1") for line in file if line[:1] == b">" and line[1:].strip()}
-        missing = [word for word in wanted if word not in given and not any(g.partition(".")[0] == word for g in given)]
+            given = {
+                line[1:].split()[0].decode("latin-1")
+                for line in file
+                if line[:1] == b">" and line[1:].strip()
+            }
+        missing = [
+            word
+            for word in wanted
+            if word not in given and not any(g.partition(".")[0] == word for g in given)
+        ]
         if missing:
-            raise InputError(f"NCBI has nothing for {', '.join(missing)}", hint="check the accessions")
+            raise InputError(
+                f"NCBI has nothing for {', '.join(missing)}", hint="check the accessions"
+            )
     return target

@@ -13,7 +13,15 @@ from typing import Final, Literal
 from virnuc_core.config import ReadsSpec, reading, small_text
 from virnuc_core.errors import ConfigError, InputError, few
 from virnuc_core.reads.pairs import arranged
-from virnuc_core.reads.sources import ENDINGS, STDIN, alignments_at, find_inputs, hidden, is_remote, sample_of
+from virnuc_core.reads.sources import (
+    ENDINGS,
+    STDIN,
+    alignments_at,
+    find_inputs,
+    hidden,
+    is_remote,
+    sample_of,
+)
 from virnuc_core.reads.stage import REMARKS, StageSummary
 from virnuc_core.rundir import GUARDED, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary
@@ -43,16 +51,31 @@ def row_of(sample: str, summary: RunSummary, staging: StageSummary) -> SampleRow
     fates, reads = summary.fates, staging.counts.n_reads
     met = {name: staging.tally[name] for name in REMARKS} | {"failed": fates.get("failed", 0)}
     met["orphans"] = sum(one.orphans for one in staging.by_file)
-    scored, share = sum(fates.get(one, 0) for one in ("viral", "others", "uncertain")), fates["viral"] / max(1, reads)
+    scored, share = (
+        sum(fates.get(one, 0) for one in ("viral", "others", "uncertain")),
+        fates["viral"] / max(1, reads),
+    )
     flags = ",".join(f"{name}={count}" for name, count in met.items() if count)
-    told = {"reads": reads, "scored": scored, "viral": fates["viral"], "share": round(share, 6), "flags": flags}
+    told = {
+        "reads": reads,
+        "scored": scored,
+        "viral": fates["viral"],
+        "share": round(share, 6),
+        "flags": flags,
+    }
     return SampleRow.model_validate({"sample": sample, "fate": "predicted", **told})
 
 
 def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
     """Write samples.tsv whole."""
-    lines = [[*SampleRow.model_fields], *(["" if cell is None else cell for _, cell in row] for row in rows)]
-    write_text_whole(path, "".join("\t".join(" ".join(str(cell).split()) for cell in line) + "\n" for line in lines))
+    lines = [
+        [*SampleRow.model_fields],
+        *(["" if cell is None else cell for _, cell in row] for row in rows),
+    ]
+    write_text_whole(
+        path,
+        "".join("\t".join(" ".join(str(cell).split()) for cell in line) + "\n" for line in lines),
+    )
 
 
 def read_sheet(path: Path) -> dict[str, ReadsSpec]:
@@ -61,13 +84,21 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
     `InputError` names the sheet and the line."""
     with reading(path, "UTF-8", InputError):
         lines = small_text(path, SHEET_BYTES).removeprefix("\ufeff").splitlines()
-    table = csv.DictReader(lines, delimiter="\t" if "\t" in "".join(lines[:1]) else ",", skipinitialspace=True)
+    table = csv.DictReader(
+        lines, delimiter="\t" if "\t" in "".join(lines[:1]) else ",", skipinitialspace=True
+    )
     found = defaultdict[str, list[tuple[str, ...]]](list)
     try:
         table.fieldnames = columns = [name.strip() for name in table.fieldnames or ()]
         # beside others a column of mates may be empty, and must be there: by another name it would be passed over
-        if missing := [name for name in COLUMNS[: 3 if len(columns) > 2 else 2] if name not in columns]:
-            raise InputError(f"no column {missing[0]}; the first line names {', '.join(COLUMNS)}", file=path, line=1)
+        if missing := [
+            name for name in COLUMNS[: 3 if len(columns) > 2 else 2] if name not in columns
+        ]:
+            raise InputError(
+                f"no column {missing[0]}; the first line names {', '.join(COLUMNS)}",
+                file=path,
+                line=1,
+            )
         for row in table:
             sample, *cells = ((row.get(name) or "").strip() for name in COLUMNS)
             beyond = "".join(row.get(None, ())).strip()
@@ -76,12 +107,20 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
             names = tuple(_found(path, name) for name in cells if name)
             wrong = _unfit(sample) or _wrong(cells[0], names, found[sample])
             if problem := "more cells than columns" if beyond else wrong:
-                raise InputError(f"sample '{few([sample])}': {problem}", file=path, line=table.line_num)
+                raise InputError(
+                    f"sample '{few([sample])}': {problem}", file=path, line=table.line_num
+                )
             found[sample].append(names)
-    except csv.Error as error:  # of a cell beyond any name of a file; `table` counts the lines that it gave
-        raise InputError(f"{error}; is a quotation mark left open?", file=path, line=table.reader.line_num) from error
+    except (
+        csv.Error
+    ) as error:  # of a cell beyond any name of a file; `table` counts the lines that it gave
+        raise InputError(
+            f"{error}; is a quotation mark left open?", file=path, line=table.reader.line_num
+        ) from error
     if not found:
-        raise InputError("names no sample", file=path, hint="write a line for each, below that of the columns")
+        raise InputError(
+            "names no sample", file=path, hint="write a line for each, below that of the columns"
+        )
     return {sample: _spec(lanes) for sample, lanes in found.items()}
 
 
@@ -100,7 +139,11 @@ def _wrong(first: str, names: tuple[str, ...], before: list[tuple[str, ...]]) ->
     if len(named := [*sum(before, ()), *names]) > len({*named}):
         return f"{max(names, key=named.count)} is named twice; name it once"
     mixed = before and len(before[0]) != len(names)
-    return "has lanes with fastq_2 and without; name both mates of each, or give it another name" if mixed else ""
+    return (
+        "has lanes with fastq_2 and without; name both mates of each, or give it another name"
+        if mixed
+        else ""
+    )
 
 
 def _found(sheet: Path, name: str) -> str:
@@ -111,7 +154,9 @@ def _found(sheet: Path, name: str) -> str:
 
 def _spec(lanes: list[tuple[str, ...]]) -> ReadsSpec:
     sides = [tuple(side) for side in zip(*lanes, strict=True)]
-    return ReadsSpec(**dict(zip(("reads",) if len(sides) == 1 else ("mates_1", "mates_2"), sides, strict=True)))
+    return ReadsSpec(
+        **dict(zip(("reads",) if len(sides) == 1 else ("mates_1", "mates_2"), sides, strict=True))
+    )
 
 
 def by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
@@ -125,9 +170,14 @@ def by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
             raise InputError("not a BAM, CRAM or SAM file, which alone have read groups", file=file)
         for sample in samples_of(file, form, sample_of((file,)), Path(file).stat().st_mtime_ns):
             if problem := _unfit(sample):
-                raise ConfigError(f"{file}: read groups of '{sample}': {problem} in their SM (samtools addreplacerg)")
+                raise ConfigError(
+                    f"{file}: read groups of '{sample}': {problem} in their SM (samtools addreplacerg)"
+                )
             files_of[sample].append(file)
-    return {sample: ReadsSpec(reads=tuple(files), read_group=sample) for sample, files in files_of.items()}
+    return {
+        sample: ReadsSpec(reads=tuple(files), read_group=sample)
+        for sample, files in files_of.items()
+    }
 
 
 def by_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
@@ -135,11 +185,18 @@ def by_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
     Errors: those of `find_inputs`; `ConfigError` for names that are not fit, or the same though no lane tells why."""
     inputs = find_inputs(spec.named)
     # what a folder holds under the name of reads without being any, empty files above all, is a sample that fails
-    named_so = (name for name in inputs.ignored if (told := ENDINGS.search(Path(name).name)) and told[1])
+    named_so = (
+        name for name in inputs.ignored if (told := ENDINGS.search(Path(name).name)) and told[1]
+    )
     # as in a folder, files with mates are known by their names
-    inputs = arranged(spec.model_copy(update={"reads": ()}), inputs._replace(files=(*inputs.files, *named_so)))
+    inputs = arranged(
+        spec.model_copy(update={"reads": ()}), inputs._replace(files=(*inputs.files, *named_so))
+    )
     found, whole = defaultdict[str, list[tuple[str, ...]]](list), set[str]()
-    for names in (*(tuple(dict.fromkeys(pair)) for pair in inputs.pairs), *((name,) for name in inputs.singles)):
+    for names in (
+        *(tuple(dict.fromkeys(pair)) for pair in inputs.pairs),
+        *((name,) for name in inputs.singles),
+    ):
         named = sample_of(names)
         before, problem = found[LANE.sub("", named)], _unfit(LANE.sub("", named))
         if named in whole or (before and len(before[0]) != len(names)):

@@ -20,7 +20,15 @@ from virnuc_core.errors import ConfigError
 from virnuc_core.reads.sources import reads_file
 from virnuc_core.rundir import check_free, whole_file
 
-PRESETS: Final = {"tiny": 10, "small": 100, "medium": 1000, "large": 10000, "100k": 10**5, "1m": 10**6, "6m": 6 * 10**6}
+PRESETS: Final = {
+    "tiny": 10,
+    "small": 100,
+    "medium": 1000,
+    "large": 10000,
+    "100k": 10**5,
+    "1m": 10**6,
+    "6m": 6 * 10**6,
+}
 LABELS: Final = ("others", "virus")
 TRUTH_HEADER: Final = ("read", "label", "genome", "start", "strand", "copy_of")
 
@@ -50,7 +58,9 @@ class SimulateSpec(Spec):
     @model_validator(mode="after")
     def _reads_fit(self) -> Self:
         if self.read_length > self.genome_length // 2:
-            raise ValueError(f"read_length {self.read_length} needs a genome_length of {2 * self.read_length} or more")
+            raise ValueError(
+                f"read_length {self.read_length} needs a genome_length of {2 * self.read_length} or more"
+            )
         return self
 
 
@@ -80,16 +90,25 @@ def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSu
     if match is None:
         raise ConfigError(f"{out}: the name must end in .fastq, .fastq.gz, .fasta or .fasta.gz")
     stem, fastq = out.name[: match.start()], match[1] in ("fastq", "fq")
-    truth_file, genomes_file = out.with_name(f"{stem}.truth.tsv"), out.with_name(f"{stem}.genomes.fasta.gz")
+    truth_file, genomes_file = (
+        out.with_name(f"{stem}.truth.tsv"),
+        out.with_name(f"{stem}.genomes.fasta.gz"),
+    )
     check_free(out, truth_file, genomes_file, force=force)
     quality = b"+\n%b\n" % (b"I" * spec.read_length) if fastq else b""
     rng = np.random.default_rng(spec.seed)
     genomes, viral_reads = _make_genomes(spec, rng), 0
     with ExitStack() as files:
-        reads_out, genomes_out = (files.enter_context(reads_file(path)) for path in (out, genomes_file))
-        truth_out = files.enter_context(files.enter_context(whole_file(truth_file)).open("w", encoding="utf-8"))
+        reads_out, genomes_out = (
+            files.enter_context(reads_file(path)) for path in (out, genomes_file)
+        )
+        truth_out = files.enter_context(
+            files.enter_context(whole_file(truth_file)).open("w", encoding="utf-8")
+        )
         letters = _LETTERS[genomes.codes].tobytes()
-        for name, start, length in zip(genomes.names, genomes.starts.tolist(), genomes.lengths.tolist(), strict=True):
+        for name, start, length in zip(
+            genomes.names, genomes.starts.tolist(), genomes.lengths.tolist(), strict=True
+        ):
             genomes_out.write(b">%b\n%b\n" % (name.encode(), letters[start : start + length]))
         truth_out.write("\t".join(TRUTH_HEADER) + "\n")
         for made in range(0, spec.reads, _BATCH):
@@ -111,9 +130,16 @@ def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSu
 
 def _make_genomes(spec: SimulateSpec, rng: np.random.Generator) -> _Genomes:
     counts, mean = (spec.other_genomes, spec.viral_genomes), spec.genome_length
-    names = [f"{name}_{i + 1:04d}" for name, count in zip(LABELS, counts, strict=True) for i in range(count)]
+    names = [
+        f"{name}_{i + 1:04d}"
+        for name, count in zip(LABELS, counts, strict=True)
+        for i in range(count)
+    ]
     kinds = np.repeat([0, 1], counts)
-    pieces = [_genome(kind, max(int(mean * rng.uniform(0.5, 1.5)), spec.read_length), rng) for kind in kinds.tolist()]
+    pieces = [
+        _genome(kind, max(int(mean * rng.uniform(0.5, 1.5)), spec.read_length), rng)
+        for kind in kinds.tolist()
+    ]
     lengths = np.array([len(piece) for piece in pieces], np.int64)
     return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, kinds, names)
 
@@ -123,7 +149,9 @@ def _genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint
     gc = float(np.clip(rng.normal(_GC[kind], 0.02), 0.1, 0.9))
     base_shares = np.array([1 - gc, gc, gc, 1 - gc]) / 2
     stops = CodonTable.unambiguous_dna_by_id[1].stop_codons
-    words = [codon for codon in map("".join, product("ACGT", repeat=3)) if codon not in stops]  # the 61
+    words = [
+        codon for codon in map("".join, product("ACGT", repeat=3)) if codon not in stops
+    ]  # the 61
     codons = np.array([[*map("ACGT".index, word)] for word in words], np.uint8)
     usage = base_shares[codons].prod(axis=1) * rng.gamma(8, 1 / 8, len(codons))
     usage /= usage.sum()
@@ -132,12 +160,16 @@ def _genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint
         gene = int(rng.integers(100, 600))  # codons
         coding = codons[rng.choice(len(codons), gene, p=usage)].reshape(-1)
         pieces.append(coding if rng.random() < 0.5 else (3 - coding)[::-1])
-        pieces.append(rng.choice(4, int(3 * gene * (1 / _CODING[kind] - 1)), p=base_shares).astype(np.uint8))
+        pieces.append(
+            rng.choice(4, int(3 * gene * (1 / _CODING[kind] - 1)), p=base_shares).astype(np.uint8)
+        )
         size += len(pieces[-2]) + len(pieces[-1])
     return np.concatenate(pieces)[:length]
 
 
-def _make_reads(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator) -> tuple[NDArray[Any], ...]:
+def _make_reads(
+    spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator
+) -> tuple[NDArray[Any], ...]:
     """Letters [n, read_length] of some reads, and of each [n] its genome, start, strand and the read that it copies, or
     itself. A copy has all of another read but its place."""
     length = spec.read_length

@@ -8,9 +8,20 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.fast_parser import BLANKS, LEGAL, ParseLog, Piece, ReadBatch, Strings, first_word, shortened
+from virnuc_core.reads.fast_parser import (
+    BLANKS,
+    LEGAL,
+    ParseLog,
+    Piece,
+    ReadBatch,
+    Strings,
+    first_word,
+    shortened,
+)
 
-_MOST_LINES: Final = 100_000  # of a record; one of more is taken for broken: bounds what one error costs
+_MOST_LINES: Final = (
+    100_000  # of a record; one of more is taken for broken: bounds what one error costs
+)
 _HINT: Final = "expected '@id', bases, '+', and as many quality letters as bases"
 
 
@@ -23,7 +34,9 @@ class _Record(NamedTuple):
     line: int
 
 
-def read_irregular(first: Piece, later: Iterator[Piece], log: ParseLog, block_bytes: int) -> Iterator[ReadBatch]:
+def read_irregular(
+    first: Piece, later: Iterator[Piece], log: ParseLog, block_bytes: int
+) -> Iterator[ReadBatch]:
     """The rest of a file from `first` on; its reads are counted as they are drawn."""
     piece = first
 
@@ -101,7 +114,9 @@ class _Lines:
         return False
 
 
-def _records(pieces: Iterable[Piece], first: Piece, broken: Callable[[InputError], None]) -> Iterator[_Record]:
+def _records(
+    pieces: Iterable[Piece], first: Piece, broken: Callable[[InputError], None]
+) -> Iterator[_Record]:
     """Records of the rest of a file, wrapped or not. Each broken one is given to `broken` and left out; reading goes on
     at the next lines that look like a record."""
     lines = _Lines(pieces, first.line)
@@ -115,7 +130,11 @@ def _records(pieces: Iterable[Piece], first: Piece, broken: Callable[[InputError
         number, at_the_cut = lines.number, lines.text_from(taken) is None and lines.damaged
         # a record at the cut is told of by the damage, unless it swallowed whole records on its way there
         if lines.find_record() or not at_the_cut:
-            word = first_word(header[1:]).decode("utf-8", "backslashreplace") if header.startswith(b"@") else ""
+            word = (
+                first_word(header[1:]).decode("utf-8", "backslashreplace")
+                if header.startswith(b"@")
+                else ""
+            )
             read_id, problem = shortened(word), f"broken FASTQ record: {found}"
             broken(InputError(problem, file=first.name, line=number, read_id=read_id, hint=_HINT))
 
@@ -140,9 +159,16 @@ def _record(header: bytes, lines: _Lines) -> tuple[_Record | str, int]:
         problem = "a blank stands within its bases"
     elif letters != len(bases) or lines.at(plus + 1) is None:
         problem = f"{len(bases):,} bases, but {letters:,} quality letters"
-    elif (wraps or bases.translate(None, LEGAL)) and not (lines.text_from(end) or b"@").startswith(b"@"):
+    elif (wraps or bases.translate(None, LEGAL)) and not (lines.text_from(end) or b"@").startswith(
+        b"@"
+    ):
         problem = "it runs into the next one"  # too few quality letters, or no '+' line
     else:
         quality = b"".join(lines.at(place) or b"" for place in range(plus + 1, end))
-        return _Record(first_word(header[1:]), bases, b"%b\n%b\n+\n%b\n" % (header, bases, quality), lines.number), end
+        return _Record(
+            first_word(header[1:]),
+            bases,
+            b"%b\n%b\n+\n%b\n" % (header, bases, quality),
+            lines.number,
+        ), end
     return problem, end

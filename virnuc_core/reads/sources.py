@@ -15,7 +15,9 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 
-from isal import isal_zlib  # about three times as fast as zlib; it checks the sums of every member, too
+from isal import (
+    isal_zlib,
+)  # about three times as fast as zlib; it checks the sums of every member, too
 
 from virnuc_core.errors import ConfigError, InputError, few, printable
 from virnuc_core.rundir import whole_file
@@ -23,14 +25,18 @@ from virnuc_core.runfiles import FileDigest
 
 STDIN: Final = "-"
 NCBI_PREFIX: Final = "ncbi:"
-ENDINGS: Final = re.compile(r"(?i)(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn|bam|cram|sam))?(\.(gz|bz2|xz|zst|bgz))?\Z")
+ENDINGS: Final = re.compile(
+    r"(?i)(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn|bam|cram|sam))?(\.(gz|bz2|xz|zst|bgz))?\Z"
+)
 MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
 MAX_NAME: Final = 60
 HIDDEN: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
 whole_addresses: dict[str, str] = {}  # by how they are shown
 _PIECE_BYTES: Final = 1 << 18
 _UNPACKED_BYTES: Final = 1 << 20  # at a time
-_PACKED_ZSTD_BYTES: Final = 1 << 10  # at a time, where that cannot be told: they swell to thirty thousand times as much
+_PACKED_ZSTD_BYTES: Final = (
+    1 << 10
+)  # at a time, where that cannot be told: they swell to thirty thousand times as much
 _BINARY: Final = {b"BAM\1": "BAM", b"CRAM": "CRAM"}
 _SAM: Final = (b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")
 _UNPACKER_BYTES: Final = 1 << 28  # memory that a file may ask its unpacker to take
@@ -41,7 +47,9 @@ class Inputs(NamedTuple):
 
     files: tuple[str, ...]  # paths, or "-" for standard input
     ignored: tuple[str, ...]  # files of a named folder that hold neither FASTA nor FASTQ
-    pairs: tuple[tuple[str, str], ...] = ()  # files of first and second mates; one file twice where it holds both
+    pairs: tuple[
+        tuple[str, str], ...
+    ] = ()  # files of first and second mates; one file twice where it holds both
 
     @property
     def singles(self) -> tuple[str, ...]:
@@ -51,7 +59,10 @@ class Inputs(NamedTuple):
 
     def spans(self, reads: Mapping[str, int]) -> list[tuple[tuple[str, ...], int, int]]:
         """Files whose reads stand together, the first of those and one past the last, by the `reads` of each file."""
-        groups = [*(tuple(dict.fromkeys(pair)) for pair in self.pairs), *((name,) for name in self.singles)]
+        groups = [
+            *(tuple(dict.fromkeys(pair)) for pair in self.pairs),
+            *((name,) for name in self.singles),
+        ]
         ends = [*accumulate((sum(reads[name] for name in group) for group in groups), initial=0)]
         return [*zip(groups, ends, ends[1:], strict=False)]
 
@@ -74,7 +85,9 @@ def hidden(name: str) -> str:
     bare = re.split(r"[?#]", name, maxsplit=1)[0]
     _, at, host = bare.split("/")[2].rpartition("@")
     if at:
-        raise ConfigError(f"{host}: an address with a user name or password is not taken; sign it, or fetch the file")
+        raise ConfigError(
+            f"{host}: an address with a user name or password is not taken; sign it, or fetch the file"
+        )
     if bare == name or HIDDEN.fullmatch(name):
         return name
     shown = f"{bare}#query-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
@@ -86,9 +99,15 @@ def sample_of(reads: Sequence[str]) -> str:
     """A short name of the input: its first file without endings, and how many more there are; `lung` of two mates."""
     names = [re.split(r"[?#]", one)[0] if is_address(one) else one for one in reads[:2]]
     names = [ENDINGS.sub("", Path(" ".join(printable(one).split())).name) for one in names]
-    if len(reads) == 2 and len({MATE_MARK.sub("", one) for one in names}) == 1 and all(map(MATE_MARK.search, names)):
+    if (
+        len(reads) == 2
+        and len({MATE_MARK.sub("", one) for one in names}) == 1
+        and all(map(MATE_MARK.search, names))
+    ):
         return MATE_MARK.sub("", names[0])[:MAX_NAME]
-    first = "no-reads" if not reads else "stdin" if reads[0] == "-" else names[0][:MAX_NAME] or "reads"
+    first = (
+        "no-reads" if not reads else "stdin" if reads[0] == "-" else names[0][:MAX_NAME] or "reads"
+    )
     return first + (f"+{len(reads) - 1}" if len(reads) > 1 else "")
 
 
@@ -116,11 +135,15 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
         path = Path(name)
         try:
             if name != STDIN and path.is_dir():
-                every = (one for one in path.iterdir() if one.is_file() or not one.exists())  # a link to nothing
+                every = (
+                    one for one in path.iterdir() if one.is_file() or not one.exists()
+                )  # a link to nothing
                 inside = sorted(one for one in every if not one.name.startswith("."))
                 found = {str(entry): _holds_reads(entry) for entry in inside}
                 if not any(found.values()):
-                    raise InputError("the folder holds no FASTA or FASTQ file", file=path, hint="name the files")
+                    raise InputError(
+                        "the folder holds no FASTA or FASTQ file", file=path, hint="name the files"
+                    )
                 files += [entry for entry, holds in found.items() if holds]
                 ignored += [entry for entry, holds in found.items() if not holds]
             elif name == STDIN or path.exists():
@@ -133,7 +156,11 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
     for name in files:
         key = Path(name) if name == STDIN else Path(name).resolve()
         if key in seen:
-            raise InputError(f"the same file is named twice (also as {seen[key]})", file=name, hint="name it once")
+            raise InputError(
+                f"the same file is named twice (also as {seen[key]})",
+                file=name,
+                hint="name it once",
+            )
         seen[key] = name
     return Inputs(tuple(files), tuple(ignored))
 
@@ -160,7 +187,9 @@ class Source:
 
     def __init__(self, name: str, stream: BinaryIO, read_group: str = "") -> None:
         self.name = name
-        self.damage: InputError | None = None  # unpacking or reading came no further; what came before is good
+        self.damage: InputError | None = (
+            None  # unpacking or reading came no further; what came before is good
+        )
         self._stream = stream
         head = stream.read(_PIECE_BYTES)  # fewer only at the end: a slow pipe is waited for
         self._size, self._sha256 = len(head), hashlib.sha256(head)
@@ -183,10 +212,16 @@ class Source:
         """A path, or standard input for `-`, which stays open; of alignments the reads of a `read_group`, if one is
         named. Errors: `InputError` when it cannot be opened."""
         if name == STDIN and sys.stdin is None:
-            raise InputError("standard input is closed", file=name, hint="give it reads, or name a file")
+            raise InputError(
+                "standard input is closed", file=name, hint="give it reads, or name a file"
+            )
         with ExitStack() as opened:
             try:
-                stream = sys.stdin.buffer if name == STDIN else opened.enter_context(Path(name).open("rb"))
+                stream = (
+                    sys.stdin.buffer
+                    if name == STDIN
+                    else opened.enter_context(Path(name).open("rb"))
+                )
                 source = cls(name, stream, read_group)
             except OSError as error:
                 raise _unreadable(name, error) from error
@@ -219,10 +254,14 @@ class Source:
         self, packed: bytes, packed_as: str, make: Callable[[], Any], errors: tuple[Any, ...]
     ) -> Generator[bytes]:
         unpacker = None
-        step, bounds = (_PACKED_ZSTD_BYTES, ()) if packed_as == "zstd" else (_PIECE_BYTES, (_UNPACKED_BYTES,))
+        step, bounds = (
+            (_PACKED_ZSTD_BYTES, ()) if packed_as == "zstd" else (_PIECE_BYTES, (_UNPACKED_BYTES,))
+        )
         while packed or (packed := self._next_piece()):
             if unpacker is None:
-                packed = packed.lstrip(b"\0")  # tapes and some tools pad with zeros after the last member
+                packed = packed.lstrip(
+                    b"\0"
+                )  # tapes and some tools pad with zeros after the last member
                 if not packed:
                     continue
                 unpacker = make()
@@ -230,7 +269,11 @@ class Source:
             try:
                 yield (piece := unpacker.decompress(now, *bounds))
                 while len(piece) == _UNPACKED_BYTES and bounds and not unpacker.eof:
-                    yield (piece := unpacker.decompress(getattr(unpacker, "unconsumed_tail", b""), *bounds))
+                    yield (
+                        piece := unpacker.decompress(
+                            getattr(unpacker, "unconsumed_tail", b""), *bounds
+                        )
+                    )
             except errors as error:
                 self._end(f"damaged {packed_as} data: {str(error) or type(error).__name__}")
                 return
@@ -271,8 +314,13 @@ def alignments_at(name: str) -> str:
 
 
 def _unreadable(name: str, error: OSError) -> InputError:
-    problem, hint = f"cannot be read: {error.strerror or error}", "check the path and its permissions"
-    return InputError(problem, file=few([name]) if error.errno == errno.ENAMETOOLONG else name, hint=hint)
+    problem, hint = (
+        f"cannot be read: {error.strerror or error}",
+        "check the path and its permissions",
+    )
+    return InputError(
+        problem, file=few([name]) if error.errno == errno.ENAMETOOLONG else name, hint=hint
+    )
 
 
 def _unpacker_for(head: bytes) -> tuple[str, Callable[[], Any] | None, tuple[Any, ...]]:
@@ -282,8 +330,14 @@ def _unpacker_for(head: bytes) -> tuple[str, Callable[[], Any] | None, tuple[Any
     if head.startswith(b"BZh"):
         return "bzip2", bz2.BZ2Decompressor, (OSError, EOFError, ValueError)
     if head.startswith(b"\xfd7zXZ\0"):
-        return "xz", partial(lzma.LZMADecompressor, memlimit=_UNPACKER_BYTES), (lzma.LZMAError, EOFError)
-    if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
+        return (
+            "xz",
+            partial(lzma.LZMADecompressor, memlimit=_UNPACKER_BYTES),
+            (lzma.LZMAError, EOFError),
+        )
+    if head.startswith(b"\x28\xb5\x2f\xfd") or (
+        head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
+    ):
         import zstandard  # few files are such
 
         return "zstd", lambda: zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError,)

@@ -35,7 +35,9 @@ from virnuc_core.rundir import check_room, whole_file
 
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
-STORES: Final = f"{FORMAT} {SCHEMA_VERSION}"  # every fingerprint begins with it, and with the model's length
+STORES: Final = (
+    f"{FORMAT} {SCHEMA_VERSION}"  # every fingerprint begins with it, and with the model's length
+)
 SEALED_AS: Final = f"ORF store {SCHEMA_VERSION}"
 SEAL_BYTES: Final = 512  # HDF5's smallest user block
 _BLOCK_BYTES: Final = 1 << 20
@@ -60,7 +62,9 @@ def _seal_of(path: Path) -> bytes:
         def digest(at: int) -> bytes:
             return blake2b(os.pread(file.fileno(), _BLOCK_BYTES, at), digest_size=32).digest()
 
-        return sealed(SEALED_AS, threads.map(digest, range(SEAL_BYTES, path.stat().st_size, _BLOCK_BYTES)))
+        return sealed(
+            SEALED_AS, threads.map(digest, range(SEAL_BYTES, path.stat().st_size, _BLOCK_BYTES))
+        )
 
 
 def seal(path: Path) -> None:
@@ -99,7 +103,9 @@ class OrfStore:
     path: Path
     fingerprint: str  # over the reads and the settings that change rows
     model_length: int
-    duplicate_mark: str  # stands between an id and its number when the id is not the first of its kind
+    duplicate_mark: (
+        str  # stands between an id and its number when the id is not the first of its kind
+    )
     counts: StoreCounts
     n_reads: int
     n_rows: int
@@ -109,7 +115,9 @@ class OrfStore:
     read_length: NDArray[np.int32]  # [n_reads] bases; int64 where one has more than that holds
     read_chunks: NDArray[np.int32]  # [n_reads]
     read_rows: NDArray[np.int32]  # [n_reads] open frames
-    read_flags: NDArray[np.uint8]  # [n_reads] EMPTY | SHORT_FOR_MODEL | AMBIGUOUS | DUPLICATE_ID | MATE
+    read_flags: NDArray[
+        np.uint8
+    ]  # [n_reads] EMPTY | SHORT_FOR_MODEL | AMBIGUOUS | DUPLICATE_ID | MATE
     read_copy: NDArray[np.int32]  # [n_reads] 0, or how many-th read of the same id this is (from 2)
     read_id_offsets: NDArray[np.int64]  # [n_reads + 1]
     read_id_bytes: NDArray[np.uint8]
@@ -131,21 +139,38 @@ class OrfStore:
         store.path = path
         try:
             if check and not is_intact(path):
-                raise InputError("not what was staged (checksum)", file=path, hint="stage the reads again")
+                raise InputError(
+                    "not what was staged (checksum)", file=path, hint="stage the reads again"
+                )
             with h5py.File(path, "r", locking=False) as file:
                 told = dict(file.attrs)
-                store.fingerprint, store.duplicate_mark = str(told["fingerprint"]), str(told["duplicate_mark"])
+                store.fingerprint, store.duplicate_mark = (
+                    str(told["fingerprint"]),
+                    str(told["duplicate_mark"]),
+                )
                 store.model_length, store.paired = int(told["model_length"]), "paired" in told
-                store.counts = counts = StoreCounts(**{name: int(told[name]) for name in StoreCounts.__slots__})
-                store.n_reads, store.n_rows, store.n_uniques = counts.n_reads, counts.n_rows, counts.n_uniques
+                store.counts = counts = StoreCounts(
+                    **{name: int(told[name]) for name in StoreCounts.__slots__}
+                )
+                store.n_reads, store.n_rows, store.n_uniques = (
+                    counts.n_reads,
+                    counts.n_rows,
+                    counts.n_uniques,
+                )
                 whole = np.memmap(path, np.uint8, "r")
                 for name, column in ((name, file[name]) for name in COLUMNS):
                     at = column.id.get_offset()  # none where it is empty
-                    setattr(store, name, whole[at : at + column.nbytes].view(column.dtype) if at else column[:])
+                    setattr(
+                        store,
+                        name,
+                        whole[at : at + column.nbytes].view(column.dtype) if at else column[:],
+                    )
         except FileNotFoundError as error:
             raise InputError("no such file", file=path, hint="stage the reads first") from error
         except (OSError, KeyError) as error:
-            raise InputError("not a readable ORF store", file=path, hint="stage the reads again") from error
+            raise InputError(
+                "not a readable ORF store", file=path, hint="stage the reads again"
+            ) from error
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -170,7 +195,11 @@ class OrfStore:
         reads = self.row_read[low:high]
         first = int(reads[0])
         names = (self.original_ids if original else self.read_ids)(first, int(reads[-1]) + 1)
-        columns = ((reads - first).tolist(), self.row_chunk[low:high].tolist(), self.row_frame[low:high].tolist())
+        columns = (
+            (reads - first).tolist(),
+            self.row_chunk[low:high].tolist(),
+            self.row_frame[low:high].tolist(),
+        )
         return [f"{names[r]}_chunk_{c + 1}{FRAMES[f]}" for r, c, f in zip(*columns, strict=True)]
 
     def protein(self, low: int, high: int) -> list[bytes]:
@@ -182,16 +211,22 @@ class OrfStore:
         return _cut(self.dna_bytes, self.dna_offsets, low, high)
 
 
-def _cut(letters: NDArray[np.uint8], offsets: NDArray[np.int64], low: int, high: int) -> list[bytes]:
+def _cut(
+    letters: NDArray[np.uint8], offsets: NDArray[np.int64], low: int, high: int
+) -> list[bytes]:
     at = offsets[low : high + 1].tolist()
     data = letters[at[0] : at[-1]].tobytes()
     return [data[a - at[0] : b - at[0]] for a, b in pairwise(at)]
 
 
-COLUMNS: Final[dict[str, type[np.generic]]] = {  # of the file, in this order, by the hints of `OrfStore`
+COLUMNS: Final[
+    dict[str, type[np.generic]]
+] = {  # of the file, in this order, by the hints of `OrfStore`
     name: getattr(np, kind[1])
     for name, hint in OrfStore.__annotations__.items()
-    if (kind := re.fullmatch(r"NDArray\[np\.(\w+)\]", hint))  # the text: what it stands for differs between numpys
+    if (
+        kind := re.fullmatch(r"NDArray\[np\.(\w+)\]", hint)
+    )  # the text: what it stands for differs between numpys
 }
 _AXES: Final = {name: name.partition("_")[0] for name in COLUMNS}  # what a column has an entry for
 _AXES.update(read_id_bytes="id", protein_offsets="unique", dna_offsets="unique")
@@ -224,8 +259,14 @@ class StoreWriter:
     def find_repeats(self, workers: Workers) -> tuple[int, int] | None:
         """Find what repeats among rows and ids; gives the first read whose id an earlier one has, and that one."""
         self._at = {  # entries of each axis before each segment, and in all
-            axis: offsets_of(np.array([segment.sizes[name] for segment in self._segments], np.int64))
-            for axis, name in (("read", "read_length"), ("row", "row_frame"), ("id", "read_id_bytes"))
+            axis: offsets_of(
+                np.array([segment.sizes[name] for segment in self._segments], np.int64)
+            )
+            for axis, name in (
+                ("read", "read_length"),
+                ("row", "row_frame"),
+                ("id", "read_id_bytes"),
+            )
         }
         buckets = {axis: Bucket.all_of(path) for axis, path in self._digests.items()}
         found = workers.map(repeats_in, buckets["read"] + buckets["row"], may_start=False)
@@ -247,21 +288,37 @@ class StoreWriter:
         segment, i = self._segments[number], read - int(self._at["read"][number])
         return _ids(segment)[i].decode(), int(segment.read("read_line")[i])
 
-    def write(self, path: Path, fingerprint: str, workers: Workers, *, paired: bool = False) -> None:
+    def write(
+        self, path: Path, fingerprint: str, workers: Workers, *, paired: bool = False
+    ) -> None:
         """Write the store to `path`, whole, once repeats have been found; `fingerprint` is that of all reads."""
         held = [(0, 0, 0)]  # uniques, and letters of them
         for number, segment in enumerate(self._segments):
             dropped = self._repeats_of("row", number)[:, 0] - self._at["row"][number]
-            protein, dna = (np.delete(segment.read(f"{kind}_length"), dropped) for kind in ("protein", "dna"))
+            protein, dna = (
+                np.delete(segment.read(f"{kind}_length"), dropped) for kind in ("protein", "dna")
+            )
             held.append((len(dna), int(protein.sum()), int(dna.sum())))
-        self._at |= zip(("unique", "protein", "dna"), np.array(held, np.int64).cumsum(axis=0).T, strict=True)
+        self._at |= zip(
+            ("unique", "protein", "dna"), np.array(held, np.int64).cumsum(axis=0).T, strict=True
+        )
         self._counts["n_uniques"] = int(self._at["unique"][-1])
-        about: dict[str, str | int] = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "fingerprint": fingerprint}
+        about: dict[str, str | int] = {
+            "format": FORMAT,
+            "schema_version": SCHEMA_VERSION,
+            "fingerprint": fingerprint,
+        }
         about |= {"model_length": self._model_length, "duplicate_mark": self._free_mark(workers)}
-        about |= {name: self._counts[name] for name in StoreCounts.__slots__} | ({"paired": 1} if paired else {})
+        about |= {name: self._counts[name] for name in StoreCounts.__slots__} | (
+            {"paired": 1} if paired else {}
+        )
         with whole_file(path) as aside:
-            starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in self._at.items()})
-            for _ in workers.map(partial(_write_part, aside, starts), self._parts(), may_start=False):
+            starts = self._create(
+                aside, about, {axis: int(at[-1]) for axis, at in self._at.items()}
+            )
+            for _ in workers.map(
+                partial(_write_part, aside, starts), self._parts(), may_start=False
+            ):
                 pass
             seal(aside)
 
@@ -269,26 +326,38 @@ class StoreWriter:
         """What stands between an id and its number: a dot, or as many as it takes that no such name is an id yet."""
         known = len(self._repeats["read"])
         for mark in map(".".__mul__, itertools.count(1)) if known else ():
-            both = self._folder / f"names{len(mark)}"  # digests of ids, and of the names that those of repeats get
+            both = (
+                self._folder / f"names{len(mark)}"
+            )  # digests of ids, and of the names that those of repeats get
             shutil.copyfile(self._digests["read"], both)
             with both.open("ab") as out:
                 for number, segment in enumerate(self._segments):
                     if len(repeats := self._repeats_of("read", number)):
                         places, ids = repeats[:, 0] - self._at["read"][number], _ids(segment)
                         named = zip(places.tolist(), repeats[:, 2].tolist(), strict=True)
-                        out.write(digests([b"%b%b%d" % (ids[i], mark.encode(), n) for i, n in named]).data)
-            if sum(map(len, workers.map(repeats_in, Bucket.all_of(both), may_start=False))) == known:
+                        out.write(
+                            digests([b"%b%b%d" % (ids[i], mark.encode(), n) for i, n in named]).data
+                        )
+            if (
+                sum(map(len, workers.map(repeats_in, Bucket.all_of(both), may_start=False)))
+                == known
+            ):
                 return mark
         return "."
 
-    def _create(self, path: Path, about: Mapping[str, str | int], entries: Mapping[str, int]) -> dict[str, _Place]:
+    def _create(
+        self, path: Path, about: Mapping[str, str | int], entries: Mapping[str, int]
+    ) -> dict[str, _Place]:
         """Make the file with room for all columns, as zeros; gives where each is."""
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_layout(h5py.h5d.CONTIGUOUS)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         length_of = {name: entries[_AXES[name]] + name.endswith("_offsets") for name in COLUMNS}
-        nbytes = sum(length * self._kinds[name]().itemsize for name, length in length_of.items()) + HEADERS_BYTES
+        nbytes = (
+            sum(length * self._kinds[name]().itemsize for name, length in length_of.items())
+            + HEADERS_BYTES
+        )
         check_room(path.parent, nbytes, "the staged reads")
         path.touch()
         os.truncate(path, nbytes)  # refused here and not in HDF5, which does not live through it
@@ -305,7 +374,9 @@ class StoreWriter:
         for number, segment in enumerate(self._segments):
             begin = {axis: int(at[number]) for axis, at in self._at.items()}
             copies, rows = (self._repeats_of(axis, number) for axis in ("read", "row"))
-            before = np.searchsorted(self._repeats["row"][:, 0], rows[:, 1])  # what repeats is no unique
+            before = np.searchsorted(
+                self._repeats["row"][:, 0], rows[:, 1]
+            )  # what repeats is no unique
             yield _Part(segment, begin, copies, np.column_stack([rows[:, 0], rows[:, 1] - before]))
 
 
@@ -328,7 +399,14 @@ def _write_part(path: Path, starts: Mapping[str, _Place], part: _Part) -> None:
             file.seek(at + begin[_AXES[name]] * kind.itemsize)
             file.write(np.ascontiguousarray(values, kind).data)
 
-        for name in ("read_length", "read_chunks", "read_rows", "read_id_bytes", "row_chunk", "row_frame"):
+        for name in (
+            "read_length",
+            "read_chunks",
+            "read_rows",
+            "read_id_bytes",
+            "row_chunk",
+            "row_frame",
+        ):
             put(name, of(name))
         copy = np.zeros(len(of("read_length")), np.int32)
         copy[part.copies[:, 0] - low] = part.copies[:, 2]
@@ -349,12 +427,21 @@ def _write_part(path: Path, starts: Mapping[str, _Place], part: _Part) -> None:
 
 
 def _ids(segment: Segment) -> Strings:
-    return Strings(segment.read("read_id_bytes").tobytes(), offsets_of(segment.read("read_id_length")))
+    return Strings(
+        segment.read("read_id_bytes").tobytes(), offsets_of(segment.read("read_id_length"))
+    )
 
 
-def _kept(letters: NDArray[np.uint8], offsets: NDArray[np.int64], keep: NDArray[np.bool_]) -> NDArray[np.uint8]:
+def _kept(
+    letters: NDArray[np.uint8], offsets: NDArray[np.int64], keep: NDArray[np.bool_]
+) -> NDArray[np.uint8]:
     """The sequences that are kept, end to end; neighbours are copied in one piece."""
     if keep.all():
         return letters
-    at, data = offsets[np.flatnonzero(np.diff(keep, prepend=False, append=False))].tolist(), letters.tobytes()
-    return np.frombuffer(b"".join([data[a:b] for a, b in zip(at[::2], at[1::2], strict=True)]), np.uint8)
+    at, data = (
+        offsets[np.flatnonzero(np.diff(keep, prepend=False, append=False))].tolist(),
+        letters.tobytes(),
+    )
+    return np.frombuffer(
+        b"".join([data[a:b] for a, b in zip(at[::2], at[1::2], strict=True)]), np.uint8
+    )

@@ -32,7 +32,9 @@ class SampleSummary(NamedTuple):
 
     reads_before: int
     reads_after: int
-    bins: pd.DataFrame  # reads of `shortest` to `longest` bases: how many there were `before`, and are `after`
+    bins: (
+        pd.DataFrame
+    )  # reads of `shortest` to `longest` bases: how many there were `before`, and are `after`
     distance: float  # largest difference of the two cumulative length distributions (Kolmogorov–Smirnov), 0 to 1
 
     def lines(self) -> list[str]:
@@ -41,8 +43,13 @@ class SampleSummary(NamedTuple):
         for shortest, longest, before, after in self.bins.to_numpy().tolist():
             span = str(shortest) if shortest == longest else f"{shortest}-{longest}"
             shares = before / max(self.reads_before, 1), after / max(self.reads_after, 1)
-            rows.append(f"{span:>15} {before:>12,} {shares[0]:>8.2%} {after:>12,} {shares[1]:>8.2%}")
-        return [*rows, f"{self.reads_after:,} of {self.reads_before:,} reads; distance of lengths {self.distance:.4f}"]
+            rows.append(
+                f"{span:>15} {before:>12,} {shares[0]:>8.2%} {after:>12,} {shares[1]:>8.2%}"
+            )
+        return [
+            *rows,
+            f"{self.reads_after:,} of {self.reads_before:,} reads; distance of lengths {self.distance:.4f}",
+        ]
 
 
 def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False) -> SampleSummary:
@@ -69,8 +76,14 @@ def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False
     after = np.bincount(np.searchsorted(kinds, lengths[drawn]), minlength=len(kinds))
     shares = (one.cumsum() / max(1, one.sum()) for one in (before, after))
     distance = np.abs(next(shares) - next(shares)).max(initial=0.0)
-    at = np.flatnonzero(np.diff((before.cumsum() - before) * _BINS // max(1, len(lengths)), prepend=-1))
-    columns = kinds[at], np.maximum.reduceat(kinds, at), *(np.add.reduceat(one, at) for one in (before, after))
+    at = np.flatnonzero(
+        np.diff((before.cumsum() - before) * _BINS // max(1, len(lengths)), prepend=-1)
+    )
+    columns = (
+        kinds[at],
+        np.maximum.reduceat(kinds, at),
+        *(np.add.reduceat(one, at) for one in (before, after)),
+    )
     bins = pd.DataFrame(dict(zip(("shortest", "longest", "before", "after"), columns, strict=True)))
     return SampleSummary(len(lengths), len(drawn), bins, float(distance))
 
@@ -89,16 +102,22 @@ def _lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
     held, form = [np.zeros(0, np.uint32)], None
     for batch in parse(files, ParseLog()):
         if form not in (None, batch.form):
-            raise InputError("FASTA and FASTQ are mixed", file=files[batch.file], hint="sample them one by one")
+            raise InputError(
+                "FASTA and FASTQ are mixed", file=files[batch.file], hint="sample them one by one"
+            )
         form = batch.form
         if batch.part is None:
             held.append(batch.bases.lengths.astype(np.uint32))
         elif batch.part.last:
             held.append(np.array([batch.part.before + len(batch.bases.data)], np.uint32))
     named = out.name.removesuffix(".gz").rpartition(".")[2].lower()
-    claims = {"fq": "fastq", "fastq": "fastq", "fa": "fasta", "fna": "fasta", "fasta": "fasta"}.get(named)
+    claims = {"fq": "fastq", "fastq": "fastq", "fa": "fasta", "fna": "fasta", "fasta": "fasta"}.get(
+        named
+    )
     if form is not None and claims not in (None, form):
-        raise ConfigError(f"{out}: the reads are {form.upper()}; name the file .{form} or .{form}.gz")
+        raise ConfigError(
+            f"{out}: the reads are {form.upper()}; name the file .{form} or .{form}.gz"
+        )
     return np.concatenate(held)
 
 
@@ -107,10 +126,14 @@ def readable_twice(reads: Sequence[str]) -> None:
     for name in find_inputs(tuple(reads)).files:
         if not can_be_read_twice(name):
             what = f"{'standard input' if name == STDIN else name} cannot be read twice"
-            raise InputError(what, hint="put the reads into a file to have some of them written out")
+            raise InputError(
+                what, hint="put the reads into a file to have some of them written out"
+            )
 
 
-def write_reads(run: RunDir, store: OrfStore, staging: StageSummary, verdicts: Sequence[str] = ("viral",)) -> int:
+def write_reads(
+    run: RunDir, store: OrfStore, staging: StageSummary, verdicts: Sequence[str] = ("viral",)
+) -> int:
     """Write the reads that `reads.tsv` calls viral, or all others, or each to files of its own, as they stand in the
     input; their number. FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, empty where none is viral;
     the same input gives the same bytes. Of pairs `pairs.tsv` tells: mates go to `viral_R1` and `viral_R2`, in step,
@@ -124,11 +147,16 @@ def write_reads(run: RunDir, store: OrfStore, staging: StageSummary, verdicts: S
         begun = False  # a wanted read of which parts are still to come
         for batch in chain(pair_batches(inputs, log), parse(inputs.singles, log)):
             part, last = batch.part, read + len(batch)
-            same = last <= store.n_reads and store.original_ids(read, last) == [batch.id(i) for i in range(len(batch))]
+            same = last <= store.n_reads and store.original_ids(read, last) == [
+                batch.id(i) for i in range(len(batch))
+            ]
             if part is not None and part.dropped and not begun:
                 continue  # nor was it staged
             if not same and (part is None or part.last):
-                raise InputError(f"reads {read + 1} to {last} are not those that were staged", hint="run predict again")
+                raise InputError(
+                    f"reads {read + 1} to {last} are not those that were staged",
+                    hint="run predict again",
+                )
             begun = same and part is not None and not part.last and bool(goes_to[read] >= 0)
             names = [f"{kind}.{batch.form}.gz" for kind in kinds]
             if names[0] not in out:
@@ -137,10 +165,15 @@ def write_reads(run: RunDir, store: OrfStore, staging: StageSummary, verdicts: S
                 out[names[goes_to[read + i]]].write(batch.text[i])
             read = last if part is None or part.last else read
         if read != store.n_reads:
-            raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
+            raise InputError(
+                f"{read} reads are in the input, {store.n_reads} were staged",
+                hint="run predict again",
+            )
         for one in staging.by_file:
             if one.content not in (None, log.contents[one.file]):
-                raise InputError("no longer what was staged", file=one.file, hint="run predict again")
+                raise InputError(
+                    "no longer what was staged", file=one.file, hint="run predict again"
+                )
         for path in run.reads_of(verdicts):
             if path.name not in out:
                 path.unlink(missing_ok=True)  # of an earlier run with other reads
@@ -154,18 +187,32 @@ def _kinds(run: RunDir, store: OrfStore, verdicts: Sequence[str]) -> tuple[list[
     viral = read_table(path, {"fate": "str"})["fate"].to_numpy() == "viral"
     if len(viral) != (most := lines.max(initial=0)):
         raise InputError(f"{len(viral)} lines for {most} reads", file=path)
-    kind = np.where(second, 1, np.where(np.append(second[1:], False), 0, 2)) if store.paired else np.zeros_like(lines)
+    kind = (
+        np.where(second, 1, np.where(np.append(second[1:], False), 0, 2))
+        if store.paired
+        else np.zeros_like(lines)
+    )
     mates = MATES if store.paired else ("",)
-    firsts = [verdicts.index(one) * len(mates) if one in verdicts else -1 for one in ("nonviral", "viral")]
+    firsts = [
+        verdicts.index(one) * len(mates) if one in verdicts else -1 for one in ("nonviral", "viral")
+    ]
     first = np.array(firsts)[viral[lines - 1].astype(np.int64)]
-    return [f"{verdict}{mate}" for verdict in verdicts for mate in mates], np.where(first < 0, -1, first + kind)
+    return [f"{verdict}{mate}" for verdict in verdicts for mate in mates], np.where(
+        first < 0, -1, first + kind
+    )
 
 
 def read_columns(path: Path, columns: Mapping[str, str], **more: Any) -> Any:
     """What pandas reads of a TAB-separated table: these columns, by name and type, with text as it stands."""
-    taken: dict[str, Any] = {"usecols": list(columns), "dtype": dict(columns), "quoting": csv.QUOTE_NONE}
+    taken: dict[str, Any] = {
+        "usecols": list(columns),
+        "dtype": dict(columns),
+        "quoting": csv.QUOTE_NONE,
+    }
     # a read may be called NA
-    return pd.read_csv(path, sep="\t", keep_default_na=False, encoding_errors="surrogateescape", **taken, **more)
+    return pd.read_csv(
+        path, sep="\t", keep_default_na=False, encoding_errors="surrogateescape", **taken, **more
+    )
 
 
 def read_table(path: Path, columns: Mapping[str, str]) -> pd.DataFrame:

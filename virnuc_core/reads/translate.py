@@ -53,7 +53,9 @@ SEGMENT_COLUMNS: Final[dict[str, type[np.generic]]] = {
 FRAMES: Final = ("F1", "F2", "F3", "R1", "R2", "R3")
 
 _WINDOW_BASES: Final = 1 << 22  # of a long read that are translated together
-_GROUP_BASES: Final = 1 << 20  # bases looked at together: arrays of this many bytes stay in the cache
+_GROUP_BASES: Final = (
+    1 << 20
+)  # bases looked at together: arrays of this many bytes stay in the cache
 _NO_BASE: Final = 84  # code of a letter that is no base: 16 a + 4 b + c with one of it is no codon, also modulo 256
 _STOP: Final = ord("*")
 _BYTES: Final = bytes(range(256))
@@ -106,8 +108,13 @@ def _tables() -> tuple[bytes, bytes, bytes]:
     codes = bytearray([_NO_BASE] * 256)
     for code, base in enumerate("ACGT"):
         codes[ord(base)] = codes[ord(base.lower())] = code
-    standard, codons = CodonTable.unambiguous_dna_by_id[1].forward_table, map("".join, product("ACGT", repeat=3))
-    forward = np.array([ord(standard.get(codon, "*")) for codon in codons], np.uint8).reshape(4, 4, 4)
+    standard, codons = (
+        CodonTable.unambiguous_dna_by_id[1].forward_table,
+        map("".join, product("ACGT", repeat=3)),
+    )
+    forward = np.array([ord(standard.get(codon, "*")) for codon in codons], np.uint8).reshape(
+        4, 4, 4
+    )
     reverse = forward[::-1, ::-1, ::-1].T  # a base and its opposite are 3 together
     return bytes(codes), forward.tobytes().ljust(256, b"\0"), reverse.tobytes().ljust(256, b"\0")
 
@@ -140,7 +147,9 @@ def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: in
     inside = np.arange(3 * width, dtype=np.int32) < codons[:, None]
     residues = np.empty((2, len(starts), width, 3), np.uint8)
     is_open = np.empty((len(starts), 6), bool)
-    for number, (letters, begin) in enumerate(zip(_residues(segment, bytes(3 * width + 3)), begins, strict=True)):
+    for number, (letters, begin) in enumerate(
+        zip(_residues(segment, bytes(3 * width + 3)), begins, strict=True)
+    ):
         of_strand = sliding_window_view(letters, 3 * width)[begin]  # a copy: [n, letters]
         of_strand *= inside  # a codon that runs over the end of the chunk is none
         residues[number] = of_strand.reshape(residues.shape[1:])
@@ -159,9 +168,13 @@ def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: in
     dna_lengths = np.minimum(3 * protein_lengths + 1, lengths[chunk] - offset)
     both = b"".join(strands)
     at = np.where(strand == 0, begins[0][chunk], begins[1][chunk] + len(strands[0])) + offset
-    dna = np.array([both[a:b] for a, b in zip(at.tolist(), (at + dna_lengths).tolist(), strict=True)], object)
+    dna = np.array(
+        [both[a:b] for a, b in zip(at.tolist(), (at + dna_lengths).tolist(), strict=True)], object
+    )
     sizes = (lengths.astype(np.int32) for lengths in (protein_lengths, dna_lengths))
-    return Orfs(chunk + first_chunk, frame.astype(np.uint8), table[filled], next(sizes), dna, next(sizes))
+    return Orfs(
+        chunk + first_chunk, frame.astype(np.uint8), table[filled], next(sizes), dna, next(sizes)
+    )
 
 
 def _residues(segment: bytes, pad: bytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -187,11 +200,15 @@ class Segment(NamedTuple):
         """One column."""
         before = takewhile(name.__ne__, SEGMENT_COLUMNS)
         at = sum(self.sizes[other] * np.dtype(SEGMENT_COLUMNS[other]).itemsize for other in before)
-        values: NDArray[Any] = np.fromfile(self.path, SEGMENT_COLUMNS[name], self.sizes[name], offset=at)
+        values: NDArray[Any] = np.fromfile(
+            self.path, SEGMENT_COLUMNS[name], self.sizes[name], offset=at
+        )
         return values
 
 
-def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple["Segment | LongPart", Leaves, dict[str, float]]:
+def process(
+    batch: ReadBatch, model_length: int, folder: Path
+) -> tuple["Segment | LongPart", Leaves, dict[str, float]]:
     """The batch's part of a store, in a file of `folder`; its part of the fingerprint; seconds of staging's stages.
     Reads are cut, their chunks translated in six frames, ids and open frames digested. A part of a long read is kept
     until the length of all is known."""
@@ -217,10 +234,16 @@ def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple["Segment
         reads["read_flags"] = reads["read_flags"] + batch.mate * MATE
     segment = _write(folder, reads | _rows(orfs, chunks, ambiguous), len(chunks.read))
     leaves = leaves_of(batch, reads["read_id_digest"].reshape(-1, 2))
-    return segment, leaves, {"chunk_s": chunked - started, "translate_s": time.perf_counter() - chunked}
+    return (
+        segment,
+        leaves,
+        {"chunk_s": chunked - started, "translate_s": time.perf_counter() - chunked},
+    )
 
 
-def _reads(ids: Strings, lines: Places, lengths: Places, size: int, rows: Places, ambiguous: Mask) -> Columns:
+def _reads(
+    ids: Strings, lines: Places, lengths: Places, size: int, rows: Places, ambiguous: Mask
+) -> Columns:
     """A segment's columns of reads; `rows` [reads] counts their open frames."""
     short = (lengths > 0) & (2 * lengths < size)
     return {
@@ -264,8 +287,15 @@ def _write(folder: Path, columns: Mapping[str, NDArray[Any]], chunks: int) -> Se
             file.write(np.ascontiguousarray(whole[name], kind).data)
     marks = {"n_empty": EMPTY, "n_short": SHORT_FOR_MODEL, "n_ambiguous": AMBIGUOUS}
     counts = {name: int(np.count_nonzero(whole["read_flags"] & bit)) for name, bit in marks.items()}
-    counts |= {"n_reads": len(whole["read_length"]), "n_rows": len(whole["row_frame"]), "n_chunks": chunks}
-    counts |= {"n_bases": int(whole["read_length"].sum()), "n_open_reads": int(np.count_nonzero(whole["read_rows"]))}
+    counts |= {
+        "n_reads": len(whole["read_length"]),
+        "n_rows": len(whole["row_frame"]),
+        "n_chunks": chunks,
+    }
+    counts |= {
+        "n_bases": int(whole["read_length"].sum()),
+        "n_open_reads": int(np.count_nonzero(whole["read_rows"])),
+    }
     return Segment(file.name, {name: len(column) for name, column in whole.items()}, counts)
 
 
@@ -279,20 +309,28 @@ class LongPart(NamedTuple):
     id: Strings  # of the read, printable
 
 
-def long_segments(last: LongPart, ambiguous: bool, size: int, folder: Path, workers: Workers) -> Iterator[Segment]:
+def long_segments(
+    last: LongPart, ambiguous: bool, size: int, folder: Path, workers: Workers
+) -> Iterator[Segment]:
     """A long read's part of a store: segments of rows, each of a stretch of its chunks, and one of the read itself."""
     length, rows = last.part.before + last.bases, 0
     count, step = -(-length // size), max(1, _WINDOW_BASES // size)
     work = partial(_window, last.path, length=length, size=size, ambiguous=ambiguous, folder=folder)
-    for segment in workers.map(work, (range(low, min(low + step, count)) for low in range(0, count, step))):
+    for segment in workers.map(
+        work, (range(low, min(low + step, count)) for low in range(0, count, step))
+    ):
         rows += segment.counts["n_rows"]
         yield segment
     Path(last.path).unlink()
-    line, lengths, n_rows, odd = (np.array([value]) for value in (last.part.line, length, rows, ambiguous))
+    line, lengths, n_rows, odd = (
+        np.array([value]) for value in (last.part.line, length, rows, ambiguous)
+    )
     yield _write(folder, _reads(last.id, line, lengths, size, n_rows, odd), 0)
 
 
-def _window(path: str, numbers: range, *, length: int, size: int, ambiguous: bool, folder: Path) -> Segment:
+def _window(
+    path: str, numbers: range, *, length: int, size: int, ambiguous: bool, folder: Path
+) -> Segment:
     number = np.array(numbers)
     chunks = _chunks(np.zeros_like(number), number, np.full_like(number, length), size)
     low, high = int(chunks.start[0]), int(chunks.end[-1])

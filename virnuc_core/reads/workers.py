@@ -21,7 +21,9 @@ import psutil
 from virnuc_core.errors import WorkerError
 from virnuc_core.rundir import bound
 
-SILENCE_S: Final = 120.0  # without a moment of work: such a process is stopped, or waits for a disk that is gone
+SILENCE_S: Final = (
+    120.0  # without a moment of work: such a process is stopped, or waits for a disk that is gone
+)
 _POLL_S: Final = 0.5
 _AHEAD: Final = 3  # items of each other process: one under way, two to come
 _WINDOW: Final = 16  # items for each other process whose turn has not come: so long nobody waits for one that is slow
@@ -40,7 +42,9 @@ class Workers(AbstractContextManager["Workers"]):
         self._others = count - 1
         self._members: list[Popen[bytes]] = []
         self._idle = SimpleQueue[Popen[bytes]]()
-        self._threads = ThreadPoolExecutor(max(1, self._others))  # as many as members, so that one is always idle
+        self._threads = ThreadPoolExecutor(
+            max(1, self._others)
+        )  # as many as members, so that one is always idle
         np.empty(_KEPT_BYTES, np.uint8)
 
     def map(
@@ -105,11 +109,15 @@ class Workers(AbstractContextManager["Workers"]):
         while not wait((future,), _POLL_S).done:
             before_s = used_s
             with suppress(psutil.NoSuchProcess):  # one ended, as its thread will say
-                used_s = sum(sum(psutil.Process(member.pid).cpu_times()[:2]) for member in self._members)
+                used_s = sum(
+                    sum(psutil.Process(member.pid).cpu_times()[:2]) for member in self._members
+                )
             if used_s != before_s:
                 since_s = time.monotonic()
             elif time.monotonic() - since_s > SILENCE_S:
-                raise WorkerError(f"a worker process has not moved for {SILENCE_S:g} s; was it stopped?")
+                raise WorkerError(
+                    f"a worker process has not moved for {SILENCE_S:g} s; was it stopped?"
+                )
         return future.result()
 
     def __exit__(self, *_: object) -> None:

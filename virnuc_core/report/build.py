@@ -23,7 +23,14 @@ from virnuc_core.reads.subsets import read_table
 from virnuc_core.report import metrics, model
 from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, judge
-from virnuc_core.report.metrics import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
+from virnuc_core.report.metrics import (
+    BASELINE,
+    COMPARISON,
+    RECORD,
+    RUN_PREFIX,
+    RawFolder,
+    run_names,
+)
 from virnuc_core.report.render import REPORT_JSON, render, told, told_rows
 from virnuc_core.results import FATES
 from virnuc_core.rundir import EXACT, RunDir, storing, whole_file, write_text_whole
@@ -40,10 +47,17 @@ HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unle
 SERIES: Final = ("profile", "devices", "precision", "host")
 LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
 # whether more is better
-METRICS: Final = {"tokens_per_s": True, "gpu_utilisation": True, "packing_efficiency": True, "total_s": False}
+METRICS: Final = {
+    "tokens_per_s": True,
+    "gpu_utilisation": True,
+    "packing_efficiency": True,
+    "total_s": False,
+}
 
 Entries = Sequence[model.HistoryEntry]
-Unlike = Mapping[tuple[str | None, str | None], str]  # names of two parts → why they may not be compared
+Unlike = Mapping[
+    tuple[str | None, str | None], str
+]  # names of two parts → why they may not be compared
 
 
 def build_report(out: Path, profile: Profile) -> model.Report:
@@ -52,20 +66,45 @@ def build_report(out: Path, profile: Profile) -> model.Report:
     N devices are judged by the largest N."""
     raw = RawFolder(out)
     record = raw.read(validation.ValidationRecord, RECORD)
-    names = run_names(out, most=len(record.devices) if record else 0)  # of more devices are those of an earlier start
+    names = run_names(
+        out, most=len(record.devices) if record else 0
+    )  # of more devices are those of an earlier start
     runs = tuple(filter(None, (metrics.run_metrics(raw, name, profile) for name in names)))
-    judged, single = runs[-1] if runs else None, next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
-    measured_here = profile.baseline.source == "measured" and RunDir(out / BASELINE).summary.is_file()
+    judged, single = (
+        runs[-1] if runs else None,
+        next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None),
+    )
+    measured_here = (
+        profile.baseline.source == "measured" and RunDir(out / BASELINE).summary.is_file()
+    )
     unlike = _unlike(raw, [*([BASELINE] if measured_here else []), *(run.name for run in runs)])
     baseline = metrics.baseline_metrics(raw, profile, judged)
-    if baseline is not None and judged is not None and (reason := unlike.get((BASELINE, judged.name))):
+    if (
+        baseline is not None
+        and judged is not None
+        and (reason := unlike.get((BASELINE, judged.name)))
+    ):
         baseline = baseline.model_copy(update={"problem": reason})
-    scaled = [metrics.scaling_metrics(single, run) for run in runs if (f"{RUN_PREFIX}1", run.name) not in unlike]
-    file = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
-    compared, comparisons = raw.read(RegressionFile, REGRESSION), raw.read(validation.ComparisonFile, COMPARISON)
+    scaled = [
+        metrics.scaling_metrics(single, run)
+        for run in runs
+        if (f"{RUN_PREFIX}1", run.name) not in unlike
+    ]
+    file = (
+        None
+        if judged is None or judged.telemetry is None
+        else raw.telemetry(judged.name, judged.telemetry.file)
+    )
+    compared, comparisons = (
+        raw.read(RegressionFile, REGRESSION),
+        raw.read(validation.ComparisonFile, COMPARISON),
+    )
     records = record, None if judged is None else raw.read(RunRecord, judged.name, RECORD)
     own, other = (one.model_dump(exclude_defaults=True) if one else {} for one in records)
-    made = {part: other.get(part, {}) | own.get(part, {}) for part in ("fingerprints", "seeds", "versions")}
+    made = {
+        part: other.get(part, {}) | own.get(part, {})
+        for part in ("fingerprints", "seeds", "versions")
+    }
     # of the settings the sample's name alone: addresses among them may be signed, and a report is passed on
     made["spec"] = {"sample": str((own.get("spec") or other.get("spec", {})).get("sample", ""))}
     report = model.Report(
@@ -76,11 +115,15 @@ def build_report(out: Path, profile: Profile) -> model.Report:
         runs=runs,
         baseline=baseline,
         scaling=tuple(figure for figure in scaled if figure is not None),
-        comparisons=tuple(c for c in (comparisons.comparisons if comparisons else ()) if (c.a, c.b) not in unlike),
+        comparisons=tuple(
+            c for c in (comparisons.comparisons if comparisons else ()) if (c.a, c.b) not in unlike
+        ),
         losses=metrics.losses(judged),
         findings=metrics.findings(judged),
         regression=None if compared is None else regression(compared.history, compared.entry),
-        history=(*earlier(compared.history, compared.entry, LIKE), compared.entry) if compared else (),
+        history=(*earlier(compared.history, compared.entry, LIKE), compared.entry)
+        if compared
+        else (),
         charts=charts(raw, judged, None if file is None else file[1], profile),
         overhead=raw.read(validation.OverheadFile, validation.OVERHEAD),
         accounting=_accounting(raw, judged, record),
@@ -105,14 +148,23 @@ def _verdicts(report: model.Report, unlike: Unlike) -> dict[str, object]:
     asked = next((run for run in reversed(several) if len(run.devices) in wanted), report.many)
 
     def refusal(a: str, *others: model.RunMetrics | None) -> str:
-        return next((unlike[a, run.name] for run in others if run is not None and (a, run.name) in unlike), "")
+        return next(
+            (unlike[a, run.name] for run in others if run is not None and (a, run.name) in unlike),
+            "",
+        )
 
     one = f"{RUN_PREFIX}1"
     refused = {"scaling": refusal(one, asked), "same_bytes": refusal(one, *report.runs)}
-    refused |= {"speedup": refusal(BASELINE, report.run), "consensus": refusal(BASELINE, *report.runs)}
+    refused |= {
+        "speedup": refusal(BASELINE, report.run),
+        "consensus": refusal(BASELINE, *report.runs),
+    }
     further = [row for row in CHECKS if row.target in profile.targets]
     criteria, checks = (
-        tuple(judge(row, report, refused.get(row.id, ""), asked if row is SCALING else None) for row in rows)
+        tuple(
+            judge(row, report, refused.get(row.id, ""), asked if row is SCALING else None)
+            for row in rows
+        )
         for rows in (CRITERIA, (*further, *([SAME_BYTES] if report.many else [])))
     )
     figures = [*report.scaling]
@@ -132,10 +184,20 @@ def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:
     reasons: dict[tuple[str | None, str | None], str] = {}
     for a, b in combinations(parts, 2):
         others = differing(made[a], made[b])
-        said = [f"{name} ({x[:SHOWN]} and {y[:SHOWN]})" for name, (x, y) in others.items() if name in MADE_FROM]
-        absent = [f"{part}/{RECORD} does not tell {', '.join(silent[part])}" for part in (a, b) if silent[part]]
+        said = [
+            f"{name} ({x[:SHOWN]} and {y[:SHOWN]})"
+            for name, (x, y) in others.items()
+            if name in MADE_FROM
+        ]
+        absent = [
+            f"{part}/{RECORD} does not tell {', '.join(silent[part])}"
+            for part in (a, b)
+            if silent[part]
+        ]
         if said or absent:
-            reasons[a, b] = reasons[b, a] = f"{a} and {b} differ in {', '.join(said)}" if said else absent[0]
+            reasons[a, b] = reasons[b, a] = (
+                f"{a} and {b} differ in {', '.join(said)}" if said else absent[0]
+            )
     return reasons
 
 
@@ -146,13 +208,20 @@ def _accounting(
     if run is None:
         return None
     columns = {"fate": "str", "flags": "str"}
-    table = raw.attempt(RunDir(raw.root / run.name).reads_table, lambda path: read_table(path, columns))
+    table = raw.attempt(
+        RunDir(raw.root / run.name).reads_table, lambda path: read_table(path, columns)
+    )
     if table is None:
         return None
     fates = dict.fromkeys(FATES, 0) | table["fate"].value_counts(sort=False).to_dict()
     # the id that `duplicate_of=` names stands last and may hold commas
-    remarks = table["flags"][table["flags"] != ""].str.replace(r"duplicate_of=.*$", "duplicate_of", regex=True)
-    flags = dict.fromkeys(FLAGS, 0) | remarks.str.split(",").explode().value_counts(sort=False).to_dict()
+    remarks = table["flags"][table["flags"] != ""].str.replace(
+        r"duplicate_of=.*$", "duplicate_of", regex=True
+    )
+    flags = (
+        dict.fromkeys(FLAGS, 0)
+        | remarks.str.split(",").explode().value_counts(sort=False).to_dict()
+    )
     said, counted = ({fate: n for fate, n in one.items() if n} for one in (run.fates, fates))
     return model.Accounting(
         reads=len(table),
@@ -173,7 +242,11 @@ def approval_state(raw: RawFolder, run: model.RunMetrics | None) -> model.Approv
     said = raw.read(validation.ApprovalRecord, path.parent.name, APPROVAL)
     if said is None:
         return None
-    file = None if run is None or run.telemetry is None else raw.telemetry(run.name, run.telemetry.file)
+    file = (
+        None
+        if run is None or run.telemetry is None
+        else raw.telemetry(run.name, run.telemetry.file)
+    )
     older = said.when is not None and file is not None and said.when < file[1].started
     return model.ApprovalState(**said.model_dump(), of_earlier_run=older)
 
@@ -184,7 +257,9 @@ def read_report(path: Path) -> model.Report:
         return read(path, model.Report)
     except ConfigError as error:
         why = f"not a report of this version ({str(error).removeprefix(f'{path}: ')})"
-        raise InputError(why, file=path, hint="virnuc report DIR --profile NAME judges the raw files anew") from error
+        raise InputError(
+            why, file=path, hint="virnuc report DIR --profile NAME judges the raw files anew"
+        ) from error
 
 
 def write_report(out: Path, profile: Profile, history: Path | None = None) -> model.Report:
@@ -194,7 +269,9 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> mo
     if history is not None:
         (out / REGRESSION).unlink(missing_ok=True)  # of an earlier run
         if (entry := entry_of(report)) is not None:
-            append_history(history, entry)  # first: what is broken there is set aside, and told once
+            append_history(
+                history, entry
+            )  # first: what is broken there is set aside, and told once
             last = tuple(earlier(read_history(history), entry)[-100:])
             write(out / REGRESSION, RegressionFile(entry=entry, history=last))
         report = build_report(out, profile)
@@ -203,7 +280,11 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> mo
 
 def rerender(out: Path) -> model.Report:
     """Render `out/report/report.json` again, from nothing but that file and a reviewer's answer beside it."""
-    report, raw, path = read_report(RunDir(out).report / REPORT_JSON), RawFolder(out), RunDir(out).report / APPROVAL
+    report, raw, path = (
+        read_report(RunDir(out).report / REPORT_JSON),
+        RawFolder(out),
+        RunDir(out).report / APPROVAL,
+    )
     if path.is_file():
         answer, name = approval_state(raw, report.run), path.relative_to(out).as_posix()
         files = sorted((report.evidence | {name: raw.evidence()[name]}).items())
@@ -230,16 +311,24 @@ def entry_of(report: model.Report) -> model.HistoryEntry | None:
     run, made = report.run, report.provenance
     if run is None or run.resumed or run.stopped_at_limit or run.n_reads is None or run.n_rows == 0:
         return None
-    names, values = sorted(device.name for device in run.devices), {one.id: one.value for one in report.criteria}
+    names, values = (
+        sorted(device.name for device in run.devices),
+        {one.id: one.value for one in report.criteria},
+    )
     nodes = {device.id.partition("@")[2] for device in run.devices} - {""}  # of a cluster
     return model.HistoryEntry(
-        created=run.attempts[0].started if run.attempts else made.created,  # whenever it is judged, it is one run
+        created=run.attempts[0].started
+        if run.attempts
+        else made.created,  # whenever it is judged, it is one run
         commit=made.git_commit or "unknown",
         profile=report.profile.name,
-        devices=f"{len(names)}x {' + '.join(dict.fromkeys(names))}" + f" (nodes: {len(nodes)})" * bool(nodes),
+        devices=f"{len(names)}x {' + '.join(dict.fromkeys(names))}"
+        + f" (nodes: {len(nodes)})" * bool(nodes),
         precision=run.precision or "unknown",
         reads=made.fingerprints.get("reads", "unknown"),
-        weights="+".join(made.fingerprints.get(part, "unknown") for part in ("esm2", "dnabert_s", "head")),
+        weights="+".join(
+            made.fingerprints.get(part, "unknown") for part in ("esm2", "dnabert_s", "head")
+        ),
         n_reads=run.n_reads,
         tokens_per_s=run.telemetry.tokens_per_s if run.telemetry else None,
         gpu_utilisation=values.get("gpu_utilisation"),
@@ -288,7 +377,9 @@ def append_history(path: Path, entry: model.HistoryEntry) -> bool:
     return True
 
 
-def earlier(history: Entries, entry: model.HistoryEntry, fields: Sequence[str] = SERIES) -> list[model.HistoryEntry]:
+def earlier(
+    history: Entries, entry: model.HistoryEntry, fields: Sequence[str] = SERIES
+) -> list[model.HistoryEntry]:
     """The runs before `entry` that have these fields in common with it, oldest first."""
     found = (old for old in history if old.same(entry, fields) and old.created < entry.created)
     return sorted(found, key=lambda old: old.created)
@@ -308,8 +399,14 @@ def regression(history: Entries, entry: model.HistoryEntry) -> model.Regression:
         change = (now - was) / was if was is not None and now is not None and was > 0 else None
         verdict: model.Verdict = "not run"
         if change is not None:
-            verdict = "fail" if 100 * (-change if higher else change) > entry.regression_percent else "pass"
-        metrics.append(model.RegressionMetric(name=name, before=was, now=now, change=change, verdict=verdict))
+            verdict = (
+                "fail"
+                if 100 * (-change if higher else change) > entry.regression_percent
+                else "pass"
+            )
+        metrics.append(
+            model.RegressionMetric(name=name, before=was, now=now, change=change, verdict=verdict)
+        )
     worse = [metric.name for metric in metrics if metric.verdict == "fail"]
     judged = any(metric.verdict != "not run" for metric in metrics)
     reason = f"over {entry.regression_percent:g} % worse in {', '.join(worse)}" if worse else ""
@@ -325,4 +422,6 @@ def regression(history: Entries, entry: model.HistoryEntry) -> model.Regression:
 
 def trend(history: Entries) -> list[dict[str, object]]:
     """A row for each run, as given: oldest first, each against the one before that is like it."""
-    return told_rows("trend.view.j2", runs=[(entry, regression(history, entry)) for entry in history])
+    return told_rows(
+        "trend.view.j2", runs=[(entry, regression(history, entry)) for entry in history]
+    )

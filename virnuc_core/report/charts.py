@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.metrics import RawFolder
-from virnuc_core.report.model import Bar, Charts, Histogram, HistoryEntry, Line, Report, RunMetrics, ScalingMetrics
+from virnuc_core.report.model import (
+    Bar,
+    Charts,
+    Histogram,
+    HistoryEntry,
+    Line,
+    Report,
+    RunMetrics,
+    ScalingMetrics,
+)
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.statistics import QueueShares, embedding_span, windows
@@ -26,17 +35,33 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FAINT: Final = "#8c959f"
-GENERATOR: Final = f"virnuc, matplotlib {version('matplotlib')}"  # other versions draw the same in other bytes
-LINES: Final = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#9a6700", "#0550ae", "#6e7781")
+GENERATOR: Final = (
+    f"virnuc, matplotlib {version('matplotlib')}"  # other versions draw the same in other bytes
+)
+LINES: Final = (
+    "#0969da",
+    "#bc4c00",
+    "#1a7f37",
+    "#8250df",
+    "#bf3989",
+    "#9a6700",
+    "#0550ae",
+    "#6e7781",
+)
 SECONDS: Final = "seconds since the start"
 
 
-def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, profile: Profile) -> Charts:
+def charts(
+    raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, profile: Profile
+) -> Charts:
     """All series of the judged run; what was not measured is empty."""
     if run is None:
         return Charts()
     folder = RunDir(raw.root / run.name)
-    lengths, scores = _column(raw, folder.reads_table, "length"), _column(raw, folder.predictions, "score2")
+    lengths, scores = (
+        _column(raw, folder.reads_table, "length"),
+        _column(raw, folder.predictions, "score2"),
+    )
     found: dict[str, Any] = {}
     if lengths is not None:  # in bins of whole bases, over their range
         low, high = int(lengths.min()), int(lengths.max())
@@ -48,7 +73,9 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
         devices, host = measured.samples.groupby("device", observed=True), measured.host
         used = {str(name): (own.time_s, own.utilisation) for name, own in devices}
         used |= {"CPU": (host.time_s, host.cpu_percent)} if len(host) else {}
-        found["utilisation"] = tuple(_thin(name, x - measured.origin_s, y) for name, (x, y) in used.items())
+        found["utilisation"] = tuple(
+            _thin(name, x - measured.origin_s, y) for name, (x, y) in used.items()
+        )
         found["gantt"] = _gantt(measured)
     if measured is not None and (span := embedding_span(measured.batches)) is not None:
         length_s = min(profile.window_s, max((span[1] - span[0]) / 20, 0.05))
@@ -62,19 +89,40 @@ def _thin(label: str, x: "pd.Series[float]", y: "pd.Series[float]") -> Line:
     """Means over at most 240 stretches of equal count; a stretch with nothing known is `None`."""
     points = min(240, len(x))
     sizes = [len(part) for part in np.array_split(np.arange(len(x)), points)]
-    means = pd.DataFrame({"x": x, "y": y}).groupby(np.repeat(np.arange(points), sizes)).mean().round(3)
-    return Line(label=label, x=tuple(means["x"]), y=tuple(None if np.isnan(mean) else mean for mean in means["y"]))
+    means = (
+        pd.DataFrame({"x": x, "y": y}).groupby(np.repeat(np.arange(points), sizes)).mean().round(3)
+    )
+    return Line(
+        label=label,
+        x=tuple(means["x"]),
+        y=tuple(None if np.isnan(mean) else mean for mean in means["y"]),
+    )
 
 
 def _gantt(measured: Telemetry) -> tuple[Bar, ...]:
     """Rows of the stage table that have a start and an end, encoders by device, in seconds since the run's start."""
     titles, zero_s = GPU_STAGES.values(), measured.origin_s
-    spans = [(one.name, one.started_s, one.finished_s) for one in measured.stages if one.name not in titles]
+    spans = [
+        (one.name, one.started_s, one.finished_s)
+        for one in measured.stages
+        if one.name not in titles
+    ]
     for place, (_, own) in enumerate(measured.batches.groupby("device", observed=True), start=1):
         for encoder, title in GPU_STAGES.items():
-            spans.append((f"{title} on device {place}", *(embedding_span(own[own.encoder == encoder]) or (None, None))))
-    known = ((name, start, end) for name, start, end in spans if start is not None and end is not None and start <= end)
-    bars = (Bar(label=name, start_s=start - zero_s, end_s=end - zero_s) for name, start, end in known)
+            spans.append(
+                (
+                    f"{title} on device {place}",
+                    *(embedding_span(own[own.encoder == encoder]) or (None, None)),
+                )
+            )
+    known = (
+        (name, start, end)
+        for name, start, end in spans
+        if start is not None and end is not None and start <= end
+    )
+    bars = (
+        Bar(label=name, start_s=start - zero_s, end_s=end - zero_s) for name, start, end in known
+    )
     return tuple(sorted(bars, key=lambda bar: bar.start_s))
 
 
@@ -86,7 +134,10 @@ def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | No
 
 
 def _histogram(values: NDArray[np.float64], edges: NDArray[Any]) -> Histogram:
-    return Histogram(edges=tuple(np.round(edges, 6).tolist()), counts=tuple(np.histogram(values, edges)[0].tolist()))
+    return Histogram(
+        edges=tuple(np.round(edges, 6).tolist()),
+        counts=tuple(np.histogram(values, edges)[0].tolist()),
+    )
 
 
 def all_charts(report: Report) -> list[tuple[str, str, str]]:
@@ -101,10 +152,26 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
         ("Utilisation", "GPU and CPU utilisation over the run", _svg(_draw_lines, used, "percent")),
         ("Throughput", "Tokens per second over the run", _svg(_draw_lines, tokens, "tokens/s")),
         ("Scaling", "Speed-up against number of devices", _svg(_draw_scaling, several, bands)),
-        ("Queue states", "How ready the next batch was", _svg(_draw_queue, telemetry.queue if telemetry else None)),
-        ("Read lengths", "Reads by length", _svg(_draw_histogram, series.read_lengths, "read length (bases)", "reads")),
-        ("Scores", "Rows by score of virus", _svg(_draw_histogram, series.scores, "score of virus", "rows")),
-        ("History", "Earlier runs like this one", _svg(_draw_history, runs if len(runs) > 1 else ())),
+        (
+            "Queue states",
+            "How ready the next batch was",
+            _svg(_draw_queue, telemetry.queue if telemetry else None),
+        ),
+        (
+            "Read lengths",
+            "Reads by length",
+            _svg(_draw_histogram, series.read_lengths, "read length (bases)", "reads"),
+        ),
+        (
+            "Scores",
+            "Rows by score of virus",
+            _svg(_draw_histogram, series.scores, "score of virus", "rows"),
+        ),
+        (
+            "History",
+            "Earlier runs like this one",
+            _svg(_draw_history, runs if len(runs) > 1 else ()),
+        ),
     )
     return [(title, what, svg) for title, what, svg in found if svg is not None]
 
@@ -140,10 +207,25 @@ def _draw_lines(axes: "Axes", lines: Sequence[Line], unit: str) -> float:
     """Values over the seconds of a run; of percentages one line a device, and the CPU in grey."""
     for place, line in enumerate(lines):
         values = [float("nan") if value is None else value for value in line.y]
-        label = "" if unit != "percent" else line.label if len(line.label) <= 14 else f"{line.label[:12]}…"
+        label = (
+            ""
+            if unit != "percent"
+            else line.label
+            if len(line.label) <= 14
+            else f"{line.label[:12]}…"
+        )
         colour, style = (FAINT, "--") if line.label == "CPU" else (LINES[place % len(LINES)], "-")
         marker = "o" if len(values) < 3 else None
-        axes.plot(line.x, values, style, color=colour, label=label, linewidth=1.4, marker=marker, markersize=4)
+        axes.plot(
+            line.x,
+            values,
+            style,
+            color=colour,
+            label=label,
+            linewidth=1.4,
+            marker=marker,
+            markersize=4,
+        )
     axes.set(xlabel=SECONDS, ylabel=unit)
     if unit == "percent":
         axes.set_ylim(0, 105)
@@ -156,8 +238,16 @@ def _draw_gantt(axes: "Axes", bars: tuple[Bar, ...]) -> float:
     """One line a stage, from its start to its end."""
     labels = list(dict.fromkeys(bar.label for bar in bars))
     for bar in bars:
-        colour = LINES[0] if "ESM-2" in bar.label else LINES[1] if "DNABERT-S" in bar.label else FAINT
-        axes.barh(labels.index(bar.label), bar.end_s - bar.start_s, left=bar.start_s, color=colour, height=0.62)
+        colour = (
+            LINES[0] if "ESM-2" in bar.label else LINES[1] if "DNABERT-S" in bar.label else FAINT
+        )
+        axes.barh(
+            labels.index(bar.label),
+            bar.end_s - bar.start_s,
+            left=bar.start_s,
+            color=colour,
+            height=0.62,
+        )
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlim(left=min(0.0, *(bar.start_s for bar in bars)))
@@ -166,17 +256,38 @@ def _draw_gantt(axes: "Axes", bars: tuple[Bar, ...]) -> float:
     return 0.9 + 0.26 * len(labels)
 
 
-def _draw_scaling(axes: "Axes", found: Sequence[ScalingMetrics], bands: Iterable[tuple[int, float, float]]) -> float:
+def _draw_scaling(
+    axes: "Axes", found: Sequence[ScalingMetrics], bands: Iterable[tuple[int, float, float]]
+) -> float:
     """Measured speed-up by number of devices, with the ideal and what people expect."""
     counts, speedups = [1, *(one.num_gpus for one in found)], [1.0, *(one.speedup for one in found)]
     axes.plot([1, max(counts)], [1, max(counts)], "--", color=FAINT, linewidth=1, label="ideal")
     for place, (n, low, high) in enumerate(band for band in bands if band[0] <= counts[-1]):
         name = "expected" if place == 0 else None
-        axes.plot([n, n], [low, high], color=LINES[2], alpha=0.35, linewidth=9, solid_capstyle="butt", label=name)
+        axes.plot(
+            [n, n],
+            [low, high],
+            color=LINES[2],
+            alpha=0.35,
+            linewidth=9,
+            solid_capstyle="butt",
+            label=name,
+        )
     axes.plot(counts, speedups, "o-", color=LINES[0], label="measured")
     for n, speedup in zip(counts, speedups, strict=True):
-        axes.annotate(f"{speedup:.2f}x", (n, speedup), textcoords="offset points", xytext=(0, -16), ha="center")
-    axes.set(xticks=sorted(set(counts)), xlim=(0.6, max(counts) + 0.3), xlabel="devices", ylabel="speed-up")
+        axes.annotate(
+            f"{speedup:.2f}x",
+            (n, speedup),
+            textcoords="offset points",
+            xytext=(0, -16),
+            ha="center",
+        )
+    axes.set(
+        xticks=sorted(set(counts)),
+        xlim=(0.6, max(counts) + 0.3),
+        xlabel="devices",
+        ylabel="speed-up",
+    )
     axes.set_ylim(0, max(*speedups, *counts) * 1.15)
     return 2.8
 

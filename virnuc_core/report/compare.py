@@ -45,7 +45,10 @@ COLUMNS: Final[dict[Part, tuple[str, ...]]] = {
     "frames": ("Sequence_ID", "Prediction", "score1", "score2"),
     "consensus": ("Modified_ID", "Is_Virus", "max_score_0", "max_score_1"),
 }
-LABELS: Final[dict[Part, tuple[str, str]]] = {"frames": ("virus", "others"), "consensus": ("True", "False")}
+LABELS: Final[dict[Part, tuple[str, str]]] = {
+    "frames": ("virus", "others"),
+    "consensus": ("True", "False"),
+}
 
 
 def load_results(path: Path) -> pd.DataFrame:
@@ -61,7 +64,9 @@ def result_pieces(path: Path) -> Iterator[pd.DataFrame]:
     if part == "consensus" and not set(columns) <= set(header):
         columns = columns[:2]
     if missing := [name for name in columns if name not in header]:
-        raise InputError(f"no column {', '.join(missing)}; columns are separated by tabs", file=path, line=1)
+        raise InputError(
+            f"no column {', '.join(missing)}; columns are separated by tabs", file=path, line=1
+        )
     try:
         types = dict(zip(columns, ("str", "str", "float64", "float64"), strict=False))
         numbers = {name: ["", "nan", "NaN"] for name in columns[2:]}
@@ -80,18 +85,29 @@ def result_pieces(path: Path) -> Iterator[pd.DataFrame]:
 
 def _kind(path: Path) -> tuple[Part, list[str]]:
     """What a result file holds, and its columns."""
-    with reading(path, "text", InputError), path.open(encoding="utf-8", errors="surrogateescape") as handle:
+    with (
+        reading(path, "text", InputError),
+        path.open(encoding="utf-8", errors="surrogateescape") as handle,
+    ):
         header = handle.readline().rstrip("\r\n").split("\t")
     for part, columns in COLUMNS.items():
         if columns[0] in header:
             return part, header
-    raise InputError("not a result file: its first line has neither Sequence_ID nor Modified_ID", file=path, line=1)
+    raise InputError(
+        "not a result file: its first line has neither Sequence_ID nor Modified_ID",
+        file=path,
+        line=1,
+    )
 
 
 def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
     """The vote over each chunk's frames, in the order of its first row: virus when the largest score2 is at least the
     largest score1. A frame's id ends in two letters for its frame."""
-    best = frames.groupby(frames["id"].str.slice(stop=-2), sort=False)[["score1", "score2"]].max().reset_index()
+    best = (
+        frames.groupby(frames["id"].str.slice(stop=-2), sort=False)[["score1", "score2"]]
+        .max()
+        .reset_index()
+    )
     return best.assign(virus=best["score2"] >= best["score1"])
 
 
@@ -105,7 +121,11 @@ def compare_runs(
     for a, b in sides(out, names):
         exact, slow = a == EXACT, a == BASELINE
         some, bits = exact or (slow and subset), not exact and not slow
-        found.append(compare(out / a, out / b, tolerance=tolerance, subset_of_a=some, bits=bits, embeddings=exact))
+        found.append(
+            compare(
+                out / a, out / b, tolerance=tolerance, subset_of_a=some, bits=bits, embeddings=exact
+            )
+        )
     write(out / COMPARISON, validation.ComparisonFile(comparisons=tuple(found)))
     return tuple(found)
 
@@ -113,9 +133,17 @@ def compare_runs(
 def sides(out: Path, names: Sequence[str]) -> list[tuple[str, str]]:
     """What a validation compares of its runs `names`, two and two."""
     beside = RunDir(out / BASELINE)
-    pairs = [(BASELINE, name) for name in names] if beside.predictions.is_file() or beside.consensus.is_file() else []
+    pairs = (
+        [(BASELINE, name) for name in names]
+        if beside.predictions.is_file() or beside.consensus.is_file()
+        else []
+    )
     pairs += [(names[0], name) for name in names[1:]]
-    return [*pairs, (EXACT, names[-1])] if names and RunDir(out / EXACT).embeddings.is_file() else pairs
+    return (
+        [*pairs, (EXACT, names[-1])]
+        if names and RunDir(out / EXACT).embeddings.is_file()
+        else pairs
+    )
 
 
 def compare(
@@ -137,13 +165,17 @@ def compare(
     files_a, files_b = result_files(a), result_files(b)
     run_a, run_b = (RunDir(path if path.is_dir() else path.parent) for path in (a, b))
     none = RunRecord(fingerprints={})
-    record_a, record_b = (read(run.record, RunRecord) if run.record.is_file() else none for run in (run_a, run_b))
+    record_a, record_b = (
+        read(run.record, RunRecord) if run.record.is_file() else none for run in (run_a, run_b)
+    )
     if said := [
         f"{name} ({a.name}: {one[:SHOWN]}, {b.name}: {other[:SHOWN]})"
         for name, (one, other) in differing(made_from(record_a), made_from(record_b)).items()
         if name in MUST_MATCH and not (subset_of_a and name == "reads")
     ]:
-        raise RunMismatchError(f"{a.name} and {b.name} cannot be compared: different {'; different '.join(said)}")
+        raise RunMismatchError(
+            f"{a.name} and {b.name} cannot be compared: different {'; different '.join(said)}"
+        )
     subset = None
     if subset_of_a and run_a.reads_table.is_file():
         subset = set(read_table(run_a.reads_table, {"id": "str"})["id"])
@@ -179,7 +211,9 @@ def result_files(path: Path) -> dict[Part, Path]:
     both: dict[Part, Path] = {"frames": run.predictions, "consensus": run.consensus}
     found = {part: file for part, file in both.items() if file.is_file()}
     if not found:
-        raise InputError(f"neither {run.predictions.name} nor {run.consensus.name} is in this folder", file=path)
+        raise InputError(
+            f"neither {run.predictions.name} nor {run.consensus.name} is in this folder", file=path
+        )
     return found
 
 
@@ -189,9 +223,16 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
     run.json beside them tells of other reads or another length."""
     beside = RunDir(path if path.is_dir() else path.parent).record
     told = made_from(read(beside, RunRecord)) if beside.is_file() else {}
-    if others := differing(told, {"reads": store.fingerprint, MODEL_LENGTH: str(store.model_length)}):
-        raise RunMismatchError(f"{beside.parent} holds results of other {', '.join(others)}; give those of these reads")
-    frames, found = pd.Series(store.row_ids(0, store.n_rows, original=True), dtype="str"), result_files(path)
+    if others := differing(
+        told, {"reads": store.fingerprint, MODEL_LENGTH: str(store.model_length)}
+    ):
+        raise RunMismatchError(
+            f"{beside.parent} holds results of other {', '.join(others)}; give those of these reads"
+        )
+    frames, found = (
+        pd.Series(store.row_ids(0, store.n_rows, original=True), dtype="str"),
+        result_files(path),
+    )
     for part, file in found.items():
         here = pd.Index(frames if part == "frames" else frames.str.slice(stop=-2)).unique()
         there = pd.Index(load_results(file)["id"]).unique()
@@ -199,8 +240,13 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
         if max(len(strange), len(absent)) > FOREIGN * len(here):
             problem = f"results of other reads: {len(strange):,} of its {len(there):,} ids are not among these reads"
             missing = f"{len(absent):,} of the {len(here):,} ids of these reads are missing"
-            raise InputError(f"{problem}, {missing}", file=file, hint="give results of the very reads")
-    for target, source in {run.predictions: found.get("frames"), run.consensus: found.get("consensus")}.items():
+            raise InputError(
+                f"{problem}, {missing}", file=file, hint="give results of the very reads"
+            )
+    for target, source in {
+        run.predictions: found.get("frames"),
+        run.consensus: found.get("consensus"),
+    }.items():
         if source is None:
             target.unlink(missing_ok=True)
             continue
@@ -245,16 +291,27 @@ def agreement(pairs: Iterable[Pair], tolerance: float) -> validation.LabelAgreem
         left, right = a.iloc[partner[both]], b[both]
         only_a, only_b = a[~np.isin(np.arange(len(a)), partner)], b[~both]
         same = left["virus"].to_numpy() == right["virus"].to_numpy()
-        every = pd.concat([left, only_a, only_b])  # an id of one side only is of the class that it has there
-        kinds = {name: every["virus"] == virus for name, virus in (("viral", True), ("non-viral", False))}
+        every = pd.concat(
+            [left, only_a, only_b]
+        )  # an id of one side only is of the class that it has there
+        kinds = {
+            name: every["virus"] == virus for name, virus in (("viral", True), ("non-viral", False))
+        }
         if "score2" in every:
             kinds["near threshold"] = (every["score1"] - every["score2"]).abs() <= NEAR
         agrees = np.append(same, np.zeros(len(every) - len(left), dtype=bool))
-        counted.update(in_both=len(left), only_in_a=len(only_a), only_in_b=len(only_b), agreeing=int(same.sum()))
+        counted.update(
+            in_both=len(left),
+            only_in_a=len(only_a),
+            only_in_b=len(only_b),
+            agreeing=int(same.sum()),
+        )
         ids.update({name: int(of.sum()) for name, of in kinds.items()})
         agreeing.update({name: int(agrees[of].sum()) for name, of in kinds.items()})
         labels = zip(left["id"][~same][:EXAMPLES], left["virus"][~same], strict=False)
-        unlike += [f"{name}: {'virus / others' if virus else 'others / virus'}" for name, virus in labels]
+        unlike += [
+            f"{name}: {'virus / others' if virus else 'others / virus'}" for name, virus in labels
+        ]
         for side, part in (("a", only_a), ("b", only_b)):
             alone += [f"{name}: only in {side}" for name in part["id"][:EXAMPLES]]
         if len(left) and "score2" in left and "score2" in right:
@@ -265,9 +322,16 @@ def agreement(pairs: Iterable[Pair], tolerance: float) -> validation.LabelAgreem
     return validation.LabelAgreement(
         **counted,
         agreement=counted["agreeing"] / total if total else None,
-        score=_score_difference(np.concatenate(differences), tolerance, close) if differences else None,
-        classes={name: validation.ClassAgreement(ids=n, agreeing=agreeing[name]) for name, n in ids.items()},
-        examples=tuple(text.encode("utf-8", "replace").decode() for text in (*unlike, *alone)[:EXAMPLES]),
+        score=_score_difference(np.concatenate(differences), tolerance, close)
+        if differences
+        else None,
+        classes={
+            name: validation.ClassAgreement(ids=n, agreeing=agreeing[name])
+            for name, n in ids.items()
+        },
+        examples=tuple(
+            text.encode("utf-8", "replace").decode() for text in (*unlike, *alone)[:EXAMPLES]
+        ),
     )
 
 
@@ -279,7 +343,9 @@ def _keys(ids: "pd.Series[str]") -> "pd.Index[str]":
     return pd.Index(ids.where(number == 0, ids + "\x00" + number.astype(str)))
 
 
-def _score_difference(both: NDArray[np.float64], tolerance: float, close: bool) -> validation.ScoreDifference | None:
+def _score_difference(
+    both: NDArray[np.float64], tolerance: float, close: bool
+) -> validation.ScoreDifference | None:
     """Of both scores' absolute differences [n, 2]; `None` when a score is no number: it cannot be near another."""
     if np.isnan(both).any():
         return None
@@ -298,7 +364,9 @@ def _score_difference(both: NDArray[np.float64], tolerance: float, close: bool) 
 def meets(comparison: validation.Comparison, minimum: float) -> bool:
     """Whether every agreement that was asked for reaches `minimum` (0 to 1); nothing compared never does."""
     parts = [part for part in (comparison.frames, comparison.consensus) if part is not None]
-    return bool(parts) and all(part.agreement is not None and part.agreement >= minimum for part in parts)
+    return bool(parts) and all(
+        part.agreement is not None and part.agreement >= minimum for part in parts
+    )
 
 
 def bitwise(a: Path, b: Path) -> validation.BitwiseEquality:
@@ -311,7 +379,9 @@ def bitwise(a: Path, b: Path) -> validation.BitwiseEquality:
     shared = sum(name not in alone for name in shards)
     more = (f"and {len(differing) - NAMED} more",) if len(differing) > NAMED else ()
     same, told = bool(files and shared and not differing), (*differing[:NAMED], *more)
-    return validation.BitwiseEquality(identical=same, files_compared=len(files), shards_compared=shared, differing=told)
+    return validation.BitwiseEquality(
+        identical=same, files_compared=len(files), shards_compared=shared, differing=told
+    )
 
 
 def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.CosineStats, ...]:
@@ -336,16 +406,23 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.
                 total, good = total + np.nansum(one, 0), good + int((~np.isnan(one[:, 0])).sum())
             for lo in blocks:
                 block, middle = slice(lo, lo + BLOCK_ROWS), total / max(1, good)
-                one, other = (_rows_at(rows, at[block]) - middle for rows, at in zip(tables, places, strict=True))
+                one, other = (
+                    _rows_at(rows, at[block]) - middle
+                    for rows, at in zip(tables, places, strict=True)
+                )
                 for name, columns in parts.items():
                     x, y = one[:, columns], other[:, columns]
                     norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
-                    np.divide(np.einsum("ij,ij->i", x, y), norms, out=found[name][block], where=norms > 0)
+                    np.divide(
+                        np.einsum("ij,ij->i", x, y), norms, out=found[name][block], where=norms > 0
+                    )
     except (OSError, KeyError) as error:
         raise InputError(f"embeddings of {a} or {b} cannot be read ({error})") from error
     known = {name: cosine[~np.isnan(cosine)] for name, cosine in found.items()}
     return tuple(
-        validation.CosineStats(part=name, n=len(v), minimum=v.min(), p1=np.percentile(v, 1), mean=v.mean())
+        validation.CosineStats(
+            part=name, n=len(v), minimum=v.min(), p1=np.percentile(v, 1), mean=v.mean()
+        )
         for name, v in known.items()
         if len(v)
     )
@@ -361,7 +438,12 @@ def _open_embeddings(*paths: Path) -> Iterator[list[h5py.File]]:
         held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         files = [held.enter_context(h5py.File(path, "r")) for path in paths]
         tables = zip(paths, (file["embeddings"] for file in files), strict=True)
-        parts = [path.parent / one.file_name for path, t in tables if t.is_virtual for one in t.virtual_sources()]
+        parts = [
+            path.parent / one.file_name
+            for path, t in tables
+            if t.is_virtual
+            for one in t.virtual_sources()
+        ]
         for part in parts:
             try:
                 len(held.enter_context(h5py.File(part, "r"))["embeddings"])
@@ -373,8 +455,14 @@ def _open_embeddings(*paths: Path) -> Iterator[list[h5py.File]]:
 
 def _same_sequences(a: RunDir, b: RunDir, files: list[h5py.File]) -> tuple[Places, Places]:
     """Rows of two embeddings files that are of one sequence: by number where the reads are the same, or by content."""
-    keys: list[Any] = [file["uniques"][:] if "uniques" in file else range(len(file["embeddings"])) for file in files]
-    records = [read(run.record, RunRecord) if run.record.is_file() else RunRecord(fingerprints={}) for run in (a, b)]
+    keys: list[Any] = [
+        file["uniques"][:] if "uniques" in file else range(len(file["embeddings"]))
+        for file in files
+    ]
+    records = [
+        read(run.record, RunRecord) if run.record.is_file() else RunRecord(fingerprints={})
+        for run in (a, b)
+    ]
     if "reads" in differing(*map(made_from, records)):
         for side, (run, record) in enumerate(zip((a, b), records, strict=True)):
             store = OrfStore.open(run.root / record.store)
@@ -386,4 +474,6 @@ def _same_sequences(a: RunDir, b: RunDir, files: list[h5py.File]) -> tuple[Place
 
 def _rows_at(table: h5py.Dataset, at: Places) -> NDArray[np.float64]:
     """The rows of a table at these places, read in the stretches that they form."""
-    return np.concatenate([np.asarray(table[low:high], dtype=np.float64) for low, high in slices(at)])
+    return np.concatenate(
+        [np.asarray(table[low:high], dtype=np.float64) for low, high in slices(at)]
+    )

@@ -31,7 +31,9 @@ class Finding(NamedTuple):
     note: str = ""  # on a number that is judged
     if_missed: str = ""  # the way out
     failed: bool = False  # whatever the number says
-    projected: float | None = None  # what the number would be on the reads that the target speaks of
+    projected: float | None = (
+        None  # what the number would be on the reads that the target speaks of
+    )
 
 
 # What was measured for each criterion: functions that bear its name.
@@ -58,11 +60,15 @@ one_device_time, two_device_time = (partial(_time, devices=devices) for devices 
 
 def scaling(report: model.Report, run: Run) -> Finding:
     if run is None or report.single is None:
-        return Finding(absent=f"there was no run on {'more than one' if run is None else 'one'} device")
+        return Finding(
+            absent=f"there was no run on {'more than one' if run is None else 'one'} device"
+        )
     problem = report.single.untimed or run.untimed
     found = report.figure_of(run)
     if found is None:
-        return Finding(samples=run.n_reads, problem=problem or "the two runs did not do the same work")
+        return Finding(
+            samples=run.n_reads, problem=problem or "the two runs did not do the same work"
+        )
     note = "super-linear: check the one-device run" if found.speedup > found.num_gpus else ""
     return Finding(found.speedup, run.n_reads, problem=problem, note=note)
 
@@ -74,13 +80,21 @@ def speedup(report: model.Report, run: Run) -> Finding:
     known = baseline.seconds and run.total_s and not run.stopped_at_limit
     value = (baseline.seconds or 0.0) / (run.total_s or 1.0) if known else None
     # on fewer devices of that kind it may run: a handicap of its own algorithm
-    same_kind = bool(run.devices) and set(baseline.models) == {short_name(device) for device in run.devices}
+    same_kind = bool(run.devices) and set(baseline.models) == {
+        short_name(device) for device in run.devices
+    }
     other = baseline.source != "recorded" and not same_kind
-    problem = run.untimed or (f"the baseline ran on {baseline.label}, the run on {run.label}" if other else "")
+    problem = run.untimed or (
+        f"the baseline ran on {baseline.label}, the run on {run.label}" if other else ""
+    )
     problem = problem or ("the baseline's time was not recorded" if value is None else "")
     samples = run.n_reads if baseline.subset is None else baseline.subset.reads
     return Finding(
-        value, samples, absent=baseline.problem or "", problem=problem, note=message("baseline_known", baseline)
+        value,
+        samples,
+        absent=baseline.problem or "",
+        problem=problem,
+        note=message("baseline_known", baseline),
     )
 
 
@@ -100,8 +114,15 @@ def consensus(report: model.Report, run: Run) -> Finding:
     elif samples < least:
         absent = f"{samples:,} chunks compared; the profile needs {least:,}"
     subset = next((c.subset_reads for c in against if c.subset_reads is not None), None)
-    note = f"over the {subset:,} reads that the baseline ran on and that have a row" if subset else ""
-    return Finding(100.0 * min(values) if values else None, samples if parts else None, absent=absent, note=note)
+    note = (
+        f"over the {subset:,} reads that the baseline ran on and that have a row" if subset else ""
+    )
+    return Finding(
+        100.0 * min(values) if values else None,
+        samples if parts else None,
+        absent=absent,
+        note=note,
+    )
 
 
 def gpu_utilisation(_: model.Report, run: Run) -> Finding:
@@ -110,9 +131,13 @@ def gpu_utilisation(_: model.Report, run: Run) -> Finding:
     devices, percent = run.telemetry.devices, run.telemetry.lowest_percent("esm2")
     if percent is None:
         unseen = [one.device for one in devices if one.esm2_percent is None]
-        return Finding(absent=f"no NVML sample of {', '.join(unseen) or 'any device'} while ESM-2 ran")
+        return Finding(
+            absent=f"no NVML sample of {', '.join(unseen) or 'any device'} while ESM-2 ran"
+        )
     fewest = min(one.esm2_samples for one in devices)
-    problem = "" if fewest >= MIN_SAMPLES else f"{fewest} samples of a device; {MIN_SAMPLES} are needed"
+    problem = (
+        "" if fewest >= MIN_SAMPLES else f"{fewest} samples of a device; {MIN_SAMPLES} are needed"
+    )
     samples = next(one.esm2_samples for one in devices if one.esm2_percent == percent)
     return Finding(percent, samples, problem=problem)
 
@@ -120,9 +145,13 @@ def gpu_utilisation(_: model.Report, run: Run) -> Finding:
 def packing(_: model.Report, run: Run) -> Finding:
     telemetry = None if run is None else run.telemetry
     if telemetry is None or telemetry.packing_efficiency is None:
-        return Finding(absent="there is no telemetry" if telemetry is None else "no batch was launched")
+        return Finding(
+            absent="there is no telemetry" if telemetry is None else "no batch was launched"
+        )
     if telemetry.tokens > telemetry.slots:
-        return Finding(None, telemetry.batches, absent="more tokens than slots: the telemetry is wrong")
+        return Finding(
+            None, telemetry.batches, absent="more tokens than slots: the telemetry is wrong"
+        )
     return Finding(100.0 * telemetry.packing_efficiency, telemetry.batches)
 
 
@@ -136,7 +165,9 @@ def starved_share(_: model.Report, run: Run) -> Finding:
 def checkpoint_overhead(report: model.Report, _: Run) -> Finding:
     found = report.overhead
     if found is None or found.median is None:
-        return Finding(absent="no pair of runs with and without commits" if found is None else found.problem)
+        return Finding(
+            absent="no pair of runs with and without commits" if found is None else found.problem
+        )
     way_out = f"try shard_tokens above {found.shard_tokens:,}, or a faster disk"
     return Finding(100.0 * found.median, len(found.shares), absent=found.problem, if_missed=way_out)
 
@@ -144,15 +175,24 @@ def checkpoint_overhead(report: model.Report, _: Run) -> Finding:
 def device_time_spread(_: model.Report, run: Run) -> Finding:
     telemetry = None if run is None else run.telemetry
     if run is None or telemetry is None or telemetry.device_time_spread is None:
-        return Finding(absent="there was no run on more than one device, or its telemetry is missing")
+        return Finding(
+            absent="there was no run on more than one device, or its telemetry is missing"
+        )
     idle = "a device did no shard" if len(telemetry.busy) < len(run.devices) else ""
     return Finding(100.0 * telemetry.device_time_spread, len(telemetry.busy), absent=idle)
 
 
 def _centred(report: model.Report, _: Run, which: str) -> Finding:
-    found = [one for comparison in report.comparisons if comparison.a == EXACT for one in comparison.cosines]
+    found = [
+        one
+        for comparison in report.comparisons
+        if comparison.a == EXACT
+        for one in comparison.cosines
+    ]
     least = min((getattr(one, which) for one in found), default=None)
-    return Finding(least, min((one.n for one in found), default=None), absent="" if found else NO_EXACT)
+    return Finding(
+        least, min((one.n for one in found), default=None), absent="" if found else NO_EXACT
+    )
 
 
 centred_worst, centred_mean = (partial(_centred, which=which) for which in ("minimum", "mean"))
@@ -162,26 +202,47 @@ def verdicts_held(report: model.Report, _: Run) -> Finding:
     found = next((one.consensus for one in report.comparisons if one.a == EXACT), None)
     if found is None or found.agreement is None:
         return Finding(absent=NO_EXACT)
-    asked, n = report.profile.targets.get("verdicts_held") or Target(op=">=", value=0.0), found.total
-    room = sqrt(Z2 * (found.agreement * (1.0 - found.agreement) + Z2 / (4 * n)) / n)  # Wilson's interval
-    low, high = (100.0 * (found.agreement + Z2 / (2 * n) + side) / (1.0 + Z2 / n) for side in (-room, room))
+    asked, n = (
+        report.profile.targets.get("verdicts_held") or Target(op=">=", value=0.0),
+        found.total,
+    )
+    room = sqrt(
+        Z2 * (found.agreement * (1.0 - found.agreement) + Z2 / (4 * n)) / n
+    )  # Wilson's interval
+    low, high = (
+        100.0 * (found.agreement + Z2 / (2 * n) + side) / (1.0 + Z2 / n) for side in (-room, room)
+    )
     note = f"95 % interval {low:.3f} to {high:.3f} %"
     most = min(asked.value / 100.0, 0.999999)  # no sample shows more
-    enough = ceil(Z2 * most / (1.0 - most))  # the interval of so many without a change begins at what is asked
+    enough = ceil(
+        Z2 * most / (1.0 - most)
+    )  # the interval of so many without a change begins at what is asked
     few = f"{n:,} chunks, {note}; {enough:,} are needed" if n < enough else ""
-    return Finding(100.0 * found.agreement, n, absent=few, note=note, failed=not (asked.met(low) or asked.met(high)))
+    return Finding(
+        100.0 * found.agreement,
+        n,
+        absent=few,
+        note=note,
+        failed=not (asked.met(low) or asked.met(high)),
+    )
 
 
 def same_bytes(report: model.Report, _: Run) -> Finding:
     names = {run.name for run in report.runs}
-    found = {c.b: c.bitwise for c in report.comparisons if {c.a, c.b} <= names and c.bitwise is not None}
+    found = {
+        c.b: c.bitwise for c in report.comparisons if {c.a, c.b} <= names and c.bitwise is not None
+    }
     left = [run.name for run in report.runs if run is not report.single and run.name not in found]
     if left or report.single is None:
-        return Finding(absent=f"{', '.join(left)} not compared bit for bit with a run on one device")
+        return Finding(
+            absent=f"{', '.join(left)} not compared bit for bit with a run on one device"
+        )
     samples = sum(one.files_compared + one.shards_compared for one in found.values())
     said = "; ".join(f"{name}: {file}" for name, one in found.items() for file in one.differing)
     if len({device.name for run in report.runs for device in run.devices}) > 1:
-        return Finding(None, samples, absent="devices of different models need not agree bit for bit")
+        return Finding(
+            None, samples, absent="devices of different models need not agree bit for bit"
+        )
     if not said and not all(one.identical for one in found.values()):
         return Finding(absent="there were no shards, or no result files, to compare")
     return Finding(0.0 if said else 1.0, samples, note=said)
@@ -205,7 +266,9 @@ class Row(model.Record):
 
 def _rows(kind: str) -> tuple[Row, ...]:
     usual, rows = CRITERIA_TOML["usual"], CRITERIA_TOML[kind]
-    return tuple(Row.model_validate(usual | {"id": name, "target": name} | row) for name, row in rows.items())
+    return tuple(
+        Row.model_validate(usual | {"id": name, "target": name} | row) for name, row in rows.items()
+    )
 
 
 CRITERIA, CHECKS, (SAME_BYTES,) = map(_rows, ("criteria", "checks", "always"))
@@ -219,14 +282,23 @@ def judge(row: Row, report: model.Report, refused: str = "", scaled: Run = None)
     """The verdict on one row of the table, with all it stands on; `refused`: why its parts may not be compared. That of
     scaling is on the run `scaled`."""
     pair = next((run for run in report.runs if run.name == f"{RUN_PREFIX}2"), None)
-    run = scaled or {"single": report.single, "pair": pair, "many": report.many, "judged": report.run}[row.run]
+    run = (
+        scaled
+        or {"single": report.single, "pair": pair, "many": report.many, "judged": report.run}[
+            row.run
+        ]
+    )
     (target, field), profile = _target(row, report.profile, run), report.profile
     found = Finding(absent=refused) if refused and target is not None else FIND[row.id](report, run)
     value, reason = found.value, found.note
     verdict: model.Verdict = "not run"
     if target is None:
         verdict = "not run" if value is None else "not asked"
-        reason = found.absent or found.problem or found.note if value is None else "the profile does not ask for it"
+        reason = (
+            found.absent or found.problem or found.note
+            if value is None
+            else "the profile does not ask for it"
+        )
     elif found.failed:
         verdict = "fail"
     elif problem := found.absent or _no_evidence(row, run, profile) or found.problem:
@@ -285,7 +357,12 @@ def _no_evidence(row: Row, run: Run, profile: Profile) -> str:
     if not profile.device_names:  # meant for any GPU
         return f"{run.label}: the target is meant for GPUs" if run.devices[0].kind == "cpu" else ""
     for device in run.devices:
-        if not any(part.lower() in f"{device.name} {short_name(device)}".lower() for part in profile.device_names):
+        if not any(
+            part.lower() in f"{device.name} {short_name(device)}".lower()
+            for part in profile.device_names
+        ):
             meant = " or ".join(profile.device_names)
-            return f"the target is meant for {meant}; on {short_name(device)} it is for reference only"
+            return (
+                f"the target is meant for {meant}; on {short_name(device)} it is for reference only"
+            )
     return ""

@@ -33,28 +33,57 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
     if (summary := read_summary(run)) is None or not run.reads_table.is_file():
         raise ConfigError(f"{run.root}: holds no complete run; finish it first")
     fates, scores = Counter(summary.fates), np.zeros(BINS, np.int64)
-    stem, sections = re.sub(r"[^\w.-]", "_", sample), json.loads(SECTIONS.read_text(encoding="utf-8"))
+    stem, sections = (
+        re.sub(r"[^\w.-]", "_", sample),
+        json.loads(SECTIONS.read_text(encoding="utf-8")),
+    )
     lines, report = out / f"{stem}.kraken2.classifiedreads.txt", out / f"{stem}.kraken2.report.txt"
-    files = (out / "contigs.tsv", lines, report, *(out / f"virnuc_{name}_mqc.json" for name in sections))
+    files = (
+        out / "contigs.tsv",
+        lines,
+        report,
+        *(out / f"virnuc_{name}_mqc.json" for name in sections),
+    )
     check_free(*files, force=force)
     with whole_file(lines) as table:
         table.touch()
-        for reads in read_columns(run.reads_table, dict.fromkeys(READ, "str"), chunksize=PIECE_READS):
+        for reads in read_columns(
+            run.reads_table, dict.fromkeys(READ, "str"), chunksize=PIECE_READS
+        ):
             found = (reads.fate == "viral").to_numpy()
             taxon = pd.Series(np.where(found, str(VIRUSES), "0"), reads.index, dtype=str)
-            _add(table, np.where(found, "C", "U"), reads.id, taxon, reads.length, taxon + ":" + reads.open_frames)
+            _add(
+                table,
+                np.where(found, "C", "U"),
+                reads.id,
+                taxon,
+                reads.length,
+                taxon + ":" + reads.open_frames,
+            )
             scores += np.histogram(pd.to_numeric(reads.viral_score).dropna(), BINS, (0.0, 1.0))[0]
     total, viral = fates.total(), fates["viral"]
     with whole_file(report) as table:
         clade, own = np.array([total - viral, viral, viral]), np.array([total - viral, 0, viral])
         percent = [f"{100 * count / max(total, 1):6.2f}" for count in clade]
-        _add(table, percent, clade, own, ["U", "R", "D"], [0, 1, VIRUSES], ["unclassified", "root", "  Viruses"])
+        _add(
+            table,
+            percent,
+            clade,
+            own,
+            ["U", "R", "D"],
+            [0, 1, VIRUSES],
+            ["unclassified", "root", "  Viruses"],
+        )
     shares = {"viral_percent": viral, "scored_percent": int(scores.sum())}
-    general = {"viral": viral, "reads": total} | {name: 100 * n / max(total, 1) for name, n in shares.items()}
+    general = {"viral": viral, "reads": total} | {
+        name: 100 * n / max(total, 1) for name, n in shares.items()
+    }
     middles = {(place + 0.5) / BINS: count for place, count in enumerate(scores.tolist())}
     data: dict[str, Mapping[Any, float]] = {"general": general, "fates": fates, "scores": middles}
     for path, (name, section) in zip(files[3:], sections.items(), strict=True):
-        write_text_whole(path, json.dumps(section | {"data": {sample: data[name]}}, indent=1) + "\n")
+        write_text_whole(
+            path, json.dumps(section | {"data": {sample: data[name]}}, indent=1) + "\n"
+        )
     _write_contigs(run, files[0], THRESHOLD if summary.threshold is None else summary.threshold)
     return files
 
@@ -70,16 +99,29 @@ def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
             rows = slice(*np.searchsorted(store.row_read, (reads.start, reads.stop)))
             unique = np.asarray(store.row_unique[rows])
             found = pd.DataFrame(scores[unique].astype(np.float64), columns=["others", "virus"])
-            found["read"], found["chunk"] = np.asarray(store.row_read[rows]) - low, np.asarray(store.row_chunk[rows])
+            found["read"], found["chunk"] = (
+                np.asarray(store.row_read[rows]) - low,
+                np.asarray(store.row_chunk[rows]),
+            )
             found["lost"] = failed[unique]
             best = found.groupby(["read", "chunk"], as_index=False).max()
-            length, counts = (np.asarray(column[reads], np.int64) for column in (store.read_length, store.read_chunks))
+            length, counts = (
+                np.asarray(column[reads], np.int64)
+                for column in (store.read_length, store.read_chunks)
+            )
             cut = chunk(length, store.model_length)
             ends = np.where(np.diff(cut.read, append=-1) == 0, np.roll(cut.start, -1), cut.end)
-            best["scored"] = best.virus.notna().astype(np.int64)  # a chunk of which every row failed is not
-            best["bases"] = (ends - cut.start)[(np.cumsum(counts) - counts)[best.read] + best.chunk] * best.scored
+            best["scored"] = best.virus.notna().astype(
+                np.int64
+            )  # a chunk of which every row failed is not
+            best["bases"] = (ends - cut.start)[
+                (np.cumsum(counts) - counts)[best.read] + best.chunk
+            ] * best.scored
             best["viral"] = (best.virus >= best.others).astype(np.int64)  # a tie is a virus
-            best["viral_bases"], best["margin"] = best.bases * best.viral, best.bases * (best.virus - best.others)
+            best["viral_bases"], best["margin"] = (
+                best.bases * best.viral,
+                best.bases * (best.virus - best.others),
+            )
             sums = best.groupby("read").sum().reindex(range(len(length)), fill_value=0)[counts > 1]
             voted = (sums.scored > 0) & (sums.lost == 0)
             score = (0.5 + sums.margin / sums.bases / 2).astype(np.float32).where(voted)
@@ -92,4 +134,6 @@ def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
 def _add(table: Path, *columns: object) -> None:
     """Write columns at the end of a table as TAB-separated lines."""
     lines = pd.DataFrame({str(place): np.asarray(column) for place, column in enumerate(columns)})
-    lines.to_csv(table, mode="a", sep="\t", header=False, index=False, quoting=3, lineterminator="\n")
+    lines.to_csv(
+        table, mode="a", sep="\t", header=False, index=False, quoting=3, lineterminator="\n"
+    )

@@ -15,7 +15,13 @@ from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, FileDigest, RunCounts, RunFile, RunRecord
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
-from virnuc_core.validation import ApprovalRecord, BaselineSubset, Comparison, OverheadFile, StagingTally
+from virnuc_core.validation import (
+    ApprovalRecord,
+    BaselineSubset,
+    Comparison,
+    OverheadFile,
+    StagingTally,
+)
 
 SCHEMA_VERSION = 5
 RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
@@ -74,7 +80,9 @@ class RunMetrics(RunCounts):
     precision: str | None
     missing_files: tuple[str, ...]
     telemetry: TelemetryMetrics | None
-    hours_projected: float | None  # for the profile's projection_reads; a projection, never a measurement
+    hours_projected: (
+        float | None
+    )  # for the profile's projection_reads; a projection, never a measurement
     device_hours_per_million: float | None
     kwh_per_million: float | None
     price_per_million: float | None
@@ -82,7 +90,11 @@ class RunMetrics(RunCounts):
     @property
     def stage_shares(self) -> dict[str, float]:
         """Share of the total time, 0 to 1, of each stage that was measured; empty without a total."""
-        return {name: spent / self.total_s for name, spent in self.stages.items() if spent is not None and self.total_s}
+        return {
+            name: spent / self.total_s
+            for name, spent in self.stages.items()
+            if spent is not None and self.total_s
+        }
 
     @property
     def untimed(self) -> str:
@@ -163,7 +175,9 @@ class Bottleneck(Record):
     advice: str
     saves_s: float = 0.0  # what removing all of it would save, at most
     share: float | None = None  # of the whole time
-    expected: bool = False  # not worth a person's time, or the encoders doing their work well; else actionable
+    expected: bool = (
+        False  # not worth a person's time, or the encoders doing their work well; else actionable
+    )
 
 
 class RegressionMetric(Record):
@@ -264,7 +278,9 @@ class Report(Record):
     criteria: tuple[Criterion, ...] = ()  # the seven
     checks: tuple[Criterion, ...] = ()  # further targets of the profile
     losses: tuple[Bottleneck, ...]  # avoidable ones, the largest first
-    findings: tuple[str, ...]  # on stages over 30 % of the time, or GPU stages under 80 % utilisation
+    findings: tuple[
+        str, ...
+    ]  # on stages over 30 % of the time, or GPU stages under 80 % utilisation
     regression: Regression | None
     history: tuple[HistoryEntry, ...]  # of the runs like this one, itself included
     charts: Charts
@@ -283,12 +299,18 @@ class Report(Record):
     def figure_of(self, run: RunMetrics) -> ScalingMetrics | None:
         """What the run came to against the one on one device."""
         of = (len(run.devices), run.times_s)
-        return next((figure for figure in self.scaling if (figure.num_gpus, figure.times_s) == of), None)
+        return next(
+            (figure for figure in self.scaling if (figure.num_gpus, figure.times_s) == of), None
+        )
 
     @property
     def asked(self) -> tuple[Criterion, ...]:
         """The criteria and checks that the profile has a target for; the equality of bytes is asked by none."""
-        return tuple(c for c in (*self.criteria, *self.checks) if c.target is not None and c.id != "same_bytes")
+        return tuple(
+            c
+            for c in (*self.criteria, *self.checks)
+            if c.target is not None and c.id != "same_bytes"
+        )
 
     @property
     def met(self) -> int:
@@ -309,14 +331,28 @@ class Report(Record):
     @property
     def missed(self) -> tuple[str, ...]:
         """All that fails the validation: titles of criteria, the regression, and runs that were cut off."""
-        worse = self.regression is not None and self.regression.verdict == "fail" and self.regression.reason
+        worse = (
+            self.regression is not None
+            and self.regression.verdict == "fail"
+            and self.regression.reason
+        )
         cut = (f"time limit on {run.label}" for run in self.runs if run.stopped_at_limit)
-        return (*(c.title for c in self.failed), *cut, *([f"regression ({worse})"] if worse else []))
+        return (
+            *(c.title for c in self.failed),
+            *cut,
+            *([f"regression ({worse})"] if worse else []),
+        )
 
     @property
     def outcome(self) -> Literal["passed", "failed", "not judged"]:
         """Passed: all that the profile asks for, and nothing that fails it; never true of nothing."""
-        return "failed" if self.missed else "passed" if self.asked and self.met == len(self.asked) else "not judged"
+        return (
+            "failed"
+            if self.missed
+            else "passed"
+            if self.asked and self.met == len(self.asked)
+            else "not judged"
+        )
 
 
 @dataclass
@@ -338,15 +374,27 @@ class Verification:
             self.same(where, said.model_dump(mode="json"), found.model_dump(mode="json"))
         elif isinstance(said, dict) and isinstance(found, dict):
             for key in dict.fromkeys((*said, *found)):
-                self.same(f"{where}.{key}" if where else str(key), said.get(key, ABSENT), found.get(key, ABSENT))
+                self.same(
+                    f"{where}.{key}" if where else str(key),
+                    said.get(key, ABSENT),
+                    found.get(key, ABSENT),
+                )
         elif isinstance(said, list) and isinstance(found, list) and len(said) == len(found):
             for place, (left, right) in enumerate(zip(said, found, strict=True)):
                 self.same(f"{where}[{place}]", left, right)
         else:
             self.figures += 1
-            numbers = [one for one in (said, found) if isinstance(one, (int, float)) and not isinstance(one, bool)]
-            if said != found and not (len(numbers) == 2 and math.isclose(*numbers, rel_tol=RELATIVE)):
-                self.differences.append(f"{where}: says {_brief(said)}, the raw files give {_brief(found)}")
+            numbers = [
+                one
+                for one in (said, found)
+                if isinstance(one, (int, float)) and not isinstance(one, bool)
+            ]
+            if said != found and not (
+                len(numbers) == 2 and math.isclose(*numbers, rel_tol=RELATIVE)
+            ):
+                self.differences.append(
+                    f"{where}: says {_brief(said)}, the raw files give {_brief(found)}"
+                )
 
     def as_told(self, where: str, said: RunFile, counted: Mapping[str, object]) -> None:
         """Compare what a file tells with what was counted; what one of the two does not tell is passed over."""
@@ -354,14 +402,24 @@ class Verification:
             if value is not None and (told := getattr(said, key, None)) is not None:
                 self.same(f"{where}: {key}", told, value)
 
-    def same_lines(self, where: str, said: Iterable[bytes], found: Iterable[bytes], source: str) -> None:
+    def same_lines(
+        self, where: str, said: Iterable[bytes], found: Iterable[bytes], source: str
+    ) -> None:
         """Compare two texts; the first line that differs is named."""
         self.figures += 1
         for number, (left, right) in enumerate(zip_longest(said, found, fillvalue=b""), start=1):
             if left != right:
-                same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+                same = sum(
+                    1
+                    for _ in takewhile(
+                        lambda pair: pair[0] == pair[1], zip(left, right, strict=False)
+                    )
+                )
                 begin = max(0, same - 30)
-                told, true = (_brief(line[begin:].decode("utf-8", "replace").rstrip("\n")) for line in (left, right))
+                told, true = (
+                    _brief(line[begin:].decode("utf-8", "replace").rstrip("\n"))
+                    for line in (left, right)
+                )
                 self.differences.append(f"{where}: line {number} says {told}, {source} give {true}")
                 return
 

@@ -49,7 +49,9 @@ class Section:
     title: str
     lead: Mark | str = ""  # what the prose begins with, set off
     prose: list[str] = field(default_factory=list)
-    tables: dict[str, list[dict[str, object]]] = field(default_factory=lambda: {"": []})  # rows of cells, by title
+    tables: dict[str, list[dict[str, object]]] = field(
+        default_factory=lambda: {"": []}
+    )  # rows of cells, by title
 
 
 class View(list[Section]):
@@ -87,13 +89,19 @@ def cell(value: object) -> str:
 
 
 def number(
-    value: float | None, digits: int = 1, unit: str = "", scale: float = 1.0, target: Target | None = None
+    value: float | None,
+    digits: int = 1,
+    unit: str = "",
+    scale: float = 1.0,
+    target: Target | None = None,
 ) -> Number | None:
     """A figure with its unit, on its own side of `target` (which is in the unit shown); `None` stays `None`."""
     if value is None:
         return None
     value *= scale
-    return Number((f"{value:,.{digits}f}" if target is None else near(value, digits, target)) + unit)
+    return Number(
+        (f"{value:,.{digits}f}" if target is None else near(value, digits, target)) + unit
+    )
 
 
 def near(value: float, decimals: int, target: Target | None) -> str:
@@ -183,7 +191,12 @@ def templates() -> Environment:
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
     found.globals |= {one.__name__: one for one in (shown, target_text, skipped, figures, Mark)}
-    found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
+    found.globals |= {
+        "rows": ROWS,
+        "stages": STAGES,
+        "overlapped": OVERLAPPED,
+        "questions": QUESTIONS,
+    }
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found
 
@@ -203,7 +216,12 @@ def message(name: str, *about: object) -> str:
 
 def told_rows(template: str, report: Report | None = None, **facts: Any) -> list[dict[str, object]]:
     """The rows of the tables that a template tells, those of one table after those of the other."""
-    return [row for part in told(template, report, **facts) for rows in part.tables.values() for row in rows]
+    return [
+        row
+        for part in told(template, report, **facts)
+        for rows in part.tables.values()
+        for row in rows
+    ]
 
 
 def fill(template: str, report: Report, **more: object) -> str:

@@ -37,16 +37,31 @@ from virnuc_core.runfiles import Attempt, FileDigest, RunRecord, RunSummary, dig
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.telemetry.tables import STAGES
-from virnuc_core.validation import OVERHEAD, BaselineSummary, Comparison, ComparisonFile, OverheadFile, ValidationRecord
+from virnuc_core.validation import (
+    OVERHEAD,
+    BaselineSummary,
+    Comparison,
+    ComparisonFile,
+    OverheadFile,
+    ValidationRecord,
+)
 
-DRAWN: Final = re.compile(r'<meta name="generator"[^>]*>|data:image/svg\+xml;base64,[A-Za-z0-9+/=]+')
-MANY_BYTES: Final = 16_000_000  # of result rows: less is looked at before another process has started
+DRAWN: Final = re.compile(
+    r'<meta name="generator"[^>]*>|data:image/svg\+xml;base64,[A-Za-z0-9+/=]+'
+)
+MANY_BYTES: Final = (
+    16_000_000  # of result rows: less is looked at before another process has started
+)
 CLOCK_S: Final = 1e-3
-UNCOMMITTED_S: Final = 0.01  # a shard that is not written takes less than this where a commit would be
+UNCOMMITTED_S: Final = (
+    0.01  # a shard that is not written takes less than this where a commit would be
+)
 ENDS: Final = 2  # start and end tokens of a row
 
 
-def verify_report(out: Path, profile: str | None = None, on_part: OnShare = lambda _: None) -> Verification:
+def verify_report(
+    out: Path, profile: str | None = None, on_part: OnShare = lambda _: None
+) -> Verification:
     """Compute every number of `out/report/` again, as judged by `profile` where that is neither the validation's nor
     virnuc's own; `on_part` hears the share of the work done. Errors: `InputError` without a report, `WorkerError`."""
     build.read_report(RunDir(out).report / REPORT_JSON)
@@ -62,12 +77,16 @@ def verify_report(out: Path, profile: str | None = None, on_part: OnShare = lamb
         verify_baseline,
         verify_overhead,
     ]
-    rows = sum(path.stat().st_size for name in names if (path := RunDir(out / name).predictions).is_file())
+    rows = sum(
+        path.stat().st_size for name in names if (path := RunDir(out / name).predictions).is_file()
+    )
     whole = Verification()
     with Workers(len(os.sched_getaffinity(0)) if rows > MANY_BYTES else 1) as workers:
         for done, found in enumerate(workers.map(partial(_verified, out), parts), start=1):
             whole.figures += found.figures
-            whole.differences += [line for line in found.differences if line not in whole.differences]
+            whole.differences += [
+                line for line in found.differences if line not in whole.differences
+            ]
             whole.remarks += found.remarks
             on_part(done / len(parts))
     return whole
@@ -90,7 +109,9 @@ def _verified(out: Path, check: Callable[..., None]) -> Verification:
 def _made_of(found: Verification, raw: RawFolder) -> None:
     """What all runs have in common: reads, weights, and devices that the validation had."""
     names = (*run_names(raw.root), BASELINE)
-    records = {name: record for name in names if (record := raw.read(RunRecord, name, RECORD)) is not None}
+    records = {
+        name: record for name in names if (record := raw.read(RunRecord, name, RECORD)) is not None
+    }
     first = next(map(made_from, records.values()), {})  # all are of the same reads and weights
     for name, record in records.items():
         own, summary = made_from(record), raw.read(RunSummary, name, SUMMARY)
@@ -109,18 +130,33 @@ def _report(found: Verification, raw: RawFolder, asked: str | None = None) -> No
     shipped = load_profile(name) if name in profile_names() else None
     wanted = load_profile(asked) if asked else began if began and began.name == name else shipped
     if wanted is None:
-        found.wrong(f"profile {name}: neither what the validation began with nor virnuc's own; name it: --profile FILE")
+        found.wrong(
+            f"profile {name}: neither what the validation began with nor virnuc's own; name it: --profile FILE"
+        )
     else:
         found.same("profile", report.profile, wanted)
     if shipped not in (None, wanted):
         found.remarks.append(f"profile {name}: not virnuc's own of this name")
     fresh = build.build_report(out, report.profile)
-    if fresh.approval and fresh.approval.reviewer and not (report.approval and report.approval.reviewer):
-        found.remarks.append("a reviewer has answered since this report was made; virnuc report DIR shows the answer")
-        evidence = {name: file for name, file in fresh.evidence.items() if Path(name).name != build.APPROVAL}
-        fresh = fresh.model_copy(update={"approval": report.approval, "evidence": evidence})  # changes no number
+    if (
+        fresh.approval
+        and fresh.approval.reviewer
+        and not (report.approval and report.approval.reviewer)
+    ):
+        found.remarks.append(
+            "a reviewer has answered since this report was made; virnuc report DIR shows the answer"
+        )
+        evidence = {
+            name: file for name, file in fresh.evidence.items() if Path(name).name != build.APPROVAL
+        }
+        fresh = fresh.model_copy(
+            update={"approval": report.approval, "evidence": evidence}
+        )  # changes no number
     found.same("", report, fresh)
-    told, whole = raw.read(ComparisonFile, COMPARISON), [run.name for run in fresh.runs if not run.stopped_at_limit]
+    told, whole = (
+        raw.read(ComparisonFile, COMPARISON),
+        [run.name for run in fresh.runs if not run.stopped_at_limit],
+    )
     compared = [[one.a, one.b, one.tolerance] for one in told.comparisons] if told else []
     tolerance = (began or report.profile).score_tolerance
     found.same(f"{COMPARISON}: pairs", compared, [[*pair, tolerance] for pair in sides(out, whole)])
@@ -130,7 +166,9 @@ def _report(found: Verification, raw: RawFolder, asked: str | None = None) -> No
             found.wrong(f"report/{form}: missing")
             continue
         pages = [path.read_text(encoding="utf-8", errors="replace"), content]
-        if form.endswith(".html") and f'content="{GENERATOR}"' not in pages[0]:  # another version may draw otherwise
+        if (
+            form.endswith(".html") and f'content="{GENERATOR}"' not in pages[0]
+        ):  # another version may draw otherwise
             pages = [DRAWN.sub("", page) for page in pages]
         said, true = (page.encode().splitlines() for page in pages)
         found.same_lines(f"report/{form}", said, true, "the raw files")
@@ -139,19 +177,33 @@ def _report(found: Verification, raw: RawFolder, asked: str | None = None) -> No
     if (out / build.REGRESSION).is_file() and (entry := build.entry_of(fresh)) is not None:
         kept = read(out / build.REGRESSION, build.RegressionFile)
         found.same(f"{build.REGRESSION}: entry", kept.entry, entry)
-        _history(found, kept, Path((record and record.spec.get("history")) or out.absolute().parent / build.HISTORY))
+        _history(
+            found,
+            kept,
+            Path((record and record.spec.get("history")) or out.absolute().parent / build.HISTORY),
+        )
 
 
 def _history(found: Verification, kept: build.RegressionFile, path: Path) -> None:
     """The runs that this one was held against, and itself, as the history has them."""
     if not path.is_file():
-        found.remarks.append(f"{build.REGRESSION} was not held against the history: {path} is not there")
+        found.remarks.append(
+            f"{build.REGRESSION} was not held against the history: {path} is not there"
+        )
         return
     lines = build.read_history(path)
     for entry in (*kept.history, kept.entry):
         # judged anew, a run keeps its line
-        again = entry.model_dump(include={"criteria_met", "regression_percent"}) if entry is kept.entry else {}
-        same = [line.model_copy(update=again) for line in lines if line.same(entry, ("created", *build.SERIES))]
+        again = (
+            entry.model_dump(include={"criteria_met", "regression_percent"})
+            if entry is kept.entry
+            else {}
+        )
+        same = [
+            line.model_copy(update=again)
+            for line in lines
+            if line.same(entry, ("created", *build.SERIES))
+        ]
         if entry not in same:
             where = f"{build.REGRESSION}: the run of {entry.created} against {path.name}"
             found.same(where, entry, same[0] if same else ABSENT)
@@ -159,29 +211,47 @@ def _history(found: Verification, kept: build.RegressionFile, path: Path) -> Non
 
 def _comparison(found: Verification, raw: RawFolder, said: Comparison) -> None:
     """Two results, held against each other again."""
-    subset, bits, embeddings = said.subset_reads is not None, said.a not in (BASELINE, EXACT), said.a == EXACT
+    subset, bits, embeddings = (
+        said.subset_reads is not None,
+        said.a not in (BASELINE, EXACT),
+        said.a == EXACT,
+    )
     a, b = raw.root / said.a, raw.root / said.b
-    again = compare(a, b, tolerance=said.tolerance, subset_of_a=subset, bits=bits, embeddings=embeddings)
+    again = compare(
+        a, b, tolerance=said.tolerance, subset_of_a=subset, bits=bits, embeddings=embeddings
+    )
     found.same(f"{COMPARISON}: {said.a} and {said.b}", said, again)
 
 
 def verify_results(found: Verification, raw: RawFolder, name: str) -> None:
     """One run's result files: as its summary lists them, and as the shards give them."""
-    summary, run, where = raw.read(RunSummary, name, SUMMARY), RunDir(raw.root / name), f"{name}/{SUMMARY}"
+    summary, run, where = (
+        raw.read(RunSummary, name, SUMMARY),
+        RunDir(raw.root / name),
+        f"{name}/{SUMMARY}",
+    )
     if summary is None:
         return
     _digests(found, run, summary.files)
     if not (run.plan.is_file() and RunDir(raw.root).store.is_file()):
-        found.remarks.append(f"{name}: its result files were not made again: its shards or orfs.h5 are not there")
+        found.remarks.append(
+            f"{name}: its result files were not made again: its shards or orfs.h5 are not there"
+        )
         return
     store, plan = OrfStore.open(RunDir(raw.root).store), read_plan(run)
     scores, failed = read_scores(run)
-    counted = {"shards": len(plan), "n_uniques": plan.bounds[-1], "rows_set_aside": int(failed.sum())}
+    counted = {
+        "shards": len(plan),
+        "n_uniques": plan.bounds[-1],
+        "rows_set_aside": int(failed.sum()),
+    }
     found.as_told(where, summary, counted)
     threshold = THRESHOLD if summary.threshold is None else summary.threshold
     with TemporaryDirectory(prefix="virnuc-verify-") as folder:
         again = RunDir(Path(folder))
-        made = write_results(again, store, scores, failed, threshold=threshold, uncertain=summary.uncertain)
+        made = write_results(
+            again, store, scores, failed, threshold=threshold, uncertain=summary.uncertain
+        )
         for path, fresh in zip(run.tables, again.tables, strict=True):
             if fresh.is_file() and not path.is_file():
                 found.wrong(f"{name}/{path.name}: missing")
@@ -212,21 +282,38 @@ def verify_run(found: Verification, raw: RawFolder, name: str) -> None:
     }
     found.as_told(where, summary, counted)
     for one in attempts:
-        if (one.telemetry or one is only) and (measured := raw.telemetry(name, one.telemetry)) is not None:
+        if (one.telemetry or one is only) and (
+            measured := raw.telemetry(name, one.telemetry)
+        ) is not None:
             _telemetry(found, raw, measured, summary, one, newest=one is attempts[-1])
 
 
 def _telemetry(
-    found: Verification, raw: RawFolder, file: tuple[str, Telemetry], summary: RunSummary, one: Attempt, *, newest: bool
+    found: Verification,
+    raw: RawFolder,
+    file: tuple[str, Telemetry],
+    summary: RunSummary,
+    one: Attempt,
+    *,
+    newest: bool,
 ) -> None:
     """What an attempt's JSON, and of the newest the summary, tell of stages and shards, against what was measured."""
     (name, telemetry), spent_s = file, one.wall_s
     batches, shards, used = telemetry.batches, telemetry.shards, telemetry.samples.utilisation
-    ends = (*(stage.finished_s or 0.0 for stage in telemetry.stages), float(shards.finished_s.max()))
+    ends = (
+        *(stage.finished_s or 0.0 for stage in telemetry.stages),
+        float(shards.finished_s.max()),
+    )
     if spent_s is not None and (last_s := max(ends) - telemetry.origin_s) > spent_s + CLOCK_S:
-        found.wrong(f"{name}: {SUMMARY}: wall_s says {spent_s:.3f}, the last stage ended after {last_s:.3f} s")
+        found.wrong(
+            f"{name}: {SUMMARY}: wall_s says {spent_s:.3f}, the last stage ended after {last_s:.3f} s"
+        )
     if newest and telemetry.stages:
-        found.same(f"{name}: stages of {SUMMARY}", summary.stages, {one.name: one.seconds for one in telemetry.stages})
+        found.same(
+            f"{name}: stages of {SUMMARY}",
+            summary.stages,
+            {one.name: one.seconds for one in telemetry.stages},
+        )
     done = summary.shards_computed
     counted = {
         "shards_computed": len(shards) if newest else None,
@@ -247,8 +334,12 @@ def _telemetry(
     beside = Path(name).with_suffix(".json").as_posix()
     said = read(raw.root / beside, TelemetryFile)
     reads, wall_s = said.summary.total_sequences, said.summary.wall_s
-    hourly = (summary if newest else said.summary).sequences_per_hour  # it may have been whole until a shard was lost
-    again = telemetry_file(telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s, sequences_per_hour=hourly)
+    hourly = (
+        summary if newest else said.summary
+    ).sequences_per_hour  # it may have been whole until a shard was lost
+    again = telemetry_file(
+        telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s, sequences_per_hour=hourly
+    )
     found.same(beside, said, again)
     found.as_told(f"{name}: {SUMMARY}", summary, {"n_reads": reads})
     if spent_s is not None:
@@ -263,19 +354,31 @@ def verify_baseline(found: Verification, raw: RawFolder) -> None:
     if summary is None or summary.measured_s is None:
         return
     _digests(found, RunDir(raw.root / BASELINE), summary.files)
-    whole = summary.measured_s if summary.subset is None or summary.wall_s is None else summary.wall_s
+    whole = (
+        summary.measured_s if summary.subset is None or summary.wall_s is None else summary.wall_s
+    )
     found.as_told(where, summary, {"wall_s": whole})
     spent, spent_measured = sum(summary.stages.values()), sum(summary.measured_stages.values())
-    started_s = max(0.0, summary.measured_s - spent_measured)  # starting processes is paid once, however many the reads
+    started_s = max(
+        0.0, summary.measured_s - spent_measured
+    )  # starting processes is paid once, however many the reads
     if spent and spent_measured and not spent - CLOCK_S <= whole <= spent + started_s + CLOCK_S:
-        found.wrong(f"{where}: {whole:.3f} s is not what its stages add up to ({spent:.3f} s and the start)")
+        found.wrong(
+            f"{where}: {whole:.3f} s is not what its stages add up to ({spent:.3f} s and the start)"
+        )
     if summary.subset is not None and summary.measured_rows and summary.n_rows is not None:
         growth = summary.n_rows / summary.measured_rows
         for stage in (*STAGES[:4], *STAGES[6:]):  # those without a model grow with the rows
             if stage in summary.measured_stages and stage in summary.stages:
-                found.same(f"{where}: stages.{stage}", summary.stages[stage], summary.measured_stages[stage] * growth)
+                found.same(
+                    f"{where}: stages.{stage}",
+                    summary.stages[stage],
+                    summary.measured_stages[stage] * growth,
+                )
     if summary.subset is not None and asked_reads is not None and summary.n_reads is not None:
-        found.same(f"{where}: subset.reads", summary.subset.reads, min(asked_reads, summary.n_reads))
+        found.same(
+            f"{where}: subset.reads", summary.subset.reads, min(asked_reads, summary.n_reads)
+        )
     if (predictions := RunDir(raw.root / BASELINE).predictions).is_file():
         found.as_told(where, summary, {"measured_rows": sum(map(len, result_pieces(predictions)))})
 
@@ -286,12 +389,23 @@ def verify_store(found: Verification, raw: RawFolder) -> None:
         return
     store = OrfStore.open(RunDir(raw.root).store)
     counted = count_store(store)
-    record, baseline = raw.read(ValidationRecord, RECORD), raw.read(BaselineSummary, BASELINE, SUMMARY)
+    record, baseline = (
+        raw.read(ValidationRecord, RECORD),
+        raw.read(BaselineSummary, BASELINE, SUMMARY),
+    )
     if record is not None and "reads" in record.fingerprints:
-        found.same(f"{RECORD}: fingerprint of the reads", record.fingerprints["reads"], store.fingerprint)
-    told = {f"{name}/{SUMMARY}": raw.read(RunSummary, name, SUMMARY) for name in run_names(raw.root)}
+        found.same(
+            f"{RECORD}: fingerprint of the reads", record.fingerprints["reads"], store.fingerprint
+        )
+    told = {
+        f"{name}/{SUMMARY}": raw.read(RunSummary, name, SUMMARY) for name in run_names(raw.root)
+    }
     staging = None if record is None else record.staging
-    for where, said in {**told, f"{RECORD}: staging": staging, f"{BASELINE}/{SUMMARY}": baseline}.items():
+    for where, said in {
+        **told,
+        f"{RECORD}: staging": staging,
+        f"{BASELINE}/{SUMMARY}": baseline,
+    }.items():
         if said is not None:
             found.as_told(where, said, counted)
     predictions = RunDir(raw.root / BASELINE).predictions
@@ -327,19 +441,28 @@ def _make_again(found: Verification, store: OrfStore, record: ValidationRecord |
         again = OrfStore.open(stage(spec, Path(folder, "orfs.h5")).store, check=False)
         found.same("orfs.h5: fingerprint of its reads", store.fingerprint, again.fingerprint)
         if store.fingerprint == again.fingerprint:
-            other = [name for name in COLUMNS if not _equal(getattr(store, name), getattr(again, name))]
+            other = [
+                name for name in COLUMNS if not _equal(getattr(store, name), getattr(again, name))
+            ]
             found.same("orfs.h5: columns that its reads do not give", other, [])
 
 
 def _equal(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
     blocks = (slice(low, low + BLOCK_BYTES) for low in range(0, len(one), BLOCK_BYTES))
-    return len(one) == len(other) and all(np.array_equal(one[block], other[block]) for block in blocks)
+    return len(one) == len(other) and all(
+        np.array_equal(one[block], other[block]) for block in blocks
+    )
 
 
 def count_store(store: OrfStore) -> dict[str, int]:
     """What a store holds, by the names of summaries and staging; tokens are ESM-2's, start and end included."""
     lengths, flags = np.diff(store.protein_offsets), np.asarray(store.read_flags)
-    bits = {"empty": EMPTY, "duplicate_ids": DUPLICATE_ID, "ambiguous": AMBIGUOUS, "short_for_model": SHORT_FOR_MODEL}
+    bits = {
+        "empty": EMPTY,
+        "duplicate_ids": DUPLICATE_ID,
+        "ambiguous": AMBIGUOUS,
+        "short_for_model": SHORT_FOR_MODEL,
+    }
     return {
         "reads": len(flags),
         **{name: int(((flags & bit) > 0).sum()) for name, bit in bits.items()},
@@ -355,7 +478,9 @@ def count_store(store: OrfStore) -> dict[str, int]:
 def baseline_tokens(store: OrfStore, predictions: Path, reads: int, seed: int) -> int:
     """ESM-2 tokens of the rows of so many reads, drawn by `seed`. Errors: `InputError` for `predictions` of others."""
     drawn = np.zeros(store.n_reads, dtype=np.bool_)
-    drawn[choose_reads(store.n_reads, reads, seed)] = True  # drawn again: ids may stand twice, as those of mates do
+    drawn[choose_reads(store.n_reads, reads, seed)] = (
+        True  # drawn again: ids may stand twice, as those of mates do
+    )
     chosen = np.flatnonzero(drawn[np.asarray(store.row_read)])
     ids = [store.row_ids(row, row + 1, original=True)[0] for row in chosen.tolist()]
     if load_results(predictions)["id"].tolist() != ids:
@@ -383,7 +508,9 @@ def verify_overhead(found: Verification, raw: RawFolder) -> None:
             parts = [part for file in files if (part := raw.telemetry(run, file.name)) is not None]
             tokens = sum(float(part.batches.tokens.sum()) for _, part in parts)
             if pair.of == "models":
-                told_s = (read((raw.root / name).with_suffix(".json"), TelemetryFile) for name, _ in parts)
+                told_s = (
+                    read((raw.root / name).with_suffix(".json"), TelemetryFile) for name, _ in parts
+                )
                 spans.append(sum(one.summary.wall_s for one in told_s))
             else:
                 spans.append(sum(committed_span_s(part.batches, part.shards) for _, part in parts))

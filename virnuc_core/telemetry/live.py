@@ -19,11 +19,20 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from virnuc_core.config import OnShare
 from virnuc_core.telemetry.statistics import known
-from virnuc_core.telemetry.tables import OVERLAPPED, STAGES, DeviceSample, HostSample, ShardDone, StageTime
+from virnuc_core.telemetry.tables import (
+    OVERLAPPED,
+    STAGES,
+    DeviceSample,
+    HostSample,
+    ShardDone,
+    StageTime,
+)
 
 log = logging.getLogger(__name__)
 
-CHILDREN_EVERY: Final = 10  # samples between two looks for new child processes: the look reads every process
+CHILDREN_EVERY: Final = (
+    10  # samples between two looks for new child processes: the look reads every process
+)
 PLAIN_EVERY_S: Final = 10.0
 CALLBACK_EVERY_S: Final = 5.0
 WIDE: Final = 100  # columns of a terminal that has room for the packing, too
@@ -54,7 +63,9 @@ def nvml_reader(devices: Sequence[str]) -> Reader | None:
     def read(device: str, time_s: float) -> DeviceSample:
         gpu = opened[device]
         told = gpu.gpu_utilization(), gpu.memory_used(), gpu.power_usage() / 1000, gpu.temperature()
-        return DeviceSample(time_s, device, *(known(float(one)) for one in told))  # what is not told is NaN to nvitop
+        return DeviceSample(
+            time_s, device, *(known(float(one)) for one in told)
+        )  # what is not told is NaN to nvitop
 
     return read
 
@@ -63,7 +74,12 @@ class Sampler:
     """Background thread that reads devices and host every `every_s` while the `with` block lasts."""
 
     def __init__(
-        self, devices: Sequence[str], *, every_s: float = 0.5, note: Note = lambda *_: None, read: Reader | None = None
+        self,
+        devices: Sequence[str],
+        *,
+        every_s: float = 0.5,
+        note: Note = lambda *_: None,
+        read: Reader | None = None,
     ) -> None:
         """`note` hears every sample at once; `read`: of devices elsewhere."""
         self.devices, self._every_s, self._note = tuple(devices), every_s, note
@@ -84,7 +100,11 @@ class Sampler:
             except Exception as error:  # noqa: BLE001  a driver may fail in any way; the run must not
                 self.latest[device] = DeviceSample(now, device)
                 if not self._failed:
-                    log.warning("reading %s failed (%s): its numbers are unknown at that moment", device, error)
+                    log.warning(
+                        "reading %s failed (%s): its numbers are unknown at that moment",
+                        device,
+                        error,
+                    )
                 self._failed = True
         self._note(*self.latest.values(), self.host(now))
 
@@ -125,12 +145,18 @@ class InferenceProgressReporter:
     line in the log every `PLAIN_EVERY_S`. `on_progress` hears the share that is done at most every `CALLBACK_EVERY_S`
     and once at the end. `already_done`: by an earlier run, so that it says nothing of this one's speed."""
 
-    def __init__(self, total_sequences: int, monitor: Sampler, on_progress: OnShare, *, already_done: int = 0) -> None:
+    def __init__(
+        self, total_sequences: int, monitor: Sampler, on_progress: OnShare, *, already_done: int = 0
+    ) -> None:
         self._total, self._monitor, self._on_progress = total_sequences, monitor, on_progress
         self._console = shared_console()
         self._first = self._done = already_done
-        self._totals = defaultdict[str, Counter[str]](Counter)  # by device: rows, tokens and slots of this run
-        self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = time.monotonic()
+        self._totals = defaultdict[str, Counter[str]](
+            Counter
+        )  # by device: rows, tokens and slots of this run
+        self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = (
+            time.monotonic()
+        )
         self._bars: Progress | None = None
         self._cell: Any = None  # of a notebook, that shows the bars
 
@@ -138,17 +164,33 @@ class InferenceProgressReporter:
         if self._console.is_interactive or self._console.is_jupyter:
             devices = self._monitor.devices
             on_gpu = any(device.startswith(GPU_UUIDS) for device in devices)
-            words = ["count", "tokens", *["gpu"] * on_gpu, *["pack"] * (self._console.width >= WIDE), "eta"]
+            words = [
+                "count",
+                "tokens",
+                *["gpu"] * on_gpu,
+                *["pack"] * (self._console.width >= WIDE),
+                "eta",
+            ]
             units = {"gpu": " GPU", "pack": " pack"}
-            columns = [TextColumn(f"{{task.fields[{w}]}}{units.get(w, '')}", justify="right") for w in words]
-            bar = (BarColumn(bar_width=None), TaskProgressColumn(show_speed=False))  # as wide as the words leave it
+            columns = [
+                TextColumn(f"{{task.fields[{w}]}}{units.get(w, '')}", justify="right")
+                for w in words
+            ]
+            bar = (
+                BarColumn(bar_width=None),
+                TaskProgressColumn(show_speed=False),
+            )  # as wide as the words leave it
             name = TextColumn("[bold blue]{task.description}")
             self._bars = Progress(name, *bar, *columns, console=self._console, expand=True)
             for device in devices if len(devices) > 1 else ():
-                self._bars.add_task(device[:12], total=None, devices=(device,), **self.progress(device))
+                self._bars.add_task(
+                    device[:12], total=None, devices=(device,), **self.progress(device)
+                )
             self._bars.add_task(TITLE, total=self._total, devices=(), **self.progress())
             if self._console.is_jupyter:  # without widgets, which rich would ask for
-                self._cell = importlib.import_module("IPython.display").display(self._bars, display_id=True)
+                self._cell = importlib.import_module("IPython.display").display(
+                    self._bars, display_id=True
+                )
             else:
                 self._bars.start()
         return self
@@ -167,14 +209,26 @@ class InferenceProgressReporter:
     @property
     def eta(self) -> str:
         """The time left at this run's speed since its first batch; `--:--` before anything is done."""
-        elapsed, made, left = time.monotonic() - self._began_s, self._done - self._first, self._total - self._done
-        return clock_text(elapsed * max(0, left) / max(1, made)) if left <= 0 or (made > 0 and elapsed > 0) else "--:--"
+        elapsed, made, left = (
+            time.monotonic() - self._began_s,
+            self._done - self._first,
+            self._total - self._done,
+        )
+        return (
+            clock_text(elapsed * max(0, left) / max(1, made))
+            if left <= 0 or (made > 0 and elapsed > 0)
+            else "--:--"
+        )
 
     def update(self, shard: ShardDone) -> None:
         """Count a committed shard, and show it when it is time."""
         if self._done == self._first:  # what came before the first batch was not embedding
-            self._began_s = min((batch.launched_s for batch in shard.batches), default=self._began_s)
-        tokens, slots = (sum(getattr(batch, what) for batch in shard.batches) for what in ("tokens", "slots"))
+            self._began_s = min(
+                (batch.launched_s for batch in shard.batches), default=self._began_s
+            )
+        tokens, slots = (
+            sum(getattr(batch, what) for batch in shard.batches) for what in ("tokens", "slots")
+        )
         self._totals[shard.device].update(rows=shard.rows, tokens=tokens, slots=slots)
         self._done, now = self._done + shard.rows, time.monotonic()
         if self._bars is not None or now - self._last_plain_s >= PLAIN_EVERY_S:
@@ -187,8 +241,12 @@ class InferenceProgressReporter:
     def progress(self, *devices: str) -> dict[str, Any]:
         """What is shown of `devices`, or of all: rows done so far, and the rest in words."""
         names, elapsed = devices or self._monitor.devices, time.monotonic() - self._began_s
-        rows, tokens, slots = (sum(self._totals[name][what] for name in names) for what in ("rows", "tokens", "slots"))
-        newest = (self._monitor.latest[name].utilisation for name in names if name in self._monitor.latest)
+        rows, tokens, slots = (
+            sum(self._totals[name][what] for name in names) for what in ("rows", "tokens", "slots")
+        )
+        newest = (
+            self._monitor.latest[name].utilisation for name in names if name in self._monitor.latest
+        )
         told = [used for used in newest if used is not None]
         return {
             "completed": rows if devices else self._done,
@@ -235,9 +293,16 @@ def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
         else:
             share = f" ({100 * one.seconds / total_s:.1f} %)" if total_s > 0 else ""
             texts[one.name] = f"{one.seconds:.1f} s{share}"
-    told = (f"Stage {n}: {name} ".ljust(34, ".") + f"  {texts[name]}" for n, name in enumerate(STAGES, start=1))
+    told = (
+        f"Stage {n}: {name} ".ljust(34, ".") + f"  {texts[name]}"
+        for n, name in enumerate(STAGES, start=1)
+    )
     total = f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)"
-    others = [one for one in stages if one.name not in STAGES and one.seconds and one.seconds >= LEAST_SHOWN_S]
+    others = [
+        one
+        for one in stages
+        if one.name not in STAGES and one.seconds and one.seconds >= LEAST_SHOWN_S
+    ]
     shown = (f"{one.name} {'-' * (one.name == OVERLAPPED)}{one.seconds:.1f} s" for one in others)
     rest = ["The rest: " + ", ".join(shown)] if others else []
     return "\n".join([RULE, "PIPELINE SUMMARY", RULE, *told, total, *rest, RULE])

@@ -22,12 +22,25 @@ from virnuc_core.errors import InputError
 from virnuc_core.rundir import whole_hdf5
 from virnuc_core.runfiles import Attempt, Positive, RunFile, write
 from virnuc_core.telemetry import statistics
-from virnuc_core.telemetry.tables import ENCODERS, BatchRecord, DeviceSample, Encoder, HostSample, ShardDone, StageTime
+from virnuc_core.telemetry.tables import (
+    ENCODERS,
+    BatchRecord,
+    DeviceSample,
+    Encoder,
+    HostSample,
+    ShardDone,
+    StageTime,
+)
 
 log = logging.getLogger(__name__)
 
 JSON_BATCHES: Final = 20_000
-TABLES: Final = {"batches": BatchRecord, "samples": DeviceSample, "host": HostSample, "shards": ShardDone}
+TABLES: Final = {
+    "batches": BatchRecord,
+    "samples": DeviceSample,
+    "host": HostSample,
+    "shards": ShardDone,
+}
 
 Numbers = dict[str, float | None]
 Noted = ShardDone | DeviceSample | HostSample | str
@@ -67,8 +80,13 @@ class Telemetry:
             "avg_packing_efficiency": whole.packing_efficiency,
             "min_packing_efficiency": whole.min_packing_efficiency,
             "batches_below_threshold": whole.batches_below_threshold,
-            **{f"pct_{state}": 100.0 * shares[state] if shares else None for state in statistics.QUEUE_STATES},
-            "pct_waiting_over_1ms": None if whole.waiting_share is None else 100.0 * whole.waiting_share,
+            **{
+                f"pct_{state}": 100.0 * shares[state] if shares else None
+                for state in statistics.QUEUE_STATES
+            },
+            "pct_waiting_over_1ms": None
+            if whole.waiting_share is None
+            else 100.0 * whole.waiting_share,
         }
 
     def get_average_packing_efficiency(self) -> float | None:
@@ -84,7 +102,9 @@ class Telemetry:
 
 
 @contextmanager
-def journal(path: Path, origin_s: float, started: datetime, devices: Sequence[str]) -> Iterator[Callable[..., None]]:
+def journal(
+    path: Path, origin_s: float, started: datetime, devices: Sequence[str]
+) -> Iterator[Callable[..., None]]:
     """What adds records to the file in which an attempt's measurements survive it: after a line with its start and
     devices, one for each sample, shard and death of a worker."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,11 +137,19 @@ def read_journal(path: Path) -> tuple[Telemetry, float, tuple[str, ...]] | None:
     return measured, last_s - origin_s, tuple(deaths)
 
 
-def ended(attempt: Attempt, measured: Telemetry, wall_s: float, deaths: Sequence[str], written: Path | None) -> Attempt:
+def ended(
+    attempt: Attempt,
+    measured: Telemetry,
+    wall_s: float,
+    deaths: Sequence[str],
+    written: Path | None,
+) -> Attempt:
     """An attempt with what was measured of it, in the telemetry file `written`, if anything was computed."""
     worked_s = statistics.committed_span_s(measured.batches, measured.shards)
     told = {"wall_s": wall_s, "worked_s": min(worked_s, wall_s), "shards": len(measured.shards)}
-    return attempt.model_copy(update={**told, "deaths": tuple(deaths), "telemetry": written and written.name})
+    return attempt.model_copy(
+        update={**told, "deaths": tuple(deaths), "telemetry": written and written.name}
+    )
 
 
 class TelemetrySummary(RunFile):
@@ -130,7 +158,9 @@ class TelemetrySummary(RunFile):
     started: str
     wall_s: float
     total_sequences: int
-    sequences_per_hour: float | None  # reads over the whole time, as in summary.json; None of a part of a run
+    sequences_per_hour: (
+        float | None
+    )  # reads over the whole time, as in summary.json; None of a part of a run
     throughput: Numbers
     dataloader: Numbers
     encoders: dict[Encoder, statistics.BatchMetrics]
@@ -155,10 +185,18 @@ class TelemetryFile(RunFile):
 
 
 def telemetry_file(
-    measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float = 30.0, sequences_per_hour: float | None = None
+    measured: Telemetry,
+    *,
+    n_reads: int,
+    wall_s: float,
+    window_s: float = 30.0,
+    sequences_per_hour: float | None = None,
 ) -> TelemetryFile:
     """The content of the JSON file of a run of `n_reads` reads that took `wall_s`."""
-    span, busy = statistics.embedding_span(measured.batches), statistics.device_busy(measured.shards)
+    span, busy = (
+        statistics.embedding_span(measured.batches),
+        statistics.device_busy(measured.shards),
+    )
     devices, table = measured.samples.device.cat.categories, batch_frame(measured)
     summary = TelemetrySummary(
         started=measured.started,
@@ -168,7 +206,9 @@ def telemetry_file(
         throughput=measured.get_throughput(),
         dataloader=measured.get_dataloader_statistics(),
         encoders=statistics.by_encoder(measured.batches),
-        gpus={device: statistics.device_usage(measured.samples, device, span) for device in devices},
+        gpus={
+            device: statistics.device_usage(measured.samples, device, span) for device in devices
+        },
         host=statistics.host_usage(measured.host),
         devices=busy,
         device_time_spread=statistics.device_time_spread(busy),
@@ -184,7 +224,11 @@ def telemetry_file(
         per_batch_metrics_every=every,
         batches=len(table),
         per_batch_metrics=tuple(  # numbers short, unknown as null
-            {str(k): known(float(f"{v:.7g}")) if isinstance(v, float) else v for k, v in row.items()} for row in chosen
+            {
+                str(k): known(float(f"{v:.7g}")) if isinstance(v, float) else v
+                for k, v in row.items()
+            }
+            for row in chosen
         ),
     )
 
@@ -192,8 +236,13 @@ def telemetry_file(
 def batch_frame(measured: Telemetry) -> pd.DataFrame:
     """One row a batch, under the names of the HDF5 file."""
     table, samples = measured.batches, measured.samples
-    seconds, packed = (table.device_ms / 1000.0).where(table.device_ms > 0), statistics.packing(table)
-    used = pd.Series(np.nan, index=table.index)  # by the newest sample taken at the launch, else by the next
+    seconds, packed = (
+        (table.device_ms / 1000.0).where(table.device_ms > 0),
+        statistics.packing(table),
+    )
+    used = pd.Series(
+        np.nan, index=table.index
+    )  # by the newest sample taken at the launch, else by the next
     for device, own in samples.groupby("device", observed=True):
         mine = table.device == device
         place = np.searchsorted(own.time_s, table.launched_s[mine], side="right") - 1
@@ -219,7 +268,11 @@ def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
     path = next(path for name in names if not (path := folder / f"{name}.json").exists())
     content = telemetry_file(measured, **told)
     with whole_hdf5(path.with_suffix(".h5")) as file:
-        file.attrs.update(schema_version=content.schema_version, origin_s=measured.origin_s, started=measured.started)
+        file.attrs.update(
+            schema_version=content.schema_version,
+            origin_s=measured.origin_s,
+            started=measured.started,
+        )
         _write_table(file, batch_frame(measured))
         for name in ("samples", "host", "shards"):
             _write_table(file.create_group(name), getattr(measured, name))
@@ -227,7 +280,11 @@ def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
         for field in fields(StageTime):
             values = [getattr(stage, field.name) for stage in measured.stages]
             number = field.type == float | None  # in which None becomes NaN
-            stages[field.name] = np.array(values, float) if number else np.array([one or "" for one in values], "S64")
+            stages[field.name] = (
+                np.array(values, float)
+                if number
+                else np.array([one or "" for one in values], "S64")
+            )
     for alarm in content.summary.alarms:
         log.warning("%s", alarm)
     return write(path, content)
@@ -235,7 +292,9 @@ def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
 
 def _write_table(group: h5py.Group, table: pd.DataFrame) -> None:
     """Each column as a dataset: categories as codes; the devices that those of `device` stand for as an attribute."""
-    group.attrs["devices"] = json.dumps(list(table.device.cat.categories) if "device" in table else [])
+    group.attrs["devices"] = json.dumps(
+        list(table.device.cat.categories) if "device" in table else []
+    )
     options = {"compression": "gzip", "shuffle": True} if len(table) > 64 else {}
     for name, column in table.items():
         values = column.cat.codes if isinstance(column.dtype, pd.CategoricalDtype) else column
@@ -246,7 +305,9 @@ def read_telemetry(path: Path) -> Telemetry:
     """Read `telemetry_<time>.h5` back; `InputError` names the file and what is wrong with it."""
     try:
         with h5py.File(path, "r") as file:
-            tables = {name: _read_table(file.get(name, file), kind) for name, kind in TABLES.items()}  # or at the root
+            tables = {
+                name: _read_table(file.get(name, file), kind) for name, kind in TABLES.items()
+            }  # or at the root
             columns = [file["stages"][field.name][:].tolist() for field in fields(StageTime)]
             stages = tuple(StageTime(*map(_told, stage)) for stage in zip(*columns, strict=True))
             started, origin_s = str(file.attrs["started"]), float(file.attrs["origin_s"])
@@ -262,12 +323,16 @@ def _told(value: Any) -> Any:
 
 def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
     categories = {"device": json.loads(group.attrs["devices"]), "encoder": ENCODERS}
-    columns: dict[str, Any] = {field.name: group[field.name][:] for field in fields(kind) if field.name != "batches"}
+    columns: dict[str, Any] = {
+        field.name: group[field.name][:] for field in fields(kind) if field.name != "batches"
+    }
     for name in categories.keys() & columns.keys():
         columns[name] = pd.Categorical.from_codes(columns[name], categories[name])
     whole = {field.name for field in fields(kind) if field.type is int}
     for name in columns.keys() - categories.keys():
-        if len(columns[name]) and columns[name].dtype.kind not in ("iu" if name in whole else "iuf"):
+        if len(columns[name]) and columns[name].dtype.kind not in (
+            "iu" if name in whole else "iuf"
+        ):
             raise TypeError(f"{name}: not {'whole ' * (name in whole)}numbers")
     return pd.DataFrame(columns)
 
@@ -288,5 +353,7 @@ def latest(folder: Path) -> Path:
     """The newest `telemetry_<time>.h5` in a run directory or its `telemetry/`; `InputError` when there is none."""
     found = sorted([*folder.glob("telemetry_*.h5"), *(folder / "telemetry").glob("telemetry_*.h5")])
     if not found:
-        raise InputError("no telemetry_<time>.h5 here; give a run directory or the file itself", file=folder)
+        raise InputError(
+            "no telemetry_<time>.h5 here; give a run directory or the file itself", file=folder
+        )
     return found[-1]

@@ -13,9 +13,22 @@ import numpy as np
 import pandas as pd
 
 from virnuc_core.runfiles import RunFile
-from virnuc_core.telemetry.tables import ENCODERS, BatchRecord, DeviceSample, Encoder, HostSample, ShardDone, Span
+from virnuc_core.telemetry.tables import (
+    ENCODERS,
+    BatchRecord,
+    DeviceSample,
+    Encoder,
+    HostSample,
+    ShardDone,
+    Span,
+)
 
-ORDER: Final = {BatchRecord: "launched_s", DeviceSample: "time_s", HostSample: "time_s", ShardDone: "finished_s"}
+ORDER: Final = {
+    BatchRecord: "launched_s",
+    DeviceSample: "time_s",
+    HostSample: "time_s",
+    ShardDone: "finished_s",
+}
 QUEUE_STATES: Final = ("full", "normal", "starved")
 FULL_BELOW_MS: Final = 1.0
 STARVED_ABOVE_MS: Final = 50.0
@@ -31,9 +44,19 @@ def frame(kind: type[Any], records: Iterable[Any], devices: Sequence[str] = ()) 
     """The table of records of one kind, in the order of their times; `devices` stand first among its devices."""
     rows = sorted(records, key=attrgetter(ORDER[kind]))
     names = list(dict.fromkeys([*devices, *(row.device for row in rows if hasattr(row, "device"))]))
-    types: dict[Any, Any] = {int: "int64", str: pd.CategoricalDtype(names), Encoder: pd.CategoricalDtype([*ENCODERS])}
-    columns = {field.name: types.get(field.type, "float64") for field in fields(kind) if field.name != "batches"}
-    return pd.DataFrame({name: pd.Series([getattr(r, name) for r in rows], dtype=t) for name, t in columns.items()})
+    types: dict[Any, Any] = {
+        int: "int64",
+        str: pd.CategoricalDtype(names),
+        Encoder: pd.CategoricalDtype([*ENCODERS]),
+    }
+    columns = {
+        field.name: types.get(field.type, "float64")
+        for field in fields(kind)
+        if field.name != "batches"
+    }
+    return pd.DataFrame(
+        {name: pd.Series([getattr(r, name) for r in rows], dtype=t) for name, t in columns.items()}
+    )
 
 
 def known(value: float) -> float | None:
@@ -106,7 +129,9 @@ def _counts(batches: pd.DataFrame, counting: Encoder) -> BatchCounts:
         **_figures(BatchCounts, batches),
         batches=len(batches),
         rows=int(batches.rows[batches.encoder == counting].sum()),
-        packing_efficiency=batches.tokens.sum() / batches.slots.sum() if batches.slots.any() else None,
+        packing_efficiency=batches.tokens.sum() / batches.slots.sum()
+        if batches.slots.any()
+        else None,
     )
 
 
@@ -125,7 +150,9 @@ def batch_metrics(batches: pd.DataFrame, counting: Encoder = "esm2") -> BatchMet
         min_packing_efficiency=known(packed.min()),
         batches_below_threshold=int((packed < LOW_PACKING).sum()),
         p95_wait_ms=known(float(waits.quantile(0.95))),
-        queue=QueueShares(**queue_state(batches).value_counts(normalize=True)) if counts.batches else None,
+        queue=QueueShares(**queue_state(batches).value_counts(normalize=True))
+        if counts.batches
+        else None,
         waiting_share=known(float((waits > FULL_BELOW_MS).mean())),
         device_s=known(batches.device_ms.sum(min_count=1) / 1000.0),
         span_s=span_s,
@@ -148,7 +175,9 @@ class Window(BatchCounts):
     end_s: float
     tokens_per_s: float | None  # None: no time passed
     starved: int
-    gpu_util: dict[str, float]  # device -> mean; only devices with samples in the window, where samples were given
+    gpu_util: dict[
+        str, float
+    ]  # device -> mean; only devices with samples in the window, where samples were given
 
 
 def windows(
@@ -157,7 +186,9 @@ def windows(
     """Cut the run into windows of `window_s` from `origin_s`; a batch belongs to the window it was launched in. The
     first begins with the first launch, the last ends with the last finish. Empty windows in a row become one."""
     began, ended = embedding_span(batches) or (origin_s, origin_s)
-    launched = dict([*batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64"))])
+    launched = dict(
+        [*batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64"))]
+    )
     bounds = sorted({bound for number in launched for bound in (number, number + 1)})
     found = []
     for first, end in pairwise(bounds):
@@ -165,11 +196,23 @@ def windows(
         start_s = began - origin_s if first == bounds[0] else first * window_s
         end_s = ended - origin_s if end == bounds[-1] else end * window_s
         counts = _counts(own, "esm2")
-        inside = None if samples is None else samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
-        used = {} if inside is None else inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
-        rate = counts.tokens / (end_s - start_s) if end_s - start_s > 1e-9 else None  # less is no time to any clock
+        inside = (
+            None
+            if samples is None
+            else samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
+        )
+        used = (
+            {}
+            if inside is None
+            else inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
+        )
+        rate = (
+            counts.tokens / (end_s - start_s) if end_s - start_s > 1e-9 else None
+        )  # less is no time to any clock
         told = {"start_s": start_s, "end_s": end_s, "tokens_per_s": rate, "gpu_util": used}
-        found.append(Window(**dict(counts), **told, starved=int((own.wait_ms > STARVED_ABOVE_MS).sum())))
+        found.append(
+            Window(**dict(counts), **told, starved=int((own.wait_ms > STARVED_ABOVE_MS).sum()))
+        )
     return tuple(found)
 
 
@@ -183,7 +226,9 @@ class DeviceBusy(RunFile):
     esm2_s: Annotated[float, "esm2_s", "sum"]
     head_s: Annotated[float, "head_s", "sum"]
     commit_s: Annotated[float, "commit_s", "sum"]
-    allocated_peak_bytes: Annotated[float | None, "allocated_bytes", "max"]  # by torch, on it; None on a CPU
+    allocated_peak_bytes: Annotated[
+        float | None, "allocated_bytes", "max"
+    ]  # by torch, on it; None on a CPU
     busy_s: float  # of compute
 
 
@@ -241,7 +286,9 @@ def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -
     """What the samples within `span`, or all of them, say of one device."""
     own = samples[(samples.device == device) & samples.time_s.between(*(span or (-np.inf, np.inf)))]
     metered = own[own.power_w.notna()]
-    energy_kwh = np.trapezoid(metered.power_w, metered.time_s) / JOULES_PER_KWH if len(metered) > 1 else None
+    energy_kwh = (
+        np.trapezoid(metered.power_w, metered.time_s) / JOULES_PER_KWH if len(metered) > 1 else None
+    )
     return DeviceUsage(**_figures(DeviceUsage, own), device=device, energy_kwh=energy_kwh)
 
 
@@ -266,5 +313,7 @@ def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[str, ...]:
     means = told.groupby("device", observed=True).utilisation.mean()
     if len(means) and means.max() - means.min() > IMBALANCE_POINTS:
         high = f"of {means.idxmax()} {means.max():.1f} %"
-        found.append(f"gpu utilisation of {means.idxmin()} is {means.min():.1f} %, {high}: uneven load")
+        found.append(
+            f"gpu utilisation of {means.idxmin()} is {means.min():.1f} %, {high}: uneven load"
+        )
     return tuple(found)

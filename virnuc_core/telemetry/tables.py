@@ -19,8 +19,12 @@ Stage = Literal[
 ENCODERS: Final[tuple[Encoder, ...]] = get_args(Encoder)
 STAGES: Final[tuple[str, ...]] = get_args(Stage)
 GPU_STAGES: Final = dict(zip(ENCODERS, STAGES[4:6], strict=True))
-START_UP: Final = tuple(f"Start-up: {part}" for part in ("command", "import", "weights", "kernels", "first batch"))
-OVERLAPPED: Final = "Overlapped"  # to be taken off: a start-up that passed while the reads were staged
+START_UP: Final = tuple(
+    f"Start-up: {part}" for part in ("command", "import", "weights", "kernels", "first batch")
+)
+OVERLAPPED: Final = (
+    "Overlapped"  # to be taken off: a start-up that passed while the reads were staged
+)
 ROWS: Final = (  # all that takes time: together, less what overlapped, the whole
     *STAGES,
     "Rest of staging",
@@ -71,9 +75,13 @@ class ShardDone:
     head_s: float
     commit_s: float
     batches: tuple[BatchRecord, ...]
-    budget_divisor: int = 1  # above 1: the device could not hold the token budget, and this shard ran on a part of it
+    budget_divisor: int = (
+        1  # above 1: the device could not hold the token budget, and this shard ran on a part of it
+    )
     skipped: int = 0  # rows set aside: they end every worker, or are not finite
-    allocated_bytes: float | None = None  # most that torch has allocated on the device so far; None on a CPU
+    allocated_bytes: float | None = (
+        None  # most that torch has allocated on the device so far; None on a CPU
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,9 @@ class StageClock:
         before = self._stages.get(name, StageTime(name, 0.0))
         moments = [s for s in (before.started_s, before.finished_s, *(span or ())) if s is not None]
         total = (before.seconds or 0.0) + seconds
-        self._stages[name] = StageTime(name, total, None, min(moments, default=None), max(moments, default=None))
+        self._stages[name] = StageTime(
+            name, total, None, min(moments, default=None), max(moments, default=None)
+        )
 
     def fuse(self, name: Stage, into: Stage) -> None:
         """Say that stage `name` is done within `into`."""

@@ -40,7 +40,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory, write_reads: Callable[[Path, int, int], None]) -> OrfStore:
+def store(
+    tmp_path_factory: pytest.TempPathFactory, write_reads: Callable[[Path, int, int], None]
+) -> OrfStore:
     folder = tmp_path_factory.mktemp("store")
     write_reads(folder / "reads.fa", 160, 5)
     stage(StageSpec(reads=(str(folder / "reads.fa"),)), folder / "orfs.h5")

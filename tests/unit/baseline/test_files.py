@@ -38,7 +38,9 @@ def test_sorted_batches_hold_each_row_once_within_the_padded_budget(sizes: list[
         longest = sizes[batch[-1]] + 1
         assert longest * len(batch) <= 400 or len(batch) == 1
         widened = max(longest, sizes[following[0]] + 1)
-        assert widened * (len(batch) + 1) > 400, "the batch was closed although the next row would have fitted"
+        assert widened * (len(batch) + 1) > 400, (
+            "the batch was closed although the next row would have fitted"
+        )
 
 
 @given(lengths)
@@ -61,7 +63,9 @@ def test_the_budget_counts_one_token_more_than_residues() -> None:
 
 def test_dna_tokens_are_guessed_as_v1_does() -> None:
     estimated_batches = BATCHES["v1", "dnabert_s"]
-    assert estimated_batches([500] * 24 + [6, 5]) == [[*range(24), 24, 25]]  # 24 times 85, 3 and 2 are 2,045 tokens
+    assert estimated_batches([500] * 24 + [6, 5]) == [
+        [*range(24), 24, 25]
+    ]  # 24 times 85, 3 and 2 are 2,045 tokens
     assert estimated_batches([500] * 24 + [36, 6]) == [[*range(24), 24], [25]]  # 8 and 3 were 2,051
 
 
@@ -74,7 +78,9 @@ def test_files_go_largest_first_to_the_least_loaded(sizes: list[int], devices: i
     loads = [sum(sizes[i] for i in share) for share in plan]
     for share, load in zip(plan, loads, strict=True):
         if share:
-            assert load - sizes[share[-1]] <= min(loads), "the last file went to a device that was not the least loaded"
+            assert load - sizes[share[-1]] <= min(loads), (
+                "the last file went to a device that was not the least loaded"
+            )
 
 
 @given(st.integers(1, 5_000), st.integers(1, 300), st.integers(0, 3))
@@ -92,8 +98,12 @@ def test_chosen_reads_come_one_from_each_stretch(total: int, wanted: int, seed: 
 
 
 def test_chosen_reads_do_not_follow_a_pattern_of_the_input() -> None:
-    reads = choose_reads(100_000, 10_000, 0)  # mates in turn: a fixed step of ten would see one kind only
-    assert (reads % 2).mean() == pytest.approx(0.5, abs=0.02)  # 4 standard deviations of a fair coin
+    reads = choose_reads(
+        100_000, 10_000, 0
+    )  # mates in turn: a fixed step of ten would see one kind only
+    assert (reads % 2).mean() == pytest.approx(
+        0.5, abs=0.02
+    )  # 4 standard deviations of a fair coin
 
 
 def test_cut() -> None:
@@ -101,15 +111,26 @@ def test_cut() -> None:
     assert list(cut(0, 10)) == []
 
 
-@given(st.lists(st.tuples(st.text("abZ9_.|é-", min_size=1), st.text("ACGTN").map(str.encode)), max_size=20))
-def test_fasta_has_two_lines_a_row(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, bytes]]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.text("abZ9_.|é-", min_size=1), st.text("ACGTN").map(str.encode)), max_size=20
+    )
+)
+def test_fasta_has_two_lines_a_row(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, bytes]]
+) -> None:
     path = tmp_path_factory.mktemp("fasta") / "rows.fa"
     write_fasta(path, [name for name, _ in rows], [sequence for _, sequence in rows])
-    assert path.read_bytes() == b"".join(b">%s\n%s\n" % (name.encode(), sequence) for name, sequence in rows)
+    assert path.read_bytes() == b"".join(
+        b">%s\n%s\n" % (name.encode(), sequence) for name, sequence in rows
+    )
 
 
 def test_merging_joins_dna_first_and_refuses_another_number_of_rows(tmp_path: Path) -> None:
-    dna, protein = np.array([[1.0], [2.0]], dtype=np.float32), np.array([[3.0], [4.0]], dtype=np.float32)
+    dna, protein = (
+        np.array([[1.0], [2.0]], dtype=np.float32),
+        np.array([[3.0], [4.0]], dtype=np.float32),
+    )
     np.save(file_path(tmp_path, "dnabert_s.npy", 1), dna)
     np.save(file_path(tmp_path, "esm2.npy", 1), protein)
     merge_file(tmp_path, 1)

@@ -67,7 +67,9 @@ def test_esm2_is_fair_esms(models: Path) -> None:
     wanted = torch.stack([hidden[i, 1 : 1 + len(p)].mean(0) for i, p in enumerate(PROTEINS)])
     ours = embed_rows(load(models, "esm2", CPU, torch.float32), PROTEINS, [[0, 1, 2, 3, 4]])
     assert wanted.std() > 0.05, "the comparison needs numbers that differ from row to row"
-    torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=0)  # float32, two ways to order the same sums
+    torch.testing.assert_close(
+        ours, wanted, atol=2e-5, rtol=0
+    )  # float32, two ways to order the same sums
 
 
 def slow_dnabert(models: Path, tokens: list[int]) -> Tensor:
@@ -87,10 +89,16 @@ def slow_dnabert(models: Path, tokens: list[int]) -> Tensor:
         qkv = x @ w[f"{p}.qkv.weight"].T + w[f"{p}.qkv.bias"]
         heads = []
         for head in range(shape.heads):
-            q, k, v = (qkv[:, part * shape.width + head * d : part * shape.width + (head + 1) * d] for part in range(3))
+            q, k, v = (
+                qkv[:, part * shape.width + head * d : part * shape.width + (head + 1) * d]
+                for part in range(3)
+            )
             slope = 2.0 ** (-8 * (head + 1) / shape.heads)
             scores = torch.tensor(
-                [[float(q[i] @ k[j]) / math.sqrt(d) - slope * abs(i - j) for j in range(n)] for i in range(n)],
+                [
+                    [float(q[i] @ k[j]) / math.sqrt(d) - slope * abs(i - j) for j in range(n)]
+                    for i in range(n)
+                ],
                 dtype=torch.float64,
             )
             weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
@@ -109,7 +117,9 @@ def test_dnabert_s_is_the_slow_one(models: Path) -> None:
     ours = embed_rows(reader, DNAS, [[0, 1, 2, 3, 4]])
     wanted = [slow_dnabert(models, reader.tokenizer.encode([s])[0].tolist()) for s in DNAS]
     assert torch.stack(wanted).std() > 0.05
-    torch.testing.assert_close(ours.double(), torch.stack(wanted), atol=2e-5, rtol=0)  # float32 against float64
+    torch.testing.assert_close(
+        ours.double(), torch.stack(wanted), atol=2e-5, rtol=0
+    )  # float32 against float64
 
 
 @pytest.mark.parametrize("which", ["esm2", "dnabert_s"])
@@ -118,7 +128,9 @@ def test_padding_changes_nothing(models: Path, which: str) -> None:
     rows = PROTEINS if which == "esm2" else DNAS
     alone = embed_rows(reader, rows, [[row] for row in range(len(rows))])
     together = embed_rows(reader, rows, [[4, 2], [3, 0, 1]])
-    torch.testing.assert_close(together, alone, atol=5e-6, rtol=0)  # float32, other sizes of the same matrix products
+    torch.testing.assert_close(
+        together, alone, atol=5e-6, rtol=0
+    )  # float32, other sizes of the same matrix products
     assert torch.equal(embed_rows(reader, rows, [[4, 2], [3, 0, 1]]), together)
 
 
@@ -136,7 +148,9 @@ def test_head_is_written_out(models: Path) -> None:
     w = {name: read(name).double() for name in shape.tensors()}
     features = torch.randn(5, shape.width, generator=torch.Generator().manual_seed(1))
     x = features.double() @ w["hidden_layer.weight"].T + w["hidden_layer.bias"]
-    x = (x - w["bn1.running_mean"]) / (w["bn1.running_var"] + shape.norm_eps).sqrt() * w["bn1.weight"] + w["bn1.bias"]
+    x = (x - w["bn1.running_mean"]) / (w["bn1.running_var"] + shape.norm_eps).sqrt() * w[
+        "bn1.weight"
+    ] + w["bn1.bias"]
     x = x.clamp(min=0) @ w["output_layer.weight"].T + w["output_layer.bias"]
     wanted = x.exp() / x.exp().sum(-1, keepdim=True)
     ours = plain_scores(placed(read, shape.tensors(), CPU, torch.float32), features, shape.norm_eps)
@@ -156,4 +170,6 @@ def test_half_precision_stays_close_to_single(models: Path, which: str) -> None:
     single = embed_rows(load(models, which, CPU, torch.float32), rows, [[4, 2], [3, 0, 1]])
     assert half.dtype == torch.float32
     assert not torch.equal(half, single)
-    assert torch.cosine_similarity(half, single).min() > 0.9999  # 11 bits of mantissa over two layers
+    assert (
+        torch.cosine_similarity(half, single).min() > 0.9999
+    )  # 11 bits of mantissa over two layers

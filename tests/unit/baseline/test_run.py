@@ -60,9 +60,13 @@ def children() -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="module")
-def vanilla(tmp_path_factory: pytest.TempPathFactory, store: OrfStore, models: Path) -> tuple[RunDir, BaselineSummary]:
+def vanilla(
+    tmp_path_factory: pytest.TempPathFactory, store: OrfStore, models: Path
+) -> tuple[RunDir, BaselineSummary]:
     run, told = RunDir(tmp_path_factory.mktemp("vanilla")), list[float]()
-    summary = run_baseline(run, store.path, models, cores(1), BaselineSpec(name="vanilla"), on_progress=told.append)
+    summary = run_baseline(
+        run, store.path, models, cores(1), BaselineSpec(name="vanilla"), on_progress=told.append
+    )
     assert len(told) > 2, "rows are told while a file is worked on, not only at its end"
     return run, summary
 
@@ -73,7 +77,10 @@ def test_vanilla_is_the_method_row_by_row(
     unique = store.row_unique[:]
     dna, protein = fetch(store.dna, unique), fetch(store.protein, unique)
     rows = {"dnabert_s": dna, "esm2": protein}
-    each = [embed_rows(load(models, op, CPU, torch.float32), s, [[i] for i in range(len(s))]) for op, s in rows.items()]
+    each = [
+        embed_rows(load(models, op, CPU, torch.float32), s, [[i] for i in range(len(s))])
+        for op, s in rows.items()
+    ]
     scores = Head(*open_part(models, HeadShape), CPU).scores(torch.cat(each, dim=1)).numpy()
     written = predictions(vanilla[0])
     assert list(written) == list(dict.fromkeys(store.row_ids(0, store.n_rows, original=True)))
@@ -90,7 +97,11 @@ def test_vanilla_says_what_it_did(vanilla: tuple[RunDir, BaselineSummary], store
     assert sum(summary.stages.values()) <= summary.wall_s
     assert summary.wall_s == summary.measured_s
     assert summary.subset is None
-    assert (summary.n_reads, summary.n_rows, summary.measured_rows) == (store.n_reads, store.n_rows, store.n_rows)
+    assert (summary.n_reads, summary.n_rows, summary.measured_rows) == (
+        store.n_reads,
+        store.n_rows,
+        store.n_rows,
+    )
     assert read(run.summary, BaselineSummary) == summary
     assert json.loads(run.summary.read_text())["schema_version"] == 1
     assert not children()
@@ -116,7 +127,9 @@ def test_v1_gives_the_same_bytes_on_any_number_of_devices_and_vanillas_scores(
     assert runs[0].consensus.read_bytes() == runs[1].consensus.read_bytes()
     ours, theirs = predictions(runs[0]), predictions(vanilla[0])
     assert ours.keys() == theirs.keys()
-    assert max(abs(ours[name][1] - theirs[name][1]) for name in ours) < 1e-5  # float32, other batches
+    assert (
+        max(abs(ours[name][1] - theirs[name][1]) for name in ours) < 1e-5
+    )  # float32, other batches
 
 
 def test_a_subset_is_a_part_of_the_whole_and_its_time_is_scaled(
@@ -138,7 +151,9 @@ def test_a_subset_is_a_part_of_the_whole_and_its_time_is_scaled(
     assert summary.measured_s is not None
     assert summary.wall_s is not None
     ratio = summary.subset.total_tokens / summary.subset.tokens
-    assert summary.wall_s < ratio * summary.measured_s, "starting and loading happen once and must not be scaled"
+    assert summary.wall_s < ratio * summary.measured_s, (
+        "starting and loading happen once and must not be scaled"
+    )
     assert summary.stages["ESM-2"] > summary.measured_stages["ESM-2"]
     assert told[-1] == 1.0
 
@@ -163,15 +178,21 @@ def test_the_record_says_what_the_baseline_was_made_from(
     assert (vanilla[0].root / written.store).resolve() == store.path.resolve()
 
 
-def test_a_recorded_baseline_writes_its_record_and_no_results(tmp_path: Path, store: OrfStore, models: Path) -> None:
-    spec = BaselineSpec(source="recorded", recorded_seconds=12_600, recorded_device="RTX 4090", recorded_devices=2)
+def test_a_recorded_baseline_writes_its_record_and_no_results(
+    tmp_path: Path, store: OrfStore, models: Path
+) -> None:
+    spec = BaselineSpec(
+        source="recorded", recorded_seconds=12_600, recorded_device="RTX 4090", recorded_devices=2
+    )
     (tmp_path / "run.json").write_text("of an earlier, measured one")
     summary = run_baseline(RunDir(tmp_path), store.path, models, cores(1), spec)
     assert (summary.source, summary.wall_s, summary.measured_s) == ("recorded", 12_600, None)
     assert [device.name for device in summary.devices] == ["RTX 4090", "RTX 4090"]
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
     with pytest.raises(ConfigError, match="recorded_seconds"):
-        run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec(source="recorded"))
+        run_baseline(
+            RunDir(tmp_path), store.path, models, cores(1), BaselineSpec(source="recorded")
+        )
 
 
 @pytest.mark.parametrize("text", ["", ">a\n" + "TAATTAATTAA" * 9 + "\n"])
@@ -190,10 +211,14 @@ def test_a_subset_without_open_frames_is_refused(tmp_path: Path, models: Path) -
     (tmp_path / "reads.fa").write_text(text)
     stage(StageSpec(reads=(str(tmp_path / "reads.fa"),)), tmp_path / "orfs.h5")
     with pytest.raises(InputError, match="draw more"):
-        run_baseline(RunDir(tmp_path / "run"), tmp_path / "orfs.h5", models, cores(1), BaselineSpec(reads=1))
+        run_baseline(
+            RunDir(tmp_path / "run"), tmp_path / "orfs.h5", models, cores(1), BaselineSpec(reads=1)
+        )
 
 
-def test_a_workers_own_error_arrives_by_its_type(tmp_path: Path, store: OrfStore, models: Path) -> None:
+def test_a_workers_own_error_arrives_by_its_type(
+    tmp_path: Path, store: OrfStore, models: Path
+) -> None:
     broken = tmp_path / "models"
     for part in ("esm2", "dnabert_s", "head"):
         (broken / part).mkdir(parents=True)
@@ -218,7 +243,9 @@ def test_a_finished_baseline_is_held_against_what_it_left(
     first = run_baseline(run, store.path, models, cores(1), spec)
     before = run.predictions.read_bytes()
     run.record.write_text("{")
-    assert run_baseline(run, store.path, models, cores(1), spec).reused, "its times do not come from run.json"
+    assert run_baseline(run, store.path, models, cores(1), spec).reused, (
+        "its times do not come from run.json"
+    )
     assert read(run.record, RunRecord).fingerprints["reads"] == store.fingerprint
     run.predictions.unlink()
     assert not run_baseline(run, store.path, models, cores(1), spec).reused
@@ -229,7 +256,8 @@ def test_a_finished_baseline_is_held_against_what_it_left(
     assert run_baseline(run, store.path, models, cores(1), spec).files == first.files
     said = [record.message for record in caplog.records]
     assert [
-        next(word for word in ("run.json", "prediction_results", "summary.json") if word in line) for line in said
+        next(word for word in ("run.json", "prediction_results", "summary.json") if word in line)
+        for line in said
     ] == [
         "run.json",
         "prediction_results",
@@ -256,7 +284,14 @@ def test_a_killed_worker_ends_the_baseline_and_leaves_nothing(
     killed: list[int] = []
     run = RunDir(tmp_path)
     with pytest.raises(WorkerError, match=r"ended \(status -9\)"):
-        run_baseline(run, store.path, models, cores(2), BaselineSpec(name="v1"), on_progress=kill_once(killed))
+        run_baseline(
+            run,
+            store.path,
+            models,
+            cores(2),
+            BaselineSpec(name="v1"),
+            on_progress=kill_once(killed),
+        )
     assert killed
     assert not children()
     assert not run.summary.exists()
@@ -267,7 +302,9 @@ def test_a_killed_worker_ends_the_baseline_and_leaves_nothing(
 def test_a_worker_that_is_stopped_while_it_loads_ends_the_baseline(
     tmp_path: Path, store: OrfStore, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(baseline_run, "EngineSpec", partial(EngineSpec, heartbeat_s=0.1, silence_s=1.5))
+    monkeypatch.setattr(
+        baseline_run, "EngineSpec", partial(EngineSpec, heartbeat_s=0.1, silence_s=1.5)
+    )
 
     def stop() -> None:
         while not (found := children()):
@@ -281,11 +318,15 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_the_baseline(
     thread.join()
     assert not children()
     monkeypatch.undo()
-    again = run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec(name="v1", reads=20))
+    again = run_baseline(
+        RunDir(tmp_path), store.path, models, cores(1), BaselineSpec(name="v1", reads=20)
+    )
     assert again.measured_rows > 0, "another try does it all"
 
 
-def test_an_interrupted_baseline_says_so_and_leaves_nothing(tmp_path: Path, store: OrfStore, models: Path) -> None:
+def test_an_interrupted_baseline_says_so_and_leaves_nothing(
+    tmp_path: Path, store: OrfStore, models: Path
+) -> None:
     """Another thread ends all children, as a flow does when it is cancelled."""
 
     def interrupt(_: float) -> None:
@@ -294,11 +335,15 @@ def test_an_interrupted_baseline_says_so_and_leaves_nothing(tmp_path: Path, stor
         thread.join()
 
     with pytest.raises(WorkerError, match="was interrupted"):
-        run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec(), on_progress=interrupt)
+        run_baseline(
+            RunDir(tmp_path), store.path, models, cores(1), BaselineSpec(), on_progress=interrupt
+        )
     assert not children()
 
 
-def test_two_at_once_in_one_directory_are_refused(tmp_path: Path, store: OrfStore, models: Path) -> None:
+def test_two_at_once_in_one_directory_are_refused(
+    tmp_path: Path, store: OrfStore, models: Path
+) -> None:
     with ExitStack() as other:
         Context().run(other.enter_context, run_lock(tmp_path))
         with pytest.raises(ConfigError, match="is working here"):

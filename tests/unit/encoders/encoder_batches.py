@@ -40,7 +40,9 @@ def packed(
     """All sequences in one batch, in the order given."""
     tokens, offsets = tokenizer.encode(sequences)
     rows = list(tokens.split(offsets.diff().tolist()))
-    return packed_tokens(rows, tokenizer.pad_id, slots=slots, capacity=capacity, max_seqlen=max_seqlen)
+    return packed_tokens(
+        rows, tokenizer.pad_id, slots=slots, capacity=capacity, max_seqlen=max_seqlen
+    )
 
 
 def packed_tokens(

@@ -47,7 +47,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(got.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        got.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
 
 
 class AttentionCase(NamedTuple):
@@ -87,10 +89,14 @@ def attention_case(
     return AttentionCase(qkv, rows, reference(qkv, rows))
 
 
-def check_attention(rotary: bool, device: torch.device, dtype: torch.dtype, heads: int = 2, head_dim: int = 32) -> None:
+def check_attention(
+    rotary: bool, device: torch.device, dtype: torch.dtype, heads: int = 2, head_dim: int = 32
+) -> None:
     """Rows of every kind of length, each kind under its own bound; dead slots come out as zeros."""
     every = ((1, 52, 0, 64, 2), (102, 1, 128, 0), (130, 0, 193, 256, 192, 3), (300, 20, 257))
-    blockwise = ((33, 1, 0, 70),)  # float32 goes by blocks of 32 whatever the length, and the interpreter is slow
+    blockwise = (
+        (33, 1, 0, 70),
+    )  # float32 goes by blocks of 32 whatever the length, and the interpreter is slow
     for lengths in blockwise if INTERPRETED and dtype == torch.float32 else every:
         case = attention_case(rotary, device, dtype, lengths, heads, head_dim)
         got = fused_attention(case.qkv, case.rows)
@@ -128,7 +134,10 @@ def check_int8(device: torch.device, dtype: torch.dtype) -> None:
     """All that writes or takes int8, beside the same by plain torch; sizes that do and do not fill the blocks."""
     torch.manual_seed(6)
     x = 3 * torch.randn(7, 192).to(device, dtype)
-    x[0, :2], x[1] = torch.tensor([-60_000, 60_000]), torch.linspace(-9, 9, 192)  # as far as fp16 goes; GELU's tails
+    x[0, :2], x[1] = (
+        torch.tensor([-60_000, 60_000]),
+        torch.linspace(-9, 9, 192),
+    )  # as far as fp16 goes; GELU's tails
     affine = torch.randn(192).to(device, dtype), torch.randn(192).to(device, dtype)
     normed = F.layer_norm(x.float(), (192,), affine[0].float(), affine[1].float(), 1e-5)
     turning = hadamard(192, device)
@@ -171,7 +180,10 @@ def check_span_means(device: torch.device, dtype: torch.dtype) -> None:
     """Means of spans, empty ones included; a span alone has the same mean bit for bit."""
     torch.manual_seed(10)
     x = torch.randn(150, 300).to(device, dtype)
-    starts, ends = (torch.tensor(at, device=device, dtype=torch.int32) for at in ((0, 3, 40, 40), (3, 40, 40, 131)))
+    starts, ends = (
+        torch.tensor(at, device=device, dtype=torch.int32)
+        for at in ((0, 3, 40, 40), (3, 40, 40, 131))
+    )
     got = kernels.span_means(x, starts, ends)
     torch.testing.assert_close(got, segment_mean(x, starts, ends), atol=1e-6, rtol=1e-6)
     alone = kernels.span_means(x[40:131].clone(), starts.new_tensor([0]), starts.new_tensor([91]))
@@ -183,26 +195,36 @@ def seen(esm2: Esm2, batch: PackedBatch) -> Calibration:
     esm2.dense = found = Seen(esm2)
     esm2.embed(batch)
     tensors = {name: Inputs(*both) for name, both in found.tensors().items()}
-    return [{name: tensors[f"layers.{i}.{name}"] for name in PRODUCTS} for i in range(len(esm2.layers))]
+    return [
+        {name: tensors[f"layers.{i}.{name}"] for name in PRODUCTS} for i in range(len(esm2.layers))
+    ]
 
 
 def check_stack(device: torch.device, dtype: torch.dtype) -> None:
     """All layers of small encoders through the kernels; in half precision with sums and gated units inside products."""
     precision: Resolved = "fp32" if dtype == torch.float32 else "fp16"
     lengths = (1, 12, 0, 2) if INTERPRETED else (1, 20, 0, 67, 2)
-    tokens = torch.randint(5, 24, (sum(lengths) + 9,), generator=torch.Generator().manual_seed(8)).to(device)
-    batch = PackedBatch(tokens, bounds(device, lengths), len(lengths), max(lengths) + 3, sum(lengths))
+    tokens = torch.randint(
+        5, 24, (sum(lengths) + 9,), generator=torch.Generator().manual_seed(8)
+    ).to(device)
+    batch = PackedBatch(
+        tokens, bounds(device, lengths), len(lengths), max(lengths) + 3, sum(lengths)
+    )
     shape = Esm2Shape(layers=2, width=64, heads=2, ffn_width=256)
     dna = DnabertShape(layers=2, width=64, heads=2, ffn_width=128, vocab=32)
 
     def embedded(kind: Resolved, **way: Any) -> tuple[Tensor, Tensor]:
         esm2 = Esm2(shape, functools.partial(random_tensor, shape), device, precision=kind, **way)
-        dnabert = DnabertS(dna, functools.partial(random_tensor, dna), device, precision=kind, **way)
+        dnabert = DnabertS(
+            dna, functools.partial(random_tensor, dna), device, precision=kind, **way
+        )
         return esm2.embed(batch), dnabert.embed(batch)
 
     plain = embedded("fp32", attention="reference")
     for got, expected in zip(embedded(precision, attention="fused"), plain, strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-5 if precision == "fp32" else 1e-2, rtol=0)
+        torch.testing.assert_close(
+            got, expected, atol=1e-5 if precision == "fp32" else 1e-2, rtol=0
+        )
     if precision == "fp16":
         reading: Any = functools.partial(random_tensor, shape)
         found = seen(Esm2(shape, reading, device, precision="fp32", attention="reference"), batch)
@@ -211,13 +233,21 @@ def check_stack(device: torch.device, dtype: torch.dtype) -> None:
             Esm2(shape, reading, device, attention=attention, **way).embed(batch)
             for attention in ("fused", "reference")
         )
-        torch.testing.assert_close(got, expected, atol=2e-2, rtol=0)  # fp16 on the way: some fall to the other side
+        torch.testing.assert_close(
+            got, expected, atol=2e-2, rtol=0
+        )  # fp16 on the way: some fall to the other side
         assert (got - plain[0]).abs().max() < 0.1
 
 
 CHECKS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], tuple[torch.dtype, ...]]] = {
-    "rotary_attention": (functools.partial(check_attention, True), (torch.float32, torch.float16, torch.bfloat16)),
-    "alibi_attention": (functools.partial(check_attention, False), (torch.float32, torch.float16, torch.bfloat16)),
+    "rotary_attention": (
+        functools.partial(check_attention, True),
+        (torch.float32, torch.float16, torch.bfloat16),
+    ),
+    "alibi_attention": (
+        functools.partial(check_attention, False),
+        (torch.float32, torch.float16, torch.bfloat16),
+    ),
     "attention_bound": (check_attention_bound, (torch.float16, torch.bfloat16)),
     "norm": (check_norm, (torch.float32, torch.float16, torch.bfloat16)),
     "int8": (check_int8, (torch.float16,)),

@@ -35,7 +35,9 @@ def test_our_kernels_on_a_cpu_raise_in_one_line() -> None:
     assert choose_backend("auto", 64, CPU) == "reference"
 
 
-def test_our_kernels_refuse_odd_head_sizes_and_auto_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_kernels_refuse_odd_head_sizes_and_auto_leaves_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(attention, "without_triton", lambda: "")
     with pytest.raises(ConfigError, match="not 24"):
         choose_backend("fused", 24, CUDA)
@@ -89,12 +91,16 @@ def test_without_triton_a_gpu_is_refused_in_one_line_unless_plain_torch_is_asked
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("or use --attention reference, several times slower")
     assert choose_backend("reference", 64, CUDA) == "reference"
-    assert choose_backend("auto", 24, CUDA) == choose_backend("auto", 64, CPU) == "reference", "there is no other there"
+    assert choose_backend("auto", 24, CUDA) == choose_backend("auto", 64, CPU) == "reference", (
+        "there is no other there"
+    )
     attention.without_triton.cache_clear()
 
 
 @pytest.mark.parametrize("small_portions", [False, True])
-def test_reference_equals_torch_attention_row_by_row(small_portions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_equals_torch_attention_row_by_row(
+    small_portions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if small_portions:
         monkeypatch.setattr(attention, "REFERENCE_SCORES", 1)
     torch.manual_seed(0)
@@ -109,7 +115,9 @@ def test_reference_equals_torch_attention_row_by_row(small_portions: bool, monke
         at = torch.arange(end - start)
         bias = -slopes.view(-1, 1, 1) * (at[:, None] - at).abs()
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        torch.testing.assert_close(got[start:end], expected.transpose(0, 1).flatten(1), atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            got[start:end], expected.transpose(0, 1).flatten(1), atol=2e-6, rtol=0
+        )
     assert torch.equal(got[sum(lengths) :], torch.zeros(9, heads * dim))
 
 

@@ -21,7 +21,18 @@ def test_the_benchmark_runs_on_a_cpu_and_says_what_it_left_out(
     bench = importlib.util.module_from_spec(found)
     found.loader.exec_module(bench)
     record = tmp_path / "bench.json"
-    words = ["--device", "cpu", "--seconds", "0.01", "--budgets", "512", "--lengths", "52", "--json", str(record)]
+    words = [
+        "--device",
+        "cpu",
+        "--seconds",
+        "0.01",
+        "--budgets",
+        "512",
+        "--lengths",
+        "52",
+        "--json",
+        str(record),
+    ]
     assert bench.main([*words, "--variants", "reference,fused"]) == 0
     content = json.loads(record.read_text())
     assert content["device"] == "CPU"

@@ -26,7 +26,11 @@ def test_engines_agree_and_missing_ones_are_named(
     assert bench.main(["--tiny"]) == 0
     about, _, _, _, *lines = capsys.readouterr().out.splitlines()
     assert "CPU" in about
-    rows = {(cells := [cell.strip() for cell in line.split("|")[1:-1]])[0]: cells[1:] for line in lines if line}
+    rows = {
+        (cells := [cell.strip() for cell in line.split("|")[1:-1]])[0]: cells[1:]
+        for line in lines
+        if line
+    }
     assert len(rows) == 8
     for name in ("virnuc, fp32", "v1.0's method, fp32", "the original's method, fp32"):
         worst = float(rows[name][-1].split(";")[0])

@@ -52,7 +52,8 @@ def checkpoint() -> dict[str, Tensor]:
             p + "mlp.layernorm.bias": (WIDTH,),
         }
     return {
-        name: torch.randn(size) * (0.2 if len(size) > 1 else 0.1) + (1 if "norm.weight" in name.lower() else 0)
+        name: torch.randn(size) * (0.2 if len(size) > 1 else 0.1)
+        + (1 if "norm.weight" in name.lower() else 0)
         for name, size in sizes.items()
     }
 
@@ -70,32 +71,48 @@ def twin(tokens: Tensor) -> Tensor:
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
         return (
-            centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-12).sqrt() * w[name + ".weight"] + w[name + ".bias"]
+            centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-12).sqrt() * w[name + ".weight"]
+            + w[name + ".bias"]
         )
 
-    x = w["embeddings.word_embeddings.weight"][tokens] + w["embeddings.token_type_embeddings.weight"][0]
+    x = (
+        w["embeddings.word_embeddings.weight"][tokens]
+        + w["embeddings.token_type_embeddings.weight"][0]
+    )
     x = norm(x, "embeddings.LayerNorm")
     n, dim = len(tokens), WIDTH // HEADS
-    distance = torch.tensor([[float(abs(i - j)) for j in range(n)] for i in range(n)], dtype=torch.float64)
+    distance = torch.tensor(
+        [[float(abs(i - j)) for j in range(n)] for i in range(n)], dtype=torch.float64
+    )
     for i in range(LAYERS):
         p = f"encoder.layer.{i}."
         qkv = x @ w[p + "attention.self.Wqkv.weight"].T + w[p + "attention.self.Wqkv.bias"]
         heads = []
         for h in range(HEADS):
-            q, k, v = (qkv[:, part * WIDTH + h * dim : part * WIDTH + (h + 1) * dim] for part in range(3))
+            q, k, v = (
+                qkv[:, part * WIDTH + h * dim : part * WIDTH + (h + 1) * dim] for part in range(3)
+            )
             scores = q @ k.T / math.sqrt(dim) - PUBLISHED_SLOPES[h] * distance
             heads.append(scores.softmax(-1) @ v)
-        out = torch.cat(heads, 1) @ w[p + "attention.output.dense.weight"].T + w[p + "attention.output.dense.bias"]
+        out = (
+            torch.cat(heads, 1) @ w[p + "attention.output.dense.weight"].T
+            + w[p + "attention.output.dense.bias"]
+        )
         x = norm(out + x, p + "attention.output.LayerNorm")
         both = x @ w[p + "mlp.gated_layers.weight"].T
         active, passed = both[:, :FFN], both[:, FFN:]
         gelu = 0.5 * active * (1 + torch.erf(active / math.sqrt(2)))
-        x = norm((gelu * passed) @ w[p + "mlp.wo.weight"].T + w[p + "mlp.wo.bias"] + x, p + "mlp.layernorm")
+        x = norm(
+            (gelu * passed) @ w[p + "mlp.wo.weight"].T + w[p + "mlp.wo.bias"] + x,
+            p + "mlp.layernorm",
+        )
     return x.mean(0)
 
 
 @pytest.mark.parametrize(
-    "lengths", [[1], [1200], [1, 900, 150, 150, 32, 2, 149], [0, 5]], ids=["one base", "long", "mixed", "empty"]
+    "lengths",
+    [[1], [1200], [1, 900, 150, 150, 32, 2, 149], [0, 5]],
+    ids=["one base", "long", "mixed", "empty"],
 )
 @pytest.mark.parametrize("tail", [0, 77])
 def test_packed_rows_equal_the_float64_twin(models: Path, lengths: list[int], tail: int) -> None:
@@ -105,7 +122,9 @@ def test_packed_rows_equal_the_float64_twin(models: Path, lengths: list[int], ta
     batch = packed(tokenizer, rows, slots=len(tokens) + tail, capacity=len(rows) + tail)
     got = ours().embed(batch)
     expected = torch.stack([twin(tokens[a:b]) for a, b in pairwise(offsets)])
-    torch.testing.assert_close(got[: len(rows)].double(), expected, atol=1e-5, rtol=0)  # float32 against float64
+    torch.testing.assert_close(
+        got[: len(rows)].double(), expected, atol=1e-5, rtol=0
+    )  # float32 against float64
     assert torch.equal(got[len(rows) :], torch.zeros(tail, WIDTH))
 
 

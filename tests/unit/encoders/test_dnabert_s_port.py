@@ -36,7 +36,11 @@ def renamed(public: dict[str, Tensor]) -> dict[str, Tensor]:
     """Names of the public checkpoint to the port's; its attention has queries, keys and values apart."""
     found: dict[str, Tensor] = {}
     for name, tensor in public.items():
-        new = name.removeprefix("bert.").replace("LayerNorm", "layer_norm").replace("mlp.layernorm", "mlp.layer_norm")
+        new = (
+            name.removeprefix("bert.")
+            .replace("LayerNorm", "layer_norm")
+            .replace("mlp.layernorm", "mlp.layer_norm")
+        )
         new = new.replace("mlp.gated_layers", "mlp.up_proj").replace("mlp.wo", "mlp.down_proj")
         if "Wqkv" in new:
             for part, own in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
@@ -49,8 +53,15 @@ def renamed(public: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore")
 def test_packed_rows_equal_the_ports_one_by_one() -> None:
     model, generator = port(), torch.Generator().manual_seed(5)
-    rows = [torch.randint(5, SHAPE.vocab, (n,), generator=generator) for n in (1, 2, 35, 64, 143, 200)]
+    rows = [
+        torch.randint(5, SHAPE.vocab, (n,), generator=generator) for n in (1, 2, 35, 64, 143, 200)
+    ]
     got = ours().embed(packed_tokens(rows, 3, slots=524, capacity=8, max_seqlen=256))[: len(rows)]
     with torch.inference_mode():
-        each = [model(row[None], attention_mask=torch.ones(1, len(row))).last_hidden_state[0].mean(0) for row in rows]
-    torch.testing.assert_close(got, torch.stack(each), atol=2e-5, rtol=0)  # float32 sums in another order
+        each = [
+            model(row[None], attention_mask=torch.ones(1, len(row))).last_hidden_state[0].mean(0)
+            for row in rows
+        ]
+    torch.testing.assert_close(
+        got, torch.stack(each), atol=2e-5, rtol=0
+    )  # float32 sums in another order

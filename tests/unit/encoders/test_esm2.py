@@ -32,7 +32,12 @@ def oracle() -> Any:
         from esm.model.esm2 import ESM2
 
     torch.manual_seed(3)
-    model = ESM2(num_layers=SHAPE.layers, embed_dim=SHAPE.width, attention_heads=SHAPE.heads, alphabet="ESM-1b")
+    model = ESM2(
+        num_layers=SHAPE.layers,
+        embed_dim=SHAPE.width,
+        attention_heads=SHAPE.heads,
+        alphabet="ESM-1b",
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -69,7 +74,9 @@ def test_packed_rows_equal_fair_esm(lengths: list[int], tail: int) -> None:
     expected = torch.stack([one_by_one(row) for row in rows])
     assert got.dtype == torch.float32
     assert got.shape == (len(rows) + tail, SHAPE.width)
-    torch.testing.assert_close(got[: len(rows)], expected, atol=1e-5, rtol=0)  # float32 noise of the oracle itself
+    torch.testing.assert_close(
+        got[: len(rows)], expected, atol=1e-5, rtol=0
+    )  # float32 noise of the oracle itself
     assert torch.equal(got[len(rows) :], torch.zeros(tail, SHAPE.width))
 
 
@@ -90,7 +97,9 @@ def test_the_mean_stops_at_1024_residues_but_attention_does_not() -> None:
 
 def test_unusual_residues_equal_fair_esm() -> None:
     row = b"XBZUO-.JM*"
-    torch.testing.assert_close(ours().embed(packed(Esm2Tokenizer(), [row]))[0], one_by_one(row), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        ours().embed(packed(Esm2Tokenizer(), [row]))[0], one_by_one(row), atol=1e-5, rtol=0
+    )
 
 
 def test_a_row_without_residues_is_zero_and_finite() -> None:

@@ -33,7 +33,12 @@ WIDE = Esm2Shape(layers=2, width=2560, heads=40, ffn_width=10240)  # two layers 
 DNA = DnabertShape(layers=2, width=768, heads=12, ffn_width=3072, vocab=4096)
 
 BACKENDS: tuple[Backend, ...] = ("reference", "fused")
-THRESHOLD: dict[Resolved, float] = {"fp32": 0.9999999, "fp16": 0.99999, "bf16": 0.9995, "int8": 0.998}
+THRESHOLD: dict[Resolved, float] = {
+    "fp32": 0.9999999,
+    "fp16": 0.99999,
+    "bf16": 0.9995,
+    "int8": 0.998,
+}
 # post-norm layers carry rounding on: over four draws of weights an H200 gave at least 0.99997 in fp16, 0.9982 in bf16;
 # plain torch in the same precision 0.99998 and 0.9981
 DNABERT_THRESHOLD: dict[Resolved, float] = {"fp16": 0.9999, "bf16": 0.997}
@@ -42,12 +47,16 @@ NO_WORSE = 1.1  # times the mean error of plain torch in the same precision: the
 
 WITH_INT8 = pytest.mark.skipif(not HOPPER, reason="int8 needs compute capability 9.0")
 COMBINATIONS = tuple(
-    pytest.param(precision, way, marks=[WITH_INT8] if precision == "int8" else [], id=f"{precision} {way}")
+    pytest.param(
+        precision, way, marks=[WITH_INT8] if precision == "int8" else [], id=f"{precision} {way}"
+    )
     for precision in THRESHOLD
     for way in BACKENDS
 )
 
-DNA_COMBINATIONS = tuple((precision, way) for precision in ("fp32", "fp16", "bf16") for way in BACKENDS)
+DNA_COMBINATIONS = tuple(
+    (precision, way) for precision in ("fp32", "fp16", "bf16") for way in BACKENDS
+)
 
 
 @cache
@@ -74,14 +83,18 @@ def dnabert(precision: Resolved, way: Backend) -> DnabertS:
 
 def protein_batch(order: list[int], *, slots: int = 4096, max_seqlen: int = 256) -> PackedBatch:
     rows = proteins([3 + 5 * i % 165 for i in range(48)], seed=2)
-    return packed(Esm2Tokenizer(), [rows[i] for i in order], slots=slots, capacity=64, max_seqlen=max_seqlen).to(GPU)
+    return packed(
+        Esm2Tokenizer(), [rows[i] for i in order], slots=slots, capacity=64, max_seqlen=max_seqlen
+    ).to(GPU)
 
 
 def dna_tokens(order: list[int]) -> PackedBatch:
     """Rows of random token ids: the base model's vocabulary without its tokenizer."""
     generator = torch.Generator().manual_seed(4)
     rows = [torch.randint(5, 4096, (3 + 7 * i % 120,), generator=generator) for i in range(48)]
-    return packed_tokens([rows[i] for i in order], 3, slots=4096, capacity=64, max_seqlen=128).to(GPU)
+    return packed_tokens([rows[i] for i in order], 3, slots=4096, capacity=64, max_seqlen=128).to(
+        GPU
+    )
 
 
 def cosine(got: Tensor, expected: Tensor) -> Tensor:
@@ -91,7 +104,15 @@ def cosine(got: Tensor, expected: Tensor) -> Tensor:
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 NEW = ("int8", "gated_unit")  # need compute capability 9.0
-KERNELS = ("rotary_attention", "alibi_attention", "attention_bound", "norm", "span_means", "stack", *NEW)
+KERNELS = (
+    "rotary_attention",
+    "alibi_attention",
+    "attention_bound",
+    "norm",
+    "span_means",
+    "stack",
+    *NEW,
+)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -145,7 +166,9 @@ def test_tiny_models_on_the_gpu_equal_the_cpu(models: Path) -> None:
     dna_batch = packed(DnabertTokenizer(models), strands, slots=1024, capacity=8, max_seqlen=512)
     for kind, one in ((Esm2, batch), (DnabertS, dna_batch)):
         on_gpu = load_encoder(kind, models, GPU, "fp32").embed(one.to(GPU)).cpu()
-        torch.testing.assert_close(on_gpu, load_encoder(kind, models, CPU).embed(one), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            on_gpu, load_encoder(kind, models, CPU).embed(one), atol=2e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
@@ -161,7 +184,9 @@ def test_a_dna_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way
 
 def _same_bits(one: Encoder, batch: Any, order: list[int]) -> None:
     whole = one.embed(batch(order))
-    shuffled = [order[i] for i in torch.randperm(48, generator=torch.Generator().manual_seed(9)).tolist()]
+    shuffled = [
+        order[i] for i in torch.randperm(48, generator=torch.Generator().manual_seed(9)).tolist()
+    ]
     again = one.embed(batch(shuffled))
     few = one.embed(batch(shuffled[:3]))
     for place, row in enumerate(shuffled):
@@ -204,7 +229,9 @@ def test_auto_picks_our_kernels_and_says_so(models: Path) -> None:
 def test_3b_shaped_embeddings_keep_their_direction(precision: Resolved) -> None:
     each = cosine(_big(precision, "fused"), _big("fp32", "reference"))
     p1 = each.quantile(0.01)
-    print(f"esm2 3B shape, random weights, {precision}: min {each.min():.7f} p1 {p1:.7f} mean {each.mean():.7f}")
+    print(
+        f"esm2 3B shape, random weights, {precision}: min {each.min():.7f} p1 {p1:.7f} mean {each.mean():.7f}"
+    )
     assert each.min() >= THRESHOLD[precision]
 
 
@@ -223,8 +250,13 @@ def _big(precision: Resolved, way: Backend) -> Tensor:
 @pytest.mark.parametrize("precision", list(DNABERT_THRESHOLD))
 def test_base_dnabert_s_keeps_its_direction_as_well_as_plain_torch(precision: Resolved) -> None:
     exact = _base("fp32", "reference")
-    each, plain = cosine(_base(precision, "fused"), exact), cosine(_base(precision, "reference"), exact)
-    print(f"dnabert_s base, random weights, {precision}: min {each.min():.7f} mean {each.mean():.7f}")
+    each, plain = (
+        cosine(_base(precision, "fused"), exact),
+        cosine(_base(precision, "reference"), exact),
+    )
+    print(
+        f"dnabert_s base, random weights, {precision}: min {each.min():.7f} mean {each.mean():.7f}"
+    )
     assert each.min() >= DNABERT_THRESHOLD[precision]
     assert 1 - each.mean() <= NO_WORSE * (1 - plain.mean())
 
@@ -232,5 +264,7 @@ def test_base_dnabert_s_keeps_its_direction_as_well_as_plain_torch(precision: Re
 @cache
 def _base(precision: Resolved, way: Backend) -> Tensor:
     shape = DNABERT_SIZES["base"]
-    encoder = DnabertS(shape, partial(random_tensor, shape), GPU, precision=precision, attention=way)
+    encoder = DnabertS(
+        shape, partial(random_tensor, shape), GPU, precision=precision, attention=way
+    )
     return encoder.embed(dna_tokens(list(range(48))))[:48].cpu()

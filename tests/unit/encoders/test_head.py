@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 def test_scores_equal_torch_modules_in_eval(models: Path, rows: int) -> None:
     shape, read = open_part(models, HeadShape)
     state = {name: read(name) for name in shape.tensors()}
-    twin = nn.Sequential(nn.Linear(128, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, 2))
+    twin = nn.Sequential(
+        nn.Linear(128, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, 2)
+    )
     places = {"hidden_layer": "0", "bn1": "1", "output_layer": "4"}
     twin.load_state_dict(
         {f"{places[name.split('.')[0]]}.{name.split('.')[1]}": t for name, t in state.items()}
@@ -44,7 +46,11 @@ def test_no_rows_give_no_scores(models: Path) -> None:
 
 def test_its_widths_and_length_come_from_the_config(models: Path) -> None:
     head = Head(*open_part(models, HeadShape), CPU)
-    assert (head.shape.model_length, head.shape.dna_width, head.shape.protein_width) == (500, 64, 64)
+    assert (head.shape.model_length, head.shape.dna_width, head.shape.protein_width) == (
+        500,
+        64,
+        64,
+    )
 
 
 def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -54,7 +60,9 @@ def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_head_without_a_card_is_written_as_before(tmp_path: Path) -> None:
-    write_shape(HeadShape(model_length=500, dna_width=64, protein_width=64), tmp_path / "config.json")
+    write_shape(
+        HeadShape(model_length=500, dna_width=64, protein_width=64), tmp_path / "config.json"
+    )
     names = ["model", "origin", "model_length", "dna_width", "protein_width", "hidden", "norm_eps"]
     assert sorted(json.loads((tmp_path / "config.json").read_text())) == sorted(names)
 
@@ -68,7 +76,9 @@ def test_a_head_without_a_card_is_written_as_before(tmp_path: Path) -> None:
         ({"auroc": {"value": "good"}}, r"card\.auroc\.value"),
     ],
 )
-def test_what_is_wrong_with_a_card_is_named(tmp_path: Path, wrong: dict[str, object], named: str) -> None:
+def test_what_is_wrong_with_a_card_is_named(
+    tmp_path: Path, wrong: dict[str, object], named: str
+) -> None:
     path = tmp_path / "config.json"
     write_shape(HeadShape(model_length=500, dna_width=64, protein_width=64, card=CARD), path)
     body = json.loads(path.read_text())

@@ -34,7 +34,9 @@ HEAD = BARE.model_copy(update={"card": CARD})
         ({"fdr": 0.01, "abstain": True}, (0.93, (0.4, 0.93))),
     ],
 )
-def test_the_card_gives_what_is_asked_and_nothing_else(asked: dict[str, float], expected: tuple[object, ...]) -> None:
+def test_the_card_gives_what_is_asked_and_nothing_else(
+    asked: dict[str, float], expected: tuple[object, ...]
+) -> None:
     assert verdict(HEAD, VerdictSpec(**asked)) == expected
 
 
@@ -47,13 +49,17 @@ def test_the_card_gives_what_is_asked_and_nothing_else(asked: dict[str, float], 
         (HEAD, {"fdr": 0.01, "threshold": 0.7}, r"fdr 0\.01 and threshold 0\.7 both say"),
     ],
 )
-def test_what_the_card_does_not_tell_is_one_line(head: HeadShape, asked: dict[str, float], said: str) -> None:
+def test_what_the_card_does_not_tell_is_one_line(
+    head: HeadShape, asked: dict[str, float], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         verdict(head, VerdictSpec(**asked))
 
 
 def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
-    empty = BARE.model_copy(update={"card": CARD.model_copy(update={"thresholds": {}, "uncertain": None})})
+    empty = BARE.model_copy(
+        update={"card": CARD.model_copy(update={"thresholds": {}, "uncertain": None})}
+    )
     with pytest.raises(ConfigError, match="it has those for none"):
         verdict(empty, VerdictSpec(fdr=0.01))
     with pytest.raises(ConfigError, match="names no uncertain scores"):
@@ -73,7 +79,9 @@ def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
         ([], False),
     ],
 )
-def test_reads_far_from_those_of_training_are_remarked_in_one_line(lengths: list[int], far: bool) -> None:
+def test_reads_far_from_those_of_training_are_remarked_in_one_line(
+    lengths: list[int], far: bool
+) -> None:
     said = remarks(HEAD, np.array(lengths, np.int64), {})
     assert (len(said) == 1) == far
     assert all("60 to 300 bases" in line and "\n" not in line for line in said)
@@ -88,7 +96,9 @@ def test_reads_far_from_those_of_training_are_remarked_in_one_line(lengths: list
         ({"esm2": "x", "dnabert_s": "x"}, "another esm2 and dnabert_s:"),
     ],
 )
-def test_encoders_that_are_not_those_of_training_are_remarked(here: dict[str, str], others: str | None) -> None:
+def test_encoders_that_are_not_those_of_training_are_remarked(
+    here: dict[str, str], others: str | None
+) -> None:
     card = CARD.model_copy(update={"encoders": {"esm2": "e", "dnabert_s": "d"}})
     said = remarks(BARE.model_copy(update={"card": card}), np.array([150]), here)
     assert len(said) == (others is not None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from flows.cli import main
+from virnuc.flows.cli import main
 from virnuc_core.encoders.checkpoint import check_models, part_digest
 from virnuc_core.encoders.convert import init_random, random_tensor, write_part
 from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, read_shape, write_shape
@@ -56,7 +56,9 @@ def trained(tmp_path: Path, drawn: list[Path]) -> Make:
 def test_the_head_before_is_kept_by_number_and_digest(models: Path, trained: Make) -> None:
     before, new = part_digest(models / "head"), trained(0.9)
     said = install_head(new, models)
-    assert said.startswith(f"installed as 002-{part_digest(new)[:8]}; the one before was not tested on these reads")
+    assert said.startswith(
+        f"installed as 002-{part_digest(new)[:8]}; the one before was not tested on these reads"
+    )
     assert part_digest(models / "head") == part_digest(new)
     assert (models / "head" / "README.md").exists()
     assert sorted(path.name for path in (models / "heads").iterdir()) == [
@@ -110,12 +112,18 @@ def test_a_broken_head_stops_neither_the_list_nor_going_back(
     assert "not tested on these reads" in install_head(trained(0.8, seed=2), models)
 
 
-def test_a_head_that_was_put_there_by_hand_is_kept_too(models: Path, trained: Make, drawn: list[Path]) -> None:
+def test_a_head_that_was_put_there_by_hand_is_kept_too(
+    models: Path, trained: Make, drawn: list[Path]
+) -> None:
     install_head(trained(0.9), models)
     shutil.rmtree(models / "head")
     shutil.copytree(drawn[2] / "head", models / "head")
     by_hand = part_digest(models / "head")
-    assert [(head.number, head.installed) for head in kept_heads(models)] == [(0, True), (1, False), (2, False)]
+    assert [(head.number, head.installed) for head in kept_heads(models)] == [
+        (0, True),
+        (1, False),
+        (2, False),
+    ]
     use_head(models, 1)
     assert [head.digest for head in kept_heads(models)][2] == by_hand
 
@@ -123,7 +131,9 @@ def test_a_head_that_was_put_there_by_hand_is_kept_too(models: Path, trained: Ma
 @pytest.mark.parametrize("auroc", [0.55, 0.6, 0.3])
 def test_a_head_that_may_be_chance_is_refused(models: Path, trained: Make, auroc: float) -> None:
     new, before = trained(auroc), part_digest(models / "head")
-    with pytest.raises(WeightsError, match=rf"not installed: its AUROC is {auroc:.3f} .* chance; --install-anyway"):
+    with pytest.raises(
+        WeightsError, match=rf"not installed: its AUROC is {auroc:.3f} .* chance; --install-anyway"
+    ):
         install_head(new, models)
     assert part_digest(models / "head") == before
     assert not (models / "heads").exists()
@@ -131,9 +141,13 @@ def test_a_head_that_may_be_chance_is_refused(models: Path, trained: Make, auroc
     assert part_digest(models / "head") == part_digest(new)
 
 
-def test_a_head_worse_on_the_same_test_is_refused_and_on_another_it_is_said(models: Path, trained: Make) -> None:
+def test_a_head_worse_on_the_same_test_is_refused_and_on_another_it_is_said(
+    models: Path, trained: Make
+) -> None:
     install_head(trained(0.9), models)
-    with pytest.raises(WeightsError, match=r"it is worse: AUROC 0\.800 .*, of the one before 0\.900 .* same test"):
+    with pytest.raises(
+        WeightsError, match=r"it is worse: AUROC 0\.800 .*, of the one before 0\.900 .* same test"
+    ):
         install_head(trained(0.8, seed=2), models)
     with pytest.raises(WeightsError, match="it is worse"):  # the same labels in another file
         install_head(trained(0.75, seed=2, truth="e" * 64), models)
@@ -151,7 +165,9 @@ def test_a_head_without_a_card_is_refused(models: Path, drawn: list[Path]) -> No
 def test_a_head_of_other_encoders_is_refused_in_any_case(models: Path, tmp_path: Path) -> None:
     shape = HeadShape(model_length=500, dna_width=60, protein_width=68)
     write_part(tmp_path, shape, partial(random_tensor, shape), "random", "fp32")
-    with pytest.raises(WeightsError, match=r"60 \(DNA\) \+ 68 \(protein\), the encoders beside it give 64 \+ 64"):
+    with pytest.raises(
+        WeightsError, match=r"60 \(DNA\) \+ 68 \(protein\), the encoders beside it give 64 \+ 64"
+    ):
         install_head(tmp_path / "head", models, anyway=True)
 
 
@@ -206,7 +222,11 @@ def test_killed_at_any_step_no_head_is_lost_and_the_next_call_mends_it(
         except KeyboardInterrupt:
             assert left == 0
     check_models(models)  # there is one at every moment
-    lying = {part_digest(p.parent) for p in models.rglob("config.json") if p.parent.name not in ("esm2", "dnabert_s")}
+    lying = {
+        part_digest(p.parent)
+        for p in models.rglob("config.json")
+        if p.parent.name not in ("esm2", "dnabert_s")
+    }
     assert lying | {part_digest(new)} == heads, "the one before is whole somewhere, at least"
     install_head(new, models)
     assert {head.digest for head in kept_heads(models)} == heads
@@ -221,7 +241,10 @@ def test_the_commands_list_heads_and_go_back(
     install_head(trained(0.9), models)
     assert main(["models", "heads", "--models", str(models)]) == 0
     said = capsys.readouterr().out
-    assert all(word in said for word in (before[:8], "no card", "0.900 (0.800 to 1.000)", "60-150-300", "installed"))
+    assert all(
+        word in said
+        for word in (before[:8], "no card", "0.900 (0.800 to 1.000)", "60-150-300", "installed")
+    )
     monkeypatch.setenv("VIRNUC_MODELS", str(models))
     assert main(["models", "use-head", "1"]) == 0
     assert f"is now 001-{before[:8]}" in capsys.readouterr().out

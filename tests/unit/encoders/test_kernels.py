@@ -18,7 +18,11 @@ def obstacle() -> str | None:
         return "triton is not installed"
     version = importlib.metadata.version("triton")
     old = tuple(int(part) for part in version.split(".")[:2]) < (3, 7)
-    return f"the interpreter of triton {version} does not run with numpy 2.4; 3.7 does" if old else None
+    return (
+        f"the interpreter of triton {version} does not run with numpy 2.4; 3.7 does"
+        if old
+        else None
+    )
 
 
 pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
@@ -30,9 +34,18 @@ def test_every_kernel_equals_plain_torch_in_the_interpreter(dtype: str, kernels:
     script = Path(__file__).with_name("kernel_checks.py")
     root = Path(__file__).resolve().parents[3]
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+    }
     ended = subprocess.run(
-        [sys.executable, str(script), dtype], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(script), dtype],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count(" ok\n") == kernels

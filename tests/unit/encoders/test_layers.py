@@ -12,7 +12,9 @@ from virnuc_core.encoders.layers import positions, segment_mean
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 30), st.integers(0, 3))
 def test_positions_restart_in_every_row(lengths: list[int], tail: int, spare: int) -> None:
     total = sum(lengths)
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), *[total] * spare], dtype=torch.int32)
+    bounds = torch.tensor(
+        [0, *torch.tensor(lengths).cumsum(0).tolist(), *[total] * spare], dtype=torch.int32
+    )
     expected = [i for n in lengths for i in range(n)] + [0] * tail
     assert positions(bounds, total + tail).tolist() == expected
 
@@ -28,7 +30,9 @@ def test_means_equal_each_span_by_itself_bit_for_bit(lengths: list[int], gap: in
     starts, ends = torch.tensor(spans).T
     got = segment_mean(x, starts, ends)
     for mean, (start, end) in zip(got, spans, strict=True):
-        alone = segment_mean(x[start:end].clone(), torch.tensor([0]), torch.tensor([end - start]))[0]
+        alone = segment_mean(x[start:end].clone(), torch.tensor([0]), torch.tensor([end - start]))[
+            0
+        ]
         assert torch.equal(mean, alone)
         if end > start:
             torch.testing.assert_close(mean, x[start:end].mean(0), atol=1e-5, rtol=0)

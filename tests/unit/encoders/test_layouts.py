@@ -18,7 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from virnuc_core.encoders.checkpoint import load_encoder, open_part
-from virnuc_core.encoders.convert import convert_encoder, convert_head, guess_esm2_shape, open_public
+from virnuc_core.encoders.convert import (
+    convert_encoder,
+    convert_head,
+    guess_esm2_shape,
+    open_public,
+)
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
@@ -40,7 +45,10 @@ HF_DNABERT = {
 
 def fair_names(ours: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Our tensors under the names of fair-esm."""
-    named: dict[str, Tensor] = {"lm_head.weight": torch.zeros(33, 64), "contact_head.regression.bias": torch.zeros(1)}
+    named: dict[str, Tensor] = {
+        "lm_head.weight": torch.zeros(33, 64),
+        "contact_head.regression.bias": torch.zeros(1),
+    }
     for name, tensor in ours.items():
         if name == "inv_freq":
             named |= {f"layers.{i}.self_attn.rot_emb.inv_freq": tensor.clone() for i in range(2)}
@@ -112,7 +120,10 @@ def bert_names(ours: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def sharded(
-    tensors: dict[str, Tensor], folder: Path, stem: str, save: Callable[[dict[str, Tensor], Path], None]
+    tensors: dict[str, Tensor],
+    folder: Path,
+    stem: str,
+    save: Callable[[dict[str, Tensor], Path], None],
 ) -> None:
     """Two shards and their index, as transformers writes them."""
     ending = "safetensors" if stem == "model" else "bin"
@@ -122,7 +133,9 @@ def sharded(
         file = f"{stem}-0000{i + 1}-of-00002.{ending}"
         save({name: tensors[name] for name in names[i::2]}, folder / file)
         where |= dict.fromkeys(names[i::2], file)
-    (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / f"{stem}.{ending}.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
 
 
 @pytest.fixture
@@ -171,7 +184,9 @@ def test_every_esm2_layout_gives_the_same_embeddings(
         settings = argparse.Namespace(encoder_layers=2, encoder_embed_dim=64)
         source = source / "esm2_t2_tiny.pt"
         content: Any = (
-            state if "state only" in layout else {"cfg": {"model": settings}, "args": settings, "model": state}
+            state
+            if "state only" in layout
+            else {"cfg": {"model": settings}, "args": settings, "model": state}
         )
         torch.save(content, source, _use_new_zipfile_serialization="old" not in layout)
     shape = convert_encoder(Esm2Shape, source, tmp_path / "out")
@@ -186,7 +201,9 @@ def test_a_public_folder_put_in_place_needs_no_conversion(
 ) -> None:
     (tmp_path / "esm2").mkdir()
     (tmp_path / "esm2" / "config.json").write_text(json.dumps(HF_ESM2))
-    sharded(hf_names(esm2_tensors_of, "esm.", frequencies=True), tmp_path / "esm2", "model", save_file)
+    sharded(
+        hf_names(esm2_tensors_of, "esm.", frequencies=True), tmp_path / "esm2", "model", save_file
+    )
     ours, theirs = (load_encoder(Esm2, at, CPU).embed(esm2_batch()) for at in (models, tmp_path))
     assert torch.equal(ours, theirs)
 
@@ -221,14 +238,27 @@ def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
         from esm.model.esm2 import ESM2
 
     model = ESM2(num_layers=1, embed_dim=32, attention_heads=2, alphabet="ESM-1b").eval()
-    torch.save({"model": model.state_dict(), "cfg": {"model": argparse.Namespace(a=1)}}, tmp_path / "esm2.pt")
+    torch.save(
+        {"model": model.state_dict(), "cfg": {"model": argparse.Namespace(a=1)}},
+        tmp_path / "esm2.pt",
+    )
     shape = guess_esm2_shape(source := tmp_path / "esm2.pt", open_public(source))
-    assert (shape.layers, shape.width, shape.heads, shape.ffn_width, shape.vocab) == (1, 32, 2, 128, 33)
+    assert (shape.layers, shape.width, shape.heads, shape.ffn_width, shape.vocab) == (
+        1,
+        32,
+        2,
+        128,
+        33,
+    )
     convert_encoder(Esm2Shape, tmp_path / "esm2.pt", tmp_path / "out")
     tokens = esm2_batch()
     with torch.no_grad():
-        expected = model(tokens.tokens[None, :11], repr_layers=[1])["representations"][1][0, 1:10].mean(0)
-    torch.testing.assert_close(load_encoder(Esm2, tmp_path / "out", CPU).embed(tokens)[0], expected, atol=1e-5, rtol=0)
+        expected = model(tokens.tokens[None, :11], repr_layers=[1])["representations"][1][
+            0, 1:10
+        ].mean(0)
+    torch.testing.assert_close(
+        load_encoder(Esm2, tmp_path / "out", CPU).embed(tokens)[0], expected, atol=1e-5, rtol=0
+    )
 
 
 def test_stored_narrower_on_request(models: Path, tmp_path: Path) -> None:
@@ -239,9 +269,14 @@ def test_stored_narrower_on_request(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_task_head_is_left_out_with_a_remark_and_more_only_when_asked(
-    models: Path, esm2_tensors_of: dict[str, Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    models: Path,
+    esm2_tensors_of: dict[str, Tensor],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tensors = hf_names(esm2_tensors_of, "esm.", frequencies=True) | {"classifier.dense.weight": torch.ones(64, 64)}
+    tensors = hf_names(esm2_tensors_of, "esm.", frequencies=True) | {
+        "classifier.dense.weight": torch.ones(64, 64)
+    }
     (tmp_path / "config.json").write_text(json.dumps(HF_ESM2))
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
@@ -297,7 +332,9 @@ def test_what_does_not_fit_is_named(
 
 def test_an_esm1_model_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(HF_ESM2 | {"position_embedding_type": "absolute"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(HF_ESM2 | {"position_embedding_type": "absolute"})
+    )
     with pytest.raises(WeightsError, match="ESM-1 style"):
         convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
     (tmp_path / "config.json").write_text(json.dumps({"position_embedding_type": "rotary"}))
@@ -310,7 +347,9 @@ def test_sources_that_are_not_there_are_named(tmp_path: Path) -> None:
         convert_encoder(Esm2Shape, tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(WeightsError, match=r"no model\.safetensors and no pytorch_model\.bin"):
         convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "../elsewhere.safetensors"}}'
+    )
     with pytest.raises(WeightsError, match=r"names \.\./elsewhere\.safetensors, which is not in"):
         convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
     (tmp_path / "garbage.pt").write_bytes(b"garbage")
@@ -338,12 +377,17 @@ def test_a_checkpoint_with_code_in_it_is_refused_unexecuted(tmp_path: Path) -> N
         (b"ctorch.storage\nUntypedStorage\n(J\xff\xff\xff\x7ftR.", "refused"),
     ],
 )
-def test_what_a_checkpoint_claims_is_bounded_before_it_is_made(program: bytes, says: str, tmp_path: Path) -> None:
+def test_what_a_checkpoint_claims_is_bounded_before_it_is_made(
+    program: bytes, says: str, tmp_path: Path
+) -> None:
     path = tmp_path / "pytorch_model.bin"
     for old in (False, True):
         if old:
             path.write_bytes(
-                pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2) + program
+                pickle.dumps(0x1950A86A20F9469CFC6C, 2)
+                + pickle.dumps(1001, 2)
+                + pickle.dumps({}, 2)
+                + program
             )
         else:
             with zipfile.ZipFile(path, "w") as file:
@@ -358,13 +402,20 @@ def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     for old in (False, True):
         torch.save({"wide": one.expand(1 << 40)}, path, _use_new_zipfile_serialization=not old)
-        with pytest.raises(WeightsError, match=r"claims 4,398,046,511,104 bytes of numbers, the file has"):
+        with pytest.raises(
+            WeightsError, match=r"claims 4,398,046,511,104 bytes of numbers, the file has"
+        ):
             convert_encoder(Esm2Shape, path, tmp_path / "out")
     torch.save({"hidden_layer.weight": one.expand(1 << 40)}, tmp_path / "300_model.pth")
-    with pytest.raises(WeightsError, match="claims 4,398,046,511,104 bytes of numbers, the file has"):
+    with pytest.raises(
+        WeightsError, match="claims 4,398,046,511,104 bytes of numbers, the file has"
+    ):
         convert_head(tmp_path / "300_model.pth", tmp_path / "out")
     torch.save({"a": torch.zeros(100_000)}, tmp_path / "plain.bin")
-    with zipfile.ZipFile(tmp_path / "plain.bin") as file, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as small:
+    with (
+        zipfile.ZipFile(tmp_path / "plain.bin") as file,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as small,
+    ):
         for name in file.namelist():
             small.writestr(name, file.read(name))
     with pytest.raises(WeightsError, match="compressed"):
@@ -375,13 +426,19 @@ def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
     "tensors",
     [
         {"embed_tokens.weight": torch.ones(33, 8), "layers.99999999.fc1.weight": torch.ones(1)},
-        {"layers.99999999.x": torch.ones(1), "layers.0.fc1.weight": torch.ones(9, 9), "rot.inv_freq": torch.ones(2)},
+        {
+            "layers.99999999.x": torch.ones(1),
+            "layers.0.fc1.weight": torch.ones(9, 9),
+            "rot.inv_freq": torch.ones(2),
+        },
         {"layers.0.fc1.weight": torch.ones(9, 9), "rot.inv_freq": torch.ones(0)},
         {"layers.0.fc1.weight": torch.ones(9, 9), "rot.inv_freq": torch.tensor(1.0)},
         {"layers.0.fc1.weight": torch.tensor(1.0), "rot.inv_freq": torch.ones(2)},
     ],
 )
-def test_sizes_of_tensors_that_make_no_model(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_sizes_of_tensors_that_make_no_model(
+    tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     torch.save({"embed_tokens.weight": torch.ones(33, 8)} | tensors, tmp_path / "model.pt")
     with pytest.raises(WeightsError, match="not the layout of fair-esm's ESM-2"):
         convert_encoder(Esm2Shape, tmp_path / "model.pt", tmp_path / "out")
@@ -401,7 +458,12 @@ def test_a_head_as_safetensors(models: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not say the model length"):
         convert_head(source, tmp_path, dna_width=64)
     shape = convert_head(source, tmp_path, model_length=300, dna_width=64)
-    assert (shape.model_length, shape.dna_width, shape.protein_width, shape.hidden) == (300, 64, 64, 512)
+    assert (shape.model_length, shape.dna_width, shape.protein_width, shape.hidden) == (
+        300,
+        64,
+        64,
+        512,
+    )
     with pytest.raises(WeightsError, match="exists already"):
         convert_head(source, tmp_path, model_length=300, dna_width=64)
     for part in ("esm2", "dnabert_s"):

@@ -81,9 +81,14 @@ def test_a_whole_pickled_module_gives_the_originals_scores(
 def test_dictionaries_are_read_too(form: str, trained: MLPClassifier, tmp_path: Path) -> None:
     state: Any = trained.state_dict()
     if form == "with parameters":
-        state = OrderedDict((name, nn.Parameter(t) if t.is_floating_point() else t) for name, t in state.items())
+        state = OrderedDict(
+            (name, nn.Parameter(t) if t.is_floating_point() else t) for name, t in state.items()
+        )
     if form == "dictionary":
-        state = {"metadata": {"checkpoint_version": "2.0.0", "epochs": 3, "loss": 0.25}, "model_state_dict": state}
+        state = {
+            "metadata": {"checkpoint_version": "2.0.0", "epochs": 3, "loss": 0.25},
+            "model_state_dict": state,
+        }
     torch.save(state, tmp_path / "300_model.pth")
     got = read_pickled(tmp_path / "300_model.pth")
     assert got.keys() == trained.state_dict().keys()
@@ -138,16 +143,22 @@ def payloads(mark: Path, protocol: int = 2) -> dict[str, bytes]:
         "posix.system": call(b"posix", b"system", touch.encode()),
         "builtins.eval": reduced(builtins.eval, python),
         "builtins.exec": reduced(builtins.exec, python),
-        "__builtin__.eval, python 2": call(b"__builtin__", b"eval", python.replace("'", "\\'").encode()),
+        "__builtin__.eval, python 2": call(
+            b"__builtin__", b"eval", python.replace("'", "\\'").encode()
+        ),
         "subprocess.Popen": reduced(subprocess.Popen, ["touch", str(mark)]),
         "getattr": reduced(getattr, Reduce(__import__, "os"), "system"),
-        "nested in a state": pickle.dumps(OrderedDict(hidden=OrderedDict(weight=Reduce(os.system, touch))), protocol),
+        "nested in a state": pickle.dumps(
+            OrderedDict(hidden=OrderedDict(weight=Reduce(os.system, touch))), protocol
+        ),
         "nested in a call": reduced(set, (Reduce(os.system, touch),)),
         "another pickle inside": reduced(pickle.loads, pickle.dumps(Reduce(os.system, touch))),
         "torch.load inside": reduced(torch.load, str(mark)),
         "torch.hub": call(b"torch.hub", b"load", b"x"),
         "a dotted name": b"\x80\x04\x8c\x08builtins\x8c\x08set.copy\x93.",
-        "through a module of ours": call(b"virnuc_core.encoders.convert", b"io.open", str(mark).encode()),
+        "through a module of ours": call(
+            b"virnuc_core.encoders.convert", b"io.open", str(mark).encode()
+        ),
         "instance opcode": b"(S'" + touch.encode() + b"'\nios\nsystem\n.",
         "object opcode": b"(cos\nsystem\nS'" + touch.encode() + b"'\no.",
         "torch's own rebuild with a type": b"ctorch._tensor\n_rebuild_from_type_v2\n(tR.",
@@ -173,13 +184,22 @@ def test_an_exploit_is_refused_and_never_runs(name: str, layout: str, tmp_path: 
 
 def test_the_payloads_do_run_where_nothing_stops_them(tmp_path: Path) -> None:
     """Otherwise the test above could not fail."""
-    for name in ("os.system", "posix.system", "builtins.eval", "nested in a state", "instance opcode", "object opcode"):
+    for name in (
+        "os.system",
+        "posix.system",
+        "builtins.eval",
+        "nested in a state",
+        "instance opcode",
+        "object opcode",
+    ):
         mark = tmp_path / name.replace(" ", "_")
         pickle.loads(payloads(mark)[name])
         assert mark.exists(), name
 
 
-def test_a_head_with_one_hostile_part_is_refused_whole(trained: MLPClassifier, tmp_path: Path) -> None:
+def test_a_head_with_one_hostile_part_is_refused_whole(
+    trained: MLPClassifier, tmp_path: Path
+) -> None:
     mark = tmp_path / "executed"
     state: Any = dict(trained.state_dict())
     state["bn1.bias"] = Reduce(os.system, f"touch {mark}")
@@ -190,11 +210,11 @@ def test_a_head_with_one_hostile_part_is_refused_whole(trained: MLPClassifier, t
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pickle_cannot_change_the_reader_for_the_next_file(trained: MLPClassifier, tmp_path: Path) -> None:
+def test_a_pickle_cannot_change_the_reader_for_the_next_file(
+    trained: MLPClassifier, tmp_path: Path
+) -> None:
     """BUILD may set attributes on whatever a pickle names, our stand-ins included."""
-    program = (
-        b"c__main__\nMLPClassifier\n(N(S'tensors'\nccollections\nOrderedDict\nS'__setstate__'\nc__builtin__\nset\ndtb."
-    )
+    program = b"c__main__\nMLPClassifier\n(N(S'tensors'\nccollections\nOrderedDict\nS'__setstate__'\nc__builtin__\nset\ndtb."
     with pytest.raises(WeightsError):
         read_pickled(archive(tmp_path / "evil.pth", program))
     program = b"ctorch._utils\n_rebuild_tensor_v2\n(N(S'__defaults__'\n(I1\ntdtb."
@@ -242,7 +262,9 @@ def spoilt(change: Callable[[dict[str, bytes]], object], tmp_path: Path) -> Path
         (lambda p: p.update({"data.pkl": p["data.pkl"][:-9]}), "refused"),
     ],
 )
-def test_a_tampered_archive_is_refused(change: Callable[[dict[str, bytes]], object], says: str, tmp_path: Path) -> None:
+def test_a_tampered_archive_is_refused(
+    change: Callable[[dict[str, bytes]], object], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(WeightsError, match=says):
         read_pickled(spoilt(change, tmp_path), HEAD_MAX_BYTES)
 
@@ -256,7 +278,9 @@ def test_a_tensor_that_leaves_its_block_is_refused(tmp_path: Path) -> None:
         read_pickled(spoilt(widen, tmp_path))
 
     def shift(parts: dict[str, bytes]) -> None:
-        parts["data.pkl"] = parts["data.pkl"].replace(b"K\x04K\x01\x86", b"K\x7fK\x01\x86")  # the strides
+        parts["data.pkl"] = parts["data.pkl"].replace(
+            b"K\x04K\x01\x86", b"K\x7fK\x01\x86"
+        )  # the strides
 
     with pytest.raises(WeightsError, match="refused"):
         read_pickled(spoilt(shift, tmp_path))
@@ -268,7 +292,9 @@ def test_what_is_too_large_for_a_head_is_not_read(tmp_path: Path) -> None:
         read_pickled(tmp_path / "head.pth", 100)
 
 
-@pytest.mark.parametrize("content", [{}, {"a": 1}, {"model_state_dict": {}}, OrderedDict(), {"a": {"b": None}}])
+@pytest.mark.parametrize(
+    "content", [{}, {"a": 1}, {"model_state_dict": {}}, OrderedDict(), {"a": {"b": None}}]
+)
 def test_what_is_no_head_is_said(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "head.pth")
     with pytest.raises(WeightsError, match="no dictionary of tensors"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flows.cli import main
+from virnuc.flows.cli import main
 from virnuc_core.encoders.checkpoint import calibration, fingerprint, load_encoder, open_part
 from virnuc_core.encoders.layers import (
     Dense,
@@ -48,7 +48,9 @@ def test_auto_is_fp32_on_a_cpu_and_fp16_on_cuda() -> None:
 
 
 @pytest.mark.parametrize(("capability", "fine"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_int8_asks_for_hopper(capability: tuple[int, int], fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_asks_for_hopper(
+    capability: tuple[int, int], fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
     if fine:
@@ -65,7 +67,9 @@ def test_rounded_rows_give_back_each_row_within_half_a_step() -> None:
     rows, scale = quantise_rows(x)
     assert rows.dtype == torch.int8
     assert scale.shape == (50, 1)
-    assert ((rows * scale - x).abs() <= 0.501 * x.abs().amax(1, keepdim=True).clamp_min(1e-9) / 127).all()
+    assert (
+        (rows * scale - x).abs() <= 0.501 * x.abs().amax(1, keepdim=True).clamp_min(1e-9) / 127
+    ).all()
     assert not rows[7].any()
 
 
@@ -107,7 +111,9 @@ def test_smoothing_and_bias_keep_a_product_of_uneven_inputs() -> None:
     products = {name: Dense(torch.randn(64, 64), torch.randn(64)) for name in PRODUCTS}
     norm = (uneven.clone(), uneven / 2)
     layer = Layer(norm, products["qkv"], products["out"], norm, products["up"], products["down"])
-    made = in_int8(layer, dict.fromkeys(PRODUCTS, Inputs(x.abs().amax(0), x.mean(0))), torch.float32)
+    made = in_int8(
+        layer, dict.fromkeys(PRODUCTS, Inputs(x.abs().amax(0), x.mean(0))), torch.float32
+    )
     plain = torch.nn.functional.layer_norm(x, (64,), *norm)
     smooth = torch.nn.functional.layer_norm(x, (64,), *made.attn_norm)
     for got, expected in (
@@ -119,9 +125,13 @@ def test_smoothing_and_bias_keep_a_product_of_uneven_inputs() -> None:
     assert made.qkv.weight.dtype == torch.int8
 
 
-def test_int8_without_its_calibration_is_refused(calibrated: Path, models: Path, tmp_path: Path) -> None:
+def test_int8_without_its_calibration_is_refused(
+    calibrated: Path, models: Path, tmp_path: Path
+) -> None:
     assert set(fingerprint(calibrated, "int8")) - set(fingerprint(calibrated, "fp16")) == {"int8"}
-    with pytest.raises(WeightsError, match=r"int8\.safetensors: no such file; .* virnuc models quantize"):
+    with pytest.raises(
+        WeightsError, match=r"int8\.safetensors: no such file; .* virnuc models quantize"
+    ):
         fingerprint(models, "int8")
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     kept = tmp_path / "esm2/int8.safetensors"
@@ -131,20 +141,35 @@ def test_int8_without_its_calibration_is_refused(calibrated: Path, models: Path,
     with pytest.raises(WeightsError, match="made for other weights of ESM-2"):
         fingerprint(tmp_path, "int8")
     whole = (calibrated / "esm2/int8.safetensors").read_bytes()
-    for damaged in (b"nothing", whole[:-4] + b"\xff\xff\xff\xff", whole[:-4] + b"\0\0\x80\x4b"):  # NaN, 16777216
+    for damaged in (
+        b"nothing",
+        whole[:-4] + b"\xff\xff\xff\xff",
+        whole[:-4] + b"\0\0\x80\x4b",
+    ):  # NaN, 16777216
         kept.write_bytes(damaged)
         with pytest.raises(WeightsError, match="is no calibration for this ESM-2"):
             fingerprint(tmp_path, "int8")
 
 
-def test_weights_whose_numbers_overflow_are_not_calibrated(calibrated: Path, tmp_path: Path) -> None:
+def test_weights_whose_numbers_overflow_are_not_calibrated(
+    calibrated: Path, tmp_path: Path
+) -> None:
     shutil.copytree(calibrated, tmp_path / "models")
-    weights, kept = tmp_path / "models/esm2/model.safetensors", tmp_path / "models/esm2/int8.safetensors"
+    weights, kept = (
+        tmp_path / "models/esm2/model.safetensors",
+        tmp_path / "models/esm2/int8.safetensors",
+    )
     before = kept.read_bytes()
     save_file(
-        {name: tensor * (1e30 if tensor.ndim == 2 else 1) for name, tensor in load_file(weights).items()}, weights
+        {
+            name: tensor * (1e30 if tensor.ndim == 2 else 1)
+            for name, tensor in load_file(weights).items()
+        },
+        weights,
     )
-    with pytest.raises(WeightsError, match="esm2: gives NaN or infinity for rows of these reads; see virnuc models"):
+    with pytest.raises(
+        WeightsError, match="esm2: gives NaN or infinity for rows of these reads; see virnuc models"
+    ):
         quantise(tmp_path / "models", str(calibrated.with_name("reads.fasta")), CPU)
     assert kept.read_bytes() == before
 
@@ -155,7 +180,9 @@ def test_a_device_of_no_use_is_refused_in_a_short_line(name: str) -> None:
         torch_device(name)
 
 
-def test_few_reads_are_no_calibration(calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_reads_are_no_calibration(
+    calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reads = tmp_path / "few.fasta"
     simulate(SimulateSpec(reads=10, seed=3), reads)
     assert main(["models", "quantize", str(calibrated), str(reads), "--device", "cpu"]) == 2

@@ -30,7 +30,11 @@ def pair(request: pytest.FixtureRequest, models: Path) -> tuple[Encoder, Tokeniz
     lengths = [1 + i * i % 97 for i in range(60)]
     if request.param == "esm2":
         return load_encoder(Esm2, models, CPU), Esm2Tokenizer(), proteins(lengths, seed=1)
-    return load_encoder(DnabertS, models, CPU), DnabertTokenizer(models), dnas([2 * n for n in lengths], seed=1)
+    return (
+        load_encoder(DnabertS, models, CPU),
+        DnabertTokenizer(models),
+        dnas([2 * n for n in lengths], seed=1),
+    )
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
@@ -41,8 +45,15 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(seed=st.integers(0, 1000), count=st.integers(1, 20), place=st.integers(0, 19), bound=st.sampled_from([128, 256]))
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    seed=st.integers(0, 1000),
+    count=st.integers(1, 20),
+    place=st.integers(0, 19),
+    bound=st.sampled_from([128, 256]),
+)
 def test_a_row_is_the_same_bits_in_any_company(
     pair: tuple[Encoder, Tokenizer, list[bytes]], seed: int, count: int, place: int, bound: int
 ) -> None:
@@ -51,20 +62,32 @@ def test_a_row_is_the_same_bits_in_any_company(
     generator = torch.Generator().manual_seed(seed)
     company = [rows[int(i)] for i in torch.randint(1, len(rows), (count,), generator=generator)]
     place = min(place, count)
-    batch = packed(tokenizer, [*company[:place], rows[0], *company[place:]], slots=SLOTS, capacity=64, max_seqlen=bound)
+    batch = packed(
+        tokenizer,
+        [*company[:place], rows[0], *company[place:]],
+        slots=SLOTS,
+        capacity=64,
+        max_seqlen=bound,
+    )
     assert torch.equal(encoder.embed(batch)[place], alone)
 
 
 @pytest.mark.usefixtures("_threads")
-def test_every_row_of_a_shuffled_batch_is_the_same_bits(pair: tuple[Encoder, Tokenizer, list[bytes]]) -> None:
+def test_every_row_of_a_shuffled_batch_is_the_same_bits(
+    pair: tuple[Encoder, Tokenizer, list[bytes]],
+) -> None:
     encoder, tokenizer, rows = pair
     whole = encoder.embed(packed(tokenizer, rows, slots=4 * SLOTS, capacity=64))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(5)).tolist()
-    again = encoder.embed(packed(tokenizer, [rows[i] for i in order], slots=4 * SLOTS, capacity=100))
+    again = encoder.embed(
+        packed(tokenizer, [rows[i] for i in order], slots=4 * SLOTS, capacity=100)
+    )
     assert torch.equal(again[: len(rows)], whole[order])
 
 
-def test_what_the_dead_slots_hold_changes_nothing(pair: tuple[Encoder, Tokenizer, list[bytes]]) -> None:
+def test_what_the_dead_slots_hold_changes_nothing(
+    pair: tuple[Encoder, Tokenizer, list[bytes]],
+) -> None:
     encoder, tokenizer, rows = pair
     batch = packed(tokenizer, rows[:9], slots=SLOTS, capacity=16)
     tokens = batch.tokens.clone()

@@ -18,7 +18,11 @@ from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.errors import WeightsError
 
 
-@given(st.lists(st.text(alphabet="LAGVSERTIDPKQNFYMHWCXBUZO.-J*x", max_size=30).map(str.encode), max_size=8))
+@given(
+    st.lists(
+        st.text(alphabet="LAGVSERTIDPKQNFYMHWCXBUZO.-J*x", max_size=30).map(str.encode), max_size=8
+    )
+)
 def test_esm2_tokens_equal_a_table_looked_up_one_by_one(rows: list[bytes]) -> None:
     ids = {letter: i for i, letter in enumerate("LAGVSERTIDPKQNFYMHWCXBUZO.-", start=4)}
     tokens, offsets = Esm2Tokenizer().encode(rows)
@@ -65,7 +69,14 @@ def test_trained_vocabulary_has_the_special_ids_of_dnabert_2(models: Path) -> No
     first, empty, unknown, run = (tokens[a:b].tolist() for a, b in pairwise(offsets))
     assert (first[0], first[-1]) == (1, 2)
     assert empty == [1, 2]
-    assert unknown == [1, 0, 0, 0, 0, 2]  # no normaliser: each letter that is no capital base is [UNK]
+    assert unknown == [
+        1,
+        0,
+        0,
+        0,
+        0,
+        2,
+    ]  # no normaliser: each letter that is no capital base is [UNK]
     assert len(run) < 30
     assert (tokenizer.pad_id, tokenizer.vocab) == (3, 512)
 
@@ -88,11 +99,19 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
 def test_padding_and_truncation_of_the_file_are_switched_off(models: Path, tmp_path: Path) -> None:
     (tmp_path / "dnabert_s").mkdir()
     content = json.loads((models / "dnabert_s" / "tokenizer.json").read_text(encoding="utf-8"))
-    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     content["padding"] = {
         "strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None,
         "pad_id": 3, "pad_type_id": 0, "pad_token": "[PAD]",
     }  # fmt: skip
     (tmp_path / "dnabert_s" / "tokenizer.json").write_text(json.dumps(content))
     rows = [b"ACGTTGCAACGGATATCGAGAGCTTTAGC"]
-    assert DnabertTokenizer(tmp_path).encode(rows)[0].tolist() == DnabertTokenizer(models).encode(rows)[0].tolist()
+    assert (
+        DnabertTokenizer(tmp_path).encode(rows)[0].tolist()
+        == DnabertTokenizer(models).encode(rows)[0].tolist()
+    )

@@ -125,7 +125,11 @@ def test_fetch_downloads_pinned_revisions_and_converts_them(
     fetch(tmp_path / "out", head_file)
     assert asked == [converting.DNABERT_REPOSITORY, converting.ESM2_REPOSITORY]
     assert all(len(revision) == 40 for _, revision in asked)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dnabert_s", "esm2", "head"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "dnabert_s",
+        "esm2",
+        "head",
+    ]
     fetch(tmp_path / "out", head_file)
     assert len(asked) == 2  # what is there is not fetched again
 

@@ -47,7 +47,11 @@ def copied(models: Path, tmp_path: Path) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_equal_seeds_give_equal_bytes_and_others_do_not(models: Path, tmp_path: Path) -> None:
@@ -74,7 +78,9 @@ def test_stored_in_half_precision_all_but_angles_and_head(tmp_path: Path) -> Non
     esm2 = load_file(tmp_path / "esm2" / "model.safetensors")
     assert {t.dtype for name, t in esm2.items() if name != "inv_freq"} == {torch.float16}
     assert esm2["inv_freq"].dtype == torch.float32
-    assert {t.dtype for t in load_file(tmp_path / "head" / "model.safetensors").values()} == {torch.float32}
+    assert {t.dtype for t in load_file(tmp_path / "head" / "model.safetensors").values()} == {
+        torch.float32
+    }
     assert load_encoder(Esm2, tmp_path, CPU).layers[0].qkv.weight.dtype == torch.float32
 
 
@@ -83,12 +89,16 @@ def test_random_activations_stay_of_a_sensible_size(models: Path) -> None:
     esm2 = Esm2(deep, partial(random_tensor, deep), CPU, precision="fp32", attention="reference")
     hidden = esm2.hidden(packed(Esm2Tokenizer(), proteins([50] * 4)))
     assert 0.3 < hidden.std() < 3
-    dna = load_encoder(DnabertS, models, CPU).hidden(packed(DnabertTokenizer(models), dnas([150] * 4)))
+    dna = load_encoder(DnabertS, models, CPU).hidden(
+        packed(DnabertTokenizer(models), dnas([150] * 4))
+    )
     assert 0.3 < dna.std() < 3
 
 
 def test_known_sizes_are_the_published_ones() -> None:
-    three_billion = sum(torch.Size(shape).numel() for shape in ESM2_SIZES["t36_3B"].tensors().values())
+    three_billion = sum(
+        torch.Size(shape).numel() for shape in ESM2_SIZES["t36_3B"].tensors().values()
+    )
     assert three_billion == pytest.approx(2.84e9, rel=0.01)
     base = sum(torch.Size(shape).numel() for shape in DNABERT_SIZES["base"].tensors().values())
     assert base == pytest.approx(117e6, rel=0.01)
@@ -100,7 +110,9 @@ def test_a_taken_directory_is_refused(models: Path) -> None:
         init_random(models)
 
 
-def test_a_random_tensor_of_many_pieces_has_the_asked_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_tensor_of_many_pieces_has_the_asked_spread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("virnuc_core.encoders.convert.DRAWN_AT_ONCE", 1000)
     shape = Esm2Shape(layers=1, width=64, heads=2, ffn_width=256)
     write_part(tmp_path, shape, partial(random_tensor, shape, seed=1), "random", "fp32")
@@ -180,7 +192,10 @@ def load_all(models: Path) -> None:
         (remove("head", "model.safetensors"), r"head/model\.safetensors: no such file"),
         (remove("dnabert_s", "tokenizer.json"), r"tokenizer\.json: no such file"),
         (scramble("esm2", "config.json"), r"esm2/config\.json: invalid JSON"),
-        (scramble("esm2", "model.safetensors"), r"model\.safetensors: cannot be read as safetensors"),
+        (
+            scramble("esm2", "model.safetensors"),
+            r"model\.safetensors: cannot be read as safetensors",
+        ),
         (edit("esm2", width=63), r"width 63 does not split"),
         (edit("esm2", colour="red"), r"colour: extra inputs"),
         (edit("esm2", layers=3), r"no tensors layers\.2\.\S+, .* and \d+ more; not the model"),
@@ -189,32 +204,74 @@ def load_all(models: Path) -> None:
             edit("esm2", ffn_width=128),
             r"layers\.0\.fc1\.weight is \[256, 64\], config\.json makes it \[128, 64\]",
         ),
-        (edit("dnabert_s", vocab=300), r"tensor embed\.weight is \[512, 64\], config\.json makes it \[300, 64\]"),
+        (
+            edit("dnabert_s", vocab=300),
+            r"tensor embed\.weight is \[512, 64\], config\.json makes it \[300, 64\]",
+        ),
         (shrink_vocabulary, r"the tokenizer has 512 tokens, the model only 300"),
-        (edit("head", protein_width=2560), r"64 \(DNA\) \+ 2560 \(protein\), the encoders beside it give 64 \+ 64"),
+        (
+            edit("head", protein_width=2560),
+            r"64 \(DNA\) \+ 2560 \(protein\), the encoders beside it give 64 \+ 64",
+        ),
         (reshape("esm2", "layers.1.out.bias", None), r"no tensor layers\.1\.out\.bias"),
-        (reshape("esm2", "inv_freq", torch.ones(5)), r"tensor inv_freq is \[5\], config\.json makes it \[16\]"),
+        (
+            reshape("esm2", "inv_freq", torch.ones(5)),
+            r"tensor inv_freq is \[5\], config\.json makes it \[16\]",
+        ),
         (
             reshape("head", "bn1.running_var", torch.ones(512, dtype=torch.int64)),
             r"bn1\.running_var holds int64",
         ),
-        (reshape("esm2", "layers.0.qkv.weight", torch.ones(64)), r"tensor layers\.0\.qkv\.weight is \[64\], config"),
-        (cut("esm2", 0.999), r"esm2/model\.safetensors: cannot be read as safetensors.*; is it whole\? copy"),
-        (cut("head", 0.5), r"head/model\.safetensors: cannot be read as safetensors.*; is it whole\? copy"),
+        (
+            reshape("esm2", "layers.0.qkv.weight", torch.ones(64)),
+            r"tensor layers\.0\.qkv\.weight is \[64\], config",
+        ),
+        (
+            cut("esm2", 0.999),
+            r"esm2/model\.safetensors: cannot be read as safetensors.*; is it whole\? copy",
+        ),
+        (
+            cut("head", 0.5),
+            r"head/model\.safetensors: cannot be read as safetensors.*; is it whole\? copy",
+        ),
         (cut("dnabert_s", 0.0), r"dnabert_s/model\.safetensors: cannot be read as safetensors"),
         (scramble("dnabert_s", "tokenizer.json"), r"tokenizer\.json: not a tokenizer file"),
         (reshape("head", "surplus", torch.ones(2)), r"unexpected tensor surplus"),
         (edit("esm2", layers=10**6), r"esm2/config\.json: layers: input should be less"),
         (edit("dnabert_s", vocab=10**9), r"dnabert_s/config\.json: vocab: input should be less"),
-        (edit("head", dna_width=1, protein_width=10**12), r"head/config\.json: protein_width: input should be less"),
+        (
+            edit("head", dna_width=1, protein_width=10**12),
+            r"head/config\.json: protein_width: input should be less",
+        ),
         (edit("esm2", origin=["x" * 9_000]), r"esm2/config\.json: origin: .{,300}$"),
-        (edit("esm2", origin="x" * (1 << 24)), r"esm2/config\.json: cannot be read \(larger than 16,777,216 bytes\)"),
-        (lambda m: (m / "head/config.json").write_text("[" * 90_000) and None, r"head/config\.json: invalid JSON"),
-        (vocabulary(lambda t: t["model"].update(dropout=0.1)), r"tokenizer\.json: with a dropout of 0\.1"),
-        (vocabulary(lambda t: t["model"]["vocab"].update(ACGTACGT=4_000)), r"tokenizer has 4001 tokens, the model"),
-        (vocabulary(lambda t: t.update(normalizer=SWELLING)), r"tokenizer\.json: makes \d+ tokens of 40 letters"),
-        (vocabulary(lambda t: t.update(post_processor=None)), r"tokenizer\.json: .* between \[CLS\] and \[SEP\]"),
-        (lambda m: os.truncate(m / "dnabert_s/tokenizer.json", 1 << 25), r"tokenizer\.json: .*larger than 16,777,216"),
+        (
+            edit("esm2", origin="x" * (1 << 24)),
+            r"esm2/config\.json: cannot be read \(larger than 16,777,216 bytes\)",
+        ),
+        (
+            lambda m: (m / "head/config.json").write_text("[" * 90_000) and None,
+            r"head/config\.json: invalid JSON",
+        ),
+        (
+            vocabulary(lambda t: t["model"].update(dropout=0.1)),
+            r"tokenizer\.json: with a dropout of 0\.1",
+        ),
+        (
+            vocabulary(lambda t: t["model"]["vocab"].update(ACGTACGT=4_000)),
+            r"tokenizer has 4001 tokens, the model",
+        ),
+        (
+            vocabulary(lambda t: t.update(normalizer=SWELLING)),
+            r"tokenizer\.json: makes \d+ tokens of 40 letters",
+        ),
+        (
+            vocabulary(lambda t: t.update(post_processor=None)),
+            r"tokenizer\.json: .* between \[CLS\] and \[SEP\]",
+        ),
+        (
+            lambda m: os.truncate(m / "dnabert_s/tokenizer.json", 1 << 25),
+            r"tokenizer\.json: .*larger than 16,777,216",
+        ),
     ],
 )
 def test_a_spoilt_models_directory_is_one_clear_line(
@@ -280,7 +337,9 @@ def test_the_digest_of_a_large_file_is_remembered_until_the_file_changes(
     assert (after["head"] != before["head"], count) == (True, 1)
 
 
-def test_a_part_is_looked_at_once_while_its_files_stay_the_same(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_looked_at_once_while_its_files_stay_the_same(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = shape_of(copied, HeadShape)
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "_open", None)
@@ -293,17 +352,27 @@ def test_a_part_is_looked_at_once_while_its_files_stay_the_same(copied: Path, mo
             shape_of(copied, HeadShape)
 
 
-def test_every_stretch_of_a_file_is_in_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stretch_of_a_file_is_in_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "STRETCH_BYTES", 8)
     path, content, found = tmp_path / "file", bytes(range(30)), set[str]()
     orders = (content, content[8:16] + content[:8] + content[16:])
-    for one in (*orders, *(content[:at] + b"!" + content[at + 1 :] for at in range(30)), content[:-1], b""):
+    for one in (
+        *orders,
+        *(content[:at] + b"!" + content[at + 1 :] for at in range(30)),
+        content[:-1],
+        b"",
+    ):
         path.write_bytes(one)
         found.add(digest_of(path))
     assert len(found) == 34
     path.write_bytes(content)
     parts = (content[at : at + 8] for at in range(0, 30, 8))
-    assert digest_of(path) == hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    assert (
+        digest_of(path)
+        == hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    )
 
 
 def test_digests_need_no_home(copied: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +404,7 @@ def test_a_command_checks_weights_and_loads_its_flow_without_torch(models: Path)
     program = """
 import sys
 from pathlib import Path
-import flows.predict
+import virnuc.flows.predict
 from virnuc_core.encoders.checkpoint import check_models, fingerprint
 fingerprint(models := Path(sys.argv[1])), check_models(models)
 assert "torch" not in sys.modules, "the workers alone need it; importing it takes seconds"

@@ -41,7 +41,9 @@ def staged(tmp_path_factory: pytest.TempPathFactory, reads_file: Path) -> tuple[
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory, staged: tuple[Path, StageSummary], tiny_models: Path) -> Path:
+def reference(
+    tmp_path_factory: pytest.TempPathFactory, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> Path:
     """A finished run on one core."""
     from .test_runs import go
 

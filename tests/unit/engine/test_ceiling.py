@@ -10,13 +10,15 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
 from virnuc_core.engine.devices import resolve
 from virnuc_core.errors import WorkerError
-from virnuc_core.measure.bench import measure_ceilings
 from virnuc_core.runfiles import Device
+from virnuc_core.tools.bench import measure_ceilings
 
 from .test_runs import no_children
 
 
-def test_a_cpu_has_no_ceiling_but_the_model_has_its_flops(tiny_models: Path, tmp_path: Path) -> None:
+def test_a_cpu_has_no_ceiling_but_the_model_has_its_flops(
+    tiny_models: Path, tmp_path: Path
+) -> None:
     found = measure_ceilings(tiny_models, resolve(Devices.parse("cpu:1")), EngineSpec(), tmp_path)
     assert (found.esm2_ceiling_tokens_s, found.dnabert_s_ceiling_tokens_s) == ({}, {})
     assert found.esm2_per_token == 2 * ESM2_SIZES["tiny"].linear_weights

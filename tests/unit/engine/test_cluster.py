@@ -29,7 +29,15 @@ from virnuc_core.encoders.models_directory import quantise
 from virnuc_core.engine import shards
 from virnuc_core.engine.node import Node
 from virnuc_core.engine.pool import Pool
-from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, Ready, WorkerSpec, worker_specs
+from virnuc_core.engine.process import (
+    Child,
+    Closed,
+    LocalWorkers,
+    Message,
+    Ready,
+    WorkerSpec,
+    worker_specs,
+)
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
 from virnuc_core.pipeline import workers_for
@@ -47,14 +55,23 @@ NODES = [Device(id=f"GPU-{i}@node{i}", kind="cuda", name="a card") for i in rang
 
 
 def done(task: ShardTask, device: str) -> Computed:
-    times = {"started_s": 1.0, "finished_s": 2.0, "dnabert_s": 0.1, "esm2_s": 0.1, "head_s": 0.0, "commit_s": 0.0}
+    times = {
+        "started_s": 1.0,
+        "finished_s": 2.0,
+        "dnabert_s": 0.1,
+        "esm2_s": 0.1,
+        "head_s": 0.0,
+        "commit_s": 0.0,
+    }
     return Computed(done=ShardDone(device, task.shard, 1, 1, 1, **times, batches=()))
 
 
 class OneOf(Child):
     """A worker that computes what it is told, until its node is taken away."""
 
-    def __init__(self, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message] | None], last: int) -> None:
+    def __init__(
+        self, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message] | None], last: int
+    ) -> None:
         self._begin(spec, inbox)
         self.left = last
         inbox.put((self, Ready(record={"pid": id(self), "ready_s": 0.0})))
@@ -102,14 +119,17 @@ def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path:
 def test_moments_of_a_node_are_told_by_the_clock_here() -> None:
     from virnuc_core.engine.remote_node import moved
 
-    heard = moved(done(ShardTask(run="", store="", reads="", shard=1, lo=0, hi=1), "x").line(), 100.0)
+    heard = moved(
+        done(ShardTask(run="", store="", reads="", shard=1, lo=0, hi=1), "x").line(), 100.0
+    )
     assert isinstance(heard, Computed)
     assert heard.done is not None
     assert (heard.done.started_s, heard.done.finished_s, heard.done.esm2_s) == (101.0, 102.0, 0.1)
 
 
 @pytest.mark.parametrize(
-    ("text", "word"), [("jobqueue: {slurmy: {}}", "slurm"), ("[", "not valid YAML"), ("x: 1", "jobqueue")]
+    ("text", "word"),
+    [("jobqueue: {slurmy: {}}", "slurm"), ("[", "not valid YAML"), ("x: 1", "jobqueue")],
 )
 def test_a_file_that_names_no_batch_system_is_refused(tmp_path: Path, text: str, word: str) -> None:
     from virnuc_core.engine.cluster import connect
@@ -154,7 +174,9 @@ def test_models_are_brought_once_and_proven(tmp_path: Path, tiny_models: Path) -
         Node("none", str(tmp_path)).bring(str(tiny_models), str(local), prints)
 
 
-def test_a_copy_without_the_calibration_of_a_run_in_int8_is_not_used(tmp_path: Path, tiny_models: Path) -> None:
+def test_a_copy_without_the_calibration_of_a_run_in_int8_is_not_used(
+    tmp_path: Path, tiny_models: Path
+) -> None:
     """A node that has the weights from a run in fp16, or from one before the models were calibrated anew."""
     from virnuc_core.engine.remote_node import RemoteNode
 
@@ -172,10 +194,16 @@ def test_a_copy_without_the_calibration_of_a_run_in_int8_is_not_used(tmp_path: P
 
     bring("fp16")
     for seed in (1, 2):
-        reads = simulate(SimulateSpec(reads=400, seed=seed), tmp_path / f"reads{seed}.fasta").reads_file
+        reads = simulate(
+            SimulateSpec(reads=400, seed=seed), tmp_path / f"reads{seed}.fasta"
+        ).reads_file
         quantise(models, str(reads), torch.device("cpu"))
         bring("int8")
-        (copy,) = (one for one in local.glob(f"*/{int8}") if one.read_bytes() == (models / int8).read_bytes())
+        (copy,) = (
+            one
+            for one in local.glob(f"*/{int8}")
+            if one.read_bytes() == (models / int8).read_bytes()
+        )
     copy.unlink()
     with pytest.raises(VirnucError, match="no such file; int8 needs it"):
         bring("int8")
@@ -205,18 +233,32 @@ def test_nodes_of_this_machine_give_the_bytes_of_one_core_though_one_is_killed(
     def dask_workers() -> list[psutil.Process]:
         found = psutil.Process().children(recursive=True)
         return [
-            one for one in found if "spawn_main" in " ".join(one.cmdline()) and "dask" in str(one.parent().cmdline())
+            one
+            for one in found
+            if "spawn_main" in " ".join(one.cmdline()) and "dask" in str(one.parent().cmdline())
         ]
 
-    spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, cluster="local:2")
+    spec = ClassifySpec(
+        models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, cluster="local:2"
+    )
     with workers_for(spec, tmp_path) as pool:
         killed = dask_workers()[0]
         killed.kill()
-        summary = go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu"), pool=pool, cluster="local:2")
+        summary = go(
+            tmp_path / "run",
+            staged,
+            tiny_models,
+            Devices.parse("cpu"),
+            pool=pool,
+            cluster="local:2",
+        )
     assert result_bytes(tmp_path / "run") == result_bytes(reference)
     assert summary.shards_computed == summary.shards
     assert list((tmp_path / "run" / "logs").glob("worker-cpu-core-*@local-*.log"))
-    assert {worker["device"].partition("@")[2] for worker in summary.workers} <= {"local-0", "local-1"}
+    assert {worker["device"].partition("@")[2] for worker in summary.workers} <= {
+        "local-0",
+        "local-1",
+    }
     assert not [path for path in tmp_path.iterdir() if "probe" in path.name]
     assert no_children()
 
@@ -259,14 +301,32 @@ BAD = {
 
 
 @contextmanager
-def dask_worker(scheduler: str, name: str, folder: Path, hidden: Path | None = None, **env: str) -> Iterator[Any]:
+def dask_worker(
+    scheduler: str, name: str, folder: Path, hidden: Path | None = None, **env: str
+) -> Iterator[Any]:
     """A Dask worker with its own disk in `folder`, before which nothing of what lies in `hidden` is seen."""
-    words = [sys.executable, "-m", "distributed.cli.dask_worker", scheduler, "--no-nanny", "--host", "127.0.0.1"]
+    words = [
+        sys.executable,
+        "-m",
+        "distributed.cli.dask_worker",
+        scheduler,
+        "--no-nanny",
+        "--host",
+        "127.0.0.1",
+    ]
     words += ["--nthreads", "1", "--name", name, "--local-directory", str(folder)]
     if hidden is not None:
         if os.geteuid() or not shutil.which("unshare"):
             pytest.skip("another file system needs root")
-        words = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden), *words]
+        words = [
+            "unshare",
+            "-m",
+            "sh",
+            "-c",
+            'mount -t tmpfs none "$0" && exec "$@"',
+            str(hidden),
+            *words,
+        ]
     worker = subprocess.Popen(words, env={**os.environ, **env}, stderr=subprocess.DEVNULL)
     try:
         yield worker
@@ -285,7 +345,9 @@ def test_a_node_that_cannot_be_used_is_named_and_nothing_is_written(
     (place := tmp_path / "place").mkdir()
     own = {"PYTHONPATH": f"{tmp_path / 'site'}", "PYTHONNOUSERSITE": ""}
     cpu = Devices.parse("cpu")
-    spec = ClassifySpec(models=tiny_models, devices=cpu, engine=SMALL, cluster=scheduler, node_wait_s=60)
+    spec = ClassifySpec(
+        models=tiny_models, devices=cpu, engine=SMALL, cluster=scheduler, node_wait_s=60
+    )
     with (
         dask_worker(scheduler, "bad-one", tmp_path / "dask", None if BAD[why] else place, **own),
         pytest.raises(DeviceError, match=f"node bad-one .*({why})"),
@@ -307,20 +369,31 @@ def test_nodes_that_see_neither_run_nor_models_give_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though what is on its way from a node is damaged, or the node dies."""
-    asked, base, told = list[Path](), tmp_path_factory.getbasetemp(), {"PYTHONPROFILEIMPORTTIME": "1"}  # on stderr
+    asked, base, told = (
+        list[Path](),
+        tmp_path_factory.getbasetemp(),
+        {"PYTHONPROFILEIMPORTTIME": "1"},
+    )  # on stderr
 
     def is_sealed(path: Path) -> bool:
         asked.append(path)
         if len(asked) == 2:
-            path.write_bytes(path.read_bytes()[:-1] + b"!") if strike == "damaged" else nodes[0].kill()
+            path.write_bytes(path.read_bytes()[:-1] + b"!") if strike == "damaged" else nodes[
+                0
+            ].kill()
         return len(asked) != 2 and shards.is_sealed(path)
 
     monkeypatch.setattr("virnuc_core.engine.remote_node.is_sealed", is_sealed)
     monkeypatch.setattr("virnuc_core.engine.remote_node.PIECE_BYTES", 10_000)
     run, cluster = tmp_path / "run", {"cluster": scheduler, "nodes": "2", "transfer": True}
     with ExitStack() as held:
-        nodes = [held.enter_context(dask_worker(scheduler, f"n{i}", base / f"dask{i}", base, **told)) for i in range(2)]
-        spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, **cluster)
+        nodes = [
+            held.enter_context(dask_worker(scheduler, f"n{i}", base / f"dask{i}", base, **told))
+            for i in range(2)
+        ]
+        spec = ClassifySpec(
+            models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, **cluster
+        )
         with workers_for(spec, run) as pool:
             found = go(run, staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster)
     assert result_bytes(run) == result_bytes(reference)
@@ -353,9 +426,14 @@ def test_a_node_that_is_stopped_as_it_is_given_the_models_is_not_waited_for(
     monkeypatch.setattr(RemoteNode, "bring", struck)
     monkeypatch.setattr("virnuc_core.engine.remote_node.ANSWER_S", 3.0)
     run, cluster = tmp_path / "run", {"cluster": scheduler, "nodes": str(count), "transfer": True}
-    spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, node_wait_s=15, **cluster)
+    spec = ClassifySpec(
+        models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, node_wait_s=15, **cluster
+    )
     with ExitStack() as held:
-        nodes = [held.enter_context(dask_worker(scheduler, f"n{i}", tmp_path / f"dask{i}")) for i in range(count)]
+        nodes = [
+            held.enter_context(dask_worker(scheduler, f"n{i}", tmp_path / f"dask{i}"))
+            for i in range(count)
+        ]
         if count == 1:
             held.enter_context(pytest.raises(DeviceError, match="no node has answered in 15 s"))
         with workers_for(spec, run) as pool:

@@ -33,7 +33,9 @@ def test_device_lists_are_read(text: str, kind: str, ids: tuple[str, ...]) -> No
     assert (devices.kind, devices.ids) == (kind, ids)
 
 
-@pytest.mark.parametrize("text", ["cpu:0", "gpu:1", "cuda", "cuda:0,cuda:0", "cuda:0,cpu:1", "", "cuda:-1"])
+@pytest.mark.parametrize(
+    "text", ["cpu:0", "gpu:1", "cuda", "cuda:0,cuda:0", "cuda:0,cpu:1", "", "cuda:-1"]
+)
 def test_what_is_no_device_list_is_named(text: str) -> None:
     with pytest.raises(ConfigError, match="devices"):
         Devices.parse(text)
@@ -52,8 +54,13 @@ def test_more_cores_than_there_are_is_an_error() -> None:
 
 
 def test_a_gpu_worker_sees_its_gpu_alone_by_uuid() -> None:
-    assert environment(Device(id="GPU-12", kind="cuda", name="x")) == {"CUDA_VISIBLE_DEVICES": "GPU-12"}
-    assert environment(Device(id="cpu-core-1", kind="cpu", name="x", core=1))["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment(Device(id="GPU-12", kind="cuda", name="x")) == {
+        "CUDA_VISIBLE_DEVICES": "GPU-12"
+    }
+    assert (
+        environment(Device(id="cpu-core-1", kind="cpu", name="x", core=1))["CUDA_VISIBLE_DEVICES"]
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,10 +77,14 @@ def test_cuda_is_asked_which_gpus_it_has_unless_there_is_but_one(
     count: int, mig: bool, chosen: str | None, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gpu(name: str) -> SimpleNamespace:
-        return SimpleNamespace(uuid=lambda: f"GPU-{name}", name=lambda: name, is_mig_mode_enabled=lambda: mig)
+        return SimpleNamespace(
+            uuid=lambda: f"GPU-{name}", name=lambda: name, is_mig_mode_enabled=lambda: mig
+        )
 
     physical = [gpu(f"physical {number}") for number in range(count)]
-    device = SimpleNamespace(all=lambda: physical, cuda=SimpleNamespace(all=lambda: [gpu("as CUDA has it")]))
+    device = SimpleNamespace(
+        all=lambda: physical, cuda=SimpleNamespace(all=lambda: [gpu("as CUDA has it")])
+    )
     for name in ("nvmlInit", "nvmlShutdown"):
         monkeypatch.setattr(pynvml, name, lambda: None)
     monkeypatch.setattr(nvitop, "Device", device)

@@ -50,7 +50,9 @@ def test_a_sequence_counts_once_though_two_encoders_embed_it(
     uniques, whole = OrfStore.open(staged[0]).n_uniques, batch_metrics(measured.batches)
     assert whole.rows == uniques
     assert whole.rows_per_s == pytest.approx(uniques / whole.span_s)
-    assert sum(window.rows for window in windows(measured.batches, 0.5, measured.origin_s)) == uniques
+    assert (
+        sum(window.rows for window in windows(measured.batches, 0.5, measured.origin_s)) == uniques
+    )
 
 
 def test_the_rates_have_the_names_that_other_tools_ask_for(measured: Telemetry, told: dict) -> None:
@@ -83,7 +85,9 @@ def test_a_rate_of_all_reads_is_told_of_a_whole_run_only(reference: Path) -> Non
         assert whole.model_copy(update=change).sequences_per_hour is None
 
 
-def test_encoder_rates_count_what_was_embedded(run: RunMetrics, staged: tuple[Path, StageSummary]) -> None:
+def test_encoder_rates_count_what_was_embedded(
+    run: RunMetrics, staged: tuple[Path, StageSummary]
+) -> None:
     assert run.telemetry is not None
     uniques = OrfStore.open(staged[0]).n_uniques
     assert [encoder.rows for encoder in run.telemetry.encoders] == [uniques, uniques]
@@ -95,7 +99,9 @@ def test_the_host_is_in_the_metrics(run: RunMetrics) -> None:
     assert run.telemetry is not None
     assert run.telemetry.host.rss_peak_bytes
     assert run.telemetry.host.cpu_percent_avg is not None
-    assert [busy.allocated_peak_bytes for busy in run.telemetry.busy] == [None], "a CPU has no allocator of torch's"
+    assert [busy.allocated_peak_bytes for busy in run.telemetry.busy] == [None], (
+        "a CPU has no allocator of torch's"
+    )
 
 
 def test_worker_logs_are_searched_for_errors(
@@ -107,7 +113,12 @@ def test_worker_logs_are_searched_for_errors(
     shutil.copytree(reference, root)
     (root / "summary.json").unlink()
     (root / "logs").mkdir(exist_ok=True)
-    lines = ("all is well, 0 errors", "Traceback (most recent call last):", "RuntimeError: CUDA error: gone", "bye")
+    lines = (
+        "all is well, 0 errors",
+        "Traceback (most recent call last):",
+        "RuntimeError: CUDA error: gone",
+        "bye",
+    )
     (root / "logs" / "worker-cpu-core-0.log").write_text("\n".join(lines))
     again = go(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert again.log_errors == 2
@@ -135,7 +146,10 @@ def test_what_a_killed_attempt_left_is_taken_once(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     """Also where the attempt after it was killed before it measured anything."""
-    run, spec = RunDir(tmp_path / "run"), ClassifySpec(models=tiny_models, devices=Devices.parse("cpu:1"), engine=SMALL)
+    run, spec = (
+        RunDir(tmp_path / "run"),
+        ClassifySpec(models=tiny_models, devices=Devices.parse("cpu:1"), engine=SMALL),
+    )
     prepare(run, staged[0], spec)
     with journal(run.journal, 100.0, datetime(2026, 3, 1, tzinfo=UTC), ["cpu-core-0"]) as note:
         note(HostSample(107.0, 50.0, 1 << 20))

@@ -68,15 +68,21 @@ def test_one_row_is_set_aside_by_name_and_the_rest_is_unchanged(
     kept = [line for line in lines if line.split("\t")[0] not in names]
     assert (tmp_path / "run" / "prediction_results.txt").read_text().splitlines() == kept
     again = go(tmp_path / "run", staged, tmp_path / "models", ONE)
-    assert (again.shards_computed, again.rows_set_aside) == (summary.shards_computed, 1), "nothing is computed anew"
+    assert (again.shards_computed, again.rows_set_aside) == (summary.shards_computed, 1), (
+        "nothing is computed anew"
+    )
 
 
-@pytest.mark.parametrize(("columns", "named"), [(slice(64), "dnabert_s"), (slice(64, 128), "esm2"), (slice(0), "head")])
+@pytest.mark.parametrize(
+    ("columns", "named"), [(slice(64), "dnabert_s"), (slice(64, 128), "esm2"), (slice(0), "head")]
+)
 def test_the_model_that_gives_too_many_is_named_with_the_first_rows(
     staged: Staged, tiny_models: Path, columns: slice, named: str
 ) -> None:
     store = OrfStore.open(staged[0])
-    told = shards.ShardTask(run="", store=str(staged[0]), reads=store.fingerprint, shard=1, lo=50, hi=150, skip=(50,))
+    told = shards.ShardTask(
+        run="", store=str(staged[0]), reads=store.fingerprint, shard=1, lo=50, hi=150, skip=(50,)
+    )
     result = shards.ShardResult(np.zeros((100, 128), np.float32), np.zeros((100, 2), np.float32))
     result.embeddings[0] = result.scores[[0, 7, 8]] = np.nan  # the first has been set aside before
     result.embeddings[7:9, columns] = np.inf
@@ -93,7 +99,9 @@ def test_more_than_a_hundredth_of_the_rows_stop_the_run_and_name_the_model(
 ) -> None:
     places = {token: len(found) for token, found in uniques_by_token(staged, tiny_models).items()}
     token, _ = Counter(places).most_common(6)[-1]  # below those that stand in all
-    with pytest.raises(NotFiniteError, match=r"dnabert_s: of \d+ rows .* \(read.* though its weights are finite"):
+    with pytest.raises(
+        NotFiniteError, match=r"dnabert_s: of \d+ rows .* \(read.* though its weights are finite"
+    ):
         go(tmp_path / "run", staged, spoilt("dnabert_s", "embed.weight", token, LARGE), ONE)
     assert not list((tmp_path / "run" / "shards").glob("0*.h5"))
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -139,5 +147,7 @@ def test_weights_that_are_not_finite_are_named(
 def test_a_head_of_finite_weights_that_gives_no_scores_is_named(
     tmp_path: Path, staged: Staged, spoilt: Callable[..., Path]
 ) -> None:
-    with pytest.raises(NotFiniteError, match=r"head: of \d+ rows of a shard it gives NaN or infinity for \d+"):
+    with pytest.raises(
+        NotFiniteError, match=r"head: of \d+ rows of a shard it gives NaN or infinity for \d+"
+    ):
         go(tmp_path / "run", staged, spoilt("head", "bn1.running_var", 3, -1.0), ONE)

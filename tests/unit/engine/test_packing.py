@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 
 from virnuc_core.engine.loader import PARTS, group_bounds, join, pack, packed, row_capacity, shapes
 
-lengths_and_budget = st.tuples(st.lists(st.integers(1, 1200), max_size=300), st.sampled_from([256, 1024, 4096]))
+lengths_and_budget = st.tuples(
+    st.lists(st.integers(1, 1200), max_size=300), st.sampled_from([256, 1024, 4096])
+)
 
 
 @given(lengths_and_budget, st.sampled_from([PARTS, (1,)]))
 @settings(max_examples=200, deadline=None)
-def test_every_row_is_placed_once_and_fits(case: tuple[list[int], int], parts: tuple[int, ...]) -> None:
+def test_every_row_is_placed_once_and_fits(
+    case: tuple[list[int], int], parts: tuple[int, ...]
+) -> None:
     lengths, budget = case
     batches = pack(lengths, budget, parts)
     assert sorted(i for b in batches for i in b.rows.tolist()) == list(range(len(lengths)))
@@ -22,7 +26,9 @@ def test_every_row_is_placed_once_and_fits(case: tuple[list[int], int], parts: t
         tokens = sum(lengths[i] for i in batch.rows)
         assert tokens == batch.tokens <= batch.slots
         assert len(batch.rows) <= row_capacity(batch.slots)
-        assert batch.slots in shapes(budget, parts) or (len(batch.rows) == 1 and batch.slots % budget == 0)
+        assert batch.slots in shapes(budget, parts) or (
+            len(batch.rows) == 1 and batch.slots % budget == 0
+        )
         assert {*group_bounds(np.array(lengths)[batch.rows]).tolist()} == {batch.max_seqlen}
 
 

@@ -18,7 +18,9 @@ from virnuc_core.runfiles import RunRecord, RunSummary, read
 
 from .test_runs import SMALL
 
-VIRAL = tuple(f"{kind}viral_{mate}.fastq.gz" for kind in ("", "non") for mate in ("R1", "R2", "orphans"))
+VIRAL = tuple(
+    f"{kind}viral_{mate}.fastq.gz" for kind in ("", "non") for mate in ("R1", "R2", "orphans")
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for mate in (1, 2):
         rng = random.Random(mate)
         reads = ("".join(rng.choices("ACG" if i % 3 else "ACGT", k=120)) for i in range(30))
-        text = "".join(f"@p{i} {mate}:N:0:ACGT\n{bases}\n+\n{'F' * 120}\n" for i, bases in enumerate(reads)).encode()
+        text = "".join(
+            f"@p{i} {mate}:N:0:ACGT\n{bases}\n+\n{'F' * 120}\n" for i, bases in enumerate(reads)
+        ).encode()
         name = f"lung_S1_R{mate}_001.fastq"
-        (place / (name + ".gz" * (mate == 2))).write_bytes(gzip.compress(text) if mate == 2 else text)
+        (place / (name + ".gz" * (mate == 2))).write_bytes(
+            gzip.compress(text) if mate == 2 else text
+        )
     return place
 
 
@@ -45,7 +51,11 @@ def go(root: Path, models: Path, reads: dict[str, object], **more: object) -> Ru
 def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
     tmp_path: Path, folder: Path, tiny_models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root, named, given = tmp_path / "run", sorted(map(str, folder.iterdir())), {"reads": (str(folder),)}
+    root, named, given = (
+        tmp_path / "run",
+        sorted(map(str, folder.iterdir())),
+        {"reads": (str(folder),)},
+    )
     go(root, tiny_models, given)
     scores = [line.split("\t")[3] for line in (root / "pairs.tsv").read_text().splitlines()[1:]]
     median = sorted(float(score) for score in scores if score)[15]
@@ -70,11 +80,18 @@ def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
     (root / VIRAL[1]).unlink()
     caplog.clear()
     go(root, tiny_models, {"mates_1": named[:1], "mates_2": named[1:]}, **low)
-    assert {name: (root / name).read_bytes() for name in before} == before, "mended, and -1 -2 are the same run"
-    assert any("pairs.tsv, viral_R2.fastq.gz not as the run left it" in record.message for record in caplog.records)
+    assert {name: (root / name).read_bytes() for name in before} == before, (
+        "mended, and -1 -2 are the same run"
+    )
+    assert any(
+        "pairs.tsv, viral_R2.fastq.gz not as the run left it" in record.message
+        for record in caplog.records
+    )
 
     for single in ({"reads": tuple(named)}, given | {"pairs": False}):
-        with pytest.raises(RunMismatchError, match=r"pairs yes → no\); choose another directory or --force"):
+        with pytest.raises(
+            RunMismatchError, match=r"pairs yes → no\); choose another directory or --force"
+        ):
             go(root, tiny_models, single)
     go(root, tiny_models, given, threshold=median)
     assert (root / VIRAL[0]).exists()

@@ -22,14 +22,19 @@ JOB: dict[str, Any] = {"run": "run", "store": "", "reads": ""}
 
 
 def settle(
-    steps: Generator[ShardTask, bool, None], dies_at: set[int], *, outside_kills: random.Random | None = None
+    steps: Generator[ShardTask, bool, None],
+    dies_at: set[int],
+    *,
+    outside_kills: random.Random | None = None,
 ) -> tuple[ShardTask | None, int]:
     """Play pool and workers until the shard itself is computed; the final task, None for a shard given up, and the
     number of deaths."""
     task, deaths = next(steps), 0
     for _ in range(10_000):
         touched = set(range(task.lo, task.hi)) - set(task.skip)
-        killed = bool(touched & dies_at) or (outside_kills is not None and outside_kills.random() < 0.05)
+        killed = bool(touched & dies_at) or (
+            outside_kills is not None and outside_kills.random() < 0.05
+        )
         if killed:
             deaths += 1
             try:
@@ -55,14 +60,20 @@ def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObj
 
 @pytest.mark.parametrize("rows", [5, 6, 9, 4_000])
 def test_a_fault_of_every_row_is_known_after_a_few_deaths(rows: int) -> None:
-    task, deaths = settle(search(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)), set(range(100, 100 + rows)))
+    task, deaths = settle(
+        search(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)), set(range(100, 100 + rows))
+    )
     assert (task, deaths) == (None, 6), "one for each of five rows, one more for the shard"
 
 
 @given(st.integers(0, 1000))
 def test_a_shard_killed_only_from_outside_keeps_its_rows_or_is_given_up(seed: int) -> None:
-    task, _ = settle(search(ShardTask(**JOB, shard=7, lo=0, hi=64)), set(), outside_kills=random.Random(seed))
-    assert task is None or len(task.skip) <= 1  # two kills in a row of one single-row probe cannot be told from guilt
+    task, _ = settle(
+        search(ShardTask(**JOB, shard=7, lo=0, hi=64)), set(), outside_kills=random.Random(seed)
+    )
+    assert (
+        task is None or len(task.skip) <= 1
+    )  # two kills in a row of one single-row probe cannot be told from guilt
 
 
 def test_a_fault_that_no_single_row_shows_is_given_up_by_name(tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def other(tmp_path: Path) -> Staged:
 
 @pytest.fixture
 def kept(tiny_models: Path) -> Iterator[Pool]:
-    with workers_for(ClassifySpec(models=tiny_models, devices=DEVICES, engine=SMALL), Path(), keep=True) as pool:
+    with workers_for(
+        ClassifySpec(models=tiny_models, devices=DEVICES, engine=SMALL), Path(), keep=True
+    ) as pool:
         yield pool
     assert no_children()
     assert "pool" not in [thread.name for thread in threading.enumerate()]
@@ -67,11 +69,15 @@ def test_runs_at_once_have_the_bytes_of_each_alone_by_the_same_workers(
     assert {child.pid for child in workers_alive()} == at_work
     assert len(at_work) == len(DEVICES.ids)
     assert pids(*done, alone) <= at_work
-    assert alone.stages["Start-up: weights"] == alone.stages["Overlapped"] == 0, "they were there before"
+    assert alone.stages["Start-up: weights"] == alone.stages["Overlapped"] == 0, (
+        "they were there before"
+    )
     for summary in (*done, alone):
         assert (summary.restarts, summary.shards_computed) == (0, summary.shards)
         spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
-        assert sum(spent.values()) - 2 * spent["Overlapped"] == pytest.approx(summary.total_s, rel=0.02)
+        assert sum(spent.values()) - 2 * spent["Overlapped"] == pytest.approx(
+            summary.total_s, rel=0.02
+        )
 
 
 @pytest.mark.slow
@@ -99,7 +105,9 @@ def test_what_lies_with_one_run_fails_it_alone_and_a_dead_worker_is_replaced(
 
 def go_without_a_plan(root: Path, staged: Staged, models: Path, pool: Pool) -> None:
     """What `go` does, of a store that was replaced after the plan was made."""
-    job = prepare(RunDir(root), staged[0], ClassifySpec(models=models, devices=DEVICES, engine=SMALL))
+    job = prepare(
+        RunDir(root), staged[0], ClassifySpec(models=models, devices=DEVICES, engine=SMALL)
+    )
     tasks = [task.model_copy(update={"reads": "of others"}) for task in job.tasks(job.todo)]
     pool.compute(tasks, root / "logs", lambda _: None)
 
@@ -111,11 +119,23 @@ def test_a_worker_that_is_stopped_while_it_waits_is_ended_and_replaced(
     engine = SMALL.model_copy(update={"heartbeat_s": 0.1, "silence_s": 2.0})
     spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu:1"), engine=engine)
     with workers_for(spec, tmp_path, keep=True) as pool:
-        first = go(tmp_path / "first", other, tiny_models, Devices.parse("cpu:1"), engine=engine, pool=pool)
+        first = go(
+            tmp_path / "first", other, tiny_models, Devices.parse("cpu:1"), engine=engine, pool=pool
+        )
         (pid,) = pids(first)
         os.kill(pid, signal.SIGSTOP)
         psutil.Process(pid).wait(60)
-        assert go(tmp_path / "next", other, tiny_models, Devices.parse("cpu:1"), engine=engine, pool=pool).restarts == 0
+        assert (
+            go(
+                tmp_path / "next",
+                other,
+                tiny_models,
+                Devices.parse("cpu:1"),
+                engine=engine,
+                pool=pool,
+            ).restarts
+            == 0
+        )
 
 
 @pytest.mark.slow
@@ -140,15 +160,23 @@ def test_models_that_change_under_kept_workers_are_loaded_anew_and_never_mixed(
         exchange()
         job = prepare(RunDir(tmp_path / "third"), other[0], spec)
         exchange()
-        with pytest.raises(RunMismatchError, match="models: head is no longer what the run began with; put it back"):
+        with pytest.raises(
+            RunMismatchError, match="models: head is no longer what the run began with; put it back"
+        ):
             pool.compute(job.tasks(job.todo), tmp_path / "logs", lambda _: None)
     go(tmp_path / "alone", other, models, one)
-    assert result_bytes(tmp_path / "second") == result_bytes(tmp_path / "alone") != result_bytes(tmp_path / "first")
+    assert (
+        result_bytes(tmp_path / "second")
+        == result_bytes(tmp_path / "alone")
+        != result_bytes(tmp_path / "first")
+    )
     assert (first.restarts, second.restarts) == (0, 1), "only who has other models is replaced"
     assert not list(RunDir(tmp_path / "third").shards.glob("*.h5"))
 
 
-def test_a_pool_that_is_interrupted_or_closed_computes_nothing(tmp_path: Path, tiny_models: Path) -> None:
+def test_a_pool_that_is_interrupted_or_closed_computes_nothing(
+    tmp_path: Path, tiny_models: Path
+) -> None:
     from virnuc_core.engine.devices import resolve
     from virnuc_core.engine.shards import ShardTask
 

@@ -25,7 +25,9 @@ ONE = Devices.parse("cpu:1")
 
 @pytest.fixture
 def prewarmed(tiny_models: Path) -> Iterator[Pool]:
-    with workers_for(ClassifySpec(models=tiny_models, devices=ONE, engine=SMALL), Path(), warm=True) as made:
+    with workers_for(
+        ClassifySpec(models=tiny_models, devices=ONE, engine=SMALL), Path(), warm=True
+    ) as made:
         yield made
     assert no_children()
 
@@ -47,7 +49,9 @@ def test_the_worker_that_waited_does_the_job(
 ) -> None:
     pid = only_child()
     worker, deadline, used_s = psutil.Process(pid), time.monotonic() + 240, -1.0
-    while time.monotonic() < deadline:  # until it rests with all it needs: memory, and no more time of the processor
+    while (
+        time.monotonic() < deadline
+    ):  # until it rests with all it needs: memory, and no more time of the processor
         before_s, used_s = used_s, sum(worker.cpu_times()[:2])
         if worker.memory_info().rss > 250 << 20 and used_s - before_s < 0.05:
             break
@@ -56,10 +60,14 @@ def test_the_worker_that_waited_does_the_job(
     assert [worker["pid"] for worker in summary.workers] == [pid]
     assert summary.workers[0]["waited_s"] > 0
     spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
-    assert spent[OVERLAPPED] > 0.5 * (spent["Start-up: import"] + spent["Start-up: weights"]), "it was ready before"
+    assert spent[OVERLAPPED] > 0.5 * (spent["Start-up: import"] + spent["Start-up: weights"]), (
+        "it was ready before"
+    )
     assert sum(spent.values()) - 2 * spent[OVERLAPPED] == pytest.approx(summary.total_s, rel=0.01)
     assert result_bytes(tmp_path / "run") == result_bytes(reference)
-    assert [log.name for log in (tmp_path / "run" / "logs").iterdir()] == [f"worker-{summary.workers[0]['device']}.log"]
+    assert [log.name for log in (tmp_path / "run" / "logs").iterdir()] == [
+        f"worker-{summary.workers[0]['device']}.log"
+    ]
 
 
 @pytest.mark.slow
@@ -84,10 +92,20 @@ def test_a_worker_started_with_other_settings_is_not_used(
     assert summary.workers[0]["pid"] != pid
 
 
-def test_reads_that_cannot_be_staged_leave_no_worker_and_no_folder(tmp_path: Path, tiny_models: Path) -> None:
+def test_reads_that_cannot_be_staged_leave_no_worker_and_no_folder(
+    tmp_path: Path, tiny_models: Path
+) -> None:
     broken = tmp_path / "broken.fastq"
     broken.write_text("@r1\nACGT\n+\nIII\n")
     with pytest.raises(InputError, match=r"broken\.fastq"):
-        predict(RunSpec(reads=(str(broken),), models=tiny_models, out=tmp_path / "out", devices="cpu:1", engine=SMALL))
+        predict(
+            RunSpec(
+                reads=(str(broken),),
+                models=tiny_models,
+                out=tmp_path / "out",
+                devices="cpu:1",
+                engine=SMALL,
+            )
+        )
     assert no_children()
     assert not (tmp_path / "out").exists()

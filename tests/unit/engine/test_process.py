@@ -80,7 +80,10 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[process
 
 
 def start(
-    workers: process.LocalWorkers, tmp_path: Path, models: str = "", engine: EngineSpec | None = None
+    workers: process.LocalWorkers,
+    tmp_path: Path,
+    models: str = "",
+    engine: EngineSpec | None = None,
 ) -> tuple[process.Child, int]:
     """A worker, and its own child's number."""
     spec = WorkerSpec(models=models, device=CORE, engine=engine or EngineSpec())
@@ -105,7 +108,9 @@ def gone(pid: int, within_s: float = 120) -> bool:
     return False
 
 
-def test_messages_go_both_ways_and_prints_do_not_garble_them(workers: process.LocalWorkers, tmp_path: Path) -> None:
+def test_messages_go_both_ways_and_prints_do_not_garble_them(
+    workers: process.LocalWorkers, tmp_path: Path
+) -> None:
     child, _ = start(workers, tmp_path)
     child.send(Number(number=7))
     assert heard(workers) == Number(number=7)
@@ -115,14 +120,18 @@ def test_messages_go_both_ways_and_prints_do_not_garble_them(workers: process.Lo
     assert (tmp_path / "log" / "echo.log").read_text() == "noise from a library\n"
 
 
-def test_a_workers_own_error_is_raised_by_its_type(workers: process.LocalWorkers, tmp_path: Path) -> None:
+def test_a_workers_own_error_is_raised_by_its_type(
+    workers: process.LocalWorkers, tmp_path: Path
+) -> None:
     child, _ = start(workers, tmp_path)
     child.send(Number(number=13))
     with pytest.raises(InputError, match=r"x\.fa:13: unlucky"):
         expect(workers, {child}, 30)
 
 
-def test_a_worker_that_does_not_move_or_dies_is_an_error(workers: process.LocalWorkers, tmp_path: Path) -> None:
+def test_a_worker_that_does_not_move_or_dies_is_an_error(
+    workers: process.LocalWorkers, tmp_path: Path
+) -> None:
     child, _ = start(workers, tmp_path)
     child.progress_s -= 100
     with pytest.raises(WorkerError, match=rf"{CORE.id} has not moved for 1\d\d s"):
@@ -132,7 +141,9 @@ def test_a_worker_that_does_not_move_or_dies_is_an_error(workers: process.LocalW
         expect(workers, {child}, 1000)
 
 
-def test_a_stopped_worker_is_an_error_however_long_it_may_load(workers: process.LocalWorkers, tmp_path: Path) -> None:
+def test_a_stopped_worker_is_an_error_however_long_it_may_load(
+    workers: process.LocalWorkers, tmp_path: Path
+) -> None:
     """Its heartbeats say that it moves while it loads, or waits; a stopped process says nothing."""
     quick = EngineSpec(heartbeat_s=0.1, silence_s=0.6)
     child, _ = start(workers, tmp_path, engine=quick)
@@ -142,14 +153,18 @@ def test_a_stopped_worker_is_an_error_however_long_it_may_load(workers: process.
 
 
 @pytest.mark.parametrize("models", ["", "stubborn"])
-def test_ending_a_worker_takes_its_children_along(workers: process.LocalWorkers, tmp_path: Path, models: str) -> None:
+def test_ending_a_worker_takes_its_children_along(
+    workers: process.LocalWorkers, tmp_path: Path, models: str
+) -> None:
     child, kid = start(workers, tmp_path, models)
     child.end(grace_s=1)
     assert gone(child.pid)
     assert gone(kid)
 
 
-def test_after_ending_all_no_new_worker_is_started(workers: process.LocalWorkers, tmp_path: Path) -> None:
+def test_after_ending_all_no_new_worker_is_started(
+    workers: process.LocalWorkers, tmp_path: Path
+) -> None:
     child, _ = start(workers, tmp_path)
     process.end_all_children(1)
     assert gone(child.pid)
@@ -211,8 +226,13 @@ def ahead(workers: process.LocalWorkers) -> WorkerSpec:
     return WorkerSpec(models="", device=CORE, engine=EngineSpec())
 
 
-def test_a_worker_started_ahead_is_the_first_ones_who_wants_it_and_nobody_elses(ahead: WorkerSpec) -> None:
-    with process.LocalWorkers("echo_worker", [ahead]), process.local_workers("echo_worker", [ahead]) as first:
+def test_a_worker_started_ahead_is_the_first_ones_who_wants_it_and_nobody_elses(
+    ahead: WorkerSpec,
+) -> None:
+    with (
+        process.LocalWorkers("echo_worker", [ahead]),
+        process.local_workers("echo_worker", [ahead]) as first,
+    ):
         (waited,) = first.ahead
         assert first.start(ahead) is waited
         assert waited.asked_s < waited.started_s
@@ -237,7 +257,10 @@ def test_workers_started_ahead_for_something_else_are_ended_at_once(
 
 
 def test_one_that_died_before_it_was_wanted_is_replaced(ahead: WorkerSpec) -> None:
-    with process.LocalWorkers("echo_worker", [ahead]), process.local_workers("echo_worker", [ahead]) as taken:
+    with (
+        process.LocalWorkers("echo_worker", [ahead]),
+        process.local_workers("echo_worker", [ahead]) as taken,
+    ):
         (dead,) = taken.ahead
         os.kill(dead.pid, signal.SIGKILL)
         dead.process.wait(120)

@@ -112,7 +112,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 @pytest.fixture
 def plan(staged: Staged) -> ShardPlan:
-    return shards.plan_run(OrfStore.open(staged[0]).protein_offsets, EIGHT, PRINTS, "cpu", THRESHOLD)[1]
+    return shards.plan_run(
+        OrfStore.open(staged[0]).protein_offsets, EIGHT, PRINTS, "cpu", THRESHOLD
+    )[1]
 
 
 @pytest.fixture
@@ -120,13 +122,17 @@ def compute(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Compute:
     """What one worker, in this process, answers to tasks."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
-    def answers(models: Path, tasks: Sequence[ShardTask], engine: EngineSpec = EIGHT) -> list[Computed]:
+    def answers(
+        models: Path, tasks: Sequence[ShardTask], engine: EngineSpec = EIGHT
+    ) -> list[Computed]:
         messages, sent = deque[Message]([*tasks, Closed()]), list[Message]()
 
         def give_up(error: Exception) -> None:
             raise error
 
-        parent = SimpleNamespace(started_s=0.0, receive=lambda _: messages.popleft(), next=lambda: messages[0])
+        parent = SimpleNamespace(
+            started_s=0.0, receive=lambda _: messages.popleft(), next=lambda: messages[0]
+        )
         parent.send, parent.give_up = sent.append, give_up
         it = Device(id="one", kind=cast(Any, device.type), name="a device")
         Worker(cast(Any, parent), WorkerSpec(models=str(models), device=it, engine=engine)).run()
@@ -139,7 +145,11 @@ def task_of(run: RunDir, staged: Staged, plan: ShardPlan, shard: int, **more: An
     """A shard of a run, whose plan lies there."""
     shards.write_plan(run, plan)
     lo, hi = plan.range(shard)
-    told = {"run": str(run.root), "store": str(staged[0]), "reads": OrfStore.open(staged[0]).fingerprint}
+    told = {
+        "run": str(run.root),
+        "store": str(staged[0]),
+        "reads": OrfStore.open(staged[0]).fingerprint,
+    }
     return ShardTask(**{**told, "shard": shard, "lo": lo, "hi": hi, "threshold": THRESHOLD, **more})
 
 
@@ -165,7 +175,11 @@ def test_rows_near_the_threshold_get_what_fp16_says_and_others_keep_int8(
     compute: Compute,
 ) -> None:
     runs = [RunDir(tmp_path / name) for name in ("repeated", "plain", "fp16")]
-    ways = ((models, EIGHT), (undecided, EIGHT), (models, EIGHT.model_copy(update={"precision": "fp16"})))
+    ways = (
+        (models, EIGHT),
+        (undecided, EIGHT),
+        (models, EIGHT.model_copy(update={"precision": "fp16"})),
+    )
     told = [
         compute(weights, [task_of(run, staged, plan, shard) for shard in (0, 1)], engine)
         for run, (weights, engine) in zip(runs, ways, strict=True)
@@ -178,17 +192,25 @@ def test_rows_near_the_threshold_get_what_fp16_says_and_others_keep_int8(
         assert [one[shard].repeated for one in told] == [doubtful.sum(), 0, 0]
         for array, before in zip(got, plain, strict=True):
             assert np.array_equal(array[~doubtful], before[~doubtful])
-        assert np.array_equal(got.embeddings[:, :-width], plain.embeddings[:, :-width]), "DNABERT-S has no int8"
+        assert np.array_equal(got.embeddings[:, :-width], plain.embeddings[:, :-width]), (
+            "DNABERT-S has no int8"
+        )
         assert (got.embeddings[doubtful] != plain.embeddings[doubtful]).any(axis=1).all()
         for place in np.flatnonzero(doubtful).tolist():
             expected = alone(models, staged, device, lo + place).numpy()
-            assert np.array_equal(got.embeddings[place, -width:], expected), "its numbers depend on its company"
+            assert np.array_equal(got.embeddings[place, -width:], expected), (
+                "its numbers depend on its company"
+            )
         features = torch.from_numpy(got.embeddings[doubtful]).to(device)
         assert np.array_equal(got.scores[doubtful], head.scores(features).cpu().numpy())
         # fp16's own run has other batches, which round otherwise in the last digits; int8 is farther off
         apart = [np.abs(one.scores - exact.scores)[doubtful].max() for one in (got, plain)]
         assert 5 * apart[0] < apart[1]
-        counted = [(one[shard].done.protein_tokens, one[shard].done.rows) for one in told if one[shard].done]
+        counted = [
+            (one[shard].done.protein_tokens, one[shard].done.rows)
+            for one in told
+            if one[shard].done
+        ]
         assert counted == [counted[0]] * 3, "no row is counted twice"
 
 
@@ -207,14 +229,20 @@ def test_runs_of_other_thresholds_on_one_worker_do_not_mix(
         ],
     )
     before = shards.read_shard(plain, plan, 0)
-    for run, threshold, answer in ((one, THRESHOLD, told[0]), (other, OTHER, told[1]), (one, THRESHOLD, told[3])):
+    for run, threshold, answer in (
+        (one, THRESHOLD, told[0]),
+        (other, OTHER, told[1]),
+        (one, THRESHOLD, told[3]),
+    ):
         result = shards.read_shard(run, plan, 0)
         changed = (result.embeddings != before.embeddings).any(axis=1)
         assert np.array_equal(changed, near(before, threshold)), threshold
         assert answer.repeated == changed.sum() > 0
 
 
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)  # elsewhere, rows left out may move others to other batches
+@pytest.mark.parametrize(
+    "device", ["cpu"], indirect=True
+)  # elsewhere, rows left out may move others to other batches
 def test_rows_that_are_left_out_stay_so_and_a_probe_commits_nothing(
     tmp_path: Path,
     models: Path,
@@ -243,14 +271,18 @@ def test_rows_that_are_left_out_stay_so_and_a_probe_commits_nothing(
         ],
     )
     assert probe == Computed(done=None)
-    assert [task.probe for task in looked_at] == [False, True, False], "a row may end workers only when it is repeated"
+    assert [task.probe for task in looked_at] == [False, True, False], (
+        "a row may end workers only when it is repeated"
+    )
     assert told.done is not None
     assert told.done.skipped == 2
     got = shards.read_shard(parted, plan, 1)
     for array, before in zip(got, every, strict=True):
         assert np.isnan(array[places[:2]]).all()
         kept = np.delete(np.arange(len(array)), places[:2])
-        assert np.array_equal(array[kept], before[kept]), "what else is near changes no bit of a row"
+        assert np.array_equal(array[kept], before[kept]), (
+            "what else is near changes no bit of a row"
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
@@ -269,24 +301,33 @@ def test_every_batch_has_one_shape_however_many_rows_are_near(
         return embed(it, batch)
 
     monkeypatch.setattr(Esm2, "embed", noted)
-    tasks = [task_of(RunDir(tmp_path), staged, plan, shard, threshold=at) for shard in (0, 1) for at in (0.5, 0.7)]
+    tasks = [
+        task_of(RunDir(tmp_path), staged, plan, shard, threshold=at)
+        for shard in (0, 1)
+        for at in (0.5, 0.7)
+    ]
     tasks += [task.model_copy(update={"divisor": 32}) for task in tasks]
     compute(models, tasks)
-    assert found["fp16"] == {SLOTS, LONGEST}, "of the whole budget and, for want of memory, of the least there can be"
+    assert found["fp16"] == {SLOTS, LONGEST}, (
+        "of the whole budget and, for want of memory, of the least there can be"
+    )
     assert len(found["int8"]) > 2
 
 
 def test_the_threshold_decides_results_of_int8_and_of_nothing_else() -> None:
     offsets = np.arange(10) * 30
     plain, at_half, at_more = (
-        shards.plan_run(offsets, EIGHT, PRINTS, "cuda", threshold)[1].fingerprint for threshold in (None, 0.5, 0.7)
+        shards.plan_run(offsets, EIGHT, PRINTS, "cuda", threshold)[1].fingerprint
+        for threshold in (None, 0.5, 0.7)
     )
     assert len({plain, at_half, at_more}) == 3
     assert shards.plan_run(offsets, EIGHT, PRINTS, "cuda")[1].fingerprint == plain
     assert shards.result_settings(EIGHT, 0.7) == shards.result_settings(EIGHT) | {"threshold": 0.7}
 
 
-def test_tasks_carry_the_threshold_over_a_cluster(staged: Staged, plan: ShardPlan, tmp_path: Path) -> None:
+def test_tasks_carry_the_threshold_over_a_cluster(
+    staged: Staged, plan: ShardPlan, tmp_path: Path
+) -> None:
     task = task_of(RunDir(tmp_path), staged, plan, 0, threshold=OTHER)
     assert moved(task.line(), 5.0) == task
 
@@ -319,4 +360,6 @@ def test_a_run_keeps_its_threshold_and_says_how_many_rows_were_repeated(
         run("run", models, THRESHOLD)
     assert run("run", models, OTHER).rows_repeated == summary.rows_repeated
     assert result_bytes(tmp_path / "run") == before
-    assert run("plain", undecided, THRESHOLD).threshold == THRESHOLD, "no score depends on it: it is judged anew"
+    assert run("plain", undecided, THRESHOLD).threshold == THRESHOLD, (
+        "no score depends on it: it is judged anew"
+    )

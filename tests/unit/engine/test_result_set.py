@@ -23,7 +23,13 @@ from virnuc_core.runfiles import RunSummary, read
 from .test_runs import copy_of, go, result_bytes
 
 ONE = Devices.parse("cpu:1")
-FILES = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv", "failed.tsv", "embeddings.h5")
+FILES = (
+    "prediction_results.txt",
+    "prediction_results_highestscore.csv",
+    "reads.tsv",
+    "failed.tsv",
+    "embeddings.h5",
+)
 Staged = tuple[Path, StageSummary]
 
 
@@ -45,7 +51,12 @@ def test_the_summary_lists_every_result_file(
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_complete_run_whose_file_is_cut_edited_or_missing_is_repaired(
-    name: str, tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path, caplog: pytest.LogCaptureFixture
+    name: str,
+    tmp_path: Path,
+    staged: Staged,
+    tiny_models: Path,
+    reference: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     root = copy_of(reference, tmp_path / "run")
     body = (root / name).read_bytes()
@@ -73,9 +84,13 @@ def test_a_run_killed_while_it_judged_anew_mixes_nothing(
     root = copy_of(reference, tmp_path / "run")
     program = "from tests.unit.engine.test_result_set import judge_and_die; judge_and_die()"
     arguments = [str(root), str(staged[0]), str(tiny_models), *staged[1].files]
-    child = subprocess.run([sys.executable, "-c", program, *arguments], cwd=Path(__file__).parents[3], check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=Path(__file__).parents[3], check=False
+    )
     assert child.returncode == -signal.SIGKILL
-    assert (root / "reads.tsv").read_bytes() != (reference / "reads.tsv").read_bytes(), "killed after it was written"
+    assert (root / "reads.tsv").read_bytes() != (reference / "reads.tsv").read_bytes(), (
+        "killed after it was written"
+    )
     assert not (root / "summary.json").exists()
     again = go(root, staged, tiny_models, ONE)
     assert contents(root) == contents(reference)
@@ -97,7 +112,11 @@ def judge_and_die() -> None:
 
 
 def test_viral_reads_of_another_threshold_do_not_stay(
-    tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    staged: Staged,
+    tiny_models: Path,
+    reference: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     root = copy_of(reference, tmp_path / "run")
     viral = root / "viral.fasta.gz"
@@ -118,8 +137,14 @@ def test_viral_reads_of_another_threshold_do_not_stay(
     go(root, staged, tiny_models, ONE, write_viral=True, **low)
     assert viral.read_bytes() == first
     go(root, staged, tiny_models, ONE, threshold=0.5)
-    assert not viral.exists(), "they are of another threshold, and nobody asked for those of this one"
-    assert [record.message for record in caplog.records if f"{viral} is of an earlier judgement" in record.message]
+    assert not viral.exists(), (
+        "they are of another threshold, and nobody asked for those of this one"
+    )
+    assert [
+        record.message
+        for record in caplog.records
+        if f"{viral} is of an earlier judgement" in record.message
+    ]
     assert contents(root) == contents(reference)
 
 
@@ -128,7 +153,9 @@ def test_a_run_of_an_older_version_lists_its_files_from_now_on(
 ) -> None:
     root = copy_of(reference, tmp_path / "run")
     path = root / "summary.json"
-    path.write_text(read(path, RunSummary).model_copy(update={"files": None}).model_dump_json(exclude={"files"}))
+    path.write_text(
+        read(path, RunSummary).model_copy(update={"files": None}).model_dump_json(exclude={"files"})
+    )
     (root / "reads.tsv").write_text("of another threshold\n")
     again = go(root, staged, tiny_models, ONE)
     assert contents(root) == contents(reference)
@@ -138,7 +165,9 @@ def test_a_run_of_an_older_version_lists_its_files_from_now_on(
 # --- damaged JSON files ---
 
 
-@pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"[" * 100_000, b'{"wall_s": "x"}'], ids=["bytes", "deep", "other"])
+@pytest.mark.parametrize(
+    "text", [b"\xff\xfe\x00", b"[" * 100_000, b'{"wall_s": "x"}'], ids=["bytes", "deep", "other"]
+)
 @pytest.mark.parametrize("name", ["summary.json", "run.json"])
 def test_a_damaged_file_is_set_aside_and_the_run_goes_on(
     name: str,
@@ -197,12 +226,21 @@ def test_the_heads_card_tells_threshold_uncertain_scores_and_lengths(
 ) -> None:
     models, root = Path(shutil.copytree(tiny_models, tmp_path / "models")), tmp_path / "run"
     config = models / "head" / "config.json"
-    told = {"lengths": [900, 950, 990], "prevalence": 0.5, "thresholds": {"0.01": 0.7}, "uncertain": [0.2, 0.8]}
+    told = {
+        "lengths": [900, 950, 990],
+        "prevalence": 0.5,
+        "thresholds": {"0.01": 0.7},
+        "uncertain": [0.2, 0.8],
+    }
     digests = {name: name * 8 for name in ("reads", "truth", "test")}
     card = {**digests, **told, "auroc": {"value": 0.9, "low": 0.8, "high": 1.0}}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"card": card}))
     summary = go(root, staged, models, ONE, fdr=0.01)
-    assert (summary.threshold, summary.uncertain, "uncertain" in summary.fates) == (0.7, None, False)
+    assert (summary.threshold, summary.uncertain, "uncertain" in summary.fates) == (
+        0.7,
+        None,
+        False,
+    )
     assert "the head was trained on reads of 900 to 990 bases" in caplog.text
     assert [warning for warning in summary.warnings if "900 to 990" in warning]
     plain = contents(root)

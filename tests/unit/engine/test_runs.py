@@ -39,7 +39,9 @@ MOST = f"cpu:{MOST_AT_WORK}"
 RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 
 
-def go(root: Path, staged: tuple[Path, StageSummary], models: Path, devices: Devices, **more: object):
+def go(
+    root: Path, staged: tuple[Path, StageSummary], models: Path, devices: Devices, **more: object
+):
     observed = {name: more.pop(name) for name in ("watch", "pool") if name in more}
     spec = ClassifySpec(models=models, devices=devices, **{"engine": SMALL, **more})
     return classify(RunDir(root), staged[1], spec, **observed)
@@ -83,7 +85,9 @@ def test_one_and_two_workers_agree_byte_for_byte(
     assert no_children()
 
 
-def test_each_read_has_one_fate_and_each_row_a_score(reference: Path, staged: tuple[Path, StageSummary]) -> None:
+def test_each_read_has_one_fate_and_each_row_a_score(
+    reference: Path, staged: tuple[Path, StageSummary]
+) -> None:
     store, summary = OrfStore.open(staged[0]), read_summary(RunDir(reference))
     assert summary is not None
     assert sum(summary.fates.values()) == store.n_reads == 600
@@ -105,7 +109,11 @@ def test_embeddings_stand_on_the_rows_they_belong_to(
 
     store, cpu = OrfStore.open(staged[0]), torch.device("cpu")
     pairs = (
-        (load_encoder(DnabertS, tiny_models, cpu, "fp32", "reference"), DnabertTokenizer(tiny_models), store.dna),
+        (
+            load_encoder(DnabertS, tiny_models, cpu, "fp32", "reference"),
+            DnabertTokenizer(tiny_models),
+            store.dna,
+        ),
         (load_encoder(Esm2, tiny_models, cpu, "fp32", "reference"), Esm2Tokenizer(), store.protein),
     )
     with h5py.File(reference / "embeddings.h5") as file:
@@ -116,7 +124,9 @@ def test_embeddings_stand_on_the_rows_they_belong_to(
                 ((_, batch),) = packed((tokens.numpy(), starts.numpy()), 2048, tokenizer.pad_id)
                 with torch.inference_mode():
                     alone.append(encoder.embed(batch)[0])
-            assert torch.allclose(torch.cat(alone), torch.from_numpy(file["embeddings"][unique]), atol=2e-5)
+            assert torch.allclose(
+                torch.cat(alone), torch.from_numpy(file["embeddings"][unique]), atol=2e-5
+            )
 
 
 def test_a_finished_run_is_not_computed_again(
@@ -189,13 +199,22 @@ def test_a_run_killed_half_way_goes_on_with_fewer_devices_to_the_same_bytes(
         MOST,
         SMALL.model_dump_json(),
     ]
-    run = subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=Path(__file__).parents[3])
+    run = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], cwd=Path(__file__).parents[3]
+    )
     killed = False
-    while len(list((root / "shards").glob("0*.h5"))) < 4 or b"ended (status" not in RunDir(root).journal.read_bytes():
+    while (
+        len(list((root / "shards").glob("0*.h5"))) < 4
+        or b"ended (status" not in RunDir(root).journal.read_bytes()
+    ):
         time.sleep(0.005)
         assert run.poll() is None, "the run ended before it could be killed"
         if not killed and list((root / "shards").glob("0*.h5")):
-            next(c for c in psutil.Process(run.pid).children() if "virnuc_core.engine.worker" in c.cmdline()).kill()
+            next(
+                c
+                for c in psutil.Process(run.pid).children()
+                if "virnuc_core.engine.worker" in c.cmdline()
+            ).kill()
             killed = True
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGKILL)
@@ -220,9 +239,14 @@ def attempts_are_summed(root: Path, summary: RunSummary, before: int) -> None:
     assert second.wall_s
     assert first.worked_s is not None
     assert 0 < first.worked_s < first.wall_s
-    assert (summary.wall_s, summary.sequences_per_hour) == (pytest.approx(first.wall_s + second.wall_s), None)
+    assert (summary.wall_s, summary.sequences_per_hour) == (
+        pytest.approx(first.wall_s + second.wall_s),
+        None,
+    )
     assert first.shards
-    assert before - MOST_AT_WORK <= first.shards <= before, "a shard may have been committed and not been told of yet"
+    assert before - MOST_AT_WORK <= first.shards <= before, (
+        "a shard may have been committed and not been told of yet"
+    )
     for attempt in (first, second):
         told = read_telemetry(RunDir(root).telemetry / f"{Path(attempt.telemetry or '').stem}.h5")
         assert len(told.shards) == attempt.shards
@@ -316,10 +340,15 @@ def test_another_setting_weights_or_reads_are_refused_by_name(
     assert summary.shards_computed == summary.shards
     assert [path.read_text() for path in theirs] == ["precious"] * len(theirs)
     assert (root / "shards" / "00000.h5").stat().st_ino != old
-    assert "not made by virnuc and left as it is: logs/app.log, shards/notes.txt, telemetry/mine.json" in caplog.text
+    assert (
+        "not made by virnuc and left as it is: logs/app.log, shards/notes.txt, telemetry/mine.json"
+        in caplog.text
+    )
 
 
-def test_a_directory_at_work_is_refused(tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path) -> None:
+def test_a_directory_at_work_is_refused(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
     from virnuc_core.rundir import run_lock
 
     with ExitStack() as other:
@@ -351,7 +380,10 @@ def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
     assert no_children()
     summary = go(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert result_bytes(root) == result_bytes(reference)
-    assert [bool(attempt.wall_s and attempt.telemetry) for attempt in summary.attempts] == [True, True]
+    assert [bool(attempt.wall_s and attempt.telemetry) for attempt in summary.attempts] == [
+        True,
+        True,
+    ]
 
 
 def test_the_plan_does_not_depend_on_the_devices(
@@ -381,7 +413,12 @@ def test_other_reads_never_replace_the_store_of_a_run(
     with pytest.raises(RunMismatchError, match="other reads"):
         stage_reads(StageSpec(reads=(str(other),), model_length=300), run.store)
     assert run.store.read_bytes() == before
-    assert stage_reads(StageSpec(reads=(str(other),), model_length=300), run.store, force=True).counts.n_reads == 1
+    assert (
+        stage_reads(
+            StageSpec(reads=(str(other),), model_length=300), run.store, force=True
+        ).counts.n_reads
+        == 1
+    )
 
 
 def test_a_store_that_was_replaced_after_staging_is_refused(
@@ -400,7 +437,11 @@ def test_a_store_that_was_replaced_after_staging_is_refused(
 
 def test_force_stages_again(tmp_path: Path, reads_file: Path) -> None:
     run, spec = RunDir(tmp_path / "run"), StageSpec(reads=(str(reads_file),), model_length=300)
-    assert [stage_reads(spec, run.store, force=force).reused for force in (False, False, True)] == [False, True, False]
+    assert [stage_reads(spec, run.store, force=force).reused for force in (False, False, True)] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_directory_at_work_is_not_staged_into(tmp_path: Path, reads_file: Path) -> None:

@@ -32,7 +32,9 @@ def run(tmp_path: Path) -> RunDir:
 
 def result(rows: int, seed: int = 0) -> ShardResult:
     rng = np.random.default_rng(seed)
-    return ShardResult(rng.random((rows, 6), dtype=np.float32), rng.random((rows, 2), dtype=np.float32))
+    return ShardResult(
+        rng.random((rows, 6), dtype=np.float32), rng.random((rows, 2), dtype=np.float32)
+    )
 
 
 @given(st.lists(st.integers(1, 300), max_size=200), st.integers(64, 5000))
@@ -129,11 +131,17 @@ def test_what_other_machines_committed_is_seen_though_the_file_system_is_late(
         late[0] = False
 
     monkeypatch.setattr(Path, "touch", changed)
-    monkeypatch.setattr(shards, "shard_path", lambda of, shard: shown(before if late[0] else of, shard))
+    monkeypatch.setattr(
+        shards, "shard_path", lambda of, shard: shown(before if late[0] else of, shard)
+    )
     for look in (
         lambda: shards.committed(run, plan) == ([0, 1], []),
-        lambda: np.array_equal(shards.read_scores(run, [0])[0], result(3).scores),  # another file before
-        lambda: np.array_equal(shards.read_scores(run, [1])[0], result(2, seed=1).scores),  # none before
+        lambda: np.array_equal(
+            shards.read_scores(run, [0])[0], result(3).scores
+        ),  # another file before
+        lambda: np.array_equal(
+            shards.read_scores(run, [1])[0], result(2, seed=1).scores
+        ),  # none before
     ):
         late[0] = True
         assert look()
@@ -213,7 +221,9 @@ def test_a_run_has_few_enough_shards_to_be_opened_at_once(caplog: pytest.LogCapt
     assert plan.bounds[-1] == len(lengths)
     assert engine == asked.model_copy(update={"shard_tokens": engine.shard_tokens})
     assert f"shard_tokens 512 → {engine.shard_tokens}" in caplog.text
-    assert shards.plan_run(offsets, engine, PRINTS, "cpu") == (engine, plan), "what was enough stays"
+    assert shards.plan_run(offsets, engine, PRINTS, "cpu") == (engine, plan), (
+        "what was enough stays"
+    )
     assert len(shards.make_plan(offsets, 512, 256, "f")) > shards.MOST_SHARDS
 
 
@@ -230,7 +240,9 @@ def many_shards(run: RunDir, count: int) -> ShardPlan:
 def open_files(more: int) -> Iterator[None]:
     """So many files may be opened beside those that are."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + more, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + more, hard)
+    )
     try:
         yield
     finally:
@@ -252,13 +264,17 @@ def test_a_limit_that_cannot_be_raised_is_named(tmp_path: Path) -> None:
         "import resource, sys; from pathlib import Path; from virnuc_core.report.compare import cosines; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); cosines(Path(sys.argv[1]), Path(sys.argv[1]))"
     )
-    child = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert "if 120 files" in child.stderr.splitlines()[-1], child.stderr
     assert "ulimit -n" in child.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "no array"])
-def test_a_shard_that_cannot_be_read_is_an_error_and_no_row_of_nan(run: RunDir, damage: str) -> None:
+def test_a_shard_that_cannot_be_read_is_an_error_and_no_row_of_nan(
+    run: RunDir, damage: str
+) -> None:
     plan = many_shards(run, 3)
     path = shards.shard_path(run, 1)
     path.unlink()
@@ -268,6 +284,8 @@ def test_a_shard_that_cannot_be_read_is_an_error_and_no_row_of_nan(run: RunDir, 
         h5py.File(path, "w").close()
     else:
         with h5py.File(run.embeddings) as file:
-            assert np.isinf(file["embeddings"][slice(*plan.range(1))]).all(), "NaN is the mark of rows that failed"
+            assert np.isinf(file["embeddings"][slice(*plan.range(1))]).all(), (
+                "NaN is the mark of rows that failed"
+            )
     with pytest.raises(InputError, match=r"00001\.h5: cannot be read .*; run again"):
         cosines(run.root, run.root)

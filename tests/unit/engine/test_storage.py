@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.step import can_help
+from virnuc.tasks.step import can_help
 from virnuc_core.config import Devices
 from virnuc_core.errors import StorageError, storage_error
 from virnuc_core.pipeline import read_summary
@@ -42,7 +42,9 @@ def test_a_commit_the_disk_refuses_ends_the_run_at_once_and_it_goes_on_later(
     sizes = sorted(path.stat().st_size for path in (reference / "shards").glob("*.h5"))
     with (
         largest_file(sizes[-1] - 1),
-        pytest.raises(StorageError, match=r"shards/\d+\.h5: File too large.* to come take about") as caught,
+        pytest.raises(
+            StorageError, match=r"shards/\d+\.h5: File too large.* to come take about"
+        ) as caught,
     ):
         go(root, staged, tiny_models, ONE)
     assert not can_help(caught.value)
@@ -61,7 +63,10 @@ def test_results_the_disk_refuses_are_named_and_no_summary_says_they_are_there(
     run = RunDir(copy_of(reference, tmp_path / "run"))
     run.predictions.unlink()
     size = RunDir(reference).predictions.stat().st_size
-    with largest_file(size - 1), pytest.raises(StorageError, match=r"prediction_results\.txt: File too large"):
+    with (
+        largest_file(size - 1),
+        pytest.raises(StorageError, match=r"prediction_results\.txt: File too large"),
+    ):
         go(run.root, staged, tiny_models, ONE)
     assert not run.predictions.exists()
     go(run.root, staged, tiny_models, ONE)
@@ -77,11 +82,16 @@ def test_a_run_the_disk_cannot_hold_is_refused_before_it_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By what is left to do: the shards that lie there need no more room."""
-    root, held = copy_of(reference, tmp_path / "run"), sum(p.stat().st_size for p in reference.rglob("*.h5"))
+    root, held = (
+        copy_of(reference, tmp_path / "run"),
+        sum(p.stat().st_size for p in reference.rglob("*.h5")),
+    )
     free = SimpleNamespace(free=held // 2)
     monkeypatch.setattr("virnuc_core.rundir.shutil.disk_usage", lambda _: free)
     fresh = RunDir(tmp_path / "fresh")
-    with pytest.raises(StorageError, match=r"fresh: \d+ shards and the result files need about .* MB are free"):
+    with pytest.raises(
+        StorageError, match=r"fresh: \d+ shards and the result files need about .* MB are free"
+    ):
         go(fresh.root, staged, tiny_models, ONE)
     assert not list(fresh.shards.glob("0*"))
     last = max((root / "shards").glob("0*"))
@@ -92,9 +102,15 @@ def test_a_run_the_disk_cannot_hold_is_refused_before_it_computes(
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("limit", [3_000, 60_000])
-def test_staging_the_disk_refuses_says_so(tmp_path: Path, reads_file: Path, workers: int, limit: int) -> None:
+def test_staging_the_disk_refuses_says_so(
+    tmp_path: Path, reads_file: Path, workers: int, limit: int
+) -> None:
     (tmp_path / "again.fasta").write_bytes(reads_file.read_bytes())
-    spec = StageSpec(reads=(str(reads_file), str(tmp_path / "again.fasta")), model_length=300, stage_workers=workers)
+    spec = StageSpec(
+        reads=(str(reads_file), str(tmp_path / "again.fasta")),
+        model_length=300,
+        stage_workers=workers,
+    )
     with largest_file(limit), pytest.raises(StorageError, match="File too large"):
         stage(spec, tmp_path / "run" / "orfs.h5")
     assert list((tmp_path / "run").iterdir()) == []

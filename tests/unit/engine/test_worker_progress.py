@@ -33,9 +33,13 @@ def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyP
     """A launch or a commit that hangs leaves the feeder asking for tasks: that must not pass for work."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     messages, sent = deque[Message | None]([TASK, Closed()]), list[Message]()
-    parent: Any = SimpleNamespace(receive=lambda _: messages.popleft(), send=sent.append, progress=None)
+    parent: Any = SimpleNamespace(
+        receive=lambda _: messages.popleft(), send=sent.append, progress=None
+    )
     worker: Any = Worker(parent, None)  # type: ignore[arg-type]
-    assert parent.progress() == pytest.approx(time.monotonic(), abs=5), "nothing to do is no silence"
+    assert parent.progress() == pytest.approx(time.monotonic(), abs=5), (
+        "nothing to do is no silence"
+    )
     assert worker._receive() == TASK
     told_s = parent.progress()
     time.sleep(0.01)
@@ -51,7 +55,9 @@ def test_kernels_are_made_for_the_rows_that_come_first(
 ) -> None:
     """As soon as the task is known, which here is while those for the shortest rows are made."""
     store = OrfStore.open(staged[0])
-    task = TASK.model_copy(update={"store": str(staged[0]), "reads": store.fingerprint, "lo": 0, "hi": store.n_uniques})
+    task = TASK.model_copy(
+        update={"store": str(staged[0]), "reads": store.fingerprint, "lo": 0, "hi": store.n_uniques}
+    )
     device = torch.device("cpu")
     encoder = load_encoder(Esm2, tiny_models, device)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
@@ -67,13 +73,17 @@ def test_kernels_are_made_for_the_rows_that_come_first(
     worker._warm_up(encoder, 1024)
     met = {plan.max_seqlen for plan in pack(np.diff(store.protein_offsets) + 2, 1024)}
     assert met < {64, 128, 256}
-    assert made == [(length, 1024 // part) for length, part in zip(sorted(met), (1, 16, 16), strict=False)]
+    assert made == [
+        (length, 1024 // part) for length, part in zip(sorted(met), (1, 16, 16), strict=False)
+    ]
     dna = load_encoder(DnabertS, tiny_models, device)
     _, (_, starts) = tokenise((Path(task.store), task.reads, tiny_models), (task.lo, task.hi))
     assert {plan.max_seqlen for plan in pack(np.diff(starts), 1024)} <= {*worker._bounds(dna)}
     for nothing in (Closed(), None, task.model_copy(update={"reads": "of another store"})):
         parent.next = lambda nothing=nothing: nothing
-        assert worker._bounds(dna) == worker._usual, "whatever is wrong with a task is told when its turn comes"
+        assert worker._bounds(dna) == worker._usual, (
+            "whatever is wrong with a task is told when its turn comes"
+        )
 
 
 class Heavy:

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.step import MAX_BYTES, Markdown, bounded_rows, cell, key, publish_markdown, publish_table
+from virnuc.tasks.step import (
+    MAX_BYTES,
+    Markdown,
+    bounded_rows,
+    cell,
+    key,
+    publish_markdown,
+    publish_table,
+)
 from virnuc_core.report.render import templates
 
 
@@ -69,8 +77,10 @@ def test_a_long_table_is_cut_and_says_so() -> None:
 
 def test_a_long_report_is_cut_at_a_line_and_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
-    monkeypatch.setattr("tasks.step.inside_a_run", lambda: True)
-    monkeypatch.setattr("tasks.step.artifacts.create_markdown_artifact", lambda text, **_: texts.append(text))
+    monkeypatch.setattr("virnuc.tasks.step.inside_a_run", lambda: True)
+    monkeypatch.setattr(
+        "virnuc.tasks.step.artifacts.create_markdown_artifact", lambda text, **_: texts.append(text)
+    )
     for text in ("\n".join("ä" * 100 for _ in range(2000)), "short"):
         publish_markdown("report", text, "", Path("/r/report.md"))
     cut, short = texts
@@ -93,9 +103,9 @@ def test_outside_a_run_nothing_is_published() -> None:
 
 def test_a_file_name_in_a_description_is_no_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("tasks.step.inside_a_run", lambda: True)
+    monkeypatch.setattr("virnuc.tasks.step.inside_a_run", lambda: True)
     for kind in ("table", "markdown"):
-        made = f"tasks.step.artifacts.create_{kind}_artifact"
+        made = f"virnuc.tasks.step.artifacts.create_{kind}_artifact"
         monkeypatch.setattr(made, lambda *_, description, **__: said.append(description))
     odd = "[x](javascript:alert(1))\x1b"
     publish_table("t", [{"a": 1}], f"What became of {odd}")

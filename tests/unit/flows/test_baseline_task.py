@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.measure import baseline
+from virnuc.tasks.measure import baseline
 from virnuc_core.config import Devices
-from virnuc_core.measure.bench import Bench
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.rundir import RunDir
+from virnuc_core.tools.bench import Bench
 
 
-def test_an_old_baseline_that_cannot_be_removed_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
+def test_an_old_baseline_that_cannot_be_removed_is_not_taken_for_the_new_one(
+    tmp_path: Path,
+) -> None:
     run = RunDir(tmp_path / "baseline")
     run.root.write_text("a file")
     bench = Bench(tmp_path, tmp_path, Devices.parse("cpu:1"))

@@ -15,7 +15,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "deployments" / "prefect.yaml").read_text(encoding="utf-8")
-FILE = yaml.safe_load(TEXT.replace("{{ $VIRNUC_POOL }}", "gpu").replace("{{ $VIRNUC_PROFILE }}", "phase10-1m"))
+FILE = yaml.safe_load(
+    TEXT.replace("{{ $VIRNUC_POOL }}", "gpu").replace("{{ $VIRNUC_PROFILE }}", "phase10-1m")
+)
 DEPLOYMENTS: list[dict[str, Any]] = FILE["deployments"]
 
 
@@ -25,7 +27,9 @@ def flow_of(entrypoint: str) -> Any:
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: f"{d['entrypoint']}-{d['name']}")
-def test_a_deployment_names_a_flow_and_gives_it_parameters_it_takes(deployment: dict[str, Any]) -> None:
+def test_a_deployment_names_a_flow_and_gives_it_parameters_it_takes(
+    deployment: dict[str, Any],
+) -> None:
     flow = flow_of(deployment["entrypoint"])
     known = flow.parameters.properties
     assert set(deployment["parameters"]) <= set(known)
@@ -36,7 +40,11 @@ def test_a_deployment_names_a_flow_and_gives_it_parameters_it_takes(deployment: 
 
 
 def test_every_flow_is_deployed_and_named_where_people_look() -> None:
-    flows = {path.stem for path in (ROOT / "flows").glob("*.py") if "@flow(" in path.read_text(encoding="utf-8")}
+    flows = {
+        path.stem
+        for path in (ROOT / "flows").glob("*.py")
+        if "@flow(" in path.read_text(encoding="utf-8")
+    }
     deployed = {d["entrypoint"].split(".")[1] for d in DEPLOYMENTS}
     assert deployed == flows
     guide = (ROOT / "deployments" / "README.md").read_text(encoding="utf-8")
@@ -45,20 +53,29 @@ def test_every_flow_is_deployed_and_named_where_people_look() -> None:
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: f"{d['entrypoint']}-{d['name']}")
-def test_a_name_that_is_no_parameter_is_refused_when_a_run_is_created(deployment: dict[str, Any]) -> None:
+def test_a_name_that_is_no_parameter_is_refused_when_a_run_is_created(
+    deployment: dict[str, Any],
+) -> None:
     from prefect.utilities.callables import parameter_schema
     from prefect.utilities.schema_tools.validation import ValidationError, validate
 
-    schema = parameter_schema(flow_of(deployment["entrypoint"])).model_dump(exclude_unset=True)  # as it is deployed
+    schema = parameter_schema(flow_of(deployment["entrypoint"])).model_dump(
+        exclude_unset=True
+    )  # as it is deployed
     validate(deployment["parameters"], schema, raise_on_error=True, ignore_required=True)
     with pytest.raises(ValidationError, match="unknown"):
-        validate(deployment["parameters"] | {"unknown": 1}, schema, raise_on_error=True, ignore_required=True)
+        validate(
+            deployment["parameters"] | {"unknown": 1},
+            schema,
+            raise_on_error=True,
+            ignore_required=True,
+        )
 
 
 def test_a_value_the_form_must_refuse_is_refused() -> None:
     from prefect.exceptions import ParameterTypeError
 
-    flow = flow_of("flows.predict.predict")
+    flow = flow_of("virnuc.flows.predict.predict")
     good = {"reads": ["a.fa"], "out": "o", "models": "m"}
     flow.validate_parameters(good)
     for wrong in ({"stage_workers": -1}, {"precision": "fp7"}, {"devices": "gpu9"}):

@@ -12,10 +12,15 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from pydantic import Field
 
-from flows import start
-from flows.cli import main
-from flows.flow_commands import InboxSettings, OverheadSettings, TrainSettings, ValidateSettings
-from flows.parameters import (
+from virnuc.flows import start
+from virnuc.flows.cli import main
+from virnuc.flows.flow_commands import (
+    InboxSettings,
+    OverheadSettings,
+    TrainSettings,
+    ValidateSettings,
+)
+from virnuc.flows.parameters import (
     AttentionChoice,
     ComputeSettings,
     PrecisionChoice,
@@ -87,15 +92,23 @@ def test_the_form_knows_descriptions_bounds_choices_and_defaults() -> None:
 def test_a_value_of_no_known_form_is_told_the_forms_and_no_pattern() -> None:
     good = {"reads": ("a",), "out": Path("o"), "models": Path("m")}
     for name, value, forms in (
-        ("cluster", "foo", r"compute on the nodes of .* \(tcp://… or tls://…\), of FILE\.yaml, or of local:N"),
+        (
+            "cluster",
+            "foo",
+            r"compute on the nodes of .* \(tcp://… or tls://…\), of FILE\.yaml, or of local:N",
+        ),
         ("baseline_device", "4090", "what that run was on: 2x RTX 4090"),
     ):
-        with pytest.raises(ConfigError, match=rf"^{name}: unknown form; {forms} \(given '{value}'\)$"):
+        with pytest.raises(
+            ConfigError, match=rf"^{name}: unknown form; {forms} \(given '{value}'\)$"
+        ):
             build(ValidateSettings, good | {name: value})
 
 
 def test_a_bad_value_is_one_sentence_that_names_it() -> None:
-    with pytest.raises(ConfigError, match=r"^workers: input should be less than or equal to 8 \(given 9\)$"):
+    with pytest.raises(
+        ConfigError, match=r"^workers: input should be less than or equal to 8 \(given 9\)$"
+    ):
         cook(dish="soup", workers=9)
     with pytest.raises(ConfigError, match="spoon"):
         build(Cooking, {"dish": "soup", "spoon": 1})
@@ -122,7 +135,9 @@ def test_mates_are_named_by_one_and_two(
     assert (found.interleaved, found.pairs) == ("--interleaved" in words, False)
 
 
-def test_reads_that_are_not_named_or_lack_their_mates_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reads_that_are_not_named_or_lack_their_mates_are_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for words, said in (
         ([], "reads: none are named; name files or folders, or the files of pairs by -1 and -2"),
         (["-1", "a1"], "-1 names 1 files, -2 0; name both of each pair"),
@@ -185,34 +200,52 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_path_outside_of_the_roots_is_refused_whichever_parameter_it_stands_in(roots: Path, name: str) -> None:
+def test_a_path_outside_of_the_roots_is_refused_whichever_parameter_it_stands_in(
+    roots: Path, name: str
+) -> None:
     asked = []
     flow = flow_parameters(ValidateSettings)(asked.append)
     good = {"reads": ["reads/a.fa"], "out": "results/x", "models": "reads/m"}
-    absolute = lambda given: [str(roots / one) for one in given] if isinstance(given, list) else str(roots / given)  # noqa: E731
+
+    def absolute(value):
+        if isinstance(value, list):
+            return [str(roots / path) for path in value]
+        return str(roots / value)
+
     good = {key: absolute(value) for key, value in good.items()}
     flow(**good, history=None, profile="ci-smoke")
     assert len(asked) == 1
-    with pytest.raises(ConfigError, match=f"^{name}: .* lies in none of the folders that VIRNUC_ROOTS names"):
+    with pytest.raises(
+        ConfigError, match=f"^{name}: .* lies in none of the folders that VIRNUC_ROOTS names"
+    ):
         flow(**good | {name: absolute(OUTSIDE[name])})
     assert len(asked) == 1
 
 
 def test_a_name_too_long_for_a_file_is_not_looked_into(roots: Path) -> None:
-    long = PredictSettings(reads=(str(roots / "reads" / ("x" * 300)),), out=roots / "results", models=roots / "reads")
+    long = PredictSettings(
+        reads=(str(roots / "reads" / ("x" * 300)),), out=roots / "results", models=roots / "reads"
+    )
     within_roots(long)
 
 
 def test_links_and_what_is_made_beside_the_output_stay_within_the_roots(
     roots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"reads": [str(roots / "reads")], "out": str(roots / "results" / "x"), "models": str(roots / "results")}
+    given = {
+        "reads": [str(roots / "reads")],
+        "out": str(roots / "results" / "x"),
+        "models": str(roots / "results"),
+    }
     flow = flow_parameters(PredictSettings)(lambda settings: settings)
     with pytest.raises(ConfigError, match=r"^reads: .*link\.fa lies in none"):
         flow(**given)
     (roots / "reads" / "link.fa").unlink()
     with pytest.raises(ConfigError, match=r"^reads: .*secret lies in none"):
-        flow(**given | {"mates_1": [str(roots / "reads" / "a.fa")], "mates_2": [str(roots / "secret")]})
+        flow(
+            **given
+            | {"mates_1": [str(roots / "reads" / "a.fa")], "mates_2": [str(roots / "secret")]}
+        )
     assert flow(**given | {"reads": ["-", "https://a.b/c.fa", "ncbi:X1", *given["reads"]]})
     validate = flow_parameters(ValidateSettings)(lambda settings: settings)
     with pytest.raises(ConfigError, match=r"^history: "):
@@ -236,7 +269,9 @@ def test_every_parameter_of_every_flow_is_explained(model: type[ComputeSettings]
         ("token_budget = " + "9" * 5_000, "not valid TOML"),
         ("token_budget = " + "[" * 5_000, "not valid TOML"),
         ("precision = '" + "x" * 5_000 + "'", r"precision: .{,300}$"),
-        pytest.param("#" * (1 << 24), r"cannot be read \(larger than 16,777,216 bytes\)", id="large"),
+        pytest.param(
+            "#" * (1 << 24), r"cannot be read \(larger than 16,777,216 bytes\)", id="large"
+        ),
     ],
 )
 def test_sizes_in_a_file_of_settings_are_bounded(text: str, says: str, tmp_path: Path) -> None:
@@ -252,8 +287,12 @@ def test_sizes_in_a_file_of_settings_are_bounded(text: str, says: str, tmp_path:
 
 
 def test_settings_left_empty_are_those_of_the_profile() -> None:
-    asked = ValidateSettings(reads=("r.fa",), out=Path("o"), models=Path("m"), profile="ci-smoke", dna_token_budget=512)
-    assert asked.engine() == load_profile("ci-smoke").engine.model_copy(update={"dna_token_budget": 512})
+    asked = ValidateSettings(
+        reads=("r.fa",), out=Path("o"), models=Path("m"), profile="ci-smoke", dna_token_budget=512
+    )
+    assert asked.engine() == load_profile("ci-smoke").engine.model_copy(
+        update={"dna_token_budget": 512}
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,9 +312,9 @@ def test_settings_left_empty_are_those_of_the_profile() -> None:
 def test_the_form_and_the_model_agree_on_devices(devices: str, good: bool) -> None:
     import re
 
-    pattern = parameter_schema(flow_parameters(ComputeSettings)(lambda settings: settings)).properties["devices"][
-        "pattern"
-    ]
+    pattern = parameter_schema(
+        flow_parameters(ComputeSettings)(lambda settings: settings)
+    ).properties["devices"]["pattern"]
     assert bool(re.search(pattern, devices)) is good
     if good:
         ComputeSettings(devices=devices)
@@ -284,7 +323,9 @@ def test_the_form_and_the_model_agree_on_devices(devices: str, good: bool) -> No
             build(ComputeSettings, {"devices": devices})
 
 
-@pytest.mark.parametrize(("choice", "words"), [(PrecisionChoice, Precision), (AttentionChoice, Attention)])
+@pytest.mark.parametrize(
+    ("choice", "words"), [(PrecisionChoice, Precision), (AttentionChoice, Attention)]
+)
 def test_the_form_offers_every_word_the_engine_knows(choice: object, words: object) -> None:
     assert get_args(choice) == ("default", *get_args(words))
 
@@ -327,7 +368,9 @@ def test_words_become_settings_and_the_models_may_come_from_the_environment(
     assert {name: getattr(asked[0], name) for name in expected} == expected
 
 
-def test_an_empty_variable_names_no_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_variable_names_no_models(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("VIRNUC_MODELS", "")
     assert main(["predict", "a.fq", "-o", "run"]) == 2
     assert "--models" in capsys.readouterr().err
@@ -344,7 +387,9 @@ def test_an_empty_variable_names_no_models(monkeypatch: pytest.MonkeyPatch, caps
         ["a", "-o", "x", "--models", "m", "--token-budget", "3"],
     ],
 )
-def test_a_wrong_command_line_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["predict", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("virnuc: ")
@@ -360,7 +405,9 @@ def test_a_wrong_command_line_is_one_line(words: list[str], capsys: pytest.Captu
         'token_budget = {{"{0}" = "{0}"}}\n',
     ],
 )
-def test_a_file_of_settings_names_no_more_of_itself_than_short_keys(tmp_path: Path, text: str) -> None:
+def test_a_file_of_settings_names_no_more_of_itself_than_short_keys(
+    tmp_path: Path, text: str
+) -> None:
     path = tmp_path / "s.toml"
     path.write_text(text.format("secret" * 1000))
     with pytest.raises(ConfigError) as caught:
@@ -384,7 +431,10 @@ def test_samples_and_a_single_run_do_not_share_a_directory(tmp_path: Path) -> No
 
 def test_a_script_can_say_all_that_the_command_takes() -> None:
     several = {"samples", "sample_from"}  # runs, each of which is said by itself
-    assert {*PredictSettings.model_fields} - {"settings", *several} <= {*RunSpec.model_fields, *EngineSpec.model_fields}
+    assert {*PredictSettings.model_fields} - {"settings", *several} <= {
+        *RunSpec.model_fields,
+        *EngineSpec.model_fields,
+    }
 
 
 def test_overhead_of_a_folder_that_is_no_validation_is_refused(tmp_path: Path) -> None:

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from flows import cli
-from flows.cli import main
-from flows.plain_commands import show
+from virnuc.flows import cli
+from virnuc.flows.cli import main
+from virnuc.flows.plain_commands import show
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.encoders.checkpoint import fingerprint
 
 
-@pytest.mark.parametrize(("words", "length"), [((), DEFAULT_MODEL_LENGTH), (("--head", "300"), 300)])
+@pytest.mark.parametrize(
+    ("words", "length"), [((), DEFAULT_MODEL_LENGTH), (("--head", "300"), 300)]
+)
 def test_the_head_is_for_the_asked_length(
     words: tuple[str, ...], length: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -35,12 +37,20 @@ def test_the_shell_completes_files_of_reads(tmp_path: Path) -> None:
     (tmp_path / "lung_R1.fq").touch()
     script = tmp_path / "completion.bash"
     script.write_text(cli.app.generate_completion(shell="bash"))
-    ask = (
-        f"source {script}; ask() {{ COMP_WORDS=($@); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _virnuc; echo $COMPREPLY; }}"
-    )
-    for words in ("predict lung", "predict -1 lung", "validate lung", "sample lung", "models quantize m lung"):
+    ask = f"source {script}; ask() {{ COMP_WORDS=($@); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _virnuc; echo $COMPREPLY; }}"
+    for words in (
+        "predict lung",
+        "predict -1 lung",
+        "validate lung",
+        "sample lung",
+        "models quantize m lung",
+    ):
         done = subprocess.run(
-            ["bash", "-c", f"{ask}; ask virnuc {words}"], cwd=tmp_path, capture_output=True, text=True, check=True
+            ["bash", "-c", f"{ask}; ask virnuc {words}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert done.stdout == "lung_R1.fq\n", words
 
@@ -54,13 +64,18 @@ def test_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:
     for name, seed in (("a", "4"), ("b", "4"), ("c", "5")):
-        assert main(["models", "init-random", str(tmp_path / name), "--head", "300", "--seed", seed]) == 0
+        assert (
+            main(["models", "init-random", str(tmp_path / name), "--head", "300", "--seed", seed])
+            == 0
+        )
     assert fingerprint(tmp_path / "a") == fingerprint(tmp_path / "b")
     assert fingerprint(tmp_path / "a")["head"] != fingerprint(tmp_path / "c")["head"]
 
 
 @pytest.mark.parametrize("word", ["2", "-300", "long", "3e2", ""])
-def test_what_is_no_length_is_refused(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_length_is_refused(
+    word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["models", "init-random", str(tmp_path / "models"), f"--head={word}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--head" in line
@@ -70,7 +85,10 @@ def test_what_is_no_length_is_refused(word: str, tmp_path: Path, capsys: pytest.
 def test_compare_takes_v1s_words_and_shows_what_the_report_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    head, rows = "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n", ["a_chunk_1\tTrue\t0.1\t0.9\n"]
+    head, rows = (
+        "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n",
+        ["a_chunk_1\tTrue\t0.1\t0.9\n"],
+    )
     vanilla, ours = tmp_path / "vanilla.csv", tmp_path / "ours.csv"
     vanilla.write_text(head + "".join([*rows, "b_chunk_1\tFalse\t0.51\t0.49\n"]))
     ours.write_text(head + "".join([*rows, "b_chunk_1\tTrue\t0.49\t0.51\n"]))
@@ -78,9 +96,16 @@ def test_compare_takes_v1s_words_and_shows_what_the_report_shows(
     assert main([*words, "--tolerance", "0.01"]) == 5
     said = capsys.readouterr().out
     assert "vanilla.csv / ours.csv: b_chunk_1: others / virus" in said
-    shown = {name: value.strip() for name, _, value in (line.partition(":") for line in said.splitlines())}
+    shown = {
+        name: value.strip()
+        for name, _, value in (line.partition(":") for line in said.splitlines())
+    }
     assert shown["Agreement"] == "50.000 %"
-    assert (shown["Of viral"], shown["Of non-viral"], shown["Of near threshold"]) == ("1 of 1", "0 of 1", "0 of 1")
+    assert (shown["Of viral"], shown["Of non-viral"], shown["Of near threshold"]) == (
+        "1 of 1",
+        "0 of 1",
+        "0 of 1",
+    )
     assert main(["compare", str(vanilla), str(vanilla)]) == 0
 
 
@@ -109,7 +134,9 @@ def test_an_error_after_the_word_to_end_is_that_ending(
     assert "numpy" not in said
 
 
-@pytest.mark.parametrize(("name", "bands"), [("phase6-scaling", "248"), ("phase10-1m", "48"), ("ci-smoke", "")])
+@pytest.mark.parametrize(
+    ("name", "bands"), [("phase6-scaling", "248"), ("phase10-1m", "48"), ("ci-smoke", "")]
+)
 def test_the_thresholds_of_a_profile_are_shown_with_the_bands_that_are_targets(
     capsys: pytest.CaptureFixture[str], name: str, bands: str
 ) -> None:

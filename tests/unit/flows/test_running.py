@@ -21,12 +21,18 @@ from prefect.client.schemas.objects import State
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Completed
 
-from flows import ending, start
-from flows.flow_commands import ProfileSettings, ScaleSettings, TrainSettings, TuneSettings, ValidateSettings
-from flows.flow_run import run_flow, run_name, with_parameters
-from flows.parameters import OnTerminal, PredictSettings, RunSettings
-from tasks.server import connection
-from tasks.step import can_help, first_attempt, progress_artifact
+from virnuc.flows import ending, start
+from virnuc.flows.flow_commands import (
+    ProfileSettings,
+    ScaleSettings,
+    TrainSettings,
+    TuneSettings,
+    ValidateSettings,
+)
+from virnuc.flows.flow_run import run_flow, run_name, with_parameters
+from virnuc.flows.parameters import OnTerminal, PredictSettings, RunSettings
+from virnuc.tasks.server import connection
+from virnuc.tasks.step import can_help, first_attempt, progress_artifact
 from virnuc_core.errors import (
     ConfigError,
     DeviceError,
@@ -67,9 +73,19 @@ def test_samples_have_short_names(reads: list[str], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [PredictSettings, ValidateSettings, ScaleSettings, TuneSettings, ProfileSettings, TrainSettings]
+    "model",
+    [
+        PredictSettings,
+        ValidateSettings,
+        ScaleSettings,
+        TuneSettings,
+        ProfileSettings,
+        TrainSettings,
+    ],
 )
-def test_a_flow_holds_its_directory_from_its_first_line_to_its_last(model: type[RunSettings], tmp_path: Path) -> None:
+def test_a_flow_holds_its_directory_from_its_first_line_to_its_last(
+    model: type[RunSettings], tmp_path: Path
+) -> None:
     reads, out = tmp_path / "a.fa", tmp_path / "out"
     reads.write_text(">r1\nACGT\n")
 
@@ -81,10 +97,17 @@ def test_a_flow_holds_its_directory_from_its_first_line_to_its_last(model: type[
             return Completed(data=(settings.out / MARK).exists())
 
     truth = {"truth": reads} if model is TrainSettings else {}
-    assert probe(reads=(str(reads),), out=out, models=tmp_path / "models", devices="cpu:1", **truth).data is True
+    assert (
+        probe(
+            reads=(str(reads),), out=out, models=tmp_path / "models", devices="cpu:1", **truth
+        ).data
+        is True
+    )
     assert not out.exists()
     with run_lock(out):
-        state = probe(reads=(str(reads),), out=tmp_path, models=tmp_path / "models", devices="cpu:1", **truth)
+        state = probe(
+            reads=(str(reads),), out=tmp_path, models=tmp_path / "models", devices="cpu:1", **truth
+        )
     assert "holds the models directory" in (state.message or "")
 
 
@@ -131,11 +154,15 @@ def test_outside_a_run_every_attempt_is_the_first() -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Percentages that reach Prefect, as if this were a run."""
     found: list[float] = []
-    monkeypatch.setattr("tasks.step.inside_a_run", lambda: True)
+    monkeypatch.setattr("virnuc.tasks.step.inside_a_run", lambda: True)
     monkeypatch.setattr(
-        "tasks.step.artifacts.create_progress_artifact", lambda percent, **_: found.append(percent) or "id"
+        "virnuc.tasks.step.artifacts.create_progress_artifact",
+        lambda percent, **_: found.append(percent) or "id",
     )
-    monkeypatch.setattr("tasks.step.artifacts.update_progress_artifact", lambda _, progress: found.append(progress))
+    monkeypatch.setattr(
+        "virnuc.tasks.step.artifacts.update_progress_artifact",
+        lambda _, progress: found.append(progress),
+    )
     return found
 
 
@@ -159,7 +186,7 @@ def test_a_server_that_is_away_does_not_stop_the_work(
     def refuse(_: float, **_given: str) -> None:
         raise httpx.ConnectError("refused")
 
-    monkeypatch.setattr("tasks.step.artifacts.create_progress_artifact", refuse)
+    monkeypatch.setattr("virnuc.tasks.step.artifacts.create_progress_artifact", refuse)
     with progress_artifact("p", "", every_s=0.01) as show:
         show(0.5)
     assert "progress p" in connection.untold
@@ -189,9 +216,14 @@ def test_the_room_that_reads_surely_need_is_known_before_they_are_staged(
     """By less than they need: a run that could end well is never refused."""
     reads, rng = tmp_path / f"r.{form}", random.Random(1)
     bases = ["".join(rng.choices("ACGT", k=150)) for _ in range(4000)]
-    text = "".join(f">r{i}\n{b}\n" if form == "fasta" else f"@r{i}\n{b}\n+\n{'F' * 150}\n" for i, b in enumerate(bases))
+    text = "".join(
+        f">r{i}\n{b}\n" if form == "fasta" else f"@r{i}\n{b}\n+\n{'F' * 150}\n"
+        for i, b in enumerate(bases)
+    )
     reads.write_bytes(gzip.compress(text.encode()) if form.endswith("gz") else text.encode())
-    found = stage(StageSpec(reads=(str(reads),), model_length=300), tmp_path / "orfs.h5").counts.n_uniques
+    found = stage(
+        StageSpec(reads=(str(reads),), model_length=300), tmp_path / "orfs.h5"
+    ).counts.n_uniques
     rows = start.readable((str(reads),), "stop", 300)
     assert found / 20 < rows < found
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100 * rows - 1))
@@ -203,7 +235,7 @@ def test_the_room_that_reads_surely_need_is_known_before_they_are_staged(
 STUCK = """
 import threading, time
 from prefect.utilities.engine import capture_sigterm
-from flows import ending
+from virnuc.flows import ending
 ending.ENDING_S = 0.5
 with {}:
     try:
@@ -246,7 +278,8 @@ def test_a_run_that_cannot_come_to_an_end_is_ended_all_the_same(started: str) ->
         run.terminate()
         try:
             assert (
-                run.communicate(timeout=30)[1] == "virnuc: interrupted; what was committed stays, run again to go on\n"
+                run.communicate(timeout=30)[1]
+                == "virnuc: interrupted; what was committed stays, run again to go on\n"
             )
         finally:
             run.kill()
@@ -261,7 +294,9 @@ whole = True
 """
 
 
-def test_a_module_that_is_being_imported_is_imported_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_is_being_imported_is_imported_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Libraries written in C do not stand it otherwise: torch aborts the process, NumPy cannot be loaded again."""
     (tmp_path / "interrupted_module.py").write_text(IMPORTS)
     monkeypatch.syspath_prepend(tmp_path)

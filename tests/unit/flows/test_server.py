@@ -13,9 +13,9 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
-from flows.start import usable_home
-from tasks import server, step
-from tasks.server import Connection, ServerLostError, device_slots, without_server
+from virnuc.flows.start import usable_home
+from virnuc.tasks import server, step
+from virnuc.tasks.server import Connection, ServerLostError, device_slots, without_server
 from virnuc_core.errors import ConfigError, InputError, VirnucError, WorkerError
 from virnuc_core.runfiles import Device
 
@@ -23,8 +23,15 @@ ARTIFACT = httpx.Request("POST", "http://server/api/artifacts/", json={})
 
 
 def proposal(kind: str) -> httpx.Request:
-    state = {"type": kind, "name": kind.title(), "message": "12 of 60 reads are viral", "state_details": {}}
-    return httpx.Request("POST", "http://server/api/flow_runs/1/set_state", json={"state": state, "force": False})
+    state = {
+        "type": kind,
+        "name": kind.title(),
+        "message": "12 of 60 reads are viral",
+        "state_details": {},
+    }
+    return httpx.Request(
+        "POST", "http://server/api/flow_runs/1/set_state", json={"state": state, "force": False}
+    )
 
 
 @pytest.fixture
@@ -93,7 +100,9 @@ def test_devices_are_not_waited_for_at_a_server_that_is_gone() -> None:
     server.connection.untold.clear()
 
 
-def test_an_embedded_server_which_nobody_else_sees_is_asked_for_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedded_server_which_nobody_else_sees_is_asked_for_no_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(server.connection, "embedded", object())
     with (
         temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}),
@@ -102,13 +111,15 @@ def test_an_embedded_server_which_nobody_else_sees_is_asked_for_no_slot(monkeypa
         assert server.connection.untold == []
 
 
-@pytest.mark.parametrize(("error", "attempts"), [(WorkerError("died"), 4), (InputError("truncated"), 1)])
+@pytest.mark.parametrize(
+    ("error", "attempts"), [(WorkerError("died"), 4), (InputError("truncated"), 1)]
+)
 def test_without_a_server_a_task_is_tried_again_where_that_can_help(
     monkeypatch: pytest.MonkeyPatch, error: VirnucError, attempts: int
 ) -> None:
     waited: list[float] = []
     firsts: list[bool] = []
-    monkeypatch.setattr("tasks.step.time.sleep", waited.append)
+    monkeypatch.setattr("virnuc.tasks.step.time.sleep", waited.append)
 
     @step.step("felled", "felled")
     def felled() -> State[None]:

@@ -6,9 +6,9 @@ import json
 from statistics import median
 from typing import Any
 
-from tasks.measure import rows_of
-from tasks.predict import fate_rows, stage_rows
-from tasks.step import bounded_rows
+from virnuc.tasks.measure import rows_of
+from virnuc.tasks.predict import fate_rows, stage_rows
+from virnuc.tasks.step import bounded_rows
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics
 from virnuc_core.report.render import message, told
@@ -91,11 +91,18 @@ def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
     assert row["Verdict"] == "✗ **FAIL**"
     assert (row["Measured"], row["Required"]) == ("89.5%", "\\>90%")
     assert row["Samples"] == "12,345 batches"
-    assert [without[name] for name in ("Measured", "Required", "Samples", "Why")] == ["–", "none", "–", "no GPU"]
+    assert [without[name] for name in ("Measured", "Required", "Samples", "Why")] == [
+        "–",
+        "none",
+        "–",
+        "no GPU",
+    ]
 
 
 def test_the_ui_rounds_no_figure_across_its_target() -> None:
-    (row,) = rows_of("criteria.view.j2", report(criterion(value=89.99996, target=Target(op=">=", value=90))))
+    (row,) = rows_of(
+        "criteria.view.j2", report(criterion(value=89.99996, target=Target(op=">=", value=90)))
+    )
     assert row["Measured"] == "89.99996%"
 
 
@@ -107,7 +114,10 @@ def test_the_sentence_of_a_verdict_names_what_was_missed_and_what_was_not_judged
     assert message("met", report(passed, missed, skipped)) == (
         "1 of 3 asked criteria met; not met: Packing efficiency; not judged here: Time"
     )
-    assert message("met", report(passed, skipped)) == "not judged here: Time; 1 of 2 asked criteria met"
+    assert (
+        message("met", report(passed, skipped))
+        == "not judged here: Time; 1 of 2 asked criteria met"
+    )
     assert report().outcome == report(unasked).outcome == "not judged"
 
 
@@ -122,7 +132,9 @@ def test_scaling_and_comparisons() -> None:
         dnabert_scaling=None,
     )
     judged = criterion(unit="x", value=1.58, target=Target(op=">=", value=1.9))
-    scaled = report(scaling=(figure.model_copy(update={"judged": judged}),), profile=load_profile("ci-smoke"))
+    scaled = report(
+        scaling=(figure.model_copy(update={"judged": judged}),), profile=load_profile("ci-smoke")
+    )
     (row,) = rows_of("scaling.view.j2", scaled)
     assert row["Runs"] == "one run", "which a figure of one run says"
     assert message("runs", (41.0, 40.2, 43.1)) == "median of 3 runs, 40.2 to 43.1 s"
@@ -136,9 +148,15 @@ def test_scaling_and_comparisons() -> None:
         in_both=100, only_in_a=0, only_in_b=0, agreeing=99, agreement=0.99, score=None, examples=()
     )
     equal = BitwiseEquality(identical=True, files_compared=3, shards_compared=2, differing=())
-    found = Comparison(a="devices-1", b="devices-2", tolerance=0.01, consensus=agreement, bitwise=equal)
+    found = Comparison(
+        a="devices-1", b="devices-2", tolerance=0.01, consensus=agreement, bitwise=equal
+    )
     (shown,) = told("correctness.view.j2", comparisons=[found])[0].tables[""]
-    assert [shown[name] for name in ("Pair", "What", "Agreement")] == ["devices-1 / devices-2", "consensus", "99.000 %"]
+    assert [shown[name] for name in ("Pair", "What", "Agreement")] == [
+        "devices-1 / devices-2",
+        "consensus",
+        "99.000 %",
+    ]
     assert shown["Same bytes"] == "yes"
     assert json.dumps(bounded_rows([shown]))
 
@@ -149,7 +167,9 @@ def test_the_reviewer_sees_the_share_of_other_work() -> None:
     asked = "How large is the share of non-GPU work?"
     shown = message("esm2_still_bottleneck", report(run=run))
     assert shown == f"{asked} **ESM-2 60.0 %, DNABERT-S 30.0 %, other work 10.0 %**"
-    assert message("esm2_still_bottleneck", report(run=None)) == f"{asked} Stage times are not known."
+    assert (
+        message("esm2_still_bottleneck", report(run=None)) == f"{asked} Stage times are not known."
+    )
 
 
 def test_the_messages_of_states() -> None:
@@ -163,20 +183,42 @@ def test_the_messages_of_states() -> None:
         dnabert_scaling=None,
     )
     told = {"profile": load_profile("ci-smoke"), "criteria": ()}
-    assert message("scaling", report(scaling=(figure, figure), **told)) == "2 devices: 1.96x (98.0 %), one run"
+    assert (
+        message("scaling", report(scaling=(figure, figure), **told))
+        == "2 devices: 1.96x (98.0 %), one run"
+    )
     assert message("scaling", report(**told)) == "one device only: there is no curve"
     recorded = BaselineSummary(name="v1", source="recorded", wall_s=2700)
-    assert message("baseline", recorded, "there") == "v1: 2,700.0 s, recorded; results taken from there"
+    assert (
+        message("baseline", recorded, "there")
+        == "v1: 2,700.0 s, recorded; results taken from there"
+    )
     part = BaselineSubset(reads=2_000, tokens=10, total_tokens=100)
     scaled = BaselineSummary(name="v1", wall_s=20, measured_s=2, subset=part)
-    assert message("baseline", scaled, None) == "v1: 2.0 s measured on 2,000 reads, 20.0 s scaled by tokens"
-    assert message("baseline", BaselineSummary(name="v1", wall_s=20), None) == "v1: 20.0 s measured on all reads"
-    for differing, said in ((("x.txt",), "a and b NOT equal bit for bit"), ((), "nothing to compare")):
-        equal = BitwiseEquality(identical=False, files_compared=3, shards_compared=0, differing=differing)
+    assert (
+        message("baseline", scaled, None)
+        == "v1: 2.0 s measured on 2,000 reads, 20.0 s scaled by tokens"
+    )
+    assert (
+        message("baseline", BaselineSummary(name="v1", wall_s=20), None)
+        == "v1: 20.0 s measured on all reads"
+    )
+    for differing, said in (
+        (("x.txt",), "a and b NOT equal bit for bit"),
+        ((), "nothing to compare"),
+    ):
+        equal = BitwiseEquality(
+            identical=False, files_compared=3, shards_compared=0, differing=differing
+        )
         assert message("compared", [Comparison(a="a", b="b", tolerance=1, bitwise=equal)]) == said
     assert message("compared", []) == "nothing to compare"
     pair = OverheadPair(
-        with_run="", without_run="", with_tokens_per_s=98, without_tokens_per_s=100, seconds=1, restarts=0
+        with_run="",
+        without_run="",
+        with_tokens_per_s=98,
+        without_tokens_per_s=100,
+        seconds=1,
+        restarts=0,
     )
     assert message("overhead", [pair], median) == "of the tokens/s, commits cost 2.0 %"
     assert message("overhead", [], median) == "nothing could be timed"

@@ -29,6 +29,9 @@ def made_up_reads(n: int, seed: int = 0) -> Pairs:
             bases = rng.choice(reads)[1]
         else:
             letters = rng.choice(["ACGT", "ACG", "acgtN", "ACGTRYN-", "GC"])
-            bases = "".join(rng.choice(letters) for _ in range(rng.choice([0, 1, 2, 3, 5, 40, 99, 100, 101, 350])))
+            bases = "".join(
+                rng.choice(letters)
+                for _ in range(rng.choice([0, 1, 2, 3, 5, 40, 99, 100, 101, 350]))
+            )
         reads.append((f"read{i}", bases))
     return reads

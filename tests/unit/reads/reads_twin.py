@@ -48,7 +48,9 @@ def open_frames(sequence: str) -> list[tuple[str, str, str]]:
                 protein += CODONS.get(dna[position : position + 3], "")
                 position += 3
             if protein and "*" not in protein:
-                found.append((f"{strand}{offset + 1}", dna[offset : offset + 3 * len(protein) + 1], protein))
+                found.append(
+                    (f"{strand}{offset + 1}", dna[offset : offset + 3 * len(protein) + 1], protein)
+                )
     return found
 
 

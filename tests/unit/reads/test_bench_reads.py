@@ -17,7 +17,11 @@ def bench(record: Path, *words: str) -> tuple[str, dict[str, object]]:
     script = ROOT / "tests" / "benchmarks" / "bench_reads.py"
     command = [sys.executable, str(script), "--json", str(record), *words]
     ended = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout, json.loads(record.read_text())
@@ -39,7 +43,9 @@ def test_speed_is_told_beside_the_slow_twin(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_is_told_for_each_size(tmp_path: Path) -> None:
-    told, record = bench(tmp_path / "bench.json", "--memory", "--sizes", "500", "2000", "--workers", "1")
+    told, record = bench(
+        tmp_path / "bench.json", "--memory", "--sizes", "500", "2000", "--workers", "1"
+    )
     memory = record["memory"]
     assert isinstance(memory, dict)
     assert [run["reads"] for run in memory["runs"]] == [500, 2000]

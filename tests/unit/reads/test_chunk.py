@@ -17,7 +17,9 @@ from .reads_twin import chunks
 def spans(lengths: list[int], size: int) -> list[list[tuple[int, int]]]:
     table = chunk(np.array(lengths, np.int64), size)
     by_read: list[list[tuple[int, int]]] = [[] for _ in lengths]
-    for read, number, start, end in zip(table.read, table.number, table.start, table.end, strict=True):
+    for read, number, start, end in zip(
+        table.read, table.number, table.start, table.end, strict=True
+    ):
         assert number == len(by_read[read])
         by_read[read].append((int(start), int(end)))
     return by_read

@@ -49,17 +49,26 @@ def test_strings_that_hardly_differ_all_differ_in_either_half() -> None:
 few_pairs = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=60)
 
 
-@example(pairs=[(0, 0), (2, 0)], bucket=1, stretch=1)  # more digests than a bucket takes, and no two alike
+@example(
+    pairs=[(0, 0), (2, 0)], bucket=1, stretch=1
+)  # more digests than a bucket takes, and no two alike
 @given(few_pairs, st.integers(1, 80), st.sampled_from([1, 3, 16, 100]))
 def test_repeats_are_found_whatever_the_stretches_and_buckets(
-    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[int, int]], bucket: int, stretch: int
+    tmp_path_factory: pytest.TempPathFactory,
+    pairs: list[tuple[int, int]],
+    bucket: int,
+    stretch: int,
 ) -> None:
     path = tmp_path_factory.mktemp("repeats") / "digests"
     np.array(pairs, np.uint64).tofile(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fingerprint, "BUCKET", bucket)
         patch.setattr(fingerprint, "_READ_AT_ONCE", stretch)
-        found = sorted(tuple(row) for one in Bucket.all_of(path) for row in repeats_in(one).tolist())
+        found = sorted(
+            tuple(row) for one in Bucket.all_of(path) for row in repeats_in(one).tolist()
+        )
     assert found == [
-        (i, pairs.index(pair), pairs[:i].count(pair) + 1) for i, pair in enumerate(pairs) if pair in pairs[:i]
+        (i, pairs.index(pair), pairs[:i].count(pair) + 1)
+        for i, pair in enumerate(pairs)
+        if pair in pairs[:i]
     ]

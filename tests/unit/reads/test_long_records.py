@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from flows.start import readable
+from virnuc.flows.start import readable
 from virnuc_core.errors import InputError
 from virnuc_core.reads import subsets
 from virnuc_core.reads.fast_parser import Strings
@@ -39,10 +39,14 @@ BLOCKS = (64, 1 << 20)  # bytes; a record of 3,000 bases is long for the first t
 
 def chromosome(name: str, length: int, seed: int, end: str = "\n", letters: str = "ACGT") -> str:
     bases = "".join(random.Random(seed).choices(letters, k=length))
-    return f">{name} of something{end}" + "".join(f"{bases[i : i + 70]}{end}" for i in range(0, length, 70))
+    return f">{name} of something{end}" + "".join(
+        f"{bases[i : i + 70]}{end}" for i in range(0, length, 70)
+    )
 
 
-def staged(spec: StageSpec, folder: Path, block_bytes: int, workers: int = 1) -> tuple[StageSummary, str, str]:
+def staged(
+    spec: StageSpec, folder: Path, block_bytes: int, workers: int = 1
+) -> tuple[StageSummary, str, str]:
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch, block_bytes=block_bytes)
         patch.setattr("virnuc_core.reads.translate._WINDOW_BASES", 10 * block_bytes)
@@ -54,12 +58,25 @@ def staged(spec: StageSpec, folder: Path, block_bytes: int, workers: int = 1) ->
 
 
 @pytest.mark.parametrize(
-    ("end", "odd"), [("\n", ""), ("\r\n", ""), ("\n", ";a comment\n"), ("\r\n", "AC GT\n"), ("\n", "\n\n")]
+    ("end", "odd"),
+    [("\n", ""), ("\r\n", ""), ("\n", ";a comment\n"), ("\r\n", "AC GT\n"), ("\n", "\n\n")],
 )
-def test_a_record_in_parts_gives_the_same_store(write: WriteReads, tmp_path: Path, end: str, odd: str) -> None:
-    text = chromosome("one", 10_000, 1, end) + chromosome("short", 100, 2, end) + chromosome("one", 20_001, 3, end, "A")
-    text += chromosome("n", 900, 4, end, "ACGTNnacgt") + f"{odd}>empty{end}" + chromosome("last", 5001, 5, end).rstrip()
-    spec = StageSpec(reads=(write(text), write("@q\nACGTACGT\n+\nIIIIIIII\n", "q.fq")), model_length=60)
+def test_a_record_in_parts_gives_the_same_store(
+    write: WriteReads, tmp_path: Path, end: str, odd: str
+) -> None:
+    text = (
+        chromosome("one", 10_000, 1, end)
+        + chromosome("short", 100, 2, end)
+        + chromosome("one", 20_001, 3, end, "A")
+    )
+    text += (
+        chromosome("n", 900, 4, end, "ACGTNnacgt")
+        + f"{odd}>empty{end}"
+        + chromosome("last", 5001, 5, end).rstrip()
+    )
+    spec = StageSpec(
+        reads=(write(text), write("@q\nACGTACGT\n+\nIIIIIIII\n", "q.fq")), model_length=60
+    )
     runs = [staged(spec, tmp_path, size, workers) for size in BLOCKS for workers in (1, 2)]
     assert len({made for _, made, _ in runs}) == 1
     assert {summary.counts.n_reads for summary, *_ in runs} == {7}
@@ -80,7 +97,9 @@ def test_a_long_record_with_a_wrong_letter_is_left_out_whole(
     bad = "".join(random.Random(1).choices("ACGT", k=3_000))
     bad = f"{bad[:place]}{odd}{bad[place:]}EE"
     path = write(f"{chromosome('a', 4000, 2)}>bad\n{bad}\n{chromosome('b', 4000, 3)}")
-    with pytest.raises(InputError, match=rf"reads\.fa:60: read 'bad': 'E' at base {place + 1} is no nucleotide"):
+    with pytest.raises(
+        InputError, match=rf"reads\.fa:60: read 'bad': 'E' at base {place + 1} is no nucleotide"
+    ):
         staged(StageSpec(reads=(path,)), tmp_path, 64)
     spec = StageSpec(reads=(path,), on_error="skip")
     runs = [staged(spec, tmp_path, size) for size in BLOCKS]
@@ -89,7 +108,10 @@ def test_a_long_record_with_a_wrong_letter_is_left_out_whole(
 
 
 def test_a_long_record_that_is_cut_off_is_left_out(write: WriteReads, tmp_path: Path) -> None:
-    path = write(gzip.compress((chromosome("a", 400, 2) + chromosome("b", 90_000, 3)).encode())[:-3000], "a.fa.gz")
+    path = write(
+        gzip.compress((chromosome("a", 400, 2) + chromosome("b", 90_000, 3)).encode())[:-3000],
+        "a.fa.gz",
+    )
     spec = StageSpec(reads=(path,), on_error="skip")
     runs = [staged(spec, tmp_path, size) for size in BLOCKS]
     assert len({(made, listed) for _, made, listed in runs}) == 1
@@ -99,23 +121,33 @@ def test_a_long_record_that_is_cut_off_is_left_out(write: WriteReads, tmp_path: 
 def test_a_sample_and_the_viral_reads_of_long_records(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = [chromosome("bad", 900, 1, letters="ACGTE"), *(chromosome(f"c{i}", 300 * i, i) for i in range(1, 6))]
+    texts = [
+        chromosome("bad", 900, 1, letters="ACGTE"),
+        *(chromosome(f"c{i}", 300 * i, i) for i in range(1, 6)),
+    ]
     path, good = write("".join(texts)), write("".join(texts[1:]), "good.fa")
     run, given, parse = RunDir(tmp_path / "run"), {}, subsets.parse
     summary = stage(StageSpec(reads=(path,), on_error="skip"), run.store)
     assert summary.counts.n_reads == 5
-    run.reads_table.write_text("id\tfate\n" + "".join(f"c{i}\t{('others', 'viral')[i % 2]}\n" for i in range(1, 6)))
+    run.reads_table.write_text(
+        "id\tfate\n" + "".join(f"c{i}\t{('others', 'viral')[i % 2]}\n" for i in range(1, 6))
+    )
     for size in BLOCKS:
         shrink(monkeypatch, block_bytes=size)
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
         assert write_reads(run, OrfStore.open(run.store), summary) == 3
-        assert gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode() == texts[1] + texts[3] + texts[5]
+        assert (
+            gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode()
+            == texts[1] + texts[3] + texts[5]
+        )
         sample(good, 3, tmp_path / "drawn.fa", force=True)
         given[size] = (tmp_path / "drawn.fa").read_text()
     assert len(set(given.values())) == 1
     assert given[64].count(">") == 3
     with pytest.raises(InputError, match="not those that were staged"):
-        write_reads(run, OrfStore.open(run.store), summary.model_copy(update={"files": (good, path)}))
+        write_reads(
+            run, OrfStore.open(run.store), summary.model_copy(update={"files": (good, path)})
+        )
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
@@ -129,7 +161,10 @@ def test_what_follows_a_long_record_without_a_line_end_stays_a_record(
     text = first + (end or "\n") + second
     assert sample(str(tmp_path / "in"), 2, tmp_path / "out.fa").reads_after == 2
     assert (tmp_path / "out.fa").read_bytes().decode() == text
-    staging, run = stage(StageSpec(reads=paths), tmp_path / "run" / "orfs.h5"), RunDir(tmp_path / "run")
+    staging, run = (
+        stage(StageSpec(reads=paths), tmp_path / "run" / "orfs.h5"),
+        RunDir(tmp_path / "run"),
+    )
     run.reads_table.write_text("id\tfate\nlong\tviral\nnext\tviral\n")
     assert write_reads(run, OrfStore.open(staging.store), staging) == 2
     assert gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode() == text
@@ -148,7 +183,9 @@ def test_more_bases_than_a_column_of_32_bits_holds(tmp_path: Path) -> None:
     assert store.read_chunks[0] == 6_000_000
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, "zst"], ids=["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, bz2.compress, lzma.compress, "zst"], ids=["gz", "bz2", "xz", "zst"]
+)
 def test_what_swells_comes_in_bounded_pieces(write: WriteReads, pack: object) -> None:
     if pack == "zst":
         pack = zstandard.ZstdCompressor().compress
@@ -160,7 +197,9 @@ def test_what_swells_comes_in_bounded_pieces(write: WriteReads, pack: object) ->
     assert max(sizes) < 40_000_000
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gz", "bz2", "xz"])
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gz", "bz2", "xz"]
+)
 @pytest.mark.parametrize("bound", [1, 64, 1 << 20])
 def test_nothing_is_lost_between_bounded_pieces(
     write: WriteReads, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes], bound: int
@@ -174,7 +213,10 @@ def test_nothing_is_lost_between_bounded_pieces(
 
 
 def random_reads(*lengths: int) -> Pairs:
-    made = [(f"r{i}", "".join(random.Random(i).choices("ACGTacgtN", k=length))) for i, length in enumerate(lengths)]
+    made = [
+        (f"r{i}", "".join(random.Random(i).choices("ACGTacgtN", k=length)))
+        for i, length in enumerate(lengths)
+    ]
     return [*made, ("again", made[-1][1])]
 
 
@@ -183,7 +225,9 @@ def test_long_reads_equal_the_slow_twin_whatever_the_blocks(
     write: WriteReads, tmp_path: Path, text: Callable[[Pairs], str]
 ) -> None:
     reads = random_reads(0, 5, 3000, 61, 7001)
-    spec = StageSpec(reads=(write(gzip.compress(text(reads).encode()), "reads.gz"),), model_length=100)
+    spec = StageSpec(
+        reads=(write(gzip.compress(text(reads).encode()), "reads.gz"),), model_length=100
+    )
     for size in BLOCKS:
         check_equals_twin(OrfStore.open(staged(spec, tmp_path, size)[0].store), reads)
 
@@ -194,11 +238,21 @@ QUALITY = "@bad\n" + "ACGT" * 600 + "\n+\n" + "IIII" * 599 + "\n"
 
 @pytest.mark.parametrize(
     ("text", "bad"),
-    [(fastq, LETTER), (fastq, QUALITY), (fastq, "cut"), (fasta, ">bad\n" + "ACGTE" * 600 + "\n"), (fasta, "cut")],
+    [
+        (fastq, LETTER),
+        (fastq, QUALITY),
+        (fastq, "cut"),
+        (fasta, ">bad\n" + "ACGTE" * 600 + "\n"),
+        (fasta, "cut"),
+    ],
     ids=["letter", "quality", "cut", "FASTA letter", "FASTA cut"],
 )
 def test_of_what_is_dropped_nothing_is_left(
-    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: Callable[[Pairs], str], bad: str
+    write: WriteReads,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: Callable[[Pairs], str],
+    bad: str,
 ) -> None:
     """Staged, drawn from and picked from in small blocks and at once; the reads around a long broken one are whole."""
     reads, last = random_reads(50, 3000), random_reads(2000, 70)
@@ -213,7 +267,8 @@ def test_of_what_is_dropped_nothing_is_left(
     run.root.mkdir()
     kept, parse = reads + last, subsets.parse
     run.reads_table.write_text(
-        "id\tfate\n" + "".join(f"{name}\t{('others', 'viral')[i % 2]}\n" for i, (name, _) in enumerate(kept))
+        "id\tfate\n"
+        + "".join(f"{name}\t{('others', 'viral')[i % 2]}\n" for i, (name, _) in enumerate(kept))
     )
     for size in BLOCKS:
         summary, _, told = staged(spec, tmp_path, size)
@@ -228,11 +283,18 @@ def test_of_what_is_dropped_nothing_is_left(
     assert len(listed) == 1
 
 
-def test_a_sample_of_long_fastq_reads(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_of_long_fastq_reads(
+    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads, drawn, parse = random_reads(*range(0, 2000, 100)), set(), subsets.parse
     for size in BLOCKS:
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
-        sample(write(gzip.compress(fastq(reads).encode()), "reads.gz"), 9, tmp_path / "drawn.fq", force=True)
+        sample(
+            write(gzip.compress(fastq(reads).encode()), "reads.gz"),
+            9,
+            tmp_path / "drawn.fq",
+            force=True,
+        )
         drawn.add((tmp_path / "drawn.fq").read_text())
     (text,) = drawn
     assert sum(fastq([read]) in text for read in reads) == text.count("+\n") == 9
@@ -240,7 +302,10 @@ def test_a_sample_of_long_fastq_reads(write: WriteReads, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
 def test_lines_of_fastq_may_be_as_long_whatever_the_file_is_packed_in(
-    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]
+    write: WriteReads,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pack: Callable[[bytes], bytes],
 ) -> None:
     monkeypatch.setattr("virnuc_core.reads.parse.LONGEST_LINE", 5000)
     monkeypatch.setattr("virnuc_core.reads.sources._UNPACKED_BYTES", 150)
@@ -249,7 +314,9 @@ def test_lines_of_fastq_may_be_as_long_whatever_the_file_is_packed_in(
         spec = StageSpec(reads=(write(pack(fastq(reads).encode()), "reads.x"),), model_length=100)
         check_equals_twin(OrfStore.open(staged(spec, tmp_path, size)[0].store), reads)
         too_long = write(pack(fastq(random_reads(10, 6000)).encode()), "long.x")
-        with pytest.raises(InputError, match=r"long\.x:5: a record with lines too long to be read: 5,000 letters"):
+        with pytest.raises(
+            InputError, match=r"long\.x:5: a record with lines too long to be read: 5,000 letters"
+        ):
             staged(StageSpec(reads=(too_long,)), tmp_path / "long", size)
 
 
@@ -275,7 +342,7 @@ def test_before_a_run_little_is_unpacked_of_what_swells(
 MEASURED = """
 import sys
 from pathlib import Path
-from flows.start import readable
+from virnuc.flows.start import readable
 from virnuc_core.reads.stage import StageSpec, stage
 def peak():  # of this program: what getrusage tells begins with the peak of who started it
     return next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -46,9 +46,13 @@ def fasta(headers: Headers) -> str:
     return "".join(f">{header}\n{bases_of(header)}\n" for header in headers)
 
 
-def two(write: WriteReads, firsts: Headers, seconds: Headers, form: object = fastq) -> dict[str, tuple[str, ...]]:
+def two(
+    write: WriteReads, firsts: Headers, seconds: Headers, form: object = fastq
+) -> dict[str, tuple[str, ...]]:
     """What names two files with mates."""
-    made = [write(form(headers), name) for headers, name in ((firsts, "a_R1.fq"), (seconds, "a_R2.fq"))]  # type: ignore[operator]
+    made = [
+        write(form(headers), name) for headers, name in ((firsts, "a_R1.fq"), (seconds, "a_R2.fq"))
+    ]  # type: ignore[operator]
     return {"mates_1": (made[0],), "mates_2": (made[1],)}
 
 
@@ -82,26 +86,77 @@ def test_mates_follow_each_other_whatever_their_names(
     assert [(one.reads, one.orphans) for one in summary.by_file] == [(5, 0), (5, 0)]
     mixed = write(form([h for both in zip(*headers, strict=True) for h in both]), "mixed.fq")  # type: ignore[operator]
     staged(tmp_path / "again.h5", reads=(mixed,), interleaved=True, stage_workers=2)
-    assert digest(tmp_path / "again.h5") == digest(tmp_path / "orfs.h5"), "one file or two are the same pairs"
+    assert digest(tmp_path / "again.h5") == digest(tmp_path / "orfs.h5"), (
+        "one file or two are the same pairs"
+    )
 
 
 @pytest.mark.parametrize(
     ("firsts", "seconds", "file", "line", "read", "said"),
     [
-        (["a", "b", "c"], ["a", "c"], 1, 5, "b", "has no mate in .*a_R2.fq, where 'c' is next, at line 5"),
-        (["a", "c"], ["a", "b", "c"], 2, 5, "b", "has no mate in .*a_R1.fq, where 'c' is next, at line 5"),
+        (
+            ["a", "b", "c"],
+            ["a", "c"],
+            1,
+            5,
+            "b",
+            "has no mate in .*a_R2.fq, where 'c' is next, at line 5",
+        ),
+        (
+            ["a", "c"],
+            ["a", "b", "c"],
+            2,
+            5,
+            "b",
+            "has no mate in .*a_R1.fq, where 'c' is next, at line 5",
+        ),
         (["a", "b", "c"], ["a", "b"], 1, 9, "c", "has no mate in .*a_R2.fq, which ends"),
         (["a", "b"], ["a", "b", "c"], 2, 9, "c", "has no mate in .*a_R1.fq, which ends"),
-        (["a", "b", "c"], ["b", "a", "c"], 1, 1, "a", "do not follow in .*a_R2.fq, where 'b' is next"),
-        (["a", "b", "c"], ["x", "y", "z"], 1, 1, "a", "do not follow in .*a_R2.fq, where 'x' is next"),
-        (["a/2", "b/2"], ["a/1", "b/1"], 1, 1, "a", "is mate 2, mate 1 belongs here; are the files swapped"),
-        (["a 2:N:0:A"], ["a 1:N:0:A"], 1, 1, "a", "is mate 2, mate 1 belongs here; are the files swapped"),
+        (
+            ["a", "b", "c"],
+            ["b", "a", "c"],
+            1,
+            1,
+            "a",
+            "do not follow in .*a_R2.fq, where 'b' is next",
+        ),
+        (
+            ["a", "b", "c"],
+            ["x", "y", "z"],
+            1,
+            1,
+            "a",
+            "do not follow in .*a_R2.fq, where 'x' is next",
+        ),
+        (
+            ["a/2", "b/2"],
+            ["a/1", "b/1"],
+            1,
+            1,
+            "a",
+            "is mate 2, mate 1 belongs here; are the files swapped",
+        ),
+        (
+            ["a 2:N:0:A"],
+            ["a 1:N:0:A"],
+            1,
+            1,
+            "a",
+            "is mate 2, mate 1 belongs here; are the files swapped",
+        ),
         (["a/1"], ["a/1"], 2, 1, "a", "is mate 1, mate 2 belongs here"),
         (["a"], [], 1, 1, "a", "has no mate in .*a_R2.fq, which ends"),
     ],
 )
 def test_mates_that_are_lost_or_out_of_step_are_told_by_file_line_and_read(
-    write: WriteReads, tmp_path: Path, firsts: Headers, seconds: Headers, file: int, line: int, read: str, said: str
+    write: WriteReads,
+    tmp_path: Path,
+    firsts: Headers,
+    seconds: Headers,
+    file: int,
+    line: int,
+    read: str,
+    said: str,
 ) -> None:
     with pytest.raises(InputError, match=said) as told:
         staged(tmp_path / "orfs.h5", **two(write, firsts, seconds))
@@ -129,17 +184,28 @@ def test_files_without_their_like_are_refused(write: WriteReads, tmp_path: Path)
     one, other = write(fasta("ab"), "a_R1.fa"), write(fasta("ab"), "a_R2.fa")
     with pytest.raises(ConfigError, match="-1 names 2 files, -2 1; name both"):
         StageSpec(mates_1=(one, other), mates_2=(other,))
-    for mates in ({"mates_1": (one,), "mates_2": (one,)}, {"mates_1": (one,), "mates_2": (other,), "reads": (one,)}):
+    for mates in (
+        {"mates_1": (one,), "mates_2": (one,)},
+        {"mates_1": (one,), "mates_2": (other,), "reads": (one,)},
+    ):
         with pytest.raises(InputError, match="named twice"):
             staged(tmp_path / "orfs.h5", **mates)
 
 
-@pytest.mark.parametrize("headers", [["a", "a", "b"], ["a", "b", "b", "c", "c"], ["a/1", "a/2", "b/1"]])
-def test_an_odd_read_of_an_interleaved_file_is_told(write: WriteReads, tmp_path: Path, headers: Headers) -> None:
-    with pytest.raises(InputError, match=r"read '[ab]': has no mate in .*i.fq, (which ends|where 'b' is next)"):
+@pytest.mark.parametrize(
+    "headers", [["a", "a", "b"], ["a", "b", "b", "c", "c"], ["a/1", "a/2", "b/1"]]
+)
+def test_an_odd_read_of_an_interleaved_file_is_told(
+    write: WriteReads, tmp_path: Path, headers: Headers
+) -> None:
+    with pytest.raises(
+        InputError, match=r"read '[ab]': has no mate in .*i.fq, (which ends|where 'b' is next)"
+    ):
         staged(tmp_path / "orfs.h5", reads=(write(fastq(headers), "i.fq"),), interleaved=True)
     with pytest.raises(InputError, match="is mate 2, mate 1 belongs here"):
-        staged(tmp_path / "orfs.h5", reads=(write(fastq(["a/2", "a/1"]), "i.fq"),), interleaved=True)
+        staged(
+            tmp_path / "orfs.h5", reads=(write(fastq(["a/2", "a/1"]), "i.fq"),), interleaved=True
+        )
 
 
 def test_interleaved_reads_come_through_a_pipe(write: WriteReads, tmp_path: Path) -> None:
@@ -169,9 +235,14 @@ def test_files_of_a_folder_are_paired_by_their_names_and_the_log_says_so(
     ]
     assert [Path(name).stem for name in summary.files[6:]] == ["alone_R1", "single"]
     assert names(store)[:4] == ["a1/1", "a1/2", "a2/1", "a2/2"]
-    assert names(store)[12:] == ["a1", "a2", "s1", "s2"], "reads of files that are no pair keep their names"
+    assert names(store)[12:] == ["a1", "a2", "s1", "s2"], (
+        "reads of files that are no pair keep their names"
+    )
     assert [one.reads for one in summary.by_file] == [2] * 8
-    assert "alone_R1.fasta: no file with its mates beside it; each read is judged by itself" in caplog.text
+    assert (
+        "alone_R1.fasta: no file with its mates beside it; each read is judged by itself"
+        in caplog.text
+    )
     assert sum("by their names; --no-pairs" in record.message for record in caplog.records) == 3
     summary, store = staged(tmp_path / "no.h5", reads=(folder,), pairs=False)
     assert (summary.pairs, store.paired, store.counts.n_duplicate_ids) == ((), False, 8)
@@ -184,8 +255,14 @@ def test_files_that_are_named_are_not_paired_and_the_log_says_so(
     summary, store = staged(tmp_path / "orfs.h5", reads=files)
     assert (summary.pairs, names(store)) == ((), ["a", "a.2"])
     assert "each read is judged by itself, -1 and -2" in caplog.text
-    write(fastq("a"), "in/a_R1.fq"), write(fastq("a"), "in/a_R1.fq.old"), write(fastq("a"), "in/a_R2.fq")
-    assert not staged(tmp_path / "more.h5", reads=(str(tmp_path / "in"),))[0].pairs, "three files are no pair"
+    (
+        write(fastq("a"), "in/a_R1.fq"),
+        write(fastq("a"), "in/a_R1.fq.old"),
+        write(fastq("a"), "in/a_R2.fq"),
+    )
+    assert not staged(tmp_path / "more.h5", reads=(str(tmp_path / "in"),))[0].pairs, (
+        "three files are no pair"
+    )
 
 
 @pytest.mark.parametrize("files", ["two", "one"])
@@ -210,7 +287,10 @@ def broken(text: str, *ids: str) -> str:
 
 def test_a_record_that_is_skipped_leaves_its_mate_alone(write: WriteReads, tmp_path: Path) -> None:
     ids = [f"r{i}" for i in range(300)]
-    files = write(broken(fastq(ids), "r5", "r6", "r299"), "a.fq"), write(broken(fastq(ids), "r0", "r6", "r100"), "b.fq")
+    files = (
+        write(broken(fastq(ids), "r5", "r6", "r299"), "a.fq"),
+        write(broken(fastq(ids), "r0", "r6", "r100"), "b.fq"),
+    )
     given = {"mates_1": files[:1], "mates_2": files[1:]}
     with pytest.raises(InputError, match=r"a\.fq:21|b\.fq:1"):
         staged(tmp_path / "orfs.h5", **given)
@@ -221,18 +301,29 @@ def test_a_record_that_is_skipped_leaves_its_mate_alone(write: WriteReads, tmp_p
     assert sorted(names(store)) == sorted(expected)
     assert names(store)[:2] == ["r0/1", "r1/1"]
     assert (summary.n_pairs, summary.tally["skipped"]) == (295, 6)
-    assert [(one.reads, one.skipped, one.orphans) for one in summary.by_file] == [(297, 3, 2), (297, 3, 2)]
+    assert [(one.reads, one.skipped, one.orphans) for one in summary.by_file] == [
+        (297, 3, 2),
+        (297, 3, 2),
+    ]
     assert any("2 reads without a mate, judged alone" in line for line in summary.warnings())
     mixed = broken(fastq([name for name in ids for _ in range(2)]), "r7")
-    summary, store = staged(tmp_path / "mixed.h5", reads=(write(mixed, "m.fq"),), interleaved=True, on_error="skip")
+    summary, store = staged(
+        tmp_path / "mixed.h5", reads=(write(mixed, "m.fq"),), interleaved=True, on_error="skip"
+    )
     assert (summary.n_pairs, summary.by_file[0].orphans) == (299, 1)
     assert [name for name in names(store) if name.startswith("r7/")] == ["r7/1"]
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(1, 40), st.sets(st.integers(0, 39)), st.sets(st.integers(0, 39)), st.integers(1, 9))
+@given(
+    st.integers(1, 40), st.sets(st.integers(0, 39)), st.sets(st.integers(0, 39)), st.integers(1, 9)
+)
 def test_mates_find_each_other_whatever_is_lost(
-    tmp_path_factory: pytest.TempPathFactory, count: int, lost_1: set[int], lost_2: set[int], at_once: int
+    tmp_path_factory: pytest.TempPathFactory,
+    count: int,
+    lost_1: set[int],
+    lost_2: set[int],
+    at_once: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("lost")
     kept = [[i for i in range(count) if i not in lost] for lost in (lost_1, lost_2)]
@@ -249,7 +340,9 @@ def test_mates_find_each_other_whatever_is_lost(
         given = {"mates_1": (str(files[0]),), "mates_2": (str(files[1]),), "on_error": "skip"}
         summary, store = staged(folder / "orfs.h5", **given)
     found = names(store)
-    assert sorted(found) == sorted(f"r{i}/{mate}" for mate, some in enumerate(kept, 1) for i in some)
+    assert sorted(found) == sorted(
+        f"r{i}/{mate}" for mate, some in enumerate(kept, 1) for i in some
+    )
     assert [found[at - 1 : at + 1] for at in np.flatnonzero(store.read_flags & 16)] == [
         [f"r{i}/1", f"r{i}/2"] for i in both
     ]
@@ -274,19 +367,28 @@ def test_other_pairing_is_another_run(write: WriteReads, tmp_path: Path) -> None
     both = stage(StageSpec(model_length=60, reads=(mixed,), interleaved=True), out)
     assert both.fingerprint == summary.fingerprint
     alone = stage(StageSpec(model_length=60, reads=(mixed,)), out)
-    assert (alone.reused, alone.fingerprint == both.fingerprint) == (False, False), "the same ids and bases, no mates"
+    assert (alone.reused, alone.fingerprint == both.fingerprint) == (False, False), (
+        "the same ids and bases, no mates"
+    )
 
 
 # --- verdicts ---
 
 
 def judge(
-    run: RunDir, store: OrfStore, seed: int, *, lost: float = 0.0, uncertain: tuple[float, float] | None = None
+    run: RunDir,
+    store: OrfStore,
+    seed: int,
+    *,
+    lost: float = 0.0,
+    uncertain: tuple[float, float] | None = None,
 ) -> dict[str, int]:
     rng = np.random.default_rng(seed)
     p = rng.random(store.n_uniques).astype(np.float32)
     failed = rng.random(store.n_uniques) < lost
-    return write_results(run, store, np.stack((1 - p, p), axis=1), failed, uncertain=uncertain).pairs
+    return write_results(
+        run, store, np.stack((1 - p, p), axis=1), failed, uncertain=uncertain
+    ).pairs
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -295,7 +397,12 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 @settings(max_examples=6, deadline=None)
-@given(st.integers(0, 1000), st.sampled_from([0.0, 0.05]), st.sampled_from([1, 3, 65_536]), st.booleans())
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([0.0, 0.05]),
+    st.sampled_from([1, 3, 65_536]),
+    st.booleans(),
+)
 def test_a_pair_is_judged_as_its_slow_twin_says(
     tmp_path_factory: pytest.TempPathFactory, seed: int, lost: float, block: int, abstain: bool
 ) -> None:
@@ -303,10 +410,21 @@ def test_a_pair_is_judged_as_its_slow_twin_says(
     run = RunDir(folder / "run")
     letters = ["ACG", "ACGT", "TAA", ""]
     for mate in (1, 2):
-        reads = ("".join(rng.choices(rng.choice(letters) or "A", k=rng.choice([0, 30, 60, 250]))) for _ in range(30))
-        text = "".join(f">r{i}\n{bases}\n" for i, bases in enumerate(reads) if (i, mate) not in ((7, 1), (29, 2)))
+        reads = (
+            "".join(rng.choices(rng.choice(letters) or "A", k=rng.choice([0, 30, 60, 250])))
+            for _ in range(30)
+        )
+        text = "".join(
+            f">r{i}\n{bases}\n"
+            for i, bases in enumerate(reads)
+            if (i, mate) not in ((7, 1), (29, 2))
+        )
         (folder / f"{mate}.fa").write_text(text)
-    given = {"mates_1": (str(folder / "1.fa"),), "mates_2": (str(folder / "2.fa"),), "on_error": "skip"}
+    given = {
+        "mates_1": (str(folder / "1.fa"),),
+        "mates_2": (str(folder / "2.fa"),),
+        "on_error": "skip",
+    }
     _, store = staged(run.store, **given)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "BLOCK_READS", block)
@@ -314,7 +432,9 @@ def test_a_pair_is_judged_as_its_slow_twin_says(
     margins = defaultdict(list)
     for line in table(run.consensus):
         name = line["Modified_ID"].rpartition("_chunk_")[0]
-        margins[name].append(float(np.float32(line["max_score_1"])) - float(np.float32(line["max_score_0"])))
+        margins[name].append(
+            float(np.float32(line["max_score_1"])) - float(np.float32(line["max_score_0"]))
+        )
     reads_of = {line["id"]: line for line in table(run.reads_table)}
     fates = defaultdict(int)
     rows = table(run.root / "pairs.tsv")
@@ -323,27 +443,53 @@ def test_a_pair_is_judged_as_its_slow_twin_says(
     for row in rows:
         mates = [reads_of[name] for name in (row["id"], row["mate"]) if name]
         for mate, number in zip(mates, (1, 2), strict=False):
-            assert (row[f"fate_{number}"], row[f"viral_score_{number}"]) == (mate["fate"], mate["viral_score"])
-        told, votes = [mate["fate"] for mate in mates], [m for mate in mates for m in margins[mate["id"]]]
+            assert (row[f"fate_{number}"], row[f"viral_score_{number}"]) == (
+                mate["fate"],
+                mate["viral_score"],
+            )
+        told, votes = (
+            [mate["fate"] for mate in mates],
+            [m for mate in mates for m in margins[mate["id"]]],
+        )
         if "failed" in told:
             expected = "failed"
         elif votes:
             score = (1 + sum(votes) / len(votes)) / 2
-            expected = "uncertain" if abstain and 0.4 <= score < 0.6 else "viral" if score >= 0.5 else "others"
-            assert float(row["viral_score"]) == pytest.approx((1 + sum(votes) / len(votes)) / 2, abs=1e-6)
+            expected = (
+                "uncertain"
+                if abstain and 0.4 <= score < 0.6
+                else "viral"
+                if score >= 0.5
+                else "others"
+            )
+            assert float(row["viral_score"]) == pytest.approx(
+                (1 + sum(votes) / len(votes)) / 2, abs=1e-6
+            )
         else:
             expected = "no_open_frame" if "no_open_frame" in told else "empty"
-        assert (row["fate"], row["label"]) == (expected, {"viral": "virus", "others": "others"}.get(expected, ""))
+        assert (row["fate"], row["label"]) == (
+            expected,
+            {"viral": "virus", "others": "others"}.get(expected, ""),
+        )
         voting = [mate for mate in mates if margins[mate["id"]]]
         if len(voting) == 1 and expected in ("viral", "others", "uncertain"):
-            assert row["viral_score"] == voting[0]["viral_score"], "a mate without a vote changes nothing"
+            assert row["viral_score"] == voting[0]["viral_score"], (
+                "a mate without a vote changes nothing"
+            )
         fates[row["fate"]] += bool(row["mate"])
-    assert {name: count for name, count in counts.items() if count} == {k: v for k, v in fates.items() if v}
+    assert {name: count for name, count in counts.items() if count} == {
+        k: v for k, v in fates.items() if v
+    }
 
 
-def test_viral_pairs_are_written_in_step_and_orphans_apart(write: WriteReads, tmp_path: Path) -> None:
+def test_viral_pairs_are_written_in_step_and_orphans_apart(
+    write: WriteReads, tmp_path: Path
+) -> None:
     run, ids = RunDir(tmp_path / "run"), [f"r{i}" for i in range(60)]
-    texts = broken(fastq([f"{name} 1:N:0 x" for name in ids]), "r9 1:N:0 x"), fastq([f"{name} 2:N:0 y" for name in ids])
+    texts = (
+        broken(fastq([f"{name} 1:N:0 x" for name in ids]), "r9 1:N:0 x"),
+        fastq([f"{name} 2:N:0 y" for name in ids]),
+    )
     files = write(texts[0], "a.fq"), write(texts[1], "b.fq")
     summary, store = staged(run.store, mates_1=files[:1], mates_2=files[1:], on_error="skip")
     judge(run, store, 3)
@@ -360,7 +506,9 @@ def test_viral_pairs_are_written_in_step_and_orphans_apart(write: WriteReads, tm
     assert heads["R2"] == [f"{name} 2:N:0 y" for name in expected]
     assert heads["orphans"] == [f"{row['id'][:-2]} 2:N:0 y" for row in viral if not row["mate"]]
     assert written == sum(map(len, heads.values()))
-    assert all(record in texts[0] for record in found["R1"].split("\n@")), "as they stand in the input"
+    assert all(record in texts[0] for record in found["R1"].split("\n@")), (
+        "as they stand in the input"
+    )
     assert sorted(path.name for path in run.root.glob("viral*")) == [
         f"viral_{k}.fastq.gz" for k in ("R1", "R2", "orphans")
     ]
@@ -373,7 +521,9 @@ def test_reads_that_share_an_id_within_a_file_are_told_apart_with_their_mates(
     summary, store = staged(tmp_path / "orfs.h5", **given)
     assert names(store) == ["a/1", "a/2", "a/1.2", "a/2.2", "b/1", "b/2"]
     assert [one.duplicate_ids for one in summary.by_file] == [1, 1]
-    with pytest.raises(InputError, match=r"a_R1.fq:5: read 'a/1': this id stands also on .*a_R1.fq:1"):
+    with pytest.raises(
+        InputError, match=r"a_R1.fq:5: read 'a/1': this id stands also on .*a_R1.fq:1"
+    ):
         staged(tmp_path / "strict.h5", strict=True, **given)
 
 
@@ -394,7 +544,9 @@ def mates(folder: Path, name: str) -> tuple[Path, Path]:
 )
 def test_real_pairs_are_pairs(tmp_path: Path, real_data: Path, name: str, count: int) -> None:
     first, second = map(str, mates(real_data, name))
-    summary, store = staged(tmp_path / "orfs.h5", mates_1=(first,), mates_2=(second,), stage_workers=2)
+    summary, store = staged(
+        tmp_path / "orfs.h5", mates_1=(first,), mates_2=(second,), stage_workers=2
+    )
     assert (summary.n_pairs, store.n_reads, store.counts.n_duplicate_ids) == (count, 2 * count, 0)
     other = str(mates(real_data, "illumina_hiv1_SRR9588828")[0])
     with pytest.raises(InputError, match=r"(is mate 2, mate 1|has no mate|do not follow)"):
@@ -404,7 +556,9 @@ def test_real_pairs_are_pairs(tmp_path: Path, real_data: Path, name: str, count:
 def test_real_files_of_which_mates_were_lost(tmp_path: Path, real_data: Path) -> None:
     first, second = mates(real_data, "illumina_hiv1_SRR9588828")
     given = {"mates_1": (str(first),), "mates_2": (str(second),)}
-    with pytest.raises(InputError, match=r"_R[12].fastq.gz:\d+: read 'SRR9588828.\d+': has no mate in "):
+    with pytest.raises(
+        InputError, match=r"_R[12].fastq.gz:\d+: read 'SRR9588828.\d+': has no mate in "
+    ):
         staged(tmp_path / "orfs.h5", **given)
     summary, store = staged(tmp_path / "orfs.h5", on_error="skip", **given)
     ids = []

@@ -51,7 +51,10 @@ def reads_of(*files: str, log: ParseLog | None = None, block_bytes: int = 1 << 2
                 assert begun[2].startswith(">")
             continue
         assert len(batch) == len(batch.lines) == len(batch.bases) == len(batch.text)
-        assert all(column.offsets[-1] == len(column.data) for column in (batch.ids, batch.bases, batch.text))
+        assert all(
+            column.offsets[-1] == len(column.data)
+            for column in (batch.ids, batch.bases, batch.text)
+        )
         for i in range(len(batch)):
             bases = batch.bases[i].decode()
             found.append((batch.id(i), bases))
@@ -81,7 +84,9 @@ def skipping(*files: str) -> tuple[Pairs, ParseLog, list[InputError]]:
 
 
 def test_fasta_with_wrapped_lines_comments_and_blank_lines(write: WriteReads) -> None:
-    path = write(";made by hand\n\n>a first read\nACGT\nAC\n\n>b\n;not this\nGG\n>c\n>d\tx\nT-.nryu\n")
+    path = write(
+        ";made by hand\n\n>a first read\nACGT\nAC\n\n>b\n;not this\nGG\n>c\n>d\tx\nT-.nryu\n"
+    )
     assert reads_of(path) == [("a", "ACGTAC"), ("b", "GG"), ("c", ""), ("d", "T-.nryu")]
     assert lines_of(path) == [3, 7, 10, 11]
 
@@ -102,7 +107,9 @@ def test_wrapped_fastq(write: WriteReads) -> None:
 
 @pytest.mark.parametrize("end", ["\r\n", "\r"])
 @pytest.mark.parametrize(
-    "text", [">a x\nAC\nGT\n\n>b\nGG\n", "@a\nACGT\n+\nIIII\n@b\nGG\n+b\n!!\n"], ids=["fasta", "fastq"]
+    "text",
+    [">a x\nAC\nGT\n\n>b\nGG\n", "@a\nACGT\n+\nIIII\n@b\nGG\n+b\n!!\n"],
+    ids=["fasta", "fastq"],
 )
 def test_other_line_ends(write: WriteReads, text: str, end: str) -> None:
     assert reads_of(write(text.replace("\n", end))) == [("a", "ACGT"), ("b", "GG")]
@@ -152,7 +159,11 @@ def test_bytes_that_are_no_utf8_in_an_id(write: WriteReads) -> None:
 def test_reads_without_id_are_named_by_their_number(write: WriteReads) -> None:
     log = ParseLog()
     first, second = write(">a\nAC\n>\nGG\n", "a.fa"), write("> \nTT\n", "b.fa")
-    assert reads_of(first, second, log=log) == [("a", "AC"), ("unnamed_2", "GG"), ("unnamed_3", "TT")]
+    assert reads_of(first, second, log=log) == [
+        ("a", "AC"),
+        ("unnamed_2", "GG"),
+        ("unnamed_3", "TT"),
+    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b" \r\n\t\n", b"\xef\xbb\xbf\n"])
@@ -164,14 +175,18 @@ def test_a_record_of_many_blocks(write: WriteReads) -> None:
     bases = "ACGTN" * 5000
     assert reads_of(write(f">a\n{bases}\n>b\nAC\n"), block_bytes=64) == [("a", bases), ("b", "AC")]
     quality = "I" * len(bases)
-    assert reads_of(write(f"@a\n{bases}\n+\n{quality}\n@b\nAC\n+\nII\n"), block_bytes=64) == [("a", bases), ("b", "AC")]
+    assert reads_of(write(f"@a\n{bases}\n+\n{quality}\n@b\nAC\n+\nII\n"), block_bytes=64) == [
+        ("a", bases),
+        ("b", "AC"),
+    ]
 
 
 # what is refused
 
 
 @pytest.mark.parametrize(
-    "content", [b"hello\n", b"\x00\x01\x02", b"LOCUS  X\n", b"ACGT\n", b"# x\n>a\nAC\n", b"\xfe\xff>"]
+    "content",
+    [b"hello\n", b"\x00\x01\x02", b"LOCUS  X\n", b"ACGT\n", b"# x\n>a\nAC\n", b"\xfe\xff>"],
 )
 def test_neither_fasta_nor_fastq(write: WriteReads, content: bytes) -> None:
     error = refusal(write(content))
@@ -225,10 +240,14 @@ def test_fastq_that_ends_within_a_record(write: WriteReads) -> None:
 
 @pytest.mark.parametrize("first", ["", ";comment\n"], ids=["plain", "with a comment"])
 @pytest.mark.parametrize("block_bytes", [50, 1 << 20])
-def test_a_cut_off_file_never_gives_half_a_record(write: WriteReads, first: str, block_bytes: int) -> None:
+def test_a_cut_off_file_never_gives_half_a_record(
+    write: WriteReads, first: str, block_bytes: int
+) -> None:
     letters = random.Random(0).choices("ACGT", k=20_000)
     records = [(f"r{i}", "".join(letters[i * 100 : i * 100 + 100])) for i in range(200)]
-    packed = gzip.compress((first + "".join(f">{name}\n{bases}\n" for name, bases in records)).encode())
+    packed = gzip.compress(
+        (first + "".join(f">{name}\n{bases}\n" for name, bases in records)).encode()
+    )
     for lost in (12, 100, 1000, 3000):
         path = write(packed[:-lost])
         assert "cut off" in str(refusal(path))
@@ -252,14 +271,20 @@ def test_letters_that_are_no_nucleotides(write: WriteReads, form: str, bases: st
     good = form.format("good", "ACGTAC")
     path = write(good + form.format("bad", bases) + good.replace("good", "last"))
     if "é" in bases and form.startswith("@"):
-        path = write(good + "@bad\nACGé\n+\nIIIII\n" + good.replace("good", "last"))  # two bytes, five in all
+        path = write(
+            good + "@bad\nACGé\n+\nIIIII\n" + good.replace("good", "last")
+        )  # two bytes, five in all
     error = refusal(path)
     assert error.read_id == "bad"
     assert error.line == good.count("\n") + 1
     assert "base 4" in str(error)
     assert "protein" in str(error)
     reads, log, _ = skipping(path)
-    assert ([name for name, _ in reads], log.skipped_by_file.total(), log.reads) == (["good", "last"], 1, 2)
+    assert ([name for name, _ in reads], log.skipped_by_file.total(), log.reads) == (
+        ["good", "last"],
+        1,
+        2,
+    )
 
 
 @pytest.mark.parametrize("text", [">{}\nEE\n", "@{}\nAC\n+\nI\n", "@{}\nEE\n+\nII\n"])
@@ -275,7 +300,9 @@ def test_what_is_said_stays_short_and_printable(write: WriteReads, text: str) ->
 def by_biopython(text: str) -> Pairs:
     handle = io.StringIO(text)
     if text.startswith("@"):
-        return [((title.split() or [""])[0], bases) for title, bases, _ in FastqGeneralIterator(handle)]
+        return [
+            ((title.split() or [""])[0], bases) for title, bases, _ in FastqGeneralIterator(handle)
+        ]
     return [((title.split() or [""])[0], bases) for title, bases in SimpleFastaParser(handle)]
 
 
@@ -300,7 +327,9 @@ def fastq_texts(draw: st.DrawFn) -> str:
     for _ in range(draw(st.integers(1, 8))):
         title = draw(words) + draw(st.sampled_from(["", " x", "\ty z"]))
         letters = draw(bases)
-        quality = "".join(draw(st.lists(quality_letters, min_size=len(letters), max_size=len(letters))))
+        quality = "".join(
+            draw(st.lists(quality_letters, min_size=len(letters), max_size=len(letters)))
+        )
         cut = draw(st.integers(1, 40)) if letters and draw(st.booleans()) else 40
         rows = [letters[i : i + cut] for i in range(0, len(letters), cut)] or [""]
         marks = [quality[i : i + cut] for i in range(0, len(quality), cut)] or [""]
@@ -348,7 +377,10 @@ broken_texts = st.text(alphabet="@>+;ACGTNE \n\r\t!I\u00a0", max_size=200)
 
 
 @settings(max_examples=100)
-@given(st.lists(st.one_of(fasta_texts(), fastq_texts(), broken_texts), min_size=1, max_size=4), st.integers(1, 200))
+@given(
+    st.lists(st.one_of(fasta_texts(), fastq_texts(), broken_texts), min_size=1, max_size=4),
+    st.integers(1, 200),
+)
 @example([">\r>\r@"], 1)
 def test_blocks_make_no_difference_to_what_is_said_and_counted(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], block_bytes: int
@@ -378,9 +410,21 @@ def test_blocks_make_no_difference_to_what_is_said_and_counted(
 # anything at all
 
 starts = st.sampled_from(
-    [b"", b">", b"@", b";", b">a\n", b"@a\nAC\n+\nII\n", b"\x1f\x8b\x08", b"BZh9", b"\x28\xb5\x2f\xfd"]
+    [
+        b"",
+        b">",
+        b"@",
+        b";",
+        b">a\n",
+        b"@a\nAC\n+\nII\n",
+        b"\x1f\x8b\x08",
+        b"BZh9",
+        b"\x28\xb5\x2f\xfd",
+    ]
 )
-noise = st.one_of(st.binary(max_size=300), st.text(alphabet="@>+;ACGTN \n\r\t!I", max_size=300).map(str.encode))
+noise = st.one_of(
+    st.binary(max_size=300), st.text(alphabet="@>+;ACGTN \n\r\t!I", max_size=300).map(str.encode)
+)
 
 
 @settings(max_examples=200)
@@ -405,7 +449,9 @@ def test_any_bytes_are_read_or_refused(
         assert stopped is None
         return
     assert (
-        log.skipped_by_file.total() > 0 if stopped is None else (skipped, log.skipped_by_file.total()) == (stopped, 0)
+        log.skipped_by_file.total() > 0
+        if stopped is None
+        else (skipped, log.skipped_by_file.total()) == (stopped, 0)
     )
 
 
@@ -506,7 +552,11 @@ def test_counts_of_the_real_files(real_data: Path, folder: str) -> None:
     columns = rows[0]
     for row in rows[1:]:
         entry = dict(zip(columns, row, strict=False))
-        if not entry["file"].startswith(folder) or not entry["records"].isdecimal() or int(entry["bases"]) > 6e6:
+        if (
+            not entry["file"].startswith(folder)
+            or not entry["records"].isdecimal()
+            or int(entry["bases"]) > 6e6
+        ):
             continue
         batches = list(parse((str(real_data / entry["file"]),)))
         assert sum(len(batch) for batch in batches) == int(entry["records"]), entry["file"]
@@ -514,11 +564,17 @@ def test_counts_of_the_real_files(real_data: Path, folder: str) -> None:
 
 
 @pytest.mark.parametrize("before", ["", "@w\nACGT\nACGT\n+\nIIII\nIIII\n"])
-@pytest.mark.parametrize("good", ["@good\nACGTACGT\n+\nIIIIIIII\n", "@good\nACGT\nACGT\n+good\nIII\nIIIII\n"])
-def test_a_record_without_header_takes_no_good_one_along(write: WriteReads, before: str, good: str) -> None:
+@pytest.mark.parametrize(
+    "good", ["@good\nACGTACGT\n+\nIIIIIIII\n", "@good\nACGT\nACGT\n+good\nIII\nIIIII\n"]
+)
+def test_a_record_without_header_takes_no_good_one_along(
+    write: WriteReads, before: str, good: str
+) -> None:
     """Whether the file is read line by line by then or not, and whether the good one is wrapped or not."""
     bad = "bad_no_at\nACGTACGT\n+\nIIIIIIII\n"
     listed: list[InputError] = []
-    found = reads_of(write(f"{before}{good}{bad}@next\nACGT\n+\nIIII\n"), log=ParseLog("skip", listed.append))
+    found = reads_of(
+        write(f"{before}{good}{bad}@next\nACGT\n+\nIIII\n"), log=ParseLog("skip", listed.append)
+    )
     assert [name for name, _ in found][-2:] == ["good", "next"]
     assert [skipped.line for skipped in listed] == [(before + good).count("\n") + 1]

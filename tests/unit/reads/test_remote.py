@@ -65,7 +65,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Behaviour]]:
                     self.send_error(416)
                     return
                 self.send_response(206)
-                self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+                self.send_header(
+                    "Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}"
+                )
             else:
                 self.send_response(200)
             self.send_header("Content-Length", str(behaviour.length or len(content) - start))
@@ -114,7 +116,11 @@ def test_it_goes_on_where_it_broke_off(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.cuts = [100_000, 50_000]
     assert fetch(url, tmp_path).read_bytes() == CONTENT
-    assert [request.get("Range") for request in behaviour.requests] == [None, "bytes=100000-", "bytes=150000-"]
+    assert [request.get("Range") for request in behaviour.requests] == [
+        None,
+        "bytes=100000-",
+        "bytes=150000-",
+    ]
 
 
 def test_it_goes_on_in_a_later_call(server: Server, tmp_path: Path) -> None:
@@ -135,7 +141,9 @@ def test_it_begins_again_when_the_content_changed_meanwhile(server: Server, tmp_
 
 
 @pytest.mark.parametrize("etag", [None, 'W/"weak"'])
-def test_it_begins_again_without_a_strong_tag(server: Server, tmp_path: Path, etag: str | None) -> None:
+def test_it_begins_again_without_a_strong_tag(
+    server: Server, tmp_path: Path, etag: str | None
+) -> None:
     url, behaviour = server
     behaviour.cuts, behaviour.etag = [100_000], etag
     assert fetch(url, tmp_path).read_bytes() == CONTENT
@@ -154,7 +162,11 @@ def test_a_part_longer_than_the_file_is_dropped(server: Server, tmp_path: Path) 
     broken_off(url, tmp_path)
     next(tmp_path.glob("*-reads_one.fa.part")).write_bytes(bytes(10_000_000))
     assert fetch(url, tmp_path).read_bytes() == CONTENT
-    assert [request.get("Range") for request in behaviour.requests] == [None, "bytes=10000000-", None]
+    assert [request.get("Range") for request in behaviour.requests] == [
+        None,
+        "bytes=10000000-",
+        None,
+    ]
 
 
 def test_a_current_file_is_not_downloaded_again(server: Server, tmp_path: Path) -> None:
@@ -210,7 +222,12 @@ def test_names_cannot_leave_the_folder(server: Server, tmp_path: Path) -> None:
 def test_fetch_all_leaves_files_alone(server: Server, tmp_path: Path) -> None:
     url, _ = server
     assert fetch_all(("a.fa", "-", url), tmp_path) == ("a.fa", "-", str(fetch(url, tmp_path)))
-    assert [is_remote(name) for name in ("a.fa", "-", url, "ncbi:NC_045512.2")] == [False, False, True, True]
+    assert [is_remote(name) for name in ("a.fa", "-", url, "ncbi:NC_045512.2")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_two_addresses_with_one_file_name_are_two_files(server: Server, tmp_path: Path) -> None:
@@ -227,15 +244,30 @@ def test_redirects_stay_with_http_and_with_public_addresses(
 ) -> None:
     url, behaviour = server
     base = url[: url.index("/some")]
-    behaviour.redirects = {"/a": "/some/b", "/f": "file:///etc/passwd", "/x": "ftp://127.0.0.1/x", "/loop": "/loop"}
+    behaviour.redirects = {
+        "/a": "/some/b",
+        "/f": "file:///etc/passwd",
+        "/x": "ftp://127.0.0.1/x",
+        "/loop": "/loop",
+    }
     assert fetch(f"{base}/a", tmp_path).read_bytes() == CONTENT
-    for path, words in {"/f": "redirects to file:", "/x": "redirects to ftp:", "/loop": "redirects too often"}.items():
+    for path, words in {
+        "/f": "redirects to file:",
+        "/x": "redirects to ftp:",
+        "/loop": "redirects too often",
+    }.items():
         asked = len(behaviour.paths)
         with pytest.raises(InputError, match=words):
             fetch(base + path, tmp_path)
         assert len(behaviour.paths) - asked <= 6  # refused, not tried again
     monkeypatch.delenv(PRIVATE)
-    for address in (url, "http://localhost:1/x", "http://[::1]:1/x", "http://169.254.169.254/latest", "http://0/x"):
+    for address in (
+        url,
+        "http://localhost:1/x",
+        "http://[::1]:1/x",
+        "http://169.254.169.254/latest",
+        "http://0/x",
+    ):
         asked = len(behaviour.paths)
         with pytest.raises(InputError, match=f"private address.*{PRIVATE}"):
             fetch(address, tmp_path)
@@ -249,14 +281,18 @@ def test_a_name_that_turns_private_is_refused_where_it_is_connected(
     monkeypatch.delenv(PRIVATE)
     known = remote._refuse_private  # of names; of addresses it is asked again
     monkeypatch.setattr(
-        remote, "_refuse_private", lambda host, port: known(host, port) if host == "127.0.0.1" else None
+        remote,
+        "_refuse_private",
+        lambda host, port: known(host, port) if host == "127.0.0.1" else None,
     )
     with pytest.raises(InputError, match="private address"):
         fetch(url, tmp_path)
     assert behaviour.paths == []
 
 
-def test_a_download_has_limits(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_has_limits(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, behaviour = server
     behaviour.length = 1 << 60
     with pytest.raises(InputError, match="1,152,921,504,606,846,976 bytes"):
@@ -273,7 +309,9 @@ def test_a_download_has_limits(server: Server, tmp_path: Path, monkeypatch: pyte
     assert len(behaviour.paths) == 6
 
 
-def test_a_query_is_written_and_said_nowhere(server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_query_is_written_and_said_nowhere(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     url, behaviour = server
     signed = url + "&X-Amz-Signature=5ec4e7"
     caplog.set_level(logging.INFO)
@@ -322,7 +360,9 @@ def test_a_full_disk_is_no_network_trouble(server: Server, tmp_path: Path) -> No
     name = fetch(url, tmp_path).name
     behaviour.etag = '"new"'
     (tmp_path / f"{name}.part").symlink_to("/dev/full")
-    with pytest.raises(StorageError, match=r"part: No space left on device; .* free there; make room"):
+    with pytest.raises(
+        StorageError, match=r"part: No space left on device; .* free there; make room"
+    ):
         fetch(url, tmp_path)
     assert len(behaviour.paths) == 2
 
@@ -335,7 +375,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """Requests to NCBI, which is played from here: it knows NC_1.1 and NC_2.1 only."""
     requests: list[dict[str, str]] = []
 
-    def answer(address: str, headers: object, query: dict[str, str]) -> AbstractContextManager[httpx.Response]:
+    def answer(
+        address: str, headers: object, query: dict[str, str]
+    ) -> AbstractContextManager[httpx.Response]:
         assert address.startswith("https://eutils.ncbi.nlm.nih.gov/")
         requests.append(query)
         known = {"NC_000001": ">NC_000001.1 one\nACGT\n", "NC_000002": ">NC_000002.1 two\nGG\n"}
@@ -378,7 +420,9 @@ def test_accessions_that_are_missing_or_none(tmp_path: Path) -> None:
         (TimeoutError("timed out"), "offline"),
     ],
 )
-def test_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
+def test_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise error
 

@@ -23,12 +23,22 @@ def sheet(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("separator", [",", "\t"])
-def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(tmp_path: Path, separator: str) -> None:
+def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(
+    tmp_path: Path, separator: str
+) -> None:
     (tmp_path / "b_1.fq").touch()
-    rows = ("sample,lab,fastq_1,fastq_2", "a,x,a_L1_1.fq,a_L1_2.fq", "", 'b,"x",b_1.fq,', "a,x,/a_L2_1.fq,a_L2_2.fq")
+    rows = (
+        "sample,lab,fastq_1,fastq_2",
+        "a,x,a_L1_1.fq,a_L1_2.fq",
+        "",
+        'b,"x",b_1.fq,',
+        "a,x,/a_L2_1.fq,a_L2_2.fq",
+    )
     found = read_sheet(sheet(tmp_path, "\ufeff" + "\r\n".join(rows).replace(",", separator)))
     assert list(found) == ["a", "b"]
-    assert found["a"] == ReadsSpec(mates_1=("a_L1_1.fq", "/a_L2_1.fq"), mates_2=("a_L1_2.fq", "a_L2_2.fq"))
+    assert found["a"] == ReadsSpec(
+        mates_1=("a_L1_1.fq", "/a_L2_1.fq"), mates_2=("a_L1_2.fq", "a_L2_2.fq")
+    )
     assert found["b"].reads == (str(tmp_path / "b_1.fq"),), "not here, but beside the sheet"
 
 
@@ -38,15 +48,24 @@ def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(tmp_pa
         ("name,fastq_1\na,b\n", r"sheet\.csv:1: no column sample; the first line names"),
         ("", r"sheet\.csv:1: no column sample"),
         (HEADER + ",,\n", r"names no sample"),
-        ("sample,fastq_1,fastq2\na,a_1.fq,a_2.fq\n", r"sheet\.csv:1: no column fastq_2; the first line names"),
+        (
+            "sample,fastq_1,fastq2\na,a_1.fq,a_2.fq\n",
+            r"sheet\.csv:1: no column fastq_2; the first line names",
+        ),
         ("sample,fastq_1\na,a_1.fq,a_2.fq\n", r"sheet\.csv:2: sample 'a': more cells than columns"),
         (HEADER + ",,,x\n", r"sheet\.csv:2: sample '': more cells"),
         (HEADER + "a,a.fq,\n,b.fq,\n", r"sheet\.csv:3: sample '': not the name of a directory"),
         (HEADER + "a,,a_2.fq\n", r"sheet\.csv:2: sample 'a': no file in fastq_1; name one"),
         (HEADER + "a,a.fq,a.fq\n", r"sheet\.csv:2: sample 'a': a\.fq is named twice"),
         (HEADER + "a,a.fq,\nb,b.fq,\na,a.fq,\n", r"sheet\.csv:4: sample 'a': a\.fq is named twice"),
-        (HEADER + "a,a_1.fq,a_2.fq\n\na,b_1.fq,\n", r"sheet\.csv:4: sample 'a': has lanes with fastq_2 and without"),
-        (HEADER + "a/b,a.fq,\n", r"sheet\.csv:2: sample 'a/b': not the name of a directory; use letters"),
+        (
+            HEADER + "a,a_1.fq,a_2.fq\n\na,b_1.fq,\n",
+            r"sheet\.csv:4: sample 'a': has lanes with fastq_2 and without",
+        ),
+        (
+            HEADER + "a/b,a.fq,\n",
+            r"sheet\.csv:2: sample 'a/b': not the name of a directory; use letters",
+        ),
         (HEADER + "..,a.fq,\n", r"not the name"),
         (HEADER + "-o,a.fq,\n", r"not the name"),
         (HEADER + "shards,a.fq,\n", r"'shards': a name of virnuc's own"),
@@ -60,14 +79,23 @@ def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(tmp_pa
         (HEADER + "a" * 100_000 + ",a.fq,\n", r"sheet\.csv:2: sample 'a{100}': not the name"),
     ],
 )
-def test_a_sheet_that_cannot_be_used_is_told_by_its_line(tmp_path: Path, text: str, said: str) -> None:
+def test_a_sheet_that_cannot_be_used_is_told_by_its_line(
+    tmp_path: Path, text: str, said: str
+) -> None:
     with pytest.raises(InputError, match=said) as told:
         read_sheet(sheet(tmp_path, text))
     assert "\n" not in str(told.value)
 
 
 def test_a_sheet_as_people_write_it_is_taken(tmp_path: Path) -> None:
-    rows = (' sample , fastq_1 , "fastq_2 ",', "a, a_1.fq , a_2.fq,", ",,,", '"b", "b,1.fq", "b 2.fq"', "", "c,c.fq")
+    rows = (
+        ' sample , fastq_1 , "fastq_2 ",',
+        "a, a_1.fq , a_2.fq,",
+        ",,,",
+        '"b", "b,1.fq", "b 2.fq"',
+        "",
+        "c,c.fq",
+    )
     assert read_sheet(sheet(tmp_path, "\r\n".join(rows))) == {
         "a": ReadsSpec(mates_1=("a_1.fq",), mates_2=("a_2.fq",)),
         "b": ReadsSpec(mates_1=("b,1.fq",), mates_2=("b 2.fq",)),
@@ -78,7 +106,9 @@ def test_a_sheet_as_people_write_it_is_taken(tmp_path: Path) -> None:
 def test_a_name_that_no_file_can_have_is_for_its_sample_alone(tmp_path: Path) -> None:
     found = read_sheet(sheet(tmp_path, f"{HEADER}a,a.fq,\nb,{'b' * 100_000},\n"))
     assert found["a"].reads == ("a.fq",)
-    with pytest.raises(InputError, match=r"^b{100}: cannot be read: File name too long; check the path"):
+    with pytest.raises(
+        InputError, match=r"^b{100}: cannot be read: File name too long; check the path"
+    ):
         find_inputs(found["b"].named)
 
 
@@ -106,10 +136,15 @@ def test_files_are_samples_by_their_names(tmp_path: Path) -> None:
         "gut": ReadsSpec(reads=(made[4],)),
     }
     assert by_name(ReadsSpec(reads=tuple(made))) == found, "as the shell names them"
-    assert list(by_name(ReadsSpec(reads=(made[4], made[0]), pairs=False))) == ["gut", "lung_S1_L001_R1_001"]
+    assert list(by_name(ReadsSpec(reads=(made[4], made[0]), pairs=False))) == [
+        "gut",
+        "lung_S1_L001_R1_001",
+    ]
 
 
-def test_a_sample_whose_file_in_the_folder_is_empty_or_gone_is_not_forgotten(tmp_path: Path) -> None:
+def test_a_sample_whose_file_in_the_folder_is_empty_or_gone_is_not_forgotten(
+    tmp_path: Path,
+) -> None:
     files(tmp_path, "gut.fq")
     empty = [tmp_path / name for name in ("blank_R1.fastq.gz", "blank_R2.fastq.gz", "none.fq")]
     for path in empty:
@@ -123,15 +158,24 @@ def test_a_sample_whose_file_in_the_folder_is_empty_or_gone_is_not_forgotten(tmp
 
 def test_names_that_are_the_same_or_not_fit_are_refused(tmp_path: Path) -> None:
     same = files(tmp_path, "a/x.fq", "b/x.fq")
-    with pytest.raises(ConfigError, match=r"b/x\.fq: named as .*a/x\.fq is; rename one, or write a sample sheet"):
+    with pytest.raises(
+        ConfigError, match=r"b/x\.fq: named as .*a/x\.fq is; rename one, or write a sample sheet"
+    ):
         by_name(ReadsSpec(reads=tuple(same)))
-    with pytest.raises(ConfigError, match="a name of virnuc's own in a results directory; use another, or write"):
+    with pytest.raises(
+        ConfigError, match="a name of virnuc's own in a results directory; use another, or write"
+    ):
         by_name(ReadsSpec(reads=tuple(files(tmp_path, "shards.fq"))))
 
 
 def test_the_table_is_as_documented(tmp_path: Path) -> None:
     table = tmp_path / "samples.tsv"
-    done = SampleRow(sample="a", fate="predicted", reads=3, scored=2, viral=1, share=0.333333, flags="orphans=1")
-    write_samples(table, [done, SampleRow(sample="b", fate="failed", note="b.fq:\tno\nsuch"), SampleRow(sample="c")])
+    done = SampleRow(
+        sample="a", fate="predicted", reads=3, scored=2, viral=1, share=0.333333, flags="orphans=1"
+    )
+    write_samples(
+        table,
+        [done, SampleRow(sample="b", fate="failed", note="b.fq:\tno\nsuch"), SampleRow(sample="c")],
+    )
     assert documented(table) == 3
     assert table.read_text().splitlines()[2] == "b\tfailed\t\t\t\t\t\tb.fq: no such"

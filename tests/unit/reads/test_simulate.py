@@ -16,7 +16,13 @@ from xopen import xopen
 from tests.columns import documented
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.simulate import PRESETS, TRUTH_HEADER, SimulateSpec, SimulateSummary, simulate
+from virnuc_core.reads.simulate import (
+    PRESETS,
+    TRUTH_HEADER,
+    SimulateSpec,
+    SimulateSummary,
+    simulate,
+)
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 
@@ -26,7 +32,11 @@ Pairs = list[tuple[str, str]]
 
 
 def reads_of(path: Path) -> Pairs:
-    return [(batch.id(i), batch.bases[i].decode()) for batch in parse((str(path),)) for i in range(len(batch))]
+    return [
+        (batch.id(i), batch.bases[i].decode())
+        for batch in parse((str(path),))
+        for i in range(len(batch))
+    ]
 
 
 def truth_of(summary: SimulateSummary) -> dict[str, dict[str, str]]:
@@ -88,14 +98,22 @@ def test_the_seed_decides_all_bytes(tmp_path: Path) -> None:
     def digests(seed: int, folder: str) -> list[str]:
         (tmp_path / folder).mkdir()
         simulate(SimulateSpec(reads=500, seed=seed), tmp_path / folder / "r.fastq.gz")
-        return [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((tmp_path / folder).iterdir())]
+        return [
+            hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted((tmp_path / folder).iterdir())
+        ]
 
     assert digests(3, "a") == digests(3, "b")
     assert not set(digests(3, "c")) & set(digests(4, "d"))
 
 
 def test_presets() -> None:
-    assert (PRESETS["tiny"], PRESETS["small"], PRESETS["medium"], PRESETS["large"]) == (10, 100, 1000, 10_000)
+    assert (PRESETS["tiny"], PRESETS["small"], PRESETS["medium"], PRESETS["large"]) == (
+        10,
+        100,
+        1000,
+        10_000,
+    )
 
 
 def test_a_name_that_says_no_format(tmp_path: Path) -> None:
@@ -125,7 +143,9 @@ def test_kinds_can_be_told_apart_on_genomes_never_seen(tmp_path: Path) -> None:
     names = store.read_ids(0, store.n_reads)
     facts = [truth[names[read]] for read in store.row_read]
     proteins = store.protein(0, store.n_uniques)
-    letters = [np.bincount(np.frombuffer(proteins[u], np.uint8), minlength=128) for u in store.row_unique]
+    letters = [
+        np.bincount(np.frombuffer(proteins[u], np.uint8), minlength=128) for u in store.row_unique
+    ]
     shares = np.array(letters) / np.array([row.sum() for row in letters])[:, None]
     viral = np.array([fact["label"] == "virus" for fact in facts])
     seen = np.array([int(fact["genome"].rpartition("_")[2]) % 2 == 0 for fact in facts])
@@ -135,7 +155,9 @@ def test_kinds_can_be_told_apart_on_genomes_never_seen(tmp_path: Path) -> None:
 
 
 def test_genomes_of_each_kind(tmp_path: Path) -> None:
-    genomes = genomes_of(simulate(SimulateSpec(reads=1, viral_genomes=5, other_genomes=7), tmp_path / "r.fasta"))
+    genomes = genomes_of(
+        simulate(SimulateSpec(reads=1, viral_genomes=5, other_genomes=7), tmp_path / "r.fasta")
+    )
     gc = defaultdict(list)
     for name, bases in genomes.items():
         gc[name.split("_")[0]].append((bases.count("G") + bases.count("C")) / len(bases))

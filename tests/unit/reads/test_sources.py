@@ -39,8 +39,12 @@ def bgzip(data: bytes) -> bytes:
     for piece in [data[i : i + 60_000] for i in range(0, len(data), 60_000)] + [b""]:
         packer = zlib.compressobj(6, zlib.DEFLATED, -15)
         body = packer.compress(piece) + packer.flush()
-        head = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x06\0BC\x02\0" + (len(body) + 25).to_bytes(2, "little")
-        out.append(head + body + zlib.crc32(piece).to_bytes(4, "little") + len(piece).to_bytes(4, "little"))
+        head = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x06\0BC\x02\0" + (len(body) + 25).to_bytes(
+            2, "little"
+        )
+        out.append(
+            head + body + zlib.crc32(piece).to_bytes(4, "little") + len(piece).to_bytes(4, "little")
+        )
     return b"".join(out)
 
 
@@ -71,7 +75,9 @@ def everything(path: str, size: int = 1 << 16) -> bytes:
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS.keys())
 @pytest.mark.parametrize("name", ["reads.fa", "reads.fastq.gz", "reads"])
-def test_packing_is_told_by_content(write: WriteReads, pack: Callable[[bytes], bytes], name: str) -> None:
+def test_packing_is_told_by_content(
+    write: WriteReads, pack: Callable[[bytes], bytes], name: str
+) -> None:
     assert everything(write(pack(TEXT), name)) == TEXT
 
 
@@ -92,7 +98,9 @@ def test_rubbish_after_the_last_member(write: WriteReads, pack: Callable[[bytes]
         everything(write(pack(TEXT) + b"rubbish" * 20))
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zst], ids=["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, bz2.compress, lzma.compress, zst], ids=["gz", "bz2", "xz", "zst"]
+)
 @pytest.mark.parametrize("lost", [1, 9, 2000])
 def test_a_cut_off_file_gives_what_is_there_and_says_so(
     write: WriteReads, pack: Callable[[bytes], bytes], lost: int
@@ -109,10 +117,15 @@ def test_a_cut_off_file_gives_what_is_there_and_says_so(
     assert str(source.damage.file) == path
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gz", "bz2", "xz"])
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gz", "bz2", "xz"]
+)
 @given(st.integers(0, 1 << 16), st.integers(1, 255))
 def test_a_changed_byte_never_gives_other_text_without_a_word(
-    tmp_path_factory: pytest.TempPathFactory, pack: Callable[[bytes], bytes], place: int, change: int
+    tmp_path_factory: pytest.TempPathFactory,
+    pack: Callable[[bytes], bytes],
+    place: int,
+    change: int,
 ) -> None:
     text = TEXT[:8_000]
     packed = bytearray(pack(text))
@@ -171,7 +184,9 @@ def test_a_folder_gives_its_read_files_by_name(write: WriteReads, tmp_path: Path
     assert [Path(name).name for name in found.ignored] == ["README", "empty.fa"]
 
 
-def test_a_link_in_a_folder_to_what_is_not_there_is_not_passed_over(write: WriteReads, tmp_path: Path) -> None:
+def test_a_link_in_a_folder_to_what_is_not_there_is_not_passed_over(
+    write: WriteReads, tmp_path: Path
+) -> None:
     write(">a\nA\n", "in/a.fa")
     (tmp_path / "in" / "b.fa").symlink_to(tmp_path / "gone.fa")
     found = find_inputs((str(tmp_path / "in"),)).files

@@ -32,7 +32,10 @@ from .reads_twin import Row, chunks, rows
 def rows_of(store: OrfStore) -> list[Row]:
     proteins, dna = store.protein(0, store.n_uniques), store.dna(0, store.n_uniques)
     names = store.row_ids(0, store.n_rows)
-    return [Row(n, dna[u].decode(), proteins[u].decode()) for n, u in zip(names, store.row_unique, strict=True)]
+    return [
+        Row(n, dna[u].decode(), proteins[u].decode())
+        for n, u in zip(names, store.row_unique, strict=True)
+    ]
 
 
 def check_equals_twin(store: OrfStore, reads: Pairs) -> None:
@@ -41,13 +44,17 @@ def check_equals_twin(store: OrfStore, reads: Pairs) -> None:
     assert rows_of(store) == expected
     assert store.read_ids(0, store.n_reads) == [name for name, _ in reads]
     assert store.read_length.tolist() == [len(bases) for _, bases in reads]
-    assert store.read_chunks.tolist() == [len(chunks(len(bases), store.model_length)) for _, bases in reads]
+    assert store.read_chunks.tolist() == [
+        len(chunks(len(bases), store.model_length)) for _, bases in reads
+    ]
     by_read = [len(rows([read], store.model_length)) for read in reads]
     assert store.read_rows.tolist() == by_read
     distinct = list(dict.fromkeys((row.dna, row.protein) for row in expected))
     pairs = zip(store.dna(0, store.n_uniques), store.protein(0, store.n_uniques), strict=True)
     assert [(dna.decode(), protein.decode()) for dna, protein in pairs] == distinct
-    first_rows = {pair: i for i, pair in reversed(list(enumerate((row.dna, row.protein) for row in expected)))}
+    first_rows = {
+        pair: i for i, pair in reversed(list(enumerate((row.dna, row.protein) for row in expected)))
+    }
     assert store.unique_row.tolist() == [first_rows[pair] for pair in distinct]
     for i, (_, bases) in enumerate(reads):
         flags = int(store.read_flags[i])
@@ -55,7 +62,11 @@ def check_equals_twin(store: OrfStore, reads: Pairs) -> None:
         assert bool(flags & SHORT_FOR_MODEL) == (0 < len(bases) < store.model_length / 2)
         assert bool(flags & AMBIGUOUS) == bool(set(bases.upper()) - set("ACGT"))
     counts = store.counts
-    assert (counts.n_reads, counts.n_rows, counts.n_uniques) == (len(reads), len(expected), len(distinct))
+    assert (counts.n_reads, counts.n_rows, counts.n_uniques) == (
+        len(reads),
+        len(expected),
+        len(distinct),
+    )
     assert counts.n_chunks == int(store.read_chunks.sum())
     assert counts.n_bases == int(store.read_length.sum())
     assert counts.n_open_reads == sum(n > 0 for n in by_read)
@@ -101,7 +112,9 @@ def test_equals_the_slow_twin_on_anything(
         "reads/illumina_hiv1_SRR9588828_R1.fastq.gz",
     ],
 )
-def test_equals_the_slow_twin_on_real_sequences(real_data: Path, tmp_path: Path, name: str, size: int) -> None:
+def test_equals_the_slow_twin_on_real_sequences(
+    real_data: Path, tmp_path: Path, name: str, size: int
+) -> None:
     path = real_data / name
     stage(StageSpec(reads=(str(path),), model_length=size), tmp_path / "orfs.h5")
     with xopen(path, "rt", threads=0) as handle:
@@ -113,7 +126,9 @@ def test_equals_the_slow_twin_on_real_sequences(real_data: Path, tmp_path: Path,
     check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)
 
 
-def test_reads_cut_from_real_genomes_both_ways_round(real_data: Path, tmp_path: Path, write: WriteReads) -> None:
+def test_reads_cut_from_real_genomes_both_ways_round(
+    real_data: Path, tmp_path: Path, write: WriteReads
+) -> None:
     rng = random.Random(5)
     reads: Pairs = []
     for name in ("viral/monkeypox.MT903345.1.fasta.gz", "host/human_chr13_chr4_hg38.fasta.gz"):
@@ -126,8 +141,13 @@ def test_reads_cut_from_real_genomes_both_ways_round(real_data: Path, tmp_path: 
     check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)
 
 
-def test_equal_dna_with_another_protein_is_another_unique(write: WriteReads, tmp_path: Path) -> None:
-    reads = [("a", "ATGNNNAAA"), ("b", "ATGNNNATG")]  # F1: both are cut to ATGNNNA, but the proteins are MK and MM
+def test_equal_dna_with_another_protein_is_another_unique(
+    write: WriteReads, tmp_path: Path
+) -> None:
+    reads = [
+        ("a", "ATGNNNAAA"),
+        ("b", "ATGNNNATG"),
+    ]  # F1: both are cut to ATGNNNA, but the proteins are MK and MM
     stage(StageSpec(reads=(write(fasta(reads)),)), tmp_path / "orfs.h5")
     store = OrfStore.open(tmp_path / "orfs.h5")
     firsts = [u for u, frame in zip(store.row_unique, store.row_frame, strict=True) if frame == 0]
@@ -137,11 +157,15 @@ def test_equal_dna_with_another_protein_is_another_unique(write: WriteReads, tmp
     ]
 
 
-def test_an_ambiguous_letter_outside_the_row_makes_no_other_unique(write: WriteReads, tmp_path: Path) -> None:
+def test_an_ambiguous_letter_outside_the_row_makes_no_other_unique(
+    write: WriteReads, tmp_path: Path
+) -> None:
     reads = [("a", "GCAGCAG"), ("b", "GCAGCAGNN")]
     stage(StageSpec(reads=(write(fasta(reads)),)), tmp_path / "orfs.h5")
     store = OrfStore.open(tmp_path / "orfs.h5")
-    firsts = [int(u) for u, frame in zip(store.row_unique, store.row_frame, strict=True) if frame == 0]
+    firsts = [
+        int(u) for u, frame in zip(store.row_unique, store.row_frame, strict=True) if frame == 0
+    ]
     assert firsts[0] == firsts[1]
 
 
@@ -163,7 +187,9 @@ def test_the_same_reads_give_the_same_bytes(write: WriteReads, tmp_path: Path) -
     assert len(made) == 1
 
 
-def test_other_reads_and_settings_give_another_fingerprint(write: WriteReads, tmp_path: Path) -> None:
+def test_other_reads_and_settings_give_another_fingerprint(
+    write: WriteReads, tmp_path: Path
+) -> None:
     cases = [
         (fasta([("a", "ACGT"), ("b", "GG")]), 100),
         (fasta([("a", "ACGT"), ("b", "GG")]), 101),
@@ -175,7 +201,9 @@ def test_other_reads_and_settings_give_another_fingerprint(write: WriteReads, tm
         (fasta([("a", "acgt"), ("b", "GG")]), 100),
     ]
     prints = {
-        stage(StageSpec(reads=(write(text, f"{i}.fa"),), model_length=size), tmp_path / f"{i}.h5").fingerprint
+        stage(
+            StageSpec(reads=(write(text, f"{i}.fa"),), model_length=size), tmp_path / f"{i}.h5"
+        ).fingerprint
         for i, (text, size) in enumerate(cases)
     }
     assert len(prints) == len(cases)
@@ -193,11 +221,15 @@ def test_reused_when_reads_and_settings_are_the_same(write: WriteReads, tmp_path
     again = stage(StageSpec(reads=reads, model_length=100, stage_workers=2), out)
     assert again == first.model_copy(update={"reused": True})
     assert (out.stat().st_ino, out.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    other = stage(StageSpec(reads=(write(fastq(made_up_reads(50)), "b.fq"),), model_length=100), out)
+    other = stage(
+        StageSpec(reads=(write(fastq(made_up_reads(50)), "b.fq"),), model_length=100), out
+    )
     assert (other.reused, other.fingerprint) == (False, first.fingerprint)
 
 
-def test_a_store_that_another_staging_replaced_is_not_taken_for_ours(write: WriteReads, tmp_path: Path) -> None:
+def test_a_store_that_another_staging_replaced_is_not_taken_for_ours(
+    write: WriteReads, tmp_path: Path
+) -> None:
     out, other = tmp_path / "orfs.h5", tmp_path / "other.h5"
     spec = StageSpec(reads=(write(fasta(made_up_reads(50))),), model_length=100)
     stage(spec, out)
@@ -211,7 +243,11 @@ def test_made_anew_when_anything_differs(write: WriteReads, tmp_path: Path) -> N
     out = tmp_path / "orfs.h5"
     path = write(fasta(made_up_reads(50)))
     seen = {stage(StageSpec(reads=(path,), model_length=100), out).fingerprint}
-    for text, size in ((fasta(made_up_reads(50)), 90), (fasta(made_up_reads(51)), 90), (fasta([]), 90)):
+    for text, size in (
+        (fasta(made_up_reads(50)), 90),
+        (fasta(made_up_reads(51)), 90),
+        (fasta([]), 90),
+    ):
         write(text)
         summary = stage(StageSpec(reads=(path,), model_length=size), out)
         assert not summary.reused
@@ -220,7 +256,9 @@ def test_made_anew_when_anything_differs(write: WriteReads, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", [b"", b"no HDF5", None])
-def test_what_is_no_store_is_replaced(write: WriteReads, tmp_path: Path, content: bytes | None) -> None:
+def test_what_is_no_store_is_replaced(
+    write: WriteReads, tmp_path: Path, content: bytes | None
+) -> None:
     out = tmp_path / "orfs.h5"
     if content is None:
         with h5py.File(out, "w") as file:
@@ -233,7 +271,9 @@ def test_what_is_no_store_is_replaced(write: WriteReads, tmp_path: Path, content
     assert OrfStore.open(out).n_reads == 1
 
 
-def test_refused_reads_leave_no_store_and_keep_an_old_one(write: WriteReads, tmp_path: Path) -> None:
+def test_refused_reads_leave_no_store_and_keep_an_old_one(
+    write: WriteReads, tmp_path: Path
+) -> None:
     out = tmp_path / "run" / "orfs.h5"
     with pytest.raises(InputError):
         stage(StageSpec(reads=(write(">a\nACGT\n>b\nEEE\n"),)), out)
@@ -252,12 +292,16 @@ def test_an_output_that_cannot_be_written(write: WriteReads, tmp_path: Path) -> 
         stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "file" / "orfs.h5")
 
 
-def test_a_full_disk_is_said_in_one_line(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_in_one_line(
+    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("virnuc_core.reads.store.StoreWriter.add", refuse)
-    with pytest.raises(StorageError, match=r"orfs\.h5: No space left on device; .* free there; make room"):
+    with pytest.raises(
+        StorageError, match=r"orfs\.h5: No space left on device; .* free there; make room"
+    ):
         stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "run" / "orfs.h5")
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -272,7 +316,13 @@ def test_reads_that_share_an_id_are_kept_apart(write: WriteReads, tmp_path: Path
     assert store.read_ids(0, 5) == ["a", "b", "a.2", "a.3", "b.2"]
     assert store.read_ids(2, 4) == ["a.2", "a.3"]
     assert store.original_ids(0, 5) == ["a", "b", "a", "a", "b"]
-    assert [bool(flags & DUPLICATE_ID) for flags in store.read_flags] == [False, False, True, True, True]
+    assert [bool(flags & DUPLICATE_ID) for flags in store.read_flags] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert summary.counts.n_duplicate_ids == 3
     assert store.row_ids(0, store.n_rows, original=True) == [row.id for row in rows(reads, 500)]
     renamed = [("a", "ACGTACG"), ("b", "GGGG"), ("a.2", "GCGCGC"), ("a.3", "ACGTACG"), ("b.2", "")]
@@ -288,7 +338,9 @@ def test_a_name_that_is_an_id_already_is_not_given_again(write: WriteReads, tmp_
 
 @settings(max_examples=25)
 @given(st.lists(st.text(alphabet="a.2", min_size=1, max_size=6), max_size=40))
-def test_ids_are_always_distinct(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
+def test_ids_are_always_distinct(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str]
+) -> None:
     folder = tmp_path_factory.mktemp("ids")
     (folder / "reads.fa").write_text("".join(f">{name}\nA\n" for name in names))
     with pytest.MonkeyPatch.context() as patch:
@@ -336,13 +388,22 @@ def test_skipped_records_are_counted_and_listed(write: WriteReads, tmp_path: Pat
     assert not (tmp_path / "skipped.tsv").exists(), "of a store from which nothing was left out"
 
 
-def test_what_was_met_is_told_by_file(write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one = write(">a\nACGTACGTACG\n>b\n\n>a\nACGTACGTACG\n>n\nTAATAATAATAGTAGTAGATGATGATG\n", "in/one.fa")
+def test_what_was_met_is_told_by_file(
+    write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = write(
+        ">a\nACGTACGTACG\n>b\n\n>a\nACGTACGTACG\n>n\nTAATAATAATAGTAGTAGATGATGATG\n", "in/one.fa"
+    )
     two = write("@a\n\n+\n\n@bad\nACG\n+\nI\n@c\nGGNGG\n+\nIIIII\n", "in/two.fq")
     other = write("no reads", "in/other.txt")
     summary = stage(StageSpec(reads=(str(tmp_path / "in"),), on_error="skip"), tmp_path / "orfs.h5")
-    met = [(f.file, f.reads, f.empty, f.skipped, f.duplicate_ids, f.content) for f in summary.by_file]
-    assert met == [(one, 4, 1, 0, 1, content_of(Path(one))), (two, 2, 1, 1, 1, content_of(Path(two)))]
+    met = [
+        (f.file, f.reads, f.empty, f.skipped, f.duplicate_ids, f.content) for f in summary.by_file
+    ]
+    assert met == [
+        (one, 4, 1, 0, 1, content_of(Path(one))),
+        (two, 2, 1, 1, 1, content_of(Path(two))),
+    ]
     store = OrfStore.open(tmp_path / "orfs.h5")
     assert summary.tally == {
         "reads": 6,
@@ -352,7 +413,9 @@ def test_what_was_met_is_told_by_file(write: WriteReads, tmp_path: Path, caplog:
         "duplicates": store.n_rows - store.n_uniques,
         "ambiguous": 1,
         "short_for_model": 4,
-        "no_open_frame": int(np.count_nonzero((store.read_rows[:] == 0) & (store.read_chunks[:] > 0))),
+        "no_open_frame": int(
+            np.count_nonzero((store.read_rows[:] == 0) & (store.read_chunks[:] > 0))
+        ),
     }
     assert summary.tally["duplicates"] > 0
     assert summary.warnings() == [
@@ -376,7 +439,12 @@ def test_an_empty_input_makes_an_empty_store(write: WriteReads, tmp_path: Path) 
     stage(StageSpec(reads=(write(""),)), tmp_path / "orfs.h5")
     store = OrfStore.open(tmp_path / "orfs.h5")
     assert (store.n_reads, store.n_rows, store.n_uniques) == (0, 0, 0)
-    assert (store.read_ids(0, 0), store.row_ids(0, 0), store.protein(0, 0), store.dna(0, 0)) == ([], [], [], [])
+    assert (store.read_ids(0, 0), store.row_ids(0, 0), store.protein(0, 0), store.dna(0, 0)) == (
+        [],
+        [],
+        [],
+        [],
+    )
     assert store.protein_offsets.tolist() == [0]
     assert stage(StageSpec(reads=(write(""),)), tmp_path / "orfs.h5").reused
 
@@ -408,7 +476,9 @@ def test_every_nasty_file_is_staged_or_refused_in_one_line(real_data: Path, tmp_
 
 
 def test_columns_are_contiguous_aligned_and_plain(write: WriteReads, tmp_path: Path) -> None:
-    stage(StageSpec(reads=(write(fasta(made_up_reads(30))),), model_length=100), tmp_path / "orfs.h5")
+    stage(
+        StageSpec(reads=(write(fasta(made_up_reads(30))),), model_length=100), tmp_path / "orfs.h5"
+    )
     with h5py.File(tmp_path / "orfs.h5") as file:
         for name, dataset in file.items():
             assert dataset.chunks is None, name
@@ -421,7 +491,9 @@ def test_columns_are_contiguous_aligned_and_plain(write: WriteReads, tmp_path: P
 
 
 def test_stretches_of_the_store_agree_with_the_whole(write: WriteReads, tmp_path: Path) -> None:
-    stage(StageSpec(reads=(write(fasta(made_up_reads(60))),), model_length=100), tmp_path / "orfs.h5")
+    stage(
+        StageSpec(reads=(write(fasta(made_up_reads(60))),), model_length=100), tmp_path / "orfs.h5"
+    )
     store = OrfStore.open(tmp_path / "orfs.h5")
     n = store.n_uniques
     assert store.protein(3, 9) == store.protein(0, n)[3:9]
@@ -438,12 +510,18 @@ def test_settings_are_checked() -> None:
         StageSpec()
 
 
-def test_a_reused_store_tells_the_seconds_it_took_to_make(write: WriteReads, tmp_path: Path) -> None:
+def test_a_reused_store_tells_the_seconds_it_took_to_make(
+    write: WriteReads, tmp_path: Path
+) -> None:
     out, reads = tmp_path / "orfs.h5", write(">a\nACGTACGTACGT\n")
     first = stage(StageSpec(reads=(reads,)), out)
     again = stage(StageSpec(reads=(reads,)), out)
     assert again.reused
-    assert (again.total_s, again.chunk_s, again.translate_s) == (first.total_s, first.chunk_s, first.translate_s)
+    assert (again.total_s, again.chunk_s, again.translate_s) == (
+        first.total_s,
+        first.chunk_s,
+        first.translate_s,
+    )
     (tmp_path / "orfs.made.json").unlink()
     assert not stage(StageSpec(reads=(reads,)), out).reused
     told = tmp_path / "orfs.made.json"

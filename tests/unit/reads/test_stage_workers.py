@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tasks.step import can_help
+from virnuc.tasks.step import can_help
 from virnuc_core.errors import InputError, SpentInputError, WorkerError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
@@ -39,7 +39,10 @@ def mixed_files(write: WriteReads) -> tuple[str, ...]:
         write("", "nothing.fa"),
         write(fastq(shared[:300]) + wrapped + fastq(shared[300:]), "wrapped.fq"),
         write(
-            fasta(shared[:200]) + ">r1.2\nACGTN\n;remark\n>\u00a0\nGGG\n>\nAC\n" + fasta(shared[200:400]), "remark.fa"
+            fasta(shared[:200])
+            + ">r1.2\nACGTN\n;remark\n>\u00a0\nGGG\n>\nAC\n"
+            + fasta(shared[200:400]),
+            "remark.fa",
         ),
         write(fastq(shared[:100]) + broken + fastq(shared[100:400]), "broken.fq"),
         write(gzip.compress(fastq(reads).encode())[:-400], "cut_off.fq.gz"),
@@ -61,8 +64,19 @@ def test_workers_give_the_same_bytes_and_leave_nobody_behind(
         assert workers_of(os.getpid()) == []
         again = stage(spec, out)
         assert again.reused
-        assert (again.tally, again.by_file, again.warnings()) == (summary.tally, summary.by_file, summary.warnings())
-        made.add((digest(out), summary.fingerprint, summary.by_file, (out.parent / "skipped.tsv").read_text()))
+        assert (again.tally, again.by_file, again.warnings()) == (
+            summary.tally,
+            summary.by_file,
+            summary.warnings(),
+        )
+        made.add(
+            (
+                digest(out),
+                summary.fingerprint,
+                summary.by_file,
+                (out.parent / "skipped.tsv").read_text(),
+            )
+        )
     assert len(made) == 1
     assert (summary.counts.n_reads, summary.tally["skipped"]) == (3540, 3)
 
@@ -77,7 +91,9 @@ def test_workers_stop_at_the_same_record(write: WriteReads, tmp_path: Path, at: 
             stage(StageSpec(reads=files[at:], stage_workers=workers), tmp_path / "orfs.h5")
         said.add(str(caught.value))
     assert len(said) == 1
-    assert ("broken.fq:401: read 'b'" if at < 5 else "cut_off.fq.gz: the gzip data ends early") in said.pop()
+    assert (
+        "broken.fq:401: read 'b'" if at < 5 else "cut_off.fq.gz: the gzip data ends early"
+    ) in said.pop()
 
 
 CHILD = """
@@ -107,10 +123,15 @@ def two_files(write: WriteReads, reads: str) -> str:
 
 
 @contextmanager
-def staging(path: str, out: Path, moment: str) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+def staging(
+    path: str, out: Path, moment: str
+) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A process that stages until `moment`, and its workers."""
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, path, str(out), moment], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", CHILD, path, str(out), moment],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert child.stdout is not None
     with child, child.stdout:
@@ -124,10 +145,15 @@ def staging(path: str, out: Path, moment: str) -> Iterator[tuple[subprocess.Pope
 
 
 @pytest.mark.parametrize("moment", ["add", "find_repeats", "none"])
-def test_killed_half_way_nothing_half_written_and_nobody_stays(write: WriteReads, tmp_path: Path, moment: str) -> None:
+def test_killed_half_way_nothing_half_written_and_nobody_stays(
+    write: WriteReads, tmp_path: Path, moment: str
+) -> None:
     """While it thinks, with answers unread; once all are read; and while it sends work."""
     out = tmp_path / "run" / "orfs.h5"
-    path = two_files(write, fastq(made_up_reads(20_000 if moment == "none" else 500)) * (10 if moment == "none" else 1))
+    path = two_files(
+        write,
+        fastq(made_up_reads(20_000 if moment == "none" else 500)) * (10 if moment == "none" else 1),
+    )
     with staging(path, out, moment) as (child, members):
         child.send_signal(signal.SIGKILL)
     assert child.returncode == -signal.SIGKILL
@@ -150,10 +176,15 @@ def test_ctrl_c_leaves_nothing_behind(write: WriteReads, tmp_path: Path, moment:
     assert list(out.parent.iterdir()) == []
 
 
-def test_a_worker_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_is_an_error(
+    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kill_when_asked(monkeypatch)
     with pytest.raises(WorkerError, match=r"worker process ended \(exit code -9\)"):
-        stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), stage_workers=2), tmp_path / "orfs.h5")
+        stage(
+            StageSpec(reads=(two_files(write, ">a\nACGT\n"),), stage_workers=2),
+            tmp_path / "orfs.h5",
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["reads"]
     assert workers_of(os.getpid()) == []
 
@@ -177,7 +208,10 @@ def test_a_worker_that_is_stopped_is_an_error(
     monkeypatch.setattr(Workers, "_submit", submit_and_stop)
     monkeypatch.setattr("virnuc_core.reads.workers.SILENCE_S", 0.5)
     with pytest.raises(WorkerError, match=r"worker process has not moved for 0\.5 s"):
-        stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), stage_workers=3), tmp_path / "orfs.h5")
+        stage(
+            StageSpec(reads=(two_files(write, ">a\nACGT\n"),), stage_workers=3),
+            tmp_path / "orfs.h5",
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["reads"]
     assert workers_of(os.getpid()) == []
 
@@ -226,7 +260,9 @@ def kill_first_worker() -> None:
         time.sleep(0.01)
 
 
-def test_workers_import_nothing_from_the_folder_people_stand_in(write: WriteReads, tmp_path: Path) -> None:
+def test_workers_import_nothing_from_the_folder_people_stand_in(
+    write: WriteReads, tmp_path: Path
+) -> None:
     """Neither its modules, nor the script of the caller once more."""
     for name in ("numpy.py", "signal.py", "pickle.py"):
         write("raise SystemExit(3)", name)
@@ -240,23 +276,36 @@ def test_workers_import_nothing_from_the_folder_people_stand_in(write: WriteRead
     command = [sys.executable, script, two_files(write, ">a\nACGT\n"), str(tmp_path / "orfs.h5")]
     root = str(Path(__file__).resolve().parents[3])
     said = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, check=False
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (said.returncode, said.stdout) == (0, "2\n"), said.stderr
 
 
 def test_errors_of_a_worker_come_with_its_traceback() -> None:
-    with pytest.raises(WorkerError, match="ValueError: invalid literal") as caught, Workers(2) as workers:
+    with (
+        pytest.raises(WorkerError, match="ValueError: invalid literal") as caught,
+        Workers(2) as workers,
+    ):
         list(workers.map(int, ["1", "2", "no", "4"]))
     assert "invalid literal" in caught.value.__notes__[0]
-    with pytest.raises(FileNotFoundError), Workers(2) as workers:  # of the disk: as if it had happened here
+    with (
+        pytest.raises(FileNotFoundError),
+        Workers(2) as workers,
+    ):  # of the disk: as if it had happened here
         list(workers.map(os.stat, ["/", "/", "/no such file"]))
     with pytest.raises(ValueError, match="invalid literal"), Workers(1) as workers:
         list(workers.map(int, ["1", "no"]))
     assert workers_of(os.getpid()) == []
 
 
-def test_an_interrupt_while_others_are_at_work_leaves_no_thread_that_complains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_others_are_at_work_leaves_no_thread_that_complains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     complaints: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", complaints.append)
 
@@ -292,12 +341,19 @@ def test_few_items_are_drawn_ahead(count: int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(tmp_path: Path, workers: int) -> None:
+def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(
+    tmp_path: Path, workers: int
+) -> None:
     whole = "".join(f"@r{i}\n{'ACGT' * 30}\n+\n{'I' * 120}\n" for i in range(5000))
     text = f"@first\n{'ACGT' * 30}\n+\n{'I' * 120}\n@bad\n{'ACGT' * 1_000_000}\n+\n{'I' * 10}\n{whole}@cut\nACGT"
     cut = gzip.compress(text.encode(), 1)[:-8]  # without its checksum and length
     (tmp_path / "cut.fq.gz").write_bytes(cut)
-    spec = StageSpec(reads=(str(tmp_path / "cut.fq.gz"),), model_length=300, stage_workers=workers, on_error="skip")
+    spec = StageSpec(
+        reads=(str(tmp_path / "cut.fq.gz"),),
+        model_length=300,
+        stage_workers=workers,
+        on_error="skip",
+    )
     made = stage(spec, tmp_path / "orfs.h5")
     assert made.counts.n_reads == 5001
     listed = (tmp_path / "skipped.tsv").read_text()

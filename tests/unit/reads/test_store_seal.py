@@ -46,7 +46,10 @@ def test_whatever_bit_of_a_store_is_changed_it_is_refused(spec: StageSpec, tmp_p
     out, rng = tmp_path / "orfs.h5", random.Random(7)
     stage(spec, out)
     size = out.stat().st_size
-    for place in (*range(0, 6000, 7), *rng.sample(range(6000, size), 150)):  # HDF5 crashes on some of the first
+    for place in (
+        *range(0, 6000, 7),
+        *rng.sample(range(6000, size), 150),
+    ):  # HDF5 crashes on some of the first
         bits = 1 << rng.randrange(8)
         flip(out, place, bits)
         with pytest.raises(InputError, match=r"orfs\.h5: .*; stage the reads again"):
@@ -66,11 +69,15 @@ def test_a_damaged_store_is_replaced_by_the_reads_of_its_run_only(
     spec: StageSpec, tmp_path: Path, write: WriteReads
 ) -> None:
     out = tmp_path / "orfs.h5"
-    recorded = RunRecord(fingerprints={"reads": (made := stage(spec, out)).fingerprint}, inputs=made.by_file)
+    recorded = RunRecord(
+        fingerprints={"reads": (made := stage(spec, out)).fingerprint}, inputs=made.by_file
+    )
     flip(out, out.stat().st_size // 2)
     damaged = digest(out)
     other = spec.model_copy(update={"reads": (write(fasta(made_up_reads(20)), "other.fa"),)})
-    with pytest.raises(RunMismatchError, match=r"other reads.*reads\.fa was read then; other\.fa was not"):
+    with pytest.raises(
+        RunMismatchError, match=r"other reads.*reads\.fa was read then; other\.fa was not"
+    ):
         stage(other, out, expected=recorded)
     assert digest(out) == damaged
     assert not stage(spec, out, expected=recorded).reused
@@ -85,9 +92,15 @@ def test_leaving_out_broken_records_never_leaves_out_a_whole_file(
     lost = write(">p\nMKVLEEE\n>q\nEEFPQ\n", "c.fa")
     spec = StageSpec(reads=(good, empty, lost), on_error="skip", stage_workers=workers)
     with pytest.raises(
-        InputError, match=r"c\.fa: none of its records can be read.*2 broken, the first is .*c\.fa:1:"
+        InputError,
+        match=r"c\.fa: none of its records can be read.*2 broken, the first is .*c\.fa:1:",
     ) as caught:
         stage(spec, tmp_path / "run" / "orfs.h5")
     assert caught.value.file == lost
     assert list((tmp_path / "run").iterdir()) == []
-    assert stage(spec.model_copy(update={"reads": (good, empty)}), tmp_path / "run" / "orfs.h5").counts.n_reads == 1
+    assert (
+        stage(
+            spec.model_copy(update={"reads": (good, empty)}), tmp_path / "run" / "orfs.h5"
+        ).counts.n_reads
+        == 1
+    )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from xopen import xopen
 
-from flows.cli import main
+from virnuc.flows.cli import main
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import parse
 from virnuc_core.reads.subsets import sample
@@ -21,7 +21,8 @@ from .conftest import WriteReads
 
 def fastq(lengths: list[int]) -> str:
     return "".join(
-        f"@r{i} some words\n{'ACGTA' * (n // 5) + 'ACGTA'[: n % 5]}\n+\n{'F' * n}\n" for i, n in enumerate(lengths)
+        f"@r{i} some words\n{'ACGTA' * (n // 5) + 'ACGTA'[: n % 5]}\n+\n{'F' * n}\n"
+        for i, n in enumerate(lengths)
     )
 
 
@@ -67,7 +68,9 @@ def test_every_read_can_be_drawn(write: WriteReads, tmp_path: Path) -> None:
     seen = set()
     for seed in range(40):
         sample(path, 2, tmp_path / "out.fq", seed, force=True)
-        seen |= {batch.id(i) for batch in parse((str(tmp_path / "out.fq"),)) for i in range(len(batch))}
+        seen |= {
+            batch.id(i) for batch in parse((str(tmp_path / "out.fq"),)) for i in range(len(batch))
+        }
     assert len(seen) == 10
 
 
@@ -119,7 +122,12 @@ def test_lengths_of_a_sample_are_those_of_the_whole(write: WriteReads, tmp_path:
 
 
 def test_lengths_of_long_reads_stay_close(real_data: Path, tmp_path: Path) -> None:
-    summary = sample(str(real_data / "reads" / "nanopore_flu_BC01.fastq.gz"), 200, tmp_path / "out.fastq.gz", seed=3)
+    summary = sample(
+        str(real_data / "reads" / "nanopore_flu_BC01.fastq.gz"),
+        200,
+        tmp_path / "out.fastq.gz",
+        seed=3,
+    )
     assert (summary.reads_before, summary.reads_after) == (1000, 200)
     assert summary.distance < 0.03  # a draw without bins has about 0.06 on 200 reads
 
@@ -132,13 +140,18 @@ def test_a_sample_never_replaces_what_it_is_drawn_from(tmp_path: Path) -> None:
     assert path.read_text().count(">") == 2
 
 
-def test_a_file_that_is_there_stays_unless_force_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_there_stays_unless_force_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out = tmp_path / "reads.fa", tmp_path / "out.fa"
     source.write_text(">a\nACGT\n>b\nACGTA\n")
     out.write_text("precious")
     words = ["sample", str(source), "-n", "2", "-o", str(out)]
     assert main(words) == 2
-    assert capsys.readouterr().err == f"virnuc: {out} would be overwritten; choose another name, or --force\n"
+    assert (
+        capsys.readouterr().err
+        == f"virnuc: {out} would be overwritten; choose another name, or --force\n"
+    )
     assert out.read_text() == "precious"
     assert main([*words, "--force"]) == 0
     assert out.read_text() == source.read_text()

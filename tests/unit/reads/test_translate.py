@@ -104,10 +104,16 @@ def test_groups_make_no_difference(sequences: list[str], group: int) -> None:
 
 @given(st.text(alphabet="ACGTN", min_size=1, max_size=200), st.integers(1, 60), st.data())
 def test_overlapping_chunks_of_one_read(sequence: str, size: int, data: st.DataObject) -> None:
-    starts = np.array(sorted(data.draw(st.lists(st.integers(0, len(sequence) - 1), max_size=8))), np.int64)
+    starts = np.array(
+        sorted(data.draw(st.lists(st.integers(0, len(sequence) - 1), max_size=8))), np.int64
+    )
     ends = np.minimum(starts + size, len(sequence))
     orfs = translate(sequence.encode(), starts, ends)
-    want = [row for start, end in zip(starts, ends, strict=True) for row in open_frames(sequence[start:end])]
+    want = [
+        row
+        for start, end in zip(starts, ends, strict=True)
+        for row in open_frames(sequence[start:end])
+    ]
     assert orfs.proteins.tobytes().decode() == "".join(protein for _, _, protein in want)
     assert b"".join(orfs.dna).decode() == "".join(dna for _, dna, _ in want)
     assert [FRAMES[frame] for frame in orfs.frame] == [frame for frame, _, _ in want]

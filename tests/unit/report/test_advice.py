@@ -25,7 +25,13 @@ def _taking(**rows: float) -> Callable[[Path], None]:
 
 
 def _started(out: Path) -> None:
-    rows = {"Preparation": 1.0, "Start-up: import": 6.0, "Start-up: weights": 20.0, "Shutdown": 2.0, "Overlapped": 4.0}
+    rows = {
+        "Preparation": 1.0,
+        "Start-up: import": 6.0,
+        "Start-up: weights": 20.0,
+        "Shutdown": 2.0,
+        "Overlapped": 4.0,
+    }
     edit_json(out / "devices-2" / "summary.json", lambda body: body["stages"].update(rows))
 
 
@@ -39,7 +45,13 @@ CASES: dict[str, tuple[Recipe, Callable[[Path], None] | None, str, bool, float]]
     "commits": (Recipe(), _taking(Commits=12.0), "commits", False, 12.0),
     "slow result files": (Recipe(), _taking(Consensus_Scoring=30.0), "results", False, 30.5),
     "workers that died": (Recipe(), _taking(Restarts=14.0), "retries", False, 14.0),
-    "a device that stands still": (Recipe(), _taking(Device_idle=15.0), "GPU compute", False, 15.0 + 2.5),
+    "a device that stands still": (
+        Recipe(),
+        _taking(Device_idle=15.0),
+        "GPU compute",
+        False,
+        15.0 + 2.5,
+    ),
 }
 
 
@@ -67,7 +79,9 @@ def test_a_long_run_that_only_computes_wants_more_devices(tmp_path: Path) -> Non
     profile = build(tmp_path, Recipe(utilisation=(93.0, 93.0)))
     run = build_report(tmp_path, profile).run
     assert run is not None
-    long = run.model_copy(update={"total_s": 3600.0, "stages": {"ESM-2": 3000.0, "Sequence Chunking": 30.0}})
+    long = run.model_copy(
+        update={"total_s": 3600.0, "stages": {"ESM-2": 3000.0, "Sequence Chunking": 30.0}}
+    )
     found = losses(long)
     assert [(loss.kind, loss.expected) for loss in found] == [
         ("GPU compute", True),
@@ -84,7 +98,9 @@ def test_what_a_ceiling_shows_counts_for_more_than_a_busy_gpu(tmp_path: Path) ->
     assert run is not None
     assert run.telemetry is not None
     slow = tuple(one.model_copy(update={"mfu_of_ceiling": 0.5}) for one in run.telemetry.encoders)
-    found = losses(run.model_copy(update={"telemetry": run.telemetry.model_copy(update={"encoders": slow})}))
+    found = losses(
+        run.model_copy(update={"telemetry": run.telemetry.model_copy(update={"encoders": slow})})
+    )
     assert found[0].kind == "GPU compute"
     assert "52 % of what its linear layers alone sustain" in found[0].detail
 

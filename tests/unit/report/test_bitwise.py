@@ -63,7 +63,9 @@ def test_a_missing_shard_and_a_broken_one_are_named(copied: tuple[Path, object])
     assert found.differing[1] == "shards/00001.h5"
 
 
-def test_runs_without_shards_are_not_identical_nor_do_they_differ(copied: tuple[Path, Profile]) -> None:
+def test_runs_without_shards_are_not_identical_nor_do_they_differ(
+    copied: tuple[Path, Profile],
+) -> None:
     out, profile = copied
     for name in ("devices-1", "devices-2"):
         for path in (out / name / "shards").iterdir():
@@ -78,7 +80,9 @@ def test_runs_without_shards_are_not_identical_nor_do_they_differ(copied: tuple[
     assert (judged.verdict, judged.value) == ("not run", None)
     assert judged.reason == "there were no shards, or no result files, to compare"
     assert judged.title not in report.missed
-    said = [line for section in told("correctness.view.j2", comparisons=found) for line in section.prose]
+    said = [
+        line for section in told("correctness.view.j2", comparisons=found) for line in section.prose
+    ]
     assert "devices-1 and devices-2: not all there to compare (4 files, 0 shards)" in said
 
 
@@ -92,13 +96,19 @@ def test_cosines_of_each_encoder_are_of_what_tells_rows_apart(copied: tuple[Path
     out = copied[0]
     for name in ("devices-1", "devices-2"):
         with h5py.File(out / name / "embeddings.h5", "r+") as file:
-            values = file["embeddings"][:] + 10  # what all have in common: plain cosines are 0.99 and more
+            values = (
+                file["embeddings"][:] + 10
+            )  # what all have in common: plain cosines are 0.99 and more
             if name == "devices-2":
                 middle = values.mean(0)
-                values[0, 4:] = 2 * middle[4:] - values[0, 4:]  # the ESM-2 part of one row lies on the other side
+                values[0, 4:] = (
+                    2 * middle[4:] - values[0, 4:]
+                )  # the ESM-2 part of one row lies on the other side
                 values[1, :4] += values[1, :4] - middle[:4]  # twice as far the same way
             file["embeddings"][...] = values
-    found = {stats.part: stats for stats in cosines(out / "devices-1", out / "devices-2", dna_width=4)}
+    found = {
+        stats.part: stats for stats in cosines(out / "devices-1", out / "devices-2", dna_width=4)
+    }
     assert found["ESM-2"].minimum == pytest.approx(-1, abs=1e-3)  # float32 + 10
     assert found["DNABERT-S"].minimum == pytest.approx(1, abs=1e-3)
     assert found["ESM-2"].p1 > 0.9
@@ -110,9 +120,13 @@ def embedded(folder: Path, reads: str, noise: float) -> Path:
     """A run of these reads whose embeddings depend on the sequences, and on `noise`."""
     (folder / "reads.fa").parent.mkdir()
     (folder / "reads.fa").write_text(reads)
-    store = OrfStore.open(stage(StageSpec(reads=(str(folder / "reads.fa"),)), folder / "orfs.h5").store)
+    store = OrfStore.open(
+        stage(StageSpec(reads=(str(folder / "reads.fa"),)), folder / "orfs.h5").store
+    )
     letters = zip(store.dna(0, store.n_uniques), store.protein(0, store.n_uniques), strict=True)
-    rows = [np.random.default_rng(zlib.crc32(b" ".join(one))).normal(size=10) + noise for one in letters]
+    rows = [
+        np.random.default_rng(zlib.crc32(b" ".join(one))).normal(size=10) + noise for one in letters
+    ]
     with h5py.File(folder / "embeddings.h5", "w") as file:
         file["embeddings"] = np.array(rows, dtype=np.float32)
     record = {"fingerprints": {"reads": store.fingerprint}, "store": "orfs.h5"}
@@ -121,11 +135,19 @@ def embedded(folder: Path, reads: str, noise: float) -> Path:
 
 
 def test_sequences_of_runs_that_were_staged_apart_meet_by_content(tmp_path: Path) -> None:
-    reads = [f">r{n}\n{'ATGAAACCC' * 9}{codon * 9}\n" for n, codon in enumerate(("GCA", "CAT", "GGG", "CAA"))]
-    whole, part = embedded(tmp_path / "whole", "".join(reads), 0.0), embedded(tmp_path / "part", reads[2], 0.01)
+    reads = [
+        f">r{n}\n{'ATGAAACCC' * 9}{codon * 9}\n"
+        for n, codon in enumerate(("GCA", "CAT", "GGG", "CAA"))
+    ]
+    whole, part = (
+        embedded(tmp_path / "whole", "".join(reads), 0.0),
+        embedded(tmp_path / "part", reads[2], 0.01),
+    )
     (found,) = cosines(part, whole)
     (back,) = cosines(whole, part)
-    assert found.minimum == pytest.approx(back.minimum, abs=1e-3)  # each is centred by its own first side
+    assert found.minimum == pytest.approx(
+        back.minimum, abs=1e-3
+    )  # each is centred by its own first side
     assert found.n == back.n == len(OrfStore.open(part / "orfs.h5").unique_row)
     assert 0.99 < found.minimum < 1
 

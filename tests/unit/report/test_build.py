@@ -13,7 +13,10 @@ from virnuc_core.report.model import Criterion, Report
 
 from .validate_directory import edit_json
 
-PAIRS = {"baseline": {"speedup", "consensus"}, "devices-2": {"speedup", "consensus", "scaling", "same_bytes"}}
+PAIRS = {
+    "baseline": {"speedup", "consensus"},
+    "devices-2": {"speedup", "consensus", "scaling", "same_bytes"},
+}
 
 
 def by_id(report: Report) -> dict[str, Criterion]:
@@ -48,11 +51,15 @@ def test_what_differs_is_named_and_nothing_is_compared(
     for name in PAIRS[part]:
         assert after[name].verdict == "not run"
         assert after[name].value is None
-        assert all(value in after[name].reason for value in said.strip(")").split(" (")[1].split(" and ")), name
+        assert all(
+            value in after[name].reason for value in said.strip(")").split(" (")[1].split(" and ")
+        ), name
         assert field in after[name].reason
         assert part in after[name].reason
     others = before.keys() - PAIRS[part]
-    assert {name: after[name].verdict for name in others} == {name: before[name].verdict for name in others}
+    assert {name: after[name].verdict for name in others} == {
+        name: before[name].verdict for name in others
+    }
     assert not any({one.a, one.b} == {"baseline", "devices-2"} for one in report.comparisons)
     assert len(report.scaling) == 1 + (part == "baseline")
     assert any(line.startswith("Not compared: ") and field in line for line in report.warnings)
@@ -60,18 +67,29 @@ def test_what_differs_is_named_and_nothing_is_compared(
 
 def test_several_fields_are_all_named(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
-    edit_json(out / "baseline" / "run.json", lambda b: b.update(model_length=300, fingerprints={"reads": "x" * 64}))
+    edit_json(
+        out / "baseline" / "run.json",
+        lambda b: b.update(model_length=300, fingerprints={"reads": "x" * 64}),
+    )
     reason = by_id(build_report(out, profile))["speedup"].reason
-    assert reason == "baseline and devices-2 differ in reads (xxxxxxxx and 5eed5eed), model length (300 and 500)"
+    assert (
+        reason
+        == "baseline and devices-2 differ in reads (xxxxxxxx and 5eed5eed), model length (300 and 500)"
+    )
 
 
-def test_a_part_that_does_not_tell_what_it_was_made_from_is_no_evidence(copied: tuple[Path, Profile]) -> None:
+def test_a_part_that_does_not_tell_what_it_was_made_from_is_no_evidence(
+    copied: tuple[Path, Profile],
+) -> None:
     out, profile = copied
     (out / "baseline" / "run.json").unlink()
     verdicts = by_id(build_report(out, profile))
     for name in PAIRS["baseline"]:
         assert verdicts[name].verdict == "not run"
-        assert verdicts[name].reason == "baseline/run.json does not tell reads, esm2, dnabert_s, head, model length"
+        assert (
+            verdicts[name].reason
+            == "baseline/run.json does not tell reads, esm2, dnabert_s, head, model length"
+        )
     assert verdicts["same_bytes"].verdict == "pass"
 
 
@@ -79,7 +97,9 @@ def test_like_parts_give_no_warning(judged: Report) -> None:
     assert not any("Not compared" in line for line in judged.warnings)
 
 
-def test_of_the_settings_only_the_name_of_the_sample_is_passed_on(copied: tuple[Path, Profile]) -> None:
+def test_of_the_settings_only_the_name_of_the_sample_is_passed_on(
+    copied: tuple[Path, Profile],
+) -> None:
     out, profile = copied
     signed = {"sample": "night 7", "reads": ["https://example.org/r.fa?signature=secret"]}
     edit_json(out / "run.json", lambda body: body.update(spec=signed))

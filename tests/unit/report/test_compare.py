@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.compare import agreement, compare, derive_consensus, load_results, meets, take_results
+from virnuc_core.report.compare import (
+    agreement,
+    compare,
+    derive_consensus,
+    load_results,
+    meets,
+    take_results,
+)
 from virnuc_core.rundir import RunDir
 
 FRAMES_HEAD = "Sequence_ID\tPrediction\tscore1\tscore2\n"
@@ -23,13 +30,17 @@ Row = tuple[str, float]  # id and score of virus
 
 def frames(path: Path, rows: list[Row]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [f"{name}\t{'virus' if s > 1 - s else 'others'}\t{1 - s!r}\t{s!r}\n" for name, s in rows]
+    lines = [
+        f"{name}\t{'virus' if s > 1 - s else 'others'}\t{1 - s!r}\t{s!r}\n" for name, s in rows
+    ]
     path.write_text(FRAMES_HEAD + "".join(lines), encoding="utf-8")
     return path
 
 
 def consensus2(path: Path, rows: list[tuple[str, bool]]) -> Path:
-    path.write_text("Modified_ID\tIs_Virus\n" + "".join(f"{n}\t{v}\n" for n, v in rows), encoding="utf-8")
+    path.write_text(
+        "Modified_ID\tIs_Virus\n" + "".join(f"{n}\t{v}\n" for n, v in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -40,7 +51,12 @@ def run_dir(folder: Path, rows: list[Row], **record: object) -> Path:
     return folder
 
 
-ROWS: list[Row] = [("r1_chunk_1F1", 0.9), ("r1_chunk_1R2", 0.2), ("r2_chunk_1F3", 0.4), ("r3_chunk_1F1", 0.7)]
+ROWS: list[Row] = [
+    ("r1_chunk_1F1", 0.9),
+    ("r1_chunk_1R2", 0.2),
+    ("r2_chunk_1F3", 0.4),
+    ("r3_chunk_1F1", 0.7),
+]
 
 
 def test_order_does_not_matter(tmp_path: Path) -> None:
@@ -56,7 +72,9 @@ def test_order_does_not_matter(tmp_path: Path) -> None:
 
 def test_ids_of_one_side_are_disagreements(tmp_path: Path) -> None:
     found = compare(
-        frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", [*ROWS[:2], ("r9_chunk_1F1", 0.5)]), mode="frame"
+        frames(tmp_path / "a.txt", ROWS),
+        frames(tmp_path / "b.txt", [*ROWS[:2], ("r9_chunk_1F1", 0.5)]),
+        mode="frame",
     ).frames
     assert found is not None
     assert (found.in_both, found.only_in_a, found.only_in_b) == (2, 2, 1)
@@ -80,7 +98,12 @@ def test_labels_that_differ_are_named(tmp_path: Path) -> None:
 
 def test_agreement_is_told_by_class_and_near_the_threshold(tmp_path: Path) -> None:
     rows = [("a_chunk_1F1", 0.9), ("b_chunk_1F1", 0.53), ("c_chunk_1F1", 0.2), ("d_chunk_1F1", 0.1)]
-    other = [("a_chunk_1F1", 0.9), ("b_chunk_1F1", 0.49), ("c_chunk_1F1", 0.2), ("e_chunk_1F1", 0.99)]
+    other = [
+        ("a_chunk_1F1", 0.9),
+        ("b_chunk_1F1", 0.49),
+        ("c_chunk_1F1", 0.2),
+        ("e_chunk_1F1", 0.99),
+    ]
     found = compare(frames(tmp_path / "a.txt", rows), frames(tmp_path / "b.txt", other)).frames
     assert found is not None
     told = {name: (one.ids, one.agreeing) for name, one in found.classes.items()}
@@ -91,7 +114,9 @@ def test_agreement_is_told_by_class_and_near_the_threshold(tmp_path: Path) -> No
 def test_the_strict_score_test_is_a_thousandth(tmp_path: Path) -> None:
     for shift, close in ((0.0009, True), (0.01, False)):
         shifted = [(name, score + shift) for name, score in ROWS]
-        found = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shifted)).frames
+        found = compare(
+            frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shifted)
+        ).frames
         assert found is not None
         assert found.score is not None
         assert found.score.allclose is close
@@ -112,7 +137,9 @@ def test_vanilla_and_successor_files_are_read_alike(tmp_path: Path) -> None:
 
 
 def test_a_consensus_file_against_a_run_directory(tmp_path: Path) -> None:
-    two = consensus2(tmp_path / "two.csv", [("r1_chunk_1", True), ("r2_chunk_1", False), ("r3_chunk_1", True)])
+    two = consensus2(
+        tmp_path / "two.csv", [("r1_chunk_1", True), ("r2_chunk_1", False), ("r3_chunk_1", True)]
+    )
     found = compare(two, run_dir(tmp_path / "run", ROWS))
     assert found.frames is None
     assert found.consensus is not None
@@ -123,7 +150,10 @@ def test_shortest_and_widened_scores_are_the_same(tmp_path: Path) -> None:
     value = np.float32(0.12100612)
     a, b = tmp_path / "a.txt", tmp_path / "b.txt"
     a.write_text(f"{FRAMES_HEAD}x_chunk_1F1\tothers\t{1 - value!s}\t{value!s}\n", encoding="utf-8")
-    b.write_text(f"{FRAMES_HEAD}x_chunk_1F1\tothers\t{float(1 - value)!r}\t{float(value)!r}\n", encoding="utf-8")
+    b.write_text(
+        f"{FRAMES_HEAD}x_chunk_1F1\tothers\t{float(1 - value)!r}\t{float(value)!r}\n",
+        encoding="utf-8",
+    )
     found = compare(a, b).frames
     assert found is not None
     assert found.score is not None
@@ -131,7 +161,9 @@ def test_shortest_and_widened_scores_are_the_same(tmp_path: Path) -> None:
 
 
 def test_a_tie_of_the_chunk_is_a_virus(tmp_path: Path) -> None:
-    votes = derive_consensus(load_results(frames(tmp_path / "a.txt", [("x_chunk_1F1", 0.5), ("y_chunk_1F1", 0.49)])))
+    votes = derive_consensus(
+        load_results(frames(tmp_path / "a.txt", [("x_chunk_1F1", 0.5), ("y_chunk_1F1", 0.49)]))
+    )
     assert votes["id"].tolist() == ["x_chunk_1", "y_chunk_1"]
     assert votes["virus"].tolist() == [True, False]
 
@@ -144,7 +176,9 @@ def test_ids_that_look_like_nothing_stay_ids(tmp_path: Path) -> None:
 
 def test_ids_that_stand_twice_are_joined_one_to_one(tmp_path: Path) -> None:
     twice = [("x_chunk_1F1", 0.9), ("x_chunk_1F1", 0.1), ("y_chunk_1F1", 0.9)]
-    found = compare(frames(tmp_path / "a.txt", twice), frames(tmp_path / "b.txt", twice[::-1][:2]), mode="frame").frames
+    found = compare(
+        frames(tmp_path / "a.txt", twice), frames(tmp_path / "b.txt", twice[::-1][:2]), mode="frame"
+    ).frames
     assert found is not None
     assert (found.in_both, found.only_in_a, found.only_in_b) == (2, 1, 0)
 
@@ -156,7 +190,10 @@ def test_ids_that_stand_twice_are_joined_one_to_one(tmp_path: Path) -> None:
 def test_agreement_is_that_of_the_slow_count(a: dict[str, bool], b: dict[str, bool]) -> None:
     import pandas as pd
 
-    left, right = (pd.DataFrame({"id": pd.Series(list(d), dtype="str"), "virus": list(d.values())}) for d in (a, b))
+    left, right = (
+        pd.DataFrame({"id": pd.Series(list(d), dtype="str"), "virus": list(d.values())})
+        for d in (a, b)
+    )
     found = agreement([(left, right)], 0.01)
     every = a.keys() | b.keys()
     same = sum(a.get(name) == b.get(name) for name in every)
@@ -165,12 +202,17 @@ def test_agreement_is_that_of_the_slow_count(a: dict[str, bool], b: dict[str, bo
     assert found.agreement == (same / len(every) if every else None)
 
 
-def test_results_read_in_pieces_agree_as_results_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_read_in_pieces_agree_as_results_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [(f"r{number}_chunk_1F1", number / 20) for number in range(20)]
     for place, other in enumerate(
         (rows, rows[:9] + rows[10:] + rows[9:10], rows[3:], [*rows[:7], ("x_chunk_1F1", 0.5)])
     ):
-        a, b = frames(tmp_path / "a.txt", rows), frames(tmp_path / f"{place}.txt", [(n, s / 2) for n, s in other])
+        a, b = (
+            frames(tmp_path / "a.txt", rows),
+            frames(tmp_path / f"{place}.txt", [(n, s / 2) for n, s in other]),
+        )
         whole = compare(a, b)
         monkeypatch.setattr("virnuc_core.report.compare.BLOCK_LINES", 3)
         assert compare(a, b) == whole
@@ -197,7 +239,10 @@ def test_a_subset_is_compared_over_its_reads_only(tmp_path: Path) -> None:
 
 def test_a_subset_that_was_staged_apart_is_compared_all_the_same(tmp_path: Path) -> None:
     apart = {**RECORD, "fingerprints": {"head": "h" * 64, "reads": "y" * 64}}
-    small, whole = run_dir(tmp_path / "small", ROWS[:2], **apart), run_dir(tmp_path / "whole", ROWS, **RECORD)
+    small, whole = (
+        run_dir(tmp_path / "small", ROWS[:2], **apart),
+        run_dir(tmp_path / "whole", ROWS, **RECORD),
+    )
     found = compare(small, whole, subset_of_a=True).frames
     assert found is not None
     assert (found.total, found.agreement) == (2, 1.0)
@@ -229,7 +274,9 @@ RECORD = {"model_length": 500, "fingerprints": {"head": "h" * 64, "reads": "r" *
         ({**RECORD, "fingerprints": {"head": "h" * 64, "reads": "y" * 64}}, "reads"),
     ],
 )
-def test_unlike_runs_are_refused_naming_what_differs(tmp_path: Path, other: dict, word: str) -> None:
+def test_unlike_runs_are_refused_naming_what_differs(
+    tmp_path: Path, other: dict, word: str
+) -> None:
     a, b = run_dir(tmp_path / "a", ROWS, **RECORD), run_dir(tmp_path / "b", ROWS, **other)
     with pytest.raises(RunMismatchError, match=f"different {word}"):
         compare(a, b)
@@ -271,8 +318,12 @@ def test_a_missing_file_and_an_empty_folder(tmp_path: Path) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> OrfStore:
     """Two reads with open frames."""
-    (tmp_path / "reads.fa").write_text(">r1\n" + "ATGAAACCC" * 12 + "\n>r2\n" + "GCACATGGG" * 12 + "\n")
-    return OrfStore.open(stage(StageSpec(reads=(str(tmp_path / "reads.fa"),)), tmp_path / "orfs.h5").store)
+    (tmp_path / "reads.fa").write_text(
+        ">r1\n" + "ATGAAACCC" * 12 + "\n>r2\n" + "GCACATGGG" * 12 + "\n"
+    )
+    return OrfStore.open(
+        stage(StageSpec(reads=(str(tmp_path / "reads.fa"),)), tmp_path / "orfs.h5").store
+    )
 
 
 def test_results_of_an_earlier_baseline_are_taken_and_those_of_other_reads_refused(
@@ -285,9 +336,16 @@ def test_results_of_an_earlier_baseline_are_taken_and_those_of_other_reads_refus
         take_results(given, run, store)
         assert run.predictions.read_bytes() == (given / run.predictions.name).read_bytes()
         given = run.root
-    take_results(consensus2(tmp_path / "v1.csv", [("r1_chunk_1", True), ("r2_chunk_1", False)]), run, store)
-    assert sorted(path.name for path in run.root.iterdir()) == [run.consensus.name], "of the one before nothing stays"
-    for rows, said in ((ROWS, "1 of its 4 ids are not among"), ([(ids[0], 0.9)], "0 of its 1 ids .* ids of these")):
+    take_results(
+        consensus2(tmp_path / "v1.csv", [("r1_chunk_1", True), ("r2_chunk_1", False)]), run, store
+    )
+    assert sorted(path.name for path in run.root.iterdir()) == [run.consensus.name], (
+        "of the one before nothing stays"
+    )
+    for rows, said in (
+        (ROWS, "1 of its 4 ids are not among"),
+        ([(ids[0], 0.9)], "0 of its 1 ids .* ids of these"),
+    ):
         with pytest.raises(InputError, match=f"results of other reads: {said}"):
             take_results(frames(tmp_path / "other.txt", rows), run, store)
     for other in (RECORD, {**told, "model_length": 300}):
@@ -312,5 +370,7 @@ def test_a_score_that_is_no_number_is_near_nothing(tmp_path: Path) -> None:
 
 def test_consensus_scores_are_read(tmp_path: Path) -> None:
     path = tmp_path / "c.csv"
-    path.write_text("Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\nx\tTrue\t0.25\t0.75\n", encoding="utf-8")
+    path.write_text(
+        "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\nx\tTrue\t0.25\t0.75\n", encoding="utf-8"
+    )
     assert load_results(path)["score2"].tolist() == [0.75]

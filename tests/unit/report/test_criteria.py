@@ -21,7 +21,15 @@ from virnuc_core.validation import BaselineSummary
 
 from .validate_directory import Recipe, build, edit_json, write_json
 
-SEVEN = ("one_device_time", "two_device_time", "scaling", "speedup", "consensus", "gpu_utilisation", "packing")
+SEVEN = (
+    "one_device_time",
+    "two_device_time",
+    "scaling",
+    "speedup",
+    "consensus",
+    "gpu_utilisation",
+    "packing",
+)
 IDS = ("PERF-01", "PERF-01", "PERF-03", "PERF-01", "correctness", "PERF-02", "PERF-05")
 
 
@@ -29,7 +37,9 @@ def by_id(report: Report) -> dict[str, Criterion]:
     return {criterion.id: criterion for criterion in (*report.criteria, *report.checks)}
 
 
-def test_seven_criteria_with_everything_they_stand_on(finished: tuple[Path, Profile], judged: Report) -> None:
+def test_seven_criteria_with_everything_they_stand_on(
+    finished: tuple[Path, Profile], judged: Report
+) -> None:
     assert tuple(c.id for c in judged.criteria) == SEVEN
     assert tuple(c.perf_id for c in judged.criteria) == IDS
     for criterion in judged.criteria:
@@ -75,17 +85,25 @@ def test_the_smoke_profile_asks_for_correctness_only(tmp_path: Path) -> None:
 
 
 MISSING: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "no single run": (lambda out: shutil.rmtree(out / "devices-1"), ("one_device_time", "scaling", "same_bytes")),
+    "no single run": (
+        lambda out: shutil.rmtree(out / "devices-1"),
+        ("one_device_time", "scaling", "same_bytes"),
+    ),
     "no run of two": (lambda out: shutil.rmtree(out / "devices-2"), ("two_device_time", "scaling")),
     "no baseline": (lambda out: shutil.rmtree(out / "baseline"), ("speedup",)),
     "no comparison": (lambda out: (out / "comparison.json").unlink(), ("consensus", "same_bytes")),
-    "no telemetry": (lambda out: shutil.rmtree(out / "devices-2" / "telemetry"), ("gpu_utilisation", "packing")),
+    "no telemetry": (
+        lambda out: shutil.rmtree(out / "devices-2" / "telemetry"),
+        ("gpu_utilisation", "packing"),
+    ),
     "no wall time": (
         lambda out: edit_json(out / "devices-2" / "summary.json", lambda b: b.pop("wall_s")),
         ("two_device_time", "scaling", "speedup"),
     ),
     "a time that is none": (
-        lambda out: edit_json(out / "devices-2" / "summary.json", lambda b: b.update(wall_s="fast")),
+        lambda out: edit_json(
+            out / "devices-2" / "summary.json", lambda b: b.update(wall_s="fast")
+        ),
         ("two_device_time", "scaling", "speedup", "gpu_utilisation", "packing"),
     ),
     "a clock that ran backwards": (
@@ -98,7 +116,8 @@ MISSING: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "no devices": (
         lambda out: [
-            edit_json(out / "devices-2" / name, lambda b: b.pop("devices")) for name in ("run.json", "summary.json")
+            edit_json(out / "devices-2" / name, lambda b: b.pop("devices"))
+            for name in ("run.json", "summary.json")
         ],
         ("two_device_time", "scaling", "speedup", "gpu_utilisation"),
     ),
@@ -107,19 +126,24 @@ MISSING: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
         ("speedup",),
     ),
     "a subset of unknown size": (
-        lambda out: edit_json(out / "baseline" / "summary.json", lambda b: b.update(subset={"reads": 5})),
+        lambda out: edit_json(
+            out / "baseline" / "summary.json", lambda b: b.update(subset={"reads": 5})
+        ),
         ("speedup",),
     ),
     "a resumed run": (
         lambda out: edit_json(
-            out / "devices-2" / "summary.json", lambda b: b.update(resumed=True, shards_reused=3, shards_computed=9)
+            out / "devices-2" / "summary.json",
+            lambda b: b.update(resumed=True, shards_reused=3, shards_computed=9),
         ),
         ("two_device_time", "scaling", "speedup"),
     ),
     "a run that was killed before its first commit": (
         lambda out: edit_json(
             out / "devices-2" / "summary.json",
-            lambda b: b.update(attempts=[{"started": "", "devices": [], "wall_s": b["wall_s"] / 2}] * 2),
+            lambda b: b.update(
+                attempts=[{"started": "", "devices": [], "wall_s": b["wall_s"] / 2}] * 2
+            ),
         ),
         ("two_device_time", "scaling", "speedup"),
     ),
@@ -164,7 +188,10 @@ def test_what_is_missing_is_not_run_and_nothing_else_changes(
 
 def test_a_broken_raw_file_is_a_warning(copied: tuple[Path, Profile]) -> None:
     (copied[0] / "devices-2" / "summary.json").write_text("{", encoding="utf-8")
-    assert any("devices-2/summary.json: invalid JSON" in warning for warning in build_report(*copied).warnings)
+    assert any(
+        "devices-2/summary.json: invalid JSON" in warning
+        for warning in build_report(*copied).warnings
+    )
 
 
 def test_targets_for_other_hardware_are_for_reference_only(tmp_path: Path) -> None:
@@ -185,7 +212,9 @@ def test_cpu_cores_are_no_gpus(tmp_path: Path) -> None:
     assert "meant for GPUs" in verdicts["scaling"].reason
     assert verdicts["gpu_utilisation"].verdict == "not run"
     named = profile.model_copy(update={"device_names": ("CPU",)})
-    assert by_id(build_report(tmp_path, named))["scaling"].verdict == "fail", "a profile may ask it of CPU cores"
+    assert by_id(build_report(tmp_path, named))["scaling"].verdict == "fail", (
+        "a profile may ask it of CPU cores"
+    )
 
 
 def test_too_few_reads_are_no_evidence(finished: tuple[Path, Profile]) -> None:
@@ -199,11 +228,15 @@ def test_too_few_reads_are_no_evidence(finished: tuple[Path, Profile]) -> None:
 
 def test_too_few_chunks_are_no_evidence(finished: tuple[Path, Profile]) -> None:
     out, profile = finished
-    verdict = by_id(build_report(out, profile.model_copy(update={"min_compared_chunks": 10_000})))["consensus"]
+    verdict = by_id(build_report(out, profile.model_copy(update={"min_compared_chunks": 10_000})))[
+        "consensus"
+    ]
     assert verdict.verdict == "not run"
 
 
-def test_a_time_from_fewer_reads_is_projected_and_never_passes(finished: tuple[Path, Profile]) -> None:
+def test_a_time_from_fewer_reads_is_projected_and_never_passes(
+    finished: tuple[Path, Profile],
+) -> None:
     out, profile = finished
     verdicts = by_id(build_report(out, profile.model_copy(update={"target_reads": 600})))
     one = verdicts["one_device_time"]
@@ -227,9 +260,14 @@ def test_a_run_ended_at_the_limit_fails(copied: tuple[Path, Profile]) -> None:
 def test_a_run_that_was_cut_off_gives_no_derived_figure(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     for name in ("devices-1", "devices-2"):
-        edit_json(out / name / "summary.json", lambda b: b.update(stopped_at_limit=True, wall_s=0.4, total_s=5.4))
+        edit_json(
+            out / name / "summary.json",
+            lambda b: b.update(stopped_at_limit=True, wall_s=0.4, total_s=5.4),
+        )
     report = build_report(out, profile.model_copy(update={"price_per_device_hour": 1.0}))
-    assert {identity: by_id(report)[identity].value for identity in ("scaling", "speedup", "packing")} == {
+    assert {
+        identity: by_id(report)[identity].value for identity in ("scaling", "speedup", "packing")
+    } == {
         "scaling": None,
         "speedup": None,
         "packing": None,
@@ -246,7 +284,11 @@ def test_a_run_that_was_cut_off_gives_no_derived_figure(copied: tuple[Path, Prof
     assert report.scaling == ()
     assert entry_of(report) is None, "it is no history either"
     assert report.outcome == "failed"
-    no_times = {name: target for name, target in profile.targets.items() if not name.endswith("_device_seconds")}
+    no_times = {
+        name: target
+        for name, target in profile.targets.items()
+        if not name.endswith("_device_seconds")
+    }
     unasked = build_report(out, profile.model_copy(update={"targets": no_times}))
     assert unasked.missed == ("time limit on 1x RTX 4090", "time limit on 2x RTX 4090")
 
@@ -256,9 +298,15 @@ def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path
     report = build_report(tmp_path, profile)
     found = by_id(report)
     assert [run.name for run in report.runs] == ["devices-1", "devices-2", "devices-4"]
-    assert (found["two_device_time"].device, found["two_device_time"].verdict) == ("2x RTX 4090", "pass")
+    assert (found["two_device_time"].device, found["two_device_time"].verdict) == (
+        "2x RTX 4090",
+        "pass",
+    )
     assert found["two_device_time"].raw == ("devices-2/summary.json",)
-    assert (found["scaling"].device, found["scaling"].profile_line) == ("2x RTX 4090", "scaling: >= 1.9")
+    assert (found["scaling"].device, found["scaling"].profile_line) == (
+        "2x RTX 4090",
+        "scaling: >= 1.9",
+    )
     assert [(f.judged.title, f.judged.device) for f in report.scaling if f.judged] == [
         ("Scaling", "2x RTX 4090"),
         ("Scaling on 4 devices", "4x RTX 4090"),
@@ -270,19 +318,29 @@ def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path
     slow = profile.model_copy(update={"scaling_bands": {"4": (3.99, 4.0)}})
     missed = build_report(tmp_path, slow)
     assert by_id(missed)["scaling"].verdict == found["scaling"].verdict
-    assert "Scaling on 4 devices" in missed.missed, "a band that is missed fails, whatever the two-device run did"
+    assert "Scaling on 4 devices" in missed.missed, (
+        "a band that is missed fails, whatever the two-device run did"
+    )
     path = tmp_path / "devices-2" / "prediction_results_highestscore.csv"
-    path.write_text(path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8"
+    )
     compare_runs(tmp_path, ("devices-1", "devices-2", "devices-4"), tolerance=0.01, subset=False)
-    assert by_id(build_report(tmp_path, profile))["same_bytes"].verdict == "fail", "the run between counts, too"
+    assert by_id(build_report(tmp_path, profile))["same_bytes"].verdict == "fail", (
+        "the run between counts, too"
+    )
 
 
 def test_all_that_the_profile_asks_for_is_counted_and_nothing_else(tmp_path: Path) -> None:
-    profile = load_profile("production-6m").model_copy(update={"min_reads": 1, "min_compared_chunks": 1})
+    profile = load_profile("production-6m").model_copy(
+        update={"min_reads": 1, "min_compared_chunks": 1}
+    )
     build(tmp_path, Recipe(), profile)
     report = build_report(tmp_path, profile)
     assert {c.id for c in report.asked} == {
-        name.replace("packing_efficiency", "packing").replace("seconds", "time").replace("_agreement", "")
+        name.replace("packing_efficiency", "packing")
+        .replace("seconds", "time")
+        .replace("_agreement", "")
         for name in profile.targets
     }
     assert by_id(report)["one_device_time"].verdict == "not asked"
@@ -340,11 +398,15 @@ def test_a_recorded_baseline_only_where_the_device_matches(
     assert speedup.reason
 
 
-def test_a_recorded_time_that_was_given_counts_whatever_the_profile_measures(copied: tuple[Path, Profile]) -> None:
+def test_a_recorded_time_that_was_given_counts_whatever_the_profile_measures(
+    copied: tuple[Path, Profile],
+) -> None:
     out, profile = copied
     for name, verdict in (("RTX 4090", "pass"), ("RTX 3090", "not run")):
         told = [Device(id=f"recorded-{n}", kind="cuda", name=name) for n in range(2)]
-        summary = BaselineSummary(name="v1", source="recorded", wall_s=900.0, n_reads=300, devices=tuple(told))
+        summary = BaselineSummary(
+            name="v1", source="recorded", wall_s=900.0, n_reads=300, devices=tuple(told)
+        )
         write(out / "baseline" / "summary.json", summary)
         speedup = by_id(build_report(out, profile))["speedup"]
         assert speedup.verdict == verdict
@@ -377,7 +439,9 @@ def test_few_samples_say_nothing(tmp_path: Path) -> None:
 def test_the_worst_of_both_runs_gates_agreement(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     path = out / "devices-1" / "prediction_results_highestscore.csv"
-    path.write_text(path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8"
+    )
     compare_runs(out, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
     verdicts = by_id(build_report(out, profile))
     assert verdicts["consensus"].verdict == "fail"
@@ -387,7 +451,9 @@ def test_the_worst_of_both_runs_gates_agreement(copied: tuple[Path, Profile]) ->
 
 def test_devices_of_two_models_need_not_agree_in_every_bit(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
-    edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][1].update(name="NVIDIA RTX 4090 D"))
+    edit_json(
+        out / "devices-2" / "run.json", lambda b: b["devices"][1].update(name="NVIDIA RTX 4090 D")
+    )
     verdict = by_id(build_report(out, profile))["same_bytes"]
     assert verdict.verdict == "not run"
     assert "different models" in verdict.reason
@@ -395,7 +461,9 @@ def test_devices_of_two_models_need_not_agree_in_every_bit(copied: tuple[Path, P
 
 def test_super_linear_scaling_warns_and_passes(tmp_path: Path) -> None:
     profile = build(tmp_path)
-    edit_json(tmp_path / "devices-1" / "summary.json", lambda b: b.update(wall_s=95.0, total_s=100.0))
+    edit_json(
+        tmp_path / "devices-1" / "summary.json", lambda b: b.update(wall_s=95.0, total_s=100.0)
+    )
     report = build_report(tmp_path, profile)
     assert by_id(report)["scaling"].verdict == "pass"
     assert "super-linear" in by_id(report)["scaling"].reason
@@ -407,9 +475,9 @@ def test_four_devices_are_judged_by_their_band(tmp_path: Path) -> None:
     at_hand = profile.model_copy(update={"min_reads": 1, "scaling_bands": {"4": (2.5, 4.0)}})
     verdict = by_id(build_report(tmp_path, at_hand))["scaling"]
     assert (verdict.verdict, verdict.profile_line) == ("pass", "scaling_bands.4: >= 2.5")
-    two = by_id(build_report(tmp_path, load_profile("phase10-1m").model_copy(update={"min_reads": 1})))[
-        "two_device_time"
-    ]
+    two = by_id(
+        build_report(tmp_path, load_profile("phase10-1m").model_copy(update={"min_reads": 1}))
+    )["two_device_time"]
     assert (two.verdict, two.reason) == ("not run", "there was no run on 2 devices")
 
 
@@ -432,7 +500,9 @@ def test_more_tokens_than_slots_cannot_pass(tmp_path: Path) -> None:
 
 
 def test_further_checks_of_the_production_profile(tmp_path: Path) -> None:
-    profile = load_profile("production-6m").model_copy(update={"min_reads": 1, "target_reads": None})
+    profile = load_profile("production-6m").model_copy(
+        update={"min_reads": 1, "target_reads": None}
+    )
     build(tmp_path, Recipe(devices=2), profile)
     verdicts = by_id(build_report(tmp_path, profile))
     assert verdicts["starved_share"].verdict == "pass"
@@ -440,7 +510,9 @@ def test_further_checks_of_the_production_profile(tmp_path: Path) -> None:
     assert verdicts["checkpoint_overhead"].verdict == "not run"
 
 
-def test_runs_on_more_devices_than_were_given_now_are_of_an_earlier_start(copied: tuple[Path, Profile]) -> None:
+def test_runs_on_more_devices_than_were_given_now_are_of_an_earlier_start(
+    copied: tuple[Path, Profile],
+) -> None:
     out, profile = copied
     edit_json(out / "run.json", lambda body: body["devices"].pop())
     compare_runs(out, ("devices-1",), tolerance=0.01, subset=False)
@@ -453,7 +525,10 @@ def test_runs_on_more_devices_than_were_given_now_are_of_an_earlier_start(copied
 
 
 def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied[0], load_profile("h200-1m").model_copy(update={"device_names": (), "min_reads": 1})
+    out, profile = (
+        copied[0],
+        load_profile("h200-1m").model_copy(update={"device_names": (), "min_reads": 1}),
+    )
     ids, names = ("centred_worst", "centred_mean", "verdicts_held"), ("devices-1", "devices-2")
     silent = by_id(build_report(out, profile))
     assert {silent[name].verdict for name in ids} == {"not run"}
@@ -465,7 +540,9 @@ def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Prof
     assert verdicts["verdicts_held"].samples == verdicts["consensus"].samples
     with h5py.File(out / "devices-2" / "embeddings.h5", "r+") as file:
         values = file["embeddings"][:]
-        values[3] = 2 * values.mean(0) - values[3]  # one of many on the other side: the mean keeps, the worst does not
+        values[3] = (
+            2 * values.mean(0) - values[3]
+        )  # one of many on the other side: the mean keeps, the worst does not
         file["embeddings"][...] = values
     compare_runs(out, names, tolerance=0.01, subset=False)
     report = build_report(out, profile)
@@ -477,17 +554,23 @@ def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Prof
     text = fill("beside.txt.j2", report)
     assert f"{verdict.value:.4f} (target: >=0.97) [FAIL]" in text
     assert text.count("Same bytes on all devices") == 1, "each check goes by its own name"
-    edit_json(out / "comparison.json", lambda body: body["comparisons"][-1]["cosines"][-1].update(minimum=0.99))
+    edit_json(
+        out / "comparison.json",
+        lambda body: body["comparisons"][-1]["cosines"][-1].update(minimum=0.99),
+    )
     write_report(out, profile)
     said = "\n".join(verify_report(out).differences)
     assert "comparison.json: fp32 and devices-2.cosines[1].minimum: says 0.99" in said
 
 
 def test_starved_batches_fail(tmp_path: Path) -> None:
-    profile = load_profile("production-6m").model_copy(update={"min_reads": 1, "target_reads": None})
+    profile = load_profile("production-6m").model_copy(
+        update={"min_reads": 1, "target_reads": None}
+    )
     build(tmp_path, Recipe(wait_ms=80.0), profile)
     edit_json(
-        tmp_path / "devices-2" / "summary.json", lambda body: body["stages"].update({"Waiting for batches": 20.0})
+        tmp_path / "devices-2" / "summary.json",
+        lambda body: body["stages"].update({"Waiting for batches": 20.0}),
     )
     report = build_report(tmp_path, profile)
     assert by_id(report)["starved_share"].verdict == "fail"
@@ -496,7 +579,9 @@ def test_starved_batches_fail(tmp_path: Path) -> None:
 
 def test_all_criteria_can_be_met(tmp_path: Path) -> None:
     profile = build(tmp_path)
-    edit_json(tmp_path / "devices-1" / "summary.json", lambda b: b.update(wall_s=80.0, total_s=85.0))
+    edit_json(
+        tmp_path / "devices-1" / "summary.json", lambda b: b.update(wall_s=80.0, total_s=85.0)
+    )
     report = build_report(tmp_path, profile)
     assert report.outcome == "passed"
     assert report.met == len(report.asked) == len(report.criteria) == 7

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows import cli
 from tests.columns import documented
+from virnuc.flows import cli
 from virnuc_core.config import RunSpec
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
@@ -40,12 +40,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reads.append(("TAACTAGCTGA" * 60, '"=quoted"'))
     text = "".join(f">{name}\n{bases}\n" for bases, name in reads)
     (folder / "contigs.fasta").write_text(text)
-    assert cli.main(["models", "init-random", str(folder / "models"), "--head", str(SIZE), "--seed", "5"]) == 0
-    spec = {"reads": (str(folder / "contigs.fasta"),), "models": folder / "models", "devices": "cpu:1"}
+    assert (
+        cli.main(
+            ["models", "init-random", str(folder / "models"), "--head", str(SIZE), "--seed", "5"]
+        )
+        == 0
+    )
+    spec = {
+        "reads": (str(folder / "contigs.fasta"),),
+        "models": folder / "models",
+        "devices": "cpu:1",
+    }
     out = folder / "out"
     predict(RunSpec(out=out, **spec))
     scores = [float(row["viral_score"]) for row in table(out / "reads.tsv") if row["viral_score"]]
-    predict(RunSpec(out=out, threshold=float(np.median(scores)), **spec))  # weights of chance: half of them are viral
+    predict(
+        RunSpec(out=out, threshold=float(np.median(scores)), **spec)
+    )  # weights of chance: half of them are viral
     return out
 
 
@@ -78,14 +89,20 @@ def twin(run: Path) -> dict[str, tuple[int, int, int, int, float]]:
         assert sum(adds) == length
         weighed = [(adds[number - 1], margin) for number, margin in votes]
         bases = sum(one for one, _ in weighed)
-        score = 0.5 + sum(one * margin for one, margin in weighed) / bases / 2 if bases else float("nan")
+        score = (
+            0.5 + sum(one * margin for one, margin in weighed) / bases / 2
+            if bases
+            else float("nan")
+        )
         viral = [one for one, margin in weighed if margin >= 0]
         found[read["id"]] = (len(weighed), len(viral), bases, sum(viral), score)
     assert (row, chunk) == (None, None)
     return found
 
 
-def test_contigs_vote_as_a_plain_count_says(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contigs_vote_as_a_plain_count_says(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     export(RunDir(run), tmp_path / "whole", "lung")
     monkeypatch.setattr("virnuc_core.report.exports.PIECE_READS", 3)
     export(RunDir(run), tmp_path / "pieces", "lung")
@@ -97,7 +114,10 @@ def test_contigs_vote_as_a_plain_count_says(run: Path, tmp_path: Path, monkeypat
     assert set(found) == set(wanted)
     for name, (scored, viral, bases, viral_bases, score) in wanted.items():
         row = found[name]
-        told = [int(row[column]) for column in ("scored_chunks", "viral_chunks", "scored_bases", "viral_bases")]
+        told = [
+            int(row[column])
+            for column in ("scored_chunks", "viral_chunks", "scored_bases", "viral_bases")
+        ]
         assert told == [scored, viral, bases, viral_bases], name
         if bases == 0:
             assert (row["viral_score"], row["label"]) == ("", "")
@@ -106,7 +126,9 @@ def test_contigs_vote_as_a_plain_count_says(run: Path, tmp_path: Path, monkeypat
             assert row["label"] == ("virus" if float(row["viral_score"]) >= threshold else "others")
 
 
-def test_a_contig_with_a_failed_row_has_no_vote(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contig_with_a_failed_row_has_no_vote(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scores, failed = shards.read_scores(RunDir(run))
     failed[::3], scores[::3] = True, np.nan
     monkeypatch.setattr("virnuc_core.report.exports.read_scores", lambda _: (scores, failed))
@@ -114,29 +136,45 @@ def test_a_contig_with_a_failed_row_has_no_vote(run: Path, tmp_path: Path, monke
     assert any(row["label"] == "" and row["scored_chunks"] != "0" for row in before.values())
     assert any(row["label"] for row in before.values())
     failed[:], scores[:] = True, np.nan
-    counted = ("scored_chunks", "viral_chunks", "scored_bases", "viral_bases", "viral_score", "label")
-    told = {tuple(row[name] for name in counted) for row in table(export(RunDir(run), tmp_path, "x")[0])}
+    counted = (
+        "scored_chunks",
+        "viral_chunks",
+        "scored_bases",
+        "viral_bases",
+        "viral_score",
+        "label",
+    )
+    told = {
+        tuple(row[name] for name in counted) for row in table(export(RunDir(run), tmp_path, "x")[0])
+    }
     assert told == {("0", "0", "0", "0", "", "")}
 
 
 def test_kraken_and_multiqc_tell_what_reads_tsv_tells(run: Path, tmp_path: Path) -> None:
     assert cli.main(["export", str(run), "-o", str(tmp_path), "--sample", "lung"]) == 0
     reads = table(run / "reads.tsv")
-    lines = [line.split("\t") for line in (tmp_path / "lung.kraken2.classifiedreads.txt").read_text().splitlines()]
+    lines = [
+        line.split("\t")
+        for line in (tmp_path / "lung.kraken2.classifiedreads.txt").read_text().splitlines()
+    ]
     viral = [read["fate"] == "viral" for read in reads]
     assert 0 < sum(viral) < len(viral)
     assert [line[:4] for line in lines] == [
         ["C" if one else "U", read["id"], "10239" if one else "0", read["length"]]
         for one, read in zip(viral, reads, strict=True)
     ]
-    report = [line.split("\t") for line in (tmp_path / "lung.kraken2.report.txt").read_text().splitlines()]
+    report = [
+        line.split("\t") for line in (tmp_path / "lung.kraken2.report.txt").read_text().splitlines()
+    ]
     assert [(int(line[1]), line[3], line[4]) for line in report] == [
         (len(reads) - sum(viral), "U", "0"),
         (sum(viral), "R", "1"),
         (sum(viral), "D", "10239"),
     ]
     sections = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*_mqc.json")}
-    assert Counter(read["fate"] for read in reads) == Counter(sections["virnuc_fates_mqc.json"]["data"]["lung"])
+    assert Counter(read["fate"] for read in reads) == Counter(
+        sections["virnuc_fates_mqc.json"]["data"]["lung"]
+    )
     scored = sum(read["viral_score"] != "" for read in reads)
     assert sum(sections["virnuc_scores_mqc.json"]["data"]["lung"].values()) == scored
     general = sections["virnuc_general_mqc.json"]["data"]["lung"]
@@ -172,7 +210,9 @@ def test_a_store_of_other_reads_is_not_taken_for_the_runs(run: Path, tmp_path: P
         export(RunDir(moved), tmp_path / "out", "x")
 
 
-def test_a_run_that_is_not_complete_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_not_complete_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match="holds no complete run"):
         export(RunDir(tmp_path), tmp_path / "out", "x")
     assert cli.main(["export", str(tmp_path)]) == 2

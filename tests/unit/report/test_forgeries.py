@@ -29,7 +29,9 @@ from .validate_directory import edit_json
 
 Forgery = Callable[[Path], None]
 ONE, TWO = "devices-1", "devices-2"
-pytestmark = pytest.mark.slow  # real runs; what weighs most is tried on a made directory in test_verify.py as well
+pytestmark = (
+    pytest.mark.slow
+)  # real runs; what weighs most is tried on a made directory in test_verify.py as well
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +63,10 @@ def set_aside(run: RunDir, unique: int) -> None:
     scores, failed = read_scores(run)
     told = write_results(run, OrfStore.open(run.root.parent / "orfs.h5"), scores, failed)
     files = {path.name: digest(path).model_dump() for path in run.listed if path.is_file()}
-    said = {name: getattr(told, name) for name in ("fates", "rows_virus", "chunks_virus", "chunks_scored")}
+    said = {
+        name: getattr(told, name)
+        for name in ("fates", "rows_virus", "chunks_virus", "chunks_scored")
+    }
     edit_json(run.summary, lambda body: body.update(said, files=files, rows_set_aside=1))
     (path,) = run.telemetry.glob("*.h5")
     with h5py.File(path, "r+") as file:
@@ -93,7 +98,10 @@ def listed(name: str, forgery: Forgery) -> Forgery:
         forgery(out)
         path = out / name
         found = digest(path)
-        edit_json(path.parent / "summary.json", lambda body: body["files"].update({path.name: found.model_dump()}))
+        edit_json(
+            path.parent / "summary.json",
+            lambda body: body["files"].update({path.name: found.model_dump()}),
+        )
 
     return change
 
@@ -122,14 +130,18 @@ def body(name: str, *keys: str | int, to: object) -> Forgery:
     return change
 
 
-def table(name: str, change_rows: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Forgery:
+def table(
+    name: str, change_rows: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]
+) -> Forgery:
     """Change the columns of a group of the telemetry's arrays."""
 
     def change(out: Path) -> None:
         (path,) = out.glob(f"{TWO}/telemetry/*.h5")
         with h5py.File(path, "r+") as file:
             group = file[name]
-            columns = {key: values[:] for key, values in group.items() if isinstance(values, h5py.Dataset)}
+            columns = {
+                key: values[:] for key, values in group.items() if isinstance(values, h5py.Dataset)
+            }
             for key, values in change_rows(columns).items():
                 del group[key]
                 group[key] = values
@@ -195,17 +207,32 @@ def history_softened(out: Path) -> None:
 
 FORGERIES: dict[str, tuple[Forgery, str]] = {  # how, and what the difference must say
     "a sample raised": (table("host", scaled("cpu_percent", 2.0)), r"telemetry_.*summary\.host\."),
-    "a batch removed": (table("/", lambda c: {key: values[:-1] for key, values in c.items()}), r"batches"),
+    "a batch removed": (
+        table("/", lambda c: {key: values[:-1] for key, values in c.items()}),
+        r"batches",
+    ),
     "a batch made longer": (table("/", scaled("tokens", 0.5)), rf"{TWO}/telemetry.*tokens"),
-    "a batch of half a token": (table("/", lambda c: {"tokens": c["tokens"] + 0.5}), r"readable .*\(tokens: not whole"),
+    "a batch of half a token": (
+        table("/", lambda c: {"tokens": c["tokens"] + 0.5}),
+        r"readable .*\(tokens: not whole",
+    ),
     "words in place of times": (
         table("/", lambda c: {"wait_ms": c["wait_ms"].astype("S9")}),
         r"readable .*\(wait_ms: not num",
     ),
-    "a shard's row removed": (table("shards", lambda c: {k: v[:-1] for k, v in c.items()}), r"shards_computed"),
-    "a label flipped": (text(f"{TWO}/prediction_results.txt", "\tvirus\t", "\tothers\t"), "prediction_results.txt"),
+    "a shard's row removed": (
+        table("shards", lambda c: {k: v[:-1] for k, v in c.items()}),
+        r"shards_computed",
+    ),
+    "a label flipped": (
+        text(f"{TWO}/prediction_results.txt", "\tvirus\t", "\tothers\t"),
+        "prediction_results.txt",
+    ),
     "a label flipped, listed": (
-        listed(f"{ONE}/prediction_results.txt", text(f"{ONE}/prediction_results.txt", "\tvirus\t", "\tothers\t")),
+        listed(
+            f"{ONE}/prediction_results.txt",
+            text(f"{ONE}/prediction_results.txt", "\tvirus\t", "\tothers\t"),
+        ),
         rf"{ONE}/prediction_results\.txt: line 2 says .*its shards give",
     ),
     "a score edited, listed and reported": (
@@ -230,7 +257,10 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {  # how, and what the difference mu
         reported(text(f"{TWO}/summary.json", r'"failed": 1', '"failed": 0')),
         r"n_reads|fates\.failed",
     ),
-    "the threshold of the reads softened": (body(f"{TWO}/summary.json", "threshold", to=0.75), r"reads\.tsv: line"),
+    "the threshold of the reads softened": (
+        body(f"{TWO}/summary.json", "threshold", to=0.75),
+        r"reads\.tsv: line",
+    ),
     "the profile's threshold softened": (
         body("run.json", "profile", "targets", "consensus_agreement", "value", to=50.0),
         r"^profile\.targets\.consensus",
@@ -243,12 +273,17 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {  # how, and what the difference mu
         lambda out: edit_json(out / "report/report.json", lambda b: b["criteria"].pop()),
         r"^criteria",
     ),
-    "a verdict turned": (both(body("report/report.json", "criteria", 0, "verdict", to="pass"), rerender), r"verdict"),
+    "a verdict turned": (
+        both(body("report/report.json", "criteria", 0, "verdict", to="pass"), rerender),
+        r"verdict",
+    ),
     "a time shortened": (
         reported(
             lambda out: edit_json(
                 out / TWO / "summary.json",
-                lambda b: b.update(wall_s=b["wall_s"] / 4, total_s=b["staging_s"] + b["wall_s"] / 4),
+                lambda b: b.update(
+                    wall_s=b["wall_s"] / 4, total_s=b["staging_s"] + b["wall_s"] / 4
+                ),
             )
         ),
         "wall_s",
@@ -275,28 +310,46 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {  # how, and what the difference mu
         reported(body("regression.json", "history", 0, "tokens_per_s", to=1.0)),
         rf"{HISTORY}.*tokens_per_s",
     ),
-    "a report of another run copied in": (copied("../earlier/report", "report"), r"fates|provenance|evidence"),
+    "a report of another run copied in": (
+        copied("../earlier/report", "report"),
+        r"fates|provenance|evidence",
+    ),
     "telemetry of another run copied in": (
         copied(f"{ONE}/telemetry/*.h5", f"{TWO}/telemetry/*.h5"),
         rf"{TWO}/telemetry.*: says",
     ),
-    "a device renamed": (body(f"{TWO}/run.json", "devices", 0, "name", to="NVIDIA H200"), rf"{TWO}/run\.json: devices"),
+    "a device renamed": (
+        body(f"{TWO}/run.json", "devices", 0, "name", to="NVIDIA H200"),
+        rf"{TWO}/run\.json: devices",
+    ),
     "a comparison's count edited": (
         reported(body("comparison.json", "comparisons", 0, "consensus", "agreeing", to=1)),
         r"comparison\.json: .*agreeing",
     ),
-    "shards swapped": (swap(f"{TWO}/shards/00000.h5", f"{TWO}/shards/00001.h5"), r"shards/0000[01]\.h5"),
+    "shards swapped": (
+        swap(f"{TWO}/shards/00000.h5", f"{TWO}/shards/00001.h5"),
+        r"shards/0000[01]\.h5",
+    ),
     "a score of a shard edited": (
         lambda out: _edit_shard(out / TWO / "shards" / "00000.h5"),
         r"shards/00000\.h5 is not what was committed",
     ),
-    "an evidence file replaced": (copied(f"{ONE}/summary.json", f"{TWO}/summary.json"), rf"{TWO}.*says"),
-    "weights of another run": (body(f"{TWO}/run.json", "fingerprints", "head", to="beef"), rf"{TWO}/run\.json: head"),
+    "an evidence file replaced": (
+        copied(f"{ONE}/summary.json", f"{TWO}/summary.json"),
+        rf"{TWO}.*says",
+    ),
+    "weights of another run": (
+        body(f"{TWO}/run.json", "fingerprints", "head", to="beef"),
+        rf"{TWO}/run\.json: head",
+    ),
     "a read left out": (
         listed(f"{ONE}/reads.tsv", text(f"{ONE}/reads.tsv", r"^sim_.*\n", "")),
         rf"{ONE}/reads\.tsv: line 2",
     ),
-    "staged reads edited": (lambda out: _edit_store(out / "orfs.h5"), r"orfs\.h5: not what was staged"),
+    "staged reads edited": (
+        lambda out: _edit_store(out / "orfs.h5"),
+        r"orfs\.h5: not what was staged",
+    ),
 }
 
 

@@ -47,7 +47,9 @@ def report(finished: tuple[Path, Profile]) -> Report:
     return read_report(finished[0] / "report" / "report.json")
 
 
-def test_the_report_is_a_pure_function_of_its_data(finished: tuple[Path, Profile], report: Report) -> None:
+def test_the_report_is_a_pure_function_of_its_data(
+    finished: tuple[Path, Profile], report: Report
+) -> None:
     forms = render(report)
     assert forms == render(Report.model_validate_json(report.model_dump_json()))
     for name, content in forms.items():
@@ -77,10 +79,15 @@ def test_the_page_is_whole_and_loads_nothing(report: Report) -> None:
     assert not names & {"script", "link", "iframe", "object", "embed", "form"}
     sources = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
     assert len(sources) >= 7
-    assert all(source is not None and source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert all(
+        source is not None and source.startswith("data:image/svg+xml;base64,") for source in sources
+    )
     assert not re.search(r"url\(|@import|https?://", text)
     assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
-    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+    assert (
+        "meta",
+        {"name": "viewport", "content": "width=device-width, initial-scale=1"},
+    ) in page.tags
 
 
 def test_the_charts_are_drawings_without_scripts(report: Report) -> None:
@@ -101,8 +108,12 @@ def test_every_figure_of_the_verdict_stands_on_every_form(report: Report) -> Non
 def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name=EVIL))
-    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(warnings=[EVIL, "two\nlines\x07"]))
-    edit_json(out / "comparison.json", lambda b: b["comparisons"][0]["frames"].update(examples=[EVIL]))
+    edit_json(
+        out / "devices-2" / "summary.json", lambda b: b.update(warnings=[EVIL, "two\nlines\x07"])
+    )
+    edit_json(
+        out / "comparison.json", lambda b: b["comparisons"][0]["frames"].update(examples=[EVIL])
+    )
     report = build_report(out, profile.model_copy(update={"title": EVIL}))
     forms = render(report)
     page = Page(forms["report.html"])
@@ -112,13 +123,18 @@ def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> N
     outside_code = re.sub(r"^```$.*?^```$", "", forms["report.md"], flags=re.MULTILINE | re.DOTALL)
     assert "<script" not in outside_code
     assert "\x07" not in forms["report.html"]
-    drawn = "".join(base64.b64decode(d).decode() for d in re.findall(r"base64,([A-Za-z0-9+/=]+)", forms["report.html"]))
+    drawn = "".join(
+        base64.b64decode(d).decode()
+        for d in re.findall(r"base64,([A-Za-z0-9+/=]+)", forms["report.html"])
+    )
     assert "<script>alert" not in drawn
 
 
 def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
-    edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name="a|b|c", id="GPU|x"))
+    edit_json(
+        out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name="a|b|c", id="GPU|x")
+    )
     lines = fill("report.md.j2", build_report(out, profile)).splitlines()
     width = 0
     for line in lines:
@@ -139,7 +155,11 @@ def test_front_matter_says_what_the_report_is_of(report: Report) -> None:
 def test_benchmark_files_have_the_usual_headings_and_names(report: Report) -> None:
     forms = render(report)
     (markdown,) = [text for name, text in forms.items() if re.fullmatch(r"benchmark_\w+\.md", name)]
-    (data,) = [json.loads(text) for name, text in forms.items() if re.fullmatch(r"benchmark_\w+\.json", name)]
+    (data,) = [
+        json.loads(text)
+        for name, text in forms.items()
+        if re.fullmatch(r"benchmark_\w+\.json", name)
+    ]
     assert [line for line in markdown.splitlines() if line.startswith("## ")] == [
         "## GPU Scaling",
         "## GPU Utilization",
@@ -152,7 +172,12 @@ def test_benchmark_files_have_the_usual_headings_and_names(report: Report) -> No
         "| Stage | Seq/sec | Time (s) |",
     ):
         assert header in markdown
-    assert set(data["results"]["scaling"][1]) == {"num_gpus", "time_seconds", "speedup", "efficiency"}
+    assert set(data["results"]["scaling"][1]) == {
+        "num_gpus",
+        "time_seconds",
+        "speedup",
+        "efficiency",
+    }
     assert set(data["results"]["throughput"]["ESM-2"]) == {
         "stage",
         "total_sequences",
@@ -161,9 +186,14 @@ def test_benchmark_files_have_the_usual_headings_and_names(report: Report) -> No
         "avg_time_per_sequence_ms",
     }
     assert data["metadata"]["gpu_count"] == 2
-    assert {"pytorch_version", "cuda_version", "driver_version", "git_commit", "profile", "seeds"} <= set(
-        data["metadata"]
-    )
+    assert {
+        "pytorch_version",
+        "cuda_version",
+        "driver_version",
+        "git_commit",
+        "profile",
+        "seeds",
+    } <= set(data["metadata"])
 
 
 @pytest.mark.parametrize("name", ["ci-smoke", "phase10-1m", "production-6m"])
@@ -180,7 +210,9 @@ def test_zero_reads_and_zero_rows(tmp_path: Path) -> None:
     for run in ("devices-1", "devices-2"):
         edit_json(
             tmp_path / run / "summary.json",
-            lambda b: b.update(n_reads=0, n_rows=0, n_chunks=0, n_uniques=0, wall_s=0.0, staging_s=0.0, fates={}),
+            lambda b: b.update(
+                n_reads=0, n_rows=0, n_chunks=0, n_uniques=0, wall_s=0.0, staging_s=0.0, fates={}
+            ),
         )
     report = write_report(tmp_path, profile)
     assert {c.verdict for c in report.criteria if c.id != "consensus"} <= {"not run", "pass"}
@@ -189,7 +221,9 @@ def test_zero_reads_and_zero_rows(tmp_path: Path) -> None:
 
 def test_limits_of_the_figures_are_said(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(reads=120)).model_copy(update={"min_reads": 10_000})
-    edit_json(tmp_path / "devices-2" / "summary.json", lambda b: b["fates"].update(failed=2, others=0))
+    edit_json(
+        tmp_path / "devices-2" / "summary.json", lambda b: b["fates"].update(failed=2, others=0)
+    )
     (tmp_path / "devices-2" / "reads.tsv").unlink()
     report = build_report(tmp_path, profile)
     notes, warnings = "\n".join(report.notes), "\n".join(report.warnings)
@@ -206,8 +240,12 @@ def test_limits_of_the_figures_are_said(tmp_path: Path) -> None:
 
 def test_what_repeats_add_to_the_speedup_is_said(tmp_path: Path) -> None:
     profile = build(tmp_path)
-    assert not any("Repeats" in note for note in build_report(tmp_path, profile).notes), "no two frames are alike"
-    edit_json(tmp_path / "devices-2" / "summary.json", lambda b: b.update(n_rows=1_000, n_uniques=800))
+    assert not any("Repeats" in note for note in build_report(tmp_path, profile).notes), (
+        "no two frames are alike"
+    )
+    edit_json(
+        tmp_path / "devices-2" / "summary.json", lambda b: b.update(n_rows=1_000, n_uniques=800)
+    )
     (said,) = (note for note in build_report(tmp_path, profile).notes if "Repeats" in note)
     assert "200 of 1,000 open frames (20.0 %)" in said
     assert "1.25x of the speed-up" in said
@@ -261,7 +299,9 @@ def test_scaling_has_a_verdict_for_each_number_of_devices(tmp_path: Path) -> Non
     assert "| &gt;=3.9x | [FAIL] |" in scaling
 
 
-def test_a_report_of_another_version_names_the_command_that_judges_anew(copied: tuple[Path, Profile]) -> None:
+def test_a_report_of_another_version_names_the_command_that_judges_anew(
+    copied: tuple[Path, Profile],
+) -> None:
     path = copied[0] / "report" / "report.json"
     edit_json(path, lambda body: body["run"].pop("telemetry"))
     with pytest.raises(InputError, match="virnuc report DIR --profile NAME"):

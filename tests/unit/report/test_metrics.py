@@ -25,7 +25,9 @@ from virnuc_core.validation import read_usable
         ("NVIDIA L40S", "bf16", 362.0),
     ],
 )
-def test_the_datasheet_knows_the_device_by_a_part_of_its_name(name: str, precision: str, tera: float) -> None:
+def test_the_datasheet_knows_the_device_by_a_part_of_its_name(
+    name: str, precision: str, tera: float
+) -> None:
     assert datasheet_flops(name, precision) == tera * 1e12
 
 
@@ -41,7 +43,9 @@ FLOPS = ModelFlops(esm2_per_token=5e9, esm2_ceiling_tokens_s={"a": 100.0, "b": 4
 def used(flops: ModelFlops, precision: str, **work: tuple[int, float | None]) -> EncoderMetrics:
     """What ESM-2 used of devices that each had one batch: tokens, seconds."""
     batches = [
-        BatchRecord(device, "esm2", 0, 0, 1, tokens, 1000, 0.1, 0.0, 0.0, seconds and 1000 * seconds)
+        BatchRecord(
+            device, "esm2", 0, 0, 1, tokens, 1000, 0.1, 0.0, 0.0, seconds and 1000 * seconds
+        )
         for device, (tokens, seconds) in work.items()
     ]
     return encoder_metrics("esm2", frame(BatchRecord, batches), NAMES, flops, precision)
@@ -55,22 +59,38 @@ def test_mfu_weighs_each_device_by_its_seconds() -> None:
     assert found.mfu_of_datasheet == pytest.approx(700 * 5e9 / peaks)
 
 
-@pytest.mark.parametrize("work", [{"a": (5, 0.0)}, {"a": (600, None)}, {"a": (600, 10.0), "x": (100, 5.0)}])
-def test_mfu_is_unknown_when_a_ceiling_or_a_time_is(work: dict[str, tuple[int, float | None]]) -> None:
+@pytest.mark.parametrize(
+    "work", [{"a": (5, 0.0)}, {"a": (600, None)}, {"a": (600, 10.0), "x": (100, 5.0)}]
+)
+def test_mfu_is_unknown_when_a_ceiling_or_a_time_is(
+    work: dict[str, tuple[int, float | None]],
+) -> None:
     found = used(FLOPS, "fp16", **work)
-    assert (found.ceiling_tokens_per_s, found.mfu_of_ceiling, found.mfu_of_datasheet) == (None, None, None)
+    assert (found.ceiling_tokens_per_s, found.mfu_of_ceiling, found.mfu_of_datasheet) == (
+        None,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(("flops_per_token", "precision"), [(None, "fp16"), (5e9, "")])
-def test_mfu_of_the_datasheet_needs_flops_and_a_precision(flops_per_token: float | None, precision: str) -> None:
+def test_mfu_of_the_datasheet_needs_flops_and_a_precision(
+    flops_per_token: float | None, precision: str
+) -> None:
     flops = FLOPS.model_copy(update={"esm2_per_token": flops_per_token})
     assert used(flops, precision, a=(600, 10.0)).mfu_of_datasheet is None
 
 
 def test_model_flops_survive_the_file_and_bad_numbers_do_not(tmp_path: Path) -> None:
-    flops = ModelFlops(esm2_per_token=5.6e9, dnabert_s_per_token=1.7e8, esm2_ceiling_tokens_s={"GPU-1": 90_000.0})
+    flops = ModelFlops(
+        esm2_per_token=5.6e9, dnabert_s_per_token=1.7e8, esm2_ceiling_tokens_s={"GPU-1": 90_000.0}
+    )
     path = write(tmp_path / "flops.json", flops)
     assert read(path, ModelFlops) == flops
-    for odd in ({"esm2_per_token": True}, {"esm2_ceiling_tokens_s": {"a": -1, "c": 2}}, {"dnabert_s_per_token": "x"}):
+    for odd in (
+        {"esm2_per_token": True},
+        {"esm2_ceiling_tokens_s": {"a": -1, "c": 2}},
+        {"dnabert_s_per_token": "x"},
+    ):
         path.write_text(json.dumps(odd))
         assert read_usable(path, ModelFlops) is None

@@ -32,22 +32,37 @@ ODD: tuple[Any, ...] = (0, None, -1, "x", 1e308, [], {}, True, 0.0, 1e-300, "NaN
 
 def places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Every place in a JSON value; of lists the first three."""
-    items = body.items() if isinstance(body, dict) else enumerate(body[:3]) if isinstance(body, list) else ()
+    items = (
+        body.items()
+        if isinstance(body, dict)
+        else enumerate(body[:3])
+        if isinstance(body, list)
+        else ()
+    )
     for key, value in items:
         yield (*path, key)
         yield from places(value, (*path, key))
 
 
 @pytest.fixture(scope="module")
-def spoilt(finished: tuple[Path, Profile], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
+def spoilt(
+    finished: tuple[Path, Profile], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Profile]:
     out = tmp_path_factory.mktemp("odd") / "out"
     shutil.copytree(finished[0], out)
     return out, finished[1]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
 @given(st.data())
-def test_whatever_a_raw_file_holds_there_is_a_report(spoilt: tuple[Path, Profile], data: st.DataObject) -> None:
+def test_whatever_a_raw_file_holds_there_is_a_report(
+    spoilt: tuple[Path, Profile], data: st.DataObject
+) -> None:
     out, profile = spoilt
     path = out / data.draw(st.sampled_from(FILES))
     text = path.read_text(encoding="utf-8")
@@ -62,7 +77,9 @@ def test_whatever_a_raw_file_holds_there_is_a_report(spoilt: tuple[Path, Profile
             assert fill(form, report)
         assert fill("benchmark.json.j2", report)
         verdicts = {criterion.id: criterion.verdict for criterion in report.criteria}
-        assert verdicts["scaling"] != "pass" or "summary.json" in path.name, "the runs' times decide"
+        assert verdicts["scaling"] != "pass" or "summary.json" in path.name, (
+            "the runs' times decide"
+        )
     finally:
         path.write_text(text, encoding="utf-8")
 

@@ -57,7 +57,11 @@ def test_production_is_ten_hours_for_six_million() -> None:
 
 
 def test_phase6_bands() -> None:
-    assert load_profile("phase6-scaling").scaling_bands == {"2": (1.6, 2.0), "4": (3.0, 4.0), "8": (6.0, 8.0)}
+    assert load_profile("phase6-scaling").scaling_bands == {
+        "2": (1.6, 2.0),
+        "4": (3.0, 4.0),
+        "8": (6.0, 8.0),
+    }
     assert load_profile("phase6-stages").sample_s == 0.5
 
 
@@ -68,7 +72,8 @@ def test_the_smoke_profile_asks_for_agreement_only() -> None:
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
-        'name = "mine"\ntitle = "Mine"\n[targets]\nspeedup = { op = ">=", value = 2.0 }\n', encoding="utf-8"
+        'name = "mine"\ntitle = "Mine"\n[targets]\nspeedup = { op = ">=", value = 2.0 }\n',
+        encoding="utf-8",
     )
     assert line(load_profile(str(path)), "speedup") == (">=", 2.0)
 
@@ -77,13 +82,22 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ('name = "x"\ntitle = "x"\n[targets]\nspeed_up = 3\n', r"targets\.speed_up"),
-        ('name = "x"\ntitle = "x"\n[targets]\nspeedup = { op = "=>", value = 2.0 }\n', r"targets\.speedup\.op"),
+        (
+            'name = "x"\ntitle = "x"\n[targets]\nspeedup = { op = "=>", value = 2.0 }\n',
+            r"targets\.speedup\.op",
+        ),
         ('name = "x"\n', "title"),
         *(
             (f'name = "x"\ntitle = "x"\n{line}\n', f"profile .*mine.toml: {words}")
             for line, words in (
-                ('targets.scaling = { op = ">=", value = nan }', r"targets\.scaling\.value: .* finite number"),
-                ('targets.scaling = { op = ">=", value = "fast" }', r"targets\.scaling\.value: .* valid number"),
+                (
+                    'targets.scaling = { op = ">=", value = nan }',
+                    r"targets\.scaling\.value: .* finite number",
+                ),
+                (
+                    'targets.scaling = { op = ">=", value = "fast" }',
+                    r"targets\.scaling\.value: .* valid number",
+                ),
                 ("targets = 3", "targets: "),
                 ('min_reads = "many"', "min_reads: .* integer"),
                 ("time_limit_s = inf", "time_limit_s: .* finite number"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flows.cli import main
+from virnuc.flows.cli import main
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.report.build import (
     HISTORY,
@@ -61,12 +61,16 @@ OLD = entry("2026-03-01")
         ({"packing_efficiency": 85.0}, "fail"),
     ],
 )
-def test_ten_percent_worse_fails_in_each_metrics_own_direction(changes: dict[str, float], verdict: str) -> None:
+def test_ten_percent_worse_fails_in_each_metrics_own_direction(
+    changes: dict[str, float], verdict: str
+) -> None:
     found = regression([OLD], entry(**changes))
     assert found.verdict == verdict
     if verdict == "fail":
         assert next(iter(changes)) in found.reason
-        assert regression([OLD], entry(**changes, regression_percent=60.0)).verdict == "pass", "the profile's limit"
+        assert regression([OLD], entry(**changes, regression_percent=60.0)).verdict == "pass", (
+            "the profile's limit"
+        )
 
 
 @pytest.mark.parametrize("key", ["profile", "devices", "precision", "host"])
@@ -75,7 +79,9 @@ def test_another_series_is_not_compared(key: str) -> None:
     assert (found.verdict, found.stale) == ("not run", False)
 
 
-def test_the_same_devices_on_nodes_of_a_cluster_are_another_series(copied: tuple[Path, Profile]) -> None:
+def test_the_same_devices_on_nodes_of_a_cluster_are_another_series(
+    copied: tuple[Path, Profile],
+) -> None:
     out, profile = copied
     local = entry_of(build_report(out, profile))
     assert local is not None
@@ -94,7 +100,9 @@ def test_the_same_devices_on_nodes_of_a_cluster_are_another_series(copied: tuple
     assert local.devices == "2x NVIDIA GeForce RTX 4090"
     assert [one.devices, two.devices] == [f"{local.devices} (nodes: {count})" for count in (1, 2)]
     assert regression([local, one], two).reason == "no earlier run of this profile on these devices"
-    assert regression([local, two], two.model_copy(update={"created": "2026-05-01"})).verdict == "pass"
+    assert (
+        regression([local, two], two.model_copy(update={"created": "2026-05-01"})).verdict == "pass"
+    )
 
 
 @pytest.mark.parametrize("key", ["reads", "weights"])
@@ -149,7 +157,9 @@ def test_two_writers_lose_nothing(tmp_path: Path) -> None:
     assert len({e.created for e in read_history(path)}) == 40
 
 
-@pytest.mark.parametrize("line", [b'{"created": 3}\n', b"\xff\xfe\n", b"[]", b'{"created": "2026-0'])
+@pytest.mark.parametrize(
+    "line", [b'{"created": 3}\n', b"\xff\xfe\n", b"[]", b'{"created": "2026-0']
+)
 def test_a_broken_line_is_named_and_costs_no_other(
     line: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,11 +176,15 @@ def test_a_broken_line_is_named_and_costs_no_other(
     (said,) = [record.message for record in caplog.records]
     assert said.startswith(f"{path}:2: not a history entry")
     assert said.endswith("kept in history.jsonl.damaged")
-    assert (tmp_path / "history.jsonl.damaged").read_bytes().strip() == line.strip(), "nothing is thrown away"
+    assert (tmp_path / "history.jsonl.damaged").read_bytes().strip() == line.strip(), (
+        "nothing is thrown away"
+    )
     assert path.read_bytes().count(b"\n") == 2
 
 
-def test_a_report_is_held_against_the_last_one(copied: tuple[Path, Profile], tmp_path: Path) -> None:
+def test_a_report_is_held_against_the_last_one(
+    copied: tuple[Path, Profile], tmp_path: Path
+) -> None:
     out, profile = copied
     history = tmp_path / "history.jsonl"
     first = entry_of(build_report(out, profile))
@@ -189,31 +203,47 @@ def test_a_report_is_held_against_the_last_one(copied: tuple[Path, Profile], tmp
     assert "not met: regression (over 10 % worse in" in page
     assert "[FAIL] over 10 % worse in" in page
     edit_json(out / "devices-2" / "summary.json", lambda b: b.update(resumed=True))
-    assert write_report(out, profile, history).regression is None, "what was compared then is not this run"
+    assert write_report(out, profile, history).regression is None, (
+        "what was compared then is not this run"
+    )
 
 
-def test_a_run_that_is_judged_again_is_not_held_against_itself(copied: tuple[Path, Profile]) -> None:
+def test_a_run_that_is_judged_again_is_not_held_against_itself(
+    copied: tuple[Path, Profile],
+) -> None:
     out, profile = copied
     history, start = out.parent / HISTORY, {"started": "2026-03-01T12:00:01+00:00", "devices": []}
 
     def began(body: dict[str, Any]) -> None:
-        body["attempts"] = [start | {"wall_s": body["wall_s"], "shards": 1, "telemetry": body["telemetry"]}]
+        body["attempts"] = [
+            start | {"wall_s": body["wall_s"], "shards": 1, "telemetry": body["telemetry"]}
+        ]
 
     edit_json(out / "devices-2" / "summary.json", began)
     assert write_report(out, profile, history).met == 6
-    edit_json(out / "run.json", lambda body: body.update(created="2026-03-02T09:00:00+00:00"))  # it was lost, say
-    stricter = profile.model_copy(update={"targets": profile.targets | {"speedup": Target(op=">", value=1e6)}})
+    edit_json(
+        out / "run.json", lambda body: body.update(created="2026-03-02T09:00:00+00:00")
+    )  # it was lost, say
+    stricter = profile.model_copy(
+        update={"targets": profile.targets | {"speedup": Target(op=">", value=1e6)}}
+    )
     edit_json(out / "run.json", lambda body: body.update(profile=stricter.model_dump(mode="json")))
     report = write_report(out, stricter, history)
     assert report.met == 5
     assert report.regression is not None
     assert report.regression.verdict == "not run"
-    assert [(one.created, one.criteria_met) for one in read_history(history)] == [(start["started"], 6)]
+    assert [(one.created, one.criteria_met) for one in read_history(history)] == [
+        (start["started"], 6)
+    ]
     assert verify_report(out).differences == []
 
 
-@pytest.mark.parametrize("told", [{"resumed": True}, {"n_rows": 0}], ids=["resumed", "nothing to embed"])
-def test_a_run_that_says_nothing_of_speed_is_no_history(copied: tuple[Path, Profile], told: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "told", [{"resumed": True}, {"n_rows": 0}], ids=["resumed", "nothing to embed"]
+)
+def test_a_run_that_says_nothing_of_speed_is_no_history(
+    copied: tuple[Path, Profile], told: dict[str, object]
+) -> None:
     out, profile = copied
     assert entry_of(build_report(out, profile)) is not None
     edit_json(out / "devices-2" / "summary.json", lambda b: b.update(told))
@@ -222,11 +252,15 @@ def test_a_run_that_says_nothing_of_speed_is_no_history(copied: tuple[Path, Prof
 
 def test_the_trend_as_a_chart(judged: Report) -> None:
     trend = (entry("2026-02-01", commit="<script>"), OLD, entry())
-    drawn = {title: svg for title, _, svg in all_charts(judged.model_copy(update={"history": trend}))}["History"]
+    drawn = {
+        title: svg for title, _, svg in all_charts(judged.model_copy(update={"history": trend}))
+    }["History"]
     assert drawn.startswith("<?xml")
     assert "<script>" not in drawn
     for few in (trend[:1], (OLD, entry(total_s=None))):
-        assert "History" not in {title for title, *_ in all_charts(judged.model_copy(update={"history": few}))}
+        assert "History" not in {
+            title for title, *_ in all_charts(judged.model_copy(update={"history": few}))
+        }
 
 
 def test_the_command_shows_each_run_against_the_one_before(
@@ -242,6 +276,8 @@ def test_the_command_shows_each_run_against_the_one_before(
     assert "fail: over 10 % worse in tokens_per_s" in said
     append_history(history, entry("2026-03-04", total_s=90.0))
     assert main(["history", str(history)]) == 0, "the newest is what counts"
-    assert main(["history", str(history), "--profile", "ci-smoke"]) == 2, "of nothing it cannot be said"
+    assert main(["history", str(history), "--profile", "ci-smoke"]) == 2, (
+        "of nothing it cannot be said"
+    )
     history.write_text("no history\n")
     assert main(["history", str(history)]) == 2

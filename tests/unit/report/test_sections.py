@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.measure import rows_of
-from tasks.predict import fate_rows
+from virnuc.tasks.measure import rows_of
+from virnuc.tasks.predict import fate_rows
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, rerender, write_report
 from virnuc_core.report.metrics import RawFolder
@@ -70,7 +70,11 @@ def test_mfu_stands_against_the_measured_ceiling_and_the_datasheet(tmp_path: Pat
     for name in ("report.txt", "report.md", "report.html"):
         assert words in forms[name], name
         assert "measured ceiling not run, datasheet" in forms[name], name
-    (benchmark,) = [json.loads(text) for name, text in forms.items() if name.startswith("b") and name.endswith("json")]
+    (benchmark,) = [
+        json.loads(text)
+        for name, text in forms.items()
+        if name.startswith("b") and name.endswith("json")
+    ]
     assert benchmark["results"]["efficiency"]["mfu"]["esm2"]["of_ceiling"] == esm2.mfu_of_ceiling
     assert benchmark["results"]["efficiency"]["mfu"]["dnabert_s"]["of_ceiling"] is None
 
@@ -84,7 +88,9 @@ def test_a_device_without_a_ceiling_leaves_mfu_unknown(tmp_path: Path) -> None:
 def test_more_than_the_ceiling_is_a_warning(tmp_path: Path) -> None:
     profile = build(tmp_path)
     with_flops(tmp_path, dict.fromkeys(GPUS, 100.0))
-    assert any("the ceiling is too low" in warning for warning in build_report(tmp_path, profile).warnings)
+    assert any(
+        "the ceiling is too low" in warning for warning in build_report(tmp_path, profile).warnings
+    )
 
 
 def test_what_was_not_measured_is_not_run(tmp_path: Path) -> None:
@@ -96,7 +102,9 @@ def test_what_was_not_measured_is_not_run(tmp_path: Path) -> None:
 # --- commits ---------------------------------------------------------------------------------------------------------
 
 
-def pairs_of_runs(out: Path, commit_s: tuple[float, ...] = (0.2, 0.25, 0.3), restarts: int = 0) -> None:
+def pairs_of_runs(
+    out: Path, commit_s: tuple[float, ...] = (0.2, 0.25, 0.3), restarts: int = 0
+) -> None:
     """Runs with and without commits, made by the product's own writer, and the file that names them."""
     recipe = Recipe(shards=6)
     pairs = []
@@ -109,7 +117,9 @@ def pairs_of_runs(out: Path, commit_s: tuple[float, ...] = (0.2, 0.25, 0.3), res
             done = [replace(shard, commit_s=spent_s) for shard in done]
             end_s = max(shard.finished_s for shard in done)
             samples = device_samples(recipe, list(GPUS), end_s)
-            made = telemetry_of(done, samples, host_samples(end_s), (), origin_s=ORIGIN_S, started=STARTED)
+            made = telemetry_of(
+                done, samples, host_samples(end_s), (), origin_s=ORIGIN_S, started=STARTED
+            )
             told = write_telemetry(run.telemetry, made, n_reads=300, wall_s=end_s - ORIGIN_S)
             write_json(run.record, {"spec": {"commit": commit}, "fingerprints": {}})
             measured = read_telemetry(told.with_suffix(".h5"))
@@ -125,12 +135,17 @@ def pairs_of_runs(out: Path, commit_s: tuple[float, ...] = (0.2, 0.25, 0.3), res
                 restarts=restarts,
             )
         )
-    write(out / OVERHEAD, OverheadFile(job="0", devices=GPUS, shards=6, shard_tokens=262_144, pairs=tuple(pairs)))
+    write(
+        out / OVERHEAD,
+        OverheadFile(job="0", devices=GPUS, shards=6, shard_tokens=262_144, pairs=tuple(pairs)),
+    )
 
 
 @pytest.fixture
 def production(tmp_path: Path) -> Profile:
-    profile = load_profile("production-6m").model_copy(update={"min_reads": 1, "target_reads": None})
+    profile = load_profile("production-6m").model_copy(
+        update={"min_reads": 1, "target_reads": None}
+    )
     return build(tmp_path, Recipe(shards=4), profile)
 
 
@@ -143,7 +158,9 @@ def test_cheap_commits_pass_on_the_median_of_the_pairs(tmp_path: Path, productio
     pairs_of_runs(tmp_path)
     verdict, value, _ = overhead_of(tmp_path, production)
     assert verdict == "pass"
-    assert value == pytest.approx(100 * 0.25 / (18 + 0.25), rel=1e-3)  # three shards of 6 s a device, then the commit
+    assert value == pytest.approx(
+        100 * 0.25 / (18 + 0.25), rel=1e-3
+    )  # three shards of 6 s a device, then the commit
     assert "Checkpoint overhead:" in render(build_report(tmp_path, production))["report.txt"]
 
 
@@ -184,19 +201,31 @@ def overhead_differences(out: Path) -> list[str]:
 def test_the_pairs_are_computed_again_by_verify(tmp_path: Path, production: Profile) -> None:
     pairs_of_runs(tmp_path)
     assert overhead_differences(tmp_path) == []
-    edit_json(tmp_path / "checkpoint_overhead.json", lambda body: body["pairs"][1].update(with_tokens_per_s=9e9))
+    edit_json(
+        tmp_path / "checkpoint_overhead.json",
+        lambda body: body["pairs"][1].update(with_tokens_per_s=9e9),
+    )
     write_report(tmp_path, production)
-    assert any("2-on: tokens/s: says 9000000000.0" in line for line in verify_report(tmp_path).differences)
+    assert any(
+        "2-on: tokens/s: says 9000000000.0" in line for line in verify_report(tmp_path).differences
+    )
 
 
 def test_a_side_that_is_not_what_it_says_is_named(tmp_path: Path) -> None:
     pairs_of_runs(tmp_path)
-    edit_json(tmp_path / "overhead" / "3-off" / "run.json", lambda body: body["spec"].update(commit=True))
+    edit_json(
+        tmp_path / "overhead" / "3-off" / "run.json", lambda body: body["spec"].update(commit=True)
+    )
     (line,) = overhead_differences(tmp_path)
-    assert line == "checkpoint_overhead.json: overhead/3-off: commits: says false, the raw files give true"
+    assert (
+        line
+        == "checkpoint_overhead.json: overhead/3-off: commits: says false, the raw files give true"
+    )
 
 
-def test_a_file_of_another_kind_is_a_problem_and_no_figure(tmp_path: Path, production: Profile) -> None:
+def test_a_file_of_another_kind_is_a_problem_and_no_figure(
+    tmp_path: Path, production: Profile
+) -> None:
     write_json(tmp_path / "checkpoint_overhead.json", {"with_tokens_per_s": 1.0})
     report = build_report(tmp_path, production)
     assert report.overhead is None
@@ -210,7 +239,9 @@ def test_fates_and_remarks_are_counted_in_reads_tsv(copied: tuple[Path, Profile]
     out, profile = copied
     table = out / "devices-2" / "reads.tsv"
     lines = table.read_text(encoding="utf-8").splitlines()
-    lines[1] += "short_for_model,duplicate_of=odd,ambiguous,id"  # the id holds commas, and words that are remarks
+    lines[1] += (
+        "short_for_model,duplicate_of=odd,ambiguous,id"  # the id holds commas, and words that are remarks
+    )
     lines[2] += "ambiguous"
     table.write_text("\n".join(lines) + "\n", encoding="utf-8")
     edit_json(out / "run.json", lambda body: body.update(staging={"skipped": 1}))
@@ -222,29 +253,43 @@ def test_fates_and_remarks_are_counted_in_reads_tsv(copied: tuple[Path, Profile]
     assert sum(found.fates.values()) == found.reads == 300
     assert found.staging.skipped == 1
     assert found.staging.ignored_files is None
-    assert [w for w in report.warnings if "skipped.tsv" in w or "the id of an earlier read" in w] == list(
-        report.warnings
-    )
+    assert [
+        w for w in report.warnings if "skipped.tsv" in w or "the id of an earlier read" in w
+    ] == list(report.warnings)
     forms = render(report)
     for form in ("report.md", "report.html"):
-        for words in ("reads: duplicate_of", "records skipped", "reads that came in", "not recorded"):
+        for words in (
+            "reads: duplicate_of",
+            "records skipped",
+            "reads that came in",
+            "not recorded",
+        ):
             assert words in forms[form]
 
 
 def test_counts_of_staging_are_taken_from_the_record(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
-    staging = {"skipped": 7, "ignored_files": ["a", "b"], "warnings": ["x.fa: 7 broken records left out"]}
+    staging = {
+        "skipped": 7,
+        "ignored_files": ["a", "b"],
+        "warnings": ["x.fa: 7 broken records left out"],
+    }
     edit_json(out / "run.json", lambda body: body.update(staging=staging))
     report = build_report(out, profile)
     assert report.accounting is not None
-    assert (report.accounting.staging.skipped, report.accounting.staging.ignored_files) == (7, ("a", "b"))
+    assert (report.accounting.staging.skipped, report.accounting.staging.ignored_files) == (
+        7,
+        ("a", "b"),
+    )
     assert report.warnings == ("Input: x.fa: 7 broken records left out.",)
 
 
 def test_reads_that_do_not_add_up_are_a_warning(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     table = out / "devices-2" / "reads.tsv"
-    table.write_text("\n".join(table.read_text(encoding="utf-8").splitlines()[:-1]) + "\n", encoding="utf-8")
+    table.write_text(
+        "\n".join(table.read_text(encoding="utf-8").splitlines()[:-1]) + "\n", encoding="utf-8"
+    )
     report = build_report(out, profile)
     assert report.accounting is not None
     assert not report.accounting.adds_up
@@ -254,7 +299,12 @@ def test_reads_that_do_not_add_up_are_a_warning(copied: tuple[Path, Profile]) ->
 
 def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
-    facts = {"rows_set_aside": 2, "restarts": 1, "damaged": ["shard 3"], "reduced_budgets": {"4": 2}}
+    facts = {
+        "rows_set_aside": 2,
+        "restarts": 1,
+        "damaged": ["shard 3"],
+        "reduced_budgets": {"4": 2},
+    }
     edit_json(out / "devices-2" / "summary.json", lambda body: body.update(facts))
     warnings = "\n".join(build_report(out, profile).warnings)
     for words in (
@@ -266,7 +316,9 @@ def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:
         assert words in warnings
 
 
-def test_rows_repeated_in_fp16_are_said_beside_the_rates_that_they_lower(copied: tuple[Path, Profile]) -> None:
+def test_rows_repeated_in_fp16_are_said_beside_the_rates_that_they_lower(
+    copied: tuple[Path, Profile],
+) -> None:
     out, profile = copied
     assert "in fp16" not in render(build_report(out, profile))["report.md"]
     edit_json(out / "devices-2" / "summary.json", lambda body: body.update(rows_repeated=39_977))
@@ -294,7 +346,10 @@ def test_the_answer_is_shown_and_changes_no_figure(copied: tuple[Path, Profile])
     assert any("a reviewer has answered" in line for line in found.remarks)
     shown = rerender(out)
     assert shown.approval is not None
-    assert (shown.approval.all_criteria_met, shown.approval.esm2_still_bottleneck) == ("no", "not answered")
+    assert (shown.approval.all_criteria_met, shown.approval.esm2_still_bottleneck) == (
+        "no",
+        "not answered",
+    )
     page = (out / "report" / "report.html").read_text(encoding="utf-8")
     assert "APPROVED" in page
     assert "&lt;b&gt;on&lt;/b&gt;" in page
@@ -319,7 +374,9 @@ def test_an_answer_older_than_the_figures_says_so(copied: tuple[Path, Profile]) 
     out, _ = copied
     write_json(out / "report" / "approval.json", {**ANSWER, "when": "2026-02-01T00:00:00+00:00"})
     assert rerender(out).approval is not None
-    assert "the answer is older than these figures" in (out / "report" / "report.txt").read_text(encoding="utf-8")
+    assert "the answer is older than these figures" in (out / "report" / "report.txt").read_text(
+        encoding="utf-8"
+    )
     assert verify_report(out).ok
 
 
@@ -347,7 +404,10 @@ def test_an_answer_without_a_verdict_is_a_problem(copied: tuple[Path, Profile]) 
 
 def test_the_gantt_says_when_each_stage_ran(copied: tuple[Path, Profile]) -> None:
     bars = {bar.label: bar for bar in build_report(*copied).charts.gantt}
-    assert (bars["Six-Frame Translation"].start_s, bars["Six-Frame Translation"].end_s) == (-3.0, 0.0)
+    assert (bars["Six-Frame Translation"].start_s, bars["Six-Frame Translation"].end_s) == (
+        -3.0,
+        0.0,
+    )
     assert bars["Sequence Chunking"].start_s == -5.0
     assert bars["ESM-2 on device 2"].start_s == pytest.approx(2.0 + 0.2 * 6)
     last = max(bar.end_s for label, bar in bars.items() if "device" in label)
@@ -379,5 +439,11 @@ def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
 def test_remarks_of_staging_stand_below_the_fates() -> None:
     summary = RunSummary(n_reads=4, fates={"viral": 1, "others": 3})
     rows = fate_rows(summary, {"reads": 4, "ambiguous": 2, "skipped": 0})
-    assert [row["fate"] for row in rows] == ["viral", "others", "**all reads**", "remark: ambiguous", "remark: skipped"]
+    assert [row["fate"] for row in rows] == [
+        "viral",
+        "others",
+        "**all reads**",
+        "remark: ambiguous",
+        "remark: skipped",
+    ]
     assert rows[3] == {"fate": "remark: ambiguous", "reads": 2, "share": "50.0 %"}

@@ -24,8 +24,13 @@ from .validate_directory import edit_json
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> StageSummary:
     folder = tmp_path_factory.mktemp("staged")
-    simulate(SimulateSpec(reads=200, read_length=400, duplicate_share=0.2, seed=3), folder / "reads.fasta")
-    return stage(StageSpec(reads=(str(folder / "reads.fasta"),), model_length=150), folder / "orfs.h5")
+    simulate(
+        SimulateSpec(reads=200, read_length=400, duplicate_share=0.2, seed=3),
+        folder / "reads.fasta",
+    )
+    return stage(
+        StageSpec(reads=(str(folder / "reads.fasta"),), model_length=150), folder / "orfs.h5"
+    )
 
 
 def test_the_store_is_counted_as_staging_counted_it(staged: StageSummary) -> None:
@@ -43,12 +48,17 @@ def test_the_store_is_counted_as_staging_counted_it(staged: StageSummary) -> Non
     assert counted["row_tokens"] > counted["protein_tokens"], "duplicates are rows of their own"
 
 
-def test_tokens_of_a_subset_are_those_of_its_reads_rows_though_mates_share_ids(tmp_path: Path) -> None:
+def test_tokens_of_a_subset_are_those_of_its_reads_rows_though_mates_share_ids(
+    tmp_path: Path,
+) -> None:
     for mate, seed in ((1, 3), (2, 4)):
         simulate(SimulateSpec(reads=90, read_length=400, seed=seed), tmp_path / f"r{mate}.fasta")
     store = OrfStore.open(
         stage(
-            StageSpec(reads=(str(tmp_path / "r1.fasta"), str(tmp_path / "r2.fasta")), model_length=150), tmp_path / "s"
+            StageSpec(
+                reads=(str(tmp_path / "r1.fasta"), str(tmp_path / "r2.fasta")), model_length=150
+            ),
+            tmp_path / "s",
         ).store
     )
     assert store.counts.n_duplicate_ids == 90
@@ -98,7 +108,10 @@ def said_of_the_store(out: Path) -> tuple[list[str], list[str]]:
         verify_store(found, RawFolder(out))
     except InputError as error:
         found.wrong(str(error))
-    said, remarks = ([line for line in lines if "orfs.h5" in line] for lines in (found.differences, found.remarks))
+    said, remarks = (
+        [line for line in lines if "orfs.h5" in line]
+        for lines in (found.differences, found.remarks)
+    )
     return said, remarks
 
 
@@ -120,7 +133,9 @@ def test_a_store_of_pairs_is_made_again_as_pairs(
     assert said_of_the_store(copied[0])[0], "single reads are others"
 
 
-def test_the_store_is_made_again_from_the_reads(copied: tuple[Path, Profile], staged: StageSummary) -> None:
+def test_the_store_is_made_again_from_the_reads(
+    copied: tuple[Path, Profile], staged: StageSummary
+) -> None:
     store = with_store(copied[0], staged)
     assert said_of_the_store(copied[0]) == ([], [])
     with h5py.File(store, "r") as columns:
@@ -128,7 +143,9 @@ def test_the_store_is_made_again_from_the_reads(copied: tuple[Path, Profile], st
     with store.open("rb+") as file:
         file.seek(place)
         file.write(b"T" if first != ord("T") else b"A")
-    assert said_of_the_store(copied[0])[0] == [f"{store}: not what was staged (checksum); stage the reads again"]
+    assert said_of_the_store(copied[0])[0] == [
+        f"{store}: not what was staged (checksum); stage the reads again"
+    ]
     seal(store)  # by somebody who knows how
     (said,), remarks = said_of_the_store(copied[0])
     assert said.startswith("orfs.h5: columns that its reads do not give: says")
@@ -142,10 +159,15 @@ def test_reads_that_are_gone_or_changed_are_named(
     with_store(copied[0], staged)
     reads = tmp_path / "moved.fasta"
     edit_json(copied[0] / "run.json", lambda body: body["staging"].update(files=[str(reads)]))
-    assert said_of_the_store(copied[0]) == ([], [f"orfs.h5 was not made again from its reads: {reads} is not there"])
+    assert said_of_the_store(copied[0]) == (
+        [],
+        [f"orfs.h5 was not made again from its reads: {reads} is not there"],
+    )
     reads.write_text(">other\nACGTACGT\n")
     (said,), _ = said_of_the_store(copied[0])
     assert said.startswith("orfs.h5: fingerprint of its reads")
     edit_json(copied[0] / "run.json", lambda body: body["staging"].pop("files"))
     _, (remark,) = said_of_the_store(copied[0])
-    assert remark == "orfs.h5 was not made again from its reads: run.json does not tell where they are"
+    assert (
+        remark == "orfs.h5 was not made again from its reads: run.json does not tell where they are"
+    )

@@ -42,38 +42,78 @@ def published(out: Path) -> Report:
     write(out / COMPARISON, ComparisonFile(comparisons=tuple(found)))
     profile = load_profile("phase10-1m")
     return build_report(
-        out, profile.model_copy(update={"baseline": profile.baseline.model_copy(update={"source": "recorded"})})
+        out,
+        profile.model_copy(
+            update={"baseline": profile.baseline.model_copy(update={"source": "recorded"})}
+        ),
     )
 
 
 def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int) -> None:
     stages = {name: seconds[place] for name, seconds in numbers["stages"].items()}
     devices = [{"id": f"GPU-{i}", "name": numbers["device"], "kind": "cuda"} for i in range(count)]
-    write_json(folder / "run.json", {"devices": devices, "fingerprints": PRINTS, "model_length": 500})
-    summary = {"wall_s": sum(stages.values()), "staging_s": 0.0, "stages": stages, "n_reads": numbers["n_reads"]}
-    write_json(folder / "summary.json", {**summary, "n_rows": numbers["n_rows"], "n_chunks": numbers["n_chunks"]})
+    write_json(
+        folder / "run.json", {"devices": devices, "fingerprints": PRINTS, "model_length": 500}
+    )
+    summary = {
+        "wall_s": sum(stages.values()),
+        "staging_s": 0.0,
+        "stages": stages,
+        "n_reads": numbers["n_reads"],
+    }
+    write_json(
+        folder / "summary.json",
+        {**summary, "n_rows": numbers["n_rows"], "n_chunks": numbers["n_chunks"]},
+    )
     shards = []
     slots = 1000
     tokens = round(slots * numbers["packing_efficiency"])
     for device in devices:
         moments = [ORIGIN_S + index for index in range(20)]
-        batches = [BatchRecord(device["id"], "esm2", 0, 0, 9, tokens, slots, 0.1, s, s, 1e3) for s in moments]
+        batches = [
+            BatchRecord(device["id"], "esm2", 0, 0, 9, tokens, slots, 0.1, s, s, 1e3)
+            for s in moments
+        ]
         counts = (180, 20 * tokens, 0)
-        shards.append(ShardDone(device["id"], 0, *counts, moments[0], moments[-1], 0.0, 20.0, 0.0, 0.0, tuple(batches)))
+        shards.append(
+            ShardDone(
+                device["id"],
+                0,
+                *counts,
+                moments[0],
+                moments[-1],
+                0.0,
+                20.0,
+                0.0,
+                0.0,
+                tuple(batches),
+            )
+        )
     samples = [
-        DeviceSample(ORIGIN_S + tick, device["id"], numbers["utilisation_percent"][i], None, None, None)
+        DeviceSample(
+            ORIGIN_S + tick, device["id"], numbers["utilisation_percent"][i], None, None, None
+        )
         for i, device in enumerate(devices)
         for tick in range(20)
     ]
     measured = telemetry_of(
-        shards, frame(DeviceSample, samples), frame(HostSample, []), (), origin_s=ORIGIN_S, started=STARTED
+        shards,
+        frame(DeviceSample, samples),
+        frame(HostSample, []),
+        (),
+        origin_s=ORIGIN_S,
+        started=STARTED,
     )
-    write_telemetry(folder / "telemetry", measured, n_reads=numbers["n_reads"], wall_s=summary["wall_s"])
+    write_telemetry(
+        folder / "telemetry", measured, n_reads=numbers["n_reads"], wall_s=summary["wall_s"]
+    )
 
 
 def test_the_published_numbers_give_the_golden_report(tmp_path: Path) -> None:
     report = published(tmp_path)
-    assert fill("criteria.txt.j2", report) == (DATA / "report_rtx4090.txt").read_text(encoding="utf-8")
+    assert fill("criteria.txt.j2", report) == (DATA / "report_rtx4090.txt").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_honest_verdict_on_the_published_numbers_is_three_of_seven(tmp_path: Path) -> None:
@@ -95,7 +135,9 @@ def test_every_line_of_the_layout_stands_whatever_was_measured(tmp_path: Path) -
     empty = fill("criteria.txt.j2", build_report(tmp_path, load_profile("phase10-1m"))).splitlines()
     heads = [line for line in golden if line and not line.startswith((" ", "OVERALL", "PER-STAGE"))]
     assert [line for line in empty if line in heads] == heads
-    assert sum("[NOT RUN: there " in line for line in empty) == 8  # scaling and its efficiency are one criterion
+    assert (
+        sum("[NOT RUN: there " in line for line in empty) == 8
+    )  # scaling and its efficiency are one criterion
     assert "OVERALL: 0 of 7 asked criteria met" in empty
     assert "[PASS]" not in "\n".join(empty)
 
@@ -116,8 +158,9 @@ def test_all_met_is_said_only_when_all_are(tmp_path: Path) -> None:
     assert "OVERALL: ALL CRITERIA MET: 7 of 7 asked criteria met\n" in fill("criteria.txt.j2", met)
     worse = Regression(verdict="fail", reason="over 10 % worse in total_s", stale=False)
     regressed = met.model_copy(update={"regression": worse})
-    assert "OVERALL: 7 of 7 asked criteria met; not met: regression (over 10 % worse in total_s)" in fill(
-        "report.txt.j2", regressed
+    assert (
+        "OVERALL: 7 of 7 asked criteria met; not met: regression (over 10 % worse in total_s)"
+        in fill("report.txt.j2", regressed)
     )
     assert report.model_copy(update={"criteria": (), "scaling": ()}).outcome == "not judged"
 
@@ -133,16 +176,22 @@ def test_all_met_is_said_only_when_all_are(tmp_path: Path) -> None:
         (98.999999999, ">=", 99, "98.999999999"),
     ],
 )
-def test_a_figure_is_shown_on_its_own_side_of_the_target(value: float, op: str, target: float, shown: str) -> None:
+def test_a_figure_is_shown_on_its_own_side_of_the_target(
+    value: float, op: str, target: float, shown: str
+) -> None:
     assert near(value, 1, Target(op=op, value=target)) == shown
 
 
 @given(st.floats(0, 1e4), st.sampled_from(("<", "<=", ">", ">=")), st.integers(0, 100))
-def test_what_is_printed_meets_the_target_exactly_when_the_value_does(value: float, op: str, limit: int) -> None:
+def test_what_is_printed_meets_the_target_exactly_when_the_value_does(
+    value: float, op: str, limit: int
+) -> None:
     target = Target(op=op, value=limit)
     assert target.met(float(near(value, 1, target))) == target.met(value)
 
 
 def test_durations_are_said_as_people_say_them() -> None:
-    said = [target_text(Target(op="<", value=seconds), "s") for seconds in (3600, 1800, 36000, 45, 90.5)]
+    said = [
+        target_text(Target(op="<", value=seconds), "s") for seconds in (3600, 1800, 36000, 45, 90.5)
+    ]
     assert said == ["<1 hour", "<30 min", "<10 hours", "<45 s", "<90.5 s"]

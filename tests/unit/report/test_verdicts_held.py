@@ -35,19 +35,32 @@ from .validate_directory import agreement_of
 def test_verdicts_are_held_only_where_the_sample_can_tell(
     judged: Report, chunks: int, changed: int, asked: float, verdict: str
 ) -> None:
-    profile = load_profile("h200-1m").model_copy(update={"targets": {"verdicts_held": Target(op=">=", value=asked)}})
+    profile = load_profile("h200-1m").model_copy(
+        update={"targets": {"verdicts_held": Target(op=">=", value=asked)}}
+    )
     found = agreement_of(chunks, changed)
     beside = Comparison(a="fp32", b="devices-2", tolerance=0.01, consensus=found)
     row = next(row for row in CHECKS if row.id == "verdicts_held")
     said = judge(row, judged.model_copy(update={"profile": profile, "comparisons": (beside,)}))
-    assert (said.verdict, said.value, said.samples) == (verdict, pytest.approx(100 - 100 * changed / chunks), chunks)
-    low, high = (100 * end for end in binomtest(chunks - changed, chunks).proportion_ci(method="wilson"))
+    assert (said.verdict, said.value, said.samples) == (
+        verdict,
+        pytest.approx(100 - 100 * changed / chunks),
+        chunks,
+    )
+    low, high = (
+        100 * end for end in binomtest(chunks - changed, chunks).proportion_ci(method="wilson")
+    )
     assert f"95 % interval {low:.3f} to {high:.3f} %" in said.reason
     assert (" are needed" in said.reason) == (verdict == "not run")
 
 
 def test_a_sample_that_is_too_small_says_how_many_chunks_are_needed(judged: Report) -> None:
     beside = Comparison(a="fp32", b="devices-2", tolerance=0.01, consensus=agreement_of(985, 1))
-    report = judged.model_copy(update={"profile": load_profile("h200-1m"), "comparisons": (beside,)})
+    report = judged.model_copy(
+        update={"profile": load_profile("h200-1m"), "comparisons": (beside,)}
+    )
     row = next(row for row in CHECKS if row.id == "verdicts_held")
-    assert judge(row, report).reason == "985 chunks, 95 % interval 99.427 to 99.982 %; 3,838 are needed"
+    assert (
+        judge(row, report).reason
+        == "985 chunks, 95 % interval 99.427 to 99.982 %; 3,838 are needed"
+    )

@@ -11,7 +11,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from flows.cli import main
+from virnuc.flows.cli import main
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.report.build import rerender, write_report
@@ -73,14 +73,20 @@ REPORTED: dict[str, Change] = {
     "a fate": _json("report/report.json", _set("run", "fates", "no_open_frame", to=0)),
     "a note left out": _json("report/report.json", _set("notes", to=[])),
     "a point of a chart": _json("report/report.json", _set("charts", "throughput", "y", 3, to=1e9)),
-    "digest of a raw file": _json("report/report.json", _set("evidence", "run.json", "sha256", to="0" * 64)),
-    "the printed verdict": _text("report/report.txt", r"6 of 7 asked criteria met", "ALL CRITERIA MET"),
+    "digest of a raw file": _json(
+        "report/report.json", _set("evidence", "run.json", "sha256", to="0" * 64)
+    ),
+    "the printed verdict": _text(
+        "report/report.txt", r"6 of 7 asked criteria met", "ALL CRITERIA MET"
+    ),
     "the printed time": _text("report/report.txt", r"00:44", "00:24"),
     "a number in the Markdown": _text("report/report.md", r"\| 144 batches", "| 944 batches"),
     "a number on the page": _text("report/report.html", r"<b>1\.82x</b>", "<b>1.98x</b>"),
     "a chart on the page": _text("report/report.html", r"base64,PD94", "base64,PD95"),
     "the benchmark": _text("report/benchmark_*.md", r"1\.82x", "1.99x"),
-    "the benchmark for machines": _text("report/benchmark_*.json", r'"speedup": 1\.8\d+', '"speedup": 1.99'),
+    "the benchmark for machines": _text(
+        "report/benchmark_*.json", r'"speedup": 1\.8\d+', '"speedup": 1.99'
+    ),
 }
 RAW: dict[str, Change] = {
     "wall time": _json("devices-2/summary.json", _set("wall_s", to=20.0)),
@@ -90,22 +96,31 @@ RAW: dict[str, Change] = {
     "shards computed": _json("devices-2/summary.json", _set("shards_computed", to=99)),
     "baseline's time": _json("baseline/summary.json", _set("measured_s", to=4000.0)),
     "agreement": _json("comparison.json", _set("comparisons", 0, "consensus", "agreement", to=0.5)),
-    "sameness": _json("comparison.json", _set("comparisons", 2, "bitwise", "files_compared", to=40)),
+    "sameness": _json(
+        "comparison.json", _set("comparisons", 2, "bitwise", "files_compared", to=40)
+    ),
     "a comparison left out": _json("comparison.json", lambda body: body["comparisons"].pop()),
-    "sameness left out": _json("comparison.json", lambda body: body["comparisons"][2].pop("bitwise")),
+    "sameness left out": _json(
+        "comparison.json", lambda body: body["comparisons"][2].pop("bitwise")
+    ),
     "a looser tolerance": _json("comparison.json", _set("comparisons", 0, "tolerance", to=0.5)),
     "a utilisation sample": _h5("devices-2/telemetry/*.h5", "samples/utilisation", 30, 12.0),
     "tokens of a batch": _h5("devices-2/telemetry/*.h5", "tokens", 5, 9_000),
     "a wait": _h5("devices-2/telemetry/*.h5", "wait_ms", 5, 90.0),
     "a score": _text("devices-2/prediction_results.txt", r"\t0\.\d+$", "\t0.5000001"),
-    "a consensus label": _text("devices-1/prediction_results_highestscore.csv", r"\tTrue\t", "\tFalse\t"),
+    "a consensus label": _text(
+        "devices-1/prediction_results_highestscore.csv", r"\tTrue\t", "\tFalse\t"
+    ),
     "a read's fate": _text("devices-2/reads.tsv", r"no_open_frame", "others"),
     "a device's name": _json("devices-2/run.json", _set("devices", 0, "name", to="NVIDIA H200")),
     "weights": _json("devices-2/run.json", _set("fingerprints", "head", to="beef")),
     "the telemetry's summary": _json(
-        "devices-2/telemetry/telemetry_20260301_120000.json", _set("summary", "throughput", "tokens_per_sec", to=1e6)
+        "devices-2/telemetry/telemetry_20260301_120000.json",
+        _set("summary", "throughput", "tokens_per_sec", to=1e6),
     ),
-    "a window": _json("devices-2/telemetry/telemetry_20260301_120000.json", _set("windows", 0, "tokens", to=1)),
+    "a window": _json(
+        "devices-2/telemetry/telemetry_20260301_120000.json", _set("windows", 0, "tokens", to=1)
+    ),
     "the earlier run": _json("regression.json", _set("entry", "tokens_per_s", to=1.0)),
 }
 # Changed before the report was made: the report is true to its summaries, which are false.
@@ -132,7 +147,9 @@ LAUNDERED: dict[str, Change] = {
 }
 
 
-def test_an_untouched_report_is_verified(finished: tuple[Path, Profile], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_untouched_report_is_verified(
+    finished: tuple[Path, Profile], capsys: pytest.CaptureFixture[str]
+) -> None:
     found = verify_report(finished[0])
     assert found.differences == []
     assert found.ok
@@ -152,8 +169,12 @@ def test_a_changed_report_is_caught(copied: tuple[Path, Profile], name: str) -> 
     assert any("report" in line or ":" in line for line in found.differences)
 
 
-@pytest.mark.parametrize("name", ["criterion value", "verdict", "stage", "a fate", "a note left out"])
-def test_a_changed_report_is_caught_when_its_forms_agree(copied: tuple[Path, Profile], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["criterion value", "verdict", "stage", "a fate", "a note left out"]
+)
+def test_a_changed_report_is_caught_when_its_forms_agree(
+    copied: tuple[Path, Profile], name: str
+) -> None:
     out, _ = copied
     REPORTED[name](out)
     rerender(out)
@@ -168,28 +189,43 @@ def test_a_changed_raw_file_is_caught(copied: tuple[Path, Profile], name: str) -
 
 
 @pytest.mark.parametrize("name", LAUNDERED)
-def test_a_raw_figure_changed_before_reporting_is_caught(copied: tuple[Path, Profile], name: str) -> None:
+def test_a_raw_figure_changed_before_reporting_is_caught(
+    copied: tuple[Path, Profile], name: str
+) -> None:
     out, profile = copied
     LAUNDERED[name](out)
     shutil.rmtree(out / "report")
     write_report(out, profile)
     found = verify_report(out)
     assert not found.ok
-    assert not any(line.startswith("evidence") for line in found.differences), "caught by more than a digest"
+    assert not any(line.startswith("evidence") for line in found.differences), (
+        "caught by more than a digest"
+    )
 
 
 def test_a_missed_comparison_that_is_left_out_is_named(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     (out / "regression.json").unlink()
     path = out / "devices-1" / "prediction_results_highestscore.csv"
-    path.write_text(path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8")
-    edit_json(path.parent / "summary.json", lambda body: body["files"].update({path.name: digest(path).model_dump()}))
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8"
+    )
+    edit_json(
+        path.parent / "summary.json",
+        lambda body: body["files"].update({path.name: digest(path).model_dump()}),
+    )
     compare_runs(out, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
     assert {"same_bytes", "consensus"} <= {one.id for one in write_report(out, profile).failed}
     assert verify_report(out).ok
-    edit_json(out / "comparison.json", lambda body: body.update(comparisons=body["comparisons"][1:2]))
-    assert {"same_bytes", "consensus"}.isdisjoint(one.id for one in write_report(out, profile).failed)
-    assert any(line.startswith("comparison.json: pairs: says") for line in verify_report(out).differences)
+    edit_json(
+        out / "comparison.json", lambda body: body.update(comparisons=body["comparisons"][1:2])
+    )
+    assert {"same_bytes", "consensus"}.isdisjoint(
+        one.id for one in write_report(out, profile).failed
+    )
+    assert any(
+        line.startswith("comparison.json: pairs: says") for line in verify_report(out).differences
+    )
 
 
 def test_a_softer_profile_is_caught(copied: tuple[Path, Profile]) -> None:
@@ -206,7 +242,9 @@ def test_a_changed_shipped_profile_is_caught(tmp_path: Path) -> None:
     assert any(line.startswith("profile.min_reads") for line in verify_report(tmp_path).differences)
 
 
-def test_a_missing_form_is_named(copied: tuple[Path, Profile], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_form_is_named(
+    copied: tuple[Path, Profile], capsys: pytest.CaptureFixture[str]
+) -> None:
     out, _ = copied
     (out / "report" / "report.md").unlink()
     assert main(["verify", str(out)]) == 1
@@ -219,7 +257,9 @@ def test_a_missing_form_is_named(copied: tuple[Path, Profile], capsys: pytest.Ca
     "name", ["regression.json", "devices-2/reads.tsv", "devices-2/summary.json", "comparison.json"]
 )
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00"])
-def test_a_file_that_cannot_be_read_is_a_difference(name: str, content: bytes, copied: tuple[Path, Profile]) -> None:
+def test_a_file_that_cannot_be_read_is_a_difference(
+    name: str, content: bytes, copied: tuple[Path, Profile]
+) -> None:
     out, _ = copied
     assert (out / name).is_file()
     (out / name).write_bytes(content)
@@ -244,16 +284,22 @@ def test_a_scaled_baseline_is_verified(tmp_path: Path) -> None:
     assert verify_report(tmp_path).differences == []
     edit_json(tmp_path / "baseline" / "summary.json", lambda body: body.update(wall_s=5000.0))
     write_report(tmp_path, profile)
-    assert any("is not what its stages add up to" in line for line in verify_report(tmp_path).differences)
+    assert any(
+        "is not what its stages add up to" in line for line in verify_report(tmp_path).differences
+    )
     edit_json(tmp_path / "baseline" / "summary.json", lambda body: body["subset"].update(reads=120))
     assert any("subset.reads: says 120" in line for line in verify_report(tmp_path).differences)
 
 
-def test_the_page_of_another_drawing_library_is_compared_without_its_charts(copied: tuple[Path, Profile]) -> None:
+def test_the_page_of_another_drawing_library_is_compared_without_its_charts(
+    copied: tuple[Path, Profile],
+) -> None:
     out, _ = copied
     page = out / "report" / "report.html"
     text = page.read_text(encoding="utf-8")
-    older = re.sub(r"matplotlib [0-9.]+", "matplotlib 3.9.0", text).replace("base64,PD94", "base64,AAAA")
+    older = re.sub(r"matplotlib [0-9.]+", "matplotlib 3.9.0", text).replace(
+        "base64,PD94", "base64,AAAA"
+    )
     page.write_text(older, encoding="utf-8")
     assert verify_report(out).ok
     page.write_text(older.replace("<b>1.82x</b>", "<b>1.98x</b>"), encoding="utf-8")

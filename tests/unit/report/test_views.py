@@ -11,7 +11,18 @@ import pytest
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.report.build import read_report
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import Mark, Number, cell, figures, fill, markdown_cell, number, render, told, told_rows
+from virnuc_core.report.render import (
+    Mark,
+    Number,
+    cell,
+    figures,
+    fill,
+    markdown_cell,
+    number,
+    render,
+    told,
+    told_rows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +43,34 @@ def test_every_cell_of_the_view_stands_on_the_page_and_in_the_markdown(report: R
                 assert list(row) == list(rows[0])
                 assert f"| {' | '.join(map(markdown_cell, row.values()))} |" in forms["report.md"]
                 for value in row.values():
-                    assert (str(value).strip("[]") if isinstance(value, Mark) else cell(value)) in page
+                    assert (
+                        str(value).strip("[]") if isinstance(value, Mark) else cell(value)
+                    ) in page
 
 
 def test_a_column_of_figures_is_set_to_the_right() -> None:
-    assert figures([{"n": 1, "t": "a", "x": None}, {"n": 2, "t": "b", "x": Number("1.0")}]) == {"n", "x"}
+    assert figures([{"n": 1, "t": "a", "x": None}, {"n": 2, "t": "b", "x": Number("1.0")}]) == {
+        "n",
+        "x",
+    }
 
 
 def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Report) -> None:
     alone, figure = report.scaling
     assert figure.judged is not None
     asked = {"value": 1.8996, "target": Target(op=">=", value=1.9), "verdict": "fail"}
-    missed = {"speedup": 1.8996, "efficiency": 0.9498, "judged": figure.judged.model_copy(update=asked)}
+    missed = {
+        "speedup": 1.8996,
+        "efficiency": 0.9498,
+        "judged": figure.judged.model_copy(update=asked),
+    }
     changed = report.model_copy(update={"scaling": (alone, figure.model_copy(update=missed))})
     row = told_rows("scaling.view.j2", changed)[1]
-    assert (row["Speedup"], row["Efficiency"], str(row["Verdict"])) == ("1.8996x", "94.98%", "[FAIL]")
+    assert (row["Speedup"], row["Efficiency"], str(row["Verdict"])) == (
+        "1.8996x",
+        "94.98%",
+        "[FAIL]",
+    )
 
 
 def test_a_baseline_without_frames_has_no_agreement_of_frames(report: Report) -> None:

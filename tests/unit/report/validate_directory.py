@@ -97,13 +97,17 @@ def result_rows(recipe: Recipe) -> Rows:
     return Rows(lengths, ids, scores)
 
 
-def write_results(folder: Path, rows: Rows, *, first_reads: int | None = None, noise: float = 0.0) -> dict[str, int]:
+def write_results(
+    folder: Path, rows: Rows, *, first_reads: int | None = None, noise: float = 0.0
+) -> dict[str, int]:
     """The two result files and reads.tsv; returns the fates. `noise` is added to every score2."""
     frames, chunks, reads = ["Sequence_ID\tPrediction\tscore1\tscore2"], [], []
     chunks.append("Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1")
     reads.append("id\tlength\tchunks\topen_frames\tfate\tviral_score\tlabel\tflags")
     fates = {"viral": 0, "others": 0, "no_open_frame": 0, "empty": 0, "failed": 0}
-    for number, (length, ids, scores) in enumerate(zip(rows.lengths, rows.ids, rows.scores, strict=True)):
+    for number, (length, ids, scores) in enumerate(
+        zip(rows.lengths, rows.ids, rows.scores, strict=True)
+    ):
         if first_reads is not None and number >= first_reads:
             break
         virus = np.clip(scores[:, 1] + np.float32(noise), 0, 1).astype(np.float32)
@@ -127,7 +131,9 @@ def write_results(folder: Path, rows: Rows, *, first_reads: int | None = None, n
     return fates
 
 
-def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, window_s: float) -> None:
+def build_run(
+    out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, window_s: float
+) -> None:
     """One run directory: results, shards, telemetry, summary and record."""
     run = RunDir(out / name)
     fates = write_results(run.root, rows)
@@ -150,7 +156,11 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
     clock.add("Consensus Scoring", 0.25, (end_s + 0.5, end_s + 0.75))
     wall_s = end_s - ORIGIN_S + 1.0
     measured = telemetry_of(done, samples, host, clock.times(), origin_s=ORIGIN_S, started=STARTED)
-    figures = {"n_reads": recipe.reads, "wall_s": wall_s, "sequences_per_hour": 3600 * recipe.reads / (5.0 + wall_s)}
+    figures = {
+        "n_reads": recipe.reads,
+        "wall_s": wall_s,
+        "sequences_per_hour": 3600 * recipe.reads / (5.0 + wall_s),
+    }
     told = write_telemetry(run.telemetry, measured, window_s=window_s, **figures)
     n_rows = sum(len(ids) for ids in rows.ids)
     summary = {
@@ -178,8 +188,14 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
 
 def device_records(recipe: Recipe, count: int) -> list[dict[str, Any]]:
     if recipe.gpu is None:
-        return [{"id": f"cpu-core-{i}", "kind": "cpu", "name": "Some Processor", "core": i} for i in range(count)]
-    return [{"id": f"GPU-{i}0000000-aaaa", "kind": "cuda", "name": recipe.gpu, "core": None} for i in range(count)]
+        return [
+            {"id": f"cpu-core-{i}", "kind": "cpu", "name": "Some Processor", "core": i}
+            for i in range(count)
+        ]
+    return [
+        {"id": f"GPU-{i}0000000-aaaa", "kind": "cuda", "name": recipe.gpu, "core": None}
+        for i in range(count)
+    ]
 
 
 def run_record(recipe: Recipe, count: int) -> dict[str, Any]:
@@ -192,7 +208,11 @@ def run_record(recipe: Recipe, count: int) -> dict[str, Any]:
         "spec": {},
         "model_length": 500,
         "fingerprints": PRINTS,
-        "resolved": {"precision": "fp16" if recipe.gpu else "fp32", "attention": "varlen", "compile": False},
+        "resolved": {
+            "precision": "fp16" if recipe.gpu else "fp32",
+            "attention": "varlen",
+            "compile": False,
+        },
         "devices": device_records(recipe, count),
         "widths": {"dna": 4, "protein": 6},
         "seeds": {"baseline": 0},
@@ -255,7 +275,11 @@ def device_samples(recipe: Recipe, devices: list[str], end_s: float) -> pd.DataF
         level = recipe.utilisation[place % len(recipe.utilisation)]
         for tick in range(int((end_s - ORIGIN_S) / 0.5) + 1):
             wiggle = 3.0 * (-1) ** tick
-            found.append(DeviceSample(ORIGIN_S + tick * 0.5, device, level + wiggle, 9 << 30, 400.0 + wiggle, 60.0))
+            found.append(
+                DeviceSample(
+                    ORIGIN_S + tick * 0.5, device, level + wiggle, 9 << 30, 400.0 + wiggle, 60.0
+                )
+            )
     return frame(DeviceSample, found, devices)
 
 
@@ -268,7 +292,9 @@ def write_shards(run: RunDir, rows: Rows, recipe: Recipe) -> None:
     """Two shard files and the embeddings file, as arrays that depend on the scores only."""
     run.shards.mkdir(parents=True, exist_ok=True)
     scores = np.concatenate(rows.scores).astype(np.float32)
-    embeddings = np.random.default_rng(recipe.seed).normal(size=(len(scores), 10)).astype(np.float32)
+    embeddings = (
+        np.random.default_rng(recipe.seed).normal(size=(len(scores), 10)).astype(np.float32)
+    )
     half = len(scores) // 2
     for number, part in enumerate((slice(0, half), slice(half, None))):
         with h5py.File(run.shards / f"{number:05d}.h5", "w") as file:
@@ -291,7 +317,10 @@ def build_baseline(out: Path, recipe: Recipe, rows: Rows) -> None:
         "stages": {"DNABERT-S": recipe.baseline_s * 0.2, "ESM-2": recipe.baseline_s * 0.75},
         "subset": None,
         "measured_s": recipe.baseline_s,
-        "measured_stages": {"DNABERT-S": recipe.baseline_s * 0.2, "ESM-2": recipe.baseline_s * 0.75},
+        "measured_stages": {
+            "DNABERT-S": recipe.baseline_s * 0.2,
+            "ESM-2": recipe.baseline_s * 0.75,
+        },
         "n_reads": recipe.reads,
         "measured_rows": sum(counted[: recipe.baseline_reads or recipe.reads]),
         "devices": device_records(recipe, recipe.devices),
@@ -331,5 +360,11 @@ def digest_of(folder: Path) -> str:
 def agreement_of(total: int, differing: int) -> LabelAgreement:
     agreeing = total - differing
     share = agreeing / total
-    told = {"in_both": total, "only_in_a": 0, "only_in_b": 0, "agreeing": agreeing, "agreement": share}
+    told = {
+        "in_both": total,
+        "only_in_a": 0,
+        "only_in_b": 0,
+        "agreeing": agreeing,
+        "agreement": share,
+    }
     return LabelAgreement(**told, score=None, examples=())

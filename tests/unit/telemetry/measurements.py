@@ -56,7 +56,9 @@ def batch(
     )
 
 
-def shard(number: int, batches: list[BatchRecord], *, device: str = "GPU-a", esm2_s: float = 2.0) -> ShardDone:
+def shard(
+    number: int, batches: list[BatchRecord], *, device: str = "GPU-a", esm2_s: float = 2.0
+) -> ShardDone:
     return ShardDone(
         device=device,
         shard=number,

@@ -28,7 +28,9 @@ from .screen import screen
 DEVICES = ("GPU-a", "GPU-b")
 
 
-def test_names_in_lines_of_the_log_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_in_lines_of_the_log_are_shown_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     shared_console().print("lung:x:1.fq [red]")
     assert "lung:x:1.fq [red]" in capsys.readouterr().err
 
@@ -77,7 +79,9 @@ def reporter(total: int, sampler: Sampler, **options: Any) -> InferenceProgressR
 
 def shown(progress: InferenceProgressReporter, *devices: str) -> tuple[Any, ...]:
     """Rows done, speed, utilisation and packing."""
-    return tuple(progress.progress(*devices)[name] for name in ("completed", "tokens", "gpu", "pack"))
+    return tuple(
+        progress.progress(*devices)[name] for name in ("completed", "tokens", "gpu", "pack")
+    )
 
 
 def test_totals_by_device_and_together(sampler: Sampler, clock: Clock) -> None:
@@ -126,7 +130,9 @@ def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(
     with reporter(6_000_000, sampler, console=console, already_done=1_000_000) as progress:
         clock.now = 100.0
         progress.update(done(250_000))
-        console.print("12:00:00  cpu-core-0 ready after 3.8 s")  # as a log line, which shares the console
+        console.print(
+            "12:00:00  cpu-core-0 ready after 3.8 s"
+        )  # as a log line, which shares the console
         progress.update(done(250_000, "GPU-b"))
     line, one, other, total = screen(text.getvalue(), width)
     assert line == "12:00:00  cpu-core-0 ready after 3.8 s"
@@ -185,7 +191,9 @@ def test_the_callback_is_throttled_and_gets_the_end(sampler: Sampler, clock: Clo
     assert progress.eta == "00:00"
 
 
-def test_what_an_earlier_run_did_does_not_make_this_one_faster(sampler: Sampler, clock: Clock) -> None:
+def test_what_an_earlier_run_did_does_not_make_this_one_faster(
+    sampler: Sampler, clock: Clock
+) -> None:
     with reporter(100, sampler, already_done=80) as progress:
         assert progress.eta == "--:--"
         clock.now = 10.0
@@ -237,14 +245,20 @@ def test_the_summary_block_is_found_by_the_usual_greps() -> None:
     lines = pipeline_summary(clock.times(), 2025.0).splitlines()
     at = lines.index("PIPELINE SUMMARY")
     after = lines[at + 1 : at + 16]  # grep -A 15
-    assert [line.split(": ")[1].split(" .")[0] for line in after if line.startswith("Stage ")] == list(STAGES)
+    assert [
+        line.split(": ")[1].split(" .")[0] for line in after if line.startswith("Stage ")
+    ] == list(STAGES)
     (total,) = [line for line in after if "Total wall time" in line]
     assert re.search(r"Total wall time: 33:45 \(2025\.0 s\)", total)
     assert any(re.fullmatch(r"Stage 6: ESM-2 \.+  1383\.2 s \(68\.3 %\)", line) for line in after)
     assert any("0.0 s (fused into ESM-2)" in line for line in after)
     assert sum("not measured" in line for line in after) == 6
     assert not any(line.startswith("The rest") for line in after)
-    for name, seconds in (("Start-up: weights", 12.34), ("Result files", 0.01), ("Overlapped", 3.0)):
+    for name, seconds in (
+        ("Start-up: weights", 12.34),
+        ("Result files", 0.01),
+        ("Overlapped", 3.0),
+    ):
         clock.add(name, seconds)
     lines = pipeline_summary(clock.times(), 2025.0).splitlines()
     assert lines[-2] == "The rest: Start-up: weights 12.3 s, Overlapped -3.0 s"
@@ -257,7 +271,8 @@ def test_no_total_divides_by_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "00:00"), (59.999, "00:59"), (3599.9, "59:59"), (3600, "1:00:00"), (-5, "00:00")]
+    ("seconds", "text"),
+    [(0, "00:00"), (59.999, "00:59"), (3599.9, "59:59"), (3600, "1:00:00"), (-5, "00:00")],
 )
 def test_times_are_cut_not_rounded(seconds: float, text: str) -> None:
     assert clock_text(seconds) == text

@@ -32,7 +32,11 @@ DEVICES = ("GPU-a", "GPU-b")
 def samples() -> pd.DataFrame:
     return frame(
         DeviceSample,
-        [DeviceSample(100 + i / 2, d, 90.0 + i, 1 << 30, 400.0, 60.0) for i in range(20) for d in DEVICES],
+        [
+            DeviceSample(100 + i / 2, d, 90.0 + i, 1 << 30, 400.0, 60.0)
+            for i in range(20)
+            for d in DEVICES
+        ],
         DEVICES,
     )
 
@@ -53,7 +57,9 @@ def write(
 ) -> Path:
     """The `.h5` file of what was measured; the JSON lies beside it."""
     measured = telemetry_of(shards, samples, host, stages, origin_s=origin_s, started=STARTED)
-    return write_telemetry(folder, measured, n_reads=n_reads, wall_s=wall_s, window_s=60.0).with_suffix(".h5")
+    return write_telemetry(
+        folder, measured, n_reads=n_reads, wall_s=wall_s, window_s=60.0
+    ).with_suffix(".h5")
 
 
 def written(folder: Path) -> Path:
@@ -65,7 +71,16 @@ def written(folder: Path) -> Path:
     clock.add("ESM-2", 4.0, (100.0, 104.0))
     clock.fuse("Feature Merging", "ESM-2")
     host = frame(HostSample, [HostSample(100.0, 20.0, 1 << 20), HostSample(101.0, 40.0, 1 << 21)])
-    return write(folder, shards, samples(), host=host, stages=clock.times(), origin_s=100.0, n_reads=50, wall_s=10.0)
+    return write(
+        folder,
+        shards,
+        samples(),
+        host=host,
+        stages=clock.times(),
+        origin_s=100.0,
+        n_reads=50,
+        wall_s=10.0,
+    )
 
 
 def test_names_that_other_tools_read(tmp_path: Path) -> None:
@@ -74,13 +89,27 @@ def test_names_that_other_tools_read(tmp_path: Path) -> None:
     body = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     assert {"schema_version", "summary", "windows", "per_batch_metrics"} <= body.keys()
     first = body["per_batch_metrics"][0]
-    assert {"batch_idx", "timestamp", "tokens_per_sec", "sequences_per_sec", "gpu_util", "packing_efficiency"} <= set(
+    assert {
+        "batch_idx",
+        "timestamp",
+        "tokens_per_sec",
+        "sequences_per_sec",
+        "gpu_util",
+        "packing_efficiency",
+    } <= set(first)
+    assert {"wait_ms", "arrived_s", "queue_state", "padding_waste", "device", "encoder"} <= set(
         first
     )
-    assert {"wait_ms", "arrived_s", "queue_state", "padding_waste", "device", "encoder"} <= set(first)
-    assert {"gpu_util_avg", "gpu_util_min", "mem_used_peak", "sample_count"} <= set(body["summary"]["gpus"]["GPU-a"])
+    assert {"gpu_util_avg", "gpu_util_min", "mem_used_peak", "sample_count"} <= set(
+        body["summary"]["gpus"]["GPU-a"]
+    )
     loader = body["summary"]["dataloader"]
-    assert {"avg_wait_time_ms", "p95_wait_time_ms", "avg_packing_efficiency", "pct_starved"} <= loader.keys()
+    assert {
+        "avg_wait_time_ms",
+        "p95_wait_time_ms",
+        "avg_packing_efficiency",
+        "pct_starved",
+    } <= loader.keys()
     assert loader["pct_starved"] == pytest.approx(100 / 6)
     with h5py.File(path, "r") as file:
         assert {"batch_idx", "tokens_per_sec", "gpu_util", "packing_efficiency"} <= set(file)
@@ -90,7 +119,10 @@ def test_names_that_other_tools_read(tmp_path: Path) -> None:
 
 def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
     measured = read_telemetry(written(tmp_path))
-    assert measured.batches.groupby("device", observed=True).size().to_dict() == {"GPU-a": 5, "GPU-b": 1}
+    assert measured.batches.groupby("device", observed=True).size().to_dict() == {
+        "GPU-a": 5,
+        "GPU-b": 1,
+    }
     assert measured.batches.launched_s.tolist() == sorted([100, 101, 102, 103, 104, 101])
     assert np.isnan(measured.batches.device_ms).sum() == 1
     pd.testing.assert_frame_equal(measured.samples, samples())
@@ -116,7 +148,9 @@ def test_frames_for_pandas(tmp_path: Path) -> None:
     assert set(frame["device"]) == set(DEVICES)
     assert frame.groupby("encoder")["tokens"].sum().to_dict() == {"dnabert_s": 900, "esm2": 4500}
     assert frame["queue_state"].value_counts().to_dict() == {"full": 5, "starved": 1}
-    assert open_frame(tmp_path, "samples").groupby("device")["utilisation"].mean()["GPU-b"] == pytest.approx(99.5)
+    assert open_frame(tmp_path, "samples").groupby("device")["utilisation"].mean()[
+        "GPU-b"
+    ] == pytest.approx(99.5)
     assert len(open_frame(tmp_path, "host")) == 2
     assert open_frame(tmp_path, "shards")["device"].tolist() == ["GPU-b", "GPU-a"]
     assert open_frame(tmp_path, "stages")["name"].tolist() == ["ESM-2", "Feature Merging"]
@@ -141,7 +175,9 @@ def test_a_second_run_in_the_same_second_keeps_the_first(tmp_path: Path) -> None
 
 
 def test_alarms_are_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    idle = frame(DeviceSample, [DeviceSample(float(i), "GPU-a", 20.0, None, None, None) for i in range(40)])
+    idle = frame(
+        DeviceSample, [DeviceSample(float(i), "GPU-a", 20.0, None, None, None) for i in range(40)]
+    )
     write(tmp_path, [shard(0, [batch(float(i)) for i in range(40)])], idle, n_reads=1, wall_s=40.0)
     assert "gpu utilisation of GPU-a below 50 %" in caplog.text
 
@@ -171,11 +207,17 @@ def test_six_million_reads_stay_small(tmp_path: Path) -> None:
     """A run of 6 M reads launches about 30,000 batches; ten hours of two devices are 144,000 samples."""
     dice = np.random.default_rng(0)
     waits, tokens = dice.exponential(0.5, 30_000), dice.integers(15_000, 16_384, 30_000)
-    batches = [batch(1.2 * i, index=i, tokens=int(tokens[i]), wait_ms=float(waits[i])) for i in range(30_000)]
+    batches = [
+        batch(1.2 * i, index=i, tokens=int(tokens[i]), wait_ms=float(waits[i]))
+        for i in range(30_000)
+    ]
     levels = dice.integers(80, 100, 144_000)
     table = frame(
         DeviceSample,
-        [DeviceSample(i // 2 * 0.5, DEVICES[i % 2], float(levels[i]), 9 << 30, 650.0, 70.0) for i in range(144_000)],
+        [
+            DeviceSample(i // 2 * 0.5, DEVICES[i % 2], float(levels[i]), 9 << 30, 650.0, 70.0)
+            for i in range(144_000)
+        ],
     )
     path = write(tmp_path, [shard(0, batches)], table, n_reads=6_000_000, wall_s=36_000.0)
     assert path.with_suffix(".json").stat().st_size < 16_000_000

@@ -60,7 +60,9 @@ def test_each_device_is_read_by_its_own_name() -> None:
     table = sampler.samples()
     assert table.utilisation[table.device == "GPU-aaaa"].tolist() == [97.0]
     assert table.utilisation[table.device == "GPU-bbbb"].tolist() == [12.0]
-    assert table.time_s.tolist() == 2 * sampler.host_samples().time_s.tolist(), "the host is read on the same clock"
+    assert table.time_s.tolist() == 2 * sampler.host_samples().time_s.tolist(), (
+        "the host is read on the same clock"
+    )
 
 
 def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
@@ -70,7 +72,9 @@ def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
         while len(sampler.samples()) < 3:
             time.sleep(0.01)
     taken = len(sampler.samples())
-    assert 3 <= taken <= (time.monotonic() - began) / 0.01 + 2, "at most one an interval, and the last"
+    assert 3 <= taken <= (time.monotonic() - began) / 0.01 + 2, (
+        "at most one an interval, and the last"
+    )
     assert not [thread for thread in threading.enumerate() if thread.name == "virnuc-sampler"]
     time.sleep(0.03)
     assert len(sampler.samples()) == taken
@@ -82,7 +86,9 @@ def test_a_short_run_has_a_sample() -> None:
     assert len(s.samples()) >= 1
 
 
-def test_a_reading_that_fails_is_unknown_and_sampling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reading_that_fails_is_unknown_and_sampling_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sampler = Keeping(DEVICES, read=FakeNvml(GPU_aaaa=(80.0,)).read)
     caplog.clear()  # of what was said of this machine's NVML
     with caplog.at_level(logging.WARNING):
@@ -90,7 +96,9 @@ def test_a_reading_that_fails_is_unknown_and_sampling_goes_on(caplog: pytest.Log
         sampler.sample_once()
     assert sampler.latest["GPU-aaaa"].utilisation == 80.0
     assert sampler.latest["GPU-bbbb"].utilisation is None
-    assert ["GPU-bbbb" in record.message for record in caplog.records] == [True], "said once, not each time"
+    assert ["GPU-bbbb" in record.message for record in caplog.records] == [True], (
+        "said once, not each time"
+    )
 
 
 def test_without_nvml_the_host_is_sampled_and_utilisation_is_not_there() -> None:
@@ -172,7 +180,11 @@ def test_memory_of_children_is_counted() -> None:
 
     alone = Sampler(()).host(0.0).rss_bytes
     child = subprocess.Popen(
-        [sys.executable, "-c", "import sys; data = bytearray(60_000_000); print(len(data), flush=True); input()"],
+        [
+            sys.executable,
+            "-c",
+            "import sys; data = bytearray(60_000_000); print(len(data), flush=True); input()",
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

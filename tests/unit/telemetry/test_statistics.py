@@ -38,7 +38,9 @@ def test_packing_is_tokens_over_slots_tails_included() -> None:
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 4096), st.integers(1, 4096)), min_size=1))
 def test_packing_is_never_above_one_for_batches_that_fit(sizes: list[tuple[int, int]]) -> None:
-    table = frame(BatchRecord, [batch(i, tokens=min(a, b), slots=b) for i, (a, b) in enumerate(sizes)])
+    table = frame(
+        BatchRecord, [batch(i, tokens=min(a, b), slots=b) for i, (a, b) in enumerate(sizes)]
+    )
     packing = batch_metrics(table).packing_efficiency
     assert packing is not None
     assert 0 <= packing <= 1
@@ -67,14 +69,18 @@ def test_waits() -> None:
     assert found.waiting_share == pytest.approx(99 / 101)
 
 
-@pytest.mark.parametrize(("wait_ms", "state"), [(0.99, "full"), (1.0, "normal"), (50.0, "normal"), (50.1, "starved")])
+@pytest.mark.parametrize(
+    ("wait_ms", "state"), [(0.99, "full"), (1.0, "normal"), (50.0, "normal"), (50.1, "starved")]
+)
 def test_queue_states_by_their_limits(wait_ms: float, state: str) -> None:
     assert queue_state(frame(BatchRecord, [batch(0, wait_ms=wait_ms)])).tolist() == [state]
 
 
 def test_queue_shares_add_up() -> None:
     waits = (0.2, 0.9, 1.0, 50.0, 50.1)
-    shares = batch_metrics(frame(BatchRecord, [batch(i, wait_ms=w) for i, w in enumerate(waits)])).queue
+    shares = batch_metrics(
+        frame(BatchRecord, [batch(i, wait_ms=w) for i, w in enumerate(waits)])
+    ).queue
     assert shares is not None
     assert (shares.full, shares.normal, shares.starved) == pytest.approx((0.4, 0.4, 0.2))
 
@@ -91,11 +97,16 @@ def test_warm_up_is_left_out_of_the_steady_rate() -> None:
     fast = [batch(100 + i * 0.1) for i in range(20)]
     found = batch_metrics(frame(BatchRecord, [*slow, *fast]))
     assert found.steady_tokens_per_s == pytest.approx(20 * 900 / 2.0)
-    assert batch_metrics(frame(BatchRecord, fast[:19])).steady_tokens_per_s is None, "too few to tell"
+    assert batch_metrics(frame(BatchRecord, fast[:19])).steady_tokens_per_s is None, (
+        "too few to tell"
+    )
 
 
 def test_encoders_are_told_apart() -> None:
-    table = frame(BatchRecord, [batch(0), batch(1, encoder="dnabert_s", tokens=100), batch(2, encoder="dnabert_s")])
+    table = frame(
+        BatchRecord,
+        [batch(0), batch(1, encoder="dnabert_s", tokens=100), batch(2, encoder="dnabert_s")],
+    )
     found = by_encoder(table)
     assert found["esm2"].batches == 1
     assert found["dnabert_s"].tokens == 1000
@@ -104,7 +115,11 @@ def test_encoders_are_told_apart() -> None:
 def test_windows_cut_the_run_and_lose_no_batch() -> None:
     table = frame(BatchRecord, [batch(100 + i) for i in range(25)])
     cut = windows(table, 10.0, 100.0)
-    assert [(w.start_s, round(w.end_s, 6), w.batches) for w in cut] == [(0, 10, 10), (10, 20, 10), (20, 24.1, 5)]
+    assert [(w.start_s, round(w.end_s, 6), w.batches) for w in cut] == [
+        (0, 10, 10),
+        (10, 20, 10),
+        (20, 24.1, 5),
+    ]
     assert sum(w.tokens for w in cut) == int(table.tokens.sum())
     late = windows(table, 10.0, 93.0)
     assert [(w.start_s, w.batches) for w in late] == [(7, 3), (10, 10), (20, 10), (30, 2)], (
@@ -115,7 +130,11 @@ def test_windows_cut_the_run_and_lose_no_batch() -> None:
 def test_a_stall_is_one_empty_window() -> None:
     table = frame(BatchRecord, [batch(0.0), batch(95.0)])
     cut = windows(table, 10.0, 0.0)
-    assert [(w.start_s, w.end_s, w.batches) for w in cut] == [(0, 10, 1), (10, 90, 0), (90, 95.1, 1)]
+    assert [(w.start_s, w.end_s, w.batches) for w in cut] == [
+        (0, 10, 1),
+        (10, 90, 0),
+        (90, 95.1, 1),
+    ]
     assert cut[1].packing_efficiency is None
     assert cut[1].tokens_per_s == 0
 
@@ -131,7 +150,10 @@ def test_a_jumping_clock_makes_no_flood_of_windows(moments: list[float]) -> None
 
 
 def test_a_window_carries_the_utilisation_of_its_time() -> None:
-    samples = frame(DeviceSample, [DeviceSample(float(i), "GPU-a", 10.0 * i, None, None, None) for i in range(10)])
+    samples = frame(
+        DeviceSample,
+        [DeviceSample(float(i), "GPU-a", 10.0 * i, None, None, None) for i in range(10)],
+    )
     (first, second) = windows(frame(BatchRecord, [batch(0.0), batch(5.0)]), 5.0, 0.0, samples)
     assert first.gpu_util == {"GPU-a": pytest.approx(25.0)}
     assert second.gpu_util == {"GPU-a": pytest.approx(50.0)}, "it ends with its last batch"
@@ -139,7 +161,11 @@ def test_a_window_carries_the_utilisation_of_its_time() -> None:
 
 def test_the_spread_of_the_devices() -> None:
     shards = frame(
-        ShardDone, [shard(0, [batch(0)], esm2_s=3.0), shard(1, [batch(1, device="GPU-b")], device="GPU-b", esm2_s=2.0)]
+        ShardDone,
+        [
+            shard(0, [batch(0)], esm2_s=3.0),
+            shard(1, [batch(1, device="GPU-b")], device="GPU-b", esm2_s=2.0),
+        ],
     )
     busy = device_busy(shards)
     assert [b.busy_s for b in busy] == pytest.approx([3.6, 2.6])
@@ -155,14 +181,23 @@ def test_the_committed_span_ends_with_the_last_commit() -> None:
     assert committed_span_s(frame(BatchRecord, batches), frame(ShardDone, [])) == 0
 
 
-def samples(device: str, levels: list[float | None], *, power: float | None = 360.0, every_s: float = 1.0):
-    return [DeviceSample(i * every_s, device, level, 1000 * (i + 1), power, 50.0 + i) for i, level in enumerate(levels)]
+def samples(
+    device: str, levels: list[float | None], *, power: float | None = 360.0, every_s: float = 1.0
+):
+    return [
+        DeviceSample(i * every_s, device, level, 1000 * (i + 1), power, 50.0 + i)
+        for i, level in enumerate(levels)
+    ]
 
 
 def test_each_device_has_its_own_mean() -> None:
     table = frame(DeviceSample, [*samples("GPU-a", [90, 100, 95]), *samples("GPU-b", [10, 20, 30])])
     stats = {device: device_usage(table, device) for device in ("GPU-a", "GPU-b")}
-    assert (stats["GPU-a"].gpu_util_avg, stats["GPU-a"].gpu_util_min, stats["GPU-a"].gpu_util_max) == (95, 90, 100)
+    assert (
+        stats["GPU-a"].gpu_util_avg,
+        stats["GPU-a"].gpu_util_min,
+        stats["GPU-a"].gpu_util_max,
+    ) == (95, 90, 100)
     assert stats["GPU-b"].gpu_util_avg == 20
     assert stats["GPU-b"].mem_used_peak == 3000
     assert stats["GPU-b"].temperature_max_c == 52
@@ -203,7 +238,9 @@ def test_a_device_idle_for_ten_seconds_while_embedding_raises_an_alarm() -> None
     table = frame(DeviceSample, samples("GPU-a", levels))
     (alarm,) = alarms(table, (0.0, 51.0))
     assert "GPU-a below 50 % for 11 s" in alarm
-    assert alarms(table, (32.0, 51.0)) == (), "idle outside the embedding window is nobody's business"
+    assert alarms(table, (32.0, 51.0)) == (), (
+        "idle outside the embedding window is nobody's business"
+    )
 
 
 def test_a_short_dip_is_no_alarm() -> None:

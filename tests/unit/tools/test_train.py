@@ -18,13 +18,24 @@ from torch import nn
 from virnuc_core.config import TrainSpec
 from virnuc_core.encoders.checkpoint import check_models, fingerprint, open_part
 from virnuc_core.encoders.convert import init_random
-from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Estimate, HeadShape, read_shape
+from virnuc_core.encoders.model_config import (
+    DNABERT_SIZES,
+    ESM2_SIZES,
+    Estimate,
+    HeadShape,
+    read_shape,
+)
 from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ShardError, VirnucError
-from virnuc_core.measure import training
-from virnuc_core.measure.evaluation import Examples, choose
-from virnuc_core.measure.training import (
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RESULTS, RunDir
+from virnuc_core.runfiles import RunSummary, read, write
+from virnuc_core.tools import training
+from virnuc_core.training.evaluation import Examples, choose
+from virnuc_core.training.training import (
     BASELINES,
     CROSS,
     HEAD,
@@ -38,11 +49,6 @@ from virnuc_core.measure.training import (
     train_head,
     write_cuts,
 )
-from virnuc_core.reads.simulate import SimulateSpec, simulate
-from virnuc_core.reads.stage import StageSpec, stage
-from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RESULTS, RunDir
-from virnuc_core.runfiles import RunSummary, read, write
 
 WIDTH = ESM2_SIZES["tiny"].width + DNABERT_SIZES["tiny"].width
 QUICK: dict[str, Any] = {"hidden": 32, "epochs": 30, "repeats": 0}
@@ -56,7 +62,9 @@ def embedded(run: RunDir, reads: Path, is_virus: Callable[[str], bool], signal: 
     virus = np.array([is_virus(names[r]) for r in store.row_read[store.unique_row[:]].tolist()])
     embeddings = np.random.default_rng(0).normal(size=(store.n_uniques, WIDTH)).astype(np.float32)
     embeddings[:, :8] += signal * (virus[:, None] - 0.5).astype(np.float32)
-    plan = shards.ShardPlan(bounds=(*range(0, store.n_uniques, 97), store.n_uniques), fingerprint="made")
+    plan = shards.ShardPlan(
+        bounds=(*range(0, store.n_uniques, 97), store.n_uniques), fingerprint="made"
+    )
     shards.write_plan(run, plan)
     for shard in range(len(plan)):
         lo, hi = plan.range(shard)
@@ -69,11 +77,15 @@ class World:
     """Simulated reads with their truth, and a training directory that is embedded."""
 
     def __init__(self, folder: Path, models: Path, signal: float) -> None:
-        spec = SimulateSpec(reads=900, viral_genomes=6, other_genomes=7, genome_length=4_000, seed=4)
+        spec = SimulateSpec(
+            reads=900, viral_genomes=6, other_genomes=7, genome_length=4_000, seed=4
+        )
         self.made = simulate(spec, folder / "reads.fasta")
         self.run, self.truth = RunDir(folder / "run"), self.made.truth_file
         label = dict(line.split("\t")[:2] for line in self.truth.read_text().splitlines())
-        self.store = embedded(self.run, self.made.reads_file, lambda read: label[read] == "virus", signal)
+        self.store = embedded(
+            self.run, self.made.reads_file, lambda read: label[read] == "virus", signal
+        )
         stand_in(models, self.run.root, check_models(models))
         self.head = self.run.root / "head"
 
@@ -90,7 +102,11 @@ class World:
 
 def auroc_of(found: TrainFile, asked: str, method: str = HEAD) -> Estimate | None:
     """Of reads."""
-    lines = {(one.asked, one.method, one.level): one.metrics["auroc"] for one in found.figures if one.natural}
+    lines = {
+        (one.asked, one.method, one.level): one.metrics["auroc"]
+        for one in found.figures
+        if one.natural
+    }
     return lines[asked, method, "read"]
 
 
@@ -106,7 +122,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, models: Path) -> World:
     return World(tmp_path_factory.mktemp("world"), models, signal=1.5)
 
 
-def test_a_signal_is_learnt_and_told_with_intervals_beside_baselines(world: World, models: Path) -> None:
+def test_a_signal_is_learnt_and_told_with_intervals_beside_baselines(
+    world: World, models: Path
+) -> None:
     found = world.train(epochs=12, folds=3, repeats=2)
     assert read(world.run.root / "train.json", TrainFile) == found
     for asked in (CROSS, TEST):
@@ -114,21 +132,34 @@ def test_a_signal_is_learnt_and_told_with_intervals_beside_baselines(world: Worl
             auroc = auroc_of(found, asked, method)
             assert auroc is not None
             assert auroc.value > 0.85
-            assert auroc.low == 0 if asked == TEST else auroc.low > 0.8, "the test has one cluster of each class"
-    assert {(one.method, one.level, one.natural) for one in found.figures if one.asked == CROSS} == {
+            assert auroc.low == 0 if asked == TEST else auroc.low > 0.8, (
+                "the test has one cluster of each class"
+            )
+    assert {
+        (one.method, one.level, one.natural) for one in found.figures if one.asked == CROSS
+    } == {
         (method, level, natural)
         for method in (HEAD, *BASELINES)
         for level in ("frame", "chunk", "read")
         for natural in (True, False)
     }
-    assert {one.clusters for one in found.figures if one.asked == CROSS} == {13}, "every genome is asked about"
+    assert {one.clusters for one in found.figures if one.asked == CROSS} == {13}, (
+        "every genome is asked about"
+    )
     assert found.shared_sequences == 0
     card = read_shape(world.head / "config.json", HeadShape).card
     assert card == found.card
-    assert card.auroc == next(one for one in found.figures if one.level == "read" and not one.natural).metrics["auroc"]
+    assert (
+        card.auroc
+        == next(one for one in found.figures if one.level == "read" and not one.natural).metrics[
+            "auroc"
+        ]
+    )
     assert set(card.thresholds) <= {0.001, 0.01, 0.05, 0.1}
     assert card.lengths == (150, 150, 150)
-    assert card.encoders == {part: digest for part, digest in fingerprint(models).items() if part != "head"}
+    assert card.encoders == {
+        part: digest for part, digest in fingerprint(models).items() if part != "head"
+    }
     assert found.encoders == "esm2: random, seed 1; dnabert_s: random, seed 1"
     assert set(found.not_run) == {"150 bases", "300 bases", "500 bases"}
     assert set(load_file(world.head / "model.safetensors")) == {
@@ -142,7 +173,12 @@ def test_a_signal_is_learnt_and_told_with_intervals_beside_baselines(world: Worl
         "output_layer.bias",
     }
     shape = read_shape(world.head / "config.json", HeadShape)
-    assert (shape.hidden, shape.model_length, shape.dna_width, shape.protein_width) == (32, 500, 64, 64)
+    assert (shape.hidden, shape.model_length, shape.dna_width, shape.protein_width) == (
+        32,
+        500,
+        64,
+        64,
+    )
 
 
 def test_what_is_written_is_what_was_judged(world: World, tmp_path: Path, models: Path) -> None:
@@ -154,12 +190,22 @@ def test_what_is_written_is_what_was_judged(world: World, tmp_path: Path, models
     rows = world.choose().rows
     test = rows[rows["side"] == 2]
     features = inputs_of(world.run, world.store, test, WIDTH)[0].vectors
-    scores = Head(*open_part(tmp_path / "models", HeadShape), torch.device("cpu")).scores(features)[:, 1].numpy()
+    scores = (
+        Head(*open_part(tmp_path / "models", HeadShape), torch.device("cpu"))
+        .scores(features)[:, 1]
+        .numpy()
+    )
     called, virus = scores >= 0.5, test["label"].to_numpy() == 1
-    frames: Any = next(one for one in found.figures if (one.method, one.level, one.natural) == (HEAD, "frame", True))
+    frames: Any = next(
+        one
+        for one in found.figures
+        if (one.method, one.level, one.natural) == (HEAD, "frame", True)
+    )
     assert frames.metrics["recall"].value == pytest.approx((called & virus).sum() / virus.sum())
     assert frames.metrics["precision"].value == pytest.approx((called & virus).sum() / called.sum())
-    assert frames.metrics["brier"].value == pytest.approx(np.mean((scores - virus) ** 2), rel=1e-4)  # float32
+    assert frames.metrics["brier"].value == pytest.approx(
+        np.mean((scores - virus) ** 2), rel=1e-4
+    )  # float32
 
 
 def test_columns_of_whatever_size_and_place_are_learnt_from_alike() -> None:
@@ -174,7 +220,9 @@ def test_columns_of_whatever_size_and_place_are_learnt_from_alike() -> None:
         inputs = Inputs(rows, vectors, np.zeros((400, 0)))
         torch.manual_seed(1)
         with threadpool_limits(1):
-            network, _ = _fit(shape, inputs.part(np.arange(300)), inputs.part(np.arange(300, 400)), spec)
+            network, _ = _fit(
+                shape, inputs.part(np.arange(300)), inputs.part(np.arange(300, 400)), spec
+            )
         with torch.inference_mode():
             found.append(network(vectors).softmax(-1))
     assert torch.allclose(*found, atol=0.01)
@@ -187,25 +235,37 @@ def test_noise_is_not_learnt_nor_are_the_same_genomes_on_the_other_strand_under_
     """A head that met the twin of a sequence would know its label by heart: that is what a split by name let happen."""
     noise = World(tmp_path, models, signal=0.0)
     records = noise.made.reads_file.read_text().split()
-    turned = {name: bases.translate(str.maketrans("ACGT", "TGCA"))[::-1] for name, bases in pairwise(records)}
+    turned = {
+        name: bases.translate(str.maketrans("ACGT", "TGCA"))[::-1]
+        for name, bases in pairwise(records)
+    }
     twins = "".join(f">twin_{name[1:]}\n{turned[name]}\n" for name in records[::2])
     noise.made.reads_file.write_text("\n".join(records) + "\n" + twins)
     header, *lines = noise.truth.read_text().splitlines()
-    again = ["\t".join([f"twin_{cells[0]}", cells[1], f"twin_{cells[2]}"]) for cells in map(str.split, lines)]
+    again = [
+        "\t".join([f"twin_{cells[0]}", cells[1], f"twin_{cells[2]}"])
+        for cells in map(str.split, lines)
+    ]
     short = ["\t".join(line.split("\t")[:3]) for line in (header, *lines)]
     noise.truth.write_text("\n".join([*short, *again]) + "\n")
     label = dict(line.split("\t")[:2] for line in noise.truth.read_text().splitlines())
-    noise.store = embedded(noise.run, noise.made.reads_file, lambda read: label[read] == "virus", 0.0)
+    noise.store = embedded(
+        noise.run, noise.made.reads_file, lambda read: label[read] == "virus", 0.0
+    )
     found = noise.train(hidden=64, epochs=20, folds=3, repeats=1, patience=20)
     auroc = found.card.auroc
-    assert {one.clusters for one in found.figures if one.asked == CROSS} == {13}, "26 names, 13 genomes"
+    assert {one.clusters for one in found.figures if one.asked == CROSS} == {13}, (
+        "26 names, 13 genomes"
+    )
     assert found.shared_sequences == 0
     assert auroc.value == pytest.approx(0.5, abs=0.1)
     assert auroc.low < 0.5 < auroc.high
 
 
 def test_the_written_head_is_the_best_one_not_the_last(world: World) -> None:
-    found = world.train(hidden=64, learning_rate=0.2, patience=3, epochs=40)  # a step too large: it overfits
+    found = world.train(
+        hidden=64, learning_rate=0.2, patience=3, epochs=40
+    )  # a step too large: it overfits
     assert found.best_epoch < found.epochs, "the case needs a loss that rises again"
 
 
@@ -214,7 +274,9 @@ def test_the_same_seed_gives_the_same_bytes(world: World) -> None:
     for seed in (0, 0, 1):
         world.train(seed=seed, epochs=3)
         heads.append((world.head / "model.safetensors").read_bytes())
-    assert torch.equal(torch.random.get_rng_state(), before), "the caller's random numbers are left alone"
+    assert torch.equal(torch.random.get_rng_state(), before), (
+        "the caller's random numbers are left alone"
+    )
     assert heads[0] == heads[1]
     assert heads[0] != heads[2]
 
@@ -227,7 +289,9 @@ def test_a_run_without_all_embeddings_is_refused(tmp_path: Path, models: Path) -
     assert not part.head.exists()
 
 
-def test_a_row_without_a_finite_embedding_is_left_out_and_counted(tmp_path: Path, models: Path) -> None:
+def test_a_row_without_a_finite_embedding_is_left_out_and_counted(
+    tmp_path: Path, models: Path
+) -> None:
     part = World(tmp_path, models, signal=1.0)
     rows = part.choose().rows
     bad = int(rows["unique"].iloc[3])
@@ -251,7 +315,9 @@ def test_rows_keep_their_embeddings_and_words(world: World) -> None:
     inputs, lost = inputs_of(world.run, world.store, rows, WIDTH)
     assert lost == 0
     plan = shards.read_plan(world.run)
-    every = np.concatenate([shards.read_shard(world.run, plan, shard).embeddings for shard in range(len(plan))])
+    every = np.concatenate(
+        [shards.read_shard(world.run, plan, shard).embeddings for shard in range(len(plan))]
+    )
     assert np.array_equal(inputs.vectors.numpy(), every[rows["unique"]])
     assert inputs.words.sum(axis=1) == pytest.approx(1)
     dna = [world.store.dna(unique, unique + 1)[0] for unique in rows["unique"].tolist()]
@@ -295,7 +361,9 @@ def test_a_stand_in_needs_no_head_and_no_result_of_it_stays(tmp_path: Path, mode
     assert read(run.summary, RunSummary).files is None
 
 
-def test_a_training_that_fails_leaves_no_figures_of_another_head(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_fails_leaves_no_figures_of_another_head(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.train()
     before = (world.head / "config.json").read_text()
 
@@ -312,4 +380,7 @@ def test_a_training_that_fails_leaves_no_figures_of_another_head(world: World, m
 
 def test_the_loss_of_the_best_epoch_is_that_of_the_head(world: World, tmp_path: Path) -> None:
     found = world.train()
-    assert found.validation_loss < nn.functional.cross_entropy(torch.zeros(1, 2), torch.tensor([0])).item()
+    assert (
+        found.validation_loss
+        < nn.functional.cross_entropy(torch.zeros(1, 2), torch.tensor([0])).item()
+    )

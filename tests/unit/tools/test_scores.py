@@ -16,7 +16,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from virnuc_core.measure.evaluation import (
+from virnuc_core.training.evaluation import (
     _weights,
     by_level,
     curves,
@@ -30,7 +30,9 @@ from virnuc_core.measure.evaluation import (
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 20).map(lambda n: n / 20), st.booleans(), st.integers(1, 5)), min_size=4, max_size=40
+        st.tuples(st.integers(0, 20).map(lambda n: n / 20), st.booleans(), st.integers(1, 5)),
+        min_size=4,
+        max_size=40,
     )
 )
 @settings(max_examples=40)
@@ -58,7 +60,13 @@ def sample(n: int, seed: int = 0, signal: float = 1.0) -> pd.DataFrame:
     label = np.arange(n) % 2
     score = 1 / (1 + np.exp(-(rng.normal(size=n) + signal * (2 * label - 1))))
     return pd.DataFrame(
-        {"read": np.arange(n), "chunk": 0, "label": label, "cluster": np.arange(n) % 20, "score": score}
+        {
+            "read": np.arange(n),
+            "chunk": 0,
+            "label": label,
+            "cluster": np.arange(n) % 20,
+            "score": score,
+        }
     )
 
 
@@ -75,13 +83,23 @@ def test_another_prevalence_is_what_another_mixture_would_give() -> None:
     table = sample(2_000)
     rare = pd.concat([table[table["label"] == 0], table[table["label"] == 1].iloc[:100]])
     share = float(rare["label"].mean())
-    stated = {f.level: f for f in judge("x", "head", [(table, table["score"].to_numpy())], share) if not f.natural}
-    as_is = {f.level: f for f in judge("x", "head", [(rare, rare["score"].to_numpy())], share) if f.natural}
+    stated = {
+        f.level: f
+        for f in judge("x", "head", [(table, table["score"].to_numpy())], share)
+        if not f.natural
+    }
+    as_is = {
+        f.level: f
+        for f in judge("x", "head", [(rare, rare["score"].to_numpy())], share)
+        if f.natural
+    }
     for name, one in stated["read"].metrics.items():
         other = as_is["read"].metrics[name]
         assert one is not None
         assert other is not None
-        assert one.value == pytest.approx(other.value, abs=0.06)  # a hundred viral ones are a sample
+        assert one.value == pytest.approx(
+            other.value, abs=0.06
+        )  # a hundred viral ones are a sample
         assert one.low <= one.value <= one.high
 
 
@@ -109,7 +127,14 @@ def test_an_interval_is_wider_over_genomes_than_over_reads() -> None:
 
 
 def test_chunks_and_reads_are_judged_as_a_prediction_judges_them() -> None:
-    rows = pd.DataFrame({"read": [0, 0, 0, 1], "chunk": [0, 0, 1, 0], "label": [1, 1, 1, 0], "cluster": [0, 0, 0, 1]})
+    rows = pd.DataFrame(
+        {
+            "read": [0, 0, 0, 1],
+            "chunk": [0, 0, 1, 0],
+            "label": [1, 1, 1, 0],
+            "cluster": [0, 0, 0, 1],
+        }
+    )
     levels = by_level(rows, np.array([0.9, 0.2, 0.7, 0.4]))
     assert levels["chunk"]["score"].tolist() == pytest.approx([0.55, 0.7, 0.4])
     assert levels["read"]["score"].tolist() == pytest.approx([0.625, 0.4])
@@ -129,7 +154,9 @@ def test_a_threshold_holds_the_share_of_false_ones_at_the_stated_prevalence() ->
     assert false_share(table, 1.1, 0.1) is None
     assert thresholds(table.assign(score=0.5), (0.01,), 0.1) == {}, "no threshold holds it"
     perfect = pd.DataFrame({"label": [0, 1] * 50, "score": [0.1, 0.9] * 50})
-    assert set(thresholds(perfect, (0.001, 0.05), 0.5)) == {0.05}, "fifty reads cannot tell of one in a thousand"
+    assert set(thresholds(perfect, (0.001, 0.05), 0.5)) == {0.05}, (
+        "fifty reads cannot tell of one in a thousand"
+    )
 
 
 def test_what_is_not_defined_is_none() -> None:
@@ -141,7 +168,9 @@ def test_what_is_not_defined_is_none() -> None:
 
 def test_one_cluster_of_a_class_tells_nothing() -> None:
     table = sample(100)
-    lines = judge("x", "head", [(table.assign(cluster=table["label"]), table["score"].to_numpy())], 0.01)
+    lines = judge(
+        "x", "head", [(table.assign(cluster=table["label"]), table["score"].to_numpy())], 0.01
+    )
     auroc = lines[0].metrics["auroc"]
     assert auroc is not None
     assert (auroc.low, auroc.high) == (0, 1)

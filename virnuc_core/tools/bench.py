@@ -34,12 +34,20 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import EXACT, SHARDS, RunDir, discard, run_lock, whole_hdf5
 from virnuc_core.runfiles import Device, ModelFlops, write
-from virnuc_core.telemetry.statistics import BatchMetrics, batch_metrics, committed_span_s, device_usage, embedding_span
+from virnuc_core.telemetry.statistics import (
+    BatchMetrics,
+    batch_metrics,
+    committed_span_s,
+    device_usage,
+    embedding_span,
+)
 from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, read_usable
 
 log = logging.getLogger(__name__)
 
-SHARDS_A_DEVICE: Final = 16  # a minute or so on a GPU: long beside the first batches, short beside a whole run
+SHARDS_A_DEVICE: Final = (
+    16  # a minute or so on a GPU: long beside the first batches, short beside a whole run
+)
 EXACT_TOKENS: Final = 4_096  # of a batch in fp32, whose activations are large; of a shard at least
 STRETCHES: Final = 64  # of neighbouring sequences, so that no part of the reads speaks for all
 AHEAD: Final = 4  # passes launched before the oldest is waited for
@@ -83,7 +91,9 @@ class Measurement(BatchMetrics):
     utilisation: float | None  # percent, of the device with the lowest
     shards: int  # computed
     restarts: int  # of workers
-    reduced: tuple[tuple[int, int], ...]  # shard, and what its token budgets were divided by for want of memory
+    reduced: tuple[
+        tuple[int, int], ...
+    ]  # shard, and what its token budgets were divided by for want of memory
 
 
 def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Measurement:
@@ -101,7 +111,9 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
         **whole | {"tokens_per_s": whole["tokens_per_s"] or 0.0},
         committed_s=committed_span_s(found.batches, found.shards),
         wall_s=wall_s,
-        utilisation=min((s.gpu_util_avg for s in stats if s.gpu_util_avg is not None), default=None),
+        utilisation=min(
+            (s.gpu_util_avg for s in stats if s.gpu_util_avg is not None), default=None
+        ),
         shards=len(job.todo),
         restarts=len(pool.deaths),
         reduced=tuple(pool.reduced.items()),
@@ -133,12 +145,16 @@ def measure_overhead(
         found += [_pair(out, bench, engine, switch, number, shards) for switch in switches]
         on_run(number / pairs)
     size, measured_pairs = engine.shard_tokens, tuple(pair for pair, _ in found)
-    measured = OverheadFile(job=job, devices=ids, shards=found[0][1], shard_tokens=size, pairs=measured_pairs)
+    measured = OverheadFile(
+        job=job, devices=ids, shards=found[0][1], shard_tokens=size, pairs=measured_pairs
+    )
     write(out / OVERHEAD, measured)
     return measured
 
 
-def _pair(out: Path, bench: Bench, engine: EngineSpec, of: Switch, pair: int, shards: int) -> tuple[OverheadPair, int]:
+def _pair(
+    out: Path, bench: Bench, engine: EngineSpec, of: Switch, pair: int, shards: int
+) -> tuple[OverheadPair, int]:
     """Two runs over the same shards, with what is switched and without; and how many shards those were."""
     kind = "" if of == "commits" else f"{of}-"
     names = {on: f"overhead/{pair}-{kind}{'on' if on else 'off'}" for on in (True, False)}
@@ -149,13 +165,20 @@ def _pair(out: Path, bench: Bench, engine: EngineSpec, of: Switch, pair: int, sh
         with run_lock(run.root):
             job = bench.job(run, engine.model_copy(update={"commit": on or of != "commits"}))
             todo = job.todo[:shards]
-            parts = (todo,) if on or of != "models" else (todo[: len(todo) // 2], todo[len(todo) // 2 :])
+            parts = (
+                (todo,)
+                if on or of != "models"
+                else (todo[: len(todo) // 2], todo[len(todo) // 2 :])
+            )
             sample_s = bench.sample_s if on or of != "sampler" else NEVER_S
             made = [measure(replace(job, todo=part), sample_s=sample_s) for part in parts if part]
             discard(run.root, *SHARDS)  # nobody asks for them
         spans.append(sum(one.wall_s if of == "models" else one.committed_s for one in made))
         tokens = sum(one.tokens_per_s * one.span_s for one in made)
-        rates[on], restarts = tokens / spans[-1] if spans[-1] else 0.0, restarts + sum(one.restarts for one in made)
+        rates[on], restarts = (
+            tokens / spans[-1] if spans[-1] else 0.0,
+            restarts + sum(one.restarts for one in made),
+        )
     if not all(rates.values()):
         raise VirnucError(f"{out}: no batch was launched, so {of} cannot be timed")
     log.info("%s, pair %d: %.0f tokens/s with, %.0f without", of, pair, rates[True], rates[False])
@@ -174,7 +197,11 @@ def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: in
     """Whether about so many sequences of a validation lie in `out/fp32`, embedded by plain torch on one device, now or
     before: result files of the reads that are covered whole and `embeddings.h5` with its `uniques`. False where the
     runs compute in fp32 themselves. Errors: those of the pool."""
-    run, orfs, kind = RunDir(out / EXACT), OrfStore.open(bench.store), resolve(bench.devices)[0].kind
+    run, orfs, kind = (
+        RunDir(out / EXACT),
+        OrfStore.open(bench.store),
+        resolve(bench.devices)[0].kind,
+    )
     if resolve_engine(engine, kind).precision == "fp32" or not orfs.n_uniques:
         run.embeddings.unlink(missing_ok=True)  # of another precision
         return False
@@ -194,8 +221,14 @@ def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: in
 def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
     """Compute about so many sequences, in shards that lie evenly over the store, and keep what they gave."""
     orfs = job.store
-    tokens = (int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques) * sequences // (STRETCHES * orfs.n_uniques)
-    plan = make_plan(orfs.protein_offsets, max(EXACT_TOKENS, tokens), EXACT_TOKENS, job.plan.fingerprint)
+    tokens = (
+        (int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques)
+        * sequences
+        // (STRETCHES * orfs.n_uniques)
+    )
+    plan = make_plan(
+        orfs.protein_offsets, max(EXACT_TOKENS, tokens), EXACT_TOKENS, job.plan.fingerprint
+    )
     write_plan(run, plan)
     wanted = min(len(plan), max(2, -(-sequences * len(plan) // orfs.n_uniques)))
     chosen = tuple(dict.fromkeys(np.linspace(0, len(plan) - 1, wanted).astype(int).tolist()))
@@ -214,7 +247,9 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
     discard(run.root, *SHARDS)
 
 
-def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path) -> ModelFlops:
+def measure_ceilings(
+    models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path
+) -> ModelFlops:
     """`model_flops` with each GPU's ceilings, all measured at once; a CPU has none. Errors: those that a worker would
     raise; `WorkerError` for others, and when a process ends without an answer."""
     found = defaultdict[str, dict[str, float]](dict)
@@ -226,7 +261,10 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
             assert isinstance(event, Ready)
             measuring.discard(worker)
             if not event.record:
-                log.warning("%s: no ceiling was measured, its memory does not hold the token budgets", worker.device)
+                log.warning(
+                    "%s: no ceiling was measured, its memory does not hold the token budgets",
+                    worker.device,
+                )
             for encoder, rate in event.record.items():
                 found[f"{encoder}_ceiling_tokens_s"][worker.device] = rate
     return model_flops(models).model_copy(update=found)
@@ -242,7 +280,9 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
         for encoder, name in ((dnabert_s, "dnabert_s"), (esm2, "esm2")):
             warm_up(encoder, budgets[name], device, head.shape.model_length // 3 + 2)
         for name, layers in (("esm2", esm2.layers), ("dnabert_s", dnabert_s.layers)):
-            passes, elapsed_s = sustained_passes(linear_pass(layers, budgets[name], device), SECONDS[name])
+            passes, elapsed_s = sustained_passes(
+                linear_pass(layers, budgets[name], device), SECONDS[name]
+            )
             found[name] = budgets[name] * passes / elapsed_s
     except torch.OutOfMemoryError:
         found = {}  # the runs will halve the budgets
@@ -263,7 +303,9 @@ def linear_pass(layers: Sequence[Layer], slots: int, device: torch.device) -> Ca
                 if scale is None:
                     F.linear(x, one.weight, one.bias)
                 else:
-                    from virnuc_core.encoders.kernels import int8_product  # triton is needed here only
+                    from virnuc_core.encoders.kernels import (
+                        int8_product,
+                    )  # triton is needed here only
 
                     int8_product(x, scale, one)
 

@@ -19,9 +19,9 @@ from virnuc_core.engine.process import Parent, WorkerSpec
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
-from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.rundir import RUN_FILES, TRACES, RunDir, discard, whole_file
 from virnuc_core.runfiles import Device, RunFile, read, write
+from virnuc_core.tools.bench import Bench, measure
 
 TABLE: Final = "{}.operations.json"  # of a device
 WAIT: Final = "dataloader_fetch"
@@ -66,7 +66,9 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
     folder.mkdir(parents=True, exist_ok=True)
     job = bench.job(scratch, engine.model_copy(update={"commit": False}))
     if len(job.plan) < (spec.skip + spec.traced_shards) * len(job.devices):
-        spec = spec.model_copy(update={"skip": 0})  # so few reads that there is nothing to warm up with
+        spec = spec.model_copy(
+            update={"skip": 0}
+        )  # so few reads that there is nothing to warm up with
     job = replace(job, trace=spec, worker=__name__)
     measure(job, shards=(spec.skip + spec.traced_shards) * len(job.devices))
     discard(scratch.root, *RUN_FILES)
@@ -76,7 +78,9 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
         raise VirnucError(f"{folder}: no shard was recorded; give more reads")
     for table in tables:
         if table.trace is None:
-            log.warning("%s: a trace of %s bytes was not kept", table.device, f"{table.trace_bytes:,}")
+            log.warning(
+                "%s: a trace of %s bytes was not kept", table.device, f"{table.trace_bytes:,}"
+            )
     return tables
 
 
@@ -118,7 +122,10 @@ def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
                 if told == 2 * spec.skip + 1:
                     synchronize()
                     profiler = profile(
-                        activities=activities, record_shapes=spec.shapes, profile_memory=spec.memory, acc_events=True
+                        activities=activities,
+                        record_shapes=spec.shapes,
+                        profile_memory=spec.memory,
+                        acc_events=True,
                     )
                     profiler.start()
             case Batch() if profiler is not None:
@@ -130,7 +137,9 @@ def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
     finish()
 
 
-def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: int, batches: int, tokens: int) -> None:
+def write_table(
+    profiler: profile, spec: TraceSpec, device: Device, *, shards: int, batches: int, tokens: int
+) -> None:
     """The trace, unless it is too large, and `<device>.operations.json`."""
     trace = Path(spec.folder, f"{device.id}.json.gz")
     with whole_file(trace) as aside:
@@ -141,7 +150,10 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
         trace.unlink()
     averages = profiler.key_averages(group_by_input_shape=spec.shapes)
     spans = [event.time_range for event in profiler.events() or ()]
-    first, last = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
+    first, last = (
+        min((span.start for span in spans), default=0.0),
+        max((span.end for span in spans), default=0.0),
+    )
     rows = [  # each without the time of what it calls
         Operation(
             name=row.key,
@@ -149,17 +161,27 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
             calls=row.count,
             host_ms=row.self_cpu_time_total / 1e3,
             device_ms=row.self_device_time_total / 1e3 if _on(row) == "device" else 0.0,
-            shapes=str(row.input_shapes)[:SHAPES_WIDTH] if getattr(row, "input_shapes", None) else "",
+            shapes=str(row.input_shapes)[:SHAPES_WIDTH]
+            if getattr(row, "input_shapes", None)
+            else "",
         )
         for row in averages
         if row.key not in MARKS
     ]
     rows.sort(key=lambda row: row.device_ms if row.on == "device" else row.host_ms, reverse=True)
-    kernels, host = ([row for row in rows if row.on == on][: spec.operations] for on in ("device", "host"))
+    kernels, host = (
+        [row for row in rows if row.on == on][: spec.operations] for on in ("device", "host")
+    )
     # of the launch loop's ranges; with shapes one may come in several rows, and the device has a copy of each
-    by_name = {name: [row for row in averages if row.key == name and _on(row) == "host"] for name in MARKS}
+    by_name = {
+        name: [row for row in averages if row.key == name and _on(row) == "host"] for name in MARKS
+    }
     totals = ("count", "cpu_time_total", "device_time_total")
-    sums = {name: [sum(getattr(row, of) for row in rows) for of in totals] for name, rows in by_name.items() if rows}
+    sums = {
+        name: [sum(getattr(row, of) for row in rows) for of in totals]
+        for name, rows in by_name.items()
+        if rows
+    }
     marks = tuple(
         Operation(name=name, on="host", calls=calls, host_ms=host / 1e3, device_ms=device / 1e3)
         for name, (calls, host, device) in sums.items()

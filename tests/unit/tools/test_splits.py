@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from virnuc_core.config import TrainSpec
 from virnuc_core.errors import InputError
-from virnuc_core.measure.evaluation import Examples, choose, deal, draw, read_truth
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.training.evaluation import Examples, choose, deal, draw, read_truth
 
 COMPLEMENT = str.maketrans("ACGT", "TGCA")
 HEADER = "read\tlabel\tgenome\n"
@@ -28,7 +28,8 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         made = simulate(
-            SimulateSpec(reads=260, viral_genomes=5, other_genomes=5, genome_length=3_000, seed=3), folder / "r.fasta"
+            SimulateSpec(reads=260, viral_genomes=5, other_genomes=5, genome_length=3_000, seed=3),
+            folder / "r.fasta",
         )
         lines = made.reads_file.read_text().splitlines()
         self.folder, self.genomes = folder, made.genomes_file
@@ -37,11 +38,15 @@ class World:
         self.truth = {read: (label, genome) for read, label, genome in rows}
 
     def choose(self, folder: Path, **given: Path | int) -> Examples:
-        (folder / "r.fasta").write_text("".join(f">{name}\n{bases}\n" for name, bases in self.reads.items()))
+        (folder / "r.fasta").write_text(
+            "".join(f">{name}\n{bases}\n" for name, bases in self.reads.items())
+        )
         rows = ("\t".join((read, *of)) for read, of in self.truth.items())
         (folder / "truth.tsv").write_text(HEADER + "".join(f"{row}\n" for row in rows))
         stage(StageSpec(reads=(str(folder / "r.fasta"),)), folder / "orfs.h5")
-        return choose(OrfStore.open(folder / "orfs.h5"), TrainSpec(truth=folder / "truth.tsv", **given))
+        return choose(
+            OrfStore.open(folder / "orfs.h5"), TrainSpec(truth=folder / "truth.tsv", **given)
+        )
 
 
 @pytest.fixture
@@ -62,19 +67,25 @@ def test_each_side_has_both_classes_and_no_cluster_is_on_two(world: World, tmp_p
     assert found.rows["side"].nunique() == 3
 
 
-def test_the_same_genomes_on_the_other_strand_under_other_names_are_kin(world: World, tmp_path: Path) -> None:
+def test_the_same_genomes_on_the_other_strand_under_other_names_are_kin(
+    world: World, tmp_path: Path
+) -> None:
     for read, (label, genome) in list(world.truth.items()):
         world.truth[f"twin_{read}"] = (label, f"twin_{genome}")
         world.reads[f"twin_{read}"] = world.reads[read].translate(COMPLEMENT)[::-1]
     found = world.choose(tmp_path)
     cluster = sides_of(found)
     assert len(set(cluster.values())) == 10
-    assert all(cluster[name] == cluster[f"twin_{name}"] for name in cluster if not name.startswith("twin_"))
+    assert all(
+        cluster[name] == cluster[f"twin_{name}"] for name in cluster if not name.startswith("twin_")
+    )
     rows = found.rows[found.rows["side"] == 2]
     assert not set(rows["sequence"]) & set(found.rows.loc[found.rows["side"] != 2, "sequence"])
 
 
-def test_other_reads_of_the_same_genome_are_kin_by_their_k_mers(world: World, tmp_path: Path) -> None:
+def test_other_reads_of_the_same_genome_are_kin_by_their_k_mers(
+    world: World, tmp_path: Path
+) -> None:
     for number, (read, (label, genome)) in enumerate(list(world.truth.items())):
         if genome == "virus_0001" and number % 2:
             world.truth[read] = (label, "strain")
@@ -83,12 +94,19 @@ def test_other_reads_of_the_same_genome_are_kin_by_their_k_mers(world: World, tm
     assert len(set(sides_of(found).values())) == 10
 
 
-def test_genomes_tell_kin_from_one_repeat_in_common_however_thin_the_reads(world: World, tmp_path: Path) -> None:
+def test_genomes_tell_kin_from_one_repeat_in_common_however_thin_the_reads(
+    world: World, tmp_path: Path
+) -> None:
     text = gzip.decompress(world.genomes.read_bytes()).decode().split()
     genome = dict(zip((name[1:] for name in text[::2]), text[1::2], strict=True))
     genome["virus_twin"] = genome["virus_0001"]
-    genome["others_0001"] += (element := genome["others_0002"][600:700])  # 3 % of the genome, a fifth of its reads
-    places = dict.fromkeys(genome, (300, 1500)) | {"virus_twin": (900, 2_000), "others_0002": (300, 600)}
+    genome["others_0001"] += (
+        element := genome["others_0002"][600:700]
+    )  # 3 % of the genome, a fifth of its reads
+    places = dict.fromkeys(genome, (300, 1500)) | {
+        "virus_twin": (900, 2_000),
+        "others_0002": (300, 600),
+    }
     places["others_0001"] = (300, len(genome["others_0001"]) - 150)
     assert genome["others_0001"].endswith(element)
     world.reads = {
@@ -98,7 +116,9 @@ def test_genomes_tell_kin_from_one_repeat_in_common_however_thin_the_reads(world
         for turn in range(3)  # a frame of each read is open, if any is
     }
     world.truth = {read: (read.split("_")[0], read.rsplit("_", 1)[0]) for read in world.reads}
-    (tmp_path / "g.fasta").write_text("".join(f">{name}\n{bases}\n" for name, bases in genome.items()))
+    (tmp_path / "g.fasta").write_text(
+        "".join(f">{name}\n{bases}\n" for name, bases in genome.items())
+    )
     by_reads, by_genomes = (
         sides_of(world.choose(tmp_path)),
         sides_of(world.choose(tmp_path, genomes=tmp_path / "g.fasta")),
@@ -126,12 +146,16 @@ def test_groups_are_never_parted(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_a_sequence_under_both_labels_is_refused_by_both_names(world: World, tmp_path: Path, turned: bool) -> None:
+def test_a_sequence_under_both_labels_is_refused_by_both_names(
+    world: World, tmp_path: Path, turned: bool
+) -> None:
     read = next(read for read, (label, _) in world.truth.items() if label == "virus")
     bases = world.reads[read]
     world.reads["copy"] = bases.translate(COMPLEMENT)[::-1] if turned else bases
     world.truth["copy"] = ("others", "others_0001")
-    with pytest.raises(InputError, match=f"'{read}' .virus. and 'copy' .others. hold the same sequence"):
+    with pytest.raises(
+        InputError, match=f"'{read}' .virus. and 'copy' .others. hold the same sequence"
+    ):
         world.choose(tmp_path)
 
 
@@ -143,7 +167,9 @@ def test_pairs_equal_ids_and_ids_of_mates_find_their_line(world: World, tmp_path
         text += f">{name}{ends[0]}\n{bases}\n>{name}{ends[1]} 2:N:0\n{mate}\n"
     (tmp_path / "pairs.fasta").write_text(text)
     rows = ["\t".join((read, *of)) for read, of in world.truth.items()]
-    (tmp_path / "truth.tsv").write_text("\n".join([HEADER.strip(), *rows, rows[0], "absent\tvirus\tvirus_0001"]) + "\n")
+    (tmp_path / "truth.tsv").write_text(
+        "\n".join([HEADER.strip(), *rows, rows[0], "absent\tvirus\tvirus_0001"]) + "\n"
+    )
     stage(StageSpec(reads=(str(tmp_path / "pairs.fasta"),)), tmp_path / "orfs.h5")
     store = OrfStore.open(tmp_path / "orfs.h5")
     found = choose(store, TrainSpec(truth=tmp_path / "truth.tsv"))
@@ -166,7 +192,11 @@ def test_what_is_left_out_is_counted(world: World, tmp_path: Path) -> None:
     store = OrfStore.open(tmp_path / "orfs.h5")
     kept = found.rows["read"].nunique()
     beyond, none = left["reads beyond 60 frames of a class"], left["reads without an open frame"]
-    assert kept + beyond + none <= store.n_reads <= kept + beyond + none + left["frames of fewer than 21 bases"]
+    assert (
+        kept + beyond + none
+        <= store.n_reads
+        <= kept + beyond + none + left["frames of fewer than 21 bases"]
+    )
 
 
 def test_only_frames_in_coding_regions_are_kept_on_request(world: World, tmp_path: Path) -> None:
@@ -175,7 +205,9 @@ def test_only_frames_in_coding_regions_are_kept_on_request(world: World, tmp_pat
     lines, low, high = ["##gff-version 3"], 600, 2_100  # 0-based, a frame's bounds
     for name in genome:
         lines.append(f"{name}\tx\tgene\t1\t90\t.\t+\t.\tID=g")
-        lines.append(f"{name}\tx\tCDS\t{low + 1}\t{high}\t.\t{'-+'[name.startswith('virus')]}\t0\tID=c")
+        lines.append(
+            f"{name}\tx\tCDS\t{low + 1}\t{high}\t.\t{'-+'[name.startswith('virus')]}\t0\tID=c"
+        )
     (tmp_path / "a.gff").write_text("\n".join(lines) + "\n")
     world.reads, world.truth = {}, {}
     for name, bases in genome.items():
@@ -190,7 +222,10 @@ def test_only_frames_in_coding_regions_are_kept_on_request(world: World, tmp_pat
     place = np.array([int(names[read].split("_")[2]) for read in found.rows["read"]])
     assert ((place >= low - 3) & (place + 150 <= high + 3)).all()
     at = {(row.read, row.unique) for row in found.rows.itertuples()}
-    frames = {(int(store.row_read[r]), int(store.row_unique[r])): int(store.row_frame[r]) for r in range(store.n_rows)}
+    frames = {
+        (int(store.row_read[r]), int(store.row_unique[r])): int(store.row_frame[r])
+        for r in range(store.n_rows)
+    }
     virus = {frames[one] for one in at if names[one[0]].startswith("virus")}
     assert virus == {0}, "reads begin at whole codons of the region, so that its frame is the first"
     assert found.left_out["frames outside coding regions"] == len(whole.rows) - len(found.rows) > 0
@@ -209,10 +244,16 @@ def test_only_frames_in_coding_regions_are_kept_on_request(world: World, tmp_pat
         (HEADER + "r1\tViral\tg\n", ":2: wanted a label"),
         ("", "not valid table"),
         ("read\tlabel\tgenome\tspecies\nr1\tvirus\tg\tx\n", ":1: unknown column species"),
-        (HEADER + "r1\tvirus\tg\nr1\tvirus\th\n", ":3: read 'r1' stands on line 2 with other words"),
+        (
+            HEADER + "r1\tvirus\tg\nr1\tvirus\th\n",
+            ":3: read 'r1' stands on line 2 with other words",
+        ),
         (HEADER + "r1\tvirus\tg\nr2\tothers\tg\n", ":3: genome 'g' stands on line 2"),
         (HEADER + "".join(f"r{n}\tvirus\tg{n}\n" for n in range(5)), "0 genomes labelled others"),
-        (HEADER + "".join(f"r{n}\t{'virus' if n > 1 else 'others'}\tg{n}\n" for n in range(5)), "2 genomes labelled"),
+        (
+            HEADER + "".join(f"r{n}\t{'virus' if n > 1 else 'others'}\tg{n}\n" for n in range(5)),
+            "2 genomes labelled",
+        ),
         (HEADER + "r\udcff\n", "cannot be read|not valid"),
     ],
 )
@@ -231,7 +272,11 @@ def test_quotes_blank_lines_and_repeated_lines_do_no_harm(tmp_path: Path) -> Non
     path.write_text(HEADER + "\n".join([*rows, rows[0], ""]) + "\n\n")
     with pytest.raises(InputError, match="stands on line"):
         read_truth(path)  # r"0 is both
-    path.write_text(HEADER + "\n".join([*rows[:3], *(row.replace('"', "'") for row in rows[3:]), rows[0]]) + "\n\n")
+    path.write_text(
+        HEADER
+        + "\n".join([*rows[:3], *(row.replace('"', "'") for row in rows[3:]), rows[0]])
+        + "\n\n"
+    )
     assert read_truth(path)["read"].tolist() == ['r"0', 'r"1', 'r"2', "r'0", "r'1", "r'2"]
 
 
@@ -239,7 +284,8 @@ def test_reads_without_truth_are_refused(world: World, tmp_path: Path) -> None:
     for read in list(world.truth)[-2:]:
         del world.truth[read]
     with pytest.raises(
-        InputError, match=f"2 reads have no line in the truth file, among them .*{list(world.reads)[-1]}"
+        InputError,
+        match=f"2 reads have no line in the truth file, among them .*{list(world.reads)[-1]}",
     ):
         world.choose(tmp_path)
 
@@ -247,7 +293,9 @@ def test_reads_without_truth_are_refused(world: World, tmp_path: Path) -> None:
 def test_genomes_are_sampled_evenly_or_by_size() -> None:
     genome = np.repeat([0, 1, 2], [1000, 100, 20])
     table = pd.DataFrame({"label": 0, "genome": genome, "rows": 1})
-    taken = {how: genome[draw(table, 120, how, np.random.default_rng(0))] for how in ("even", "natural")}
+    taken = {
+        how: genome[draw(table, 120, how, np.random.default_rng(0))] for how in ("even", "natural")
+    }
     assert np.bincount(taken["even"]).tolist() == [50, 50, 20]
     assert np.bincount(taken["natural"], minlength=3)[0] > 90
 
@@ -271,7 +319,9 @@ def test_no_cluster_is_in_two_folds_and_each_has_both_classes(
 
 
 def test_a_cluster_that_holds_half_of_a_class_is_not_the_test() -> None:
-    cluster = np.concatenate([np.zeros(500, int), np.repeat(np.arange(1, 51), 10), np.repeat(np.arange(51, 151), 10)])
+    cluster = np.concatenate(
+        [np.zeros(500, int), np.repeat(np.arange(1, 51), 10), np.repeat(np.arange(51, 151), 10)]
+    )
     rows = pd.DataFrame({"cluster": cluster, "label": (cluster > 50).astype(int)})
     held = rows[deal(rows, 0.2, 0) == 0]
     assert held.groupby("label")["cluster"].nunique().min() >= 10

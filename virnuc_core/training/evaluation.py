@@ -34,7 +34,9 @@ Floats = NDArray[np.float64]
 Scored = tuple[pd.DataFrame, Floats]  # rows, and the score of each
 Points = tuple[tuple[float, ...], tuple[float, ...]]  # x and y
 SIDES: Final = ("train", "validation", "test")
-K: Final = 21  # bases of a k-mer; a shorter sequence tells nothing of where it comes from and is left out
+K: Final = (
+    21  # bases of a k-mer; a shorter sequence tells nothing of where it comes from and is left out
+)
 BLOCK: Final = 1 << 14  # uniques looked at together
 BASES: Final = 1 << 18  # whose k-mers are looked at together
 KEPT_HASHES: Final = 1 << 22  # of all k-mers, about so many are compared
@@ -52,7 +54,9 @@ class Examples(NamedTuple):
     """The rows that a head is made and judged with, and what was left out and why."""
 
     rows: pd.DataFrame  # read, chunk, unique, sequence (same DNA on either strand: equal), label, genome, cluster, side
-    genomes: pd.DataFrame  # by number: genome (its name), label, cluster, side ("": none of its rows is used)
+    genomes: (
+        pd.DataFrame
+    )  # by number: genome (its name), label, cluster, side ("": none of its rows is used)
     left_out: dict[str, int]
 
 
@@ -60,13 +64,24 @@ def _table(path: Path, wanted: tuple[str, ...], known: tuple[str, ...] = ()) -> 
     """The wanted columns of a TAB-separated file as text, by line; lines that repeat others are left out. Errors:
     `InputError` names the line, or both where two contradict each other on what stands in the first column."""
     with reading(path, "table with columns between TABs", InputError):
-        table = pd.read_csv(path, sep="\t", quoting=3, dtype=str, keep_default_na=False, skip_blank_lines=False)
-    if not isinstance(table.index, pd.RangeIndex):  # pandas takes what stands before the first column for names of rows
-        raise InputError("more fields than the header names", file=path, line=2, hint=f"wanted {', '.join(wanted)}")
+        table = pd.read_csv(
+            path, sep="\t", quoting=3, dtype=str, keep_default_na=False, skip_blank_lines=False
+        )
+    if not isinstance(
+        table.index, pd.RangeIndex
+    ):  # pandas takes what stands before the first column for names of rows
+        raise InputError(
+            "more fields than the header names",
+            file=path,
+            line=2,
+            hint=f"wanted {', '.join(wanted)}",
+        )
     if missing := [name for name in wanted if name not in table]:
         raise InputError(f"no column {', '.join(missing)}", file=path, line=1)
     if unknown := [name for name in table if name not in (*wanted, *known)]:
-        raise InputError(f"unknown column {few(unknown)}", file=path, line=1, hint=f"wanted {', '.join(wanted)}")
+        raise InputError(
+            f"unknown column {few(unknown)}", file=path, line=1, hint=f"wanted {', '.join(wanted)}"
+        )
     table = table[list(wanted)].set_axis(np.arange(2, len(table) + 2))
     table = table.mask(table == "").dropna(how="all")
     if len(bad := table.index[table.isna().any(axis=1)]):
@@ -78,7 +93,9 @@ def _one_each(table: pd.DataFrame, path: Path, name: str) -> pd.DataFrame:
     table = table.drop_duplicates()
     for line in table.index[table[name].duplicated()]:
         first = table.index[table[name] == (who := table.at[line, name])][0]
-        raise InputError(f"{name} {who!r} stands on line {first} with other words", file=path, line=int(line))
+        raise InputError(
+            f"{name} {who!r} stands on line {first} with other words", file=path, line=int(line)
+        )
     return table
 
 
@@ -106,11 +123,16 @@ def lines_of(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
     """Place in the truth of each read: by its own id (`r7.2`), by that in the file (`r7`), or by its pair's (`r7/1`).
     Errors: `InputError` names reads that the truth does not know."""
     known, line = pd.Index(truth["read"]), np.full(store.n_reads, -1)
-    own, filed = (pd.Series(names(0, store.n_reads), dtype=object) for names in (store.read_ids, store.original_ids))
+    own, filed = (
+        pd.Series(names(0, store.n_reads), dtype=object)
+        for names in (store.read_ids, store.original_ids)
+    )
     for names in (own, filed, filed.str.replace(r"/[12]$", "", regex=True)):
         line = np.where(line < 0, known.get_indexer(names), line)
     if len(unknown := own[line < 0]):
-        raise InputError(f"{len(unknown)} reads have no line in the truth file, among them {few(unknown)}")
+        raise InputError(
+            f"{len(unknown)} reads have no line in the truth file, among them {few(unknown)}"
+        )
     return line
 
 
@@ -124,8 +146,14 @@ def choose(store: OrfStore, spec: TrainSpec) -> Examples:
     read, unique = np.asarray(store.row_read), np.asarray(store.row_unique)
     rows = pd.DataFrame({"read": read, "chunk": np.asarray(store.row_chunk), "unique": unique})
     rows["label"], rows["genome"] = label_of[read], genome_of[read]
-    blocks = (store.dna(low, min(low + BLOCK, store.n_uniques)) for low in range(0, store.n_uniques, BLOCK))
-    found = [digests(min(one, one.translate(_COMPLEMENT)[::-1]) for one in pieces)[:, 0] for pieces in blocks]
+    blocks = (
+        store.dna(low, min(low + BLOCK, store.n_uniques))
+        for low in range(0, store.n_uniques, BLOCK)
+    )
+    found = [
+        digests(min(one, one.translate(_COMPLEMENT)[::-1]) for one in pieces)[:, 0]
+        for pieces in blocks
+    ]
     rows["sequence"] = pd.factorize(np.concatenate([np.zeros(0, np.uint64), *found]))[0][unique]
     left = {"lines of the truth without a read": len(table) - len(np.unique(line))}
     left["reads without an open frame"] = store.n_reads - store.counts.n_open_reads
@@ -133,9 +161,16 @@ def choose(store: OrfStore, spec: TrainSpec) -> Examples:
     rows, left[f"frames of fewer than {K} bases"] = rows[long], int((~long).sum())
     mixed = rows[rows.groupby("sequence")["label"].transform("nunique") > 1]  # on whichever strand
     if len(mixed):
-        pair = mixed[mixed["sequence"] == mixed["sequence"].iloc[0]].drop_duplicates("label").sort_values("label")
+        pair = (
+            mixed[mixed["sequence"] == mixed["sequence"].iloc[0]]
+            .drop_duplicates("label")
+            .sort_values("label")
+        )
         others, virus = (store.read_ids(one, one + 1)[0] for one in pair["read"])
-        same, more = f"reads {virus!r} (virus) and {others!r} (others) hold the same", mixed["sequence"].nunique() - 1
+        same, more = (
+            f"reads {virus!r} (virus) and {others!r} (others) hold the same",
+            mixed["sequence"].nunique() - 1,
+        )
         problem = f"{same} sequence, on either strand, as do {more} more"
         raise InputError(problem, hint="correct the truth or leave reads out")
     enough(rows.groupby("label")["genome"].nunique(), what=" have open frames")
@@ -144,20 +179,30 @@ def choose(store: OrfStore, spec: TrainSpec) -> Examples:
     if spec.coding_only is not None and spec.genomes is not None:
         within = coding(rows, store, names, spec.coding_only, spec.genomes)
         rows, left["frames outside coding regions"] = rows[within], int((~within).sum())
-    reads = rows.groupby("read").agg(label=("label", "first"), genome=("genome", "first"), rows=("label", "size"))
+    reads = rows.groupby("read").agg(
+        label=("label", "first"), genome=("genome", "first"), rows=("label", "size")
+    )
     kept = draw(reads, spec.rows_per_class, spec.sampling, rng)
     left[f"reads beyond {spec.rows_per_class:,} frames of a class"] = len(reads) - len(kept)
     rows = rows[rows["read"].isin(kept)].reset_index(drop=True)
     enough(rows.groupby("label")["cluster"].nunique(), what=" remain, kin ones counted once")
     rows["side"] = SIDES.index("test") * (deal(rows, spec.test_share, spec.seed) == 0)
     rest = rows.index[rows["side"] == 0]
-    rows.loc[rest, "side"] = (deal(rows.loc[rest], spec.validation_share, spec.seed) == 0).astype(np.int64)
-    known = table.drop_duplicates("genome")[["genome", "label"]].reset_index(drop=True).assign(cluster=cluster, side="")
+    rows.loc[rest, "side"] = (deal(rows.loc[rest], spec.validation_share, spec.seed) == 0).astype(
+        np.int64
+    )
+    known = (
+        table.drop_duplicates("genome")[["genome", "label"]]
+        .reset_index(drop=True)
+        .assign(cluster=cluster, side="")
+    )
     known.loc[rows["genome"], "side"] = rows["side"].map(SIDES.__getitem__).to_numpy()
     return Examples(rows, known, {what: count for what, count in left.items() if count})
 
 
-def draw(table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generator) -> "pd.Index[Any]":
+def draw(
+    table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generator
+) -> "pd.Index[Any]":
     """Which of a table's entries (`label`, `genome`, `rows`) to take, so that no class has more than `limit` rows: by
     chance or, `even`, one of each genome in turn, so that a large genome gives no more than it must."""
     table = table.iloc[rng.permutation(len(table))]
@@ -166,18 +211,27 @@ def draw(table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generato
     return table.index[table.groupby("label")["rows"].cumsum() <= limit]
 
 
-def clusters(rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", spec: TrainSpec) -> NDArray[np.int64]:
+def clusters(
+    rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", spec: TrainSpec
+) -> NDArray[np.int64]:
     """The cluster of each genome: two are kin that share a sequence, a group, or `similarity` of the fewer k-mers.
     K-mers are those of the genome's sequence, where it is given, and of its frames: those of few reads meet no others
     of their genome, or are so few that one repeat in common is a large share."""
     known = {} if spec.genomes is None else read_genomes(spec.genomes)
     texts = [known.get(name, "").encode() for name in names]
-    whole = pd.DataFrame({"unique": store.n_uniques + np.arange(len(names)), "genome": np.arange(len(names))})
+    whole = pd.DataFrame(
+        {"unique": store.n_uniques + np.arange(len(names)), "genome": np.arange(len(names))}
+    )
     owners = pd.concat([rows[["unique", "genome"]].drop_duplicates(), whole])
-    offsets = np.append(store.dna_offsets, store.dna_offsets[-1] + np.cumsum([len(one) for one in texts]))
+    offsets = np.append(
+        store.dna_offsets, store.dna_offsets[-1] + np.cumsum([len(one) for one in texts])
+    )
     letters = np.concatenate([store.dna_bytes[:], np.frombuffer(b"".join(texts), np.uint8)])
     sketch = owners.merge(_sketch(letters, offsets), on="unique")
-    edges = [_kin(rows["genome"], rows["sequence"], 0.0), _kin(sketch["genome"], sketch["hash"], spec.similarity)]
+    edges = [
+        _kin(rows["genome"], rows["sequence"], 0.0),
+        _kin(sketch["genome"], sketch["hash"], spec.similarity),
+    ]
     if spec.groups is not None:
         group = _table(spec.groups, ("genome", "group")).set_index("genome")["group"]
         if len(absent := names.difference(group.index)):
@@ -208,7 +262,9 @@ def _sketch(letters: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pd.DataFr
         hashed = np.minimum(words @ powers, (np.uint64(3) - words[:, ::-1]) @ powers) * _MIX
         hashed ^= hashed >> np.uint64(32)
         at = np.flatnonzero((words < 4).all(axis=1) & (hashed * _MIX <= most))
-        first, last = (np.searchsorted(offsets, low + at + more, "right") - 1 for more in (0, K - 1))
+        first, last = (
+            np.searchsorted(offsets, low + at + more, "right") - 1 for more in (0, K - 1)
+        )
         same = first == last
         found.append(pd.DataFrame({"unique": first[same], "hash": hashed[at[same]]}))
     return pd.concat(found or [pd.DataFrame(columns=["unique", "hash"])]).drop_duplicates()
@@ -219,28 +275,41 @@ def deal(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int64]:
     one, which is what is held back, is the one with most clusters of the class that has fewer in it: a cluster that
     holds much of a class would be alone in its fold."""
     fewest = int(rows.groupby("label")["cluster"].nunique().min())
-    folds = StratifiedGroupKFold(max(2, min(round(1 / share), fewest)), shuffle=True, random_state=seed)
+    folds = StratifiedGroupKFold(
+        max(2, min(round(1 / share), fewest)), shuffle=True, random_state=seed
+    )
     found = np.empty(len(rows), np.int64)
     for number, (_, held) in enumerate(folds.split(rows, rows["label"], rows["cluster"])):
         found[held] = number
     counts = rows.assign(fold=found).groupby(["fold", "label"])["cluster"].nunique()
     if len(counts) < 2 * folds.n_splits:
-        raise InputError("genomes are kin across both classes, and cannot be dealt to sides; see --similarity")
+        raise InputError(
+            "genomes are kin across both classes, and cannot be dealt to sides; see --similarity"
+        )
     order = np.argsort(-counts.groupby("fold").min().to_numpy(), kind="stable")
     return np.argsort(order)[found]
 
 
-def coding(rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", gff: Path, genomes: Path) -> NDArray[np.bool_]:
+def coding(
+    rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", gff: Path, genomes: Path
+) -> NDArray[np.bool_]:
     """Whether each row's protein is part of the translation of a coding region (CDS) of its genome: [rows]."""
     letters, texts = read_genomes(genomes), dict.fromkeys(names, "")
     with reading(gff, "GFF", InputError):
-        table = pd.read_csv(gff, sep="\t", comment="#", header=None, names=range(9), dtype=str, quoting=3)
-        for name, low, high, strand, phase in table.loc[table[2] == "CDS", [0, 3, 4, 6, 7]].itertuples(index=False):
+        table = pd.read_csv(
+            gff, sep="\t", comment="#", header=None, names=range(9), dtype=str, quoting=3
+        )
+        for name, low, high, strand, phase in table.loc[
+            table[2] == "CDS", [0, 3, 4, 6, 7]
+        ].itertuples(index=False):
             region = Seq(letters.get(name, "")[int(low) - 1 : int(high)])
             frame = (region.reverse_complement() if strand == "-" else region)[int(phase) :]  # type: ignore[no-untyped-call]
             texts[name] = f"{texts.get(name, '')}*{frame[: len(frame) // 3 * 3].translate()}"
     pairs = zip(rows["unique"].tolist(), names[rows["genome"]], strict=True)
-    return np.array([store.protein(unique, unique + 1)[0].decode() in texts[name] for unique, name in pairs], bool)
+    return np.array(
+        [store.protein(unique, unique + 1)[0].decode() in texts[name] for unique, name in pairs],
+        bool,
+    )
 
 
 def read_genomes(path: Path) -> dict[str, str]:
@@ -268,9 +337,15 @@ def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
     mean of the largest and the least of its frames', a read's the mean of its chunks'."""
     frames = rows[["read", "chunk", "label", "cluster"]].assign(score=score)
     same = {"label": ("label", "first"), "cluster": ("cluster", "first")}
-    chunks = frames.groupby(["read", "chunk"]).agg(high=("score", "max"), low=("score", "min"), **same)
+    chunks = frames.groupby(["read", "chunk"]).agg(
+        high=("score", "max"), low=("score", "min"), **same
+    )
     chunks["score"] = (chunks["high"] + chunks["low"]) / 2
-    return {"frame": frames, "chunk": chunks, "read": chunks.groupby("read").agg(score=("score", "mean"), **same)}
+    return {
+        "frame": frames,
+        "chunk": chunks,
+        "read": chunks.groupby("read").agg(score=("score", "mean"), **same),
+    }
 
 
 def measure(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
@@ -297,24 +372,42 @@ def measure(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def judge(asked: str, method: str, scored: Sequence[Scored], prevalence: float, seed: int = 0) -> list[Figures]:
+def judge(
+    asked: str, method: str, scored: Sequence[Scored], prevalence: float, seed: int = 0
+) -> list[Figures]:
     """Lines of the table for each level and both prevalences; over several scorings of the same rows their means."""
     lines, levels = [], [by_level(*one) for one in scored]
     for level in levels[0]:
         tables, rng = [one[level] for one in levels], np.random.default_rng(seed)
         own, of = float(tables[0]["label"].mean()), tables[0].groupby("cluster")["label"].mean()
-        of = of.where(of.isin((0, 1)), 0.5)  # clusters of both classes, which --groups may make, are their own kind
-        times = np.ones((1 + SAMPLES, int(of.index.max()) + 1))  # that each cluster is drawn, within its kind
+        of = of.where(
+            of.isin((0, 1)), 0.5
+        )  # clusters of both classes, which --groups may make, are their own kind
+        times = np.ones(
+            (1 + SAMPLES, int(of.index.max()) + 1)
+        )  # that each cluster is drawn, within its kind
         for value in of.unique():
             members = of.index[of == value]
-            times[1:, members] = rng.multinomial(len(members), [1 / len(members)] * len(members), SAMPLES)
+            times[1:, members] = rng.multinomial(
+                len(members), [1 / len(members)] * len(members), SAMPLES
+            )
         for share in (None, prevalence):
             parts = np.array_split(times, 1 + len(times) * len(tables[0]) // AT_ONCE)
-            found = [pd.concat([measure(table, _weights(table, part, share)) for part in parts]) for table in tables]
+            found = [
+                pd.concat([measure(table, _weights(table, part, share)) for part in parts])
+                for table in tables
+            ]
             means = sum(found[1:], found[0]) / len(found)
             metrics = {name: _interval(mean.to_numpy(), of) for name, mean in means.items()}
-            told = {"rows": len(tables[0]), "clusters": len(of), "natural": share is None, "metrics": metrics}
-            lines.append(Figures(method=method, asked=asked, level=level, prevalence=share or own, **told))
+            told = {
+                "rows": len(tables[0]),
+                "clusters": len(of),
+                "natural": share is None,
+                "metrics": metrics,
+            }
+            lines.append(
+                Figures(method=method, asked=asked, level=level, prevalence=share or own, **told)
+            )
     return lines
 
 
@@ -335,10 +428,16 @@ def _interval(found: Floats, of: "pd.Series[float]") -> Estimate | None:
     return Estimate(value=known[0], low=low, high=high) if np.isfinite(found[0]) else None
 
 
-def thresholds(table: pd.DataFrame, shares: Sequence[float], prevalence: float) -> dict[float, float]:
+def thresholds(
+    table: pd.DataFrame, shares: Sequence[float], prevalence: float
+) -> dict[float, float]:
     """The least score from which no more than each share of what is called viral is not, where there is one. One more
     false read than there are is counted, above all others: of few reads nobody can tell a small share."""
-    label, score, own = np.append(table["label"], 0), np.append(table["score"], 2.0), table["label"].mean()
+    label, score, own = (
+        np.append(table["label"], 0),
+        np.append(table["score"], 2.0),
+        table["label"].mean(),
+    )
     weights = np.where(label == 1, prevalence / own, (1 - prevalence) / (1 - own))
     precision, _, at = precision_recall_curve(label, score, sample_weight=weights)
     held = {share: at[precision[:-1] >= 1 - share] for share in shares}
@@ -358,9 +457,19 @@ def curves(table: pd.DataFrame) -> dict[str, Points]:
     wrong, hits, _ = roc_curve(label, score)
     precision, recall, _ = precision_recall_curve(label, score)
     real, said = calibration_curve(label, score, n_bins=BINS)
-    found = {"ROC": (wrong, hits), "precision and recall": (recall, precision), "reliability": (said, real)}
-    thin = {name: np.unique(np.linspace(0, len(x) - 1, POINTS).astype(int)) for name, (x, _) in found.items()}
-    return {name: (tuple(x[thin[name]].tolist()), tuple(y[thin[name]].tolist())) for name, (x, y) in found.items()}
+    found = {
+        "ROC": (wrong, hits),
+        "precision and recall": (recall, precision),
+        "reliability": (said, real),
+    }
+    thin = {
+        name: np.unique(np.linspace(0, len(x) - 1, POINTS).astype(int))
+        for name, (x, _) in found.items()
+    }
+    return {
+        name: (tuple(x[thin[name]].tolist()), tuple(y[thin[name]].tolist()))
+        for name, (x, y) in found.items()
+    }
 
 
 def histogram(table: pd.DataFrame) -> tuple[tuple[int, ...], tuple[int, ...]]:

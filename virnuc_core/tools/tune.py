@@ -17,15 +17,17 @@ from virnuc_core.config import THRESHOLD, EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, NotFiniteError, ShardError
-from virnuc_core.measure.bench import Bench, Measurement, measure
 from virnuc_core.profiles import Profile
 from virnuc_core.rundir import SHARDS, RunDir, device_holder, discard, run_lock, whole_file
 from virnuc_core.runfiles import write
+from virnuc_core.tools.bench import Bench, Measurement, measure
 from virnuc_core.validation import read_usable
 
 MAX_CANDIDATES: Final = 200
 FINALISTS: Final = 3  # stay in the running to the end, whatever the first rounds say
-DEVICE_WAIT_S: Final = 60.0  # a device that another run is just leaving is waited for, not held against a candidate
+DEVICE_WAIT_S: Final = (
+    60.0  # a device that another run is just leaving is waited for, not held against a candidate
+)
 
 Verdict = Literal["base", "usable", "changes scores", "changes labels", "cannot run"]
 
@@ -108,30 +110,49 @@ def candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tuple[Ca
     >>> [c.label for c in candidates(EngineSpec(), {"num_workers": (0, 2), "prefetch_factor": (4,)})]
     ['base', 'num_workers=2']
     """
-    combined = (base.model_dump() | dict(zip(swept, one, strict=True)) for one in itertools.product(*swept.values()))
+    combined = (
+        base.model_dump() | dict(zip(swept, one, strict=True))
+        for one in itertools.product(*swept.values())
+    )
     found = []
-    for number, engine in enumerate(dict.fromkeys([base, *map(EngineSpec.model_validate, combined)])):
-        changes = {name: getattr(engine, name) for name in swept if getattr(engine, name) != getattr(base, name)}
+    for number, engine in enumerate(
+        dict.fromkeys([base, *map(EngineSpec.model_validate, combined)])
+    ):
+        changes = {
+            name: getattr(engine, name)
+            for name in swept
+            if getattr(engine, name) != getattr(base, name)
+        }
         found.append(Candidate(number, changes, engine))
     if len(found) > MAX_CANDIDATES:
-        raise ConfigError(f"{len(found)} combinations are too many (at most {MAX_CANDIDATES}); give shorter lists")
+        raise ConfigError(
+            f"{len(found)} combinations are too many (at most {MAX_CANDIDATES}); give shorter lists"
+        )
     return tuple(found)
 
 
-def rounds(entries: Sequence[Candidate], repeats: int, *, halving: bool) -> Iterator[tuple[Candidate, int, str]]:
+def rounds(
+    entries: Sequence[Candidate], repeats: int, *, halving: bool
+) -> Iterator[tuple[Candidate, int, str]]:
     """What to measure next, its round and a name for it; the caller adds the outcome before it asks for the next. Round
     by round a machine that warms up does so for all. With `halving` the slower half leaves after each, never the base
     and never below `FINALISTS`."""
     running = list(entries)
     for repeat in range(repeats):
         for place, candidate in enumerate(running, start=1):
-            yield candidate, repeat, f"round {repeat + 1}, {place} of {len(running)}: {candidate.label}"
+            yield (
+                candidate,
+                repeat,
+                f"round {repeat + 1}, {place} of {len(running)}: {candidate.label}",
+            )
         running = [candidate for candidate in running if not candidate.refused]
         if halving:
             running.sort(key=lambda candidate: -candidate.rate)
             for candidate in running[max(FINALISTS, (len(running) + 1) // 2) :]:
                 candidate.dropped = candidate.number != 0
-            running = sorted((one for one in running if not one.dropped), key=lambda one: one.number)
+            running = sorted(
+                (one for one in running if not one.dropped), key=lambda one: one.number
+            )
 
 
 def recommend(entries: Sequence[Candidate], *, tolerance: float) -> Recommendation:
@@ -139,19 +160,27 @@ def recommend(entries: Sequence[Candidate], *, tolerance: float) -> Recommendati
     Errors: `ConfigError` when nothing was measured of the base."""
     base = entries[0]
     if not base.rate:
-        raise ConfigError("nothing was measured with the settings to compare with; give reads with open frames")
+        raise ConfigError(
+            "nothing was measured with the settings to compare with; give reads with open frames"
+        )
     most = max(len(candidate.trials) for candidate in entries)
-    usable = [one for one in entries if one.verdict(tolerance) == "usable" and len(one.trials) == most]
+    usable = [
+        one for one in entries if one.verdict(tolerance) == "usable" and len(one.trials) == most
+    ]
     best = max(usable, key=lambda candidate: candidate.rate, default=base)
     gain = best.rate / base.rate - 1
     scatter = max(best.spread, base.spread) / 2
     if best is base or gain <= 0:
-        return Recommendation(base, 0.0, "the base stays: nothing else that may be used was as fast")
+        return Recommendation(
+            base, 0.0, "the base stays: nothing else that may be used was as fast"
+        )
     said = f"{100 * gain:.1f} % faster"
     if gain <= scatter:
         near = f"{best.label} is {said}, within the scatter of {100 * scatter:.1f} %"
         return Recommendation(base, 0.0, f"the base stays: {near}")
-    known = f"scatter {100 * scatter:.1f} %" if most > 1 else "measured once: the scatter is not known"
+    known = (
+        f"scatter {100 * scatter:.1f} %" if most > 1 else "measured once: the scatter is not known"
+    )
     return Recommendation(best, gain, f"{best.label}: {said} than the base ({known})")
 
 
@@ -164,7 +193,9 @@ class Sweep(NamedTuple):
     profile: Profile
     repeats: int
     search: Literal["halving", "grid"]
-    tokens: int | None = None  # a candidate is measured on the first shards of so many ESM-2 tokens; None: on all
+    tokens: int | None = (
+        None  # a candidate is measured on the first shards of so many ESM-2 tokens; None: on all
+    )
 
     def trial(self, candidate: Candidate, repeat: int) -> Trial | str:
         """The engine's rate over the whole store with these settings, new or of an earlier run over the same all; or
@@ -174,21 +205,32 @@ class Sweep(NamedTuple):
         except ConfigError as error:
             return str(error)
         # what a trial depends on: all that a measurement does, and the settings it is held against
-        against = self.base.model_dump(mode="json") | ({"tokens": self.tokens} if self.tokens else {})
-        own, base = (self.bench.fingerprint(engine, against)[:16] for engine in (candidate.engine, self.base))
-        run, reference = RunDir(self.out / "trials" / f"{own}-{repeat}"), self.out / "trials" / f"{base}.npy"
+        against = self.base.model_dump(mode="json") | (
+            {"tokens": self.tokens} if self.tokens else {}
+        )
+        own, base = (
+            self.bench.fingerprint(engine, against)[:16] for engine in (candidate.engine, self.base)
+        )
+        run, reference = (
+            RunDir(self.out / "trials" / f"{own}-{repeat}"),
+            self.out / "trials" / f"{base}.npy",
+        )
         kept = run.root / "trial.json"
         with run_lock(run.root):
             before = read_usable(kept, Trial)
             if before is not None and (candidate.number or reference.exists()):
                 return before.model_copy(update={"reused": True})
-            job = self.bench.job(run, candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S}))
+            job = self.bench.job(
+                run, candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S})
+            )
             try:
                 first = None if self.tokens is None else -(-self.tokens // job.engine.shard_tokens)
                 measured = measure(job, shards=first, sample_s=self.bench.sample_s)
                 scores = shards.read_scores(run, range(len(job.plan))[:first])[0]
             except (ConfigError, DeviceError, ShardError, NotFiniteError) as error:
-                if isinstance(error, DeviceError) and any(device_holder(device.id) for device in job.devices):
+                if isinstance(error, DeviceError) and any(
+                    device_holder(device.id) for device in job.devices
+                ):
                     raise  # another run has it: nothing has been said about these settings
                 return str(error)  # and nothing kept: what is refused today may run after an update
             finally:
@@ -199,15 +241,21 @@ class Sweep(NamedTuple):
             if candidate.number == 0 and not reference.exists():  # those of its first trial stay
                 with whole_file(reference) as aside, aside.open("wb") as handle:
                     np.save(handle, scores)
-            known = np.load(reference)  # the base's scores; those of shards of another size may end elsewhere
+            known = np.load(
+                reference
+            )  # the base's scores; those of shards of another size may end elsewhere
             shared = min(len(known), len(scores))
             difference, changed = compare_scores(known[:shared], scores[:shared])
-            trial = Trial(**measured.model_dump(), score_difference=difference, labels_changed=changed)
+            trial = Trial(
+                **measured.model_dump(), score_difference=difference, labels_changed=changed
+            )
             write(kept, trial)
         return trial
 
 
-def compare_scores(reference: NDArray[np.float32], scores: NDArray[np.float32]) -> tuple[float, int]:
+def compare_scores(
+    reference: NDArray[np.float32], scores: NDArray[np.float32]
+) -> tuple[float, int]:
     """Largest difference of P(virus) and the number of labels that turned; both [n, 2]. A score that is missing on one
     side only counts as the largest difference there can be."""
     a, b = reference[:, 1].astype(np.float64), scores[:, 1].astype(np.float64)

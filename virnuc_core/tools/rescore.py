@@ -34,22 +34,30 @@ class RescoreSummary(RunFile):
     uncertain: tuple[Share, Share] | None = None  # scores of which no verdict was wanted
 
 
-def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec = AS_EVER) -> RescoreSummary:
+def rescore(
+    run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec = AS_EVER
+) -> RescoreSummary:
     """Write the result files of `run` anew into `out`, scored by `new_head`, a folder or a models directory with it.
     Without it the run's own scores are kept and only the threshold moves. Errors: `WeightsError` when no head is there
     or it is not finite; `ConfigError` when the run is not finished, or is `out` itself, when the head is for another
     model length or other widths, or its card does not tell what is asked; `ShardError` for a damaged shard."""
     if out.root.resolve() == run.root.resolve():
-        raise ConfigError(f"{out.root} is the run itself; give the new results a directory of their own")
+        raise ConfigError(
+            f"{out.root} is the run itself; give the new results a directory of their own"
+        )
     if out.record.exists():
         raise ConfigError(f"{out.root} holds a run of its own; choose another directory")
     record = read_record(run)
     store, plan = shards.store_of(run, record), shards.read_plan(run)
     if missing := sum(not shards.shard_path(run, shard).exists() for shard in range(len(plan))):
-        raise ConfigError(f"{run.root}: {missing} of {len(plan)} shards are not computed yet; finish the run first")
+        raise ConfigError(
+            f"{run.root}: {missing} of {len(plan)} shards are not computed yet; finish the run first"
+        )
     scores, failed = shards.read_scores(run)
     digest, threshold, uncertain = record.fingerprints["head"], asked.threshold, None
-    if new_head is None and (run.root / "train.json").exists():  # a training's own scores are of no head that is kept
+    if (
+        new_head is None and (run.root / "train.json").exists()
+    ):  # a training's own scores are of no head that is kept
         new_head = run.root
     if new_head is None and (asked.abstain or asked.fdr is not None):
         raise ConfigError("fdr and abstain: a head's card tells; name the head with --head")
@@ -70,7 +78,9 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec 
         head, digest = Head(shape, read, torch.device("cpu")), part_digest(folder)
         for shard in range(len(plan)):
             result = shards.read_shard(run, plan, shard)
-            scores[slice(*plan.range(shard))] = head.scores(torch.from_numpy(result.embeddings)).numpy()
+            scores[slice(*plan.range(shard))] = head.scores(
+                torch.from_numpy(result.embeddings)
+            ).numpy()
         failed = np.isnan(scores[:, 0])
     (out.root / RESCORE).unlink(missing_ok=True)  # it speaks of the files that are replaced now
     summary = RescoreSummary(

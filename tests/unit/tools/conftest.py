@@ -6,9 +6,9 @@ import pytest
 
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.convert import init_random
-from virnuc_core.measure.bench import Bench
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.tools.bench import Bench
 
 
 @pytest.fixture(scope="session")

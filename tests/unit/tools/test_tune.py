@@ -7,7 +7,9 @@ import pytest
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.measure.tune import (
+from virnuc_core.telemetry.statistics import batch_metrics, frame
+from virnuc_core.telemetry.tables import BatchRecord
+from virnuc_core.tools.tune import (
     Candidate,
     Trial,
     candidates,
@@ -15,8 +17,6 @@ from virnuc_core.measure.tune import (
     recommend,
     rounds,
 )
-from virnuc_core.telemetry.statistics import batch_metrics, frame
-from virnuc_core.telemetry.tables import BatchRecord
 
 TOLERANCE = 0.01
 
@@ -37,7 +37,9 @@ def trial(rate: float, difference: float = 0.0, labels_changed: int = 0) -> Tria
 
 def measured(*rates: tuple[float, ...], difference: float = 0.0) -> tuple[Candidate, ...]:
     """The base and candidates with these rates; `difference` is that of all but the base."""
-    found = candidates(EngineSpec(), {"token_budget": tuple(1024 * (n + 1) for n in range(len(rates) - 1))})
+    found = candidates(
+        EngineSpec(), {"token_budget": tuple(1024 * (n + 1) for n in range(len(rates) - 1))}
+    )
     for candidate, each in zip(found, rates, strict=True):
         for rate in each:
             candidate.add(trial(rate, difference if candidate.number else 0.0))
@@ -47,7 +49,12 @@ def measured(*rates: tuple[float, ...], difference: float = 0.0) -> tuple[Candid
 def test_every_combination_is_tried_once_and_the_base_first() -> None:
     base = EngineSpec(token_budget=1024)
     found = candidates(base, {"token_budget": (1024, 2048), "num_workers": (0, 2)})
-    assert [c.label for c in found] == ["base", "num_workers=2", "token_budget=2048", "token_budget=2048 num_workers=2"]
+    assert [c.label for c in found] == [
+        "base",
+        "num_workers=2",
+        "token_budget=2048",
+        "token_budget=2048 num_workers=2",
+    ]
     assert found[0].engine == base
     assert [one.engine for one in candidates(base, {})] == [base]
     with pytest.raises(ConfigError, match="226 combinations are too many"):
@@ -61,8 +68,13 @@ def test_what_is_faster_by_more_than_the_scatter_is_recommended() -> None:
 
 
 def test_of_one_measurement_no_scatter_is_told() -> None:
-    assert "the scatter is not known" in recommend(measured((100,), (130,)), tolerance=TOLERANCE).reason
-    assert "scatter 0.0 %" in recommend(measured((100, 100), (130, 130)), tolerance=TOLERANCE).reason
+    assert (
+        "the scatter is not known"
+        in recommend(measured((100,), (130,)), tolerance=TOLERANCE).reason
+    )
+    assert (
+        "scatter 0.0 %" in recommend(measured((100, 100), (130, 130)), tolerance=TOLERANCE).reason
+    )
 
 
 def test_within_the_scatter_the_base_stays() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.config import EngineSpec, TraceSpec
-from virnuc_core.measure.bench import Bench
-from virnuc_core.measure.trace import TABLE, TraceTable, trace
 from virnuc_core.report.render import message
 from virnuc_core.runfiles import read
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.trace import TABLE, TraceTable, trace
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from virnuc_core.errors import (
     WeightsError,
     WorkerError,
 )
-from virnuc_core.measure.inbox import Fate, Ledger, Row
+from virnuc_core.inbox import Fate, Ledger, Row
 from virnuc_core.runfiles import RunSummary
 
 OLD = 1_700_000_000
@@ -38,7 +38,9 @@ def ledger(tmp_path: Path) -> Ledger:
 
 
 def fates(ledger: Ledger, **options: float) -> dict[str, str]:
-    return {row.file: row.fate for row in ledger.scan(settle_s=options.pop("settle_s", 60), **options)}
+    return {
+        row.file: row.fate for row in ledger.scan(settle_s=options.pop("settle_s", 60), **options)
+    }
 
 
 def predicted(ledger: Ledger, file: str) -> Fate:
@@ -73,7 +75,9 @@ def test_of_files_with_one_content_only_the_oldest_is_predicted(ledger: Ledger) 
     assert fates(ledger) == {"sub/first.fa": "waiting", "second.fa": "duplicate"}
 
 
-def test_a_renamed_file_is_not_predicted_again_and_a_new_content_under_an_old_name_is(ledger: Ledger) -> None:
+def test_a_renamed_file_is_not_predicted_again_and_a_new_content_under_an_old_name_is(
+    ledger: Ledger,
+) -> None:
     path = put(ledger.inbox, "a.fa", ">a\nA\n")
     predicted(ledger, "a.fa")
     assert fates(ledger) == {"a.fa": "predicted"}
@@ -94,7 +98,9 @@ def test_the_table_tells_each_files_fate_and_remembers_files_that_are_gone(ledge
     assert [(row.file, row.fate) for row in ledger.read_table()] == [("a\tb.fa", "gone")]
 
 
-def test_an_unchanged_file_is_not_hashed_again(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_file_is_not_hashed_again(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(ledger.inbox, "a.fa", ">a\nA\n")
     ledger.write_table(ledger.scan(settle_s=0))
     before = ledger.read_table()[0].sha256
@@ -102,7 +108,7 @@ def test_an_unchanged_file_is_not_hashed_again(ledger: Ledger, monkeypatch: pyte
     def never(_: Path) -> str:
         raise AssertionError("hashed again")
 
-    monkeypatch.setattr("virnuc_core.measure.inbox.sha256_of", never)
+    monkeypatch.setattr("virnuc_core.inbox.sha256_of", never)
     assert [row.sha256 for row in ledger.scan(settle_s=0)] == [before]
     put(ledger.inbox, "a.fa", ">a\nAA\n")
     with pytest.raises(AssertionError):
@@ -140,8 +146,12 @@ def test_only_what_is_wrong_with_the_file_is_its_fate(ledger: Ledger) -> None:
         assert ledger.fate(waiting.sha256) is None, "no attempt of the file's"
     odd = put(ledger.inbox, "odd.fa", "of rows that no model has numbers for")
     [row] = [row for row in ledger.scan(settle_s=0) if row.file == odd.name]
-    unlike = ledger.work(row, lambda row, run: NotFiniteError("of 9 rows NaN for 5"), retry_failed=False)
-    assert (unlike.fate, unlike.note) == ("failed", "of 9 rows NaN for 5"), "it holds up no other file"
+    unlike = ledger.work(
+        row, lambda row, run: NotFiniteError("of 9 rows NaN for 5"), retry_failed=False
+    )
+    assert (unlike.fate, unlike.note) == ("failed", "of 9 rows NaN for 5"), (
+        "it holds up no other file"
+    )
     odd.unlink()
     failed = ledger.work(waiting, broken, retry_failed=False)
     assert (failed.fate, "no reads" in failed.note, asked) == (
@@ -149,7 +159,10 @@ def test_only_what_is_wrong_with_the_file_is_its_fate(ledger: Ledger) -> None:
         True,
         [ledger.out / "runs" / waiting.sha256[:16]],
     )
-    assert [ledger.wants_work(failed, retry_failed=again) for again in (False, True)] == [False, True]
+    assert [ledger.wants_work(failed, retry_failed=again) for again in (False, True)] == [
+        False,
+        True,
+    ]
     assert ledger.work(waiting, broken, retry_failed=False) == failed, "another run was faster"
     summary = RunSummary(n_reads=1, fates={"viral": 1})
     done = ledger.work(failed, lambda row, run: summary, retry_failed=True)
@@ -158,21 +171,30 @@ def test_only_what_is_wrong_with_the_file_is_its_fate(ledger: Ledger) -> None:
         assert ledger.work(waiting, broken, retry_failed=False).fate == "busy"
 
 
-@pytest.mark.parametrize("problem", [MemoryError("no room"), WorkerError("died"), RecursionError("deep")])
-def test_a_file_that_always_fails_is_failed_after_its_attempts(ledger: Ledger, problem: Exception) -> None:
+@pytest.mark.parametrize(
+    "problem", [MemoryError("no room"), WorkerError("died"), RecursionError("deep")]
+)
+def test_a_file_that_always_fails_is_failed_after_its_attempts(
+    ledger: Ledger, problem: Exception
+) -> None:
     put(ledger.inbox, "a.fa", ">a\nA\n")
     for attempt in (1, 2, 3):
         [row] = ledger.scan(settle_s=0)
         assert ledger.wants_work(row, retry_failed=False), "it is tried again by the next run"
         row = ledger.work(row, lambda row, run: problem, retry_failed=False)
-        assert (row.fate, str(problem) in row.note) == ("failed" if attempt == 3 else "waiting", True)
+        assert (row.fate, str(problem) in row.note) == (
+            "failed" if attempt == 3 else "waiting",
+            True,
+        )
         put(ledger.inbox, "copy.fa", ">a\nA\n", age=-5)
         assert [row.fate for row in ledger.scan(settle_s=0)] == [row.fate, "duplicate"]
         (ledger.inbox / "copy.fa").unlink()
     assert not ledger.wants_work(row, retry_failed=False)
 
 
-def test_what_kills_the_process_is_an_attempt_and_what_interrupts_it_is_none(ledger: Ledger) -> None:
+def test_what_kills_the_process_is_an_attempt_and_what_interrupts_it_is_none(
+    ledger: Ledger,
+) -> None:
     put(ledger.inbox, "a.fa", ">a\nA\n")
 
     def interrupted(_row: Row, _run: Path) -> RunSummary:
@@ -183,7 +205,11 @@ def test_what_kills_the_process_is_an_attempt_and_what_interrupts_it_is_none(led
             ledger.work(ledger.scan(settle_s=0)[0], interrupted, retry_failed=False)
         child = os.fork()
         if child == 0:
-            ledger.work(ledger.scan(settle_s=0)[0], lambda row, run: os.kill(os.getpid(), 9), retry_failed=False)
+            ledger.work(
+                ledger.scan(settle_s=0)[0],
+                lambda row, run: os.kill(os.getpid(), 9),
+                retry_failed=False,
+            )
         os.waitpid(child, 0)
         [row] = ledger.scan(settle_s=0)
         assert row.fate == fate
@@ -191,14 +217,18 @@ def test_what_kills_the_process_is_an_attempt_and_what_interrupts_it_is_none(led
     renamed = put(ledger.inbox, "b.fa", ">a\nA\n")
     (ledger.inbox / "a.fa").unlink()
     assert renamed.exists()
-    assert fates(ledger) == {"b.fa": "duplicate"}, "a failed content does not come again under another name"
+    assert fates(ledger) == {"b.fa": "duplicate"}, (
+        "a failed content does not come again under another name"
+    )
 
 
 def test_a_file_that_cannot_be_opened_or_named_does_not_stop_the_others(ledger: Ledger) -> None:
     put(ledger.inbox, "good.fa", ">a\nA\n")
     put(ledger.inbox, os.fsdecode(b"latin-\xe9.fa"), ">b\nA\n")
     put(ledger.inbox, "line\rbreak.fa", ">c\nA\n")
-    (ledger.inbox / "broken.fa").symlink_to("/proc/self/mem")  # opens, and cannot be read by anybody
+    (ledger.inbox / "broken.fa").symlink_to(
+        "/proc/self/mem"
+    )  # opens, and cannot be read by anybody
     (ledger.inbox / "loop.fa").symlink_to("loop.fa")
     for _ in range(2):  # the table of the first is read by the second
         ledger.write_table(ledger.scan(settle_s=0))
@@ -237,7 +267,10 @@ def test_a_digest_that_was_changed_in_the_table_is_not_believed(ledger: Ledger) 
     ledger.table.write_text(text.replace(sha256, sha256[:-1] + ("0" if sha256[-1] != "0" else "1")))
     (row,) = ledger.scan(settle_s=0)
     assert row.fate == "waiting"
-    assert ledger.work(row, lambda *_: pytest.fail("predicted again"), retry_failed=False).sha256 == sha256
+    assert (
+        ledger.work(row, lambda *_: pytest.fail("predicted again"), retry_failed=False).sha256
+        == sha256
+    )
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xfe", b"file\tsha256\n", b'"', b"a\tb\n1\t2\t3\n"])
@@ -254,7 +287,10 @@ def test_a_damaged_table_is_made_anew(ledger: Ledger, damage: bytes) -> None:
 def test_what_killed_writers_left_is_swept(ledger: Ledger) -> None:
     put(ledger.inbox, "a.fa", ">a\nA\n")
     [row] = ledger.scan(settle_s=0)
-    left = [put(ledger.out, name, "half") for name in (".inbox.tsv.7.part", f"fates/.{row.sha256}.json.7.part")]
+    left = [
+        put(ledger.out, name, "half")
+        for name in (".inbox.tsv.7.part", f"fates/.{row.sha256}.json.7.part")
+    ]
     ledger.write_table([ledger.work(row, lambda row, run: InputError("none"), retry_failed=False)])
     assert not any(path.exists() for path in left)
 

@@ -28,7 +28,11 @@ from virnuc_core.rundir import INBOX_MARK, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary, read_or_set_aside, sha256_of, write
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
-UNSETTLED: Final = ("waiting", "busy", "duplicate")  # an overlapping run may find what becomes of these
+UNSETTLED: Final = (
+    "waiting",
+    "busy",
+    "duplicate",
+)  # an overlapping run may find what becomes of these
 SAME: Final = "same content as {}"
 SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")
 ATTEMPTS: Final = 3  # of a content that ends without saying what is wrong with it
@@ -77,9 +81,13 @@ class Ledger:
 
     def __init__(self, inbox: Path, out: Path) -> None:
         if not inbox.is_dir():
-            raise errors.InputError("no such folder", file=inbox, hint="create it or name another inbox")
+            raise errors.InputError(
+                "no such folder", file=inbox, hint="create it or name another inbox"
+            )
         if out.resolve() == inbox.resolve() or inbox.resolve() in out.resolve().parents:
-            raise errors.ConfigError(f"{out}: results would lie inside the inbox {inbox}; choose another directory")
+            raise errors.ConfigError(
+                f"{out}: results would lie inside the inbox {inbox}; choose another directory"
+            )
         self.inbox, self.out, self.table = inbox, out, out / "inbox.tsv"
 
     def scan(self, *, settle_s: float, now_s: float | None = None) -> list[Row]:
@@ -88,23 +96,42 @@ class Ledger:
         the one it was, or will be, predicted from are `duplicate`. What cannot be opened, or has a name that no table
         can hold, is `failed` until that is mended."""
         settled_before = (time.time() if now_s is None else now_s) - settle_s
-        known = {(row.file, row.size, row.mtime_ns): row.sha256 for row in self.read_table() if row.sha256}
+        known = {
+            (row.file, row.size, row.mtime_ns): row.sha256
+            for row in self.read_table()
+            if row.sha256
+        }
         rows = []
         for path in self.inbox.rglob("*"):
             hidden = any(part.startswith(".") for part in path.relative_to(self.inbox).parts)
-            if not hidden and path.suffix not in SKIPPED_SUFFIXES and (row := self._seen(path, known, settled_before)):
+            if (
+                not hidden
+                and path.suffix not in SKIPPED_SUFFIXES
+                and (row := self._seen(path, known, settled_before))
+            ):
                 rows.append(row)
         rows.sort(key=lambda row: (row.mtime_ns, row.file))
         # the file a fate was written for comes first, else the oldest
-        foremost = [row for row in reversed(rows) if row.sha256 and (row.fate == "waiting" or row.note == "")]
+        foremost = [
+            row
+            for row in reversed(rows)
+            if row.sha256 and (row.fate == "waiting" or row.note == "")
+        ]
         first = {row.sha256: row.file for row in foremost}
         twins = ((row, first.get(row.sha256, row.file)) for row in rows)
-        return [row if twin == row.file else row.but(fate="duplicate", note=SAME.format(twin)) for row, twin in twins]
+        return [
+            row if twin == row.file else row.but(fate="duplicate", note=SAME.format(twin))
+            for row, twin in twins
+        ]
 
-    def _seen(self, path: Path, known: dict[tuple[str, int, int], str], settled_before: float) -> Row | None:
+    def _seen(
+        self, path: Path, known: dict[tuple[str, int, int], str], settled_before: float
+    ) -> Row | None:
         """One file as it is now; None for what is no file, or is gone."""
         name = str(path.relative_to(self.inbox))
-        plain = name.encode("utf-8", "backslashreplace").decode().replace("\r", "\\r")  # what the table can hold
+        plain = (
+            name.encode("utf-8", "backslashreplace").decode().replace("\r", "\\r")
+        )  # what the table can hold
         row = Row(file=plain, sha256="", size=0, mtime_ns=0, fate="failed")
         try:
             at = path.stat()
@@ -119,25 +146,39 @@ class Ledger:
         except FileNotFoundError:
             return None
         except OSError as error:
-            return row.but(note=f"cannot be read: {error.strerror or error}; check its permissions, or remove it")
+            return row.but(
+                note=f"cannot be read: {error.strerror or error}; check its permissions, or remove it"
+            )
         return self._with_fate(row.but(sha256=sha256, fate="waiting"))
 
     def wants_work(self, row: Row, *, retry_failed: bool) -> bool:
         """Whether a file waits for its fate."""
         return row.fate == "waiting" or (row.fate == "failed" and retry_failed and row.sha256 != "")
 
-    def work(self, row: Row, predict: Callable[[Row, Path], RunSummary | Exception], *, retry_failed: bool) -> Row:
+    def work(
+        self,
+        row: Row,
+        predict: Callable[[Row, Path], RunSummary | Exception],
+        *,
+        retry_failed: bool,
+    ) -> Row:
         """The row with its new fate. `predict` takes the row and its run directory, and returns what it ended with:
         `OWN` is the file's fate at once, any other failure an attempt, the last of which is its fate. Raised, and no
         attempt: `MACHINE`, and what `predict` raises."""
-        with suppress(OSError):  # which `predict` will meet; what a table said of another time proves nothing
+        with suppress(
+            OSError
+        ):  # which `predict` will meet; what a table said of another time proves nothing
             row = row.but(sha256=sha256_of(self.inbox / row.file))
         with self.claim(row.sha256) as other:
             if other:
                 return row.but(fate="busy", note="another run predicts it")
             _sweep(self._fate_file(row.sha256))
             known = self.fate(row.sha256)
-            if known is not None and known.fate != "waiting" and not (known.fate == "failed" and retry_failed):
+            if (
+                known is not None
+                and known.fate != "waiting"
+                and not (known.fate == "failed" and retry_failed)
+            ):
                 return self._with_fate(row)  # an overlapping run was faster
             attempt = 1 if known is None or known.fate == "failed" else known.attempts + 1
             last, run = attempt >= ATTEMPTS, f"runs/{row.sha256[:16]}"
@@ -150,15 +191,25 @@ class Ledger:
             except BaseException:
                 self._forget(row.sha256, known)
                 raise
-            if isinstance(found, errors.RunMismatchError):  # of settings, of which the file knows nothing
+            if isinstance(
+                found, errors.RunMismatchError
+            ):  # of settings, of which the file knows nothing
                 self._forget(row.sha256, known)
                 row = row.but(note=str(found))
             elif isinstance(found, RunSummary):
-                self.record(told.but(fate="predicted", reads=str(found.n_reads), viral=str(found.fates["viral"])))
+                self.record(
+                    told.but(
+                        fate="predicted", reads=str(found.n_reads), viral=str(found.fates["viral"])
+                    )
+                )
             else:
                 fate = "failed" if last or isinstance(found, errors.OWN) else "waiting"
                 log.warning("%s: attempt %d of %d: %s", row.file, attempt, ATTEMPTS, found)
-                why = str(found) if isinstance(found, errors.VirnucError) else f"{type(found).__name__}: {found}"
+                why = (
+                    str(found)
+                    if isinstance(found, errors.VirnucError)
+                    else f"{type(found).__name__}: {found}"
+                )
                 self.record(told.but(fate=fate, note=why))
             return self._with_fate(row)
 
@@ -192,7 +243,9 @@ class Ledger:
         except FileNotFoundError:
             return []
         except ValueError as error:  # pandas' own and pydantic's are such
-            log.warning("%s is made anew, for it cannot be read (%s)", self.table, type(error).__name__)
+            log.warning(
+                "%s is made anew, for it cannot be read (%s)", self.table, type(error).__name__
+            )
             return []
 
     def write_table(self, rows: Sequence[Row]) -> None:
@@ -204,7 +257,9 @@ class Ledger:
             here = {row.file for row in rows}
             gone = [row.but(fate="gone") for row in self.read_table() if row.file not in here]
             rows = [self._with_fate(row) if row.fate in UNSETTLED else row for row in rows]
-            table = pd.DataFrame([row.model_dump() for row in [*rows, *gone]], columns=list(Row.model_fields))
+            table = pd.DataFrame(
+                [row.model_dump() for row in [*rows, *gone]], columns=list(Row.model_fields)
+            )
             write_text_whole(self.table, table.to_csv(sep="\t", index=False, lineterminator="\n"))
 
     def _with_fate(self, row: Row) -> Row:
@@ -213,8 +268,12 @@ class Ledger:
         if fate is None or (fate.fate == "waiting" and row.fate == "busy"):
             return row
         if fate.fate == "waiting":
-            return row.but(fate="waiting", note=f"attempt {fate.attempts} of {ATTEMPTS}: {fate.note}")
-        twin = {} if fate.file == row.file else {"fate": "duplicate", "note": SAME.format(fate.file)}
+            return row.but(
+                fate="waiting", note=f"attempt {fate.attempts} of {ATTEMPTS}: {fate.note}"
+            )
+        twin = (
+            {} if fate.file == row.file else {"fate": "duplicate", "note": SAME.format(fate.file)}
+        )
         return row.but(**fate.model_dump(include={"fate", "run", "reads", "viral", "note"}) | twin)
 
 

@@ -28,15 +28,32 @@ import virnuc_core
 from virnuc_core.config import TrainSpec
 from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, fingerprint, part_digest, shape_of
 from virnuc_core.encoders.convert import random_tensor, write_part, write_tensors
-from virnuc_core.encoders.model_config import KINDS, RANDOM_ORIGIN, HeadCard, HeadShape, read_shape, write_shape
+from virnuc_core.encoders.model_config import (
+    KINDS,
+    RANDOM_ORIGIN,
+    HeadCard,
+    HeadShape,
+    read_shape,
+    write_shape,
+)
 from virnuc_core.engine import shards
 from virnuc_core.errors import VirnucError
-from virnuc_core.measure import evaluation
-from virnuc_core.measure.evaluation import SIDES, Examples, Figures, Floats, Scored, by_level, deal, draw, thresholds
 from virnuc_core.reads.simulate import LABELS
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RESULTS, RunDir, discard, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary, now, read, sha256_of, write
+from virnuc_core.training import evaluation
+from virnuc_core.training.evaluation import (
+    SIDES,
+    Examples,
+    Figures,
+    Floats,
+    Scored,
+    by_level,
+    deal,
+    draw,
+    thresholds,
+)
 
 TRAINED: Final = "train.json"
 ENCODERS: Final = "encoders"  # in a training directory: the models that its embeddings are made by
@@ -51,7 +68,9 @@ STEP_EPOCHS, STEP_DECAY = 10, 0.85  # the learning rate falls by the second afte
 # multiplications of one step from which several threads pay; below, handing them round takes three times as long
 SHARED_FROM: Final = 100_000_000
 BASELINE_ROWS: Final = 2_500  # of a class that a baseline learns from
-WORDS: Final = tuple(map("".join, product("ACGT", repeat=4)))  # of the DNA, for the baseline on those
+WORDS: Final = tuple(
+    map("".join, product("ACGT", repeat=4))
+)  # of the DNA, for the baseline on those
 
 
 class TrainFile(RunFile):
@@ -64,11 +83,15 @@ class TrainFile(RunFile):
     model_length: int
     encoders: str  # where each comes from; of random ones no figure means anything
     digests: dict[str, str]  # of the encoders and of the head
-    realised: dict[float, float | None]  # by rate of the card's thresholds: that of the final head's test reads
+    realised: dict[
+        float, float | None
+    ]  # by rate of the card's thresholds: that of the final head's test reads
     card: HeadCard  # as the head has it; from the cross-validation, or from the test where there was none
     clusters: dict[str, dict[str, int]]  # of genomes, by side and class
     shared_sequences: int  # between sides, on either strand
-    genomes: dict[str, dict[str, int | str]]  # label, cluster, side ("": not used) and frames of each
+    genomes: dict[
+        str, dict[str, int | str]
+    ]  # label, cluster, side ("": not used) and frames of each
     left_out: dict[str, int]
     learnt_from: int  # frames, as many of either class
     epochs: int
@@ -76,7 +99,9 @@ class TrainFile(RunFile):
     validation_loss: float
     figures: tuple[Figures, ...]
     curves: dict[str, evaluation.Points]
-    histograms: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # by who was asked: reads by score, others and virus
+    histograms: dict[
+        str, tuple[tuple[int, ...], tuple[int, ...]]
+    ]  # by who was asked: reads by score, others and virus
     not_run: dict[str, str]  # what could not be measured, and why
 
 
@@ -88,7 +113,9 @@ class Inputs(NamedTuple):
     words: Floats  # [rows, words that occur] shares of the DNA
 
     def part(self, wanted: NDArray[Any]) -> "Inputs":  # places, or where it is true
-        return Inputs(self.rows.iloc[wanted], self.vectors[torch.tensor(wanted)], self.words[wanted])
+        return Inputs(
+            self.rows.iloc[wanted], self.vectors[torch.tensor(wanted)], self.words[wanted]
+        )
 
 
 Scorer = Callable[[Inputs], Floats]
@@ -112,7 +139,9 @@ def inputs_of(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) -> t
     words = TfidfVectorizer(norm="l1", use_idf=False, **four).fit_transform(texts).toarray()
     sound = np.flatnonzero(vectors.isfinite().all(dim=1)[place])
     if (lost := len(rows) - len(sound)) > len(rows) / 100:
-        raise VirnucError(f"{run.root}: {lost} of {len(rows)} frames have no finite embedding; see its failed.tsv")
+        raise VirnucError(
+            f"{run.root}: {lost} of {len(rows)} frames have no finite embedding; see its failed.tsv"
+        )
     return Inputs(rows, vectors[place], words[place]).part(sound), lost
 
 
@@ -122,7 +151,9 @@ def stand_in(models: Path, out: Path, shape: HeadShape) -> Path:
     folder = out / ENCODERS
     discard(folder, *PARTS[:2], "head/config.json", f"head/{WEIGHTS}")
     shape = shape.model_copy(update={"hidden": 1, "card": None})
-    write_part(folder, shape, partial(random_tensor, shape), f"{RANDOM_ORIGIN}, for training", "fp32")
+    write_part(
+        folder, shape, partial(random_tensor, shape), f"{RANDOM_ORIGIN}, for training", "fp32"
+    )
     for part in PARTS[:2]:
         (folder / part).symlink_to((models / part).resolve())
     return folder
@@ -143,50 +174,87 @@ def write_cuts(examples: Examples, sequences: Path, out: Path) -> str | None:
     for number, name in of_test["genome"].items():
         for length in LENGTHS:
             room = len(found[name]) - length
-            places = np.linspace(0, room, min(CUTS, room // length + 1)).astype(int) if room >= 0 else ()
-            lines += [f">{number}_{length}_{at}\n{found[name][at : at + length]}\n" for at in sorted(set(places))]
+            places = (
+                np.linspace(0, room, min(CUTS, room // length + 1)).astype(int) if room >= 0 else ()
+            )
+            lines += [
+                f">{number}_{length}_{at}\n{found[name][at : at + length]}\n"
+                for at in sorted(set(places))
+            ]
     write_text_whole(out, "".join(lines))
     return None
 
 
 def train_head(
-    run: RunDir, store: OrfStore, examples: Examples, spec: TrainSpec, cuts: RunDir | str = NO_GENOMES
+    run: RunDir,
+    store: OrfStore,
+    examples: Examples,
+    spec: TrainSpec,
+    cuts: RunDir | str = NO_GENOMES,
 ) -> TrainFile:
     """Fit a head on the run's embeddings, judge it, and write `head/` and `train.json` into the run. `cuts`: the run
     over fragments of the test's genomes, or why there is none. The same run, truth and settings give the same head on
     the same machine. Errors: `ShardError` for missing embeddings."""
     encoders = run.root / ENCODERS
-    shape = read_shape(encoders / "head" / "config.json", HeadShape).model_copy(update={"hidden": spec.hidden})
+    shape = read_shape(encoders / "head" / "config.json", HeadShape).model_copy(
+        update={"hidden": spec.hidden}
+    )
     inputs, lost = inputs_of(run, store, examples.rows, shape.width)
     side = inputs.rows["side"].to_numpy()
     threads = 1 if BATCH_ROWS * shape.width * shape.hidden < SHARED_FROM else None
     with threadpool_limits(threads), torch.random.fork_rng(devices=[]):
         scored = cross_validate(inputs, shape, spec)
         network, told, learnt = learn(inputs, side, shape, spec, spec.seed)
-        asked = [(TEST, inputs.part(side == SIDES.index(TEST))), *_cut_inputs(cuts, examples, shape.width)]
-        scored |= {(name, method): [(some.rows, by(some))] for name, some in asked for method, by in learnt.items()}
+        asked = [
+            (TEST, inputs.part(side == SIDES.index(TEST))),
+            *_cut_inputs(cuts, examples, shape.width),
+        ]
+        scored |= {
+            (name, method): [(some.rows, by(some))]
+            for name, some in asked
+            for method, by in learnt.items()
+        }
     share, seed = spec.prevalence, spec.seed
-    figures = [line for key, found in scored.items() for line in evaluation.judge(*key, found, share, seed)]
-    reads = {name: by_level(*found[0])["read"] for (name, method), found in scored.items() if method == HEAD}
+    figures = [
+        line for key, found in scored.items() for line in evaluation.judge(*key, found, share, seed)
+    ]
+    reads = {
+        name: by_level(*found[0])["read"]
+        for (name, method), found in scored.items()
+        if method == HEAD
+    }
     best, wrong = CROSS if spec.repeats else TEST, evaluation.false_share
-    told_of = next(one for one in figures if one.asked == best and one.level == "read" and not one.natural)
+    told_of = next(
+        one for one in figures if one.asked == best and one.level == "read" and not one.natural
+    )
     digests = {part: digest for part, digest in fingerprint(encoders).items() if part != HEAD}
-    card = _card(store, inputs.rows, spec, reads[best], told_of).model_copy(update={"encoders": digests})
+    card = _card(store, inputs.rows, spec, reads[best], told_of).model_copy(
+        update={"encoders": digests}
+    )
     _write_head(network, shape, card, run.root)
     rows, counted = examples.rows, examples.rows.groupby(["side", "label"])["cluster"].nunique()
     genomes = examples.genomes.assign(label=[LABELS[label] for label in examples.genomes["label"]])
     genomes["frames"] = rows["genome"].value_counts().reindex(genomes.index, fill_value=0)
-    why = cuts if isinstance(cuts, str) else "no fragment of this length of a class has an open frame"
+    why = (
+        cuts if isinstance(cuts, str) else "no fragment of this length of a class has an open frame"
+    )
     found = TrainFile(
         created=now(),
         virnuc_version=virnuc_core.__version__,
         settings=spec.model_dump(mode="json", include=set(TrainSpec.model_fields)),
         model_length=store.model_length,
-        encoders="; ".join(f"{part}: {shape_of(encoders, KINDS[part]).origin}" for part in PARTS[:2]),
+        encoders="; ".join(
+            f"{part}: {shape_of(encoders, KINDS[part]).origin}" for part in PARTS[:2]
+        ),
         digests=digests | {HEAD: part_digest(run.root / HEAD)},
-        realised={rate: wrong(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()},
+        realised={
+            rate: wrong(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()
+        },
         card=card,
-        clusters=counted.unstack().set_axis(SIDES).set_axis(LABELS, axis="columns").to_dict("index"),
+        clusters=counted.unstack()
+        .set_axis(SIDES)
+        .set_axis(LABELS, axis="columns")
+        .to_dict("index"),
         shared_sequences=int((rows.groupby("sequence")["side"].nunique() > 1).sum()),
         genomes=genomes.set_index("genome").to_dict("index"),
         left_out=examples.left_out | ({"frames without a finite embedding": lost} if lost else {}),
@@ -201,13 +269,21 @@ def train_head(
     return found
 
 
-def _card(store: OrfStore, rows: pd.DataFrame, spec: TrainSpec, reads: pd.DataFrame, of: Figures) -> HeadCard:
+def _card(
+    store: OrfStore, rows: pd.DataFrame, spec: TrainSpec, reads: pd.DataFrame, of: Figures
+) -> HeadCard:
     """What the head says of itself, by the figures and scores of whole reads."""
     lengths = np.asarray(store.read_length)[rows["read"].unique()]
     asked = sha256(store.fingerprint.encode())
     asked.update(rows[["read", "label", "cluster", "side"]].to_numpy(np.int64).tobytes())
-    own, turned = float(reads["label"].mean()), reads.assign(score=1 - reads["score"], label=1 - reads["label"])
-    high, low = thresholds(reads, (DOUBT,), own).get(DOUBT), thresholds(turned, (DOUBT,), 1 - own).get(DOUBT)
+    own, turned = (
+        float(reads["label"].mean()),
+        reads.assign(score=1 - reads["score"], label=1 - reads["label"]),
+    )
+    high, low = (
+        thresholds(reads, (DOUBT,), own).get(DOUBT),
+        thresholds(turned, (DOUBT,), 1 - own).get(DOUBT),
+    )
     metrics = {name: found for name, found in of.metrics.items() if found is not None}
     return HeadCard(
         reads=store.fingerprint,
@@ -218,7 +294,9 @@ def _card(store: OrfStore, rows: pd.DataFrame, spec: TrainSpec, reads: pd.DataFr
         auroc=metrics.pop("auroc"),
         metrics=metrics,
         thresholds=thresholds(reads, FALSE_SHARES, spec.prevalence),
-        uncertain=None if high is None or low is None else (1 - low, max(high, 1 - low)),  # perhaps no score at all
+        uncertain=None
+        if high is None or low is None
+        else (1 - low, max(high, 1 - low)),  # perhaps no score at all
     )
 
 
@@ -239,9 +317,13 @@ def _cut_inputs(cuts: RunDir | str, examples: Examples, width: int) -> Iterator[
         return
     store = OrfStore.open(cuts.store)
     names = pd.Series(store.read_ids(0, store.n_reads)).str.split("_", expand=True).astype(np.int64)
-    rows = pd.DataFrame({"read": store.row_read[:], "chunk": store.row_chunk[:], "unique": store.row_unique[:]})
+    rows = pd.DataFrame(
+        {"read": store.row_read[:], "chunk": store.row_chunk[:], "unique": store.row_unique[:]}
+    )
     rows[["genome", "bases"]] = names.loc[rows["read"], [0, 1]].to_numpy()
-    rows[["label", "cluster"]] = examples.genomes.loc[rows["genome"], ["label", "cluster"]].to_numpy()
+    rows[["label", "cluster"]] = examples.genomes.loc[
+        rows["genome"], ["label", "cluster"]
+    ].to_numpy()
     inputs, _ = inputs_of(cuts, store, rows, width)
     for length in LENGTHS:
         part = inputs.part((inputs.rows["bases"] == length).to_numpy())
@@ -249,12 +331,17 @@ def _cut_inputs(cuts: RunDir | str, examples: Examples, width: int) -> Iterator[
             yield f"{length} bases", part
 
 
-def cross_validate(inputs: Inputs, shape: HeadShape, spec: TrainSpec) -> dict[tuple[str, str], list[Scored]]:
+def cross_validate(
+    inputs: Inputs, shape: HeadShape, spec: TrainSpec
+) -> dict[tuple[str, str], list[Scored]]:
     """The scores of all rows by each method, once a repeat, each row's by who learnt from other clusters alone."""
     found = {(CROSS, method): list[Scored]() for method in (HEAD, *BASELINES) if spec.repeats}
     for repeat in range(spec.repeats):
         seed = spec.seed + 1_000 * (repeat + 1)
-        fold, scores = deal(inputs.rows, 1 / spec.folds, seed), {key: np.empty(len(inputs.rows)) for key in found}
+        fold, scores = (
+            deal(inputs.rows, 1 / spec.folds, seed),
+            {key: np.empty(len(inputs.rows)) for key in found},
+        )
         for number in range(fold.max() + 1):
             rest, asked = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
             side = np.full(len(fold), SIDES.index(TEST))
@@ -269,10 +356,18 @@ def learn(
     inputs: Inputs, side: NDArray[np.int64], shape: HeadShape, spec: TrainSpec, seed: int
 ) -> tuple[nn.Module, dict[str, Any], dict[str, Scorer]]:
     """A head, what fitting it tells, and what scores rows by it and by each baseline, all learnt from side 0 alone."""
-    rng, rows, chosen = np.random.default_rng(seed), inputs.rows.reset_index(drop=True).assign(rows=1), []
+    rng, rows, chosen = (
+        np.random.default_rng(seed),
+        inputs.rows.reset_index(drop=True).assign(rows=1),
+        [],
+    )
     for number in (0, 1):  # as many rows of either class
         limit = int(rows["label"][side == number].value_counts().min())
-        chosen.append(inputs.part(rng.permutation(draw(rows[side == number], limit, spec.sampling, rng).to_numpy())))
+        chosen.append(
+            inputs.part(
+                rng.permutation(draw(rows[side == number], limit, spec.sampling, rng).to_numpy())
+            )
+        )
     torch.manual_seed(seed)
     own, stop = chosen
     network, told = _fit(shape, own, stop, spec)
@@ -286,11 +381,15 @@ def learn(
     for name, view in BASELINES.items():
         model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=1_000))
         model.fit(view(few), few.rows["label"])
-        scorers[name] = partial(lambda of, model, view: model.predict_proba(view(of))[:, 1], model=model, view=view)
+        scorers[name] = partial(
+            lambda of, model, view: model.predict_proba(view(of))[:, 1], model=model, view=view
+        )
     return network, told, scorers
 
 
-def _fit(shape: HeadShape, learnt: Inputs, held: Inputs, spec: TrainSpec) -> tuple[nn.Module, dict[str, Any]]:
+def _fit(
+    shape: HeadShape, learnt: Inputs, held: Inputs, spec: TrainSpec
+) -> tuple[nn.Module, dict[str, Any]]:
     """The head that was best when the validation loss had stayed up for `patience` epochs, to be used and not to learn,
     and what its training tells. It learns from columns of equal spread, as steps of one size want them, and its first
     layer then takes them as they are; one that hardly varies stays small."""
@@ -299,7 +398,9 @@ def _fit(shape: HeadShape, learnt: Inputs, held: Inputs, spec: TrainSpec) -> tup
         nn.init.xavier_uniform_(layer.weight)
         nn.init.zeros_(layer.bias)
     bn1, relu, dropout = nn.BatchNorm1d(shape.hidden, shape.norm_eps), nn.ReLU(), nn.Dropout(0.5)
-    parts = OrderedDict(hidden_layer=hidden, bn1=bn1, relu=relu, dropout=dropout, output_layer=output)
+    parts = OrderedDict(
+        hidden_layer=hidden, bn1=bn1, relu=relu, dropout=dropout, output_layer=output
+    )
     network = nn.Sequential(parts)  # the names of its tensors are those of the head file
     middle, spread = learnt.vectors.mean(0), learnt.vectors.std(0, correction=0).clamp_min(1e-3)
     own, asked = ((of.vectors - middle) / spread for of in (learnt, held))
@@ -325,5 +426,10 @@ def _fit(shape: HeadShape, learnt: Inputs, held: Inputs, spec: TrainSpec) -> tup
     best["hidden_layer.weight"] /= spread
     best["hidden_layer.bias"] -= best["hidden_layer.weight"] @ middle
     network.load_state_dict(best)
-    told = {"learnt_from": len(learnt.rows), "epochs": epoch, "best_epoch": best_epoch, "validation_loss": best_loss}
+    told = {
+        "learnt_from": len(learnt.rows),
+        "epochs": epoch,
+        "best_epoch": best_epoch,
+        "validation_loss": best_loss,
+    }
     return network.eval(), told

@@ -21,13 +21,13 @@ from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, rea
 from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, ShardError, WeightsError
-from virnuc_core.measure.head import rescore
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import write
+from virnuc_core.tools.rescore import rescore
 
 FILES = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv", "failed.tsv")
 
@@ -58,7 +58,9 @@ def run(tmp_path: Path, models: Path) -> RunDir:
         widths={"dna": 64, "protein": 64},
     )
     write(run.record, record)
-    plan = shards.ShardPlan(bounds=(*range(0, store.n_uniques, 53), store.n_uniques), fingerprint="made")
+    plan = shards.ShardPlan(
+        bounds=(*range(0, store.n_uniques, 53), store.n_uniques), fingerprint="made"
+    )
     shards.write_plan(run, plan)
     rng = np.random.default_rng(0)
     head = Head(*open_part(models, HeadShape), torch.device("cpu"))
@@ -92,8 +94,14 @@ def test_another_head_gives_its_own_scores(tmp_path: Path, run: RunDir) -> None:
     assert content(run) == before, "the run itself is left alone"
     assert content(out) != before
     store, plan = OrfStore.open(run.store), shards.read_plan(run)
-    embeddings = np.concatenate([shards.read_shard(run, plan, shard).embeddings for shard in range(len(plan))])
-    scores = Head(*open_part(other, HeadShape), torch.device("cpu")).scores(torch.from_numpy(embeddings)).numpy()
+    embeddings = np.concatenate(
+        [shards.read_shard(run, plan, shard).embeddings for shard in range(len(plan))]
+    )
+    scores = (
+        Head(*open_part(other, HeadShape), torch.device("cpu"))
+        .scores(torch.from_numpy(embeddings))
+        .numpy()
+    )
     lines = [line.split("\t") for line in (out.root / FILES[0]).read_text().splitlines()[1:]]
     unique = store.row_unique[:]
     kept = unique[~np.isnan(scores[unique, 0])]
@@ -120,7 +128,9 @@ def test_a_rescoring_that_is_cut_short_leaves_no_record_of_the_one_before(
     monkeypatch.setattr("os.replace", stopped_at("reads.tsv"))
     with pytest.raises(KeyboardInterrupt):
         rescore(run, None, out, VerdictSpec(threshold=0.1))
-    assert not (out.root / "rescore.json").exists(), "it would speak of files that are no longer there"
+    assert not (out.root / "rescore.json").exists(), (
+        "it would speak of files that are no longer there"
+    )
 
 
 def stopped_at(name: str) -> Callable[[Path, Path], None]:
@@ -145,7 +155,9 @@ def test_the_files_of_another_run_are_not_replaced(tmp_path: Path, run: RunDir) 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
     with pytest.raises(ConfigError, match="length 300"):
-        rescore(run, new_models(tmp_path / "short", seed=1, model_length=300), RunDir(tmp_path / "out"))
+        rescore(
+            run, new_models(tmp_path / "short", seed=1, model_length=300), RunDir(tmp_path / "out")
+        )
     wide = tmp_path / "wide"
     init_random(wide, esm2="t6_8M", dnabert_s="tiny", model_length=500)
     with pytest.raises(ConfigError, match="other encoders"):
@@ -182,7 +194,9 @@ def test_another_store_in_its_place_is_refused(tmp_path: Path, run: RunDir, mode
         rescore(run, models, RunDir(tmp_path / "out"))
 
 
-def test_a_head_of_other_widths_is_refused_whatever_its_sum(tmp_path: Path, run: RunDir, models: Path) -> None:
+def test_a_head_of_other_widths_is_refused_whatever_its_sum(
+    tmp_path: Path, run: RunDir, models: Path
+) -> None:
     odd = tmp_path / "odd"
     shutil.copytree(models, odd)
     shutil.rmtree(odd / "head")
@@ -206,7 +220,12 @@ def test_the_card_of_the_new_head_tells_threshold_and_uncertain_scores(
 ) -> None:
     head = Path(shutil.copytree(models / "head", tmp_path / "head"))
     chance = Estimate(value=0.5, low=0.4, high=0.6)
-    told = {"lengths": (900, 950, 990), "prevalence": 0.5, "auroc": chance, "thresholds": {0.01: 0.7}}
+    told = {
+        "lengths": (900, 950, 990),
+        "prevalence": 0.5,
+        "auroc": chance,
+        "thresholds": {0.01: 0.7},
+    }
     card = HeadCard(reads="a", truth="b", test="c", uncertain=(0.65, 0.75), **told)
     shape = read_shape(head / "config.json", HeadShape)
     write_shape(shape.model_copy(update={"card": card}), head / "config.json")
@@ -224,7 +243,9 @@ def test_the_card_of_the_new_head_tells_threshold_and_uncertain_scores(
         rescore(run, None, RunDir(tmp_path / "none"), VerdictSpec(abstain=True))
 
 
-def test_a_head_that_is_not_finite_is_refused_as_predict_refuses_it(tmp_path: Path, run: RunDir, models: Path) -> None:
+def test_a_head_that_is_not_finite_is_refused_as_predict_refuses_it(
+    tmp_path: Path, run: RunDir, models: Path
+) -> None:
     bad = Path(shutil.copytree(models, tmp_path / "bad"))
     tensors = load_file(bad / "head" / "model.safetensors")
     tensors["bn1.weight"][3] = torch.inf
