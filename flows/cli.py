@@ -29,7 +29,7 @@ from cyclopts import (
 
 from virnuc.flows.ending import ended_in_time
 from virnuc_core.errors import ConfigError, VirnucError, printable
-from virnuc_core.rundir import collect_seldom
+from virnuc_core.rundir import relax_garbage_collection
 
 INTERRUPTED: Final = 130
 STAYS: Final = "interrupted; what was committed stays, the same command goes on from there"
@@ -69,7 +69,7 @@ for _name, (_module, _help) in COMMANDS.items():
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, this process's own where none is given; returns the exit code."""
-    collect_seldom()
+    relax_garbage_collection()
     with ended_in_time(by_hand=True, final=arguments is None):
         code = _outcome(list(sys.argv[1:] if arguments is None else arguments))
     if arguments is None:

@@ -38,7 +38,7 @@ from virnuc_core.errors import ConfigError, DeviceError, VirnucError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RunDir, run_lock, whole_file
+from virnuc_core.rundir import RunDir, atomic_file, run_lock
 from virnuc_core.runfiles import Device, versions
 from virnuc_core.tools.bench import Bench, measure
 
@@ -267,7 +267,7 @@ def file_system(folder: Path) -> Iterator[Check]:
         said = "locks exclude in" if excludes else "use a local folder: locks do not exclude in"
         yield Check("file locks", "ok" if excludes else "fail", f"{said} {place.parent}")
         started = time.perf_counter()
-        with whole_file(place / "shard") as aside:
+        with atomic_file(place / "shard") as aside:
             aside.write_bytes(bytes(1 << 20))
         seconds = time.perf_counter() - started
         said = f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms"

@@ -27,7 +27,15 @@ from virnuc_core.config import (
 )
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.profiles import Profile, Review
-from virnuc_core.rundir import ALL_FILES, MARK, RUNS_WITHIN, RunDir, discard, is_ours, run_lock
+from virnuc_core.rundir import (
+    ALL_FILES,
+    MARKER_FILE,
+    NESTED_RUNS,
+    RunDir,
+    discard,
+    is_ours,
+    run_lock,
+)
 
 # of the moment, UTC, for which a run was planned: a run tried again goes on where it was
 DATED: Final = "%Y-%m-%dT%H%M"
@@ -80,7 +88,9 @@ def keep_newest(night: Path, keep: int) -> None:
     for old in set(dated[:-keep]) - {night}:
         try:
             with run_lock(old):
-                discard(old, *ALL_FILES, MARK, *(f"{run}/{MARK}*" for run in RUNS_WITHIN))
+                discard(
+                    old, *ALL_FILES, MARKER_FILE, *(f"{run}/{MARKER_FILE}*" for run in NESTED_RUNS)
+                )
         except ConfigError as error:
             log.warning("%s; it is kept", error)
 

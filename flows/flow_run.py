@@ -32,13 +32,19 @@ from virnuc.flows.parameters import (
     within_roots,
 )
 from virnuc.tasks.predict import fate_rows, stage
-from virnuc.tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
-from virnuc.tasks.step import NotMetError, beside, core_logs, emit, publish_table
-from virnuc_core.config import INPUTS
+from virnuc.tasks.server import (
+    REPORTING_ERRORS,
+    ServerLostError,
+    connection,
+    route_through_connection,
+    without_server,
+)
+from virnuc.tasks.step import NotMetError, background_thread, core_logs, emit, publish_table
+from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError, printable
 from virnuc_core.pipeline import stage_spec
-from virnuc_core.reads.sources import hidden, sample_of
+from virnuc_core.reads.sources import redact_url, sample_name
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
@@ -73,7 +79,7 @@ def with_parameters(
             settings = build(model, values)
             within_roots(settings)
             if (client := SyncClientContext.get()) is not None:
-                limit(client.client)
+                route_through_connection(client.client)
             settings = settings.placed(
                 (runtime.flow_run.scheduled_start_time or datetime.now(UTC)).astimezone(UTC)
             )
@@ -111,15 +117,15 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def _without_queries(settings: Settings) -> Settings:
     """The settings with what may be recorded of addresses; whoever made the run on a server gave them whole."""
-    named = {name: getattr(settings, name, ()) for name in INPUTS}
+    named = {name: getattr(settings, name, ()) for name in INPUT_FIELDS}
     shown, context = (
-        {name: tuple(map(hidden, some)) for name, some in named.items()},
+        {name: tuple(map(redact_url, some)) for name, some in named.items()},
         FlowRunContext.get(),
     )
     if shown == named or context is None or context.flow_run is None:
         return settings
     with (
-        connection.telling("addresses without their queries"),
+        connection.reporting("addresses without their queries"),
         get_client(sync_client=True) as client,
     ):
         kept = {name: list(some) for name, some in shown.items()}
@@ -144,8 +150,8 @@ def named(*keys: str) -> Callable[[], str]:
 
 def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
     """A run's name of its parameters; `reads` becomes the sample's name, a path its last part."""
-    reads = [str(read) for name in INPUTS for read in parameters.get(name) or ()]
-    said = {**parameters, "reads": "" if parameters.get("samples") else sample_of(reads)}
+    reads = [str(read) for name in INPUT_FIELDS for read in parameters.get(name) or ()]
+    said = {**parameters, "reads": "" if parameters.get("samples") else sample_name(reads)}
     for key in ("inbox", "out", "profile", "samples"):
         said[key] = Path(said.get(key) or "").name.removesuffix(".toml")
     return printable(" · ".join(str(said[key]) for key in keys if said.get(key)))
@@ -210,7 +216,7 @@ def _told(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
     by_hand = _cancelled.set(cancelled)
     try:
         context = SyncClientContext()
-        limit(context.client)
+        route_through_connection(context.client)
         with context:
             return cast(State[Any], flow(**parameters, return_state=True))
     except (
@@ -227,7 +233,7 @@ def _told(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
     except KeyboardInterrupt:
         if not cancelled:
             raise
-        with connection.telling("that it was cancelled"), get_client(sync_client=True) as client:
+        with connection.reporting("that it was cancelled"), get_client(sync_client=True) as client:
             client.set_flow_run_state(
                 cancelled[0], Cancelled(message="cancelled; children ended"), force=True
             )
@@ -257,7 +263,7 @@ def _ended_when_cancelled() -> Iterator[None]:
     def watch(stop: threading.Event) -> None:
         with get_client(sync_client=True) as client:
             while not cancelled and not stop.wait(WATCH_S):
-                with suppress(*UNTOLD):
+                with suppress(*REPORTING_ERRORS):
                     state = client.read_flow_run(flow_run_id).state
                     if state is not None and state.type in (
                         StateType.CANCELLING,
@@ -267,5 +273,5 @@ def _ended_when_cancelled() -> Iterator[None]:
         if cancelled:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    with beside(watch):
+    with background_thread(watch):
         yield

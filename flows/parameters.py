@@ -164,7 +164,7 @@ def _option(name: str, field: FieldInfo, positional: bool) -> Any:
     if many:
         part: Any = typing.get_args(annotation)[0]
         part = (
-            str | Path if name in config.INPUTS else part
+            str | Path if name in config.INPUT_FIELDS else part
         )  # a text, of which a shell completes files
         annotation = tuple[part.__origin__ if typing.get_origin(part) is Annotated else part, ...]  # type: ignore[misc]
     shown = Parameter(
@@ -355,7 +355,7 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         for name, reads in found.items():
             own = {"samples": None, "sample_from": "none", "out": self.out / name}
             runs[name] = self.model_copy(
-                update=reads.model_dump(include={*config.INPUTS, "read_group"}) | own
+                update=reads.model_dump(include={*config.INPUT_FIELDS, "read_group"}) | own
             )
             within_roots(runs[name])
         return runs

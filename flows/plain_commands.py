@@ -243,7 +243,7 @@ def compare(
     """Agreement of two results: run directories, folders with VirNucPro's two files, or one file each."""
     from virnuc_core.report.compare import compare as hold
     from virnuc_core.report.compare import meets
-    from virnuc_core.report.render import cell, told
+    from virnuc_core.report.render import cell, render_sections
 
     found = hold(
         vanilla,
@@ -254,7 +254,7 @@ def compare(
         embeddings=embeddings,
     )
     lines = [found.model_dump_json(indent=2)] if as_json else []
-    for section in () if as_json else told("correctness.view.j2", comparisons=(found,)):
+    for section in () if as_json else render_sections("correctness.view.j2", comparisons=(found,)):
         lines += section.prose
         for row in (row for rows in section.tables.values() for row in rows):
             lines += [

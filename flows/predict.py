@@ -17,7 +17,7 @@ from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.pool import Pool
 from virnuc_core.pipeline import read_summary, workers_for
-from virnuc_core.reads.sources import sample_of
+from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
@@ -48,7 +48,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     """A run that is checked, announced and staged, while workers load the weights on devices that are free; these stay
     its own until the body ends. Errors: those of `start.check` and of the stage task."""
     start.check(settings)
-    label, run = sample_of(settings.named), RunDir(settings.out)
+    label, run = sample_name(settings.named), RunDir(settings.out)
     spec = settings.spec(label)
     announce(label, spec.devices.kind)
     with ExitStack() as held, ExitStack() as workers:

@@ -21,13 +21,13 @@ from virnuc.tasks.predict import embed
 from virnuc.tasks.server import announce, device_slots, without_server
 from virnuc.tasks.step import done, emit, key, progress_artifact, publish_table
 from virnuc_core.engine.devices import resolve_here
-from virnuc_core.engine.embedding import Watch
+from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.engine.pool import Pool
-from virnuc_core.errors import InputError, VirnucError, is_of_machine
+from virnuc_core.errors import InputError, VirnucError, is_machine_error
 from virnuc_core.inbox import Ledger, Row, RowFate
 from virnuc_core.pipeline import workers_for
 from virnuc_core.reads.samples import SampleRow, log, row_of, write_samples
-from virnuc_core.reads.sources import sample_of
+from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import SAMPLES, RunDir, run_lock
 from virnuc_core.runfiles import RunSummary
@@ -53,7 +53,7 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
     the exit code of the first; at once what no other sample would fare better with."""
     start.check(settings)
     runs, failed, fates = settings.by_sample(), dict[str, Exception](), Counter[str]()
-    label = sample_of([str(settings.samples)] if settings.samples else settings.named)
+    label = sample_name([str(settings.samples)] if settings.samples else settings.named)
     announce("samples", label)
     rows, table = {name: SampleRow(sample=name) for name in runs}, settings.out / SAMPLES
     write_samples(table, rows.values())
@@ -77,7 +77,7 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
                 try:
                     summary, staging = future.result()
                 except Exception as error:
-                    if is_of_machine(error):
+                    if is_machine_error(error):
                         raise
                     failed[name], note = error, str(error) or type(error).__name__
                     rows[name] = SampleRow(sample=name, fate="failed", note=note)
@@ -140,7 +140,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
                     PredictSettings,
                     {"reads": (str(settings.inbox / row.file),), "out": out, **common},
                 )
-                return _predicted(sample_of(given.named), given, pool, content=row.sha256)[0]
+                return _predicted(sample_name(given.named), given, pool, content=row.sha256)[0]
             except Exception as error:  # noqa: BLE001 - the ledger tells them apart
                 return error
 
@@ -191,7 +191,7 @@ def _predicted(
                 "holds no reads", file=staging.files[0], hint="was it written to the end?"
             )
         summary = embed(
-            run, staging, spec, label=name, pool=pool, watch=Watch(alone=among == 1)
+            run, staging, spec, label=name, pool=pool, watch=RunMonitor(alone=among == 1)
         ).result()
         publish_prediction(run, name, summary, staging)
     return summary, staging

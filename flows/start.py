@@ -36,12 +36,12 @@ from virnuc.flows.parameters import (
 )
 from virnuc_core.config import (
     DEFAULT_MODEL_LENGTH,
-    INPUTS,
+    INPUT_FIELDS,
     Devices,
     EngineSpec,
     VerdictSpec,
-    reading,
-    small_text,
+    read_small_text,
+    refuse_unreadable,
 )
 from virnuc_core.errors import (
     ConfigError,
@@ -51,8 +51,8 @@ from virnuc_core.errors import (
     printable,
     storage_error,
 )
-from virnuc_core.lease import command_s
-from virnuc_core.rundir import SAMPLES, RunDir, bound, check_room
+from virnuc_core.lease import command_start_s
+from virnuc_core.rundir import SAMPLES, RunDir, check_room, parent_bound_command
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -157,7 +157,7 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
 
     def tell(what: str) -> None:
         if not settings.quiet:
-            told = f"{what}, {time.monotonic() - command_s():.1f} s after the command"
+            told = f"{what}, {time.monotonic() - command_start_s():.1f} s after the command"
             sys.stderr.write(f"{time.strftime('%X')}  {told}\n")
 
     ready: Callable[[], object] | None = None
@@ -173,12 +173,12 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
         on = getattr(settings, "cluster", None) or devices
         tell(f"{name} into {printable(str(settings.out))} on {on}: reads and weights will do")
         from virnuc.flows import flow_run
-        from virnuc_core.reads.sources import hidden
+        from virnuc_core.reads.sources import redact_url
 
         called = getattr(importlib.import_module(module), name)
         values = {name: getattr(settings, name) for name in inspect.signature(called).parameters}
         values |= {
-            name: tuple(map(hidden, values[name])) for name in INPUTS if name in values
+            name: tuple(map(redact_url, values[name])) for name in INPUT_FIELDS if name in values
         }  # which Prefect keeps
         tell("Prefect is loaded")
         state = flow_run.run_flow(called, values, settings, ready)
@@ -241,7 +241,7 @@ def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None
         door.listen(128)
         os.environ["PREFECT_API_URL"] = url = f"http://127.0.0.1:{door.getsockname()[1]}/api"
         how: dict[str, Any] = {"start_new_session": True, "stderr": None if debug else log}
-        words, env = bound(SERVER, str(door.fileno())), {**os.environ, **own}
+        words, env = parent_bound_command(SERVER, str(door.fileno())), {**os.environ, **own}
         server = subprocess.Popen(words, env=env, pass_fds=[door.fileno()], **how)
 
     def end() -> None:  # what Prefect's threads still had to tell has been told
@@ -286,8 +286,8 @@ def check(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
 
     run, remote = RunDir(settings.out), getattr(settings, "cluster", None)
     if (file := Path(remote or "")).suffix in (".yaml", ".yml"):
-        with reading(f"cluster {file}", "YAML"):
-            small_text(file)
+        with refuse_unreadable(f"cluster {file}", "YAML"):
+            read_small_text(file)
     found = () if remote else devices.resolve(Devices.parse(settings.devices))
     engine = devices.resolve_engine(settings.engine(), found[0].kind) if found else EngineSpec()
     over = any(map(os.path.exists, (run.summary, run.former_summary, settings.out / SAMPLES)))

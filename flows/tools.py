@@ -28,11 +28,11 @@ from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.models_directory import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.profiles import load_profile
-from virnuc_core.reads.sources import sample_of
+from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSpec
 from virnuc_core.report.build import write_report
-from virnuc_core.report.render import message, templates, told_rows
-from virnuc_core.rundir import RunDir, discard, run_lock, write_text_whole
+from virnuc_core.report.render import message, render_rows, templates
+from virnuc_core.rundir import RunDir, discard, run_lock, write_text_atomically
 from virnuc_core.runfiles import now, versions
 from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.trace import TraceTable
@@ -59,7 +59,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     devices = start.check(settings)
     base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
     tried = candidates(base, settings.swept())
-    label = sample_of(settings.named)
+    label = sample_name(settings.named)
     announce(label, profile.name, devices.kind)
     stage_input(settings, label)
     bench = Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s)
@@ -77,7 +77,7 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
         candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
     tolerance, devices = sweep.profile.score_tolerance, sweep.bench.devices
     chosen = recommend(tried, tolerance=tolerance)
-    rows = told_rows(
+    rows = render_rows(
         "tune.view.j2",
         candidates=sorted(
             tried, key=lambda one: one.rate, reverse=True
@@ -101,7 +101,9 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
         "swept": sorted(SWEPT.values()),
     }
     for name in ("tune.json", "settings.toml"):
-        write_text_whole(sweep.out / name, templates().get_template(f"{name}.j2").render(found))
+        write_text_atomically(
+            sweep.out / name, templates().get_template(f"{name}.j2").render(found)
+        )
     return chosen
 
 
@@ -119,8 +121,8 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
         found = trace(
             run, Bench(run.store, settings.models, devices), staged.spec.engine, spec, label=label
         ).result()
-        marks = told_rows("marks.view.j2", tables=found)
-        operations = told_rows("operations.view.j2", tables=found, limit=settings.operations)
+        marks = render_rows("marks.view.j2", tables=found)
+        operations = render_rows("operations.view.j2", tables=found, limit=settings.operations)
         publish_table(
             on_host(f"operations-{label}-{devices}"),
             operations,
@@ -132,7 +134,7 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
         tables = {"stages": stage_rows(summary), "marks": marks, "operations": operations}
         text = templates().get_template("profile.md.j2").render(traces=found, **tables)
         path = Path(spec.folder, "profile.md")
-        write_text_whole(path, text)
+        write_text_atomically(path, text)
         publish_markdown(
             on_host(f"profile-{label}-{devices}"), text, message("traced", found), path
         )

@@ -26,22 +26,29 @@ from virnuc.flows.flow_run import named, stage_input, with_parameters
 from virnuc.flows.tools import sweep_all
 from virnuc.tasks import measure as steps
 from virnuc.tasks.predict import embed
-from virnuc.tasks.server import UNTOLD, announce, connection
-from virnuc.tasks.step import NotMetError, TimeLimitError, beside, done, on_host, publish_markdown
+from virnuc.tasks.server import REPORTING_ERRORS, announce, connection
+from virnuc.tasks.step import (
+    NotMetError,
+    TimeLimitError,
+    background_thread,
+    done,
+    on_host,
+    publish_markdown,
+)
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import Watch
+from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import DeviceError
 from virnuc_core.pipeline import nodes_of, read_summary
 from virnuc_core.profiles import Profile, load_profile
-from virnuc_core.reads.sources import sample_of
+from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.build import APPROVAL, rerender, write_report
 from virnuc_core.report.metrics import BASELINE, RUN_PREFIX, SUMMARY, run_names
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import fill, message
-from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
+from virnuc_core.report.render import message, render_template
+from virnuc_core.rundir import RUN_FILES, SHARD_FILES, RunDir, discard
 from virnuc_core.runfiles import Device, RunRecord, write
 from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.tune import Sweep, candidates
@@ -136,7 +143,7 @@ def validate(settings: ValidateSettings) -> State[Judged]:
     approval = ask(folder, steps.approval_form(judged), timeout_s=settings.approval_timeout_s)
     answered = rerender(settings.out)  # from now on the answer stands in every form of the report
     said = f"{approval.verdict} by {approval.reviewer}"
-    text = fill("sections.md.j2", answered, only="Approval")
+    text = render_template("sections.md.j2", answered, only="Approval")
     publish_markdown(on_host(f"approval-{judged.profile.name}"), text, said, folder)
     return ended(settings, judged, f"{told}; {said}", approval.verdict)
 
@@ -186,7 +193,7 @@ def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None
         sweep = Sweep(
             out, bench, base, judged.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS
         )
-        chosen = sweep_all(sweep, candidates(base, knobs), sample_of(settings.named))
+        chosen = sweep_all(sweep, candidates(base, knobs), sample_name(settings.named))
         beyond.insert(0, f"against {loss.kind}, {', '.join(knobs)} were swept: {chosen.reason}")
     found = (
         chosen.candidate.engine.model_dump(mode="json")
@@ -214,7 +221,7 @@ def ended(
 def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     """The report on runs on several numbers of devices, a validation's after the baseline; and, that nobody takes old
     for new, `; nothing had to be computed` where that is so."""
-    profile, label, out = load_profile(settings.profile), sample_of(settings.named), settings.out
+    profile, label, out = load_profile(settings.profile), sample_name(settings.named), settings.out
     start.check(settings)
     spec, subset, force = settings.spec(label), False, settings.force
     if force:
@@ -266,7 +273,7 @@ def _runs(
     again only measurements stay. The GPUs' ceilings are measured first, unless nothing is to be computed."""
     out, counts = settings.out, on.counts(settings, profile)
     more: dict[str, Any] = {
-        "watch": Watch(sample_s=profile.sample_s, window_s=profile.window_s),
+        "watch": RunMonitor(sample_s=profile.sample_s, window_s=profile.window_s),
         "label": label,
     }
     complete = all(
@@ -300,7 +307,7 @@ def _runs(
                 **more,
             ).result()
             if again:
-                discard(out / name, *SHARDS, "embeddings.h5")
+                discard(out / name, *SHARD_FILES, "embeddings.h5")
     found = run_names(out, most=len(on.devices))
     return tuple(name for name in found if read_summary(RunDir(out / name)) is not None)
 
@@ -315,18 +322,18 @@ def ask(
     def answer_for_nobody(stop: threading.Event) -> None:
         if not stop.wait(timeout_s):
             with (
-                connection.telling("the time-out of the approval"),
+                connection.reporting("the time-out of the approval"),
                 get_client(sync_client=True) as client,
             ):
                 client.resume_flow_run(flow_run_id, run_input=steps.TIMED_OUT)
 
     connection.patient_until_s = time.monotonic() + timeout_s
     try:
-        with beside(answer_for_nobody):
+        with background_thread(answer_for_nobody):
             answer = pause_flow_run(
                 wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s
             )
-    except UNTOLD as error:
+    except REPORTING_ERRORS as error:
         logger.warning("nobody could be asked: the Prefect server is lost (%s)", error)
         answer = form.model_validate(steps.TIMED_OUT)
     finally:

@@ -33,8 +33,15 @@ from virnuc_core.report.build import REGRESSION, RegressionFile, trend, write_re
 from virnuc_core.report.charts import all_charts
 from virnuc_core.report.compare import compare_runs, take_results
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import Mark, fill, message, templates, told, told_rows
-from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
+from virnuc_core.report.render import (
+    Mark,
+    message,
+    render_rows,
+    render_sections,
+    render_template,
+    templates,
+)
+from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_atomically
 from virnuc_core.runfiles import ModelFlops, read
 from virnuc_core.tools.bench import Bench, measure_ceilings, measure_overhead, measure_precision
 from virnuc_core.tools.trace import TraceTable
@@ -79,8 +86,8 @@ def train(
     """The head in `run/head` with its card, and `train.json` and `train.html`: how well it does on unknown genomes."""
     found = train_head(run, OrfStore.open(run.store), examples, spec, cuts)
     page, card = map(templates().get_template, ("train.html.j2", "model_card.md.j2"))
-    write_text_whole(run.root / "train.html", page.render(found=found))
-    write_text_whole(run.root / "head" / "README.md", card.render(found=found, pictures=False))
+    write_text_atomically(run.root / "train.html", page.render(found=found))
+    write_text_atomically(run.root / "head" / "README.md", card.render(found=found, pictures=False))
     text, summary = card.render(found=found, pictures=True), message("trained", found)
     publish_markdown(on_host(f"head-{label}"), text, summary, run.root / "train.html")
     return done(found, summary)
@@ -98,7 +105,7 @@ def overhead(
         found = measure_overhead(
             out, bench, engine, force=force and first_attempt(), on_run=show, **asked
         )
-    rows = told_rows("overhead.view.j2", pairs=found.pairs)
+    rows = render_rows("overhead.view.j2", pairs=found.pairs)
     publish_table(
         on_host(f"overhead-{label}"), rows, f"What these cost, {label} on {bench.devices}"
     )
@@ -168,7 +175,7 @@ def compare(
     found = compare_runs(out, names, tolerance=tolerance, subset=subset)
     rows = [
         row
-        for section in told("correctness.view.j2", comparisons=found)
+        for section in render_sections("correctness.view.j2", comparisons=found)
         for row in section.tables[""]
     ]
     publish_table(f"comparison-{label}", rows, f"Agreement of the runs of {label}")
@@ -216,7 +223,9 @@ def publish(judged: Report, out: Path, label: str) -> None:
         publish_table(
             on_host(f"scaling-{name}"), rows_of("scaling.view.j2", judged), f"Scaling of {label}"
         )
-    text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
+    text = render_template(
+        "body.md.j2", judged
+    )  # without the settings, which Prefect would show as headings
     publish_markdown(on_host(f"report-{name}"), text, message("met", judged), folder / "report.md")
     charts = [chart for chart in all_charts(judged) if chart[0] in SHOWN]
     text = templates().get_template("charts.md.j2").render(charts=charts)
@@ -250,7 +259,7 @@ def rows_of(template: str, judged: Report) -> Rows:
         return Markdown(MARKS[cell.verdict]) if isinstance(cell, Mark) else cell
 
     return [
-        {name: shown(cell) for name, cell in row.items()} for row in told_rows(template, judged)
+        {name: shown(cell) for name, cell in row.items()} for row in render_rows(template, judged)
     ]
 
 
@@ -264,7 +273,7 @@ class Approval(Review, RunInput):
 def approval_form(judged: Report) -> type[Approval]:
     """What the reviewer is asked, each question with its figures; the UI may hide the table above the form, and renders
     what it asks as Markdown, in which a number at the start would become a list of its own."""
-    above = fill("approval.md.j2", judged, rows=rows_of("criteria.view.j2", judged))
+    above = render_template("approval.md.j2", judged, rows=rows_of("criteria.view.j2", judged))
     asked: dict[str, Any] = {}
     for name, question in QUESTIONS.items():
         asked[name] = (

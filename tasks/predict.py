@@ -22,9 +22,9 @@ from virnuc.tasks.step import (
 )
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
-from virnuc_core.engine.embedding import Watch
+from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.engine.pool import Pool
-from virnuc_core.errors import few
+from virnuc_core.errors import join_first
 from virnuc_core.pipeline import classify, read_summary, stage_reads
 from virnuc_core.reads.stage import REMARKS, StageSpec, StageSummary
 from virnuc_core.rundir import RunDir
@@ -41,7 +41,7 @@ def stage(spec: StageSpec, store: Path, *, label: str, force: bool = False) -> S
     counts, how = summary.counts, "reused, content unchanged" if summary.reused else "staged"
     text = f"{counts.n_reads:,} reads {how}: {counts.n_rows:,} open frames, {counts.n_uniques:,} distinct"
     text += f"; {summary.n_pairs:,} pairs" if summary.n_pairs else ""
-    text += f"; {few(remarks)}" if (remarks := summary.warnings()) else ""
+    text += f"; {join_first(remarks)}" if (remarks := summary.warnings()) else ""
     return done(summary, text, reused=summary.reused)
 
 
@@ -52,7 +52,7 @@ def embed(
     spec: ClassifySpec,
     *,
     label: str,
-    watch: Watch | None = None,
+    watch: RunMonitor | None = None,
     time_limit_s: float | None = None,
     pool: Pool | None = None,
     flops: ModelFlops | None = None,
@@ -60,7 +60,7 @@ def embed(
     """Result files in `run`. Shards committed before are kept; `force` drops them, once. Errors: `TimeLimitError` after
     `time_limit_s`, as the summary then says; those of `classify`."""
     devices = spec.devices
-    watch = watch or Watch()
+    watch = watch or RunMonitor()
     progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})
 

@@ -36,16 +36,16 @@ from prefect.settings import (
 from prefect.states import Crashed
 from prefect.utilities import callables
 
-from virnuc_core.lease import began, lives, place
+from virnuc_core.lease import is_alive, process_namespace, process_start_ticks
 from virnuc_core.runfiles import Device
 
 T = TypeVar("T")
 Ask = Callable[[httpx.Request], httpx.Response]
-ANSWER_S: Final = 15.0  # for one request; a busy server has needed some seconds
+REQUEST_TIMEOUT_S: Final = 15.0  # for one request; a busy server has needed some seconds
 SILENT_S: Final = 30.0  # after a request that was not answered
 PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.ticks"  # labels
 LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
-UNTOLD: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
+REPORTING_ERRORS: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 _held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "slots this flow run holds", default=frozenset()
 )
@@ -76,7 +76,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.answered = self.lost = False
-        self.untold: list[str] = []
+        self.unreported: list[str] = []
         self.embedded: subprocess.Popen[Any] | None = None  # the server that this process started
         self._silent_until_s = 0.0
         self.patient_until_s = (
@@ -87,7 +87,9 @@ class Connection:
         """What the server answers to `ask`; on a state ours, when it answers nothing. Errors: `ServerLostError`."""
         proposed = request.method == "POST" and request.url.path.endswith("/set_state")
         state: Mapping[str, Any] | None = json.loads(request.content)["state"] if proposed else None
-        until_s = max(self.patient_until_s, time.monotonic() + (ANSWER_S if state else 0.0))
+        until_s = max(
+            self.patient_until_s, time.monotonic() + (REQUEST_TIMEOUT_S if state else 0.0)
+        )
         while True:
             try:
                 answer = self._try(
@@ -100,7 +102,7 @@ class Connection:
                     continue
                 if state is None or state["type"] == "PAUSED":  # nobody could ever end that pause
                     raise
-                self.untold.append(f"the state {state['name']}")
+                self.unreported.append(f"the state {state['name']}")
                 told = {
                     name: state.get(name) for name in ("type", "name", "message", "state_details")
                 }
@@ -109,11 +111,12 @@ class Connection:
                 answer = httpx.Response(200, json=body, request=request)
             break
         if state is not None and state["type"] not in ("PENDING", "RUNNING", "PAUSED"):
-            if self.untold:
+            if self.unreported:
                 logger.warning(
-                    "not reported to the Prefect server: %s", ", ".join(dict.fromkeys(self.untold))
+                    "not reported to the Prefect server: %s",
+                    ", ".join(dict.fromkeys(self.unreported)),
                 )
-                self.untold.clear()
+                self.unreported.clear()
             if (
                 self.lost and os.environ.get("PREFECT__FLOW_RUN_ID", "none") in request.url.path
             ):  # a worker's child
@@ -123,7 +126,7 @@ class Connection:
     def _try(self, request: httpx.Request, ask: Ask, *, at_once: bool) -> httpx.Response:
         if time.monotonic() < self._silent_until_s and not at_once:
             raise ServerLostError("the Prefect server did not answer before")
-        request.extensions["timeout"] = httpx.Timeout(ANSWER_S).as_dict()
+        request.extensions["timeout"] = httpx.Timeout(REQUEST_TIMEOUT_S).as_dict()
         try:
             response = ask(request)
         except httpx.TransportError as error:
@@ -141,13 +144,13 @@ class Connection:
         return response
 
     @contextmanager
-    def telling(self, what: str) -> Iterator[None]:
+    def reporting(self, what: str) -> Iterator[None]:
         """Around a report to the server: one that cannot be given is remembered, and the run goes on."""
         try:
             yield
-        except UNTOLD as error:
+        except REPORTING_ERRORS as error:
             logger.debug("%s: not reported: %s", what, error)
-            self.untold.append(what)
+            self.unreported.append(what)
 
     def leave(self, code: int) -> None:
         """See to it that this process ends now, or soon: threads of Prefect would wait for a lost server for ever."""
@@ -156,7 +159,7 @@ class Connection:
         self._end_soon(code)
 
     def _end_soon(self, code: int) -> None:
-        timer = threading.Timer(ANSWER_S, self._end, (code,))
+        timer = threading.Timer(REQUEST_TIMEOUT_S, self._end, (code,))
         timer.daemon = True
         timer.start()
 
@@ -172,7 +175,7 @@ class Connection:
 connection: Final = Connection()
 
 
-def limit(client: SyncPrefectClient) -> None:
+def route_through_connection(client: SyncPrefectClient) -> None:
     """Let this client, which a flow run and all within it share, ask through `connection`."""
     own = (
         client._client
@@ -199,26 +202,29 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
         except ConcurrencySlotAcquisitionError as error:
             if not isinstance(error.__cause__, httpx.TransportError):
                 raise
-            connection.untold.append(f"slots of {', '.join(names)}")
+            connection.unreported.append(f"slots of {', '.join(names)}")
         before = _held.set(_held.get() | set(names))
         try:
             yield
         finally:
             _held.reset(before)
-            with connection.telling(f"that {', '.join(names)} are free"), limited(retries=0):
+            with (
+                connection.reporting(f"that {', '.join(names)} are free"),
+                short_timeouts(retries=0),
+            ):
                 slots.close()
 
 
-def limited(retries: int) -> AbstractContextManager[object]:
+def short_timeouts(retries: int) -> AbstractContextManager[object]:
     """Clients that Prefect makes for itself in the body wait no longer than others."""
     return temporary_settings(
-        {PREFECT_API_REQUEST_TIMEOUT: ANSWER_S, PREFECT_CLIENT_MAX_RETRIES: retries}
+        {PREFECT_API_REQUEST_TIMEOUT: REQUEST_TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: retries}
     )
 
 
 def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
     with (
-        connection.telling(f"limits of {', '.join(names)}"),
+        connection.reporting(f"limits of {', '.join(names)}"),
         get_client(sync_client=True) as client,
     ):
         for name in names:
@@ -227,7 +233,7 @@ def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
     if connection.lost:
         return
     logger.info("waiting for %s", ", ".join(names))
-    with limited(retries=2):  # a server that starts again while we wait keeps our place
+    with short_timeouts(retries=2):  # a server that starts again while we wait keeps our place
         # strict: a limit that is missing is an error, never a free pass
         held = concurrency(
             names,
@@ -245,18 +251,26 @@ def announce(*tags: str) -> None:
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or not with_server():
         return
-    labels: dict[str, Any] = {PLACE: place(), PROCESS: os.getpid(), BEGAN: began(os.getpid())}
+    labels: dict[str, Any] = {
+        PLACE: process_namespace(),
+        PROCESS: os.getpid(),
+        BEGAN: process_start_ticks(os.getpid()),
+    }
     running = {"type": {"any_": ["RUNNING", "CANCELLING"]}}
     ours = FlowRunFilter.model_validate({"tags": {"all_": ["virnuc"]}, "state": running})
     gone: State[Any] = Crashed(message="its process is gone, and had not told how it ended")
-    with connection.telling("its process and tags"), get_client(sync_client=True) as client:
+    with connection.reporting("its process and tags"), get_client(sync_client=True) as client:
         client.update_flow_run_labels(context.flow_run.id, labels)
         client.update_flow_run(
             context.flow_run.id, tags=sorted({*context.flow_run.tags, "virnuc", *tags})
         )
         for flow_run in client.read_flow_runs(flow_run_filter=ours):
             number, then = (str(flow_run.labels.get(name, "")) for name in (PROCESS, BEGAN))
-            if flow_run.labels.get(PLACE) == place() and then and lives(int(number), then) is False:
+            if (
+                flow_run.labels.get(PLACE) == process_namespace()
+                and then
+                and is_alive(int(number), then) is False
+            ):
                 logger.warning(
                     "flow run %s: its process is gone; it is called crashed", flow_run.name
                 )

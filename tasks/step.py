@@ -25,7 +25,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed, Failed
 from prefect.tasks import exponential_backoff
 
-from virnuc.tasks.server import ANSWER_S, connection, with_server
+from virnuc.tasks.server import REQUEST_TIMEOUT_S, connection, with_server
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import (
     DeviceError,
@@ -39,8 +39,8 @@ from virnuc_core.errors import (
 
 P = ParamSpec("P")
 T = TypeVar("T")
-HOPELESS: Final = (FileNotFoundError, PermissionError, IsADirectoryError, IncapableError)
-WORTH_A_RETRY: Final = (WorkerError, ShardError, DeviceError, OSError, MemoryError)
+PERMANENT_ERRORS: Final = (FileNotFoundError, PermissionError, IsADirectoryError, IncapableError)
+RETRYABLE_ERRORS: Final = (WorkerError, ShardError, DeviceError, OSError, MemoryError)
 MAX_BYTES: Final = 100 * 1024
 _MARKDOWN: Final = re.compile(r"([\\`*~|<>\[\]]|^[#+-](?=\s)|^\d+\.(?=\s))")
 RETRIES: Final = 3
@@ -69,7 +69,7 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], "Step[P,
                 with core_logs():
                     return function(*args, **kwargs)
             except VirnucError as error:
-                if can_help(error):
+                if is_retryable(error):
                     raise
                 return Failed(message=str(error), data=error)
 
@@ -81,7 +81,7 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], "Step[P,
             retries=RETRIES,
             retry_delay_seconds=exponential_backoff(backoff_factor=BACKOFF_S),
             retry_jitter_factor=0.2,  # tasks felled together do not come back together
-            retry_condition_fn=lambda _task, _run, state: can_help(
+            retry_condition_fn=lambda _task, _run, state: is_retryable(
                 state.result(raise_on_failure=False)
             ),
         )
@@ -99,8 +99,8 @@ class Step(Task[P, T]):
             _attempt.set(attempt)
             try:
                 return self.fn(*args, **kwargs)
-            except WORTH_A_RETRY as error:
-                if not can_help(error):
+            except RETRYABLE_ERRORS as error:
+                if not is_retryable(error):
                     raise
                 delay_s = BACKOFF_S << (attempt - 1)
                 logger.warning("%s: %s; tried again in %d s", self.name, error, delay_s)
@@ -108,11 +108,11 @@ class Step(Task[P, T]):
         return self.fn(*args, **kwargs)
 
 
-def can_help(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     """Whether the same call may succeed later: a dead worker or a busy disk may, a wrong setting or bad input never."""
     return (
-        isinstance(error, WORTH_A_RETRY)
-        and not isinstance(error, HOPELESS)
+        isinstance(error, RETRYABLE_ERRORS)
+        and not isinstance(error, PERMANENT_ERRORS)
         and storage_error(error) is None
     )
 
@@ -172,7 +172,7 @@ def time_limit(
             end_all_children()
 
     try:
-        with beside(end):
+        with background_thread(end):
             yield
     except WorkerError as error:
         if not reached.is_set():
@@ -235,7 +235,7 @@ def bounded_rows(rows: Rows) -> list[dict[str, str]]:
 def publish_table(name: str, rows: Rows, description: str) -> None:
     """Record a table under `name`, inside a run; a description that is not `Markdown` is shown as it stands."""
     if inside_a_run():
-        with connection.telling(f"table {name}"):
+        with connection.reporting(f"table {name}"):
             artifacts.create_table_artifact(
                 bounded_rows(rows), key=key(name), description=cell(description)
             )
@@ -249,7 +249,7 @@ def publish_markdown(name: str, text: str, description: str, full_text: Path | s
         note = f"\n\n… cut here; the whole text is `{full_text}`\n"
         head = text.encode()[: MAX_BYTES - len(note.encode())].decode("utf-8", "ignore")
         text = head[: head.rfind("\n")] + note
-    with connection.telling(f"text {name}"):
+    with connection.reporting(f"text {name}"):
         artifacts.create_markdown_artifact(text, key=key(name), description=cell(description))
 
 
@@ -261,7 +261,7 @@ def inside_a_run() -> bool:
 def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> None:
     """Send `virnuc.<event>` about `virnuc.<resource>`; Prefect adds the flow run as a related resource."""
     if with_server():
-        with connection.telling(f"event {event}"):
+        with connection.reporting(f"event {event}"):
             about = {"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name}
             emit_event(event=f"virnuc.{event}", resource=about, payload=dict(payload))
 
@@ -286,7 +286,7 @@ def progress_artifact(
         while not ended:
             ended = stop.wait(every_s)
             if (percent := newest) != shown:
-                with connection.telling(f"progress {name}"):
+                with connection.reporting(f"progress {name}"):
                     if made is None:
                         made = artifacts.create_progress_artifact(
                             percent, key=key(name), description=description
@@ -295,12 +295,12 @@ def progress_artifact(
                         artifacts.update_progress_artifact(made, progress=percent)
                     shown = percent
 
-    with beside(publish):
+    with background_thread(publish):
         yield show
 
 
 @contextmanager
-def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+def background_thread(work: Callable[[threading.Event], None]) -> Iterator[None]:
     """Another thread does `work` for the current run while the body lasts; the event tells it of the body's end."""
     stop, here = threading.Event(), contextvars.copy_context()
     thread = threading.Thread(target=here.run, args=(work, stop), daemon=True)
@@ -309,4 +309,4 @@ def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(timeout=ANSWER_S)
+        thread.join(timeout=REQUEST_TIMEOUT_S)

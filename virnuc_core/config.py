@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from virnuc_core.errors import MOST_SHOWN, ConfigError, VirnucError, few
+from virnuc_core.errors import MAX_SHOWN_LETTERS, ConfigError, VirnucError, join_first
 
 Precision = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Attention = Literal["auto", "fused", "reference"]
@@ -36,10 +36,10 @@ DEFAULT_MODEL_LENGTH = 500
 SMALL_BYTES = (
     1 << 24
 )  # a file that is read whole at most: settings, sizes of a model, a tokenizer, marks
-MOST_FAULTS = 5  # of a file or settings that one message names
-INPUTS = ("mates_1", "mates_2", "reads")  # settings that name reads
-MOST_PROCESSES = 8  # that stage; beyond it the one that unpacks is the limit
-THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
+MAX_FAULTS = 5  # of a file or settings that one message names
+INPUT_FIELDS = ("mates_1", "mates_2", "reads")  # settings that name reads
+MAX_PROCESSES = 8  # that stage; beyond it the one that unpacks is the limit
+DEFAULT_THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
 
 
 class Spec(BaseModel):
@@ -184,13 +184,13 @@ class HostSpec(Spec):
         0,
         ge=0,
         le=256,
-        description=f"processes that stage reads, write results; 0: one a core, to {MOST_PROCESSES}",
+        description=f"processes that stage reads, write results; 0: one a core, to {MAX_PROCESSES}",
     )
 
     @property
     def workers(self) -> int:
         """How many processes stage, and write results."""
-        return self.stage_workers or min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+        return self.stage_workers or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 class ReadingSpec(HostSpec):
@@ -250,7 +250,7 @@ class VerdictSpec(Spec):
     """What is called viral, and which reads are written out."""
 
     threshold: float = Field(
-        THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral"
+        DEFAULT_THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral"
     )
     fdr: Share | None = Field(
         None, description="instead: the head's own threshold for this false discovery rate: 0.01"
@@ -340,22 +340,26 @@ def explain(
     pattern is missed, how `model` describes the setting, with the forms it has. `quoted`: say what was given; not of a
     file, for who reads the message may not be whom its content is for."""
     parts = []
-    for item in error.errors()[:MOST_FAULTS]:
+    for item in error.errors()[:MAX_FAULTS]:
         said = f"{item['msg'][0].lower()}{item['msg'][1:]}"
         if item["type"] == "json_invalid":  # what was given is a whole file
             return said
-        place = re.sub(r"\s", " ", ".".join(map(str, item["loc"])))[:MOST_SHOWN] or "settings"
+        place = (
+            re.sub(r"\s", " ", ".".join(map(str, item["loc"])))[:MAX_SHOWN_LETTERS] or "settings"
+        )
         if item["type"] == "string_pattern_mismatch" and (field := model.model_fields.get(place)):
             said = f"unknown form; {field.description}"
         given = repr(item.get("input"))
-        given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}…"
+        given = given if len(given) <= MAX_SHOWN_LETTERS else f"{given[:MAX_SHOWN_LETTERS]}…"
         parts.append(f"{place}: {said}" + f" (given {given})" * quoted)
     more = error.error_count() - len(parts)
     return "; ".join(parts) + f"; and {more} more" * (more > 0)
 
 
 @contextmanager
-def reading(what: object, form: str, kind: type[VirnucError] = ConfigError) -> Iterator[None]:
+def refuse_unreadable(
+    what: object, form: str, kind: type[VirnucError] = ConfigError
+) -> Iterator[None]:
     """What goes wrong while the body reads a file of this form is raised as `kind`, in one line that names `what`."""
     try:
         yield
@@ -364,10 +368,10 @@ def reading(what: object, form: str, kind: type[VirnucError] = ConfigError) -> I
     except ValidationError as error:
         raise kind(f"{what}: {explain(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise kind(f"{what}: not valid {form}: {few([error])}") from error
+        raise kind(f"{what}: not valid {form}: {join_first([error])}") from error
 
 
-def small_text(path: Path, most: int = SMALL_BYTES) -> str:
+def read_small_text(path: Path, most: int = SMALL_BYTES) -> str:
     """The text of a file of `most` bytes at most. Errors: `OSError`, also for a larger one; `UnicodeDecodeError`."""
     with path.open("rb") as file:
         body = file.read(most + 1)
@@ -378,13 +382,13 @@ def small_text(path: Path, most: int = SMALL_BYTES) -> str:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The engine settings of a TOML file, checked by name; `ConfigError` says what is wrong with it."""
-    with reading(f"settings {path}", "TOML"):
-        found = tomllib.loads(small_text(path))
+    with refuse_unreadable(f"settings {path}", "TOML"):
+        found = tomllib.loads(read_small_text(path))
     unknown = sorted(
         set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"}
     )  # which is for measuring
     if unknown:
         raise ConfigError(
-            f"settings {path}: {few(unknown)} is no engine setting; see docs/operations.md"
+            f"settings {path}: {join_first(unknown)} is no engine setting; see docs/operations.md"
         )
     return found

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-MOST_SHOWN: Final = 100  # characters of a value or a name that is wrong
+MAX_SHOWN_LETTERS: Final = 100  # characters of a value or a name that is wrong
 # what moves a terminal's cursor or turns the order of letters round, and bytes of a file name that are no letters
 _UNPRINTABLE: Final = re.compile(
     r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -24,9 +24,9 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
-def few(names: Iterable[object]) -> str:
+def join_first(names: Iterable[object]) -> str:
     """The first three of some names, short and on one line, and how many more there are."""
-    found = [re.sub(r"\s", " ", str(name))[:MOST_SHOWN] for name in names]
+    found = [re.sub(r"\s", " ", str(name))[:MAX_SHOWN_LETTERS] for name in names]
     return ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
 
 
@@ -125,12 +125,12 @@ def storage_error(error: BaseException, path: Path | None = None) -> StorageErro
         if path
         else None
     )
-    left = f"; {size(shutil.disk_usage(place).free)} free there" if place else ""
+    left = f"; {format_bytes(shutil.disk_usage(place).free)} free there" if place else ""
     said = f"{os.strerror(error.errno)}{left}; {_STORAGE[error.errno]} and run again, what was committed stays"
     return StorageError(f"{path}: {said}" if path else said)
 
 
-def size(nbytes: int) -> str:
+def format_bytes(nbytes: int) -> str:
     """Bytes as people say them.
 
     >>> size(2_000_000), size(72_300_000_000)
@@ -147,20 +147,20 @@ class RunMismatchError(ConfigError):
     """A run directory that holds results of other reads, weights or settings. Nothing is mixed."""
 
 
-OWN: Final = (
+INPUT_SPECIFIC_ERRORS: Final = (
     InputError,
     NotFiniteError,
 )  # what lies with a file of reads, and no other attempt would mend
 
 
-def is_of_machine(error: BaseException) -> bool:
+def is_machine_error(error: BaseException) -> bool:
     """Whether no other reads would fare better."""
     return isinstance(error, (WeightsError, DeviceError, StorageError)) and not isinstance(
-        error, OWN
+        error, INPUT_SPECIFIC_ERRORS
     )
 
 
-def named(kind: str, message: str) -> VirnucError | None:
+def error_from_name(kind: str, message: str) -> VirnucError | None:
     """An error of another process by its class's name: one of ours, or the system's; None for all else."""
     system = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
     found = VirnucError if kind in system else globals().get(kind)

@@ -24,7 +24,7 @@ from pydantic import model_validator
 
 from virnuc_core import errors
 from virnuc_core.lease import lease
-from virnuc_core.rundir import INBOX_MARK, write_text_whole
+from virnuc_core.rundir import INBOX_MARK, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary, read_or_set_aside, sha256_of, write
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
@@ -186,7 +186,7 @@ class Ledger:
             self.record(told.but(fate="failed" if last else "waiting", note=KILLED))
             try:
                 found = predict(row, self.out / run)
-                if isinstance(found, Exception) and errors.is_of_machine(found):
+                if isinstance(found, Exception) and errors.is_machine_error(found):
                     raise found
             except BaseException:
                 self._forget(row.sha256, known)
@@ -203,7 +203,11 @@ class Ledger:
                     )
                 )
             else:
-                fate = "failed" if last or isinstance(found, errors.OWN) else "waiting"
+                fate = (
+                    "failed"
+                    if last or isinstance(found, errors.INPUT_SPECIFIC_ERRORS)
+                    else "waiting"
+                )
                 log.warning("%s: attempt %d of %d: %s", row.file, attempt, ATTEMPTS, found)
                 why = (
                     str(found)
@@ -260,7 +264,9 @@ class Ledger:
             table = pd.DataFrame(
                 [row.model_dump() for row in [*rows, *gone]], columns=list(Row.model_fields)
             )
-            write_text_whole(self.table, table.to_csv(sep="\t", index=False, lineterminator="\n"))
+            write_text_atomically(
+                self.table, table.to_csv(sep="\t", index=False, lineterminator="\n")
+            )
 
     def _with_fate(self, row: Row) -> Row:
         """The row with the fate its content has by now, an overlapping run's too; as it was while there is none."""

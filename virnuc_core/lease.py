@@ -21,7 +21,7 @@ from typing import Final
 
 from virnuc_core.errors import ConfigError
 
-BEAT_S: Final = 5.0
+HEARTBEAT_S: Final = 5.0
 EXPIRY_S: Final = 90.0  # longer than a network file system shows what it knew before: up to 60 s, as commonly mounted
 POLL_S, TOLD_S = 0.1, 1.0  # between two looks; after which who waits is told why
 _leases: dict[Path, "Lease"] = {}  # that this process holds, by what each covers
@@ -43,12 +43,12 @@ def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
         yield ""
     finally:
         mine.ended.set()
-        beating.join(BEAT_S)  # for no longer: a file system that is away may hold it
+        beating.join(HEARTBEAT_S)  # for no longer: a file system that is away may hold it
         _leases.pop(place, None)
         mine.release()
 
 
-def still_held(path: Path, *, look: bool = True) -> None:
+def require_lease(path: Path, *, look: bool = True) -> None:
     """`ConfigError` when another has taken over this process's lease that covers `path`; without `look`, if known."""
     for covers, mine in [*_leases.items()]:
         if (path.parent.resolve() / path.name).is_relative_to(covers) and not (
@@ -60,27 +60,27 @@ def still_held(path: Path, *, look: bool = True) -> None:
             )
 
 
-def place() -> str:
+def process_namespace() -> str:
     """Where a process number means something: this boot of this machine, and this namespace of process numbers."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{Path('/proc/self/ns/pid').readlink()}"
 
 
-def began(pid: int) -> str:
+def process_start_ticks(pid: int) -> str:
     """When a process began, in ticks since this machine started; empty for one that has ended. Errors: `OSError`."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def command_s() -> float:
+def command_start_s() -> float:
     """When this process began, by the clock of `time.monotonic()`."""
-    since_boot_s = int(began(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    since_boot_s = int(process_start_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK")
     return since_boot_s + time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def lives(pid: int, then: str) -> bool | None:
+def is_alive(pid: int, then: str) -> bool | None:
     """Whether the process of this place that began then lives; None where that cannot be seen."""
     try:
-        return began(pid) == then
+        return process_start_ticks(pid) == then
     except OSError:
         with suppress(PermissionError):  # another user's, which /proc may hide
             try:
@@ -97,7 +97,7 @@ class Lease:
         self._name, self._number, self._beats, self.ended = name, 0, 0, threading.Event()
         self.ours, self.other = True, ""  # as far as is known; who has it if not
         self._token, self._host = secrets.token_hex(8), socket.gethostname()
-        self._place, self._began = place(), began(os.getpid())
+        self._place, self._began = process_namespace(), process_start_ticks(os.getpid())
 
     def _path(self, number: int) -> Path:
         return self._name.with_name(f"{self._name.name}.{number}")
@@ -116,7 +116,7 @@ class Lease:
         try:
             _, pid, then, host, where, _ = json.loads(body)
             own = where == self._place
-            return f"process {pid}" + f" on {host}" * (not own), lives(
+            return f"process {pid}" + f" on {host}" * (not own), is_alive(
                 int(pid), then
             ) if own else None
         except (ValueError, TypeError):  # half written
@@ -187,7 +187,7 @@ class Lease:
 
     def beat(self) -> None:
         """Write the lease anew until it is given back or lost."""
-        while not self.ended.wait(BEAT_S) and self.ours:
+        while not self.ended.wait(HEARTBEAT_S) and self.ours:
             with suppress(OSError):  # the file system is away: whoever sees it may take over
                 with suppress(FileNotFoundError), self._path(self._number).open("r+b") as file:
                     if self._token.encode() in file.read():

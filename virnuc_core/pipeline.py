@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from virnuc_core import runfiles
-from virnuc_core.config import INPUTS, ClassifySpec, ReadsSpec, RunSpec
+from virnuc_core.config import INPUT_FIELDS, ClassifySpec, ReadsSpec, RunSpec
 from virnuc_core.encoders.checkpoint import fingerprint, shape_of
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import Embedding, Job, Watch
+from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, ShardError
-from virnuc_core.lease import still_held
-from virnuc_core.reads.sources import hidden, is_remote, local_files
+from virnuc_core.lease import require_lease
+from virnuc_core.reads.sources import is_remote, local_files, redact_url
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
@@ -68,7 +68,7 @@ def read_summary(run: RunDir) -> RunSummary | None:
     return None if summary.stopped_at_limit or None in told else summary
 
 
-def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
+def predict(spec: RunSpec, watch: RunMonitor | None = None) -> RunSummary:
     """Reads to result files in `spec.out`, which is held from before staging until the last file: stage and classify.
 
     Workers load the weights while the reads are staged. Returns counts of reads by fate and times in seconds. In
@@ -78,7 +78,7 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
     output, `RunMismatchError` where another run lies, `WorkerError`, `StorageError`; each says what to do."""
     run, spec = (
         RunDir(spec.out),
-        spec.model_copy(update={n: tuple(map(hidden, getattr(spec, n))) for n in INPUTS}),
+        spec.model_copy(update={n: tuple(map(redact_url, getattr(spec, n))) for n in INPUT_FIELDS}),
     )
     check_output(spec.out, models=spec.models, reads=local_files(spec.named), force=spec.force)
     with ExitStack() as held:
@@ -107,7 +107,9 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
         from virnuc_core.reads.remote import fetch_all  # few runs need it
 
         to = beside.root / "downloads"
-        local = {name: fetch_all(getattr(spec, name), to, email=spec.email) for name in INPUTS}
+        local = {
+            name: fetch_all(getattr(spec, name), to, email=spec.email) for name in INPUT_FIELDS
+        }
         spec = spec.model_copy(update=local)
     with run_lock(beside.root):
         return stage(spec, out, anew=force, expected=None if force else _recorded(beside))
@@ -156,7 +158,7 @@ def classify(
     staging: StageSummary,
     spec: ClassifySpec,
     *,
-    watch: Watch | None = None,
+    watch: RunMonitor | None = None,
     pool: Pool | None = None,
     flops: ModelFlops | None = None,
 ) -> RunSummary:
@@ -192,7 +194,7 @@ def classify(
         if before is None or job.todo:
             run.summary.unlink(missing_ok=True)
             run.former_summary.unlink(missing_ok=True)
-            return _compute(job, staging, watch or Watch(), started_s, pool)
+            return _compute(job, staging, watch or RunMonitor(), started_s, pool)
         log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
         sound, as_asked = _sound_files(job, before)
         if not as_asked:
@@ -316,7 +318,7 @@ def prepare(
 
 
 def _compute(
-    job: Job, staging: StageSummary, watch: Watch, started_s: float, pool: Pool | None
+    job: Job, staging: StageSummary, watch: RunMonitor, started_s: float, pool: Pool | None
 ) -> RunSummary:
     """Embed, judge, write: the rest of a run that is not complete."""
     clock, span = StageClock(), None if staging.reused else (started_s - staging.total_s, started_s)
@@ -415,7 +417,7 @@ def _write_results(
         )
     scores, failed = shards.read_scores(run)
     began_s = time.monotonic()
-    still_held(run.root)
+    require_lease(run.root)
     if run.summary.exists():
         run.summary.replace(run.former_summary)
     for path in {*run.reads_of()} - {*kept}:

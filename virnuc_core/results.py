@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.config import THRESHOLD
+from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import (
@@ -32,7 +32,7 @@ from virnuc_core.reads.translate import (
     Places,
 )
 from virnuc_core.reads.workers import Workers
-from virnuc_core.rundir import RunDir, whole_file
+from virnuc_core.rundir import RunDir, atomic_file
 
 Scores = NDArray[np.float32]
 Band = tuple[float, float]
@@ -202,7 +202,7 @@ def write_results(
     store: OrfStore,
     scores: Scores,
     failed: Mask,
-    threshold: float = THRESHOLD,
+    threshold: float = DEFAULT_THRESHOLD,
     uncertain: Band | None = None,
     workers: int = 1,
 ) -> ResultSummary:
@@ -328,7 +328,7 @@ def _spans(store: OrfStore) -> Iterator[_Span]:
 def _opened(stack: ExitStack, run: RunDir, count: int) -> Sequence[BinaryIO]:
     """The first of a run's tables, with their headers; they are there once `stack` closes without an error."""
     files = [
-        stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
+        stack.enter_context(stack.enter_context(atomic_file(path)).open("wb"))
         for path in run.tables[:count]
     ]
     headers = PREDICTION_HEADER, CONSENSUS_HEADER, READS_HEADER, FAILED_HEADER, PAIRS_HEADER

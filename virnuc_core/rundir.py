@@ -26,86 +26,112 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import virnuc_core
-from virnuc_core.config import small_text
-from virnuc_core.errors import ConfigError, DeviceError, StorageError, few, size, storage_error
-from virnuc_core.lease import lease, still_held
+from virnuc_core.config import read_small_text
+from virnuc_core.errors import (
+    ConfigError,
+    DeviceError,
+    StorageError,
+    format_bytes,
+    join_first,
+    storage_error,
+)
+from virnuc_core.lease import lease, require_lease
 
 if TYPE_CHECKING:
     import h5py
 
-MARK: Final = ".virnuc"
-SHARDS: Final = (
+MARKER_FILE: Final = ".virnuc"
+SHARD_FILES: Final = (
     "shards/plan.json",
     "shards/[0-9][0-9][0-9][0-9][0-9]*.h5",
     "shards/damaged/[0-9]*.h5",
 )
-EXACT: Final = (
+EXACT_FILES: Final = (
     "fp32"  # directory of the sequences that a validation embeds in fp32, beside its runs
 )
-FILES: Final = "baseline_files/[0-9]*_*"  # that a baseline passes from stage to stage
-TRACES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
-RECORDS: Final = (
+BASELINE_FILES: Final = "baseline_files/[0-9]*_*"  # that a baseline passes from stage to stage
+TRACE_FILES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
+RECORD_FILES: Final = (
     "run.json",
     "run.json.damaged",
     "summary.json",
     "summary.json.former",
     "summary.json.damaged",
 )
-MATES: Final = ("_R1", "_R2", "_orphans")  # in names of files where reads come in pairs
-RESULTS: Final = (
+MATE_SUFFIXES: Final = ("_R1", "_R2", "_orphans")  # in names of files where reads come in pairs
+RESULT_FILES: Final = (
     "prediction_results.txt",
     "prediction_results_highestscore.csv",
     "reads.tsv",
     "failed.tsv",
 )
-VERDICTS: Final = {
+VERDICT_FILES: Final = {
     verdict: tuple(
-        f"{verdict}{kind}.{form}.gz" for kind in ("", *MATES) for form in ("fasta", "fastq")
+        f"{verdict}{kind}.{form}.gz" for kind in ("", *MATE_SUFFIXES) for form in ("fasta", "fastq")
     )
     for verdict in ("viral", "nonviral")  # files of reads by their verdict
 }
-EMBEDDED: Final = ("embeddings.h5", "pairs.tsv", *VERDICTS["viral"], *VERDICTS["nonviral"], *SHARDS)
-KEPT: Final = (
+EMBEDDING_FILES: Final = (
+    "embeddings.h5",
+    "pairs.tsv",
+    *VERDICT_FILES["viral"],
+    *VERDICT_FILES["nonviral"],
+    *SHARD_FILES,
+)
+KEPT_FILES: Final = (
     "telemetry/telemetry_[0-9]*.json",
     "telemetry/telemetry_[0-9]*.h5",
     "telemetry/attempt.jsonl",
 )
-MEASURED: Final = (*KEPT, *(f"telemetry/traces/{name}" for name in TRACES))
-LOGS: Final = ("logs/worker-*.log", "logs/baseline-*.log", "logs/ceiling-*.log")
+MEASUREMENT_FILES: Final = (*KEPT_FILES, *(f"telemetry/traces/{name}" for name in TRACE_FILES))
+LOG_FILES: Final = ("logs/worker-*.log", "logs/baseline-*.log", "logs/ceiling-*.log")
 RUN_FILES: Final = (
-    *RECORDS,
-    *RESULTS,
-    *EMBEDDED,
-    *MEASURED,
-    *LOGS,
+    *RECORD_FILES,
+    *RESULT_FILES,
+    *EMBEDDING_FILES,
+    *MEASUREMENT_FILES,
+    *LOG_FILES,
 )  # of one run: what starting over removes
-STAGED: Final = ("orfs.h5", "orfs.made.json", "skipped.tsv")
-JUDGED: Final = ("comparison.json", "tuning.json", "checkpoint_overhead.json", "regression.json")
-REPORTS: Final = (
+STAGING_FILES: Final = ("orfs.h5", "orfs.made.json", "skipped.tsv")
+VALIDATION_FILES: Final = (
+    "comparison.json",
+    "tuning.json",
+    "checkpoint_overhead.json",
+    "regression.json",
+)
+REPORT_FILES: Final = (
     "report/report.*",
     "report/benchmark_*.md",
     "report/benchmark_*.json",
     "report/approval.json",
 )
-HEADS: Final = ("head/config.json", "head/model.safetensors", "head/README.md", "rescore.json")
-ENCODERS: Final = tuple(
-    f"encoders/{name}" for name in ("esm2", "dnabert_s", *HEADS[:2])
+HEAD_FILES: Final = ("head/config.json", "head/model.safetensors", "head/README.md", "rescore.json")
+ENCODER_FILES: Final = tuple(
+    f"encoders/{name}" for name in ("esm2", "dnabert_s", *HEAD_FILES[:2])
 )  # that trainings embed by
-TRAINED: Final = (*HEADS, *ENCODERS, "train.json", "train.html", "cuts.fasta")
-SWEEPS: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
+TRAINING_FILES: Final = (*HEAD_FILES, *ENCODER_FILES, "train.json", "train.html", "cuts.fasta")
+SWEEP_FILES: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
 # all that any command writes into its output directory
-OUR_FILES: Final = (*RUN_FILES, *STAGED, FILES, *JUDGED, *REPORTS, *TRAINED, *SWEEPS)
-RUNS_WITHIN: Final = (
+OUR_FILES: Final = (
+    *RUN_FILES,
+    *STAGING_FILES,
+    BASELINE_FILES,
+    *VALIDATION_FILES,
+    *REPORT_FILES,
+    *TRAINING_FILES,
+    *SWEEP_FILES,
+)
+NESTED_RUNS: Final = (
     "baseline",
-    EXACT,
+    EXACT_FILES,
     "devices-[0-9]*",
     "overhead/[0-9]*-o*",
     "trials/*-[0-9]*",
     "lengths",
 )
-ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for name in OUR_FILES))
+ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in NESTED_RUNS for name in OUR_FILES))
 SAMPLES: Final = "samples.tsv"  # of several runs, in directories beside it
-GUARDED: Final = (
+GUARDED_FILES: Final = (
     *ALL_FILES,
     SAMPLES,
     "inbox.tsv",
@@ -113,9 +139,9 @@ GUARDED: Final = (
     f"downloads/{'[0-9a-f]' * 12}-*",
 )
 INBOX_MARK: Final = "claims/inbox.tsv.lock"
-_WRITTEN: Final = map(Path, (*OUR_FILES, SAMPLES, MARK))
-PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in _WRITTEN)
-DEVICE: Final = "virnuc-device-"
+_WRITTEN: Final = map(Path, (*OUR_FILES, SAMPLES, MARKER_FILE))
+PARTIAL_FILES: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in _WRITTEN)
+DEVICE_LOCK_PREFIX: Final = "virnuc-device-"
 _held: ContextVar[frozenset[Path]] = ContextVar(
     "run directories this context holds", default=frozenset()
 )
@@ -151,9 +177,9 @@ class RunDir:
     summary = _Inside("summary.json")
     former_summary = _Inside("summary.json.former")  # while the files it lists are written again
 
-    def reads_of(self, verdicts: Iterable[str] = VERDICTS) -> tuple[Path, ...]:
+    def reads_of(self, verdicts: Iterable[str] = VERDICT_FILES) -> tuple[Path, ...]:
         """The reads with these verdicts, by format and, where they come in pairs, by mate."""
-        return tuple(self.root / name for verdict in verdicts for name in VERDICTS[verdict])
+        return tuple(self.root / name for verdict in verdicts for name in VERDICT_FILES[verdict])
 
     @property
     def tables(self) -> tuple[Path, ...]:
@@ -173,7 +199,7 @@ class RunDir:
 
 
 @contextmanager
-def storing(path: Path) -> Iterator[None]:
+def storage_errors(path: Path) -> Iterator[None]:
     """What the disk refuses while `path` is written is raised as `StorageError`, which names it."""
     try:
         yield
@@ -186,25 +212,25 @@ def storing(path: Path) -> Iterator[None]:
 def check_room(folder: Path, nbytes: int, what: str) -> None:
     """See to it that so many bytes can be written in `folder`, which exists. Errors: `StorageError` says how many."""
     if nbytes > (free := shutil.disk_usage(folder).free):
-        problem = f"{what} need about {size(nbytes)}, {size(free)} are free; make room or choose another directory"
+        problem = f"{what} need about {format_bytes(nbytes)}, {format_bytes(free)} are free; make room or choose another directory"
         raise StorageError(f"{folder}: {problem}")
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which is flushed and renamed into place, or removed when the body raises. Errors:
     those of the body; `StorageError` for what the disk refuses; `ConfigError` when the directory's lease is lost: who
     takes that removes temporary files that are older, so that none is renamed later."""
     aside = path.with_name(
         f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part"
     )  # machines may share the folder
-    with storing(path):
+    with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield aside
             with aside.open("rb+") as handle:
                 os.fsync(handle.fileno())
-            still_held(path)
+            require_lease(path)
             os.replace(aside, path)
             folder = os.open(path.parent, os.O_RDONLY)
             try:
@@ -212,14 +238,14 @@ def whole_file(path: Path) -> Iterator[Path]:
             finally:
                 os.close(folder)
         except FileNotFoundError:
-            still_held(path)
+            require_lease(path)
             raise
         finally:
             aside.unlink(missing_ok=True)
 
 
 @contextmanager
-def whole_hdf5(
+def atomic_hdf5(
     path: Path, head: Callable[[bytes], bytes] = lambda _: b"", **options: Any
 ) -> Iterator["h5py.File"]:
     """An HDF5 file to fill, which then appears whole; what `head` makes of its bytes stands before them. It is made in
@@ -232,21 +258,21 @@ def whole_hdf5(
         yield file
         file.flush()
         image = file.id.get_file_image()  # without the block for the user
-    with whole_file(path) as aside, aside.open("wb") as whole:
+    with atomic_file(path) as aside, aside.open("wb") as whole:
         whole.write(head(image))
         whole.write(image)
 
 
-def write_text_whole(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str) -> None:
     """Write a UTF-8 text file whole."""
-    with whole_file(path) as aside:
+    with atomic_file(path) as aside:
         aside.write_text(text, encoding="utf-8")
 
 
 def _json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty for anything else."""
     with suppress(OSError, ValueError, RecursionError):
-        if path.is_file() and isinstance(found := json.loads(small_text(path)), dict):
+        if path.is_file() and isinstance(found := json.loads(read_small_text(path)), dict):
             return found
     return {}
 
@@ -266,7 +292,7 @@ def _found(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
 def is_ours(root: Path) -> bool:
     """Whether a directory's mark says so, or, where there is none, its record; or it is held, or a run's within one."""
-    marked = _json(root / MARK).get("product") == "virnuc" or (root / INBOX_MARK).exists()
+    marked = _json(root / MARKER_FILE).get("product") == "virnuc" or (root / INBOX_MARK).exists()
     if (
         marked
         or "fingerprints" in _json(root / "run.json")
@@ -275,27 +301,29 @@ def is_ours(root: Path) -> bool:
         return True
     place = root.resolve()
     within = [str(place.relative_to(held)) for held in _held.get() if place.is_relative_to(held)]
-    return any(fnmatch.fnmatch(name, pattern) for name in within for pattern in (".", *RUNS_WITHIN))
+    return any(fnmatch.fnmatch(name, pattern) for name in within for pattern in (".", *NESTED_RUNS))
 
 
-def check_ours(root: Path) -> None:
+def require_own_directory(root: Path) -> None:
     """`ConfigError` when a directory is not ours and something in it has a name that we would write."""
     found = (
         ()
         if is_ours(root)
-        else sorted({str(path.relative_to(root)) for path in _found(root, GUARDED)})
+        else sorted({str(path.relative_to(root)) for path in _found(root, GUARDED_FILES)})
     )
     if found and not is_ours(
         root
     ):  # asked again: who makes the first file has made the mark before
-        problem = f"was not made by virnuc, and {few(found)} would be overwritten; choose another directory"
+        problem = f"was not made by virnuc, and {join_first(found)} would be overwritten; choose another directory"
         raise ConfigError(f"{root} {problem}")
 
 
-def check_free(*files: Path, force: bool) -> None:
+def require_absent(*files: Path, force: bool) -> None:
     """`ConfigError` when one of these files is there already, unless by `force`."""
     if not force and (taken := [path for path in files if os.path.lexists(path)]):
-        raise ConfigError(f"{few(taken)} would be overwritten; choose another name, or --force")
+        raise ConfigError(
+            f"{join_first(taken)} would be overwritten; choose another name, or --force"
+        )
 
 
 def check_output(
@@ -328,7 +356,7 @@ def check_output(
                     raise ConfigError(
                         f"{name} is read, and would be overwritten; choose another directory than {out}"
                     )
-        check_ours(place)
+        require_own_directory(place)
 
 
 @contextmanager
@@ -340,8 +368,8 @@ def run_lock(root: Path) -> Iterator[None]:
     if place in _held.get():
         yield
         return
-    check_ours(root)
-    made, fresh, mark = not root.exists(), True, root / MARK
+    require_own_directory(root)
+    made, fresh, mark = not root.exists(), True, root / MARKER_FILE
     try:
         with ExitStack() as holding:
             try:
@@ -353,7 +381,7 @@ def run_lock(root: Path) -> Iterator[None]:
                 if not fresh and (mark.is_symlink() or not mark.is_file()):
                     raise ConfigError(f"{mark} is not a file of virnuc's; choose another directory")
                 if _json(mark).get("product") != "virnuc":  # new or damaged
-                    write_text_whole(
+                    write_text_atomically(
                         mark,
                         json.dumps({"product": "virnuc", "version": virnuc_core.__version__})
                         + "\n",
@@ -364,13 +392,13 @@ def run_lock(root: Path) -> Iterator[None]:
                 raise told or ConfigError(why) from error
             _held.set(_held.get() | {place})
             holding.callback(lambda: _held.set(_held.get() - {place}))
-            for path in [*_found(root, PARTS)]:
+            for path in [*_found(root, PARTIAL_FILES)]:
                 path.unlink(missing_ok=True)
             try:
                 yield
             finally:
-                if fresh and next(_found(root, GUARDED), None) is None:
-                    still_held(mark)
+                if fresh and next(_found(root, GUARDED_FILES), None) is None:
+                    require_lease(mark)
                     mark.unlink(missing_ok=True)
     finally:
         if (made or not fresh) and not mark.exists():
@@ -380,7 +408,7 @@ def run_lock(root: Path) -> Iterator[None]:
 
 def discard(root: Path, *patterns: str) -> None:
     """Remove files of ours by name, and the folders that are empty then; what else lies in those is left, and named."""
-    still_held(root)
+    require_lease(root)
     for path in [*_found(root, patterns)]:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
@@ -394,7 +422,7 @@ def discard(root: Path, *patterns: str) -> None:
             left += [] if folder == root or not folder.exists() else [*folder.iterdir()]
     names = sorted(str(path.relative_to(root)) for path in left if path not in folders)
     if names:
-        log.warning("%s: not made by virnuc and left as it is: %s", root, few(names))
+        log.warning("%s: not made by virnuc and left as it is: %s", root, join_first(names))
 
 
 # A device is held by a socket of its name, in no folder: one for all users, nothing in its way, gone with its process.
@@ -405,7 +433,7 @@ def device_holder(device: str) -> str | None:
     """The process that holds a device, in words; None when nobody does."""
     with socket.socket(*_SOCKET) as asking:
         try:
-            asking.connect(f"\0{DEVICE}{device}")
+            asking.connect(f"\0{DEVICE_LOCK_PREFIX}{device}")
             pid = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[
                 0
             ]
@@ -421,7 +449,7 @@ def lock_device(device: str, wait_s: float) -> int:
     deadline, holding = time.monotonic() + wait_s, socket.socket(*_SOCKET)
     while True:
         try:
-            holding.bind(f"\0{DEVICE}{device}")
+            holding.bind(f"\0{DEVICE_LOCK_PREFIX}{device}")
             holding.listen(socket.SOMAXCONN)  # so that others can ask who it is
             return holding.detach()
         except OSError as error:
@@ -434,7 +462,7 @@ def lock_device(device: str, wait_s: float) -> int:
         time.sleep(0.2)
 
 
-def collect_seldom() -> None:
+def relax_garbage_collection() -> None:
     """Let Python look for garbage in circles seldom: while libraries load that takes a third of the time."""
     gc.set_threshold(50_000, 50, 100)
 
@@ -446,7 +474,7 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
-def bound(program: str, *words: str) -> list[str]:
+def parent_bound_command(program: str, *words: str) -> list[str]:
     """The command of a Python process that does `program` on these words, and is bound to the thread that starts it
     before it imports what takes time."""
     first = "import sys; from virnuc_core.rundir import collect_seldom, die_with_parent"

@@ -20,18 +20,20 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, computed_field
 
 import virnuc_core
-from virnuc_core.config import Share, reading
+from virnuc_core.config import Share, refuse_unreadable
 from virnuc_core.errors import ConfigError, RunMismatchError
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir, write_text_atomically
 
 MODEL_LENGTH: Final = "model length"
-LARGEST: Final = 10**18  # nothing of ours is more; sums and ratios of such numbers stay finite
+MAX_NUMBER: Final = 10**18  # nothing of ours is more; sums and ratios of such numbers stay finite
 
 log = logging.getLogger(__name__)
 
-Positive = Annotated[float, Field(gt=0, le=LARGEST)]
-Seconds = Annotated[float, Field(ge=0, le=LARGEST)]  # a clock that ran backwards measured nothing
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
+Seconds = Annotated[
+    float, Field(ge=0, le=MAX_NUMBER)
+]  # a clock that ran backwards measured nothing
+Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 
 
 class RunFile(BaseModel):
@@ -45,13 +47,13 @@ File = TypeVar("File", bound=RunFile)
 
 def write(path: Path, content: RunFile) -> Path:
     """Write a file whole; returns `path`."""
-    write_text_whole(path, content.model_dump_json(indent=1) + "\n")
+    write_text_atomically(path, content.model_dump_json(indent=1) + "\n")
     return path
 
 
 def read(path: Path, kind: type[File]) -> File:
     """The content of a file; `ConfigError` names the file, and the key that is wrong."""
-    with reading(path, "JSON"):
+    with refuse_unreadable(path, "JSON"):
         return kind.model_validate_json(path.read_bytes(), strict=True)
 
 
@@ -240,13 +242,13 @@ def read_record(run: RunDir) -> RunRecord:
     return read(run.record, RunRecord)
 
 
-def made_from(record: RunRecord) -> dict[str, str]:
+def identity(record: RunRecord) -> dict[str, str]:
     """The fingerprints of reads and weights of any run or baseline, and its model's length."""
     length = {} if record.model_length is None else {MODEL_LENGTH: str(record.model_length)}
     return {name: record.fingerprints[name] for name in sorted(record.fingerprints)} | length
 
 
-def differing(
+def find_mismatches(
     a: Mapping[str, str], b: Mapping[str, str], *, strict: bool = False
 ) -> dict[str, tuple[str, str]]:
     """The names of what tells two jobs apart, with what each side says; what only one tells counts when `strict`."""
@@ -258,7 +260,7 @@ def differing(
     }
 
 
-def other_files(before: Sequence[InputFile], files: Sequence[str]) -> list[str]:
+def changed_inputs(before: Sequence[InputFile], files: Sequence[str]) -> list[str]:
     """What tells files of reads from those that a run was made from, a sentence each, by their content."""
     now = [
         InputFile(file=name, content=digest(Path(name)) if Path(name).is_file() else None)
@@ -279,10 +281,10 @@ def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
     if before is None:
         return fresh
     told = (
-        made_from(one) | {key: str(one.resolved[key]) for key in sorted(one.resolved)}
+        identity(one) | {key: str(one.resolved[key]) for key in sorted(one.resolved)}
         for one in (before, fresh)
     )
-    if others := differing(*told, strict=True):
+    if others := find_mismatches(*told, strict=True):
         short = {
             name: [text if len(text) <= 20 else text[:12] + "…" for text in pair]
             for name, pair in others.items()

@@ -76,7 +76,7 @@ def record_validation(
     path = RunDir(out).record
     before = runfiles.read_or_set_aside(path, ValidationRecord)
     if before is not None:
-        others = runfiles.differing(before.fingerprints, record.fingerprints, strict=True)
+        others = runfiles.find_mismatches(before.fingerprints, record.fingerprints, strict=True)
         if others and not spec.force:
             said = "; ".join(
                 f"{name} {was[:12]}… → {now[:12]}…" for name, (was, now) in others.items()

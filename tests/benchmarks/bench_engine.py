@@ -31,7 +31,7 @@ from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import Embedding, Job, Watch
+from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
 from virnuc_core.engine.loader import Batch, Loader
 from virnuc_core.pipeline import prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
@@ -119,7 +119,12 @@ def bare(job: Job, seconds: float) -> Bare:
 
 
 def row_of(
-    devices: str, job: Job, watch: Watch, wall_s: float, measured: Telemetry, alone: Bare | None
+    devices: str,
+    job: Job,
+    watch: RunMonitor,
+    wall_s: float,
+    measured: Telemetry,
+    alone: Bare | None,
 ) -> Row:
     """The figures of one run."""
     window = embedding_span(measured.batches)
@@ -296,7 +301,7 @@ def measure(
         job = prepare(
             run, store, ClassifySpec(models=models, devices=found, engine=engine, force=True)
         )
-        watch = Watch(sample_s=sample_s)
+        watch = RunMonitor(sample_s=sample_s)
         if alone is None and options.bare_seconds > 0:
             alone = bare(job, options.bare_seconds)
             print(f"bare {alone}", flush=True)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
-from virnuc_core.engine.embedding import Watch
+from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import classify
 from virnuc_core.reads.stage import StageSpec, stage
@@ -29,7 +29,7 @@ def main() -> int:
                 devices=Devices.parse(devices),
                 engine=EngineSpec.model_validate_json(engine),
             ),
-            watch=Watch(sample_s=0.2),
+            watch=RunMonitor(sample_s=0.2),
         )
     except VirnucError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

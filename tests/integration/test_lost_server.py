@@ -22,7 +22,7 @@ from virnuc.flows.cli import main
 from virnuc.flows.predict import predict
 from virnuc.flows.validate import ask
 from virnuc.tasks.measure import Approval
-from virnuc.tasks.server import limit
+from virnuc.tasks.server import route_through_connection
 
 from .conftest import answers
 from .processes import (
@@ -219,13 +219,13 @@ def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_en
 def test_nobody_is_asked_at_a_server_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("virnuc.tasks.server.ANSWER_S", 0.5)
+    monkeypatch.setattr("virnuc.tasks.server.REQUEST_TIMEOUT_S", 0.5)
 
     @flow
     def gated() -> dict[str, Any]:
         context = SyncClientContext.get()
         assert context is not None
-        limit(context.client)
+        route_through_connection(context.client)
         with monkeypatch.context() as here:
             here.setattr(httpcore.ConnectionPool, "handle_request", in_vain)
             return ask(tmp_path, Approval, timeout_s=1, poll_s=1).model_dump()

@@ -18,7 +18,7 @@ import virnuc.tasks.step
 from virnuc.flows.predict import predict
 from virnuc.flows.start import exit_code
 from virnuc.flows.validate import validate
-from virnuc.tasks.step import beside, on_host
+from virnuc.tasks.step import background_thread, on_host
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.errors import ConfigError
 from virnuc_core.report.build import read_report
@@ -239,7 +239,7 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
                 pass
             work(stop if stop.is_set() else SimpleNamespace(wait=lambda _: False))
 
-        return beside(end if work.__name__ == "end" else work)
+        return background_thread(end if work.__name__ == "end" else work)
 
     monkeypatch.setattr(virnuc.tasks.step, "beside", after_shards)
     given = {"reads": [str(many_reads)], "out": out, "models": models, "devices": "cpu:1"}

@@ -44,7 +44,7 @@ from virnuc.tasks.step import (
     step,
 )
 from virnuc_core.errors import InputError, VirnucError, WorkerError
-from virnuc_core.lease import began, place
+from virnuc_core.lease import process_namespace, process_start_ticks
 from virnuc_core.runfiles import Device
 
 from .processes import PATIENCE_S, wait_for
@@ -257,9 +257,13 @@ def test_a_run_whose_process_is_gone_is_called_crashed() -> None:
     with get_client(sync_client=True) as client:
         runs = {}
         for name, labels in {
-            "killed": {PLACE: place(), PROCESS: 1, BEGAN: "1"},
+            "killed": {PLACE: process_namespace(), PROCESS: 1, BEGAN: "1"},
             "elsewhere": {PLACE: "another machine", PROCESS: 1, BEGAN: "1"},
-            "alive": {PLACE: place(), PROCESS: os.getpid(), BEGAN: began(os.getpid())},
+            "alive": {
+                PLACE: process_namespace(),
+                PROCESS: os.getpid(),
+                BEGAN: process_start_ticks(os.getpid()),
+            },
         }.items():
             made = client.create_flow_run(
                 whole, parameters={"dead": None}, name=name, tags=["virnuc"]

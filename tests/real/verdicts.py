@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 from torch import Tensor
 
-from virnuc_core.config import THRESHOLD
+from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.encoders.checkpoint import calibration, load_encoder, open_folder, open_part
 from virnuc_core.encoders.layers import Layer, Resolved, as_tensors
 from virnuc_core.encoders.model_config import PRODUCTS, Esm2Shape, HeadShape
@@ -231,7 +231,7 @@ def main() -> None:
         found = told(name, share / 6 / sum(works), rounded)
         by_int8 = found if share == 0 else by_int8
     doubtful = (
-        head.scores(torch.cat((reads.dna, by_int8), dim=1))[:, 1:] - THRESHOLD
+        head.scores(torch.cat((reads.dna, by_int8), dim=1))[:, 1:] - DEFAULT_THRESHOLD
     ).abs() < repeats.NEAR
     name = f"int8, {100 * doubtful.double().mean():.1f} % of the frames again in fp16: --precision int8"
     last = line(

@@ -19,8 +19,8 @@ import pytest
 
 from virnuc_core import lease as module
 from virnuc_core.errors import ConfigError
-from virnuc_core.lease import Lease, lease, still_held
-from virnuc_core.rundir import discard, run_lock, whole_file, write_text_whole
+from virnuc_core.lease import Lease, lease, require_lease
+from virnuc_core.rundir import atomic_file, discard, run_lock, write_text_atomically
 
 HOLDER = """
 import sys
@@ -104,7 +104,7 @@ def test_a_killed_holder_of_this_machine_is_followed_at_once_and_a_resting_one_i
 
 
 def test_a_number_that_another_process_has_by_now_proves_nothing(tmp_path: Path) -> None:
-    elsewhere(tmp_path, place=module.place(), pid=os.getppid(), began="1")
+    elsewhere(tmp_path, place=module.process_namespace(), pid=os.getppid(), began="1")
     with run_lock(tmp_path):
         assert names(tmp_path) == [".virnuc", ".virnuc.5"]
 
@@ -139,13 +139,13 @@ def test_who_was_stopped_for_too_long_writes_no_more(tmp_path: Path) -> None:
     with ExitStack() as held:
         held.enter_context(run_lock(root))
         early, late = (
-            held.enter_context(whole_file(root / name)) for name in ("reads.tsv", "summary.json")
+            held.enter_context(atomic_file(root / name)) for name in ("reads.tsv", "summary.json")
         )
         early.write_text("stale")
         followed = elsewhere(root)  # and `late` is gone, as who follows removes temporary files
         for write in (
             lambda: discard(root, "orfs.h5"),
-            lambda: write_text_whole(root / "run.json", "stale"),
+            lambda: write_text_atomically(root / "run.json", "stale"),
             held.close,
         ):
             with pytest.raises(
@@ -154,7 +154,7 @@ def test_who_was_stopped_for_too_long_writes_no_more(tmp_path: Path) -> None:
             ):
                 write()
         assert not late.exists()
-        still_held(tmp_path / "elsewhere")
+        require_lease(tmp_path / "elsewhere")
     assert names(root) == [".virnuc", ".virnuc.1", followed.name], (
         "nothing written, the other's lease untouched"
     )
@@ -163,7 +163,7 @@ def test_who_was_stopped_for_too_long_writes_no_more(tmp_path: Path) -> None:
 def test_a_holder_notices_by_itself_that_it_is_one_no_more(tmp_path: Path, quick: None) -> None:
     def noticed() -> None:
         while True:
-            still_held(tmp_path, look=False)
+            require_lease(tmp_path, look=False)
             time.sleep(0.01)
 
     for lose in (
@@ -171,7 +171,7 @@ def test_a_holder_notices_by_itself_that_it_is_one_no_more(tmp_path: Path, quick
         lambda: [path.unlink() for path in tmp_path.glob(".virnuc.[0-9]")],
     ):
         with lease(tmp_path / ".virnuc", tmp_path):
-            still_held(tmp_path, look=False)
+            require_lease(tmp_path, look=False)
             lose()
             with pytest.raises(ConfigError, match="writes no more"):
                 noticed()
@@ -197,7 +197,7 @@ def test_a_lease_is_renewed(tmp_path: Path, quick: None) -> None:
         before = (tmp_path / "x.1").read_bytes()
         while (tmp_path / "x.1").read_bytes() in (before, b""):
             time.sleep(0.01)
-        still_held(tmp_path)
+        require_lease(tmp_path)
     assert names(tmp_path) == []
 
 

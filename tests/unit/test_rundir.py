@@ -15,16 +15,16 @@ import pytest
 
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.rundir import (
-    MARK,
+    MARKER_FILE,
     RUN_FILES,
-    check_ours,
+    atomic_file,
+    atomic_hdf5,
     check_output,
     device_holder,
     discard,
     lock_device,
+    require_own_directory,
     run_lock,
-    whole_file,
-    whole_hdf5,
 )
 
 
@@ -53,7 +53,7 @@ def test_a_held_directory_is_marked_and_its_holder_is_named_to_other_threads_and
             said.append("held twice")
 
     with run_lock(root):
-        assert json.loads((root / MARK).read_bytes())["product"] == "virnuc"
+        assert json.loads((root / MARKER_FILE).read_bytes())["product"] == "virnuc"
         with (
             run_lock(root),
             run_lock(root / "." / "x" / ".."),
@@ -87,7 +87,7 @@ with run_lock(Path({str(root)!r})), whole_file(Path({str(root)!r}, "shards", "00
     killed = subprocess.run([sys.executable, "-c", code], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(list((root / "shards").glob(".00001.h5.*.part"))) == 1
-    with run_lock(root), whole_file(root / "summary.json") as aside:
+    with run_lock(root), atomic_file(root / "summary.json") as aside:
         aside.write_text("{}")
         assert [path.name for path in (root / "shards").iterdir()] == ["of others.part"]
         with run_lock(root):
@@ -97,9 +97,9 @@ with run_lock(Path({str(root)!r})), whole_file(Path({str(root)!r}, "shards", "00
 def test_a_damaged_mark_is_made_whole_where_the_record_says_whose_it_is(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"fingerprints": {"reads": "r"}}))
     for damaged in (b"", b"\0" * 300, b'{"product": "vir'):
-        (tmp_path / MARK).write_bytes(damaged)
+        (tmp_path / MARKER_FILE).write_bytes(damaged)
         with run_lock(tmp_path):
-            assert json.loads((tmp_path / MARK).read_bytes())["product"] == "virnuc"
+            assert json.loads((tmp_path / MARKER_FILE).read_bytes())["product"] == "virnuc"
 
 
 def test_nothing_stays_where_nothing_was_made(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_nothing_stays_where_nothing_was_made(tmp_path: Path) -> None:
     before = put(theirs, "letter.txt")
     for root in (made, theirs):
         with run_lock(root):
-            assert (root / MARK).exists()
+            assert (root / MARKER_FILE).exists()
     assert not made.exists()
     assert contents(theirs) == before
 
@@ -162,7 +162,7 @@ def test_a_run_of_a_version_without_marks_is_ours(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"fingerprints": {"reads": "r"}}))
     put(tmp_path, "summary.json", "baseline/summary.json")
     with run_lock(tmp_path), run_lock(tmp_path / "baseline"):
-        assert (tmp_path / "baseline" / MARK).exists()
+        assert (tmp_path / "baseline" / MARKER_FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_a_sweep_or_an_inbox_of_a_version_without_marks_is_ours(
     (tmp_path / name).write_text(text)
     if text == "{}":  # somebody else's
         with pytest.raises(ConfigError, match="not made by virnuc"):
-            check_ours(tmp_path)
+            require_own_directory(tmp_path)
     else:
-        check_ours(tmp_path)
+        require_own_directory(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
@@ -187,7 +187,7 @@ def test_a_mark_that_is_no_file_of_ours_is_not_followed(tmp_path: Path, kind: st
     root.mkdir()
     victim.write_text("precious")
     {"link": lambda at: at.symlink_to(victim), "fifo": os.mkfifo, "folder": Path.mkdir}[kind](
-        root / MARK
+        root / MARKER_FILE
     )
     with pytest.raises(ConfigError, match=r"\.virnuc"), run_lock(root):
         pass
@@ -259,8 +259,8 @@ def test_places_where_something_could_be_lost_are_no_output(
 
 def test_an_input_is_never_an_output(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    before = put(root, MARK, "viral.fasta.gz", "a.fasta", "devices-1/reads.tsv")
-    (root / MARK).write_text('{"product": "virnuc"}')
+    before = put(root, MARKER_FILE, "viral.fasta.gz", "a.fasta", "devices-1/reads.tsv")
+    (root / MARKER_FILE).write_text('{"product": "virnuc"}')
     (tmp_path / "link.gz").symlink_to(root / "viral.fasta.gz")
     os.link(root / "devices-1" / "reads.tsv", tmp_path / "hard.txt")
     check_output(
@@ -275,7 +275,9 @@ def test_an_input_is_never_an_output(tmp_path: Path) -> None:
 def test_a_device_is_held_by_name_until_its_process_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("virnuc_core.rundir.DEVICE", f"virnuc-of-{tmp_path.name}-{os.getpid()}-")
+    monkeypatch.setattr(
+        "virnuc_core.rundir.DEVICE_LOCK_PREFIX", f"virnuc-of-{tmp_path.name}-{os.getpid()}-"
+    )
     assert device_holder("GPU-a") is None
     handle = lock_device("GPU-a", 0)
     assert device_holder("GPU-a") == f"process {os.getpid()}"
@@ -305,7 +307,7 @@ def test_a_planted_link_in_a_shared_folder_does_nothing(
 
 def test_files_of_one_name_are_made_at_once_in_two_folders(tmp_path: Path) -> None:
     first, second = tmp_path / "a" / "x.h5", tmp_path / "b" / "x.h5"
-    with whole_hdf5(first) as one, whole_hdf5(second) as two:
+    with atomic_hdf5(first) as one, atomic_hdf5(second) as two:
         one["n"], two["n"] = 1, 2
     assert first.is_file()
     assert second.is_file()

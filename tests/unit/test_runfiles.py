@@ -10,7 +10,7 @@ import pytest
 
 from virnuc_core.config import Devices, RunSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.runfiles import Device, RunRecord, RunSummary, differing, read, write
+from virnuc_core.runfiles import Device, RunRecord, RunSummary, find_mismatches, read, write
 from virnuc_core.validation import BaselineSummary, read_usable
 
 SUMMARY = RunSummary(
@@ -69,11 +69,11 @@ def test_a_file_that_is_none_is_said(tmp_path: Path, text: str) -> None:
 
 
 def test_whether_two_jobs_are_the_same() -> None:
-    assert differing({"reads": "a", "head": "b"}, {"reads": "a"}) == {}
-    assert differing({"reads": "a", "head": "b"}, {"reads": "a"}, strict=True) == {
+    assert find_mismatches({"reads": "a", "head": "b"}, {"reads": "a"}) == {}
+    assert find_mismatches({"reads": "a", "head": "b"}, {"reads": "a"}, strict=True) == {
         "head": ("b", "nothing")
     }
-    assert differing({"reads": "a"}, {"reads": "c"}) == {"reads": ("a", "c")}
+    assert find_mismatches({"reads": "a"}, {"reads": "c"}) == {"reads": ("a", "c")}
 
 
 def test_a_run_is_asked_for_with_devices_in_words() -> None:

@@ -27,12 +27,12 @@ from virnuc_core.engine.process import (
     Ready,
     worker_specs,
 )
-from virnuc_core.errors import ConfigError, InputError, WorkerError, named
+from virnuc_core.errors import ConfigError, InputError, WorkerError, error_from_name
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import choose_reads
 from virnuc_core.results import write_covered
-from virnuc_core.rundir import FILES, RunDir, discard, run_lock
+from virnuc_core.rundir import BASELINE_FILES, RunDir, discard, run_lock
 from virnuc_core.runfiles import Device, RunRecord, digest, new_record, read_or_set_aside, write
 from virnuc_core.telemetry.tables import ENCODERS, STAGES
 from virnuc_core.validation import BaselineSubset, BaselineSummary
@@ -100,7 +100,7 @@ def run_baseline(
             )
         run.summary.unlink(missing_ok=True)
         summary = _Measurement(run, orfs, models, chosen, spec, workers, on_progress).measure()
-        discard(run.root, FILES)
+        discard(run.root, BASELINE_FILES)
         files = {path.name: digest(path) for path in (run.predictions, run.consensus)}
         summary = summary.model_copy(update={"fingerprint": identity, "files": files})
         write(run.record, record)
@@ -210,7 +210,7 @@ class _Measurement:
 
     def _split(self, rows: NDArray[np.int64], files: list[tuple[int, int]]) -> None:
         """Write the rows as files of both kinds."""
-        discard(self.run.root, FILES)
+        discard(self.run.root, BASELINE_FILES)
         self.folder.mkdir(parents=True, exist_ok=True)
         kinds = (
             ("nucleotide.fa", self.store.dna, SPLIT_DNA),
@@ -287,7 +287,7 @@ def expect(
         child, heard = received
         if isinstance(heard, Failed):
             problem = f"worker on {child.device}: {heard.kind}: {heard.message}; see {child.log}"
-            raise named(heard.kind, heard.message) or WorkerError(
+            raise error_from_name(heard.kind, heard.message) or WorkerError(
                 problem, worker_traceback=heard.traceback
             )
         if not isinstance(heard, Closed):

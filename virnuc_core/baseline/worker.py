@@ -27,7 +27,7 @@ from virnuc_core.encoders.layers import alibi_slopes
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
-from virnuc_core.rundir import storing
+from virnuc_core.rundir import storage_errors
 
 SAY_ROWS_EVERY_S: Final = 1.0
 HEAD_BATCH_ROWS: Final = 256
@@ -70,7 +70,7 @@ def file_path(folder: Path, kind: str, number: int) -> Path:
 def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> None:
     """Write rows as FASTA, one line each."""
     rows = zip(ids, sequences, strict=True)
-    with storing(path):
+    with storage_errors(path):
         path.write_bytes(b"".join(b">%s\n%s\n" % (name.encode(), line) for name, line in rows))
 
 
@@ -78,7 +78,7 @@ def save(path: Path, array: NDArray[np.float32]) -> None:
     """Write an array; numpy alone would not say why a disk refuses. Errors: `StorageError`."""
     buffer = io.BytesIO()
     np.save(buffer, array)
-    with storing(path):
+    with storage_errors(path):
         path.write_bytes(buffer.getbuffer())
 
 

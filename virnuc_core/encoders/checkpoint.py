@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
-from virnuc_core.config import Attention, EngineSpec, Precision, reading, small_text
+from virnuc_core.config import Attention, EngineSpec, Precision, read_small_text, refuse_unreadable
 from virnuc_core.encoders.model_config import (
     KINDS,
     PRODUCTS,
@@ -36,8 +36,8 @@ from virnuc_core.encoders.model_config import (
     read_shape,
 )
 from virnuc_core.encoders.tokenize import DnabertTokenizer
-from virnuc_core.errors import VirnucError, WeightsError, few
-from virnuc_core.rundir import write_text_whole
+from virnuc_core.errors import VirnucError, WeightsError, join_first
+from virnuc_core.rundir import write_text_atomically
 from virnuc_core.runfiles import sha256_of
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
 
 
 def _open(folder: Path, shape: Shape, opened: Callable[[Path], Mapping[str, Any]]) -> Read:
-    read = fit(folder, open_safetensors(_weights(folder), opened), shape)
+    read = match_tensors(folder, open_safetensors(_weights(folder), opened), shape)
     if isinstance(shape, HeadShape):  # which is small
         check_finite(folder, shape, read)
     return read
@@ -236,7 +236,7 @@ def part_digest(folder: Path, *further: Path, anew: bool = False) -> str:
     """The digest of one part, wherever its folder lies: of its config, its weights and `further` files."""
     body = ""
     for file in (folder / "config.json", *_weights(folder), *further):
-        with reading(file, "file", WeightsError):
+        with refuse_unreadable(file, "file", WeightsError):
             at = file.stat()
         state = at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns
         with _hashing:
@@ -255,7 +255,7 @@ def _digest(path: Path, state: tuple[int, ...], anew: bool) -> str:
     found = digest_of(path)
     with suppress(OSError, VirnucError):
         if path.stat().st_size >= LARGE_BYTES and kept.is_absolute():
-            write_text_whole(kept, found)
+            write_text_atomically(kept, found)
     return found
 
 
@@ -363,7 +363,7 @@ def our_name(theirs: str) -> str:
     return "" if _UNUSED.fullmatch(bare) else theirs
 
 
-def fit(
+def match_tensors(
     source: Path, tensors: Mapping[str, Tensor | Stored], shape: Shape, drop_extra: bool = False
 ) -> Read:
     """Reads the tensors of a checkpoint of any public layout by our names, each in the precision it is stored in.
@@ -392,7 +392,7 @@ def fit(
     dropped = {name for name in unexpected if drop_extra or _TASK_HEAD.fullmatch(name)}
     lists = (("no", missing), ("unexpected", unexpected - dropped))
     if said := [
-        f"{what} tensor{'s' * (len(found) > 1)} {few(sorted(found))}"
+        f"{what} tensor{'s' * (len(found) > 1)} {join_first(sorted(found))}"
         for what, found in lists
         if found
     ]:
@@ -402,7 +402,7 @@ def fit(
         )
     if dropped:
         log.warning(
-            "%s: left out %s, which such a model does not have", source, few(sorted(dropped))
+            "%s: left out %s, which such a model does not have", source, join_first(sorted(dropped))
         )
     for name, needed in parts.items():
         size = (
@@ -436,7 +436,9 @@ def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
     if single.is_file() or not index.is_file():
         return [single] * single.is_file()
     try:
-        files = sorted({str(file) for file in json.loads(small_text(index))["weight_map"].values()})
+        files = sorted(
+            {str(file) for file in json.loads(read_small_text(index))["weight_map"].values()}
+        )
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index}: not an index of the shards of a checkpoint") from error
     for file in files:

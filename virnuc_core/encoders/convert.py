@@ -26,12 +26,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, reading
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, refuse_unreadable
 from virnuc_core.encoders import model_config
 from virnuc_core.encoders.checkpoint import (
     PARTS,
     WEIGHTS,
-    fit,
+    match_tensors,
     open_safetensors,
     our_name,
     tensor_files,
@@ -47,7 +47,7 @@ from virnuc_core.encoders.model_config import (
 )
 from virnuc_core.encoders.tokenize import read_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
-from virnuc_core.rundir import whole_file
+from virnuc_core.rundir import atomic_file
 
 DNABERT_WIDTH: Final = 768
 PICKLED: Final = "pytorch_model.bin"
@@ -97,7 +97,9 @@ def convert_encoder(
     if kind is DnabertShape:
         read_tokenizer(folder / "tokenizer.json")
         tokenizer = (folder / "tokenizer.json").read_bytes()
-    write_part(out, shape, fit(source, opened, shape, drop_extra), source.name, dtype, tokenizer)
+    write_part(
+        out, shape, match_tensors(source, opened, shape, drop_extra), source.name, dtype, tokenizer
+    )
     return shape
 
 
@@ -118,11 +120,11 @@ def convert_head(
     if width <= dna_width:
         problem = f"no head for these encoders: hidden_layer.weight takes {width} columns, DNA alone has {dna_width}"
         raise WeightsError(f"{source}: {problem}")
-    with reading(source, "head", WeightsError):
+    with refuse_unreadable(source, "head", WeightsError):
         shape = HeadShape(
             model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden
         )
-    write_part(out, shape, fit(source, opened, shape), source.name, "fp32")
+    write_part(out, shape, match_tensors(source, opened, shape), source.name, "fp32")
     return shape
 
 
@@ -325,7 +327,7 @@ def write_tensors(
         }
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with whole_file(path) as aside, aside.open("wb") as file:
+    with atomic_file(path) as aside, aside.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in shapes:
             file.write(

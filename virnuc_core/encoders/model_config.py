@@ -12,9 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, model_validator
 
-from virnuc_core.config import THRESHOLD, Share, Spec, VerdictSpec, reading, small_text
+from virnuc_core.config import (
+    DEFAULT_THRESHOLD,
+    Share,
+    Spec,
+    VerdictSpec,
+    read_small_text,
+    refuse_unreadable,
+)
 from virnuc_core.errors import ConfigError, WeightsError
-from virnuc_core.rundir import write_text_whole
+from virnuc_core.rundir import write_text_atomically
 
 Esm2Size = Literal["tiny", "t6_8M", "t12_35M", "t30_150M", "t33_650M", "t36_3B"]
 DnabertSize = Literal["tiny", "base"]
@@ -210,7 +217,7 @@ def verdict(head: HeadShape, asked: VerdictSpec) -> tuple[float, tuple[float, fl
             "fdr, abstain: the head has no card that would tell; virnuc train writes heads with one"
         )
     if asked.fdr is not None:
-        if threshold != THRESHOLD:
+        if threshold != DEFAULT_THRESHOLD:
             raise ConfigError(
                 f"fdr {asked.fdr:g} and threshold {threshold:g} both say when a read is viral; give one"
             )
@@ -285,13 +292,13 @@ DNABERT_SIZES: Final[Mapping[DnabertSize, DnabertShape]] = {
 
 def write_shape(shape: Shape, path: Path) -> None:
     """Write `config.json` whole; what is not known is left out."""
-    write_text_whole(path, json.dumps(shape.model_dump(exclude_none=True), indent=1) + "\n")
+    write_text_atomically(path, json.dumps(shape.model_dump(exclude_none=True), indent=1) + "\n")
 
 
 def read_shape(path: Path, kind: type[S]) -> S:
     """Sizes from our `config.json`, an encoder's also from HF's; `WeightsError` names the key that is wrong."""
-    with reading(path, "JSON", WeightsError):
-        raw = TypeAdapter(dict[str, Any]).validate_json(small_text(path))
+    with refuse_unreadable(path, "JSON", WeightsError):
+        raw = TypeAdapter(dict[str, Any]).validate_json(read_small_text(path))
     if "model" not in raw and kind is not HeadShape:  # HF layout, which has many more keys
         if kind is Esm2Shape and (
             raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before")
@@ -309,5 +316,5 @@ def read_shape(path: Path, kind: type[S]) -> S:
             for theirs, ours in known
             if theirs in raw and ours in kind.model_fields
         }
-    with reading(path, "JSON", WeightsError):
+    with refuse_unreadable(path, "JSON", WeightsError):
         return kind.model_validate(raw)

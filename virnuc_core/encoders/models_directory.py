@@ -38,11 +38,11 @@ from virnuc_core.encoders.model_config import (
 )
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
-from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError, few
+from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError, join_first
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import sample
-from virnuc_core.rundir import run_lock, whole_file
+from virnuc_core.rundir import atomic_file, run_lock
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
 
@@ -89,7 +89,7 @@ def torch_device(name: str) -> torch.device:
     try:
         torch.empty(1, device=(chosen := torch.device(name))).cpu()
     except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"device {name} cannot be used: {few([error])}") from error
+        raise DeviceError(f"device {name} cannot be used: {join_first([error])}") from error
     return chosen
 
 
@@ -273,7 +273,7 @@ def _put(head: Path, models: Path) -> Path:
 def _copy(head: Path, folder: Path) -> None:
     for path in sorted(head.iterdir(), key=lambda one: one.name == CONFIG):
         if path.is_file():
-            with whole_file(folder / path.name) as aside:
+            with atomic_file(folder / path.name) as aside:
                 shutil.copyfile(path, aside)
 
 
@@ -332,6 +332,6 @@ def quantise(models: Path, reads: str, device: torch.device) -> tuple[Path, int]
         raise WeightsError(
             f"{folder}: gives NaN or infinity for rows of these reads; see virnuc models verify"
         )
-    with whole_file(folder / checkpoint.CALIBRATION) as aside:
+    with atomic_file(folder / checkpoint.CALIBRATION) as aside:
         aside.write_bytes(save(found, {"weights": part_digest(folder), "rows": str(len(rows))}))
     return folder / checkpoint.CALIBRATION, len(rows)

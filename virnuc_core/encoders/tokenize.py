@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 import numpy as np
 import tokenizers
 
-from virnuc_core.config import small_text
+from virnuc_core.config import read_small_text
 from virnuc_core.errors import WeightsError
 
 if (
@@ -122,7 +122,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
             f"{path}: no such file; a models directory needs the tokenizer of its DNABERT-S"
         )
     try:
-        bpe = tokenizers.Tokenizer.from_str(small_text(path))
+        bpe = tokenizers.Tokenizer.from_str(read_small_text(path))
     except Exception as error:  # the library raises plain Exception
         raise WeightsError(f"{path}: not a tokenizer file: {error}") from error
     begin, end, _ = special = [bpe.token_to_id(name) for name in SPECIAL]

@@ -26,7 +26,7 @@ from distributed import Client, Security
 from distributed.utils import get_ip
 
 import virnuc_core
-from virnuc_core.config import ClusterSpec, Devices, EngineSpec, reading, small_text
+from virnuc_core.config import ClusterSpec, Devices, EngineSpec, read_small_text, refuse_unreadable
 from virnuc_core.engine.devices import resolve_engine, visible_gpus
 from virnuc_core.engine.node import Facts
 from virnuc_core.engine.pool import Pool
@@ -40,7 +40,7 @@ from virnuc_core.engine.process import (
 )
 from virnuc_core.engine.remote_node import ANSWER_S, PROBE, RemoteChild, RemoteNode
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
-from virnuc_core.rundir import bound
+from virnuc_core.rundir import parent_bound_command
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
 
@@ -398,8 +398,8 @@ async def _batch_system(file: Path) -> AsyncIterator[Any]:
             import dask_jobqueue.local  # jobs as processes of this machine
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster {file} needs {error.name}; install virnuc[cluster]") from error
-    with reading(f"cluster {file}", "YAML"):
-        small_text(file)
+    with refuse_unreadable(f"cluster {file}", "YAML"):
+        read_small_text(file)
         (found,) = dask.config.collect_yaml([str(file)])
     kinds, named = found.get("jobqueue"), {**vars(dask_jobqueue), **vars(dask_jobqueue.local)}
     known = {name[:-7].lower(): one for name, one in named.items() if name.endswith("Cluster")}
@@ -458,7 +458,9 @@ async def _local(nodes: int) -> AsyncIterator[Path]:
                 with said.open("a") as log:
                     how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
                     started.append(
-                        subprocess.Popen(bound(PROGRAM, *words), env={**os.environ, **own}, **how)
+                        subprocess.Popen(
+                            parent_bound_command(PROGRAM, *words), env={**os.environ, **own}, **how
+                        )
                     )
             for _ in range(int(START_S / LOOK_S)):
                 if file.exists() or started[0].poll() is not None:

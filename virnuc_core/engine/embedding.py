@@ -12,8 +12,8 @@ from virnuc_core.config import ClassifySpec, EngineSpec, OnShare, TraceSpec
 from virnuc_core.engine.pool import MOST_NOT_FINITE, Pool, PooledJob
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
 from virnuc_core.engine.shards import ShardPlan, ShardTask
-from virnuc_core.errors import StorageError, size
-from virnuc_core.lease import still_held
+from virnuc_core.errors import StorageError, format_bytes
+from virnuc_core.lease import require_lease
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops, read_record
@@ -33,7 +33,7 @@ SHARD_BYTES: Final = 4_096  # of a shard's file besides embeddings and scores, a
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class RunMonitor:
     """How a run is observed: none of it changes results."""
 
     sample_s: float = 0.5
@@ -89,7 +89,7 @@ class Job:
 class Embedding:
     """One embedding of a job's shards, and what is measured of it."""
 
-    def __init__(self, job: Job, watch: Watch, started_s: float) -> None:
+    def __init__(self, job: Job, watch: RunMonitor, started_s: float) -> None:
         self._job, self._watch = job, watch
         self._origin_s, self._started = started_s, datetime.now(UTC)
 
@@ -120,7 +120,7 @@ class Embedding:
                 pool = held.enter_context(Pool(specs, local_workers(job.worker, specs)))
 
             def note(noted: ShardDone | str) -> None:
-                still_held(job.run.root, look=False)
+                require_lease(job.run.root, look=False)
                 keep(noted)
                 if isinstance(noted, ShardDone):
                     left.discard(noted.shard)
@@ -130,7 +130,7 @@ class Embedding:
             try:
                 found = pool.compute(tasks, job.run.root.resolve() / "logs", note)
             except StorageError as error:
-                room = size(job.shard_bytes(left))
+                room = format_bytes(job.shard_bytes(left))
                 raise StorageError(
                     f"{error}; the shards still to come take about {room}"
                 ) from error

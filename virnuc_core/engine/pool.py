@@ -236,7 +236,7 @@ class Pool(AbstractContextManager["Pool"]):
                     self._count(job, task, done)
             case process.Failed():  # what no other try mends ends the job, or all; all else is left to its death
                 log.error("%s: %s: %s", worker.device, heard.kind, heard.message)
-                if (error := errors.named(heard.kind, heard.message)) is not None:
+                if (error := errors.error_from_name(heard.kind, heard.message)) is not None:
                     raise error
             case process.Closed():
                 self._died(slot, worker)

@@ -28,8 +28,8 @@ from pydantic import Field
 from virnuc_core.config import EngineSpec, Spec, TraceSpec
 from virnuc_core.engine.devices import environment, open_context
 from virnuc_core.errors import WorkerError, storage_error
-from virnuc_core.lease import command_s
-from virnuc_core.rundir import bound, lock_device
+from virnuc_core.lease import command_start_s
+from virnuc_core.rundir import lock_device, parent_bound_command
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
 
@@ -141,7 +141,9 @@ class Child:
         how: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         how |= {"encoding": "utf-8", "errors": "replace", "start_new_session": True}
         self.process = subprocess.Popen(
-            bound(PROGRAM, module), env={**os.environ, **environment(spec.device)}, **how
+            parent_bound_command(PROGRAM, module),
+            env={**os.environ, **environment(spec.device)},
+            **how,
         )
         pipes = self.process.stdin, self.process.stdout, self.process.stderr
         self._stdin, self._stdout, self._stderr = cast(tuple[IO[str], IO[str], IO[str]], pipes)
@@ -263,7 +265,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         for child in [one for one in self.ahead if one.spec == spec]:
             self.ahead.remove(child)
             if child.failed is None and child.process.poll() is None:
-                child.log, child.asked_s = log, command_s()
+                child.log, child.asked_s = log, command_start_s()
                 return child
         with _children_lock:
             if self.cancelled:

@@ -32,7 +32,7 @@ from virnuc_core.engine.shards import Computed, ShardTask, is_sealed, read_plan,
 from virnuc_core.errors import DeviceError, VirnucError
 from virnuc_core.reads.fast_parser import offsets_of
 from virnuc_core.reads.store import COLUMNS, FORMAT, SCHEMA_VERSION, OrfStore, StoreCounts
-from virnuc_core.rundir import RunDir, whole_file
+from virnuc_core.rundir import RunDir, atomic_file
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
 
@@ -199,7 +199,7 @@ class RemoteNode:
         `DeviceError` where it does not arrive so; `StorageError`, `ConfigError` of the run's directory."""
         path = shard_path(RunDir(Path(task.run)), task.shard)
         with ExitStack() as held:
-            aside = held.enter_context(whole_file(path))
+            aside = held.enter_context(atomic_file(path))
             for _ in range(TRIES):
                 with aside.open("wb") as file:
                     while piece := await self.actor.piece(

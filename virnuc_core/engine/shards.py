@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from virnuc_core.config import RESULT_FIELDS, THRESHOLD, EngineSpec, Spec
+from virnuc_core.config import DEFAULT_THRESHOLD, RESULT_FIELDS, EngineSpec, Spec
 from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ConfigError, ShardError
 from virnuc_core.reads.store import SEAL_BYTES, OrfStore, sealed
-from virnuc_core.rundir import RunDir, whole_hdf5, write_text_whole
+from virnuc_core.rundir import RunDir, atomic_hdf5, write_text_atomically
 from virnuc_core.runfiles import RunRecord
 from virnuc_core.telemetry.tables import ShardDone
 
@@ -86,7 +86,7 @@ class ShardTask(Message):
     hi: int
     divisor: int = 1  # of the token budgets
     skip: tuple[int, ...] = ()  # uniques left out
-    threshold: float = THRESHOLD  # of its run
+    threshold: float = DEFAULT_THRESHOLD  # of its run
     probe: bool = False  # compute and say so, commit nothing
 
 
@@ -169,7 +169,7 @@ def write_plan(run: RunDir, plan: ShardPlan) -> None:
     with suppress(ShardError):
         if read_plan(run) == plan:
             return
-    write_text_whole(run.plan, json.dumps(plan.model_dump()) + "\n")
+    write_text_atomically(run.plan, json.dumps(plan.model_dump()) + "\n")
 
 
 def read_plan(run: RunDir) -> ShardPlan:
@@ -203,7 +203,7 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
-    with whole_hdf5(
+    with atomic_hdf5(
         path, lambda body: sealed(SEALED_AS, [body]), libver="latest", userblock_size=SEAL_BYTES
     ) as file:
         for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
@@ -311,7 +311,7 @@ def write_virtual_embeddings(run: RunDir) -> Path:
     """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved. NaN marks what
     failed; HDF5 shows infinity for rows of a shard's file that is gone or cannot be opened."""
     plan = read_plan(run)
-    with whole_hdf5(run.embeddings, libver="latest") as file:
+    with atomic_hdf5(run.embeddings, libver="latest") as file:
         width = 0  # where no read has an open frame
         if len(plan):
             with h5py.File(shard_path(run, 0), "r") as first:

@@ -28,9 +28,9 @@ from virnuc_core.encoders.models import Esm2
 from virnuc_core.engine.loader import Batch, Loader, Take, group_bounds, opened, packed, shapes
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan, repeats
-from virnuc_core.errors import NotFiniteError, RunMismatchError, few
+from virnuc_core.errors import NotFiniteError, RunMismatchError, join_first
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import differing
+from virnuc_core.runfiles import find_mismatches
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
 if TYPE_CHECKING:
@@ -339,8 +339,8 @@ class Worker:
         `RuntimeError` when it came later: whoever takes this worker's place loads it."""
         if wanted not in ({}, self._weights.result()):
             models = self.spec.models
-            others = few(
-                differing(
+            others = join_first(
+                find_mismatches(
                     wanted, fingerprint(Path(models), self.spec.engine.precision), strict=True
                 )
             )
@@ -374,7 +374,7 @@ def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None
             _examine(models, part)
         if most < 0:
             store, _ = opened(Path(task.store), task.reads, models)
-            names = few(
+            names = join_first(
                 store.row_ids(row, row + 1)[0] for row in store.unique_row[lost + task.lo].tolist()
             )
             raise NotFiniteError(

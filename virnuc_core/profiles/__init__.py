@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from virnuc_core.config import BaselineName, EngineSpec, Spec, reading, small_text
+from virnuc_core.config import BaselineName, EngineSpec, Spec, read_small_text, refuse_unreadable
 from virnuc_core.errors import ConfigError
 
 FOLDER: Final = Path(__file__).parent
@@ -120,5 +120,5 @@ def load_profile(name_or_path: str) -> Profile:
                 f"profile '{name_or_path}' is not known; choose {', '.join(known)} or a .toml file"
             )
         file = FOLDER / f"{name_or_path}.toml"
-    with reading(f"profile {name_or_path}", "TOML"):
-        return Profile.model_validate(tomllib.loads(small_text(file)))
+    with refuse_unreadable(f"profile {name_or_path}", "TOML"):
+        return Profile.model_validate(tomllib.loads(read_small_text(file)))

@@ -17,7 +17,7 @@ from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch, Strings
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sources import Inputs, alignments_at, sample_of
+from virnuc_core.reads.sources import Inputs, alignments_at, sample_name
 
 Columns = list[Any]  # of reads that follow each other
 
@@ -45,7 +45,7 @@ def arranged(spec: ReadsSpec, found: Inputs) -> Inputs:
         if form := alignments_at(file):
             from virnuc_core.reads.alignments import mates_follow  # few files are such
 
-            if follow := mates_follow(file, form, (spec.read_group, sample_of((file,)))):
+            if follow := mates_follow(file, form, (spec.read_group, sample_name((file,)))):
                 told[file, file] = "by their flags; --no-pairs judges each read by itself"
             elif follow is not None:
                 _log.warning(ASTRAY, file)

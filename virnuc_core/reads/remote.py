@@ -23,8 +23,14 @@ from pydantic import ValidationError
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, printable
-from virnuc_core.reads.sources import HIDDEN, NCBI_PREFIX, hidden, is_address, whole_addresses
-from virnuc_core.rundir import check_room, storing, whole_file, write_text_whole
+from virnuc_core.reads.sources import (
+    NCBI_PREFIX,
+    REDACTED_URL,
+    full_urls,
+    is_address,
+    redact_url,
+)
+from virnuc_core.rundir import atomic_file, check_room, storage_errors, write_text_atomically
 from virnuc_core.runfiles import sha256_of
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
@@ -73,8 +79,8 @@ def fetch(url: str, folder: Path) -> Path:
     server refuses or cannot be reached, for a private address, beyond the limits, or if its query is not known."""
     if not is_address(url):
         raise ConfigError(f"{url}: only http and https addresses can be fetched")
-    shown, whole = hidden(url), whole_addresses.get(url, url)
-    if HIDDEN.fullmatch(whole):
+    shown, whole = redact_url(url), full_urls.get(url, url)
+    if REDACTED_URL.fullmatch(whole):
         raise InputError(
             "the query of this address was not kept", file=url, hint="give the whole address again"
         )
@@ -111,7 +117,7 @@ def _patiently(name: str, work: Callable[[], None]) -> None:
 def _download(url: str, target: Path) -> None:
     """One attempt. Whatever arrives is kept in `target`.part, and renamed once it is whole."""
     part, notes = target.with_name(f"{target.name}.part"), target.with_name(f".{target.name}.json")
-    shown, headers, have = hidden(url), {}, 0
+    shown, headers, have = redact_url(url), {}, 0
     with suppress(OSError, ValidationError):  # else all of it is asked for
         known = _Remembered.model_validate_json(notes.read_bytes())
         if known.url == shown and known.validator and known.sha256 is None:
@@ -136,14 +142,14 @@ def _download(url: str, target: Path) -> None:
         tag = answer.headers.get("ETag", "")
         # a weak one (W/"…") does not stand for the very bytes: no part goes on by it
         validator = tag if tag.startswith('"') else answer.headers.get("Last-Modified", "")
-        write_text_whole(
+        write_text_atomically(
             notes, _Remembered(url=shown, validator=validator, sha256=None).model_dump_json()
         )
-        with storing(part), part.open("ab" if goes_on else "wb") as out:
+        with storage_errors(part), part.open("ab" if goes_on else "wb") as out:
             _copy(answer, out, shown)
     whole = _Remembered(url=shown, validator=validator, sha256=sha256_of(part))
     os.replace(part, target)
-    write_text_whole(notes, whole.model_dump_json())
+    write_text_atomically(notes, whole.model_dump_json())
 
 
 def _copy(answer: httpx.Response, out: BinaryIO, name: str) -> None:
@@ -177,7 +183,10 @@ def _open(
 ) -> Iterator[httpx.Response]:
     """The answer to a request, redirects followed. Errors: `OSError` and those of httpx, where another try may help;
     `InputError` for a refusal, and for where nobody should be sent."""
-    shown, asked = hidden(url), {"User-Agent": "virnuc", "Accept-Encoding": "identity", **headers}
+    shown, asked = (
+        redact_url(url),
+        {"User-Agent": "virnuc", "Accept-Encoding": "identity", **headers},
+    )
     logging.getLogger("httpx").setLevel(
         logging.WARNING
     )  # else it tells whole addresses to whoever asks for its log
@@ -270,7 +279,7 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
     query = {"db": "nuccore", "id": ",".join(wanted), "rettype": "fasta", "retmode": "text"}
     sent = query | {"tool": "virnuc", "email": email}
     name = f"{NCBI_PREFIX}{','.join(wanted)}"
-    with whole_file(target) as aside:
+    with atomic_file(target) as aside:
 
         def ask() -> None:
             with _open(NCBI_ADDRESS, {}, sent) as answer, aside.open("wb") as out:

@@ -10,20 +10,20 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final, Literal
 
-from virnuc_core.config import ReadsSpec, reading, small_text
-from virnuc_core.errors import ConfigError, InputError, few
+from virnuc_core.config import ReadsSpec, read_small_text, refuse_unreadable
+from virnuc_core.errors import ConfigError, InputError, join_first
 from virnuc_core.reads.pairs import arranged
 from virnuc_core.reads.sources import (
     ENDINGS,
     STDIN,
     alignments_at,
     find_inputs,
-    hidden,
     is_remote,
-    sample_of,
+    redact_url,
+    sample_name,
 )
 from virnuc_core.reads.stage import REMARKS, StageSummary
-from virnuc_core.rundir import GUARDED, write_text_whole
+from virnuc_core.rundir import GUARDED_FILES, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary
 
 COLUMNS: Final = ("sample", "fastq_1", "fastq_2")  # nf-core's
@@ -72,7 +72,7 @@ def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
         [*SampleRow.model_fields],
         *(["" if cell is None else cell for _, cell in row] for row in rows),
     ]
-    write_text_whole(
+    write_text_atomically(
         path,
         "".join("\t".join(" ".join(str(cell).split()) for cell in line) + "\n" for line in lines),
     )
@@ -82,8 +82,8 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
     """The reads of each sample of a sheet, comma- or TAB-separated; a sample's rows are its lanes, joined. Paths are
     those of the working directory, or else of the sheet's. Whether they are there shows when they are read. Errors:
     `InputError` names the sheet and the line."""
-    with reading(path, "UTF-8", InputError):
-        lines = small_text(path, SHEET_BYTES).removeprefix("\ufeff").splitlines()
+    with refuse_unreadable(path, "UTF-8", InputError):
+        lines = read_small_text(path, SHEET_BYTES).removeprefix("\ufeff").splitlines()
     table = csv.DictReader(
         lines, delimiter="\t" if "\t" in "".join(lines[:1]) else ",", skipinitialspace=True
     )
@@ -108,7 +108,7 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
             wrong = _unfit(sample) or _wrong(cells[0], names, found[sample])
             if problem := "more cells than columns" if beyond else wrong:
                 raise InputError(
-                    f"sample '{few([sample])}': {problem}", file=path, line=table.line_num
+                    f"sample '{join_first([sample])}': {problem}", file=path, line=table.line_num
                 )
             found[sample].append(names)
     except (
@@ -128,7 +128,7 @@ def _unfit(sample: str) -> str:
     """Why a name is none for a run directory, and the way out; "" if it is one."""
     if not NAME.fullmatch(sample):
         return "not the name of a directory; use letters, digits and _ . - + = @"
-    ours = any(fnmatch(sample, pattern.split("/")[0]) for pattern in GUARDED)
+    ours = any(fnmatch(sample, pattern.split("/")[0]) for pattern in GUARDED_FILES)
     return "a name of virnuc's own in a results directory; use another" if ours else ""
 
 
@@ -149,7 +149,7 @@ def _wrong(first: str, names: tuple[str, ...], before: list[tuple[str, ...]]) ->
 def _found(sheet: Path, name: str) -> str:
     beside = str(sheet.parent / name)
     here, there = map(os.path.exists, (name, beside))  # False where a name is too long
-    return beside if there and not here and not is_remote(name) else hidden(name)
+    return beside if there and not here and not is_remote(name) else redact_url(name)
 
 
 def _spec(lanes: list[tuple[str, ...]]) -> ReadsSpec:
@@ -168,7 +168,7 @@ def by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
     for file in find_inputs(spec.named).files:
         if not (form := alignments_at(file)):
             raise InputError("not a BAM, CRAM or SAM file, which alone have read groups", file=file)
-        for sample in samples_of(file, form, sample_of((file,)), Path(file).stat().st_mtime_ns):
+        for sample in samples_of(file, form, sample_name((file,)), Path(file).stat().st_mtime_ns):
             if problem := _unfit(sample):
                 raise ConfigError(
                     f"{file}: read groups of '{sample}': {problem} in their SM (samtools addreplacerg)"
@@ -197,7 +197,7 @@ def by_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
         *(tuple(dict.fromkeys(pair)) for pair in inputs.pairs),
         *((name,) for name in inputs.singles),
     ):
-        named = sample_of(names)
+        named = sample_name(names)
         before, problem = found[LANE.sub("", named)], _unfit(LANE.sub("", named))
         if named in whole or (before and len(before[0]) != len(names)):
             problem = f"named as {before[0][0]} is; rename one"

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from virnuc_core.config import Share, Spec
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.sources import reads_file
-from virnuc_core.rundir import check_free, whole_file
+from virnuc_core.rundir import atomic_file, require_absent
 
 PRESETS: Final = {
     "tiny": 10,
@@ -94,7 +94,7 @@ def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSu
         out.with_name(f"{stem}.truth.tsv"),
         out.with_name(f"{stem}.genomes.fasta.gz"),
     )
-    check_free(out, truth_file, genomes_file, force=force)
+    require_absent(out, truth_file, genomes_file, force=force)
     quality = b"+\n%b\n" % (b"I" * spec.read_length) if fastq else b""
     rng = np.random.default_rng(spec.seed)
     genomes, viral_reads = _make_genomes(spec, rng), 0
@@ -103,7 +103,7 @@ def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSu
             files.enter_context(reads_file(path)) for path in (out, genomes_file)
         )
         truth_out = files.enter_context(
-            files.enter_context(whole_file(truth_file)).open("w", encoding="utf-8")
+            files.enter_context(atomic_file(truth_file)).open("w", encoding="utf-8")
         )
         letters = _LETTERS[genomes.codes].tobytes()
         for name, start, length in zip(

@@ -19,8 +19,8 @@ from isal import (
     isal_zlib,
 )  # about three times as fast as zlib; it checks the sums of every member, too
 
-from virnuc_core.errors import ConfigError, InputError, few, printable
-from virnuc_core.rundir import whole_file
+from virnuc_core.errors import ConfigError, InputError, join_first, printable
+from virnuc_core.rundir import atomic_file
 from virnuc_core.runfiles import FileDigest
 
 STDIN: Final = "-"
@@ -30,8 +30,8 @@ ENDINGS: Final = re.compile(
 )
 MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
 MAX_NAME: Final = 60
-HIDDEN: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
-whole_addresses: dict[str, str] = {}  # by how they are shown
+REDACTED_URL: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
+full_urls: dict[str, str] = {}  # by how they are shown
 _PIECE_BYTES: Final = 1 << 18
 _UNPACKED_BYTES: Final = 1 << 20  # at a time
 _PACKED_ZSTD_BYTES: Final = (
@@ -77,9 +77,9 @@ def is_remote(name: str) -> bool:
     return is_address(name) or name.startswith(NCBI_PREFIX)
 
 
-def hidden(name: str) -> str:
+def redact_url(name: str) -> str:
     """An input as it may be shown and recorded: a digest stands for the query of an address, which may be a signature;
-    it stays in this process, in `whole_addresses`. Errors: `ConfigError` for an address with a password."""
+    it stays in this process, in `full_urls`. Errors: `ConfigError` for an address with a password."""
     if not is_address(name):
         return name
     bare = re.split(r"[?#]", name, maxsplit=1)[0]
@@ -88,14 +88,14 @@ def hidden(name: str) -> str:
         raise ConfigError(
             f"{host}: an address with a user name or password is not taken; sign it, or fetch the file"
         )
-    if bare == name or HIDDEN.fullmatch(name):
+    if bare == name or REDACTED_URL.fullmatch(name):
         return name
     shown = f"{bare}#query-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-    whole_addresses[shown] = name
+    full_urls[shown] = name
     return shown
 
 
-def sample_of(reads: Sequence[str]) -> str:
+def sample_name(reads: Sequence[str]) -> str:
     """A short name of the input: its first file without endings, and how many more there are; `lung` of two mates."""
     names = [re.split(r"[?#]", one)[0] if is_address(one) else one for one in reads[:2]]
     names = [ENDINGS.sub("", Path(" ".join(printable(one).split())).name) for one in names]
@@ -119,7 +119,7 @@ def can_be_read_twice(name: str) -> bool:
 @contextmanager
 def reads_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write reads to, gzipped (no name and time in it) if its name ends in .gz; it appears once whole."""
-    with whole_file(path) as aside, aside.open("wb") as out:
+    with atomic_file(path) as aside, aside.open("wb") as out:
         if path.suffix != ".gz":
             yield out
             return
@@ -139,7 +139,7 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
                     one for one in path.iterdir() if one.is_file() or not one.exists()
                 )  # a link to nothing
                 inside = sorted(one for one in every if not one.name.startswith("."))
-                found = {str(entry): _holds_reads(entry) for entry in inside}
+                found = {str(entry): _looks_like_reads(entry) for entry in inside}
                 if not any(found.values()):
                     raise InputError(
                         "the folder holds no FASTA or FASTQ file", file=path, hint="name the files"
@@ -171,7 +171,7 @@ def local_files(reads: tuple[str, ...]) -> tuple[str, ...]:
     return find_inputs(local).files if local else ()
 
 
-def _holds_reads(path: Path) -> bool:
+def _looks_like_reads(path: Path) -> bool:
     """Whether the file begins like FASTA or FASTQ; one that cannot be unpacked counts, to be named later."""
     try:
         with Source.open(str(path)) as source:
@@ -199,7 +199,7 @@ class Source:
         if form := alignments_in(head):
             from virnuc_core.reads.alignments import fastq, pysam_for  # few files are such
 
-            kept = (read_group, sample_of((name,)))
+            kept = (read_group, sample_name((name,)))
             self._pieces = self._records(fastq(pysam_for(form, name), plain, form, name, kept))
         elif read_group:
             raise InputError("neither BAM, CRAM nor SAM, which alone have read groups", file=name)
@@ -319,7 +319,7 @@ def _unreadable(name: str, error: OSError) -> InputError:
         "check the path and its permissions",
     )
     return InputError(
-        problem, file=few([name]) if error.errno == errno.ENAMETOOLONG else name, hint=hint
+        problem, file=join_first([name]) if error.errno == errno.ENAMETOOLONG else name, hint=hint
     )
 
 

@@ -32,13 +32,13 @@ from virnuc_core.reads.sources import Inputs, alignments_at, can_be_read_twice, 
 from virnuc_core.reads.store import STORES, OrfStore, StoreCounts, StoreWriter, is_intact
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, MATE, Segment, long_segments, process
 from virnuc_core.reads.workers import Workers
-from virnuc_core.rundir import whole_file
+from virnuc_core.rundir import atomic_file
 from virnuc_core.runfiles import (
     InputFile,
     RunFile,
     RunRecord,
+    changed_inputs,
     digest,
-    other_files,
     read_or_set_aside,
     write,
 )
@@ -278,7 +278,7 @@ def _accept(
             f"{name} {was} → {now}" for name, (was, now) in told.items() if was not in (None, now)
         ]
         said = (
-            "; ".join([*other_files(expected.inputs, inputs.files), *others])
+            "; ".join([*changed_inputs(expected.inputs, inputs.files), *others])
             or "the same files in another order"
         )
         other = f"{out.parent} holds a run of other reads, or of reads cut otherwise ({said})"
@@ -360,7 +360,7 @@ def _log_of(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
         listed.unlink(missing_ok=True)  # of an earlier store
         return
     with (
-        whole_file(listed) as aside,
+        atomic_file(listed) as aside,
         aside.open("w", encoding="utf-8", errors="backslashreplace") as listing,
     ):
 

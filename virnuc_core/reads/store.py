@@ -31,7 +31,7 @@ from virnuc_core.reads.fast_parser import Strings, offsets_of
 from virnuc_core.reads.fingerprint import Bucket, digests, repeats_in
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment
 from virnuc_core.reads.workers import Workers
-from virnuc_core.rundir import check_room, whole_file
+from virnuc_core.rundir import atomic_file, check_room
 
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
@@ -312,7 +312,7 @@ class StoreWriter:
         about |= {name: self._counts[name] for name in StoreCounts.__slots__} | (
             {"paired": 1} if paired else {}
         )
-        with whole_file(path) as aside:
+        with atomic_file(path) as aside:
             starts = self._create(
                 aside, about, {axis: int(at[-1]) for axis, at in self._at.items()}
             )

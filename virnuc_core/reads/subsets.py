@@ -22,7 +22,7 @@ from virnuc_core.reads.sources import STDIN, Inputs, can_be_read_twice, find_inp
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE
-from virnuc_core.rundir import MATES, RunDir, check_free
+from virnuc_core.rundir import MATE_SUFFIXES, RunDir, require_absent
 
 _BINS: Final = 50  # of a histogram, at most
 
@@ -62,7 +62,7 @@ def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False
     files = find_inputs((source,)).files
     if any(out.resolve() == Path(name).resolve() for name in files):
         raise ConfigError(f"{out}: is what is drawn from; choose another name")
-    check_free(out, force=force)
+    require_absent(out, force=force)
     lengths, read = _lengths(files, out), 0
     drawn = np.argsort(lengths, kind="stable")[choose_reads(len(lengths), n, seed)]
     picked = np.zeros(len(lengths), bool)
@@ -192,7 +192,7 @@ def _kinds(run: RunDir, store: OrfStore, verdicts: Sequence[str]) -> tuple[list[
         if store.paired
         else np.zeros_like(lines)
     )
-    mates = MATES if store.paired else ("",)
+    mates = MATE_SUFFIXES if store.paired else ("",)
     firsts = [
         verdicts.index(one) * len(mates) if one in verdicts else -1 for one in ("nonviral", "viral")
     ]

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from virnuc_core.errors import WorkerError
-from virnuc_core.rundir import bound
+from virnuc_core.rundir import parent_bound_command
 
 SILENCE_S: Final = (
     120.0  # without a moment of work: such a process is stopped, or waits for a disk that is gone
@@ -79,7 +79,7 @@ class Workers(AbstractContextManager["Workers"]):
 
     def _submit(self, work: Callable[[I], O], item: I) -> Future[O]:
         if len(self._members) < self._others:
-            program = bound(f"from {__name__} import serve; serve()")
+            program = parent_bound_command(f"from {__name__} import serve; serve()")
             try:  # in a session of its own it hears no Ctrl-C
                 member = Popen(program, stdin=PIPE, stdout=PIPE, start_new_session=True)
             except OSError as error:  # no more processes

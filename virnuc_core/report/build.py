@@ -31,10 +31,16 @@ from virnuc_core.report.metrics import (
     RawFolder,
     run_names,
 )
-from virnuc_core.report.render import REPORT_JSON, render, told, told_rows
+from virnuc_core.report.render import REPORT_JSON, render, render_rows, render_sections
 from virnuc_core.results import FATES
-from virnuc_core.rundir import EXACT, RunDir, storing, whole_file, write_text_whole
-from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
+from virnuc_core.rundir import (
+    EXACT_FILES,
+    RunDir,
+    atomic_file,
+    storage_errors,
+    write_text_atomically,
+)
+from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, find_mismatches, identity, read, write
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +138,11 @@ def build_report(out: Path, profile: Profile) -> model.Report:
     )
     tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
     judgement = _verdicts(report, unlike)
-    known = {"tuning": tuning.rounds, "exact": EXACT, "problems": raw.problems.values()}
+    known = {"tuning": tuning.rounds, "exact": EXACT_FILES, "problems": raw.problems.values()}
     for what in ("warnings", "notes"):
-        parts = told(f"{what}.j2", report, not_compared=dict.fromkeys(unlike.values()), **known)
+        parts = render_sections(
+            f"{what}.j2", report, not_compared=dict.fromkeys(unlike.values()), **known
+        )
         judgement[what] = tuple(line for part in parts for line in part.prose)
     return report.model_copy(update=judgement | {"evidence": raw.evidence()})
 
@@ -179,11 +187,11 @@ def _verdicts(report: model.Report, unlike: Unlike) -> dict[str, object]:
 def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:
     """Why pairs of `parts` may not be compared, by what their `run.json` say; in both orders."""
     records = {part: raw.read(RunRecord, part, RECORD) for part in parts}
-    made = {part: {} if record is None else made_from(record) for part, record in records.items()}
+    made = {part: {} if record is None else identity(record) for part, record in records.items()}
     silent = {part: [name for name in MADE_FROM if name not in own] for part, own in made.items()}
     reasons: dict[tuple[str | None, str | None], str] = {}
     for a, b in combinations(parts, 2):
-        others = differing(made[a], made[b])
+        others = find_mismatches(made[a], made[b])
         said = [
             f"{name} ({x[:SHOWN]} and {y[:SHOWN]})"
             for name, (x, y) in others.items()
@@ -294,7 +302,7 @@ def rerender(out: Path) -> model.Report:
 
 def _written(out: Path, report: model.Report) -> model.Report:
     for name, content in render(report).items():
-        write_text_whole(RunDir(out).report / name, content)
+        write_text_atomically(RunDir(out).report / name, content)
     return report
 
 
@@ -369,10 +377,10 @@ def append_history(path: Path, entry: model.HistoryEntry) -> bool:
             return False
         line = json.dumps(entry.model_dump(mode="json"), sort_keys=True).encode() + b"\n"
         if broken:
-            with storing(aside), aside.open("ab") as kept:
+            with storage_errors(aside), aside.open("ab") as kept:
                 kept.writelines(bad + b"\n" for bad in broken)
                 os.fsync(kept.fileno())
-        with whole_file(path) as anew:
+        with atomic_file(path) as anew:
             anew.write_bytes(b"\n".join([*found, line]))
     return True
 
@@ -422,6 +430,6 @@ def regression(history: Entries, entry: model.HistoryEntry) -> model.Regression:
 
 def trend(history: Entries) -> list[dict[str, object]]:
     """A row for each run, as given: oldest first, each against the one before that is like it."""
-    return told_rows(
+    return render_rows(
         "trend.view.j2", runs=[(entry, regression(history, entry)) for entry in history]
     )

@@ -19,14 +19,14 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core import validation
-from virnuc_core.config import reading
+from virnuc_core.config import refuse_unreadable
 from virnuc_core.engine.loader import slices
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns, read_table
 from virnuc_core.report.metrics import BASELINE, COMPARISON
-from virnuc_core.rundir import EXACT, RunDir, whole_file
-from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
+from virnuc_core.rundir import EXACT_FILES, RunDir, atomic_file
+from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, find_mismatches, identity, read, write
 
 Part = Literal["frames", "consensus"]
 Pair = tuple[pd.DataFrame, pd.DataFrame]  # rows of one side and of the other
@@ -86,7 +86,7 @@ def result_pieces(path: Path) -> Iterator[pd.DataFrame]:
 def _kind(path: Path) -> tuple[Part, list[str]]:
     """What a result file holds, and its columns."""
     with (
-        reading(path, "text", InputError),
+        refuse_unreadable(path, "text", InputError),
         path.open(encoding="utf-8", errors="surrogateescape") as handle,
     ):
         header = handle.readline().rstrip("\r\n").split("\t")
@@ -119,7 +119,7 @@ def compare_runs(
     the reads only. Errors: those of `compare`."""
     found = []
     for a, b in sides(out, names):
-        exact, slow = a == EXACT, a == BASELINE
+        exact, slow = a == EXACT_FILES, a == BASELINE
         some, bits = exact or (slow and subset), not exact and not slow
         found.append(
             compare(
@@ -140,8 +140,8 @@ def sides(out: Path, names: Sequence[str]) -> list[tuple[str, str]]:
     )
     pairs += [(names[0], name) for name in names[1:]]
     return (
-        [*pairs, (EXACT, names[-1])]
-        if names and RunDir(out / EXACT).embeddings.is_file()
+        [*pairs, (EXACT_FILES, names[-1])]
+        if names and RunDir(out / EXACT_FILES).embeddings.is_file()
         else pairs
     )
 
@@ -170,7 +170,7 @@ def compare(
     )
     if said := [
         f"{name} ({a.name}: {one[:SHOWN]}, {b.name}: {other[:SHOWN]})"
-        for name, (one, other) in differing(made_from(record_a), made_from(record_b)).items()
+        for name, (one, other) in find_mismatches(identity(record_a), identity(record_b)).items()
         if name in MUST_MATCH and not (subset_of_a and name == "reads")
     ]:
         raise RunMismatchError(
@@ -222,8 +222,8 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
     `InputError` where over one in a hundred ids of either side is none of the other; `RunMismatchError` where a
     run.json beside them tells of other reads or another length."""
     beside = RunDir(path if path.is_dir() else path.parent).record
-    told = made_from(read(beside, RunRecord)) if beside.is_file() else {}
-    if others := differing(
+    told = identity(read(beside, RunRecord)) if beside.is_file() else {}
+    if others := find_mismatches(
         told, {"reads": store.fingerprint, MODEL_LENGTH: str(store.model_length)}
     ):
         raise RunMismatchError(
@@ -250,7 +250,7 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
         if source is None:
             target.unlink(missing_ok=True)
             continue
-        with whole_file(target) as aside:
+        with atomic_file(target) as aside:
             shutil.copyfile(source, aside)
 
 
@@ -463,7 +463,7 @@ def _same_sequences(a: RunDir, b: RunDir, files: list[h5py.File]) -> tuple[Place
         read(run.record, RunRecord) if run.record.is_file() else RunRecord(fingerprints={})
         for run in (a, b)
     ]
-    if "reads" in differing(*map(made_from, records)):
+    if "reads" in find_mismatches(*map(identity, records)):
         for side, (run, record) in enumerate(zip((a, b), records, strict=True)):
             store = OrfStore.open(run.root / record.store)
             dna, protein = store.dna(0, store.n_uniques), store.protein(0, store.n_uniques)

@@ -12,7 +12,7 @@ from virnuc_core.profiles import CRITERIA_TOML, Profile, Target
 from virnuc_core.report import model
 from virnuc_core.report.metrics import BASELINE, RUN_PREFIX, short_name
 from virnuc_core.report.render import message
-from virnuc_core.rundir import EXACT
+from virnuc_core.rundir import EXACT_FILES
 
 CORRECTNESS: Final = "correctness"
 Z2: Final = 1.959964**2  # squared standard deviations to either side that hold 95 %
@@ -186,7 +186,7 @@ def _centred(report: model.Report, _: Run, which: str) -> Finding:
     found = [
         one
         for comparison in report.comparisons
-        if comparison.a == EXACT
+        if comparison.a == EXACT_FILES
         for one in comparison.cosines
     ]
     least = min((getattr(one, which) for one in found), default=None)
@@ -199,7 +199,7 @@ centred_worst, centred_mean = (partial(_centred, which=which) for which in ("min
 
 
 def verdicts_held(report: model.Report, _: Run) -> Finding:
-    found = next((one.consensus for one in report.comparisons if one.a == EXACT), None)
+    found = next((one.consensus for one in report.comparisons if one.a == EXACT_FILES), None)
     if found is None or found.agreement is None:
         return Finding(absent=NO_EXACT)
     asked, n = (

@@ -10,13 +10,13 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from virnuc_core.config import THRESHOLD
+from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.engine.shards import read_scores, store_of
 from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.reads.translate import chunk
-from virnuc_core.rundir import RunDir, check_free, whole_file, write_text_whole
+from virnuc_core.rundir import RunDir, atomic_file, require_absent, write_text_atomically
 from virnuc_core.runfiles import read_record
 
 VIRUSES: Final = 10239  # in NCBI's taxonomy
@@ -44,8 +44,8 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
         report,
         *(out / f"virnuc_{name}_mqc.json" for name in sections),
     )
-    check_free(*files, force=force)
-    with whole_file(lines) as table:
+    require_absent(*files, force=force)
+    with atomic_file(lines) as table:
         table.touch()
         for reads in read_columns(
             run.reads_table, dict.fromkeys(READ, "str"), chunksize=PIECE_READS
@@ -62,7 +62,7 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
             )
             scores += np.histogram(pd.to_numeric(reads.viral_score).dropna(), BINS, (0.0, 1.0))[0]
     total, viral = fates.total(), fates["viral"]
-    with whole_file(report) as table:
+    with atomic_file(report) as table:
         clade, own = np.array([total - viral, viral, viral]), np.array([total - viral, 0, viral])
         percent = [f"{100 * count / max(total, 1):6.2f}" for count in clade]
         _add(
@@ -81,10 +81,12 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
     middles = {(place + 0.5) / BINS: count for place, count in enumerate(scores.tolist())}
     data: dict[str, Mapping[Any, float]] = {"general": general, "fates": fates, "scores": middles}
     for path, (name, section) in zip(files[3:], sections.items(), strict=True):
-        write_text_whole(
+        write_text_atomically(
             path, json.dumps(section | {"data": {sample: data[name]}}, indent=1) + "\n"
         )
-    _write_contigs(run, files[0], THRESHOLD if summary.threshold is None else summary.threshold)
+    _write_contigs(
+        run, files[0], DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
+    )
     return files
 
 
@@ -92,7 +94,7 @@ def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
     """Each read of several chunks with their vote: the mean margin as in reads.tsv, weighed by the bases that the next
     chunk does not hold; they add up to the read. One with a failed row has no vote."""
     store, (scores, failed) = store_of(run, read_record(run)), read_scores(run)
-    with whole_file(path) as table:
+    with atomic_file(path) as table:
         table.write_text(CONTIGS)
         for low in range(0, store.n_reads, PIECE_READS):
             reads = slice(low, min(low + PIECE_READS, store.n_reads))

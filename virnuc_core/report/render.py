@@ -100,11 +100,12 @@ def number(
         return None
     value *= scale
     return Number(
-        (f"{value:,.{digits}f}" if target is None else near(value, digits, target)) + unit
+        (f"{value:,.{digits}f}" if target is None else round_beside_target(value, digits, target))
+        + unit
     )
 
 
-def near(value: float, decimals: int, target: Target | None) -> str:
+def round_beside_target(value: float, decimals: int, target: Target | None) -> str:
     """`value` rounded to `decimals`, or to as many more as keep it on its side of the target.
 
     >>> near(89.96, 1, Target(op=">", value=90)), near(89.96, 1, None), near(1.9, 2, Target(op=">=", value=1.9))
@@ -120,7 +121,7 @@ def near(value: float, decimals: int, target: Target | None) -> str:
     return repr(value)
 
 
-def shown(found: Criterion) -> str:
+def format_value(found: Criterion) -> str:
     """A criterion's value, with decimals enough that it stands to its target as the exact value does."""
     value, target = found.value, found.target
     if value is None:
@@ -130,11 +131,11 @@ def shown(found: Criterion) -> str:
             whole = target is None or target.met(value) == target.met(float(int(value)))
             return clock_text(value) + ("" if whole else f"{value % 1:.3f}".lstrip("0"))
         case "x":
-            return f"{near(value, 1 if found.id == 'speedup' else 2, target)}x"
+            return f"{round_beside_target(value, 1 if found.id == 'speedup' else 2, target)}x"
         case "%":
-            return f"{near(value, 2 if found.id == 'consensus' else 1, target).removesuffix('.0')}%"
+            return f"{round_beside_target(value, 2 if found.id == 'consensus' else 1, target).removesuffix('.0')}%"
         case _:
-            return near(value, 0 if value == int(value) else 4, target)
+            return round_beside_target(value, 0 if value == int(value) else 4, target)
 
 
 def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
@@ -190,7 +191,9 @@ def templates() -> Environment:
         "json": lambda value: json.dumps(value, indent=1, allow_nan=False),
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    found.globals |= {one.__name__: one for one in (shown, target_text, skipped, figures, Mark)}
+    found.globals |= {
+        one.__name__: one for one in (format_value, target_text, skipped, figures, Mark)
+    }
     found.globals |= {
         "rows": ROWS,
         "stages": STAGES,
@@ -201,7 +204,7 @@ def templates() -> Environment:
     return found
 
 
-def told(template: str, report: Report | None = None, **facts: Any) -> list[Section]:
+def render_sections(template: str, report: Report | None = None, **facts: Any) -> list[Section]:
     """The sections of prose and tables that a template tells of a report and of `facts`; without those that say
     nothing."""
     view = View()
@@ -214,17 +217,19 @@ def message(name: str, *about: object) -> str:
     return " ".join(getattr(templates().get_template("messages.j2").module, name)(*about).split())
 
 
-def told_rows(template: str, report: Report | None = None, **facts: Any) -> list[dict[str, object]]:
+def render_rows(
+    template: str, report: Report | None = None, **facts: Any
+) -> list[dict[str, object]]:
     """The rows of the tables that a template tells, those of one table after those of the other."""
     return [
         row
-        for part in told(template, report, **facts)
+        for part in render_sections(template, report, **facts)
         for rows in part.tables.values()
         for row in rows
     ]
 
 
-def fill(template: str, report: Report, **more: object) -> str:
+def render_template(template: str, report: Report, **more: object) -> str:
     """The report by one of `templates/`; `only` a section by its title, of `sections.md.j2`."""
     return templates().get_template(template).render(_known(report), **more)
 
@@ -233,7 +238,7 @@ def _known(report: Report | None) -> dict[str, Any]:
     """What the templates of a report know by name."""
     if report is None:
         return {}
-    return {f.__name__: f for f in (fill, told, told_rows, all_charts)} | {
+    return {f.__name__: f for f in (render_template, render_sections, render_rows, all_charts)} | {
         "report": report,
         "criteria": {criterion.id: criterion for criterion in report.criteria},
         "telemetry": report.run.telemetry if report.run else None,
@@ -247,7 +252,10 @@ def render(report: Report) -> dict[str, str]:
     stamp = re.sub(r"[^0-9A-Za-z]+", "_", report.provenance.created).strip("_") or "unknown"
     return {
         REPORT_JSON: report.model_dump_json(indent=1) + "\n",
-        **{name: fill(f"{name}.j2", report) for name in ("report.txt", "report.md", "report.html")},
-        f"benchmark_{stamp}.md": fill("benchmark.md.j2", report),
-        f"benchmark_{stamp}.json": fill("benchmark.json.j2", report),
+        **{
+            name: render_template(f"{name}.j2", report)
+            for name in ("report.txt", "report.md", "report.html")
+        },
+        f"benchmark_{stamp}.md": render_template("benchmark.md.j2", report),
+        f"benchmark_{stamp}.json": render_template("benchmark.json.j2", report),
     }

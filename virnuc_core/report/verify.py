@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.config import THRESHOLD, OnShare
+from virnuc_core.config import DEFAULT_THRESHOLD, OnShare
 from virnuc_core.engine.shards import read_plan, read_scores
 from virnuc_core.errors import InputError, StorageError, VirnucError
 from virnuc_core.profiles import load_profile, profile_names
@@ -32,8 +32,8 @@ from virnuc_core.report.metrics import BASELINE, COMPARISON, RECORD, SUMMARY, Ra
 from virnuc_core.report.model import ABSENT, Verification
 from virnuc_core.report.render import REPORT_JSON, render
 from virnuc_core.results import write_results
-from virnuc_core.rundir import EXACT, RunDir
-from virnuc_core.runfiles import Attempt, FileDigest, RunRecord, RunSummary, digest, made_from, read
+from virnuc_core.rundir import EXACT_FILES, RunDir
+from virnuc_core.runfiles import Attempt, FileDigest, RunRecord, RunSummary, digest, identity, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.telemetry.tables import STAGES
@@ -112,9 +112,9 @@ def _made_of(found: Verification, raw: RawFolder) -> None:
     records = {
         name: record for name in names if (record := raw.read(RunRecord, name, RECORD)) is not None
     }
-    first = next(map(made_from, records.values()), {})  # all are of the same reads and weights
+    first = next(map(identity, records.values()), {})  # all are of the same reads and weights
     for name, record in records.items():
-        own, summary = made_from(record), raw.read(RunSummary, name, SUMMARY)
+        own, summary = identity(record), raw.read(RunSummary, name, SUMMARY)
         for part in sorted(own.keys() & first.keys()):
             found.same(f"{name}/{RECORD}: {part}", own[part], first[part])
         if summary is not None and summary.devices:
@@ -213,8 +213,8 @@ def _comparison(found: Verification, raw: RawFolder, said: Comparison) -> None:
     """Two results, held against each other again."""
     subset, bits, embeddings = (
         said.subset_reads is not None,
-        said.a not in (BASELINE, EXACT),
-        said.a == EXACT,
+        said.a not in (BASELINE, EXACT_FILES),
+        said.a == EXACT_FILES,
     )
     a, b = raw.root / said.a, raw.root / said.b
     again = compare(
@@ -246,7 +246,7 @@ def verify_results(found: Verification, raw: RawFolder, name: str) -> None:
         "rows_set_aside": int(failed.sum()),
     }
     found.as_told(where, summary, counted)
-    threshold = THRESHOLD if summary.threshold is None else summary.threshold
+    threshold = DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
     with TemporaryDirectory(prefix="virnuc-verify-") as folder:
         again = RunDir(Path(folder))
         made = write_results(

@@ -19,7 +19,7 @@ import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
 from virnuc_core.errors import InputError
-from virnuc_core.rundir import whole_hdf5
+from virnuc_core.rundir import atomic_hdf5
 from virnuc_core.runfiles import Attempt, Positive, RunFile, write
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.tables import (
@@ -267,7 +267,7 @@ def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
     names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))
     path = next(path for name in names if not (path := folder / f"{name}.json").exists())
     content = telemetry_file(measured, **told)
-    with whole_hdf5(path.with_suffix(".h5")) as file:
+    with atomic_hdf5(path.with_suffix(".h5")) as file:
         file.attrs.update(
             schema_version=content.schema_version,
             origin_s=measured.origin_s,

@@ -24,7 +24,7 @@ from virnuc_core.config import ClassifySpec, Devices, EngineSpec, OnShare, Switc
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.layers import Layer, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import Embedding, Job, Watch
+from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
 from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs
 from virnuc_core.engine.shards import make_plan, read_shard, write_plan
 from virnuc_core.engine.worker import warm_up
@@ -32,7 +32,7 @@ from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import model_flops, prepare
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
-from virnuc_core.rundir import EXACT, SHARDS, RunDir, discard, run_lock, whole_hdf5
+from virnuc_core.rundir import EXACT_FILES, SHARD_FILES, RunDir, atomic_hdf5, discard, run_lock
 from virnuc_core.runfiles import Device, ModelFlops, write
 from virnuc_core.telemetry.statistics import (
     BatchMetrics,
@@ -100,7 +100,7 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
     """Embed a job's shards, or the first `shards` of them; its telemetry stays in the run directory. Nothing launched
     is a rate of 0. Errors: those of the pool."""
     job, started_s = replace(job, todo=job.todo[:shards]), time.monotonic()
-    embedding = Embedding(job, Watch(sample_s=sample_s), started_s)
+    embedding = Embedding(job, RunMonitor(sample_s=sample_s), started_s)
     pool = embedding.run()
     wall_s = time.monotonic() - started_s
     embedding.write((), wall_s)
@@ -172,7 +172,7 @@ def _pair(
             )
             sample_s = bench.sample_s if on or of != "sampler" else NEVER_S
             made = [measure(replace(job, todo=part), sample_s=sample_s) for part in parts if part]
-            discard(run.root, *SHARDS)  # nobody asks for them
+            discard(run.root, *SHARD_FILES)  # nobody asks for them
         spans.append(sum(one.wall_s if of == "models" else one.committed_s for one in made))
         tokens = sum(one.tokens_per_s * one.span_s for one in made)
         rates[on], restarts = (
@@ -198,7 +198,7 @@ def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: in
     before: result files of the reads that are covered whole and `embeddings.h5` with its `uniques`. False where the
     runs compute in fp32 themselves. Errors: those of the pool."""
     run, orfs, kind = (
-        RunDir(out / EXACT),
+        RunDir(out / EXACT_FILES),
         OrfStore.open(bench.store),
         resolve(bench.devices)[0].kind,
     )
@@ -232,7 +232,7 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
     write_plan(run, plan)
     wanted = min(len(plan), max(2, -(-sequences * len(plan) // orfs.n_uniques)))
     chosen = tuple(dict.fromkeys(np.linspace(0, len(plan) - 1, wanted).astype(int).tolist()))
-    Embedding(replace(job, plan=plan, todo=chosen), Watch(), time.monotonic()).run()
+    Embedding(replace(job, plan=plan, todo=chosen), RunMonitor(), time.monotonic()).run()
     results = [read_shard(run, plan, shard) for shard in chosen]
     uniques = np.concatenate([np.arange(*plan.range(shard)) for shard in chosen])
     scores = np.full((orfs.n_uniques, 2), np.nan, dtype=np.float32)
@@ -241,10 +241,10 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
     scored = np.bincount(orfs.row_read, ~np.isnan(of_rows[:, 0]), orfs.n_reads)
     covered = (scored == orfs.read_rows) & (scored > 0)
     write_covered(run, orfs, covered, of_rows[covered[np.asarray(orfs.row_read)]])
-    with whole_hdf5(run.embeddings) as file:
+    with atomic_hdf5(run.embeddings) as file:
         file["embeddings"] = np.concatenate([result.embeddings for result in results])
         file["uniques"], file.attrs["fingerprint"] = uniques, identity
-    discard(run.root, *SHARDS)
+    discard(run.root, *SHARD_FILES)
 
 
 def measure_ceilings(

@@ -18,7 +18,7 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, read_record, write
 
 RESCORE: Final = "rescore.json"
-AS_EVER: Final = VerdictSpec()
+DEFAULT_VERDICT: Final = VerdictSpec()
 log = logging.getLogger(__name__)
 
 
@@ -35,7 +35,7 @@ class RescoreSummary(RunFile):
 
 
 def rescore(
-    run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec = AS_EVER
+    run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec = DEFAULT_VERDICT
 ) -> RescoreSummary:
     """Write the result files of `run` anew into `out`, scored by `new_head`, a folder or a models directory with it.
     Without it the run's own scores are kept and only the threshold moves. Errors: `WeightsError` when no head is there

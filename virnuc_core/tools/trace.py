@@ -19,7 +19,7 @@ from virnuc_core.engine.process import Parent, WorkerSpec
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
-from virnuc_core.rundir import RUN_FILES, TRACES, RunDir, discard, whole_file
+from virnuc_core.rundir import RUN_FILES, TRACE_FILES, RunDir, atomic_file, discard
 from virnuc_core.runfiles import Device, RunFile, read, write
 from virnuc_core.tools.bench import Bench, measure
 
@@ -62,7 +62,7 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
     """The tables of new traces, one a device; both lie in `spec.folder`. As many shards as every device needs to record
     its own are computed and thrown away. Errors: those of `prepare` and of the pool; `VirnucError` for no recording."""
     folder, scratch = Path(spec.folder), RunDir(Path(spec.folder) / "recording")
-    discard(folder, *TRACES)
+    discard(folder, *TRACE_FILES)
     folder.mkdir(parents=True, exist_ok=True)
     job = bench.job(scratch, engine.model_copy(update={"commit": False}))
     if len(job.plan) < (spec.skip + spec.traced_shards) * len(job.devices):
@@ -142,7 +142,7 @@ def write_table(
 ) -> None:
     """The trace, unless it is too large, and `<device>.operations.json`."""
     trace = Path(spec.folder, f"{device.id}.json.gz")
-    with whole_file(trace) as aside:
+    with atomic_file(trace) as aside:
         gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
         profiler.export_chrome_trace(str(gz))
         gz.replace(aside)

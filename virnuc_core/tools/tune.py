@@ -13,12 +13,12 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.config import THRESHOLD, EngineSpec
+from virnuc_core.config import DEFAULT_THRESHOLD, EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, NotFiniteError, ShardError
 from virnuc_core.profiles import Profile
-from virnuc_core.rundir import SHARDS, RunDir, device_holder, discard, run_lock, whole_file
+from virnuc_core.rundir import SHARD_FILES, RunDir, atomic_file, device_holder, discard, run_lock
 from virnuc_core.runfiles import write
 from virnuc_core.tools.bench import Bench, Measurement, measure
 from virnuc_core.validation import read_usable
@@ -234,12 +234,12 @@ class Sweep(NamedTuple):
                     raise  # another run has it: nothing has been said about these settings
                 return str(error)  # and nothing kept: what is refused today may run after an update
             finally:
-                discard(run.root, *SHARDS)  # the embeddings of every trial would fill the disk
+                discard(run.root, *SHARD_FILES)  # the embeddings of every trial would fill the disk
             if measured.reduced:
                 count, divisor = len(measured.reduced), measured.reduced[0][1]
                 return f"the device cannot hold these budgets: {count} shards ran on 1/{divisor} of them"
             if candidate.number == 0 and not reference.exists():  # those of its first trial stay
-                with whole_file(reference) as aside, aside.open("wb") as handle:
+                with atomic_file(reference) as aside, aside.open("wb") as handle:
                     np.save(handle, scores)
             known = np.load(
                 reference
@@ -261,4 +261,4 @@ def compare_scores(
     a, b = reference[:, 1].astype(np.float64), scores[:, 1].astype(np.float64)
     alone = np.isnan(a) ^ np.isnan(b)
     apart = np.where(alone, 1.0, np.nan_to_num(np.abs(a - b))).max(initial=0.0)
-    return float(apart), int((alone | ((a >= THRESHOLD) != (b >= THRESHOLD))).sum())
+    return float(apart), int((alone | ((a >= DEFAULT_THRESHOLD) != (b >= DEFAULT_THRESHOLD))).sum())

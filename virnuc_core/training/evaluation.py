@@ -22,9 +22,9 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 from sklearn.model_selection import StratifiedGroupKFold
 from xopen import xopen
 
-from virnuc_core.config import THRESHOLD, TrainSpec, reading
+from virnuc_core.config import DEFAULT_THRESHOLD, TrainSpec, refuse_unreadable
 from virnuc_core.encoders.model_config import Estimate
-from virnuc_core.errors import InputError, few
+from virnuc_core.errors import InputError, join_first
 from virnuc_core.reads.fingerprint import digests
 from virnuc_core.reads.simulate import LABELS, TRUTH_HEADER
 from virnuc_core.reads.store import OrfStore
@@ -63,7 +63,7 @@ class Examples(NamedTuple):
 def _table(path: Path, wanted: tuple[str, ...], known: tuple[str, ...] = ()) -> pd.DataFrame:
     """The wanted columns of a TAB-separated file as text, by line; lines that repeat others are left out. Errors:
     `InputError` names the line, or both where two contradict each other on what stands in the first column."""
-    with reading(path, "table with columns between TABs", InputError):
+    with refuse_unreadable(path, "table with columns between TABs", InputError):
         table = pd.read_csv(
             path, sep="\t", quoting=3, dtype=str, keep_default_na=False, skip_blank_lines=False
         )
@@ -80,7 +80,10 @@ def _table(path: Path, wanted: tuple[str, ...], known: tuple[str, ...] = ()) -> 
         raise InputError(f"no column {', '.join(missing)}", file=path, line=1)
     if unknown := [name for name in table if name not in (*wanted, *known)]:
         raise InputError(
-            f"unknown column {few(unknown)}", file=path, line=1, hint=f"wanted {', '.join(wanted)}"
+            f"unknown column {join_first(unknown)}",
+            file=path,
+            line=1,
+            hint=f"wanted {', '.join(wanted)}",
         )
     table = table[list(wanted)].set_axis(np.arange(2, len(table) + 2))
     table = table.mask(table == "").dropna(how="all")
@@ -131,7 +134,7 @@ def lines_of(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
         line = np.where(line < 0, known.get_indexer(names), line)
     if len(unknown := own[line < 0]):
         raise InputError(
-            f"{len(unknown)} reads have no line in the truth file, among them {few(unknown)}"
+            f"{len(unknown)} reads have no line in the truth file, among them {join_first(unknown)}"
         )
     return line
 
@@ -235,7 +238,7 @@ def clusters(
     if spec.groups is not None:
         group = _table(spec.groups, ("genome", "group")).set_index("genome")["group"]
         if len(absent := names.difference(group.index)):
-            raise InputError(f"no line for genome {few(absent)}", file=spec.groups)
+            raise InputError(f"no line for genome {join_first(absent)}", file=spec.groups)
         edges.append(_kin(np.arange(len(names)), group[names], 0.0))
     a, b = map(np.concatenate, zip(*edges, strict=True))
     graph = coo_array((np.ones(len(a)), (a, b)), shape=(len(names), len(names)))
@@ -295,7 +298,7 @@ def coding(
 ) -> NDArray[np.bool_]:
     """Whether each row's protein is part of the translation of a coding region (CDS) of its genome: [rows]."""
     letters, texts = read_genomes(genomes), dict.fromkeys(names, "")
-    with reading(gff, "GFF", InputError):
+    with refuse_unreadable(gff, "GFF", InputError):
         table = pd.read_csv(
             gff, sep="\t", comment="#", header=None, names=range(9), dtype=str, quoting=3
         )
@@ -314,7 +317,7 @@ def coding(
 
 def read_genomes(path: Path) -> dict[str, str]:
     """The sequences of a FASTA file, plain or compressed, by the first word of their headers."""
-    with reading(path, "FASTA", InputError), xopen(path, "rt", threads=0) as file:
+    with refuse_unreadable(path, "FASTA", InputError), xopen(path, "rt", threads=0) as file:
         records = SimpleFastaParser(file)  # type: ignore[no-untyped-call]
         return {title.split()[0]: letters.upper() for title, letters in records if title.split()}
 
@@ -355,7 +358,7 @@ def measure(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
     weights = weights[:, order]
     last = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)  # of equal scores
     hit, false = (np.cumsum(weights * kind, axis=1)[:, last] for kind in (virus, ~virus))
-    missed, called = score - virus, weights * (score >= THRESHOLD)
+    missed, called = score - virus, weights * (score >= DEFAULT_THRESHOLD)
     bins = np.eye(BINS)[np.minimum((score * BINS).astype(int), BINS - 1)]
     with np.errstate(invalid="ignore", divide="ignore"):
         recall, wrong = hit / hit[:, -1:], false / false[:, -1:]

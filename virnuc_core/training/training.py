@@ -40,7 +40,7 @@ from virnuc_core.engine import shards
 from virnuc_core.errors import VirnucError
 from virnuc_core.reads.simulate import LABELS
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RESULTS, RunDir, discard, write_text_whole
+from virnuc_core.rundir import RESULT_FILES, RunDir, discard, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary, now, read, sha256_of, write
 from virnuc_core.training import evaluation
 from virnuc_core.training.evaluation import (
@@ -161,7 +161,7 @@ def stand_in(models: Path, out: Path, shape: HeadShape) -> Path:
 
 def remove_results(run: RunDir) -> None:
     """Remove the result files of a training run, which are of its stand-in head."""
-    discard(run.root, *RESULTS, "pairs.tsv")
+    discard(run.root, *RESULT_FILES, "pairs.tsv")
     write(run.summary, read(run.summary, RunSummary).model_copy(update={"files": None}))
 
 
@@ -181,7 +181,7 @@ def write_cuts(examples: Examples, sequences: Path, out: Path) -> str | None:
                 f">{number}_{length}_{at}\n{found[name][at : at + length]}\n"
                 for at in sorted(set(places))
             ]
-    write_text_whole(out, "".join(lines))
+    write_text_atomically(out, "".join(lines))
     return None
 
 

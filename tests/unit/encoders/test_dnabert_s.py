@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import fit, load_encoder
+from virnuc_core.encoders.checkpoint import load_encoder, match_tensors
 from virnuc_core.encoders.layers import alibi_slopes
 from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.models import DnabertS
@@ -60,7 +60,7 @@ def checkpoint() -> dict[str, Tensor]:
 
 @cache
 def ours() -> DnabertS:
-    read = fit(Path("random"), checkpoint(), SHAPE)
+    read = match_tensors(Path("random"), checkpoint(), SHAPE)
     return DnabertS(SHAPE, read, CPU, precision="fp32", attention="reference")
 
 

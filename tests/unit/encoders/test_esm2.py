@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from virnuc_core.encoders.checkpoint import fit, load_encoder
+from virnuc_core.encoders.checkpoint import load_encoder, match_tensors
 from virnuc_core.encoders.layers import Resolved
 from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.models import Esm2
@@ -48,7 +48,7 @@ def oracle() -> Any:
 @cache
 def ours(precision: Resolved = "fp32") -> Esm2:
     """The same weights in our module."""
-    read = fit(Path("oracle"), oracle().state_dict(), SHAPE)
+    read = match_tensors(Path("oracle"), oracle().state_dict(), SHAPE)
     return Esm2(SHAPE, read, CPU, precision=precision, attention="reference")
 
 
@@ -133,7 +133,7 @@ def test_rotary_frequencies_are_the_saved_ones() -> None:
     for name in list(tensors):
         if name.endswith("inv_freq"):
             tensors[name] = tensors[name] * 2
-    read = fit(Path("doubled"), tensors, SHAPE)
+    read = match_tensors(Path("doubled"), tensors, SHAPE)
     doubled = Esm2(SHAPE, read, CPU, precision="fp32", attention="reference")
     assert torch.equal(doubled.inv_freq, 2 * ours().inv_freq)
 

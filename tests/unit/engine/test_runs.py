@@ -21,7 +21,7 @@ import pytest
 from virnuc_core import pipeline
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine import process, shards
-from virnuc_core.engine.embedding import Watch
+from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
 from virnuc_core.pipeline import classify, prepare, read_summary, stage_reads
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
@@ -365,7 +365,7 @@ def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
 
     def run() -> None:
         try:
-            go(root, staged, tiny_models, Devices.parse("cpu:1"), watch=Watch(sample_s=0.1))
+            go(root, staged, tiny_models, Devices.parse("cpu:1"), watch=RunMonitor(sample_s=0.1))
         except WorkerError as error:
             seen.append(error)
 

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from virnuc.tasks.step import can_help
+from virnuc.tasks.step import is_retryable
 from virnuc_core.config import Devices
 from virnuc_core.errors import StorageError, storage_error
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
-from virnuc_core.rundir import RunDir, whole_file
+from virnuc_core.rundir import RunDir, atomic_file
 
 from .test_runs import copy_of, go, no_children, result_bytes
 
@@ -47,7 +47,7 @@ def test_a_commit_the_disk_refuses_ends_the_run_at_once_and_it_goes_on_later(
         ) as caught,
     ):
         go(root, staged, tiny_models, ONE)
-    assert not can_help(caught.value)
+    assert not is_retryable(caught.value)
     assert caught.value.exit_code == 1
     logs = "".join(path.read_text() for path in (root / "logs").glob("worker-*.log"))
     assert "Traceback" not in logs
@@ -118,7 +118,7 @@ def test_staging_the_disk_refuses_says_so(
 
 def test_storage_errors_are_told_by_their_number(tmp_path: Path) -> None:
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS):
-        with pytest.raises(StorageError, match=r"a\.txt: .* free"), whole_file(tmp_path / "a.txt"):
+        with pytest.raises(StorageError, match=r"a\.txt: .* free"), atomic_file(tmp_path / "a.txt"):
             raise OSError(number, "whatever")
     assert storage_error(OSError(errno.EACCES, "no")) is None
     assert storage_error(ValueError("errno = 28")) is None

@@ -32,7 +32,7 @@ from virnuc.flows.flow_commands import (
 from virnuc.flows.flow_run import run_flow, run_name, with_parameters
 from virnuc.flows.parameters import OnTerminal, PredictSettings, RunSettings
 from virnuc.tasks.server import connection
-from virnuc.tasks.step import can_help, first_attempt, progress_artifact
+from virnuc.tasks.step import first_attempt, is_retryable, progress_artifact
 from virnuc_core.errors import (
     ConfigError,
     DeviceError,
@@ -44,9 +44,9 @@ from virnuc_core.errors import (
     WeightsError,
     WorkerError,
 )
-from virnuc_core.reads.sources import sample_of
+from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSpec, stage
-from virnuc_core.rundir import MARK, run_lock
+from virnuc_core.rundir import MARKER_FILE, run_lock
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ from virnuc_core.rundir import MARK, run_lock
     ],
 )
 def test_samples_have_short_names(reads: list[str], name: str) -> None:
-    assert sample_of(reads) == name
+    assert sample_name(reads) == name
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_flow_holds_its_directory_from_its_first_line_to_its_last(
         with pytest.raises(ConfigError, match="is working here"):
             Context().run(run_lock(settings.out).__enter__)  # as another flow would
         with run_lock(settings.out):
-            return Completed(data=(settings.out / MARK).exists())
+            return Completed(data=(settings.out / MARKER_FILE).exists())
 
     truth = {"truth": reads} if model is TrainSettings else {}
     assert (
@@ -143,7 +143,7 @@ def test_settings_of_the_user_are_kept_and_ours_fill_the_gaps() -> None:
     ],
 )
 def test_only_what_a_retry_can_help_is_retried(error: Exception, helps: bool) -> None:
-    assert can_help(error) is helps
+    assert is_retryable(error) is helps
 
 
 def test_outside_a_run_every_attempt_is_the_first() -> None:
@@ -189,8 +189,8 @@ def test_a_server_that_is_away_does_not_stop_the_work(
     monkeypatch.setattr("virnuc.tasks.step.artifacts.create_progress_artifact", refuse)
     with progress_artifact("p", "", every_s=0.01) as show:
         show(0.5)
-    assert "progress p" in connection.untold
-    connection.untold.clear()
+    assert "progress p" in connection.unreported
+    connection.unreported.clear()
 
 
 @pytest.mark.usefixtures("sent")

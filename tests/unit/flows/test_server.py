@@ -54,17 +54,17 @@ def test_a_server_that_did_not_answer_is_not_asked_again_for_a_while(
     for _ in range(3):
         with pytest.raises(ServerLostError):
             connection.send(ARTIFACT, transport.handle_request)
-        with connection.telling("table reads"):
+        with connection.reporting("table reads"):
             connection.send(ARTIFACT, transport.handle_request)
     assert asked == ["/api/artifacts/"]
-    assert connection.untold == ["table reads"] * 3
+    assert connection.unreported == ["table reads"] * 3
 
 
 def test_a_state_proposed_in_vain_is_taken_as_accepted_and_what_was_not_told_is_said_once(
     lost: tuple[Connection, httpx.MockTransport, list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     connection, transport, asked = lost
-    with connection.telling("table reads"):
+    with connection.reporting("table reads"):
         connection.send(ARTIFACT, transport.handle_request)
     answer = connection.send(proposal("COMPLETED"), transport.handle_request).json()
     assert (answer["status"], answer["state"]["name"]) == ("ACCEPT", "Completed")
@@ -96,8 +96,8 @@ def test_devices_are_not_waited_for_at_a_server_that_is_gone() -> None:
         temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}),
         device_slots([Device(id="GPU-unasked", kind="cuda", name="a GPU")]),
     ):
-        assert any("gpu-unasked" in what for what in server.connection.untold)
-    server.connection.untold.clear()
+        assert any("gpu-unasked" in what for what in server.connection.unreported)
+    server.connection.unreported.clear()
 
 
 def test_an_embedded_server_which_nobody_else_sees_is_asked_for_no_slot(
@@ -108,7 +108,7 @@ def test_an_embedded_server_which_nobody_else_sees_is_asked_for_no_slot(
         temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}),
         device_slots([Device(id="GPU-unasked", kind="cuda", name="a GPU")]),
     ):
-        assert server.connection.untold == []
+        assert server.connection.unreported == []
 
 
 @pytest.mark.parametrize(

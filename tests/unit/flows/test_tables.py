@@ -11,7 +11,7 @@ from virnuc.tasks.predict import fate_rows, stage_rows
 from virnuc.tasks.step import bounded_rows
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics
-from virnuc_core.report.render import message, told
+from virnuc_core.report.render import message, render_sections
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import (
@@ -151,7 +151,7 @@ def test_scaling_and_comparisons() -> None:
     found = Comparison(
         a="devices-1", b="devices-2", tolerance=0.01, consensus=agreement, bitwise=equal
     )
-    (shown,) = told("correctness.view.j2", comparisons=[found])[0].tables[""]
+    (shown,) = render_sections("correctness.view.j2", comparisons=[found])[0].tables[""]
     assert [shown[name] for name in ("Pair", "What", "Agreement")] == [
         "devices-1 / devices-2",
         "consensus",

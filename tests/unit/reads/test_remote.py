@@ -16,7 +16,7 @@ import pytest
 from virnuc_core.errors import ConfigError, InputError, StorageError
 from virnuc_core.reads import remote
 from virnuc_core.reads.remote import PRIVATE, fetch, fetch_accessions, fetch_all
-from virnuc_core.reads.sources import hidden, is_remote
+from virnuc_core.reads.sources import is_remote, redact_url
 
 CONTENT = b"".join(b">r%d\nACGT\n" % i for i in range(50_000))
 
@@ -315,8 +315,8 @@ def test_a_query_is_written_and_said_nowhere(
     url, behaviour = server
     signed = url + "&X-Amz-Signature=5ec4e7"
     caplog.set_level(logging.INFO)
-    shown = hidden(signed)
-    assert [hidden(name) for name in (shown, "-", "a?b@c", "https://h/a@2/b")] == [
+    shown = redact_url(signed)
+    assert [redact_url(name) for name in (shown, "-", "a?b@c", "https://h/a@2/b")] == [
         shown,
         "-",
         "a?b@c",
@@ -324,7 +324,7 @@ def test_a_query_is_written_and_said_nowhere(
     ]
     assert "5ec4e7" not in shown
     assert shown.startswith(url.partition("?")[0] + "#")
-    assert hidden(url) != shown
+    assert redact_url(url) != shown
     (path,) = fetch_all((shown,), tmp_path)
     assert behaviour.paths == [signed[signed.index("/some") :]]
     assert Path(path).read_bytes() == CONTENT
@@ -349,7 +349,7 @@ def test_a_query_is_written_and_said_nowhere(
 
 @pytest.mark.parametrize("url", ["https://lab:5ec4e7@example.org/x.fa", "http://5ec4e7@h/x"])
 def test_an_address_with_a_password_is_refused_without_saying_it(tmp_path: Path, url: str) -> None:
-    for use in (lambda: fetch(url, tmp_path), lambda: hidden(url)):
+    for use in (lambda: fetch(url, tmp_path), lambda: redact_url(url)):
         with pytest.raises(ConfigError, match="password") as caught:
             use()
         assert "5ec4e7" not in str(caught.value)

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from virnuc.tasks.step import can_help
+from virnuc.tasks.step import is_retryable
 from virnuc_core.errors import InputError, SpentInputError, WorkerError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
@@ -239,7 +239,7 @@ def test_a_worker_that_dies_spends_what_came_through_a_pipe(tmp_path: Path) -> N
         killer.join()
         feeder.kill()
         feeder.wait()
-    assert not can_help(SpentInputError("gone"))
+    assert not is_retryable(SpentInputError("gone"))
     assert not (tmp_path / "orfs.h5").exists()
 
 

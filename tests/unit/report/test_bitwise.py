@@ -16,7 +16,7 @@ from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.build import build_report
 from virnuc_core.report.compare import bitwise, compare, compare_runs, cosines
-from virnuc_core.report.render import message, told
+from virnuc_core.report.render import message, render_sections
 
 from .validate_directory import edit_json
 
@@ -81,7 +81,9 @@ def test_runs_without_shards_are_not_identical_nor_do_they_differ(
     assert judged.reason == "there were no shards, or no result files, to compare"
     assert judged.title not in report.missed
     said = [
-        line for section in told("correctness.view.j2", comparisons=found) for line in section.prose
+        line
+        for section in render_sections("correctness.view.j2", comparisons=found)
+        for line in section.prose
     ]
     assert "devices-1 and devices-2: not all there to compare (4 files, 0 shards)" in said
 

@@ -14,7 +14,7 @@ from virnuc_core.report.build import build_report, entry_of, write_report
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.criteria import CRITERIA, FIND, Finding, judge
 from virnuc_core.report.model import Criterion, Report
-from virnuc_core.report.render import fill, message
+from virnuc_core.report.render import message, render_template
 from virnuc_core.report.verify import verify_report
 from virnuc_core.runfiles import Device, write
 from virnuc_core.validation import BaselineSummary
@@ -312,7 +312,7 @@ def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path
         ("Scaling on 4 devices", "4x RTX 4090"),
     ]
     assert found["speedup"].device == "4x RTX 4090"
-    page = fill("report.txt.j2", report)
+    page = render_template("report.txt.j2", report)
     for said in ("2x RTX 4090:  ", "Scaling on 4 devices:"):
         assert said in page, page
     slow = profile.model_copy(update={"scaling_bands": {"4": (3.99, 4.0)}})
@@ -551,7 +551,7 @@ def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Prof
     assert verdict.value is not None
     assert verdict.value < -0.9
     assert any("at worst" in note for note in report.notes)
-    text = fill("beside.txt.j2", report)
+    text = render_template("beside.txt.j2", report)
     assert f"{verdict.value:.4f} (target: >=0.97) [FAIL]" in text
     assert text.count("Same bytes on all devices") == 1, "each check goes by its own name"
     edit_json(

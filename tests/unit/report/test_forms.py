@@ -14,7 +14,7 @@ from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, read_report, rerender, write_report
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import fill, render, shown
+from virnuc_core.report.render import format_value, render, render_template
 
 from .validate_directory import Recipe, build, digest_of, edit_json
 
@@ -100,8 +100,8 @@ def test_the_charts_are_drawings_without_scripts(report: Report) -> None:
 def test_every_figure_of_the_verdict_stands_on_every_form(report: Report) -> None:
     forms = render(report)
     for criterion in report.criteria:
-        assert shown(criterion) in forms["report.html"]
-        assert shown(criterion) in forms["report.md"]
+        assert format_value(criterion) in forms["report.html"]
+        assert format_value(criterion) in forms["report.md"]
     assert "6 of 7 asked criteria met" in forms["report.html"]
 
 
@@ -135,7 +135,7 @@ def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> Non
     edit_json(
         out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name="a|b|c", id="GPU|x")
     )
-    lines = fill("report.md.j2", build_report(out, profile)).splitlines()
+    lines = render_template("report.md.j2", build_report(out, profile)).splitlines()
     width = 0
     for line in lines:
         if not line.startswith("|"):
@@ -147,7 +147,7 @@ def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> Non
 
 
 def test_front_matter_says_what_the_report_is_of(report: Report) -> None:
-    text = fill("report.md.j2", report)
+    text = render_template("report.md.j2", report)
     assert text.startswith('---\nschema_version: 5\nprofile: "phase10-1m"\n')
     assert 'criteria_met: 6\ncriteria: 7\noutcome: "failed"\n' in text
 
@@ -268,7 +268,7 @@ def test_reports_stay_small(report: Report) -> None:
 
 
 def test_the_performance_summary_has_its_sections(report: Report) -> None:
-    text = fill("report.md.j2", report)
+    text = render_template("report.md.j2", report)
     for words in (
         "Performance Validation Summary",
         "Projected 6,000,000:",
@@ -294,7 +294,7 @@ def test_scaling_has_a_verdict_for_each_number_of_devices(tmp_path: Path) -> Non
         (2, "pass"),
         (4, "fail"),
     ]
-    scaling = fill("report.md.j2", report).split("## GPU Scaling")[1].split("##")[0]
+    scaling = render_template("report.md.j2", report).split("## GPU Scaling")[1].split("##")[0]
     assert "| &gt;=1.6x | [PASS] |" in scaling
     assert "| &gt;=3.9x | [FAIL] |" in scaling
 

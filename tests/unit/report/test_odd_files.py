@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report
-from virnuc_core.report.render import fill
+from virnuc_core.report.render import render_template
 
 from .validate_directory import write_json
 
@@ -74,8 +74,8 @@ def test_whatever_a_raw_file_holds_there_is_a_report(
         write_json(path, body)
         report = build_report(out, profile)
         for form in ("report.txt.j2", "report.md.j2", "benchmark.md.j2"):
-            assert fill(form, report)
-        assert fill("benchmark.json.j2", report)
+            assert render_template(form, report)
+        assert render_template("benchmark.json.j2", report)
         verdicts = {criterion.id: criterion.verdict for criterion in report.criteria}
         assert verdicts["scaling"] != "pass" or "summary.json" in path.name, (
             "the runs' times decide"

@@ -14,7 +14,7 @@ from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, rerender, write_report
 from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.model import EncoderMetrics, Report, Verification
-from virnuc_core.report.render import fill, render, told_rows
+from virnuc_core.report.render import render, render_rows, render_template
 from virnuc_core.report.verify import verify_overhead, verify_report
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write
@@ -94,7 +94,7 @@ def test_more_than_the_ceiling_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_is_not_run(tmp_path: Path) -> None:
-    text = fill("beside.txt.j2", build_report(tmp_path, load_profile("phase10-1m")))
+    text = render_template("beside.txt.j2", build_report(tmp_path, load_profile("phase10-1m")))
     assert text.count("not run") >= 7
     assert "0.0" not in text
 
@@ -294,7 +294,7 @@ def test_reads_that_do_not_add_up_are_a_warning(copied: tuple[Path, Profile]) ->
     assert report.accounting is not None
     assert not report.accounting.adds_up
     assert any("reads.tsv lists 299" in warning for warning in report.warnings)
-    assert "does NOT add up" in fill("beside.txt.j2", report)
+    assert "does NOT add up" in render_template("beside.txt.j2", report)
 
 
 def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:
@@ -421,7 +421,7 @@ def test_the_gantt_says_when_each_stage_ran(copied: tuple[Path, Profile]) -> Non
 def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
     pairs_of_runs(tmp_path)
     found = read(tmp_path / OVERHEAD, OverheadFile)
-    rows = told_rows("overhead.view.j2", pairs=found.pairs)
+    rows = render_rows("overhead.view.j2", pairs=found.pairs)
     assert [row["pair"] for row in rows] == [1, 2, 3]
     assert all(str(row["overhead"]).endswith(" %") for row in rows)
     report = build_report(tmp_path, production)

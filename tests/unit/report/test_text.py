@@ -14,7 +14,7 @@ from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.metrics import COMPARISON
 from virnuc_core.report.model import Regression, Report
-from virnuc_core.report.render import fill, near, target_text
+from virnuc_core.report.render import render_template, round_beside_target, target_text
 from virnuc_core.runfiles import write
 from virnuc_core.telemetry.log import write_telemetry
 from virnuc_core.telemetry.statistics import frame
@@ -111,7 +111,7 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
 
 def test_the_published_numbers_give_the_golden_report(tmp_path: Path) -> None:
     report = published(tmp_path)
-    assert fill("criteria.txt.j2", report) == (DATA / "report_rtx4090.txt").read_text(
+    assert render_template("criteria.txt.j2", report) == (DATA / "report_rtx4090.txt").read_text(
         encoding="utf-8"
     )
 
@@ -132,7 +132,9 @@ def test_the_honest_verdict_on_the_published_numbers_is_three_of_seven(tmp_path:
 def test_every_line_of_the_layout_stands_whatever_was_measured(tmp_path: Path) -> None:
     """With nothing measured at all, the sections, their order and the rulers are the same."""
     golden = (DATA / "report_rtx4090.txt").read_text(encoding="utf-8").splitlines()
-    empty = fill("criteria.txt.j2", build_report(tmp_path, load_profile("phase10-1m"))).splitlines()
+    empty = render_template(
+        "criteria.txt.j2", build_report(tmp_path, load_profile("phase10-1m"))
+    ).splitlines()
     heads = [line for line in golden if line and not line.startswith((" ", "OVERALL", "PER-STAGE"))]
     assert [line for line in empty if line in heads] == heads
     assert (
@@ -144,7 +146,7 @@ def test_every_line_of_the_layout_stands_whatever_was_measured(tmp_path: Path) -
 
 def test_nine_stage_lines_with_dotted_leaders(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(shards=2, reads=30))
-    lines = fill("criteria.txt.j2", build_report(tmp_path, profile)).splitlines()
+    lines = render_template("criteria.txt.j2", build_report(tmp_path, profile)).splitlines()
     stages = [line for line in lines if line.startswith("  Stage ")]
     assert [line.split(": ")[1].split(" .")[0] for line in stages] == list(STAGES)
     assert all(line.index("..  ") > 30 for line in stages)
@@ -155,12 +157,14 @@ def test_all_met_is_said_only_when_all_are(tmp_path: Path) -> None:
     report = published(tmp_path)
     passing = tuple(c.model_copy(update={"verdict": "pass"}) for c in report.criteria)
     met = report.model_copy(update={"criteria": passing, "scaling": ()})
-    assert "OVERALL: ALL CRITERIA MET: 7 of 7 asked criteria met\n" in fill("criteria.txt.j2", met)
+    assert "OVERALL: ALL CRITERIA MET: 7 of 7 asked criteria met\n" in render_template(
+        "criteria.txt.j2", met
+    )
     worse = Regression(verdict="fail", reason="over 10 % worse in total_s", stale=False)
     regressed = met.model_copy(update={"regression": worse})
     assert (
         "OVERALL: 7 of 7 asked criteria met; not met: regression (over 10 % worse in total_s)"
-        in fill("report.txt.j2", regressed)
+        in render_template("report.txt.j2", regressed)
     )
     assert report.model_copy(update={"criteria": (), "scaling": ()}).outcome == "not judged"
 
@@ -179,7 +183,7 @@ def test_all_met_is_said_only_when_all_are(tmp_path: Path) -> None:
 def test_a_figure_is_shown_on_its_own_side_of_the_target(
     value: float, op: str, target: float, shown: str
 ) -> None:
-    assert near(value, 1, Target(op=op, value=target)) == shown
+    assert round_beside_target(value, 1, Target(op=op, value=target)) == shown
 
 
 @given(st.floats(0, 1e4), st.sampled_from(("<", "<=", ">", ">=")), st.integers(0, 100))
@@ -187,7 +191,7 @@ def test_what_is_printed_meets_the_target_exactly_when_the_value_does(
     value: float, op: str, limit: int
 ) -> None:
     target = Target(op=op, value=limit)
-    assert target.met(float(near(value, 1, target))) == target.met(value)
+    assert target.met(float(round_beside_target(value, 1, target))) == target.met(value)
 
 
 def test_durations_are_said_as_people_say_them() -> None:

@@ -16,12 +16,12 @@ from virnuc_core.report.render import (
     Number,
     cell,
     figures,
-    fill,
     markdown_cell,
     number,
     render,
-    told,
-    told_rows,
+    render_rows,
+    render_sections,
+    render_template,
 )
 
 
@@ -33,7 +33,7 @@ def report(finished: tuple[Path, Profile]) -> Report:
 def test_every_cell_of_the_view_stands_on_the_page_and_in_the_markdown(report: Report) -> None:
     forms = render(report)
     page = unescape(re.sub(r"<[^>]+>", "\n", forms["report.html"]))
-    for section in told("view.j2", report):
+    for section in render_sections("view.j2", report):
         assert f"## {section.title}" in forms["report.md"]
         for line in section.prose:
             assert line in page
@@ -65,7 +65,7 @@ def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Repor
         "judged": figure.judged.model_copy(update=asked),
     }
     changed = report.model_copy(update={"scaling": (alone, figure.model_copy(update=missed))})
-    row = told_rows("scaling.view.j2", changed)[1]
+    row = render_rows("scaling.view.j2", changed)[1]
     assert (row["Speedup"], row["Efficiency"], str(row["Verdict"])) == (
         "1.8996x",
         "94.98%",
@@ -75,7 +75,7 @@ def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Repor
 
 def test_a_baseline_without_frames_has_no_agreement_of_frames(report: Report) -> None:
     alone = tuple(one.model_copy(update={"frames": None}) for one in report.comparisons)
-    text = fill("report.txt.j2", report.model_copy(update={"comparisons": alone}))
+    text = render_template("report.txt.j2", report.model_copy(update={"comparisons": alone}))
     assert "Per-frame label agreement: n/a" in text
 
 
@@ -91,4 +91,4 @@ def test_the_page_follows_a_dark_setting(report: Report) -> None:
 
 def test_a_figure_that_a_report_does_not_have_is_an_error() -> None:
     with pytest.raises(Exception, match="has no attribute"):
-        fill("beside.txt.j2", Report.model_construct())
+        render_template("beside.txt.j2", Report.model_construct())

@@ -16,7 +16,7 @@ import pandas as pd
 
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.compare import compare_runs
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import digest
 from virnuc_core.telemetry.log import write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, frame
@@ -123,11 +123,11 @@ def write_results(
         shown = str(virus.max()) if ids else ""
         reads.append(f"read{number}\t{length}\t1\t{len(ids)}\t{fate}\t{shown}\t{fate}\t")
     run = RunDir(folder)
-    write_text_whole(run.predictions, "\n".join(frames) + "\n")
-    write_text_whole(run.consensus, "\n".join(chunks) + "\n")
+    write_text_atomically(run.predictions, "\n".join(frames) + "\n")
+    write_text_atomically(run.consensus, "\n".join(chunks) + "\n")
     if first_reads is None:
-        write_text_whole(run.reads_table, "\n".join(reads) + "\n")
-        write_text_whole(run.failed_rows, "Sequence_ID\n")
+        write_text_atomically(run.reads_table, "\n".join(reads) + "\n")
+        write_text_atomically(run.failed_rows, "Sequence_ID\n")
     return fates
 
 
@@ -339,7 +339,7 @@ def build_baseline(out: Path, recipe: Recipe, rows: Rows) -> None:
 
 
 def write_json(path: Path, body: object) -> None:
-    write_text_whole(path, json.dumps(body, indent=1) + "\n")
+    write_text_atomically(path, json.dumps(body, indent=1) + "\n")
 
 
 def edit_json(path: Path, change: Any) -> None:

@@ -31,7 +31,7 @@ from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RESULTS, RunDir
+from virnuc_core.rundir import RESULT_FILES, RunDir
 from virnuc_core.runfiles import RunSummary, read, write
 from virnuc_core.tools import training
 from virnuc_core.training.evaluation import Examples, choose
@@ -354,10 +354,10 @@ def test_a_stand_in_needs_no_head_and_no_result_of_it_stays(tmp_path: Path, mode
     assert (folder / "esm2").resolve() == (models / "esm2").resolve()
     run = RunDir(tmp_path)
     write(run.summary, RunSummary(files={}))
-    for name in RESULTS:
+    for name in RESULT_FILES:
         (tmp_path / name).write_text("of another head")
     remove_results(run)
-    assert not [name for name in RESULTS if (tmp_path / name).exists()]
+    assert not [name for name in RESULT_FILES if (tmp_path / name).exists()]
     assert read(run.summary, RunSummary).files is None
 
 
