@@ -33,7 +33,7 @@ from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RESULT_FILES, RunDir
 from virnuc_core.runfiles import RunSummary, read, write
-from virnuc_core.tools import training
+from virnuc_core.training import training
 from virnuc_core.training.evaluation import Examples, choose
 from virnuc_core.training.training import (
     BASELINES,
