@@ -477,7 +477,8 @@ def die_with_parent(parent: int | None = None) -> None:
 def parent_bound_command(program: str, *words: str) -> list[str]:
     """The command of a Python process that does `program` on these words, and is bound to the thread that starts it
     before it imports what takes time."""
-    first = "import sys; from virnuc_core.rundir import collect_seldom, die_with_parent"
-    binding = f"{first}; die_with_parent(int(sys.argv.pop(1))); collect_seldom(); {program}"
+    first = "import sys; from virnuc_core.rundir import die_with_parent, relax_garbage_collection"
+    bind = "die_with_parent(int(sys.argv.pop(1)))"
+    binding = f"{first}; {bind}; relax_garbage_collection(); {program}"
     # -P: no module of the folder people stand in
     return [sys.executable, "-P", "-c", binding, str(os.getpid()), *words]
