@@ -14,11 +14,10 @@ from contextvars import Context
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import httpx
 import numpy as np
-import nvitop
 import psutil
 import torch
 from cyclopts import Parameter
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 
 from virnuc.flows.parameters import ROOTS
 from virnuc.flows.start import nearest, prepare_prefect
+from virnuc_core import gpus
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models, load_all
 from virnuc_core.encoders.convert import init_random
@@ -33,7 +33,7 @@ from virnuc_core.encoders.layers import without_triton
 from virnuc_core.encoders.models_directory import Check, Verdict, embed
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine import shards
-from virnuc_core.engine.devices import resolve, visible_gpus
+from virnuc_core.engine.devices import resolve
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
@@ -210,12 +210,13 @@ def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Check]:
 def driver_and_gpus() -> Iterator[Check]:
     """The driver and the CUDA that torch was built for; then each visible GPU."""
     built = torch.version.cuda
-    if not visible_gpus():
+    driver = gpus.NVML.driver()
+    visible = gpus.NVML.visible()
+    if driver is None or not visible:
         said = "no NVIDIA driver or GPU is visible; virnuc computes on CPU cores"
         yield Check("driver", "warn" if built else "ok", said)
         return
-    version, newest = nvitop.Device.driver_version(), nvitop.Device.cuda_driver_version()
-    text = f"driver {version}, which knows CUDA up to {newest}; torch is for {built}"
+    text = f"driver {driver.version}, which knows CUDA up to {driver.cuda}; torch is for {built}"
     problem = (
         ""
         if torch.cuda.is_available()
@@ -230,18 +231,22 @@ def driver_and_gpus() -> Iterator[Check]:
             "Triton can run ours",
             verdict="fail",
         )
-    yield from (
-        gpu_finding(f"cuda:{number}", gpu) for number, gpu in enumerate(nvitop.Device.cuda.all())
+    for number, gpu in enumerate(visible):
+        yield gpu_finding(f"cuda:{number}", gpu, gpus.NVML.occupancy(gpu.uuid))
+
+
+def gpu_finding(name: str, gpu: gpus.Gpu, occupancy: gpus.Occupancy) -> Check:
+    """Report the free memory of a GPU, and warn if others use it or if the models do not fit."""
+    free = occupancy.memory_free_bytes
+    total = occupancy.memory_total_bytes
+    utilisation = "N/A"
+    if occupancy.utilisation_percent is not None:
+        utilisation = f"{occupancy.utilisation_percent:.0f}"
+    text = (
+        f"{gpu.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, utilisation {utilisation} %"
     )
-
-
-def gpu_finding(name: str, gpu: Any) -> Check:
-    """One GPU, as nvitop tells of it."""
-    total, free, problem = int(gpu.memory_total()), int(gpu.memory_free()), ""
-    others = [
-        str(process.pid) for process in gpu.processes().values() if process.pid != os.getpid()
-    ]
-    text = f"{gpu.name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, utilisation {gpu.gpu_utilization()} %"
+    others = [str(pid) for pid in occupancy.process_ids if pid != os.getpid()]
+    problem = ""
     if others:
         problem = f"{text}; {len(others)} other processes compute here ({', '.join(others[:5])})"
     elif free < MEMORY_NEEDED:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, computed_field
 
 import virnuc_core
+from virnuc_core import gpus
 from virnuc_core.config import Share, refuse_unreadable
 from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.rundir import RunDir, write_text_atomically
@@ -201,20 +202,14 @@ def version_of(package: str, absent: str = "absent") -> str:
 
 def versions() -> dict[str, str]:
     """Versions of what computes, of the driver and of the newest CUDA it runs."""
-    import pynvml
-
     computing = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect")
     found = {"python": platform.python_version()} | {
         package: version_of(package) for package in computing
     }
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        found["driver"], cuda = (
-            pynvml.nvmlSystemGetDriverVersion(),
-            pynvml.nvmlSystemGetCudaDriverVersion_v2(),
-        )
-        found["cuda_driver"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
-        pynvml.nvmlShutdown()
+    driver = gpus.NVML.driver()
+    if driver is not None:
+        found["driver"] = driver.version
+        found["cuda_driver"] = driver.cuda
     return found
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
+from virnuc_core import gpus
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.convert import init_random
@@ -209,13 +210,11 @@ def text(rows: list[Row], alone: Bare | None) -> str:
 
 
 def driver() -> str | None:
-    """The NVIDIA driver's version."""
-    try:
-        import nvitop
-
-        return str(nvitop.Device.driver_version())
-    except (ImportError, nvitop.NVMLError):
+    """Return the version of the NVIDIA driver."""
+    versions = gpus.NVML.driver()
+    if versions is None:
         return None
+    return versions.version
 
 
 def main() -> int:

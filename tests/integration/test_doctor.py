@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 from pathlib import Path
@@ -24,8 +26,11 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from tests.fake_gpus import FakeGpus
 from virnuc.flows import doctor as command
 from virnuc.flows.doctor import doctor, judge, together
+from virnuc_core import gpus
+from virnuc_core.gpus import Gpu, Occupancy
 from virnuc_core.runfiles import Device
 
 CORE = Device(id="cpu-core-0", kind="cpu", name="a core", core=0)
@@ -186,31 +191,34 @@ def test_an_open_door_is_a_warning(
         assert "TLS" in far.detail
 
 
-def gpu(free_gib: float, pids: tuple[int, ...] = ()) -> SimpleNamespace:
-    """What nvitop tells of a GPU."""
-    return SimpleNamespace(
-        name=lambda: "a GPU",
-        uuid=lambda: "GPU-of-no-run",
-        memory_total=lambda: 80 * command.GIB,
-        memory_free=lambda: free_gib * command.GIB,
-        gpu_utilization=lambda: 0,
-        processes=lambda: {pid: SimpleNamespace(pid=pid) for pid in pids},
-    )
+GPU = Gpu("GPU-of-no-run", "a GPU")
+
+
+def occupancy(free_gib: int, process_ids: tuple[int, ...] = ()) -> Occupancy:
+    """An idle GPU of 80 GiB."""
+    return Occupancy(80 * command.GIB, free_gib * command.GIB, 0.0, process_ids)
 
 
 @pytest.mark.parametrize(
-    ("seen", "verdict", "said"),
+    ("seen", "verdict", "detail"),
     [
-        (gpu(79), "ok", "79.0 of 80.0 GiB free"),
-        (gpu(79, (4711,)), "warn", "1 other processes compute here (4711)"),
-        (gpu(3), "warn", "wants 16 GiB"),
+        (occupancy(79), "ok", "a GPU, 79.0 of 80.0 GiB free, utilisation 0 %"),
+        (occupancy(79, (4711,)), "warn", "1 other processes compute here (4711)"),
+        (occupancy(79, (os.getpid(),)), "ok", "79.0 of 80.0 GiB free"),
+        (occupancy(3), "warn", "wants 16 GiB"),
+        (
+            replace(occupancy(79), utilisation_percent=None),
+            "ok",
+            "utilisation N/A %",
+        ),
     ],
 )
 def test_a_gpu_that_is_busy_or_full_is_a_warning(
-    seen: SimpleNamespace, verdict: str, said: str
+    seen: Occupancy, verdict: str, detail: str
 ) -> None:
-    found = command.gpu_finding("cuda:0", seen)
-    assert (found.verdict, said in found.detail) == (verdict, True)
+    check = command.gpu_finding("cuda:0", GPU, seen)
+    assert check.verdict == verdict
+    assert detail in check.detail
 
 
 def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(
@@ -246,23 +254,25 @@ def test_a_device_that_computes_something_else_fails() -> None:
 @pytest.mark.parametrize(
     ("starts", "missing", "said"),
     [
-        (True, "", [("ok", "driver"), ("ok", "kernels")]),
-        (True, "which cannot start (no gcc)", [("ok", "driver"), ("fail", "kernels")]),
-        (False, "which cannot start (no driver)", [("fail", "driver")]),
+        (True, "", [("ok", "driver"), ("ok", "kernels"), ("ok", "cuda:0")]),
+        (
+            True,
+            "which cannot start (no gcc)",
+            [("ok", "driver"), ("fail", "kernels"), ("ok", "cuda:0")],
+        ),
+        (False, "which cannot start (no driver)", [("fail", "driver"), ("ok", "cuda:0")]),
     ],
 )
 def test_a_gpu_on_which_our_kernels_cannot_run_is_not_sound(
     starts: bool, missing: str, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stops the driver is told once, and no compiler is blamed for it."""
-    tells = {"driver_version": lambda: "580", "cuda_driver_version": lambda: "13.0"}
-    monkeypatch.setattr(command, "visible_gpus", lambda: [CORE])
-    monkeypatch.setattr(
-        command.nvitop, "Device", SimpleNamespace(**tells, cuda=SimpleNamespace(all=lambda: []))
-    )
+    library = FakeGpus([GPU], occupancies={GPU.uuid: occupancy(79)})
+    monkeypatch.setattr(gpus, "NVML", library)
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: starts)
     monkeypatch.setattr(command, "without_triton", lambda: missing)
     found = [*command.driver_and_gpus()]
+    assert "driver 570.86.15, which knows CUDA up to 12.8" in found[0].detail
     assert [(check.verdict, check.name) for check in found] == said
     assert (
         not missing

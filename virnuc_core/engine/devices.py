@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from virnuc_core import gpus
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Precision
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.runfiles import Device
@@ -21,38 +22,26 @@ def cpu_name() -> str:
 
 
 def visible_gpus() -> list[Device]:
-    """The GPUs this process may use, in CUDA's order, without starting CUDA; none when there is no driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()  # asked first: nvitop prints several lines of its own where there is no driver
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return []
-    import nvitop
-
-    gpus = nvitop.Device.all()
-    # what CUDA makes of several takes nvitop two processes, and a second
-    if len(gpus) != 1 or "CUDA_VISIBLE_DEVICES" in os.environ or gpus[0].is_mig_mode_enabled():
-        gpus = nvitop.Device.cuda.all()
-    return [Device(id=gpu.uuid(), kind="cuda", name=gpu.name()) for gpu in gpus]
+    """Return the GPUs that this process may use, in CUDA's order; none if there is no driver."""
+    return [Device(id=gpu.uuid, kind="cuda", name=gpu.name) for gpu in gpus.NVML.visible()]
 
 
 def resolve(devices: Devices) -> tuple[Device, ...]:
     """The devices asked for; `DeviceError` names the first that is not here."""
     if devices.kind == "cpu":
         return _cores(len(devices.ids))
-    gpus = visible_gpus()
+    visible = visible_gpus()
     if devices.kind == "auto":
-        return tuple(gpus) if gpus else _cores(1)
-    known = {str(index): gpu for index, gpu in enumerate(gpus)} | {gpu.id: gpu for gpu in gpus}
+        return tuple(visible) if visible else _cores(1)
+    known = {str(index): gpu for index, gpu in enumerate(visible)}
+    known |= {gpu.id: gpu for gpu in visible}
     for wanted in devices.ids:
-        if not gpus:
+        if not visible:
             raise DeviceError(
                 f"cuda:{wanted} asked for, but no NVIDIA driver or GPU is visible; use --devices cpu:1"
             )
         if wanted not in known:
-            here = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(gpus))
+            here = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(visible))
             raise DeviceError(f"cuda:{wanted} is not here; visible: {here}")
     return tuple(known[wanted] for wanted in devices.ids)
 

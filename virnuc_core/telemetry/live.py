@@ -17,8 +17,8 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from virnuc_core import gpus
 from virnuc_core.config import OnShare
-from virnuc_core.telemetry.statistics import known
 from virnuc_core.telemetry.tables import (
     OVERLAPPED,
     STAGES,
@@ -36,7 +36,6 @@ CHILDREN_EVERY: Final = (
 PLAIN_EVERY_S: Final = 10.0
 CALLBACK_EVERY_S: Final = 5.0
 WIDE: Final = 100  # columns of a terminal that has room for the packing, too
-GPU_UUIDS: Final = ("GPU-", "MIG-")
 TITLE: Final = "Embedding"
 RULE: Final = "=" * 80
 LEAST_SHOWN_S: Final = 0.05  # of what is no stage
@@ -46,26 +45,30 @@ Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped wit
 
 
 def nvml_reader(devices: Sequence[str]) -> Reader | None:
-    """What reads the GPUs among `devices`, each by its UUID, whatever order CUDA gives them; `None` when there is none,
-    and, with a word in the log, where NVML cannot be used."""
-    uuids = [device for device in devices if device.startswith(GPU_UUIDS)]
+    """Return a function that reads the GPUs among `devices`, each by its UUID.
+
+    Returns:
+        `None` if no device is a GPU, or if NVML cannot be used, which is logged.
+    """
+    uuids = [device for device in devices if device.startswith(gpus.UUID_PREFIXES)]
     if not uuids:
         return None
-    import nvitop
-
     try:
-        nvitop.Device.count()
-        opened = {uuid: nvitop.Device(uuid=uuid) for uuid in uuids}
-    except (nvitop.NVMLError, RuntimeError, OSError) as error:
+        read_gpu = gpus.NVML.reader(uuids)
+    except gpus.NvmlError as error:
         log.warning("NVML cannot be used (%s): gpu utilisation is not measured", error)
         return None
 
     def read(device: str, time_s: float) -> DeviceSample:
-        gpu = opened[device]
-        told = gpu.gpu_utilization(), gpu.memory_used(), gpu.power_usage() / 1000, gpu.temperature()
+        reading = read_gpu(device)
         return DeviceSample(
-            time_s, device, *(known(float(one)) for one in told)
-        )  # what is not told is NaN to nvitop
+            time_s,
+            device,
+            utilisation=reading.utilisation_percent,
+            memory_used_bytes=reading.memory_used_bytes,
+            power_w=reading.power_w,
+            temperature_c=reading.temperature_c,
+        )
 
     return read
 
@@ -163,7 +166,7 @@ class InferenceProgressReporter:
     def __enter__(self) -> Self:
         if self._console.is_interactive or self._console.is_jupyter:
             devices = self._monitor.devices
-            on_gpu = any(device.startswith(GPU_UUIDS) for device in devices)
+            on_gpu = any(device.startswith(gpus.UUID_PREFIXES) for device in devices)
             words = [
                 "count",
                 "tokens",

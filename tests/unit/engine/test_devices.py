@@ -5,15 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 
-import nvitop
-import pynvml
 import pytest
 
+from tests.fake_gpus import FakeGpus
+from virnuc_core import gpus
 from virnuc_core.config import Devices
 from virnuc_core.engine.devices import environment, open_context, resolve, visible_gpus
 from virnuc_core.errors import ConfigError, DeviceError
+from virnuc_core.gpus import Gpu
 from virnuc_core.runfiles import Device
 
 
@@ -63,35 +63,28 @@ def test_a_gpu_worker_sees_its_gpu_alone_by_uuid() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("count", "mig", "chosen", "asked"),
-    [
-        (1, False, None, False),
-        (1, False, "0", True),
-        (1, False, "", True),
-        (1, True, None, True),
-        (2, False, None, True),
-    ],
-)
-def test_cuda_is_asked_which_gpus_it_has_unless_there_is_but_one(
-    count: int, mig: bool, chosen: str | None, asked: bool, monkeypatch: pytest.MonkeyPatch
+def test_gpus_are_chosen_by_number_or_by_uuid_and_all_of_them_by_auto(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def gpu(name: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            uuid=lambda: f"GPU-{name}", name=lambda: name, is_mig_mode_enabled=lambda: mig
-        )
+    visible = [Gpu("GPU-aa", "H100"), Gpu("GPU-bb", "L40S")]
+    monkeypatch.setattr(gpus, "NVML", FakeGpus(visible))
+    first = Device(id="GPU-aa", kind="cuda", name="H100")
+    second = Device(id="GPU-bb", kind="cuda", name="L40S")
+    assert visible_gpus() == [first, second]
+    assert resolve(Devices.parse("auto")) == (first, second)
+    assert resolve(Devices.parse("cuda:1")) == (second,)
+    assert resolve(Devices.parse("cuda:GPU-aa")) == (first,)
+    with pytest.raises(DeviceError, match=r"cuda:2 is not here; visible: cuda:0 \(H100\), cuda:1"):
+        resolve(Devices.parse("cuda:2"))
 
-    physical = [gpu(f"physical {number}") for number in range(count)]
-    device = SimpleNamespace(
-        all=lambda: physical, cuda=SimpleNamespace(all=lambda: [gpu("as CUDA has it")])
-    )
-    for name in ("nvmlInit", "nvmlShutdown"):
-        monkeypatch.setattr(pynvml, name, lambda: None)
-    monkeypatch.setattr(nvitop, "Device", device)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert [gpu.name for gpu in visible_gpus()] == ["as CUDA has it" if asked else "physical 0"]
+
+def test_without_a_driver_auto_is_one_core_and_a_gpu_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpus, "NVML", FakeGpus(driver=None))
+    assert [device.kind for device in resolve(Devices.parse("auto"))] == ["cpu"]
+    with pytest.raises(DeviceError, match="no NVIDIA driver or GPU is visible"):
+        resolve(Devices.parse("cuda:0"))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from tests.fake_gpus import FakeGpus
+from virnuc_core import gpus
+from virnuc_core.gpus import Driver, Reading
 from virnuc_core.runfiles import versions
 from virnuc_core.telemetry.live import Sampler, nvml_reader
 from virnuc_core.telemetry.statistics import frame
@@ -114,12 +117,7 @@ def test_without_nvml_the_host_is_sampled_and_utilisation_is_not_there() -> None
 def test_a_gpu_asked_for_where_there_is_no_driver_is_said_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import nvitop
-
-    def no_driver() -> None:
-        raise nvitop.NVMLError(nvitop.libnvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(nvitop.Device, "count", staticmethod(no_driver))
+    monkeypatch.setattr(gpus, "NVML", FakeGpus(driver=None))
     with caplog.at_level(logging.WARNING):
         assert nvml_reader(["GPU-aaaa"]) is None
     assert "utilisation is not measured" in caplog.text
@@ -130,44 +128,15 @@ def test_no_gpu_no_word() -> None:
 
 
 def test_the_driver_is_named_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pynvml
-
-    def no_driver() -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
+    monkeypatch.setattr(gpus, "NVML", FakeGpus(driver=None))
     assert not {"driver", "cuda_driver"} & set(versions())
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "570.86.15")
-    monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", lambda: 12080)
+    monkeypatch.setattr(gpus, "NVML", FakeGpus(driver=Driver("570.86.15", "12.8")))
     assert {"driver": "570.86.15", "cuda_driver": "12.8"}.items() <= versions().items()
 
 
-def test_nvitop_is_asked_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    import nvitop
-
-    class FakeDevice:
-        def __init__(self, uuid: str) -> None:
-            self.uuid = uuid
-
-        @staticmethod
-        def count() -> int:
-            return 2
-
-        def gpu_utilization(self) -> int:
-            return {"GPU-aaaa": 11, "GPU-bbbb": 88}[self.uuid]
-
-        def memory_used(self) -> int:
-            return 1 << 30
-
-        def power_usage(self) -> int:
-            return 345_000
-
-        def temperature(self) -> str:
-            return nvitop.NA
-
-    monkeypatch.setattr(nvitop, "Device", FakeDevice)
+def test_a_sample_has_every_number_of_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = {"GPU-aaaa": Reading(11.0), "GPU-bbbb": Reading(88.0, 1 << 30, 345.0, None)}
+    monkeypatch.setattr(gpus, "NVML", FakeGpus(readings=readings))
     read = nvml_reader(DEVICES)
     assert read is not None
     assert read("GPU-bbbb", 2.0) == DeviceSample(2.0, "GPU-bbbb", 88.0, 1 << 30, 345.0, None)
@@ -203,12 +172,11 @@ def test_memory_of_children_is_counted() -> None:
 def test_known_load_is_seen_on_a_real_gpu() -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not here")
-    import nvitop
     import torch
 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    uuid = nvitop.Device.cuda.all()[0].uuid()
+    uuid = gpus.NVML.visible()[0].uuid
     side = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
     with Keeping((uuid,), every_s=0.1) as idle:
         torch.cuda.synchronize()

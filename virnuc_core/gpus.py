@@ -1,0 +1,175 @@
+"""Ask NVIDIA's management library (NVML) about the GPUs of this machine.
+
+No other module imports nvitop or pynvml. Both are imported only when a question is asked, so that
+importing this module costs nothing. Callers ask `NVML`, which tests replace by a fake:
+
+    from virnuc_core import gpus
+    gpus.NVML.visible()
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+UUID_PREFIXES: Final = ("GPU-", "MIG-")  # of whole GPUs and of their slices
+
+
+class NvmlError(Exception):
+    """NVML, or a GPU asked for by UUID, cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that this process may use."""
+
+    uuid: str
+    name: str  # its model, for example NVIDIA H100 80GB HBM3
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The versions of the NVIDIA driver."""
+
+    version: str
+    cuda: str  # the newest CUDA version that the driver supports
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a GPU is doing at one moment. A number that the driver does not give is `None`."""
+
+    utilisation_percent: float | None = None
+    memory_used_bytes: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Who uses a GPU, and how much of it is free. Memory that the driver does not give is 0."""
+
+    memory_total_bytes: int
+    memory_free_bytes: int
+    utilisation_percent: float | None
+    process_ids: tuple[int, ...]
+
+
+class GpuLibrary(Protocol):
+    """The questions that virnuc asks about GPUs."""
+
+    def driver(self) -> Driver | None:
+        """Return the versions of the driver, or `None` if there is no driver."""
+
+    def visible(self) -> list[Gpu]:
+        """Return the GPUs that this process may use, in CUDA's order, without starting CUDA.
+
+        The list is empty if there is no driver.
+        """
+        ...
+
+    def occupancy(self, uuid: str) -> Occupancy:
+        """Return who uses a GPU, and how much of it is free."""
+        ...
+
+    def reader(self, uuids: Sequence[str]) -> Callable[[str], Reading]:
+        """Return a function that reads one of these GPUs, given by its UUID.
+
+        The function may raise any error of the driver.
+
+        Raises:
+            NvmlError: NVML cannot be used, or it does not know one of the GPUs.
+        """
+        ...
+
+
+class Nvml:
+    """NVML through nvitop, and through pynvml where nvitop would be slow or too talkative."""
+
+    def driver(self) -> Driver | None:
+        """Return the versions of the driver, or `None` if there is no driver."""
+        import pynvml  # nvitop takes much longer to import, and every run records its driver
+
+        try:
+            pynvml.nvmlInit()
+            version = pynvml.nvmlSystemGetDriverVersion()
+            cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()  # 12080 is CUDA 12.8
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            return None
+        return Driver(version, cuda=f"{cuda // 1000}.{cuda % 1000 // 10}")
+
+    def visible(self) -> list[Gpu]:
+        """Return the GPUs that this process may use, in CUDA's order, without starting CUDA.
+
+        The list is empty if there is no driver.
+        """
+        import pynvml
+
+        try:
+            # asked first: without a driver, nvitop prints several lines of its own
+            pynvml.nvmlInit()
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            return []
+        import nvitop
+
+        devices = nvitop.Device.all()
+        # nvitop starts two processes to learn CUDA's order, which takes a second. A single GPU
+        # needs no order, unless CUDA may hide it or see its slices in its place.
+        is_only_choice = len(devices) == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ
+        if not is_only_choice or devices[0].is_mig_mode_enabled():
+            devices = nvitop.Device.cuda.all()
+        return [Gpu(device.uuid(), device.name()) for device in devices]
+
+    def occupancy(self, uuid: str) -> Occupancy:
+        """Return who uses a GPU, and how much of it is free."""
+        import nvitop
+
+        device = nvitop.Device(uuid=uuid)
+        return Occupancy(
+            memory_total_bytes=int(device.memory_total()),
+            memory_free_bytes=int(device.memory_free()),
+            utilisation_percent=_number(device.gpu_utilization()),
+            process_ids=tuple(process.pid for process in device.processes().values()),
+        )
+
+    def reader(self, uuids: Sequence[str]) -> Callable[[str], Reading]:
+        """Return a function that reads one of these GPUs, given by its UUID.
+
+        The function may raise any error of the driver.
+
+        Raises:
+            NvmlError: NVML cannot be used, or it does not know one of the GPUs.
+        """
+        import nvitop
+
+        try:
+            nvitop.Device.count()  # fails if there is no driver
+            devices = {uuid: nvitop.Device(uuid=uuid) for uuid in uuids}
+        except (nvitop.NVMLError, RuntimeError, OSError) as error:
+            raise NvmlError(str(error)) from error
+
+        def read(uuid: str) -> Reading:
+            device = devices[uuid]
+            milliwatts = device.power_usage()
+            return Reading(
+                utilisation_percent=_number(device.gpu_utilization()),
+                memory_used_bytes=_number(device.memory_used()),
+                power_w=_number(milliwatts / 1000),
+                temperature_c=_number(device.temperature()),
+            )
+
+        return read
+
+
+def _number(value: Any) -> float | None:
+    """Return a number of nvitop's, or `None` for its `NA`, which becomes NaN as a float."""
+    number = float(value)
+    if math.isnan(number):
+        return None
+    return number
+
+
+NVML: GpuLibrary = Nvml()
