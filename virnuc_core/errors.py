@@ -1,4 +1,4 @@
-"""The errors people see. Each says what is wrong, where, and the way out, in one line."""
+"""The errors people see. Each says in one line what is wrong, where, and the way out."""
 
 import errno
 import os
@@ -8,30 +8,46 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-MAX_SHOWN_LETTERS: Final = 100  # characters of a value or a name that is wrong
-# what moves a terminal's cursor or turns the order of letters round, and bytes of a file name that are no letters
+MAX_SHOWN_LETTERS: Final = 100  # of a value or a name that is wrong
+MAX_SHOWN_NAMES: Final = 3  # of a list in a message
+# Characters that move the cursor of a terminal or reverse the order of letters, and bytes of file
+# names that are no letters.
 _UNPRINTABLE: Final = re.compile(
     r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    r"""A text with its control characters written out: what a file calls itself must not act on who reads of it.
+    r"""Return the text with its control characters written out.
+
+    Names that come from a file must not act on the terminal of whoever reads them.
 
     >>> printable("reads\x1b[2J.fa")
     'reads\\x1b[2J.fa'
     """
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return _UNPRINTABLE.sub(_escape, text)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")
 
 
 def join_first(names: Iterable[object]) -> str:
-    """The first three of some names, short and on one line, and how many more there are."""
-    found = [re.sub(r"\s", " ", str(name))[:MAX_SHOWN_LETTERS] for name in names]
-    return ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
+    """Return the first three names, shortened and on one line, and the number of the others.
+
+    >>> join_first(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    texts = [re.sub(r"\s", " ", str(name))[:MAX_SHOWN_LETTERS] for name in names]
+    text = ", ".join(texts[:MAX_SHOWN_NAMES])
+    n_hidden = len(texts) - MAX_SHOWN_NAMES
+    if n_hidden > 0:
+        text += f" and {n_hidden} more"
+    return text
 
 
 class VirnucError(Exception):
-    """Root of the family. ``exit_code`` is what the command line returns for it."""
+    """Root of the family. `exit_code` is the exit code of a command that ends with it."""
 
     exit_code = 1
 
@@ -40,7 +56,7 @@ class VirnucError(Exception):
 
 
 class InputError(VirnucError):
-    """Reads that cannot be used: names the file, the line or the read, and what to do."""
+    """Reads that cannot be used. Names the file, the line or the read, and what to do."""
 
     exit_code = 2
 
@@ -53,10 +69,19 @@ class InputError(VirnucError):
         read_id: str = "",
         hint: str = "",
     ) -> None:
-        self.file, self.line, self.read_id = file, line, read_id
-        place = "" if not file else f"{file}:{line}: " if line else f"{file}: "
-        who = f"read '{read_id}': " if read_id else ""
-        super().__init__(f"{place}{who}{problem}{'; ' + hint if hint else ''}")
+        self.file = file
+        self.line = line
+        self.read_id = read_id
+        message = problem
+        if read_id:
+            message = f"read '{read_id}': {message}"
+        if file and line:
+            message = f"{file}:{line}: {message}"
+        elif file:
+            message = f"{file}: {message}"
+        if hint:
+            message = f"{message}; {hint}"
+        super().__init__(message)
 
 
 class ConfigError(VirnucError):
@@ -72,7 +97,7 @@ class WeightsError(VirnucError):
 
 
 class NotFiniteError(WeightsError):
-    """Reads for too many rows of which a model gives NaN or infinity, though its weights are finite."""
+    """A model with finite weights gave NaN or infinity for too many rows of these reads."""
 
 
 class DeviceError(VirnucError):
@@ -82,18 +107,20 @@ class DeviceError(VirnucError):
 
 
 class IncapableError(DeviceError):
-    """A device that cannot do what is asked, at any other time either."""
+    """A device that can never do what is asked of it."""
 
 
 class ShardError(VirnucError):
     """A shard that could not be computed, or whose file is not what was committed."""
 
     def __init__(self, problem: str, *, shard: int | None = None) -> None:
-        super().__init__(problem if shard is None else f"shard {shard:05d}: {problem}")
+        if shard is not None:
+            problem = f"shard {shard:05d}: {problem}"
+        super().__init__(problem)
 
 
 class WorkerError(VirnucError):
-    """A worker process that failed for good; the worker's own traceback is a note, which `--debug` shows."""
+    """A worker process that failed for good. Its own traceback is a note that `--debug` shows."""
 
     def __init__(self, problem: str, *, worker_traceback: str = "") -> None:
         super().__init__(problem)
@@ -101,8 +128,8 @@ class WorkerError(VirnucError):
             self.add_note(worker_traceback)
 
 
-# what a disk that takes no more says, and the way out
-_STORAGE: Final = {
+# System errors of a disk that accepts no more data, and what to do about each.
+_STORAGE_ADVICE: Final = {
     errno.ENOSPC: "make room",
     errno.EDQUOT: "make room, or have the quota raised",
     errno.EFBIG: "have the limit on file sizes raised (ulimit -f)",
@@ -112,56 +139,93 @@ _STORAGE: Final = {
 
 
 class StorageError(VirnucError):
-    """A disk that is full, broken or read-only, or a limit that is reached: told at once, for no other try can help."""
+    """A disk that is full, broken or read-only, or a limit that is reached. A retry cannot help."""
 
 
 def storage_error(error: BaseException, path: Path | None = None) -> StorageError | None:
-    """What the system said of a disk while `path` was written, with the room that is left there; None for all else."""
-    if not isinstance(error, OSError) or error.errno not in _STORAGE:
+    """Translate a system error of a disk into an error that says what to do.
+
+    Args:
+        error: Any error that was raised while a file was written.
+        path: The file. If absent, the file that `error` names.
+
+    Returns:
+        The error to raise, with the free space that is left, or None for all other errors.
+    """
+    if not isinstance(error, OSError) or error.errno not in _STORAGE_ADVICE:
         return None
-    path = path or (Path(os.fsdecode(error.filename)) if error.filename else None)
-    place = (
-        next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
-        if path
-        else None
-    )
-    left = f"; {format_bytes(shutil.disk_usage(place).free)} free there" if place else ""
-    said = f"{os.strerror(error.errno)}{left}; {_STORAGE[error.errno]} and run again, what was committed stays"
-    return StorageError(f"{path}: {said}" if path else said)
+    if path is None and error.filename:
+        path = Path(os.fsdecode(error.filename))
+    advice = f"{_STORAGE_ADVICE[error.errno]} and run again, what was committed stays"
+    reason = os.strerror(error.errno)
+    if path is None:
+        return StorageError(f"{reason}; {advice}")
+    folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
+    if folder is not None:
+        free_bytes = shutil.disk_usage(folder).free
+        reason += f"; {format_bytes(free_bytes)} free there"
+    return StorageError(f"{path}: {reason}; {advice}")
 
 
-def format_bytes(nbytes: int) -> str:
-    """Bytes as people say them.
+def format_bytes(n_bytes: int) -> str:
+    """Return a number of bytes as people read it.
 
-    >>> size(2_000_000), size(72_300_000_000)
+    >>> format_bytes(2_000_000), format_bytes(72_300_000_000)
     ('2.0 MB', '72.3 GB')
     """
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
+    if n_bytes >= 1e9:
+        return f"{n_bytes / 1e9:,.1f} GB"
+    return f"{n_bytes / 1e6:,.1f} MB"
 
 
 class SpentInputError(VirnucError):
-    """Staging failed in a way that another try might mend, but its reads came through a pipe and are gone."""
+    """Staging failed in a way that a retry might help, but the reads came by a pipe and are gone."""
 
 
 class RunMismatchError(ConfigError):
     """A run directory that holds results of other reads, weights or settings. Nothing is mixed."""
 
 
-INPUT_SPECIFIC_ERRORS: Final = (
-    InputError,
-    NotFiniteError,
-)  # what lies with a file of reads, and no other attempt would mend
+# Errors that lie with one file of reads: other files may still be processed.
+INPUT_SPECIFIC_ERRORS: Final = (InputError, NotFiniteError)
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Whether no other reads would fare better."""
-    return isinstance(error, (WeightsError, DeviceError, StorageError)) and not isinstance(
-        error, INPUT_SPECIFIC_ERRORS
+    """Return true if the machine or the weights failed, so that every other input would fail too."""
+    if isinstance(error, INPUT_SPECIFIC_ERRORS):
+        return False
+    return isinstance(error, (WeightsError, DeviceError, StorageError))
+
+
+# Errors that another process may report by name: all of ours, and some of the system's.
+_ERRORS_BY_NAME: Final[dict[str, type[VirnucError]]] = {
+    error.__name__: error
+    for error in (
+        VirnucError,
+        ConfigError,
+        WeightsError,
+        NotFiniteError,
+        DeviceError,
+        IncapableError,
+        InputError,
+        ShardError,
+        WorkerError,
+        StorageError,
+        SpentInputError,
+        RunMismatchError,
     )
+}
+_SYSTEM_ERRORS: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
 
 
-def error_from_name(kind: str, message: str) -> VirnucError | None:
-    """An error of another process by its class's name: one of ours, or the system's; None for all else."""
-    system = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
-    found = VirnucError if kind in system else globals().get(kind)
-    return found(message) if found else None
+def error_from_name(name: str, message: str) -> VirnucError | None:
+    """Return the error that another process reported by the name of its class.
+
+    System errors become a `VirnucError`. Names that are not known give None.
+    """
+    if name in _SYSTEM_ERRORS:
+        return VirnucError(message)
+    error_class = _ERRORS_BY_NAME.get(name)
+    if error_class is None:
+        return None
+    return error_class(message)

@@ -1,11 +1,17 @@
-"""Who may write in a place: a lease, which holds across machines that share a file system.
+"""Leases: which process may write in a directory, also across machines that share a file system.
 
-It is a file `NAME.N`, taken by creating it, which every file system grants to one alone, and written anew by its holder
-every few seconds. Who finds it there asks the system whether the holder lives, on the same machine; else it watches, by
-its own clock, whether the file still changes. It takes over by creating `NAME.N+1`, and withdraws unless all else is
-still as it was judged; then what is older goes. So no two take over, no machine's clock is held against another's, and
-nothing relies on flock, which network file systems keep to one machine. A holder that was stopped for long looks before
-it writes, and finds that it is one no more."""
+A lease is a file `NAME.N`. A process takes it by creating the file, which every file system grants
+to one process only, and writes it anew every few seconds (the heartbeat).
+
+A process that finds a lease there asks the system whether its owner lives. If the owner runs on
+another machine, it watches by its own clock whether the file still changes. To take over, it
+creates `NAME.N+1`, and withdraws if anything else has changed since it looked. Then it removes the
+older files. So two processes never take over together, clocks of two machines are never compared,
+and nothing relies on flock, which network file systems often keep to one machine.
+
+An owner that was stopped for a long time checks the lease before it writes, and finds that it has
+lost it.
+"""
 
 import json
 import logging
@@ -16,73 +22,120 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from virnuc_core.errors import ConfigError
 
 HEARTBEAT_S: Final = 5.0
-EXPIRY_S: Final = 90.0  # longer than a network file system shows what it knew before: up to 60 s, as commonly mounted
-POLL_S, TOLD_S = 0.1, 1.0  # between two looks; after which who waits is told why
-_leases: dict[Path, "Lease"] = {}  # that this process holds, by what each covers
+# Longer than a network file system shows old contents: up to 60 s, as commonly mounted.
+EXPIRY_S: Final = 90.0
+POLL_S: Final = 0.1
+WARN_AFTER_S: Final = 1.0  # of waiting: then the log says for what
+_leases: dict[Path, "Lease"] = {}  # those that this process holds, by the path that each covers
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
-    """Hold the lease of this name while the `with` block lasts, for writing in or at `covers`. Yields "", or who holds
-    it, in words, when it is another's. `wait`: until it is free. Errors: `OSError`."""
-    mine, place = Lease(name), covers.resolve()
-    if other := mine.take(wait=wait):
-        yield other
+    """Hold a lease while the `with` block lasts.
+
+    Args:
+        name: Path of the lease files, without the number at the end.
+        covers: The directory or file that may be written while the lease is held.
+        wait: Wait until the lease is free.
+
+    Yields:
+        An empty string if this process has the lease, else a description of its owner.
+
+    Raises:
+        OSError: The lease files cannot be read or written.
+    """
+    new_lease = Lease(name)
+    owner = new_lease.take(wait=wait)
+    if owner:
+        yield owner
         return
-    _leases[place] = mine
-    beating = threading.Thread(target=mine.beat, daemon=True, name=f"lease of {name.name}")
-    beating.start()
+    place = covers.resolve()
+    _leases[place] = new_lease
+    heartbeat = threading.Thread(target=new_lease.beat, daemon=True, name=f"lease of {name.name}")
+    heartbeat.start()
     try:
         yield ""
     finally:
-        mine.ended.set()
-        beating.join(HEARTBEAT_S)  # for no longer: a file system that is away may hold it
+        new_lease.ended.set()
+        heartbeat.join(HEARTBEAT_S)  # no longer: a file system that is away may block the thread
         _leases.pop(place, None)
-        mine.release()
+        new_lease.release()
 
 
 def require_lease(path: Path, *, look: bool = True) -> None:
-    """`ConfigError` when another has taken over this process's lease that covers `path`; without `look`, if known."""
-    for covers, mine in [*_leases.items()]:
-        if (path.parent.resolve() / path.name).is_relative_to(covers) and not (
-            mine.held() if look else mine.ours
-        ):
-            late = f"{mine.other} is working here now, for this run was held up for over {EXPIRY_S:.0f} s"
-            raise ConfigError(
-                f"{covers}: {late if mine.other else 'its lease was removed'}; it writes no more here"
+    """Raise an error if this process has lost the lease that covers a path.
+
+    Args:
+        path: A file or folder inside the covered directory.
+        look: Read the lease files again. If false, use the state that was last read.
+
+    Raises:
+        ConfigError: Another process has taken over, or the lease was removed.
+    """
+    real_path = path.parent.resolve() / path.name
+    for covered, own_lease in list(_leases.items()):
+        if not real_path.is_relative_to(covered):
+            continue
+        is_held = own_lease.held() if look else own_lease.is_ours
+        if is_held:
+            continue
+        reason = "its lease was removed"
+        if own_lease.owner:
+            reason = (
+                f"{own_lease.owner} is working here now, "
+                f"for this run was held up for over {EXPIRY_S:.0f} s"
             )
+        raise ConfigError(f"{covered}: {reason}; it writes no more here")
 
 
 def process_namespace() -> str:
-    """Where a process number means something: this boot of this machine, and this namespace of process numbers."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{Path('/proc/self/ns/pid').readlink()}"
+    """Return where a process number is valid: this boot of this machine and this PID namespace."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    pid_namespace = Path("/proc/self/ns/pid").readlink()
+    return f"{boot_id}:{pid_namespace}"
 
 
 def process_start_ticks(pid: int) -> str:
-    """When a process began, in ticks since this machine started; empty for one that has ended. Errors: `OSError`."""
+    """Return when a process began, in clock ticks since this machine was booted.
+
+    Returns:
+        The ticks as text; an empty string for a process that has ended.
+
+    Raises:
+        OSError: There is no such process, or /proc hides it.
+    """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return "" if fields[0] in "ZX" else fields[19]
+    state = fields[0]
+    if state in "ZX":  # a zombie, or dead
+        return ""
+    return fields[19]
 
 
 def command_start_s() -> float:
-    """When this process began, by the clock of `time.monotonic()`."""
+    """Return when this process began, by the clock of `time.monotonic()`, in seconds."""
     since_boot_s = int(process_start_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK")
-    return since_boot_s + time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    boot_s = time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return boot_s + since_boot_s
 
 
-def is_alive(pid: int, then: str) -> bool | None:
-    """Whether the process of this place that began then lives; None where that cannot be seen."""
+def is_alive(pid: int, start_ticks: str) -> bool | None:
+    """Tell whether the process with this number and start still lives.
+
+    Returns:
+        True or false; None if this cannot be seen.
+    """
     try:
-        return process_start_ticks(pid) == then
+        return process_start_ticks(pid) == start_ticks
     except OSError:
-        with suppress(PermissionError):  # another user's, which /proc may hide
+        with suppress(PermissionError):  # a process of another user, which /proc may hide
             try:
                 os.kill(pid, 0)
             except ProcessLookupError:
@@ -90,113 +143,180 @@ def is_alive(pid: int, then: str) -> bool | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that wrote a lease."""
+
+    description: str
+    is_alive: bool | None  # None: only its heartbeat will tell
+
+
+NO_OWNER: Final = Owner("", is_alive=False)
+
+
 class Lease:
-    """The lease of a name, for one who wants it or has it."""
+    """The lease of a name, as seen by one process that wants it or has it."""
 
     def __init__(self, name: Path) -> None:
-        self._name, self._number, self._beats, self.ended = name, 0, 0, threading.Event()
-        self.ours, self.other = True, ""  # as far as is known; who has it if not
-        self._token, self._host = secrets.token_hex(8), socket.gethostname()
-        self._place, self._began = process_namespace(), process_start_ticks(os.getpid())
+        self.is_ours = True  # as far as is known
+        self.owner = ""  # a description of who has it, if it is not ours
+        self.ended = threading.Event()
+        self._name = name
+        self._number = 0
+        self._n_beats = 0
+        self._token = secrets.token_hex(8)
+        self._host = socket.gethostname()
+        self._namespace = process_namespace()
+        self._start_ticks = process_start_ticks(os.getpid())
 
     def _path(self, number: int) -> Path:
         return self._name.with_name(f"{self._name.name}.{number}")
 
-    def _lying(self) -> dict[int, bytes]:
-        """The leases that lie there, by number. Opened anew each time: a network file system then asks its server."""
-        found = {}
-        for path in [*self._name.parent.glob("*.[0-9]*")]:  # none where the folder is gone
-            if path.stem == self._name.name and (number := path.suffix[1:]).isdecimal():
-                with suppress(FileNotFoundError):
-                    found[int(number)] = path.read_bytes()
-        return found
+    def _lease_files(self) -> dict[int, bytes]:
+        """Return the contents of all lease files of this name, by number.
 
-    def _who(self, body: bytes) -> tuple[str, bool | None]:
-        """Who wrote a lease, in words, and whether it lives; None: its lease will tell."""
+        They are opened anew each time, so that a network file system asks its server.
+        """
+        contents = {}
+        for path in list(self._name.parent.glob("*.[0-9]*")):  # none where the folder is gone
+            number = path.suffix[1:]
+            if path.stem == self._name.name and number.isdecimal():
+                with suppress(FileNotFoundError):
+                    contents[int(number)] = path.read_bytes()
+        return contents
+
+    def _describe_owner(self, content: bytes) -> Owner:
+        """Read from a lease file who wrote it, and find out whether that process lives."""
         try:
-            _, pid, then, host, where, _ = json.loads(body)
-            own = where == self._place
-            return f"process {pid}" + f" on {host}" * (not own), is_alive(
-                int(pid), then
-            ) if own else None
+            _, pid, start_ticks, host, namespace, _ = json.loads(content)
+            if namespace == self._namespace:
+                return Owner(f"process {pid}", is_alive(int(pid), start_ticks))
         except (ValueError, TypeError):  # half written
-            return "another process", None
+            return Owner("another process", is_alive=None)
+        return Owner(f"process {pid} on {host}", is_alive=None)
 
     def take(self, *, wait: bool = False) -> str:
-        """Take the lease; "" when it is ours, else who has it, in words. A holder on another machine is watched until
-        a lease changes there, or has not for `EXPIRY_S`; with `wait` any holder until it is gone."""
-        seen, since_s, said = dict[int, bytes](), 0.0, False
+        """Take the lease.
+
+        An owner on another machine is watched until a lease file changes (it lives) or has not
+        changed for `EXPIRY_S` (it is gone).
+
+        Args:
+            wait: Wait for any owner until it is gone.
+
+        Returns:
+            An empty string if the lease is ours, else a description of its owner.
+        """
+        previous_files: dict[int, bytes] = {}
+        watched_since_s = 0.0
+        is_announced = False
         while True:
             self._name.parent.mkdir(parents=True, exist_ok=True)
-            found, now_s = self._lying(), time.monotonic()
-            top = max(found, default=0)
-            other, lives = self._who(found[top]) if found else ("", False)
-            if lives is None and seen:
-                lives = True if found != seen else False if now_s - since_s > EXPIRY_S else None
-            if found != seen:
-                seen, since_s, said = found, now_s, False
-            if lives is None and not said and now_s - since_s > TOLD_S:
-                said = True
+            files = self._lease_files()
+            now_s = time.monotonic()
+            newest = max(files, default=0)
+            owner = self._describe_owner(files[newest]) if files else NO_OWNER
+            owner_lives = owner.is_alive
+            if owner_lives is None and previous_files:
+                if files != previous_files:
+                    owner_lives = True
+                elif now_s - watched_since_s > EXPIRY_S:
+                    owner_lives = False
+            if files != previous_files:
+                previous_files = files
+                watched_since_s = now_s
+                is_announced = False
+            watched_s = now_s - watched_since_s
+            if owner_lives is None and not is_announced and watched_s > WARN_AFTER_S:
+                is_announced = True
                 log.warning(
                     "%s: %s worked here; up to %.0f s to see if it still does",
                     self._name,
-                    other,
+                    owner.description,
                     EXPIRY_S,
                 )
-            if lives and not wait:
-                return other
-            if lives is False and self._create(top + 1, found):
+            if owner_lives and not wait:
+                return owner.description
+            if owner_lives is False and self._create(newest + 1, files):
                 return ""
             time.sleep(POLL_S)
 
-    def _create(self, number: int, judged: dict[int, bytes]) -> bool:
-        """Whether we are the one who has created the lease of this number, while nothing else has changed."""
+    def _create(self, number: int, expected_files: dict[int, bytes]) -> bool:
+        """Create the lease file of this number, unless anything else has changed.
+
+        Args:
+            number: Number of the new file.
+            expected_files: The files that were there when their owner was found to be gone.
+
+        Returns:
+            True if this process has the lease now.
+        """
         path = self._path(number)
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        except (
-            FileExistsError,
-            FileNotFoundError,
-        ):  # another was faster, or has removed the folder
-            return False
-        alone, self._number = False, number
+        except (FileExistsError, FileNotFoundError):
+            return False  # another process was faster, or has removed the folder
+        self._number = number
+        is_unchanged = False
         try:
-            path.write_bytes(self._body())
-            alone = {at: body for at, body in self._lying().items() if at != number} == judged
+            path.write_bytes(self._content())
+            others = self._lease_files()
+            others.pop(number, None)
+            is_unchanged = others == expected_files
         finally:
-            if not alone:
+            if not is_unchanged:
                 path.unlink(missing_ok=True)
-        for at, body in self._lying().items() if alone else ():
-            if judged.get(at) == body:  # not a later one of the same number
-                self._path(at).unlink(missing_ok=True)
-        return alone
+        if is_unchanged:
+            for old_number, content in self._lease_files().items():
+                if expected_files.get(old_number) == content:  # not a later file of that number
+                    self._path(old_number).unlink(missing_ok=True)
+        return is_unchanged
 
-    def _body(self) -> bytes:
-        self._beats += 1
-        return json.dumps(
-            [self._token, os.getpid(), self._began, self._host, self._place, self._beats]
-        ).encode()
+    def _content(self) -> bytes:
+        self._n_beats += 1
+        fields = [
+            self._token,
+            os.getpid(),
+            self._start_ticks,
+            self._host,
+            self._namespace,
+            self._n_beats,
+        ]
+        return json.dumps(fields).encode()
 
     def held(self) -> bool:
-        """Whether the lease is ours: it lies there, and none of a higher number. Errors: `OSError`."""
-        found = self._lying()
-        top = max(found, default=0)
-        if self.ours and (top != self._number or self._token.encode() not in found.get(top, b"")):
-            self.ours, self.other = False, self._who(found[top])[0] if found else ""
-        return self.ours
+        """Tell whether the lease is ours: its file is there, and none with a higher number.
+
+        Raises:
+            OSError: The lease files cannot be read.
+        """
+        files = self._lease_files()
+        newest = max(files, default=0)
+        is_newest = newest == self._number and self._token.encode() in files.get(newest, b"")
+        if self.is_ours and not is_newest:
+            self.is_ours = False
+            if files:
+                self.owner = self._describe_owner(files[newest]).description
+        return self.is_ours
 
     def beat(self) -> None:
-        """Write the lease anew until it is given back or lost."""
-        while not self.ended.wait(HEARTBEAT_S) and self.ours:
-            with suppress(OSError):  # the file system is away: whoever sees it may take over
-                with suppress(FileNotFoundError), self._path(self._number).open("r+b") as file:
-                    if self._token.encode() in file.read():
-                        file.seek(0)
-                        file.write(self._body())
-                self.held()  # asked afterwards, as who takes over writes first and then looks whether we wrote
+        """Write the lease anew every few seconds until it is given back or lost."""
+        while not self.ended.wait(HEARTBEAT_S) and self.is_ours:
+            with suppress(OSError):  # the file system is away; others may take over meanwhile
+                self._write_heartbeat()
+                # Checked after writing: a process that takes over writes first, and then looks
+                # whether we have written.
+                self.held()
+
+    def _write_heartbeat(self) -> None:
+        path = self._path(self._number)
+        with suppress(FileNotFoundError), path.open("r+b") as file:
+            if self._token.encode() in file.read():
+                file.seek(0)
+                file.write(self._content())
 
     def release(self) -> None:
-        """Give the lease back, if it still is ours."""
+        """Give the lease back if it still is ours."""
         with suppress(OSError):
             if self.held():
                 self._path(self._number).unlink()

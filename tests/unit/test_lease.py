@@ -35,7 +35,12 @@ with run_lock(Path(sys.argv[1])):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases that expire soon, of holders that write much more often."""
-    for name, seconds in (("BEAT_S", 0.02), ("EXPIRY_S", 0.2), ("POLL_S", 0.01), ("TOLD_S", 0.02)):
+    for name, seconds in (
+        ("HEARTBEAT_S", 0.02),
+        ("EXPIRY_S", 0.2),
+        ("POLL_S", 0.01),
+        ("WARN_AFTER_S", 0.02),
+    ):
         monkeypatch.setattr(module, name, seconds)
 
 
@@ -180,14 +185,14 @@ def test_a_holder_notices_by_itself_that_it_is_one_no_more(tmp_path: Path, quick
 def test_who_judged_and_then_rested_withdraws(tmp_path: Path) -> None:
     elsewhere(tmp_path)
     slow, fast, next_one = (Lease(tmp_path / ".virnuc") for _ in range(3))
-    judged = slow._lying()
+    judged = slow._lease_files()
     assert fast._create(5, judged)
     fast.release()
     assert next_one.take() == ""
     assert not slow._create(5, judged), "nobody has number 5, but not all is as it was"
     assert (names(tmp_path), next_one.held()) == ([".virnuc.1"], True)
     next_one.release()
-    judged = Lease._lying(slow) if elsewhere(tmp_path) else {}
+    judged = Lease._lease_files(slow) if elsewhere(tmp_path) else {}
     elsewhere(tmp_path, beat=2)
     assert not slow._create(5, judged), "its holder has woken"
 
@@ -209,7 +214,7 @@ def test_of_many_who_come_go_and_die_one_holds(
     (each a machine of its own) is shown for `late_s` what it saw before, until it changes something itself."""
     rng, inside, most, taken, seen = random.Random(3), [0], [0], [0], threading.local()
     monkeypatch.setattr(module, "POLL_S", 0.0005)
-    lying = Lease._lying
+    lying = Lease._lease_files
 
     def cached(mine: Lease) -> dict[int, bytes]:
         now_s = time.monotonic()
@@ -229,7 +234,7 @@ def test_of_many_who_come_go_and_die_one_holds(
 
         return called
 
-    monkeypatch.setattr(Lease, "_lying", cached)
+    monkeypatch.setattr(Lease, "_lease_files", cached)
     for name in ("unlink", "read_bytes", "write_bytes"):
         monkeypatch.setattr(Path, name, slowly(getattr(Path, name), name != "read_bytes"))
     monkeypatch.setattr(os, "open", slowly(os.open, True))
@@ -243,8 +248,8 @@ def test_of_many_who_come_go_and_die_one_holds(
             time.sleep(0.001)
             inside[0] -= 1
             if dies and number % 3 == 0:
-                mine._began = "1"  # nobody is alive who began then
-                mine._path(mine._number).write_bytes(mine._body())
+                mine._start_ticks = "1"  # no living process began then
+                mine._path(mine._number).write_bytes(mine._content())
             else:
                 mine.release()
 

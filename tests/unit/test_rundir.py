@@ -78,8 +78,8 @@ def test_a_killed_holder_blocks_nobody_and_its_half_files_are_swept(tmp_path: Pa
     code = f"""
 import os, signal
 from pathlib import Path
-from virnuc_core.rundir import run_lock, whole_file
-with run_lock(Path({str(root)!r})), whole_file(Path({str(root)!r}, "shards", "00001.h5")) as aside:
+from virnuc_core.rundir import run_lock, atomic_file
+with run_lock(Path({str(root)!r})), atomic_file(Path({str(root)!r}, "shards", "00001.h5")) as aside:
     aside.write_text("half")
     aside.with_name("of others.part").write_text("not ours")
     os.kill(os.getpid(), signal.SIGKILL)
