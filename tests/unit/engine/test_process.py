@@ -198,8 +198,8 @@ def test_a_worker_ends_with_its_parent_though_its_input_stays_open() -> None:
             "-c",
             "import os, subprocess, sys, time\n"
             "from virnuc_core.engine.process import PROGRAM\n"
-            "from virnuc_core.rundir import bound\n"
-            "command = bound(PROGRAM, 'virnuc_core.engine.worker')\n"
+            "from virnuc_core.rundir import parent_bound_command\n"
+            "command = parent_bound_command(PROGRAM, 'virnuc_core.engine.worker')\n"
             f"child = subprocess.Popen(command, stdin={given}, start_new_session=True)\n"
             "print(child.pid, flush=True)\n"
             "time.sleep(600)\n",
