@@ -31,7 +31,7 @@ def front() -> str:
 
 def commands() -> str:
     """Every command with its options, as the command line itself knows them."""
-    from virnuc.flows.cli import app
+    from virnuc.flows.cli.app import app
 
     return str(app.generate_docs()).replace("# virnuc\n", "# Every command\n", 1)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from uuid import UUID
 
 from prefect import runtime
@@ -21,16 +21,9 @@ from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Failed
 
-from virnuc.flows.ending import ended_in_time
-from virnuc.flows.parameters import (
-    WITHOUT,
-    FlowSettings,
-    OnTerminal,
-    RunSettings,
-    build,
-    described,
-    within_roots,
-)
+from virnuc.flows.exit_deadline import ended_in_time
+from virnuc.flows.parameters import WITHOUT, build, described, within_roots
+from virnuc.flows.settings.shared import FlowSettings, RunSettings
 from virnuc.tasks.predict import fate_rows, stage
 from virnuc.tasks.server import (
     REPORTING_ERRORS,
@@ -49,6 +42,9 @@ from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry import live
+
+if TYPE_CHECKING:
+    from virnuc.flows.cli.options import OnTerminal
 
 Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
@@ -178,7 +174,7 @@ def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: St
 def run_flow(
     flow: Flow[..., Any],
     parameters: Mapping[str, Any],
-    seen: OnTerminal,
+    seen: "OnTerminal",
     ready: Callable[[], object] | None,
 ) -> State[Any]:
     """The final state of `flow`, run in this process; a failed one where criteria were not met. Bars, the core's log

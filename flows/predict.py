@@ -7,9 +7,10 @@ from typing import Final, NamedTuple
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from virnuc.flows import start
 from virnuc.flows.flow_run import named, publish_prediction, stage_input, with_parameters
-from virnuc.flows.parameters import PredictSettings, RunSettings
+from virnuc.flows.preflight import preflight
+from virnuc.flows.settings.predict import PredictSettings
+from virnuc.flows.settings.shared import RunSettings
 from virnuc.tasks.predict import embed
 from virnuc.tasks.server import announce, device_slots
 from virnuc.tasks.step import done
@@ -46,8 +47,8 @@ class StagedRun(NamedTuple):
 @contextmanager
 def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     """A run that is checked, announced and staged, while workers load the weights on devices that are free; these stay
-    its own until the body ends. Errors: those of `start.check` and of the stage task."""
-    start.check(settings)
+    its own until the body ends. Errors: those of `check` and of the stage task."""
+    preflight(settings)
     label, run = sample_name(settings.named), RunDir(settings.out)
     spec = settings.spec(label)
     announce(label, spec.devices.kind)

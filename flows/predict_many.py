@@ -13,10 +13,12 @@ from typing import Final
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from virnuc.flows import start
-from virnuc.flows.flow_commands import InboxSettings
 from virnuc.flows.flow_run import named, publish_prediction, stage_input, with_parameters
-from virnuc.flows.parameters import FlowSettings, PredictSettings, build
+from virnuc.flows.parameters import build
+from virnuc.flows.preflight import preflight
+from virnuc.flows.settings.inbox import InboxSettings
+from virnuc.flows.settings.predict import PredictSettings
+from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.predict import embed
 from virnuc.tasks.server import announce, device_slots, without_server
 from virnuc.tasks.step import done, emit, key, progress_artifact, publish_table
@@ -51,7 +53,7 @@ def kept_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
 def predict_samples(settings: PredictSettings) -> State[RunSummary]:
     """The counts of all samples together. Errors: `VirnucError` when some have failed, once the others are done, with
     the exit code of the first; at once what no other sample would fare better with."""
-    start.check(settings)
+    preflight(settings)
     runs, failed, fates = settings.by_sample(), dict[str, Exception](), Counter[str]()
     label = sample_name([str(settings.samples)] if settings.samples else settings.named)
     announce("samples", label)
@@ -120,7 +122,7 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
 @with_parameters(InboxSettings)
 def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     """Predicts each new file of a folder once, and writes one row for each file with its fate to inbox.tsv."""
-    start.check(settings)
+    preflight(settings)
     announce("inbox", settings.inbox.name)
     common = settings.model_dump(include={*PredictSettings.model_fields}, exclude={"out"})
     ledger = Ledger(settings.inbox, settings.out)

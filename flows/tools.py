@@ -7,16 +7,13 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from virnuc.flows import start
-from virnuc.flows.flow_commands import (
-    SWEPT,
-    OverheadSettings,
-    ProfileSettings,
-    TrainSettings,
-    TuneSettings,
-)
 from virnuc.flows.flow_run import named, stage_input, with_parameters
 from virnuc.flows.predict import StagedRun, staged_run
+from virnuc.flows.preflight import preflight
+from virnuc.flows.settings.overhead import OverheadSettings
+from virnuc.flows.settings.profile import ProfileSettings
+from virnuc.flows.settings.train import TrainSettings
+from virnuc.flows.settings.tune import SWEPT, TuneSettings
 from virnuc.tasks.measure import overhead as timed
 from virnuc.tasks.measure import run_trial, split, trace
 from virnuc.tasks.measure import train as fit
@@ -56,7 +53,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     Measurements are kept: a sweep that stopped goes on where it was, and one that is complete measures nothing again.
     """
     profile = load_profile(settings.profile)
-    devices = start.check(settings)
+    devices = preflight(settings)
     base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
     tried = candidates(base, settings.swept())
     label = sample_name(settings.named)
@@ -191,7 +188,7 @@ def overhead(settings: OverheadSettings) -> State[OverheadFile]:
 
     Its report is then made again. What was measured before, of the same all, is measured again by `force` only."""
     out, judged_by = settings.out, settings.profile
-    devices = start.check(settings)
+    devices = preflight(settings)
     announce(out.name, judged_by.name, devices.kind)
     bench = Bench(RunDir(out).store, settings.models, devices, judged_by.sample_s)
     asked = settings.model_dump(include={"force", "switches", "pairs", "shards"})

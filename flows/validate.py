@@ -20,9 +20,12 @@ from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from prefect.states import Completed, Failed
 
-from virnuc.flows import start
-from virnuc.flows.flow_commands import KNOBS, MeasureSettings, ScaleSettings, ValidateSettings
 from virnuc.flows.flow_run import named, stage_input, with_parameters
+from virnuc.flows.preflight import preflight
+from virnuc.flows.settings.measured import NOT_MET, REJECTED, MeasureSettings
+from virnuc.flows.settings.scale import ScaleSettings
+from virnuc.flows.settings.tune import KNOBS
+from virnuc.flows.settings.validate import ValidateSettings
 from virnuc.flows.tools import sweep_all
 from virnuc.tasks import measure as steps
 from virnuc.tasks.predict import embed
@@ -212,7 +215,7 @@ def ended(
     result = Judged(RunDir(settings.out).report, judged.met, judged.missed, judged.outcome, verdict)
     if verdict != "rejected" and judged.outcome != "failed":
         return done(result, told)
-    name = start.REJECTED if verdict == "rejected" else start.NOT_MET
+    name = REJECTED if verdict == "rejected" else NOT_MET
     if settings.fail_on_criteria:
         return Failed(name=name, message=told, data=NotMetError(told))
     return Completed(name=name, message=told, data=result)
@@ -222,7 +225,7 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     """The report on runs on several numbers of devices, a validation's after the baseline; and, that nobody takes old
     for new, `; nothing had to be computed` where that is so."""
     profile, label, out = load_profile(settings.profile), sample_name(settings.named), settings.out
-    start.check(settings)
+    preflight(settings)
     spec, subset, force = settings.spec(label), False, settings.force
     if force:
         (out / TUNING).unlink(missing_ok=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from virnuc.flows import cli, start
-from virnuc.flows.parameters import PredictSettings
+from virnuc.flows import cli, preflight
+from virnuc.flows.settings.predict import PredictSettings
 from virnuc_core.encoders.models_directory import quantise
 from virnuc_core.errors import InputError, StorageError, WeightsError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
@@ -46,7 +46,7 @@ def virnuc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("virnuc.flows.flow_run.run_flow", never)
     monkeypatch.setattr(
-        "virnuc.flows.start.prepare_prefect", lambda: None
+        "virnuc.flows.cli.start.prepare_prefect", lambda: None
     )  # it is this process's environment
     return Virnuc(capsys)
 
@@ -342,7 +342,7 @@ def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
     reads, out = file(tmp_path, "r.fa"), tmp_path / "out"
     settings = PredictSettings(reads=(str(reads),), out=out, models=models, devices="cpu:1")
     for _ in range(2):
-        start.check(settings)
+        preflight.preflight(settings)
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"] * out.exists() + [
             "r.fa"
         ]
@@ -362,14 +362,14 @@ def test_a_calibration_of_other_weights_is_refused_before_reads_are_staged(
     )  # as on a GPU
     given = {"reads": (str(reads),), "models": copied, "devices": "cpu:1"}
     settings = PredictSettings(out=out, precision="int8", **given)
-    start.check(settings)
+    preflight.preflight(settings)
     config = copied / "esm2" / "config.json"
     config.write_text(config.read_text().replace('"origin": "', '"origin": "another '))
     with pytest.raises(
         WeightsError,
         match="made for other weights of ESM-2; make it anew with virnuc models quantize",
     ):
-        start.check(settings)
+        preflight.preflight(settings)
     assert not out.exists()
 
 
@@ -377,18 +377,18 @@ def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse
     tmp_path: Path,
 ) -> None:
     good, empty = file(tmp_path, "good.fa"), file(tmp_path, "empty.fa", b"")
-    start.readable((str(good), str(empty)), "stop")
-    start.readable((str(empty),), "stop", alone=False)  # the others are fetched later
+    preflight.readable((str(good), str(empty)), "stop")
+    preflight.readable((str(empty),), "stop", alone=False)  # the others are fetched later
     broken = file(tmp_path, "broken.fastq", b"@r1\nACGT\n+\nII\n")
-    start.readable((str(broken),), "skip")
+    preflight.readable((str(broken),), "skip")
     with pytest.raises(InputError, match=r"broken\.fastq:1"):
-        start.readable((str(broken),), "stop")
+        preflight.readable((str(broken),), "stop")
 
 
 @pytest.mark.timeout(20)
 def test_pipes_are_not_drawn_from(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.fq")
-    start.readable((str(tmp_path / "pipe.fq"), "-"), "stop")
+    preflight.readable((str(tmp_path / "pipe.fq"), "-"), "stop")
 
 
 def test_only_the_beginning_of_a_file_is_read(
@@ -407,7 +407,7 @@ def test_only_the_beginning_of_a_file_is_read(
 
     monkeypatch.setattr(Source, "read", counted)
     big = file(tmp_path, "big.fa", FASTA * 400_000)
-    start.readable((str(big),), "stop")
+    preflight.readable((str(big),), "stop")
     assert 0 < drawn < big.stat().st_size / 4
 
 
@@ -415,9 +415,9 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("virnuc.flows.start.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("virnuc.flows.preflight.tempfile.TemporaryFile", full)
     with pytest.raises(StorageError, match=r"No space left on device; .* free there; make room"):
-        start.writable(tmp_path / "out")
+        preflight.writable(tmp_path / "out")
 
 
 def test_samples_that_cannot_be_told_apart_are_refused(

@@ -16,7 +16,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from virnuc.flows import cli
-from virnuc.flows.cli import COMMANDS, app
+from virnuc.flows.cli.app import COMMANDS, app
 
 from .processes import ROOT
 
@@ -99,7 +99,7 @@ def written_commands() -> list[str]:
 @pytest.mark.parametrize("line", written_commands())
 def test_the_guides_commands_are_understood(line: str) -> None:
     called, _, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
-    assert called.__module__.startswith("flows.")
+    assert called.__module__.startswith("virnuc.flows.cli.")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
     def in_vain(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr("virnuc.flows.start.own_server", in_vain)
+    monkeypatch.setattr("virnuc.flows.cli.start.own_server", in_vain)
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # where no server is named
         code, printed, said = inside(capsys, *words[:-1], "--quiet")
     assert printed.splitlines()[0].endswith("; nothing had to be computed")

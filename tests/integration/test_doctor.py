@@ -27,8 +27,8 @@ from prefect.settings import (
 )
 
 from tests.fake_gpus import FakeGpus
-from virnuc.flows import doctor as command
-from virnuc.flows.doctor import doctor, judge, together
+from virnuc.flows.cli import doctor as command
+from virnuc.flows.cli.doctor import doctor, judge, together
 from virnuc_core import gpus
 from virnuc_core.gpus import Gpu, Occupancy
 from virnuc_core.runfiles import Device
@@ -40,7 +40,7 @@ OTHER = Device(id="cpu-core-1", kind="cpu", name="a core", core=1)
 @pytest.fixture(autouse=True)
 def _no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs would use the embedded server, and the settings of this process stay as they are."""
-    monkeypatch.setattr("virnuc.flows.doctor.prepare_prefect", lambda: None)
+    monkeypatch.setattr("virnuc.flows.cli.doctor.prepare_prefect", lambda: None)
     with temporary_settings(
         updates={PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}
     ):

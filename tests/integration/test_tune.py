@@ -11,9 +11,9 @@ from prefect.artifacts import Artifact
 from prefect.client.schemas.objects import State
 
 from virnuc.flows.cli import main
-from virnuc.flows.flow_commands import TuneSettings
-from virnuc.flows.parameters import ComputeSettings, RunSettings
 from virnuc.flows.predict import predict
+from virnuc.flows.settings.shared import ComputeSettings, RunSettings
+from virnuc.flows.settings.tune import TuneSettings
 from virnuc.flows.tools import overhead, tune
 from virnuc.tasks.step import on_host
 from virnuc_core.config import EngineSpec, read_settings
@@ -34,7 +34,7 @@ def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
         asked.append(settings)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr("virnuc.flows.start.by_hand", start)
+    monkeypatch.setattr("virnuc.flows.cli.start.by_hand", start)
     words = [
         "tune",
         "a",

@@ -15,8 +15,8 @@ from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 
 import virnuc.tasks.step
+from virnuc.flows.cli.start import exit_code
 from virnuc.flows.predict import predict
-from virnuc.flows.start import exit_code
 from virnuc.flows.validate import validate
 from virnuc.tasks.step import background_thread, on_host
 from virnuc_core.encoders.convert import init_random

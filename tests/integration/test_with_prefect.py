@@ -29,8 +29,8 @@ from prefect.states import Cancelled, Running
 
 from virnuc.flows.cli import main
 from virnuc.flows.flow_run import with_parameters
-from virnuc.flows.parameters import FlowSettings
 from virnuc.flows.predict import predict
+from virnuc.flows.settings.shared import FlowSettings
 from virnuc.flows.validate import ask
 from virnuc.tasks.measure import Approval
 from virnuc.tasks.server import BEGAN, PLACE, PROCESS, announce, device_slots

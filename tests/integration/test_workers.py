@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
-from virnuc.flows.doctor import schedules
+from virnuc.flows.cli.doctor import schedules
 
 from .processes import PREFECT, ROOT, background, committed, gone, wait_for
 

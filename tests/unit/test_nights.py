@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc.flows.flow_commands import keep_newest
+from virnuc.flows.settings.measured import keep_newest
 from virnuc_core.rundir import run_lock
 
 PARTS = (

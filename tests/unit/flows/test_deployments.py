@@ -45,7 +45,7 @@ def test_every_flow_is_deployed_and_named_where_people_look() -> None:
         for path in (ROOT / "flows").glob("*.py")
         if "@flow(" in path.read_text(encoding="utf-8")
     }
-    deployed = {d["entrypoint"].split(".")[1] for d in DEPLOYMENTS}
+    deployed = {d["entrypoint"].split(".")[2] for d in DEPLOYMENTS}
     assert deployed == flows
     guide = (ROOT / "deployments" / "README.md").read_text(encoding="utf-8")
     for deployment in DEPLOYMENTS:

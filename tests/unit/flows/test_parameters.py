@@ -12,24 +12,14 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from pydantic import Field
 
-from virnuc.flows import start
-from virnuc.flows.cli import main
-from virnuc.flows.flow_commands import (
-    InboxSettings,
-    OverheadSettings,
-    TrainSettings,
-    ValidateSettings,
-)
-from virnuc.flows.parameters import (
-    AttentionChoice,
-    ComputeSettings,
-    PrecisionChoice,
-    PredictSettings,
-    build,
-    described,
-    fields_of,
-    within_roots,
-)
+from virnuc.flows.cli import main, start
+from virnuc.flows.parameters import build, described, fields_of, within_roots
+from virnuc.flows.settings.inbox import InboxSettings
+from virnuc.flows.settings.overhead import OverheadSettings
+from virnuc.flows.settings.predict import PredictSettings
+from virnuc.flows.settings.shared import AttentionChoice, ComputeSettings, PrecisionChoice
+from virnuc.flows.settings.train import TrainSettings
+from virnuc.flows.settings.validate import ValidateSettings
 from virnuc_core.config import Attention, Devices, EngineSpec, Precision, RunSpec, Spec
 from virnuc_core.encoders.model_config import HeadShape, read_shape
 from virnuc_core.errors import ConfigError, InputError, WeightsError

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from virnuc.flows import cli
 from virnuc.flows.cli import main
-from virnuc.flows.plain_commands import show
+from virnuc.flows.cli.app import app
+from virnuc.flows.cli.plain_commands import show
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.encoders.checkpoint import fingerprint
 
@@ -36,7 +36,7 @@ def test_the_head_is_for_the_asked_length(
 def test_the_shell_completes_files_of_reads(tmp_path: Path) -> None:
     (tmp_path / "lung_R1.fq").touch()
     script = tmp_path / "completion.bash"
-    script.write_text(cli.app.generate_completion(shell="bash"))
+    script.write_text(app.generate_completion(shell="bash"))
     ask = f"source {script}; ask() {{ COMP_WORDS=($@); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _virnuc; echo $COMPREPLY; }}"
     for words in (
         "predict lung",
@@ -127,7 +127,7 @@ def test_an_error_after_the_word_to_end_is_that_ending(
             os.kill(os.getpid(), signal.SIGTERM)
         raise AttributeError("module 'numpy' has no attribute 'matrix'")
 
-    monkeypatch.setattr(cli, "_run", cut_short)
+    monkeypatch.setattr("virnuc.flows.cli.app._run", cut_short)
     assert main(["devices"]) == 130
     said = capsys.readouterr().err
     assert "interrupted" in said

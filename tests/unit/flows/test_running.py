@@ -21,16 +21,17 @@ from prefect.client.schemas.objects import State
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Completed
 
-from virnuc.flows import ending, start
-from virnuc.flows.flow_commands import (
-    ProfileSettings,
-    ScaleSettings,
-    TrainSettings,
-    TuneSettings,
-    ValidateSettings,
-)
+from virnuc.flows import exit_deadline, preflight
+from virnuc.flows.cli import start
+from virnuc.flows.cli.options import OnTerminal
 from virnuc.flows.flow_run import run_flow, run_name, with_parameters
-from virnuc.flows.parameters import OnTerminal, PredictSettings, RunSettings
+from virnuc.flows.settings.predict import PredictSettings
+from virnuc.flows.settings.profile import ProfileSettings
+from virnuc.flows.settings.scale import ScaleSettings
+from virnuc.flows.settings.shared import RunSettings
+from virnuc.flows.settings.train import TrainSettings
+from virnuc.flows.settings.tune import TuneSettings
+from virnuc.flows.settings.validate import ValidateSettings
 from virnuc.tasks.server import connection
 from virnuc.tasks.step import first_attempt, is_retryable, progress_artifact
 from virnuc_core.errors import (
@@ -202,11 +203,11 @@ def test_no_thread_is_left_behind() -> None:
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    start.writable(tmp_path / "new" / "deep")
+    preflight.writable(tmp_path / "new" / "deep")
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
-        start.writable(tmp_path / "file" / "out")
+        preflight.writable(tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize("form", ["fasta", "fastq", "fastq.gz"])
@@ -224,19 +225,19 @@ def test_the_room_that_reads_surely_need_is_known_before_they_are_staged(
     found = stage(
         StageSpec(reads=(str(reads),), model_length=300), tmp_path / "orfs.h5"
     ).counts.n_uniques
-    rows = start.readable((str(reads),), "stop", 300)
+    rows = preflight.readable((str(reads),), "stop", 300)
     assert found / 20 < rows < found
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100 * rows - 1))
     with pytest.raises(StorageError, match=r"the embeddings of these reads .* are free; make room"):
-        start.writable(tmp_path / "new", 100 * rows, "the embeddings of these reads")
-    assert start.readable(("/dev/stdin",), "stop", 300) == 0
+        preflight.writable(tmp_path / "new", 100 * rows, "the embeddings of these reads")
+    assert preflight.readable(("/dev/stdin",), "stop", 300) == 0
 
 
 STUCK = """
 import threading, time
 from prefect.utilities.engine import capture_sigterm
-from virnuc.flows import ending
-ending.ENDING_S = 0.5
+from virnuc.flows import exit_deadline
+exit_deadline.ENDING_S = 0.5
 with {}:
     try:
         print("here", flush=True)
@@ -266,7 +267,10 @@ def test_what_prefect_counts_of_its_queues_is_not_shown(capsys: pytest.CaptureFi
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "started",
-    ["ending.ended_in_time(by_hand=True)", "capture_sigterm(), ending.ended_in_time(final=True)"],
+    [
+        "exit_deadline.ended_in_time(by_hand=True)",
+        "capture_sigterm(), exit_deadline.ended_in_time(final=True)",
+    ],
     ids=["hand", "worker"],
 )
 def test_a_run_that_cannot_come_to_an_end_is_ended_all_the_same(started: str) -> None:
@@ -302,7 +306,7 @@ def test_a_module_that_is_being_imported_is_imported_whole(
     monkeypatch.syspath_prepend(tmp_path)
 
     def wants_it() -> None:
-        with ending.ended_in_time(by_hand=True):
+        with exit_deadline.ended_in_time(by_hand=True):
             importlib.import_module("interrupted_module")
             threading.Event().wait(30)
 
@@ -314,7 +318,7 @@ def test_a_module_that_is_being_imported_is_imported_whole(
 @pytest.mark.slow
 def test_what_a_run_does_after_its_last_words_is_ended_too() -> None:
     """Threads of libraries, servers that do not go: they had their time, and the message is there already."""
-    program = STUCK.format("ending.ended_in_time(by_hand=True, final=True)").replace(
+    program = STUCK.format("exit_deadline.ended_in_time(by_hand=True, final=True)").replace(
         "    finally:\n        ", "    except:\n        pass\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=-1, stderr=-1, text=True) as run:

@@ -13,7 +13,7 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
-from virnuc.flows.start import usable_home
+from virnuc.flows.cli.start import usable_home
 from virnuc.tasks import server, step
 from virnuc.tasks.server import Connection, ServerLostError, device_slots, without_server
 from virnuc_core.errors import ConfigError, InputError, VirnucError, WorkerError

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from virnuc.flows.start import readable
+from virnuc.flows.preflight import readable
 from virnuc_core.errors import InputError
 from virnuc_core.reads import subsets
 from virnuc_core.reads.fast_parser import Strings
@@ -342,7 +342,7 @@ def test_before_a_run_little_is_unpacked_of_what_swells(
 MEASURED = """
 import sys
 from pathlib import Path
-from virnuc.flows.start import readable
+from virnuc.flows.preflight import readable
 from virnuc_core.reads.stage import StageSpec, stage
 def peak():  # of this program: what getrusage tells begins with the peak of who started it
     return next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from virnuc.flows.parameters import ENVIRONMENT, Flag, Json, command
+from virnuc.flows.cli.options import ENVIRONMENT, Flag, Json, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, VerdictSpec
 from virnuc_core.encoders.model_config import (
     DnabertShape,

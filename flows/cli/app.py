@@ -27,7 +27,7 @@ from cyclopts import (
     ValidationError,
 )
 
-from virnuc.flows.ending import ended_in_time
+from virnuc.flows.exit_deadline import ended_in_time
 from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.rundir import relax_garbage_collection
 
@@ -165,7 +165,3 @@ def _with_dashes(value: Any) -> Any:
 def _complain(problem: str, code: int) -> int:
     sys.stderr.write(f"virnuc: {printable(' '.join(problem.split()))}\n")
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

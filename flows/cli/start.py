@@ -13,72 +13,46 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, closing, suppress
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, Field, create_model
 from pydantic_core import to_jsonable_python
 
-from virnuc.flows.parameters import (
-    WITHOUT,
-    Flag,
-    FlowSettings,
-    OnTerminal,
-    PredictSettings,
-    RunSettings,
-    command,
-)
+from virnuc.flows.cli.options import Flag, OnTerminal, command
+from virnuc.flows.parameters import WITHOUT
+from virnuc.flows.preflight import preflight, writable
+from virnuc.flows.settings.measured import NOT_MET, REJECTED
+from virnuc.flows.settings.predict import PredictSettings
 from virnuc_core.config import (
-    DEFAULT_MODEL_LENGTH,
     INPUT_FIELDS,
-    Devices,
-    EngineSpec,
-    VerdictSpec,
-    read_small_text,
-    refuse_unreadable,
 )
 from virnuc_core.errors import (
     ConfigError,
-    InputError,
     StorageError,
     VirnucError,
     printable,
-    storage_error,
 )
 from virnuc_core.lease import command_start_s
-from virnuc_core.rundir import SAMPLES, RunDir, check_room, parent_bound_command
+from virnuc_core.rundir import parent_bound_command
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
-    from virnuc_core.config import OnError
 
 PARTIAL, CRITERION_FAILED, NOT_JUDGED = (
     6,
     5,
     7,
 )  # exit codes; the first: some rows had to be set aside
-NOT_MET, REJECTED = (
-    "Criteria not met",
-    "Rejected",
-)  # states of runs that ended well, but not as was asked
 FLOWS: Final = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))[
     "flows"
 ]
 HOME_BYTES: Final = 1 << 24  # of an own server's database and results, at least
-LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
-BASES_IN_FILE: Final = (
-    6  # bytes of a file for a base of a read that occurs once, at most: FASTQ has 2 to 3 a base
-)
-LOOKED_AT: Final = (
-    2  # batches of a file: what is wrong in a small one shows after its good reads only
-)
 APP: Final = "prefect.server.api.server:create_app"
 SERVER: Final = (
     f"import uvicorn; uvicorn.run('{APP}', factory=True, fd=int(sys.argv[1]), log_level='error')"
@@ -169,7 +143,9 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
         if not named:
             ready = None if settings.is_done() else own_server(tell, debug=settings.debug)
     with ExitStack() as ahead:
-        devices = check(settings, None if named else ahead)  # a named server says whose turn it is
+        devices = preflight(
+            settings, None if named else ahead
+        )  # a named server says whose turn it is
         on = getattr(settings, "cluster", None) or devices
         tell(f"{name} into {printable(str(settings.out))} on {on}: reads and weights will do")
         from virnuc.flows import flow_run
@@ -276,120 +252,3 @@ def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None
 
 def say(*lines: object) -> None:
     sys.stdout.write("".join(f"{printable(str(line))}\n" for line in lines))
-
-
-def check(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
-    """The devices by name, `auto` too, of a flow that can work. Errors: what could only fail later, of reads, weights'
-    headers, devices, settings and output, and of the files one flow alone takes. Workers of a prediction that may have
-    something to compute load meanwhile; `ahead` keeps them."""
-    from virnuc_core.engine import devices, process
-
-    run, remote = RunDir(settings.out), getattr(settings, "cluster", None)
-    if (file := Path(remote or "")).suffix in (".yaml", ".yml"):
-        with refuse_unreadable(f"cluster {file}", "YAML"):
-            read_small_text(file)
-    found = () if remote else devices.resolve(Devices.parse(settings.devices))
-    engine = devices.resolve_engine(settings.engine(), found[0].kind) if found else EngineSpec()
-    over = any(map(os.path.exists, (run.summary, run.former_summary, settings.out / SAMPLES)))
-    if (
-        ahead is not None
-        and found
-        and isinstance(settings, PredictSettings)
-        and (settings.force or not over)
-    ):
-        ahead.enter_context(
-            process.LocalWorkers(
-                process.WORKER, process.worker_specs(settings.models, found, engine)
-            )
-        )
-    from virnuc_core.encoders.checkpoint import check_models, fingerprint
-    from virnuc_core.encoders.model_config import verdict
-    from virnuc_core.reads.sources import is_remote
-
-    head, rows = check_models(settings.models, getattr(settings, "model_length", None)), 0
-    if ahead is not None and isinstance(
-        settings, PredictSettings
-    ):  # the digest of new weights takes seconds
-        threading.Thread(target=fingerprint, args=(settings.models,), daemon=True).start()
-    if isinstance(settings, VerdictSpec):
-        verdict(head, settings)
-    if isinstance(settings, RunSettings) and not getattr(settings, "many", False):
-        local = tuple(name for name in settings.named if not is_remote(name))
-        if local:
-            rows = readable(
-                local, settings.on_error, head.model_length, alone=len(local) == len(settings.named)
-            )
-            rows *= not settings.read_group  # nothing tells how many of them are of it
-        if local and isinstance(settings, PredictSettings) and settings.written:
-            from virnuc_core.reads.subsets import readable_twice  # few runs need it
-
-            readable_twice(local)
-    settings.check_place()
-    settings.check_own_files()
-    if found and engine.precision == "int8":
-        fingerprint(settings.models, "int8")
-    room = 0 if run.plan.exists() else 4 * head.width * rows
-    writable(settings.out, room, "the embeddings of these reads, by their first,")
-    if remote:  # its nodes are looked at once they are asked for
-        return Devices.parse(settings.devices)
-    return Devices(kind=found[0].kind, ids=tuple(device.id for device in found))
-
-
-def readable(
-    reads: tuple[str, ...],
-    on_error: "OnError",
-    model_length: int = DEFAULT_MODEL_LENGTH,
-    *,
-    alone: bool = True,
-) -> int:
-    """The rows that reads surely have, by the beginning of every file; `alone`: there are no others. Pipes and standard
-    input are left for staging, and empty files among others. Errors: those of `parse`; `InputError` when all are
-    empty."""
-    from virnuc_core.reads.fast_parser import ParseLog
-    from virnuc_core.reads.parse import parse
-    from virnuc_core.reads.sources import find_inputs
-    from virnuc_core.reads.translate import chunk, translate
-
-    files, empty, least = find_inputs(reads).files, [], 0
-    for name in files:
-        if Path(name).is_file():
-            log, bases, rows, found = ParseLog(on_error), 1, 0, 0
-            for batch in islice(parse((name,), log, block_bytes=LOOKED_AT_BYTES), LOOKED_AT):
-                chunks, found = chunk(batch.bases.lengths, model_length), found + len(batch)
-                begin = batch.bases.offsets[chunks.read]
-                rows += len(
-                    translate(batch.bases.data, begin + chunks.start, begin + chunks.end).chunk
-                )
-                bases += len(batch.bases.data)
-            least += Path(name).stat().st_size * rows // (BASES_IN_FILE * bases)
-            empty += [name] * (not found and not log.skipped_by_file)
-    if alone and empty and len(empty) == len(files):
-        raise InputError(
-            "holds no reads",
-            file=empty[0],
-            hint="was it written to the end? name a file with reads",
-        )
-    return least
-
-
-def nearest(out: Path) -> Path:
-    """`out`, or what is there nearest above it."""
-    return next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
-
-
-def writable(out: Path, nbytes: int = 0, what: str = "") -> None:
-    """Check that `out` is or can become a directory to write `nbytes` in; leaves nothing behind."""
-    place = nearest(out)
-    if not place.is_dir():
-        raise ConfigError(f"{out}: {place} is a file; choose another directory")
-    try:
-        with tempfile.TemporaryFile(
-            dir=place
-        ) as file:  # permission bits know nothing of full or read-only disks
-            file.write(b"virnuc")
-            file.flush()
-    except OSError as error:
-        raise storage_error(error, out) or ConfigError(
-            f"{out}: cannot write in {place}: {error.strerror or error}; make room or choose another directory"
-        ) from error
-    check_room(place, nbytes, what)

@@ -23,8 +23,9 @@ import torch
 from cyclopts import Parameter
 from numpy.typing import NDArray
 
+from virnuc.flows.cli.start import prepare_prefect
 from virnuc.flows.parameters import ROOTS
-from virnuc.flows.start import nearest, prepare_prefect
+from virnuc.flows.preflight import nearest
 from virnuc_core import gpus
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models, load_all

@@ -1,0 +1,7 @@
+"""Runs the command line as `python -m virnuc.flows.cli`."""
+
+import sys
+
+from virnuc.flows.cli.app import main
+
+sys.exit(main())

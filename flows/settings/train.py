@@ -1,0 +1,51 @@
+"""What `train` takes."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from virnuc.flows.settings.shared import RunSettings
+from virnuc_core.config import (
+    TrainSpec,
+)
+from virnuc_core.errors import ConfigError
+
+
+class TrainSettings(TrainSpec, RunSettings):
+    """Fit the head on labelled reads."""
+
+    pairs: bool = Field(
+        False, description="files of a folder called _R1 and _R2, or _1 and _2, hold pairs"
+    )
+    out: Path = Field(
+        description="run directory of the training embeddings; the head is written to OUT/head"
+    )
+    models: Path = Field(
+        description="models directory: esm2/ and dnabert_s/; it needs no head/ with --model-length"
+    )
+    model_length: int | None = Field(
+        None, ge=3, le=1 << 20, description="bases of a chunk; default: the old head's"
+    )
+    install: bool = Field(
+        False, description="put a head better than chance, and than the old one, into the models"
+    )
+    install_anyway: bool = Field(
+        False, description="put the head into the models directory, however good it is"
+    )
+
+    def inputs(self) -> tuple[str, ...]:
+        """The files of local reads, and those that tell of the genomes."""
+        return (
+            *super().inputs(),
+            *map(str, filter(None, (self.truth, self.groups, self.genomes, self.coding_only))),
+        )
+
+    def check_own_files(self) -> None:
+        """Refuse a table of origins that is not fit. Errors: those of `read_truth`; `ConfigError`."""
+        from virnuc_core.training.evaluation import read_truth  # it brings scikit-learn along
+
+        read_truth(self.truth)
+        if self.coding_only is not None and self.genomes is None:
+            raise ConfigError(
+                "coding_only: the annotation needs the sequences it is of; give --genomes"
+            )
