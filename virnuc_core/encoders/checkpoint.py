@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -35,6 +36,7 @@ from virnuc_core.encoders.model_config import (
     Shape,
     read_shape,
 )
+from virnuc_core.encoders.registry import ENCODERS, EncoderInfo, EncoderName, embedding_columns
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import VirnucError, WeightsError, join_first
 from virnuc_core.rundir import write_text_atomically
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from virnuc_core.encoders.layers import Encoder, Read
-    from virnuc_core.encoders.models import DnabertS, Esm2, Head
+    from virnuc_core.encoders.models import Head
 
 log = logging.getLogger(__name__)
 
@@ -283,13 +285,73 @@ def load_encoder(
     """The `Esm2` or `DnabertS` of a models directory; `DeviceError`, `ConfigError` when `device` cannot run it so."""
     from virnuc_core.encoders import layers
 
-    shape, read = open_part(models, network.KIND)
-    if precision == "int8" and network.KIND is not Esm2Shape:
-        precision = "fp16"  # DNABERT-S is a thirtieth of the time
+    shape, read = open_part(models, network.INFO.shape_type)
+    if precision == "int8" and not network.INFO.has_int8:
+        precision = "fp16"
     ready = layers.resolve_precision(precision, device)
     backend = layers.choose_backend(attention, shape.head_dim, device)
     seen = layers.as_tensors(calibration(models)[0]) if ready == "int8" else None
     return network(shape, read, device, precision=ready, attention=backend, calibration=seen)
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """The encoders and the classifier, ready to run on one device."""
+
+    encoders: Mapping[EncoderName, Encoder]  # in the registry's order
+    head: Head
+
+    def columns(self) -> dict[EncoderName, slice]:
+        """Return the columns of the joined embeddings that each encoder fills."""
+        widths = {name: encoder.width for name, encoder in self.encoders.items()}
+        return embedding_columns(widths)
+
+
+def load_models(
+    models: Path,
+    device: torch.device,
+    engine: EngineSpec,
+    warm: Callable[[Encoder], object] = lambda _: None,
+) -> LoadedModels:
+    """Load all encoders and the classifier to one device, the encoders at the same time.
+
+    Args:
+        models: Models directory.
+        device: Where the models run.
+        engine: Settings: precision and attention backend.
+        warm: Called with each encoder as soon as it is loaded, because compiling its kernels takes
+            longest. Called again after all are loaded for an encoder for which there was not
+            enough memory while another one was still loading.
+
+    Raises:
+        WeightsError: A part of the models directory cannot be used.
+        DeviceError: The device cannot run what the settings ask for.
+        ConfigError: The settings do not fit the models.
+    """
+    import torch
+
+    from virnuc_core.encoders.models import Head
+
+    out_of_memory: list[Encoder] = []
+
+    def load(info: EncoderInfo) -> Encoder:
+        network = info.load_network()
+        encoder = load_encoder(network, models, device, engine.precision, engine.attention)
+        try:
+            warm(encoder)
+        except torch.OutOfMemoryError:
+            out_of_memory.append(encoder)
+        return encoder
+
+    with ThreadPoolExecutor(len(ENCODERS)) as threads:
+        # The last one of the registry is the largest, so its loading starts first.
+        loading = {info.name: threads.submit(load, info) for info in reversed(ENCODERS)}
+    loaded = {name: future.result() for name, future in loading.items()}
+    encoders = {info.name: loaded[info.name] for info in ENCODERS}
+    head = Head(*open_part(models, HeadShape), device)
+    for encoder in out_of_memory:
+        warm(encoder)
+    return LoadedModels(encoders, head)
 
 
 def load_all(
@@ -297,30 +359,10 @@ def load_all(
     device: torch.device,
     engine: EngineSpec,
     warm: Callable[[Encoder], object] = lambda _: None,
-) -> tuple[Esm2, DnabertS, Head]:
-    """All three models on one device as an engine's settings want them; raises as the loaders of each do, and `warm`.
-    Both encoders at once; each is handed to `warm` as soon as it is there, for compiling its kernels takes longest, and
-    once more after both if there was no memory for that beside the other."""
-    import torch
-
-    from virnuc_core.encoders.models import DnabertS, Esm2, Head
-
-    late: list[Encoder] = []
-
-    def load(network: type[E]) -> E:
-        encoder = load_encoder(network, models, device, engine.precision, engine.attention)
-        try:
-            warm(encoder)
-        except torch.OutOfMemoryError:
-            late.append(encoder)
-        return encoder
-
-    with ThreadPoolExecutor(2) as threads:
-        esm2, dnabert_s = threads.submit(load, Esm2), threads.submit(load, DnabertS)
-    loaded = esm2.result(), dnabert_s.result(), Head(*open_part(models, HeadShape), device)
-    for encoder in late:
-        warm(encoder)
-    return loaded
+) -> tuple[Encoder, Encoder, Head]:
+    """Load ESM-2, DNABERT-S and the classifier as `load_models` does."""
+    loaded = load_models(models, device, engine, warm)
+    return loaded.encoders["esm2"], loaded.encoders["dnabert_s"], loaded.head
 
 
 def open_safetensors(

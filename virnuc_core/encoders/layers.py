@@ -19,6 +19,7 @@ from torch import Tensor
 
 from virnuc_core.config import Attention, Precision
 from virnuc_core.encoders.model_config import PRODUCTS, DnabertShape, Esm2Shape
+from virnuc_core.encoders.registry import EncoderInfo
 from virnuc_core.encoders.tokenize import PackedBatch, Rows
 from virnuc_core.errors import ConfigError, IncapableError
 
@@ -331,7 +332,7 @@ def read_layer(read: Read, i: int, up: str, down: str, up_bias: bool) -> Layer:
 class Encoder(ABC):
     """Packed tokens to one vector a row, on one device: by our own Triton kernels, or by plain torch operations."""
 
-    KIND: ClassVar[type[Esm2Shape] | type[DnabertShape]]
+    INFO: ClassVar[EncoderInfo]  # its entry in the registry
     FEED_FORWARD: ClassVar[
         tuple[str, str, bool]
     ]  # names of both products; whether the first has a bias

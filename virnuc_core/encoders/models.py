@@ -18,7 +18,8 @@ from virnuc_core.encoders.layers import (
     hadamard,
     rotary_tables,
 )
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
+from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
+from virnuc_core.encoders.registry import DNABERT_S, ESM2
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
 
 POOLED_RESIDUES: Final = 1024  # the mean stops here; the residues behind it are attended to
@@ -31,7 +32,7 @@ HEAD_ROWS: Final = 256  # of one matrix product, always: a row's scores do not d
 class Esm2(Encoder):
     """ESM-2: mean over each row's first 1,024 residues, start and end tokens left out."""
 
-    KIND = Esm2Shape
+    INFO = ESM2
     FEED_FORWARD = ("fc1", "fc2", True)
 
     def _take(self, wide: Read, ready: Read) -> None:
@@ -100,7 +101,7 @@ class Esm2(Encoder):
 class DnabertS(Encoder):
     """DNABERT-S: mean over all tokens of each row, first and last included."""
 
-    KIND = DnabertShape
+    INFO = DNABERT_S
     FEED_FORWARD = ("gated", "wo", False)
 
     def _take(self, wide: Read, ready: Read) -> None:

@@ -1,0 +1,236 @@
+"""The registry of encoders: what the rest of virnuc needs to know about each of them.
+
+A read's frame is embedded once by each encoder of `ENCODERS`. The worker, the loader, telemetry,
+the baseline and the tools loop over this tuple and take names, budgets and columns from its
+entries. Its order is the order of the columns of the joined embeddings: DNA first.
+
+To replace an encoder, write its network (`models`), its shape (`model_config`), its tokenizer
+(`tokenize`) and the names of its public tensors (`tensor_names.toml`), and change its entry here.
+
+torch takes seconds to import, so nothing here imports it before a network is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.encoders.model_config import (
+    DNABERT_SIZES,
+    ESM2_SIZES,
+    DnabertShape,
+    Esm2Shape,
+    HeadShape,
+    Shape,
+)
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from virnuc_core.encoders.layers import Encoder
+    from virnuc_core.reads.store import OrfStore
+
+EncoderName = Literal["dnabert_s", "esm2"]
+Molecule = Literal["dna", "protein"]
+
+BASES_PER_CODON: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PublicWeights:
+    """Where the public weights of an encoder lie on the Hugging Face Hub."""
+
+    repository: str
+    revision: str  # commit, so that the same bytes are fetched each time
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInfo:
+    """What the rest of virnuc knows about one encoder.
+
+    Attributes:
+        name: Folder in a models directory, value of the column `encoder` in telemetry, and key in
+            JSON records.
+        title: Name in reports, and name of its stage on the run's clock.
+        molecule: Which of a frame's two sequences it reads. Also the key of its width in records.
+        shape_type: Sizes of its network, as `config.json` has them.
+        sizes: Known sizes by name: those of public models, and a tiny one to try things with.
+        open_tokenizer: Opens its tokenizer, given a models directory.
+        load_network: Imports and returns the class that computes embeddings (this imports torch).
+        extra_files: Files beside `config.json` and the weights that belong to the model.
+        n_special_tokens: Tokens that the tokenizer adds to a sequence.
+        letters_per_token: Letters of its sequence that make one token, about.
+        budget_setting: Setting of the engine that holds the token slots of one of its batches.
+        tokens_column: Column of `ShardDone` that counts its tokens.
+        seconds_column: Column of `ShardDone` with the device time that it took, in seconds.
+        has_int8: Whether it runs in int8 if that is asked for; if not, it runs in fp16 then.
+        ceiling_s: Seconds for which its linear layers are run to measure their highest rate, long
+            enough to reach the card's power limit.
+        public: Where its public weights are.
+        reference_size: Name of the size that VirNucPro uses.
+    """
+
+    name: EncoderName
+    title: str
+    molecule: Molecule
+    shape_type: type[Esm2Shape] | type[DnabertShape]
+    sizes: Mapping[Any, Esm2Shape | DnabertShape]
+    open_tokenizer: Callable[[Path], Tokenizer]
+    load_network: Callable[[], type[Encoder]]
+    extra_files: tuple[str, ...]
+    n_special_tokens: int
+    letters_per_token: int
+    budget_setting: Literal["token_budget", "dna_token_budget"]
+    tokens_column: str
+    seconds_column: str
+    has_int8: bool
+    ceiling_s: float
+    public: PublicWeights
+    reference_size: str
+
+    @property
+    def flops_field(self) -> str:
+        """The field of `ModelFlops` with the operations that one of its tokens takes."""
+        return f"{self.name}_per_token"
+
+    @property
+    def ceiling_field(self) -> str:
+        """The field of `ModelFlops` with the highest tokens/s of its linear layers, by device."""
+        return f"{self.name}_ceiling_tokens_s"
+
+    def token_budget(self, engine: EngineSpec) -> int:
+        """Return the token slots of one of its batches."""
+        budgets = {
+            "token_budget": engine.token_budget,
+            "dna_token_budget": engine.dna_token_budget,
+        }
+        return budgets[self.budget_setting]
+
+    def sequences(self, store: OrfStore, first: int, end: int) -> list[bytes]:
+        """Return the sequences that it reads of the store's distinct frames `first` to `end - 1`."""
+        if self.molecule == "dna":
+            return store.dna(first, end)
+        return store.protein(first, end)
+
+    def estimate_tokens(self, residues: NDArray[np.integer]) -> NDArray[np.integer]:
+        """Estimate the tokens of frames from their lengths in residues, special tokens included.
+
+        The estimate is exact for an encoder with one token per residue.
+        """
+        letters = residues
+        if self.molecule == "dna":
+            letters = residues * BASES_PER_CODON
+        return letters // self.letters_per_token + self.n_special_tokens
+
+    def width_in(self, head: HeadShape) -> int:
+        """Return the width of its embeddings that a classifier was made for."""
+        if self.molecule == "dna":
+            return head.dna_width
+        return head.protein_width
+
+
+def _open_dnabert_tokenizer(models: Path) -> Tokenizer:
+    return DnabertTokenizer(models)
+
+
+def _open_esm2_tokenizer(_models: Path) -> Tokenizer:
+    return Esm2Tokenizer()  # its alphabet is fixed
+
+
+def _load_dnabert_s() -> type[Encoder]:
+    from virnuc_core.encoders.models import DnabertS
+
+    return DnabertS
+
+
+def _load_esm2() -> type[Encoder]:
+    from virnuc_core.encoders.models import Esm2
+
+    return Esm2
+
+
+DNABERT_S: Final = EncoderInfo(
+    name="dnabert_s",
+    title="DNABERT-S",
+    molecule="dna",
+    shape_type=DnabertShape,
+    sizes=DNABERT_SIZES,
+    open_tokenizer=_open_dnabert_tokenizer,
+    load_network=_load_dnabert_s,
+    extra_files=("tokenizer.json",),
+    n_special_tokens=2,
+    letters_per_token=4,
+    budget_setting="dna_token_budget",
+    tokens_column="dna_tokens",
+    seconds_column="dnabert_s",
+    has_int8=False,  # it takes a thirtieth of the time
+    ceiling_s=1.0,
+    public=PublicWeights("zhihan1996/DNABERT-S", "00e47f96cdea35e4b6f5df89e5419cbe47d490c6"),
+    reference_size="base",
+)
+
+ESM2: Final = EncoderInfo(
+    name="esm2",
+    title="ESM-2",
+    molecule="protein",
+    shape_type=Esm2Shape,
+    sizes=ESM2_SIZES,
+    open_tokenizer=_open_esm2_tokenizer,
+    load_network=_load_esm2,
+    extra_files=(),
+    n_special_tokens=2,
+    letters_per_token=1,
+    budget_setting="token_budget",
+    tokens_column="protein_tokens",
+    seconds_column="esm2_s",
+    has_int8=True,
+    ceiling_s=2.0,
+    public=PublicWeights("facebook/esm2_t36_3B_UR50D", "476b639933c8baad5ad09a60ac1a87f987b656fc"),
+    reference_size="t36_3B",
+)
+
+ENCODERS: Final[tuple[EncoderInfo, ...]] = (DNABERT_S, ESM2)
+DNA_ENCODER: Final = DNABERT_S
+PROTEIN_ENCODER: Final = ESM2  # more than 90 % of the time; shards are measured in its tokens
+ENCODER_NAMES: Final[tuple[EncoderName, ...]] = get_args(EncoderName)  # of ENCODERS, in order
+HEAD: Final = "head"
+
+# The parts of a models directory and the type of their sizes, in the order in which they are
+# checked and named in messages: the largest first.
+PART_SHAPES: Final[dict[str, type[Shape]]] = {
+    PROTEIN_ENCODER.name: PROTEIN_ENCODER.shape_type,
+    DNA_ENCODER.name: DNA_ENCODER.shape_type,
+    HEAD: HeadShape,
+}
+PARTS: Final = tuple(PART_SHAPES)
+ENCODER_PARTS: Final = PARTS[:-1]
+
+
+def encoder_named(name: str) -> EncoderInfo:
+    """Return the registered encoder of this name.
+
+    Raises:
+        KeyError: No encoder has this name.
+    """
+    by_name: dict[str, EncoderInfo] = {encoder.name: encoder for encoder in ENCODERS}
+    return by_name[name]
+
+
+def embedding_columns(widths: Mapping[EncoderName, int]) -> dict[EncoderName, slice]:
+    """Return the columns of the joined embeddings that each encoder fills, in their order.
+
+    Args:
+        widths: Width of each encoder's embeddings by its name.
+    """
+    columns: dict[EncoderName, slice] = {}
+    first = 0
+    for encoder in ENCODERS:
+        end = first + widths[encoder.name]
+        columns[encoder.name] = slice(first, end)
+        first = end
+    return columns
