@@ -330,12 +330,12 @@ def load_models(
     """
     import torch
 
-    from virnuc_core.encoders.models import Head
+    from virnuc_core.encoders.models import NETWORKS, Head
 
     out_of_memory: list[Encoder] = []
 
     def load(info: EncoderInfo) -> Encoder:
-        network = info.load_network()
+        network = NETWORKS[info.name]
         encoder = load_encoder(network, models, device, engine.precision, engine.attention)
         try:
             warm(encoder)

@@ -19,7 +19,7 @@ from virnuc_core.encoders.layers import (
     rotary_tables,
 )
 from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
-from virnuc_core.encoders.registry import DNABERT_S, ESM2
+from virnuc_core.encoders.registry import DNABERT_S, ESM2, EncoderName
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
 
 POOLED_RESIDUES: Final = 1024  # the mean stops here; the residues behind it are attended to
@@ -153,6 +153,11 @@ class DnabertS(Encoder):
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Whole rows."""
         return cu_seqlens[:-1], cu_seqlens[1:]
+
+
+NETWORKS: Final[dict[EncoderName, type[Encoder]]] = {
+    network.INFO.name: network for network in (DnabertS, Esm2)
+}
 
 
 class Head:

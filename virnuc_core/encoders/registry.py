@@ -7,7 +7,7 @@ entries. Its order is the order of the columns of the joined embeddings: DNA fir
 To replace an encoder, write its network (`models`), its shape (`model_config`), its tokenizer
 (`tokenize`) and the names of its public tensors (`tensor_names.toml`), and change its entry here.
 
-torch takes seconds to import, so nothing here imports it before a network is asked for.
+torch takes seconds to import, so nothing here imports it: `models.NETWORKS` has the networks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from virnuc_core.encoders.model_config import (
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from virnuc_core.encoders.layers import Encoder
     from virnuc_core.reads.store import OrfStore
 
 EncoderName = Literal["dnabert_s", "esm2"]
@@ -61,7 +60,6 @@ class EncoderInfo:
         shape_type: Sizes of its network, as `config.json` has them.
         sizes: Known sizes by name: those of public models, and a tiny one to try things with.
         open_tokenizer: Opens its tokenizer, given a models directory.
-        load_network: Imports and returns the class that computes embeddings (this imports torch).
         extra_files: Files beside `config.json` and the weights that belong to the model.
         n_special_tokens: Tokens that the tokenizer adds to a sequence.
         letters_per_token: Letters of its sequence that make one token, about.
@@ -81,7 +79,6 @@ class EncoderInfo:
     shape_type: type[Esm2Shape] | type[DnabertShape]
     sizes: Mapping[Any, Esm2Shape | DnabertShape]
     open_tokenizer: Callable[[Path], Tokenizer]
-    load_network: Callable[[], type[Encoder]]
     extra_files: tuple[str, ...]
     n_special_tokens: int
     letters_per_token: int
@@ -142,18 +139,6 @@ def _open_esm2_tokenizer(_models: Path) -> Tokenizer:
     return Esm2Tokenizer()  # its alphabet is fixed
 
 
-def _load_dnabert_s() -> type[Encoder]:
-    from virnuc_core.encoders.models import DnabertS
-
-    return DnabertS
-
-
-def _load_esm2() -> type[Encoder]:
-    from virnuc_core.encoders.models import Esm2
-
-    return Esm2
-
-
 DNABERT_S: Final = EncoderInfo(
     name="dnabert_s",
     title="DNABERT-S",
@@ -161,7 +146,6 @@ DNABERT_S: Final = EncoderInfo(
     shape_type=DnabertShape,
     sizes=DNABERT_SIZES,
     open_tokenizer=_open_dnabert_tokenizer,
-    load_network=_load_dnabert_s,
     extra_files=("tokenizer.json",),
     n_special_tokens=2,
     letters_per_token=4,
@@ -181,7 +165,6 @@ ESM2: Final = EncoderInfo(
     shape_type=Esm2Shape,
     sizes=ESM2_SIZES,
     open_tokenizer=_open_esm2_tokenizer,
-    load_network=_load_esm2,
     extra_files=(),
     n_special_tokens=2,
     letters_per_token=1,

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.encoders.encoder_batches import dnas, proteins
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.checkpoint import load_models, shape_of
 from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.models import NETWORKS
 from virnuc_core.encoders.registry import (
     DNABERT_S,
     ENCODER_NAMES,
@@ -26,6 +26,8 @@ from virnuc_core.encoders.registry import (
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.telemetry import tables
 from virnuc_core.telemetry.tables import ShardDone
+
+from .encoder_batches import dnas, proteins
 
 CPU = torch.device("cpu")
 each_encoder = pytest.mark.parametrize("encoder", ENCODERS, ids=ENCODER_NAMES)
@@ -45,7 +47,7 @@ def test_an_entry_names_columns_and_settings_that_exist(encoder: EncoderInfo) ->
     assert encoder.title in tables.STAGES
     assert encoder.shape_type.part() == encoder.name
     assert encoder.reference_size in encoder.sizes
-    assert encoder.load_network().INFO is encoder
+    assert NETWORKS[encoder.name].INFO is encoder
 
 
 def test_each_encoder_has_the_token_budget_of_its_own_setting() -> None:
