@@ -39,7 +39,7 @@ from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, OVERLAPPED, STAGE
 from virnuc_core.validation import BaselineSummary
 
 RUN_PREFIX: Final = "devices-"
-BASELINE: Final = "baseline"
+BASELINE: Final = model.BASELINE
 SUMMARY: Final = "summary.json"
 RECORD: Final = "run.json"
 COMPARISON: Final = "comparison.json"

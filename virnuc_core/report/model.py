@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, FileDigest, RunCounts, RunFile, RunRecord
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
-from virnuc_core.telemetry.tables import Encoder
+from virnuc_core.telemetry.tables import GPU_STAGES, STAGES, Encoder
 from virnuc_core.validation import (
     ApprovalRecord,
     BaselineSubset,
@@ -26,6 +26,7 @@ from virnuc_core.validation import (
 SCHEMA_VERSION = 5
 RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
 ABSENT: Final = "nothing"
+BASELINE: Final = "baseline"  # the folder of the baseline, and its name in comparisons
 
 Verdict = Literal["pass", "fail", "projected", "not run", "not asked"]
 
@@ -50,6 +51,13 @@ class EncoderMetrics(BatchMetrics):
     mfu_of_ceiling: float | None  # 0 to 1; None when the ceiling was not measured
     mfu_of_datasheet: float | None
 
+    @property
+    def device_tokens_per_s(self) -> float | None:
+        """Return the tokens per second of computing time, which is the speed of one device."""
+        if not self.device_s:
+            return None
+        return self.tokens / self.device_s
+
 
 class TelemetryMetrics(BatchMetrics):
     """What the telemetry file of a run says: of its batches, and of the rest."""
@@ -70,6 +78,27 @@ class TelemetryMetrics(BatchMetrics):
         return min(told) if told and len(told) == len(used) else None
 
 
+@dataclass(frozen=True, slots=True)
+class StageThroughput:
+    """How fast a stage went through its sequences."""
+
+    stage: str
+    sequences: int
+    seconds: float
+
+    @property
+    def sequences_per_s(self) -> float | None:
+        """Return the sequences per second, or `None` if the stage took no time."""
+        if not self.seconds:
+            return None
+        return self.sequences / self.seconds
+
+    @property
+    def ms_per_sequence(self) -> float:
+        """Return the mean time of a sequence in milliseconds."""
+        return 1000.0 * self.seconds / self.sequences
+
+
 class RunMetrics(RunCounts):
     """One run of the validation, one device or N: what it counted, and what follows from its other files."""
 
@@ -88,23 +117,71 @@ class RunMetrics(RunCounts):
     price_per_million: float | None
 
     @property
+    def reads_per_s(self) -> float | None:
+        """Return the reads per second of the whole time, staging included."""
+        if self.sequences_per_hour is None:
+            return None
+        return self.sequences_per_hour / 3600.0
+
+    def share_of_time(self, seconds: float | None) -> float | None:
+        """Return which share of the total time this is, 0 to 1, or `None` without a total."""
+        if seconds is None or not self.total_s:
+            return None
+        return seconds / self.total_s
+
+    @property
     def stage_shares(self) -> dict[str, float]:
-        """Share of the total time, 0 to 1, of each stage that was measured; empty without a total."""
-        return {
-            name: spent / self.total_s
-            for name, spent in self.stages.items()
-            if spent is not None and self.total_s
-        }
+        """Return the share of the total time, 0 to 1, of each stage that was measured.
+
+        It is empty without a total.
+        """
+        shares = {name: self.share_of_time(seconds) for name, seconds in self.stages.items()}
+        return {name: share for name, share in shares.items() if share is not None}
+
+    @property
+    def other_work_share(self) -> float:
+        """Return the share of the time, 0 to 1, in which neither encoder is counted as working."""
+        shares = self.stage_shares
+        esm2 = shares.get(GPU_STAGES["esm2"], 0.0)
+        dnabert_s = shares.get(GPU_STAGES["dnabert_s"], 0.0)
+        return max(0.0, 1.0 - esm2 - dnabert_s)
+
+    @property
+    def stage_throughput(self) -> tuple[StageThroughput, ...]:
+        """Return the speed of each stage that was measured and counts its sequences.
+
+        Chunking and translation count reads. Later stages count rows, except the encoders, which
+        count the rows that they embedded.
+        """
+        sequences: dict[str, int | None] = dict.fromkeys(STAGES, self.n_rows)
+        sequences |= dict.fromkeys(STAGES[:2], self.n_reads)
+        if self.telemetry is not None:
+            sequences |= {GPU_STAGES[part.encoder]: part.rows for part in self.telemetry.encoders}
+        speeds = []
+        for stage, seconds in self.stages.items():
+            count = sequences.get(stage)
+            if seconds is not None and count:
+                speeds.append(StageThroughput(stage, count, seconds))
+        return tuple(speeds)
+
+    @property
+    def repeated_rows(self) -> int:
+        """Return how many rows equal an earlier one and so were not embedded again."""
+        if not self.n_rows or not self.n_uniques:
+            return 0
+        return self.n_rows - self.n_uniques
 
     @property
     def untimed(self) -> str:
-        """Why its time cannot be judged; empty when it can."""
+        """Return why the time of the run cannot be judged, or an empty text if it can."""
         if self.resumed:
             reused = f"{self.shards_reused or 0} shards are of an earlier run"
             return f"{self.name} was resumed ({reused}): its time is not whole"
         if self.stopped_at_limit:
             return f"{self.name} was ended at the time limit"
-        return "" if self.total_s else f"the time of {self.name} was not recorded"
+        if not self.total_s:
+            return f"the time of {self.name} was not recorded"
+        return ""
 
 
 class BaselineMetrics(Record):
@@ -118,6 +195,17 @@ class BaselineMetrics(Record):
     subset: BaselineSubset | None = None  # what was measured; None: all
     problem: str | None = None  # why it cannot be used
 
+    @property
+    def origin(self) -> str:
+        """Say how the time is known, or nothing if it was measured over all the reads."""
+        if self.source == "recorded":
+            return f"the baseline's time was not measured here but recorded, on {self.label}"
+        if self.subset is not None:
+            tokens = f"{self.subset.tokens:,} of {self.subset.total_tokens:,}"
+            measured = f"baseline measured on {self.subset.reads:,} reads"
+            return f"{measured} and scaled by tokens ({tokens})"
+        return ""
+
 
 class Accounting(Record):
     """What became of the reads of the run that is judged, as counted in its reads.tsv."""
@@ -127,6 +215,12 @@ class Accounting(Record):
     flags: dict[str, int]  # remarks on reads; a read may bear several
     adds_up: bool  # fates of the table = its reads = the reads that came in = what the run says
     staging: StagingTally  # what was met in the input before that
+
+    def share(self, count: int | None) -> float | None:
+        """Return which share of the reads this many are, 0 to 1."""
+        if count is None or not self.reads:
+            return None
+        return count / self.reads
 
 
 class ApprovalState(ApprovalRecord):
@@ -165,6 +259,14 @@ class ScalingMetrics(Record):
     esm2_scaling: float | None
     dnabert_scaling: float | None
     judged: Criterion | None = None  # by the target or band of so many devices
+
+
+def efficiency_target(speedup_target: Target | None, num_gpus: int) -> Target | None:
+    """Return the efficiency in percent that a target of the speed-up comes to on so many GPUs."""
+    if speedup_target is None:
+        return None
+    percent = 100 * speedup_target.value / num_gpus
+    return speedup_target.model_copy(update={"value": percent})
 
 
 class Bottleneck(Record):
@@ -295,6 +397,21 @@ class Report(Record):
     def many(self) -> RunMetrics | None:
         """The run that is judged, where it is not the one-device run."""
         return None if self.run == self.single else self.run
+
+    @property
+    def baseline_title(self) -> str:
+        """Return what people call the baseline: `v1.0` or `vanilla`."""
+        name = self.profile.baseline.name if self.baseline is None else self.baseline.name
+        return "v1.0" if name == "v1" else name
+
+    @property
+    def lowest_frame_agreement(self) -> float | None:
+        """Return the lowest agreement of frame labels with the baseline over the runs, 0 to 1."""
+        agreements = []
+        for comparison in self.comparisons:
+            if comparison.a == BASELINE and comparison.frames is not None:
+                agreements.append(comparison.frames.agreement)
+        return min((share for share in agreements if share is not None), default=None)
 
     def figure_of(self, run: RunMetrics) -> ScalingMetrics | None:
         """What the run came to against the one on one device."""
