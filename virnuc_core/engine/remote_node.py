@@ -30,7 +30,7 @@ from virnuc_core.engine.pool import OF_A_JOB
 from virnuc_core.engine.process import GRACE_S, Child, Closed, Failed, Message, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardTask, is_sealed, read_plan, shard_path
 from virnuc_core.errors import DeviceError, VirnucError
-from virnuc_core.reads.fast_parser import offsets_of
+from virnuc_core.reads.fast_parser import offsets_from_lengths
 from virnuc_core.reads.store import COLUMNS, FORMAT, SCHEMA_VERSION, OrfStore, StoreCounts
 from virnuc_core.rundir import RunDir, atomic_file
 from virnuc_core.runfiles import Device
@@ -292,7 +292,7 @@ def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
     found |= {name: kept[name][rows] for name in ("row_chunk", "row_frame")}
     for kind, which in (("read_id", reads), ("protein", uniques), ("dna", uniques)):
         starts = kept[f"{kind}_offsets"]
-        offsets = offsets_of(starts[which + 1] - starts[which])
+        offsets = offsets_from_lengths(starts[which + 1] - starts[which])
         places = np.repeat(starts[which] - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
         found |= {f"{kind}_offsets": offsets, f"{kind}_bytes": kept[f"{kind}_bytes"][places]}
     counts = dict.fromkeys(StoreCounts.__slots__, 0) | dict.fromkeys(

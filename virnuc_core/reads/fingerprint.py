@@ -41,13 +41,13 @@ def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64] | None = None) ->
     """Hash a batch; `id_digests` [reads, 2] are those of its ids, where they are known."""
     id_digests = digests(batch.ids) if id_digests is None else id_digests
     if (part := batch.part) is not None:  # id and lengths are known with the last
-        length = (part.before + len(batch.bases.data)).to_bytes(8, "little")
+        length = (part.n_bases_before + len(batch.bases.data)).to_bytes(8, "little")
         about = (
             (batch.ids.data, len(batch.ids.data).to_bytes(8, "little"), length)
-            if part.last
+            if part.is_last
             else (b"", b"", b"")
         )
-        ends_leaf = part.last and bool(id_digests[0, 0] % _LEAF_READS == 0)
+        ends_leaf = part.is_last and bool(id_digests[0, 0] % _LEAF_READS == 0)
         head = (about[0], batch.bases.data, *about[1:])
         return Leaves(head, b"" if ends_leaf else None, (b"",) * 4, part)
     edges = np.concatenate(
@@ -84,9 +84,11 @@ class Fingerprint:
     def add(self, leaves: Leaves) -> None:
         """Take in the next reads. What was taken in of a long one that is dropped is forgotten."""
         if leaves.part is not None:
-            before = [column.copy() for column in self._leaf] if leaves.part.first else self._before
-            self._before = [] if leaves.part.last else before
-            if leaves.part.dropped:
+            before = (
+                [column.copy() for column in self._leaf] if leaves.part.is_first else self._before
+            )
+            self._before = [] if leaves.part.is_last else before
+            if leaves.part.is_dropped:
                 self._leaf = before or self._leaf
                 return
         for column, data in zip(self._leaf, leaves.head, strict=True):

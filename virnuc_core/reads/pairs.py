@@ -81,9 +81,9 @@ def pair_batches(inputs: Inputs, log: ParseLog, *, text: bool = True) -> Iterato
             for column, more in zip(held, placed or (), strict=False):
                 column.extend(more)
             if held[0] and (placed is None or len(held[0]) >= BATCH_READS):
-                ids, bases, texts = map(Strings.of, (*held[:2], held[2] if text else ()))
+                ids, bases, texts = map(Strings.from_strings, (*held[:2], held[2] if text else ()))
                 lines, mate = map(np.array, held[3:])
-                yield ReadBatch(0, sides[0].form, ids, bases, lines, texts, mate=mate)
+                yield ReadBatch(0, sides[0].form, ids, bases, lines, texts, follows_mate=mate)
                 held = [[] for _ in range(5)]
 
 
@@ -108,18 +108,18 @@ class _Side:
                     "too long for the read of a pair", file=self.file, line=int(batch.lines[0])
                 )
             self.form, names = (
-                batch.form,
+                batch.format,
                 [one[:-2] if one[-2:] in ENDS else one for one in batch.ids],
             )
-            letters = np.frombuffer(batch.text.data + bytes(3), np.uint8)
+            letters = np.frombuffer(batch.records.data + bytes(3), np.uint8)
             # an id that was not printable is longer than in its header
-            after = np.minimum(batch.text.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - 3)
+            after = np.minimum(batch.records.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - 3)
             casava = (letters[after] == ord(" ")) & (letters[after + 2] == ord(":"))
             mate = np.where(
                 letters[after - 2] == ord("/"), letters[after - 1], casava * letters[after + 1]
             ) - ord("0")
             says = (mate * ((mate == 1) | (mate == 2))).astype(np.uint8).tobytes()
-            new = names, [*batch.bases], [*batch.text], batch.lines.tolist(), says
+            new = names, [*batch.bases], [*batch.records], batch.lines.tolist(), says
             self._reads = [
                 old[self._at :] + more for old, more in zip(self._reads, new, strict=True)
             ]

@@ -1,9 +1,12 @@
-"""FASTA and FASTQ to columnar batches of reads; whatever is broken is named by file, line and read id.
+"""Read FASTA and FASTQ files into batches of reads; errors name the file, line and read id.
 
-Files are cut into pieces where records end, as far as line ends tell: that costs a fraction of reading, and pieces can
-be read apart from each other. `fast_parser` reads FASTA and four-line FASTQ. From the first record of FASTQ that is not
-of four lines, or broken, `slow_parser` reads the rest of that file, here and line after line; both give the same reads.
-A FASTA record that is longer than a block comes in parts."""
+Files are cut into pieces where records end, as far as line ends show. Cutting costs a fraction of
+reading, and the pieces can be read independently of each other, by several processes.
+
+`fast_parser` reads FASTA and four-line FASTQ. From the first FASTQ record that is not of four
+lines, or is broken, `slow_parser` reads the rest of that file line by line in this process. Both
+give the same reads. A FASTA record that is longer than a block comes in parts.
+"""
 
 import re
 import time
@@ -13,7 +16,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Final, Generic, NamedTuple, TypeVar, cast
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,249 +30,449 @@ from virnuc_core.reads.fast_parser import (
     ReadBatch,
     cut_fasta,
     cut_fastq,
+    first_word,
 )
 from virnuc_core.reads.sources import Source
 from virnuc_core.reads.workers import Workers
 
-O = TypeVar("O")  # noqa: E741  # what comes of a batch
+Output = TypeVar("Output")  # the result of the work on a batch
 
-_BLANK: Final = b" \t\r\n\v\f"
-_LONE_RETURN: Final = re.compile(rb"\r(?!\n|\Z)")  # a line's end on old Macs
-_COMMENT: Final = re.compile(rb";(?<![^\r\n];)[^\r\n]*")
 LONGEST_LINE: Final = 1 << 26  # letters of a header, or of a line of FASTQ
-BLOCK_BYTES: Final = 4_000_000  # of one piece: a tenth less processor time than a million takes
+BLOCK_BYTES: Final = 4_000_000  # of a piece; takes a tenth less processor time than 1,000,000
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_BLANK: Final = b" \t\r\n\v\f"
+_LONE_RETURN: Final = re.compile(rb"\r(?!\n|\Z)")  # a line end of old Macs
+_COMMENT: Final = re.compile(rb";(?<![^\r\n];)[^\r\n]*")  # a FASTA line that begins with ';'
 
 
-class _Made(NamedTuple, Generic[O]):
-    """What a worker made of a piece, or of a batch that is read and counted already."""
+class _WorkResult(NamedTuple, Generic[Output]):
+    """The result of a worker for a piece, or for a batch that was counted already."""
 
-    value: O | None  # none where there are no reads
-    reads: int = 0
-    illegal: tuple[InputError, ...] = ()  # one for each read left out
-    irregular: int = 0  # bytes at the end of the piece that are left for the slow parser
-    nameless: bool = False  # names of reads without an id need the number of reads before
+    value: Output | None  # None if there are no reads
+    n_reads: int = 0
+    illegal: tuple[InputError, ...] = ()  # one for each read that was left out
+    n_bytes_left: int = 0  # at the end of the piece: irregular, for the slow parser
+    needs_read_number: bool = False  # a read has no id: its name needs the number of earlier reads
     parse_s: float = 0.0
 
 
 def parse(
     files: tuple[str, ...], log: ParseLog | None = None, *, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[ReadBatch]:
-    """Batches of reads of all files, in order; what was met is counted in `log`. A FASTA record of over `block_bytes`
-    comes in parts, each a batch of its own. Errors: `InputError` for a file that is neither FASTA nor FASTQ or cannot
-    be read, and, unless `log.on_error` is `skip`, for a broken record."""
-    with Workers(1) as here:
+    """Read all files in order.
+
+    Args:
+        files: Paths, or `-` for standard input.
+        log: Takes the counts and the errors of the records that are left out.
+        block_bytes: The size of a piece. A longer FASTA record comes in parts.
+
+    Yields:
+        Batches of reads. Each part of a long FASTA record is a batch of its own.
+
+    Raises:
+        InputError: A file is neither FASTA nor FASTQ, or cannot be read. Also for a broken record,
+            unless `log.on_error` is `skip`.
+    """
+    with Workers(1) as this_process:
         yield from parse_by(
-            here, lambda batch: batch, files, log or ParseLog(), block_bytes=block_bytes
+            this_process, lambda batch: batch, files, log or ParseLog(), block_bytes=block_bytes
         )
 
 
 def parse_by(
     workers: Workers,
-    work: Callable[[ReadBatch], O],
+    work: Callable[[ReadBatch], Output],
     files: tuple[str, ...],
     log: ParseLog,
     *,
     block_bytes: int,
-) -> Iterator[O]:
-    """What `work` makes of the batches of all files, in order; `workers` read the pieces. Where a file turns out
-    irregular, what was made of its later pieces is dropped. Errors: as of `parse`, the first in the order of the files
-    whatever was met first; those of `workers`."""
-    with closing(
-        _pieces_of(files, log, block_bytes)
-    ) as cut:  # so that no file stays open where an error ends this
-        again = deque[Piece]()
+) -> Iterator[Output]:
+    """Read all files in order, and apply a function to each batch of reads.
 
-        def pieces() -> Iterator[Piece]:
-            while (piece := again.popleft() if again else next(cut, None)) is not None:
-                yield piece
+    Args:
+        workers: Read the pieces and do the work on their batches.
+        work: The function. It must be picklable if there are other worker processes.
+        files: Paths, or `-` for standard input.
+        log: Takes the counts and the errors of the records that are left out.
+        block_bytes: The size of a piece.
 
-        def noted(
-            items: Iterator[Piece | ReadBatch], given: deque[Piece | ReadBatch]
-        ) -> Iterator[Piece | ReadBatch]:
-            while True:
-                started = time.perf_counter()
-                item = next(items, None)
-                log.cut_s += time.perf_counter() - started
-                if item is None:
-                    return
-                given.append(item)
-                yield item
+    Yields:
+        The results of `work` in the order of the reads. If a file turns out to be irregular, the
+        results of its later pieces are discarded and the pieces are read again.
 
-        irregular: Iterator[ReadBatch] | None = iter(())
-        while irregular is not None:
-            given = deque[Piece | ReadBatch]()
-            items = noted(chain(irregular, pieces()), given)
-            irregular = None
-            for done in workers.map(
-                partial(_work_on, work),
-                items,
-                lambda item: len(item.data if isinstance(item, Piece) else item.bases.data),
-            ):
-                item = given.popleft()
-                made = _work_on(work, item, log.reads + log.left_out) if done.nameless else done
-                value = made.value
-                if isinstance(item, Piece):
-                    log.parse_s += made.parse_s
-                    part = item.part
-                    if not log.take(item.name, part, made.reads, made.illegal) and part is not None:
-                        value = work(item.dropped(part)) if part.last else None
-                if value is not None:
-                    yield value
-                if isinstance(item, ReadBatch):
-                    continue
-                if made.irregular:
-                    again.extendleft(piece for piece in reversed(given) if isinstance(piece, Piece))
-                    read = item.data[: -made.irregular].count(b"\n")
-                    rest = item._replace(data=item.data[-made.irregular :], line=item.line + read)
-                    from virnuc_core.reads.slow_parser import read_irregular  # few runs need it
+    Raises:
+        InputError: As of `parse`: the first error in the order of the files, even if a later one
+            was met earlier.
+        WorkerError: A worker process failed.
+    """
+    with closing(_cut_files(files, log, block_bytes)) as cut_pieces:  # closes files after an error
+        queue = _PieceQueue(cut_pieces)
+        irregular_batches: Iterator[ReadBatch] = iter(())
+        while True:
+            items = _PendingItems(chain(irregular_batches, queue), log)
+            rest = yield from _work_until_irregular(workers, work, items, log)
+            if rest is None:
+                return
+            queue.put_back([item for item in items.pending if isinstance(item, Piece)])
+            from virnuc_core.reads.slow_parser import read_irregular  # few runs need it
 
-                    irregular = read_irregular(rest, pieces(), log, block_bytes)
-                    break
-                if item.refused:
-                    raise cast(InputError, item.damage)
-                if item.damage is not None:
-                    log.broken(item.damage)
+            irregular_batches = read_irregular(rest, queue, log, block_bytes)
+
+
+class _PieceQueue(Iterator[Piece]):
+    """The pieces of all files in order. Pieces that were taken too early can be put back."""
+
+    def __init__(self, pieces: Iterator[Piece]) -> None:
+        self._pieces = pieces
+        self._returned = deque[Piece]()
+
+    def __next__(self) -> Piece:
+        if self._returned:
+            return self._returned.popleft()
+        return next(self._pieces)
+
+    def put_back(self, pieces: list[Piece]) -> None:
+        """Put pieces in front of the others, in their order."""
+        self._returned.extendleft(reversed(pieces))
+
+
+class _PendingItems(Iterator[Piece | ReadBatch]):
+    """The items for workers; remembers those whose results are still to come."""
+
+    def __init__(self, items: Iterator[Piece | ReadBatch], log: ParseLog) -> None:
+        self._items = items
+        self._log = log
+        self.pending = deque[Piece | ReadBatch]()
+
+    def __next__(self) -> Piece | ReadBatch:
+        start_s = time.perf_counter()
+        try:
+            item = next(self._items)
+        finally:
+            self._log.cut_s += time.perf_counter() - start_s
+        self.pending.append(item)
+        return item
+
+
+def _work_until_irregular(
+    workers: Workers, work: Callable[[ReadBatch], Output], items: _PendingItems, log: ParseLog
+) -> Generator[Output, None, Piece | None]:
+    """Yield the results of `work`, up to the first irregular record.
+
+    Returns:
+        The rest of a piece from its first irregular record on. `items.pending` then holds what
+        comes after that piece and was taken already. None if everything was read.
+
+    Raises:
+        InputError: A file or record is broken, see `parse`.
+    """
+    for worker_result in workers.map(partial(_work_on, work), items, _count_bytes):
+        item = items.pending.popleft()
+        result = worker_result
+        if result.needs_read_number:
+            result = _work_on(work, item, log.n_records)
+        if isinstance(item, ReadBatch):  # the slow parser has counted its reads
+            value = result.value
+        else:
+            value = _count_piece(item, result, work, log)
+        if value is not None:
+            yield value
+        if isinstance(item, ReadBatch):
+            continue
+        if result.n_bytes_left > 0:
+            regular = item.data[: -result.n_bytes_left]
+            return item._replace(
+                data=item.data[-result.n_bytes_left :],
+                first_line=item.first_line + regular.count(b"\n"),
+            )
+        if item.damage is not None:
+            if item.is_unreadable:
+                raise item.damage
+            log.skip_or_raise(item.damage)
+    return None
+
+
+def _count_bytes(item: Piece | ReadBatch) -> int:
+    """Return about how much memory an item takes."""
+    return len(item.data) if isinstance(item, Piece) else len(item.bases.data)
+
+
+def _count_piece(
+    piece: Piece, result: _WorkResult[Output], work: Callable[[ReadBatch], Output], log: ParseLog
+) -> Output | None:
+    """Count the reads of a piece, and return the value to use for it, if there is one."""
+    log.parse_s += result.parse_s
+    part = piece.part
+    is_used = log.count_reads(piece.name, part, result.n_reads, result.illegal)
+    if is_used or part is None:
+        return result.value
+    if part.is_last:  # whoever has the earlier parts must hear that they do not count
+        return work(piece.dropped_part(part))
+    return None
 
 
 def _work_on(
-    work: Callable[[ReadBatch], O], item: Piece | ReadBatch, before: int | None = None
-) -> _Made[O]:
-    """What a worker does with a piece: read it up to the first irregular record, without illegal letters. The number of
-    reads `before` is needed where one has no id."""
+    work: Callable[[ReadBatch], Output],
+    item: Piece | ReadBatch,
+    n_earlier_records: int | None = None,
+) -> _WorkResult[Output]:
+    """Read a piece up to its first irregular record and apply `work`; this is a worker's task.
+
+    Args:
+        work: The function for the batch of reads, without those that have illegal letters.
+        item: A piece, or a batch that was read already.
+        n_earlier_records: The number of records before the piece. It is needed if a read has no id;
+            None if it is not known yet.
+    """
     if isinstance(item, ReadBatch):
-        return _Made(work(item))
+        return _WorkResult(work(item))
     if item.damage is not None or not (item.data or item.part):
-        return _Made(None)
-    started = time.perf_counter()
-    read, irregular = cut_fastq(item) if item.form == "fastq" else (cut_fasta(item), 0)
-    if read is None:
-        return _Made(None, irregular=irregular)
-    ids = read.ids.printable()
-    if before is None and not ids.lengths.all():
-        return _Made(None, nameless=True)
-    batch, illegal = replace(read, ids=ids.named(before or 0)).without_illegal(item.name)
-    parse_s = time.perf_counter() - started
-    return _Made(
-        work(batch) if len(batch) else None, len(batch), tuple(illegal), irregular, parse_s=parse_s
-    )
+        return _WorkResult(None)
+    start_s = time.perf_counter()
+    n_bytes_left = 0
+    cut_batch: ReadBatch | None
+    if item.format == "fastq":
+        cut_batch, n_bytes_left = cut_fastq(item)
+    else:
+        cut_batch = cut_fasta(item)
+    if cut_batch is None:
+        return _WorkResult(None, n_bytes_left=n_bytes_left)
+    ids = cut_batch.ids.printable_ids()
+    if n_earlier_records is None and not ids.lengths.all():
+        return _WorkResult(None, needs_read_number=True)
+    named_batch = replace(cut_batch, ids=ids.fill_empty_ids(n_earlier_records or 0))
+    batch, illegal = named_batch.drop_illegal(item.name)
+    parse_s = time.perf_counter() - start_s
+    value = work(batch) if len(batch) > 0 else None
+    return _WorkResult(value, len(batch), tuple(illegal), n_bytes_left, parse_s=parse_s)
 
 
-def _pieces_of(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Generator[Piece]:
-    """The text of all files; one that cannot be read is a piece too, so that it is told of in its turn."""
-    for number, name in enumerate(files):
+def _cut_files(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Generator[Piece]:
+    """Cut the text of all files into pieces.
+
+    A file that cannot be read becomes a piece, too, so that its error is raised in its turn.
+    """
+    for file_index, name in enumerate(files):
         try:
             with Source.open(name, log.read_group) as source:
-                yield from _pieces_of_one(number, source, block_bytes)
-                log.contents[name], log.not_primary[name] = source.content(), source.left_out
+                yield from _FileCutter(file_index, source, block_bytes).pieces()
+                log.contents[name] = source.content()
+                log.not_primary[name] = source.left_out
         except InputError as error:
-            yield Piece(number, name, "fasta", b"", 1, last=True, damage=error, refused=True)
+            yield Piece(
+                file_index,
+                name,
+                format="fasta",
+                data=b"",
+                first_line=1,
+                is_last=True,
+                damage=error,
+                is_unreadable=True,
+            )
 
 
-def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Piece]:
-    opened = _Text(source, block_bytes)
-    text, line, form, ended, wanted = opened.begin, opened.line, opened.form, False, block_bytes
-    part: Part | None = None
-    while text or not ended:
-        while len(text) < wanted and not ended:
-            more = opened.read(wanted - len(text))
-            text, ended = text + more, not more
-        if b"\r" in text:
-            text = _LONE_RETURN.sub(b"\n", text + b"\n" * (ended and text.endswith(b"\r")))
-        end, after = 0, None
-        if part is not None:
-            end = text.find(b"\n>") + 1
-            if ended and not end:
+class _FileCutter:
+    """Cuts the text of one file into pieces."""
+
+    def __init__(self, file_index: int, source: Source, block_bytes: int) -> None:
+        self._file_index = file_index
+        self._source = source
+        self._block_bytes = block_bytes
+        self._reader = _TextReader(source, block_bytes)
+        self._format = self._reader.format
+        self._text = self._reader.beginning  # read, but not in a piece yet
+        self._line = self._reader.first_line  # number of the first line of `_text`
+        self._has_ended = False  # all of the file was read
+        self._n_wanted = block_bytes  # length of `_text` to read up to
+        self._part: Part | None = None  # the next part, within a record longer than a block
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the pieces. The last one has `is_last`, and the damage of the file, if any.
+
+        Raises:
+            InputError: A record has a line that is too long to be read.
+        """
+        while self._text or not self._has_ended:
+            self._read_more()
+            piece: Piece | None
+            if self._part is not None:
+                if self._has_ended and b"\n>" not in self._text:
+                    break
+                piece = self._cut_part(self._part)
+            else:
+                if self._has_ended and self._source.damage is None:
+                    break
+                piece = self._cut_records()
+            if piece is not None:
+                yield piece
+            elif self._has_ended:
                 break
-            part, after = part._replace(last=end > 0), None if end else part
-            # line ends are left for the next part, where it can be seen whether a header follows
-            end = end or len(text.rstrip(b"\r\n")) or len(text) - 1
-        elif ended and source.damage is None:
-            break
-        else:
-            end = _whole_records(text, form)
-        if end:
-            yield Piece(number, source.name, form, text[:end], line, part=part)
-            if after is not None:
-                bases = text[text.index(b"\n") if after.first else 0 : end].translate(None, BLANKS)
-                after = after._replace(first=False, before=after.before + len(bases))
-            part, text, line, wanted = after, text[end:], line + _newlines(text[:end]), block_bytes
-        elif ended:
-            break
-        elif part is None and form == "fasta" and b"\n" in text:
-            part = Part(b"".join(text[1 : text.index(b"\n")].split(None, 1)[:1]), line, first=True)
-        elif len(text) - (last_line := text.rfind(b"\n") + 1) > LONGEST_LINE:
-            problem = (
-                f"a record with lines too long to be read: {LONGEST_LINE:,} letters and no end"
-            )
+            elif self._part is None and self._format == "fasta" and b"\n" in self._text:
+                header = self._text[1 : self._text.index(b"\n")]
+                self._part = Part(first_word(header), self._line, is_first=True)
+            else:
+                self._want_longer_text()
+        yield self._last_piece()
+
+    def _read_more(self) -> None:
+        """Read until the text has the wanted length, with line ends as newlines."""
+        while len(self._text) < self._n_wanted and not self._has_ended:
+            more = self._reader.read(self._n_wanted - len(self._text))
+            self._text += more
+            self._has_ended = not more
+        if b"\r" in self._text:
+            if self._has_ended and self._text.endswith(b"\r"):
+                self._text += b"\n"
+            self._text = _LONE_RETURN.sub(b"\n", self._text)
+
+    def _cut_records(self) -> Piece | None:
+        """Cut the whole records from the front of the text; None if there is none."""
+        end = _find_end_of_records(self._text, self._format)
+        return self._cut(end, None) if end > 0 else None
+
+    def _cut_part(self, part: Part) -> Piece | None:
+        """Cut the next part of a long FASTA record; None if more text must be read for it."""
+        text = self._text
+        record_end = text.find(b"\n>") + 1
+        if record_end > 0:
+            self._part = None
+            return self._cut(record_end, part._replace(is_last=True))
+        # line ends are left for the next part, which shows whether a header follows them
+        end = len(text.rstrip(b"\r\n")) or len(text) - 1
+        if end == 0:
+            return None
+        sequence_start = text.index(b"\n") if part.is_first else 0
+        bases = text[sequence_start:end].translate(None, BLANKS)
+        self._part = part._replace(is_first=False, n_bases_before=part.n_bases_before + len(bases))
+        return self._cut(end, part)
+
+    def _cut(self, end: int, part: Part | None) -> Piece:
+        """Take so many bytes from the front of the text as a piece."""
+        data = self._text[:end]
+        line = self._line
+        self._text = self._text[end:]
+        self._line += _count_newlines(data)
+        self._n_wanted = self._block_bytes
+        return Piece(self._file_index, self._source.name, self._format, data, line, part=part)
+
+    def _want_longer_text(self) -> None:
+        """Ask for up to twice as much text, because no record ends in this one.
+
+        Doubling bounds how often each byte of a long record is looked at.
+
+        Raises:
+            InputError: The last line is too long already.
+        """
+        last_line_start = self._text.rfind(b"\n") + 1
+        if len(self._text) - last_line_start > LONGEST_LINE:
             raise InputError(
-                problem, file=source.name, line=line, hint="only sequences of FASTA may be as long"
+                f"a record with lines too long to be read: {LONGEST_LINE:,} letters and no end",
+                file=self._source.name,
+                line=self._line,
+                hint="only sequences of FASTA may be as long",
             )
-        else:
-            # a record longer than a block doubles it, so that its bytes are looked at a bounded number of times
-            wanted = min(2 * len(text), last_line + LONGEST_LINE + 1)
-    part = part._replace(last=True, dropped=source.damage is not None) if part else None
-    yield Piece(number, source.name, form, text, line, True, source.damage, part=part)
+        self._n_wanted = min(2 * len(self._text), last_line_start + LONGEST_LINE + 1)
+
+    def _last_piece(self) -> Piece:
+        """Return all text that is left."""
+        damage = self._source.damage
+        part = self._part
+        if part is not None:
+            part = part._replace(is_last=True, is_dropped=damage is not None)
+        return Piece(
+            self._file_index,
+            self._source.name,
+            self._format,
+            self._text,
+            self._line,
+            is_last=True,
+            damage=damage,
+            part=part,
+        )
 
 
-class _Text:
-    """A file's text from its first record on; in FASTA blanks stand for comments. Errors: `InputError` for another."""
+class _TextReader:
+    """Reads a file's text from its first record on; comments of FASTA become blanks.
+
+    Attributes:
+        format: The format, as the first letter shows it.
+        first_line: The number of the line of the first record.
+        beginning: The first text, from the first record on. `read` gives what follows.
+    """
 
     def __init__(self, source: Source, block_bytes: int) -> None:
-        self._source, self._begun = (
-            source,
-            b"",
-        )  # the first letter of the line that the next text goes on with
-        self.form: Format = "fastq"  # until it is known nothing is a comment
-        self.line = 1
-        self.begin = self._from_first_letter(
-            self.read(block_bytes).removeprefix(b"\xef\xbb\xbf"), block_bytes
-        )
-        if self.begin[:1] in (b">", b";"):
-            self.form = "fasta"
-            self.begin = self._from_first_letter(self._without_comments(self.begin), block_bytes)
-            if self.begin and not self.begin.startswith(b">"):
-                problem, hint = (
-                    "text stands before the first header",
-                    "expected a line that starts with '>'",
-                )
-                raise InputError(problem, file=source.name, line=self.line, hint=hint)
-        elif self.begin and self.begin[:1] != b"@":
-            other = "neither FASTA nor FASTQ: it does not start with '>' or '@'"
-            zipped = self.begin.startswith(b"PK")
-            raise InputError(
-                f"this is {'a zip archive; unpack it first' if zipped else other}", file=source.name
-            )
+        """Find the first record.
 
-    def _from_first_letter(self, text: bytes, block_bytes: int) -> bytes:
+        Raises:
+            InputError: The file is neither FASTA nor FASTQ.
+        """
+        self._source = source
+        self._block_bytes = block_bytes
+        self._line_mark = b""  # the first letter of the line in which the last text ended
+        self.format: Format = "fastq"  # until it is known, nothing is a comment
+        self.first_line = 1
+        beginning = self._skip_blanks(self.read(block_bytes).removeprefix(_BYTE_ORDER_MARK))
+        mark = beginning[:1]
+        if mark in (b">", b";"):
+            self.format = "fasta"
+            beginning = self._skip_blanks(self._blank_out_comments(beginning))
+            if beginning and not beginning.startswith(b">"):
+                raise InputError(
+                    "text stands before the first header",
+                    file=source.name,
+                    line=self.first_line,
+                    hint="expected a line that starts with '>'",
+                )
+        elif beginning and mark != b"@":
+            problem = "this is neither FASTA nor FASTQ: it does not start with '>' or '@'"
+            if beginning.startswith(b"PK"):
+                problem = "this is a zip archive; unpack it first"
+            raise InputError(problem, file=source.name)
+        self.beginning = beginning
+
+    def _skip_blanks(self, text: bytes) -> bytes:
+        """Return the text from its first letter that is not blank; reads on while all is blank."""
         while True:
-            kept = text.lstrip(_BLANK)
-            self.line += text[: len(text) - len(kept)].count(b"\n")
-            if kept or not (text := self.read(block_bytes)):
-                return kept
+            letters = text.lstrip(_BLANK)
+            n_blanks = len(text) - len(letters)
+            self.first_line += text[:n_blanks].count(b"\n")
+            if letters:
+                return letters
+            text = self.read(self._block_bytes)
+            if not text:
+                return b""
 
     def read(self, size: int) -> bytes:
-        """At least `size` bytes, fewer only before the end; `b""` at the end."""
+        """Return at least `size` bytes of text; fewer only before the end, none at the end."""
         text = self._source.read(size)
-        return self._without_comments(text) if text and self.form == "fasta" else text
+        if text and self.format == "fasta":
+            return self._blank_out_comments(text)
+        return text
 
-    def _without_comments(self, text: bytes) -> bytes:
-        begun, whole = self._begun, self._begun + text
-        last = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
-        self._begun = whole[last : last + 1]
-        return _COMMENT.sub(b" ", whole).removeprefix(begun) if b";" in whole else text
+    def _blank_out_comments(self, text: bytes) -> bytes:
+        """Replace each line that begins with ';' by a blank."""
+        mark = self._line_mark
+        marked_text = mark + text  # so that a comment that began in the last text is seen as one
+        line_start = max(marked_text.rfind(b"\n"), marked_text.rfind(b"\r")) + 1
+        self._line_mark = marked_text[line_start : line_start + 1]
+        if b";" not in marked_text:
+            return text
+        return _COMMENT.sub(b" ", marked_text).removeprefix(mark)
 
 
-def _whole_records(text: bytes, form: Format) -> int:
-    """How many bytes of `text` are whole records, if they are regular."""
-    if form == "fasta":
+def _find_end_of_records(text: bytes, format_: Format) -> int:
+    """Return how many bytes from the front of the text are whole records, if they are regular."""
+    if format_ == "fasta":
         return text.rfind(b"\n>") + 1
-    end, lines = len(text), _newlines(text)
-    for _ in range(lines % 4 + 1):
+    n_lines = _count_newlines(text)
+    if n_lines < 4:
+        return 0
+    end = len(text)
+    for _ in range(n_lines % 4 + 1):
         end = text.rfind(b"\n", 0, end)
-    return end + 1 if lines >= 4 else 0
+    return end + 1
 
 
-def _newlines(text: bytes) -> int:
-    return int(
-        np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n"))
-    )  # many times as fast as bytes.count
+def _count_newlines(text: bytes) -> int:
+    """Count the newlines; numpy is many times as fast as `bytes.count`."""
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n")))

@@ -1,8 +1,7 @@
-"""FASTQ that is not regular, line after line: wrapped records, broken ones, and where reading goes on after those."""
+"""Read irregular FASTQ line by line: wrapped records, and what follows broken ones."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -10,165 +9,275 @@ import numpy as np
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import (
     BLANKS,
-    LEGAL,
+    LEGAL_LETTERS,
     ParseLog,
     Piece,
     ReadBatch,
     Strings,
     first_word,
-    shortened,
+    shorten,
 )
 
-_MOST_LINES: Final = (
-    100_000  # of a record; one of more is taken for broken: bounds what one error costs
-)
+# a longer record counts as broken; this bounds what a single error costs
+_MAX_RECORD_LINES: Final = 100_000
+_RECORD_OVERHEAD_BYTES: Final = 32  # of a read, besides its letters, when batches are measured
 _HINT: Final = "expected '@id', bases, '+', and as many quality letters as bases"
 
 
 class _Record(NamedTuple):
-    """One read as it stands in the file; the id is the first word of the header, possibly empty."""
+    """One read as it stands in the file."""
 
-    id: bytes
+    id: bytes  # first word of the header; it may be empty
     bases: bytes
-    text: bytes  # unwrapped
-    line: int
+    text: bytes  # the record, unwrapped to four lines
+    line: int  # of the header
+
+
+class _Parsed(NamedTuple):
+    """The outcome of reading a record from a certain line on."""
+
+    n_lines: int  # that it takes up
+    record: _Record | None = None  # None for a blank line, and if there is a problem
+    problem: str = ""
+
+
+class _Quality(NamedTuple):
+    """The quality lines of a record."""
+
+    n_letters: int
+    end: int  # offset of the line after them
+    has_inner_mark: bool  # a line after the first begins with '@', as a header would
 
 
 def read_irregular(
-    first: Piece, later: Iterator[Piece], log: ParseLog, block_bytes: int
+    first_piece: Piece, later_pieces: Iterator[Piece], log: ParseLog, block_bytes: int
 ) -> Iterator[ReadBatch]:
-    """The rest of a file from `first` on; its reads are counted as they are drawn."""
-    piece = first
+    """Read the rest of a FASTQ file line by line, and count its reads as they are drawn.
 
-    def pieces() -> Iterator[Piece]:
+    Args:
+        first_piece: The file's text from its first irregular record on.
+        later_pieces: The pieces after it. Those of the same file are taken from it.
+        log: Takes the counts and the broken records.
+        block_bytes: The size at which a new batch begins.
+
+    Yields:
+        Batches of reads, each with one read or more.
+
+    Raises:
+        InputError: A record is broken or the file is damaged, if `log.on_error` is `stop`.
+    """
+    piece = first_piece
+
+    def pieces_of_file() -> Iterator[Piece]:
         nonlocal piece
         yield piece
-        while not piece.last:
-            piece = next(later)
+        while not piece.is_last:
+            piece = next(later_pieces)
             yield piece
 
-    size = 0
-
-    def block(record: _Record) -> int:
-        nonlocal size
-        size += len(record.bases) + len(record.id) + 32
-        return size // block_bytes
-
-    for _, held in groupby(_records(pieces(), first, log.broken), block):
-        *columns, at = zip(*held, strict=True)
-        ids, bases, text = map(Strings.of, columns)
-        ids = ids.printable().named(log.reads + log.left_out)
-        batch = ReadBatch(first.file, first.form, ids, bases, np.array(at, np.int64), text)
-        batch, illegal = batch.without_illegal(first.name)
-        log.take(first.name, None, len(batch), illegal)
-        if len(batch):
+    all_records = _read_records(pieces_of_file(), first_piece, log.skip_or_raise)
+    for records in _group_records(all_records, block_bytes):
+        ids = Strings.from_strings([record.id for record in records])
+        whole_batch = ReadBatch(
+            file_index=first_piece.file_index,
+            format=first_piece.format,
+            ids=ids.printable_ids().fill_empty_ids(log.n_records),
+            bases=Strings.from_strings([record.bases for record in records]),
+            lines=np.array([record.line for record in records], np.int64),
+            records=Strings.from_strings([record.text for record in records]),
+        )
+        batch, illegal = whole_batch.drop_illegal(first_piece.name)
+        log.count_reads(first_piece.name, None, len(batch), illegal)
+        if len(batch) > 0:
             yield batch
     if piece.damage is not None:
-        log.broken(piece.damage)
+        log.skip_or_raise(piece.damage)
 
 
-class _Lines:
-    """The rest of a file as lines without their ends; those are held that were looked at and not passed yet."""
+def _group_records(records: Iterable[_Record], block_bytes: int) -> Iterator[list[_Record]]:
+    """Group consecutive records so that each group holds about `block_bytes`."""
+    group: list[_Record] = []
+    group_number = 0
+    n_bytes = 0
+    for record in records:
+        n_bytes += len(record.bases) + len(record.id) + _RECORD_OVERHEAD_BYTES
+        number = n_bytes // block_bytes
+        if group and number != group_number:
+            yield group
+            group = []
+        group_number = number
+        group.append(record)
+    if group:
+        yield group
 
-    def __init__(self, pieces: Iterable[Piece], number: int) -> None:
-        self.number = number  # of the line that is next
-        self.damaged = False  # the file ends in its last lines, within a record perhaps
-        self._held = deque[bytes]()
-        self._later = self._split(pieces)
 
-    def _split(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
+class _LineReader:
+    """The lines of the rest of a file, without their ends.
+
+    Lines that were looked at are kept until they are skipped. Offsets count from the next line.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], line_number: int) -> None:
+        self.line_number = line_number  # of the next line, from 1
+        self.is_damaged = False  # the file ends early, with the lines read last
+        self._peeked = deque[bytes]()
+        self._later_lines = self._split_lines(pieces)
+
+    def _split_lines(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
         for piece in pieces:
-            self.damaged = piece.damage is not None
-            yield from (line.rstrip(BLANKS) for line in piece.data.splitlines())
+            self.is_damaged = piece.damage is not None
+            for line in piece.data.splitlines():
+                yield line.rstrip(BLANKS)
 
-    def at(self, place: int) -> bytes | None:
-        """The line so many after the next one; None beyond the end."""
-        while len(self._held) <= place:
-            if (line := next(self._later, None)) is None:
+    def peek(self, offset: int) -> bytes | None:
+        """Return the line at an offset; None beyond the end of the file."""
+        while len(self._peeked) <= offset:
+            line = next(self._later_lines, None)
+            if line is None:
                 return None
-            self._held.append(line)
-        return self._held[place]
+            self._peeked.append(line)
+        return self._peeked[offset]
+
+    def join(self, start: int, end: int) -> bytes:
+        """Return the lines of a range of offsets, end to end."""
+        return b"".join([self.peek(offset) or b"" for offset in range(start, end)])
 
     def skip(self, count: int) -> None:
-        """Pass so many lines."""
+        """Pass this many lines; they must have been looked at."""
         for _ in range(count):
-            self._held.popleft()
-        self.number += count
+            self._peeked.popleft()
+        self.line_number += count
 
-    def text_from(self, place: int) -> bytes | None:
-        """The first line from this place on that is not blank; None where there is none."""
-        while (line := self.at(place)) == b"":
-            place += 1
+    def next_text(self, offset: int) -> bytes | None:
+        """Return the first line from an offset on that is not blank; None if there is none."""
+        line = self.peek(offset)
+        while line == b"":
+            offset += 1
+            line = self.peek(offset)
         return line
 
-    def find_record(self) -> bool:
-        """Go to the next header that bases or a `+` line follow, if there is one; a quality line may begin alike."""
+    def skip_to_record(self) -> bool:
+        """Pass the next line and all others before the next record.
+
+        A line that begins with '@' counts as a header only if bases or a '+' line follow it,
+        because a line of qualities may begin so, too.
+
+        Returns:
+            False if no record follows. All lines are passed then.
+        """
         self.skip(1)
-        while (third := self.at(2)) is not None:
-            letters = (self.at(1) or b"").strip(BLANKS)
-            follows = third.startswith(b"+") or (letters and not letters.translate(None, LEGAL))
-            if follows and self._held[0].startswith(b"@"):
+        while (line_after_next := self.peek(2)) is not None:
+            letters = (self.peek(1) or b"").strip(BLANKS)
+            is_before_bases = bool(letters) and not letters.translate(None, LEGAL_LETTERS)
+            is_before_plus = line_after_next.startswith(b"+")
+            if self._peeked[0].startswith(b"@") and (is_before_bases or is_before_plus):
                 return True
             self.skip(1)
-        self.skip(len(self._held))
+        self.skip(len(self._peeked))
         return False
 
 
-def _records(
-    pieces: Iterable[Piece], first: Piece, broken: Callable[[InputError], None]
+def _read_records(
+    pieces: Iterable[Piece], first_piece: Piece, on_broken: Callable[[InputError], None]
 ) -> Iterator[_Record]:
-    """Records of the rest of a file, wrapped or not. Each broken one is given to `broken` and left out; reading goes on
-    at the next lines that look like a record."""
-    lines = _Lines(pieces, first.line)
-    while (header := lines.at(0)) is not None:
-        found, taken = _record(header, lines) if header else (None, 1)
-        if not isinstance(found, str):
-            if found is not None:
-                yield found
-            lines.skip(taken)
+    """Read the records of the rest of a file, wrapped or not.
+
+    Each broken record is given to `on_broken` and left out. Reading goes on with the next lines
+    that look like a record.
+    """
+    lines = _LineReader(pieces, first_piece.first_line)
+    while (header := lines.peek(0)) is not None:
+        parsed = _read_record(header, lines)
+        if not parsed.problem:
+            if parsed.record is not None:
+                yield parsed.record
+            lines.skip(parsed.n_lines)
             continue
-        number, at_the_cut = lines.number, lines.text_from(taken) is None and lines.damaged
-        # a record at the cut is told of by the damage, unless it swallowed whole records on its way there
-        if lines.find_record() or not at_the_cut:
-            word = (
-                first_word(header[1:]).decode("utf-8", "backslashreplace")
-                if header.startswith(b"@")
-                else ""
-            )
-            read_id, problem = shortened(word), f"broken FASTQ record: {found}"
-            broken(InputError(problem, file=first.name, line=number, read_id=read_id, hint=_HINT))
+        line_number = lines.line_number
+        is_cut_off = lines.next_text(parsed.n_lines) is None and lines.is_damaged
+        swallowed_a_record = lines.skip_to_record()
+        # the damage of the file explains a record that is cut off, unless it swallowed others
+        if not is_cut_off or swallowed_a_record:
+            on_broken(_broken_record_error(first_piece.name, line_number, header, parsed.problem))
 
 
-def _record(header: bytes, lines: _Lines) -> tuple[_Record | str, int]:
-    """The record that begins with the next line, or what is wrong with it; and how many lines it takes."""
+def _broken_record_error(file: str, line_number: int, header: bytes, problem: str) -> InputError:
+    """Describe a broken record by its file, line and id."""
+    read_id = ""
+    if header.startswith(b"@"):
+        read_id = first_word(header[1:]).decode("utf-8", "backslashreplace")
+    return InputError(
+        f"broken FASTQ record: {problem}",
+        file=file,
+        line=line_number,
+        read_id=shorten(read_id),
+        hint=_HINT,
+    )
+
+
+def _read_record(header: bytes, lines: _LineReader) -> _Parsed:
+    """Read the record that begins with the next line, which is `header`."""
+    if not header:
+        return _Parsed(n_lines=1)
     if not header.startswith(b"@"):
-        return "it does not begin with '@'", 1
-    plus, letters = 1, 0
-    while (line := lines.at(plus)) is not None and not line.startswith(b"+") and plus < _MOST_LINES:
-        plus += 1
-    bases = b"".join(lines.at(place) or b"" for place in range(1, plus))
-    end, wraps = plus + 1, False
-    while letters < len(bases) and end < _MOST_LINES and (more := lines.at(end)) is not None:
-        wraps |= letters > 0 and more.startswith(b"@")
-        letters, end = letters + len(more), end + 1
-    if line is None or not line.startswith(b"+"):
-        problem = "no '+' line follows its bases"
-    elif line[1:] not in (b"", header[1:]):
-        problem = "another name stands after its '+'"
-    elif bases.translate(None, BLANKS) != bases:
-        problem = "a blank stands within its bases"
-    elif letters != len(bases) or lines.at(plus + 1) is None:
-        problem = f"{len(bases):,} bases, but {letters:,} quality letters"
-    elif (wraps or bases.translate(None, LEGAL)) and not (lines.text_from(end) or b"@").startswith(
-        b"@"
-    ):
-        problem = "it runs into the next one"  # too few quality letters, or no '+' line
-    else:
-        quality = b"".join(lines.at(place) or b"" for place in range(plus + 1, end))
-        return _Record(
-            first_word(header[1:]),
-            bases,
-            b"%b\n%b\n+\n%b\n" % (header, bases, quality),
-            lines.number,
-        ), end
-    return problem, end
+        return _Parsed(n_lines=1, problem="it does not begin with '@'")
+    plus_offset = _find_plus_line(lines)
+    bases = lines.join(1, plus_offset)
+    quality = _find_quality(lines, plus_offset + 1, len(bases))
+    problem = _find_problem(header, lines, plus_offset, bases, quality)
+    if problem:
+        return _Parsed(quality.end, problem=problem)
+    quality_letters = lines.join(plus_offset + 1, quality.end)
+    text = b"%b\n%b\n+\n%b\n" % (header, bases, quality_letters)
+    record = _Record(first_word(header[1:]), bases, text, lines.line_number)
+    return _Parsed(quality.end, record)
+
+
+def _find_plus_line(lines: _LineReader) -> int:
+    """Return the offset of the record's '+' line, or of the line at which the search ended."""
+    offset = 1
+    while offset < _MAX_RECORD_LINES:
+        line = lines.peek(offset)
+        if line is None or line.startswith(b"+"):
+            break
+        offset += 1
+    return offset
+
+
+def _find_quality(lines: _LineReader, start: int, n_bases: int) -> _Quality:
+    """Find the lines from `start` on that hold a quality letter for each base, or more."""
+    n_letters = 0
+    has_inner_mark = False
+    end = start
+    while n_letters < n_bases and end < _MAX_RECORD_LINES:
+        line = lines.peek(end)
+        if line is None:
+            break
+        if n_letters > 0 and line.startswith(b"@"):
+            has_inner_mark = True
+        n_letters += len(line)
+        end += 1
+    return _Quality(n_letters, end, has_inner_mark)
+
+
+def _find_problem(
+    header: bytes, lines: _LineReader, plus_offset: int, bases: bytes, quality: _Quality
+) -> str:
+    """Return what is wrong with a record; empty if it is good."""
+    plus_line = lines.peek(plus_offset)
+    if plus_line is None or not plus_line.startswith(b"+"):
+        return "no '+' line follows its bases"
+    if plus_line[1:] not in (b"", header[1:]):
+        return "another name stands after its '+'"
+    if bases.translate(None, BLANKS) != bases:
+        return "a blank stands within its bases"
+    has_quality_line = lines.peek(plus_offset + 1) is not None
+    if quality.n_letters != len(bases) or not has_quality_line:
+        return f"{len(bases):,} bases, but {quality.n_letters:,} quality letters"
+    has_illegal_letters = bool(bases.translate(None, LEGAL_LETTERS))
+    if quality.has_inner_mark or has_illegal_letters:
+        # with too few quality letters, or without a '+' line, it takes lines of the next record
+        following = lines.next_text(quality.end)
+        if following is not None and not following.startswith(b"@"):
+            return "it runs into the next one"
+    return ""

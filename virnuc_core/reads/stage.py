@@ -207,17 +207,17 @@ def _make(
         if isinstance(made, Segment):
             writer.add(made)
         else:
-            ambiguous = made.ambiguous or (ambiguous and not made.part.first)
-            if made.part.dropped:
+            ambiguous = made.ambiguous or (ambiguous and not made.part.is_first)
+            if made.part.is_dropped:
                 Path(made.path).unlink()
-            elif made.part.last:
+            elif made.part.is_last:
                 for segment in long_segments(made, ambiguous, spec.model_length, temp, workers):
                     writer.add(segment)
         seconds["translate_s"] += time.perf_counter() - before
         for part, part_s in taken.items():
             seconds[part] += part_s / spec.workers  # side by side with those of others
     seconds["chunk_s"] += log.cut_s + log.parse_s / spec.workers
-    if log.reads == 0 and (
+    if log.n_reads == 0 and (
         spec.read_group or not all(can_be_read_twice(name) for name in inputs.files)
     ):
         of, hint = "", "did what writes to it fail?"

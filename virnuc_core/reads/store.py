@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.fast_parser import Strings, offsets_of
+from virnuc_core.reads.fast_parser import Strings, offsets_from_lengths
 from virnuc_core.reads.fingerprint import Bucket, digests, repeats_in
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment
 from virnuc_core.reads.workers import Workers
@@ -259,7 +259,7 @@ class StoreWriter:
     def find_repeats(self, workers: Workers) -> tuple[int, int] | None:
         """Find what repeats among rows and ids; gives the first read whose id an earlier one has, and that one."""
         self._at = {  # entries of each axis before each segment, and in all
-            axis: offsets_of(
+            axis: offsets_from_lengths(
                 np.array([segment.sizes[name] for segment in self._segments], np.int64)
             )
             for axis, name in (
@@ -412,7 +412,7 @@ def _write_part(path: Path, starts: Mapping[str, _Place], part: _Part) -> None:
         copy[part.copies[:, 0] - low] = part.copies[:, 2]
         put("read_copy", copy)
         put("read_flags", of("read_flags") | (copy > 0) * np.uint8(DUPLICATE_ID))
-        put("read_id_offsets", begin["id"] + offsets_of(of("read_id_length")))
+        put("read_id_offsets", begin["id"] + offsets_from_lengths(of("read_id_length")))
         put("row_read", low + of("row_read").astype(np.int64))
         firsts = np.ones(len(of("row_frame")), bool)
         firsts[part.again[:, 0] - begin["row"]] = False
@@ -422,13 +422,14 @@ def _write_part(path: Path, starts: Mapping[str, _Place], part: _Part) -> None:
         put("unique_row", begin["row"] + np.flatnonzero(firsts))
         for kind in ("protein", "dna"):
             lengths = of(f"{kind}_length")
-            put(f"{kind}_offsets", begin[kind] + offsets_of(lengths[firsts]))
-            put(f"{kind}_bytes", _kept(of(f"{kind}_bytes"), offsets_of(lengths), firsts))
+            put(f"{kind}_offsets", begin[kind] + offsets_from_lengths(lengths[firsts]))
+            put(f"{kind}_bytes", _kept(of(f"{kind}_bytes"), offsets_from_lengths(lengths), firsts))
 
 
 def _ids(segment: Segment) -> Strings:
     return Strings(
-        segment.read("read_id_bytes").tobytes(), offsets_of(segment.read("read_id_length"))
+        segment.read("read_id_bytes").tobytes(),
+        offsets_from_lengths(segment.read("read_id_length")),
     )
 
 

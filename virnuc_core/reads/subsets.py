@@ -70,8 +70,8 @@ def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False
     with reads_file(out) as target:
         for batch in parse(files, ParseLog()):
             for i in np.flatnonzero(picked[read : read + len(batch)]).tolist():
-                target.write(batch.text[i])
-            read += len(batch) if batch.part is None or batch.part.last else 0
+                target.write(batch.records[i])
+            read += len(batch) if batch.part is None or batch.part.is_last else 0
     kinds, before = np.unique(lengths, return_counts=True)
     after = np.bincount(np.searchsorted(kinds, lengths[drawn]), minlength=len(kinds))
     shares = (one.cumsum() / max(1, one.sum()) for one in (before, after))
@@ -101,15 +101,17 @@ def _lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
     """Bases of each read. Errors: `InputError`, `ConfigError` for mixed formats, or another than the name says."""
     held, form = [np.zeros(0, np.uint32)], None
     for batch in parse(files, ParseLog()):
-        if form not in (None, batch.form):
+        if form not in (None, batch.format):
             raise InputError(
-                "FASTA and FASTQ are mixed", file=files[batch.file], hint="sample them one by one"
+                "FASTA and FASTQ are mixed",
+                file=files[batch.file_index],
+                hint="sample them one by one",
             )
-        form = batch.form
+        form = batch.format
         if batch.part is None:
             held.append(batch.bases.lengths.astype(np.uint32))
-        elif batch.part.last:
-            held.append(np.array([batch.part.before + len(batch.bases.data)], np.uint32))
+        elif batch.part.is_last:
+            held.append(np.array([batch.part.n_bases_before + len(batch.bases.data)], np.uint32))
     named = out.name.removesuffix(".gz").rpartition(".")[2].lower()
     claims = {"fq": "fastq", "fastq": "fastq", "fa": "fasta", "fna": "fasta", "fasta": "fasta"}.get(
         named
@@ -150,20 +152,20 @@ def write_reads(
             same = last <= store.n_reads and store.original_ids(read, last) == [
                 batch.id(i) for i in range(len(batch))
             ]
-            if part is not None and part.dropped and not begun:
+            if part is not None and part.is_dropped and not begun:
                 continue  # nor was it staged
-            if not same and (part is None or part.last):
+            if not same and (part is None or part.is_last):
                 raise InputError(
                     f"reads {read + 1} to {last} are not those that were staged",
                     hint="run predict again",
                 )
-            begun = same and part is not None and not part.last and bool(goes_to[read] >= 0)
-            names = [f"{kind}.{batch.form}.gz" for kind in kinds]
+            begun = same and part is not None and not part.is_last and bool(goes_to[read] >= 0)
+            names = [f"{kind}.{batch.format}.gz" for kind in kinds]
             if names[0] not in out:
                 out |= {name: stack.enter_context(reads_file(run.root / name)) for name in names}
             for i in np.flatnonzero((goes_to[read:last] >= 0) & same).tolist():
-                out[names[goes_to[read + i]]].write(batch.text[i])
-            read = last if part is None or part.last else read
+                out[names[goes_to[read + i]]].write(batch.records[i])
+            read = last if part is None or part.is_last else read
         if read != store.n_reads:
             raise InputError(
                 f"{read} reads are in the input, {store.n_reads} were staged",

@@ -18,7 +18,7 @@ from Bio.Data import CodonTable
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from virnuc_core.reads.fast_parser import Part, ReadBatch, Strings, offsets_of
+from virnuc_core.reads.fast_parser import Part, ReadBatch, Strings, offsets_from_lengths
 from virnuc_core.reads.fingerprint import Leaves, digests, leaves_of
 from virnuc_core.reads.workers import Workers
 
@@ -214,10 +214,10 @@ def process(
     until the length of all is known."""
     started, bases, offsets = time.perf_counter(), batch.bases.data, batch.bases.offsets
     if batch.part is not None:
-        path = folder / f"long_{batch.file}_{batch.part.line}"
+        path = folder / f"long_{batch.file_index}_{batch.part.line}"
         path.touch()
         with path.open("rb+") as file:
-            file.seek(batch.part.before)
+            file.seek(batch.part.n_bases_before)
             file.write(bases)
         kept = LongPart(batch.part, str(path), len(bases), any(bases.translate(_ODD)), batch.ids)
         return kept, leaves_of(batch), {"translate_s": time.perf_counter() - started}
@@ -230,8 +230,8 @@ def process(
     ambiguous[np.searchsorted(offsets, odd, side="right") - 1] = True
     rows = np.bincount(chunks.read[orfs.chunk], minlength=len(batch))
     reads = _reads(batch.ids, batch.lines, batch.bases.lengths, model_length, rows, ambiguous)
-    if batch.mate is not None:
-        reads["read_flags"] = reads["read_flags"] + batch.mate * MATE
+    if batch.follows_mate is not None:
+        reads["read_flags"] = reads["read_flags"] + batch.follows_mate * MATE
     segment = _write(folder, reads | _rows(orfs, chunks, ambiguous), len(chunks.read))
     leaves = leaves_of(batch, reads["read_id_digest"].reshape(-1, 2))
     return (
@@ -263,7 +263,7 @@ def _rows(orfs: Orfs, chunks: Chunks, ambiguous: Mask) -> Columns:
     equal digests are taken as equal: of their DNA, which of A, C, G, T alone says what the protein is; elsewhere the
     protein goes into the digest too."""
     reads, texts = chunks.read[orfs.chunk], orfs.dna.tolist()
-    proteins = Strings(orfs.proteins.tobytes(), offsets_of(orfs.protein_lengths))
+    proteins = Strings(orfs.proteins.tobytes(), offsets_from_lengths(orfs.protein_lengths))
     for i in np.flatnonzero(ambiguous[reads]).tolist():
         if texts[i].translate(None, b"ACGT"):
             texts[i] += b"|" + proteins[i]
@@ -313,7 +313,7 @@ def long_segments(
     last: LongPart, ambiguous: bool, size: int, folder: Path, workers: Workers
 ) -> Iterator[Segment]:
     """A long read's part of a store: segments of rows, each of a stretch of its chunks, and one of the read itself."""
-    length, rows = last.part.before + last.bases, 0
+    length, rows = last.part.n_bases_before + last.bases, 0
     count, step = -(-length // size), max(1, _WINDOW_BASES // size)
     work = partial(_window, last.path, length=length, size=size, ambiguous=ambiguous, folder=folder)
     for segment in workers.map(

@@ -15,8 +15,10 @@ Pairs = list[tuple[bytes, bytes]]
 
 
 def batch_of(reads: Pairs) -> ReadBatch:
-    ids, bases = (Strings.of([read[column] for read in reads]) for column in (0, 1))
-    return ReadBatch(0, "fasta", ids, bases, np.zeros(len(reads), np.int64), Strings.of([]))
+    ids, bases = (Strings.from_strings([read[column] for read in reads]) for column in (0, 1))
+    return ReadBatch(
+        0, "fasta", ids, bases, np.zeros(len(reads), np.int64), Strings.from_strings([])
+    )
 
 
 def fingerprint(reads: Pairs, cuts: list[int]) -> str:

@@ -172,7 +172,7 @@ def test_what_follows_a_long_record_without_a_line_end_stays_a_record(
 
 def test_more_bases_than_a_column_of_32_bits_holds(tmp_path: Path) -> None:
     one, length = np.array([1]), np.array([3_000_000_000])
-    ids = Strings.of([b"wheat"])
+    ids = Strings.from_strings([b"wheat"])
     with Workers(1) as workers:
         writer = StoreWriter(tmp_path, 500)
         writer.add(_write(tmp_path, _reads(ids, one, length, 500, one - 1, one < 0), 0))

@@ -38,28 +38,30 @@ def reads_of(*files: str, log: ParseLog | None = None, block_bytes: int = 1 << 2
     begun = ["", "", ""]  # id, bases and text of a long record, as far as its parts have come
     for batch in parse(files, log, block_bytes=block_bytes):
         if (part := batch.part) is not None:
-            begun = ["", "", ""] if part.first else begun
-            assert part.dropped or (part.before == len(begun[1]) and begun[0] in ("", batch.id(0)))
+            begun = ["", "", ""] if part.is_first else begun
+            assert part.is_dropped or (
+                part.n_bases_before == len(begun[1]) and begun[0] in ("", batch.id(0))
+            )
             begun = [
                 batch.id(0),
                 begun[1] + batch.bases[0].decode(),
-                begun[2] + batch.text[0].decode("utf-8", "replace"),
+                begun[2] + batch.records[0].decode("utf-8", "replace"),
             ]
-            if part.last and not part.dropped:
+            if part.is_last and not part.is_dropped:
                 found.append((begun[0], begun[1]))
                 assert begun[1] in re.sub(r"\s", "", begun[2])
                 assert begun[2].startswith(">")
             continue
-        assert len(batch) == len(batch.lines) == len(batch.bases) == len(batch.text)
+        assert len(batch) == len(batch.lines) == len(batch.bases) == len(batch.records)
         assert all(
             column.offsets[-1] == len(column.data)
-            for column in (batch.ids, batch.bases, batch.text)
+            for column in (batch.ids, batch.bases, batch.records)
         )
         for i in range(len(batch)):
             bases = batch.bases[i].decode()
             found.append((batch.id(i), bases))
-            assert batch.text[i][:1] == (b"@" if batch.form == "fastq" else b">")
-            assert bases in re.sub(r"\s", "", batch.text[i].decode("utf-8", "replace"))
+            assert batch.records[i][:1] == (b"@" if batch.format == "fastq" else b">")
+            assert bases in re.sub(r"\s", "", batch.records[i].decode("utf-8", "replace"))
     return found
 
 
@@ -102,7 +104,7 @@ def test_wrapped_fastq(write: WriteReads) -> None:
     path = write("@a\nACGT\n+\nIIII\n@b\nAC\nGT\n+\n@@\n++\n@c\nA\n+\nI\n")
     assert reads_of(path, log=log) == [("a", "ACGT"), ("b", "ACGT"), ("c", "A")]
     assert lines_of(path) == [1, 5, 11]
-    assert log.reads == 3
+    assert log.n_reads == 3
 
 
 @pytest.mark.parametrize("end", ["\r\n", "\r"])
@@ -280,7 +282,7 @@ def test_letters_that_are_no_nucleotides(write: WriteReads, form: str, bases: st
     assert "base 4" in str(error)
     assert "protein" in str(error)
     reads, log, _ = skipping(path)
-    assert ([name for name, _ in reads], log.skipped_by_file.total(), log.reads) == (
+    assert ([name for name, _ in reads], log.skipped_by_file.total(), log.n_reads) == (
         ["good", "last"],
         1,
         2,
@@ -367,8 +369,8 @@ def test_blocks_make_no_difference_to_lines_and_records(
             for i in range(len(batch)):
                 header = lines[int(batch.lines[i]) - 1]
                 assert header.split()[0][1:] == batch.id(i)
-                if batch.part is None or batch.part.first:
-                    assert batch.text[i].decode().split("\n")[0].rstrip() == header.rstrip()
+                if batch.part is None or batch.part.is_first:
+                    assert batch.records[i].decode().split("\n")[0].rstrip() == header.rstrip()
     except InputError:
         return  # the text is broken; what is said of it is tested elsewhere
 
@@ -400,7 +402,7 @@ def test_blocks_make_no_difference_to_what_is_said_and_counted(
                 reads = reads_of(*files, log=log, block_bytes=size)
             except InputError as error:
                 refused = str(error)
-            counts = (log.reads, log.reads_by_file, log.skipped_by_file)
+            counts = (log.n_reads, log.reads_by_file, log.skipped_by_file)
             seen.append(
                 (reads, refused, [*map(str, skipped)], counts if not refused else ())
             )  # who stops may have seen more
