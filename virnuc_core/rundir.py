@@ -1,8 +1,12 @@
-"""Where things lie in a run directory, how a file appears there (whole or not at all), whose it is and who holds it.
+"""A run directory: where its files lie, how they appear, whose they are and who may write.
 
-A directory is ours when its mark `.virnuc` says so; in any other nothing is overwritten. Who writes in it holds its
-lease. What is removed is removed by the names of our own files, never by folder. Locks of devices and the parent-death
-signal are the operating system's: freed by death, so that a killed run leaves no process behind."""
+A directory is ours if its marker file `.virnuc` says so. In any other directory nothing is
+overwritten. A process that writes holds the directory's lease. Files are removed by the names of
+our own files, never by folder.
+
+Locks of devices and the parent-death signal belong to the operating system. They are freed when
+the process dies, so that a killed run leaves no process behind.
+"""
 
 import ctypes
 import errno
@@ -41,15 +45,15 @@ if TYPE_CHECKING:
     import h5py
 
 MARKER_FILE: Final = ".virnuc"
+# Names of all files that commands write, relative to their output directory; patterns as in glob.
 SHARD_FILES: Final = (
     "shards/plan.json",
     "shards/[0-9][0-9][0-9][0-9][0-9]*.h5",
     "shards/damaged/[0-9]*.h5",
 )
-EXACT_FILES: Final = (
-    "fp32"  # directory of the sequences that a validation embeds in fp32, beside its runs
-)
-BASELINE_FILES: Final = "baseline_files/[0-9]*_*"  # that a baseline passes from stage to stage
+# The directory beside the runs of a validation with the sequences that are embedded in fp32.
+EXACT_FILES: Final = "fp32"
+BASELINE_FILES: Final = "baseline_files/[0-9]*_*"  # what a baseline passes from stage to stage
 TRACE_FILES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
 RECORD_FILES: Final = (
     "run.json",
@@ -65,12 +69,18 @@ RESULT_FILES: Final = (
     "reads.tsv",
     "failed.tsv",
 )
-VERDICT_FILES: Final = {
-    verdict: tuple(
-        f"{verdict}{kind}.{form}.gz" for kind in ("", *MATE_SUFFIXES) for form in ("fasta", "fastq")
-    )
-    for verdict in ("viral", "nonviral")  # files of reads by their verdict
-}
+
+
+def _read_files(verdict: str) -> tuple[str, ...]:
+    """Return the names of the files that reads with a verdict may be written to."""
+    names = []
+    for suffix in ("", *MATE_SUFFIXES):
+        for file_format in ("fasta", "fastq"):
+            names.append(f"{verdict}{suffix}.{file_format}.gz")
+    return tuple(names)
+
+
+VERDICT_FILES: Final = {verdict: _read_files(verdict) for verdict in ("viral", "nonviral")}
 EMBEDDING_FILES: Final = (
     "embeddings.h5",
     "pairs.tsv",
@@ -85,13 +95,14 @@ KEPT_FILES: Final = (
 )
 MEASUREMENT_FILES: Final = (*KEPT_FILES, *(f"telemetry/traces/{name}" for name in TRACE_FILES))
 LOG_FILES: Final = ("logs/worker-*.log", "logs/baseline-*.log", "logs/ceiling-*.log")
+# Files of one run: what starting over removes.
 RUN_FILES: Final = (
     *RECORD_FILES,
     *RESULT_FILES,
     *EMBEDDING_FILES,
     *MEASUREMENT_FILES,
     *LOG_FILES,
-)  # of one run: what starting over removes
+)
 STAGING_FILES: Final = ("orfs.h5", "orfs.made.json", "skipped.tsv")
 VALIDATION_FILES: Final = (
     "comparison.json",
@@ -106,12 +117,11 @@ REPORT_FILES: Final = (
     "report/approval.json",
 )
 HEAD_FILES: Final = ("head/config.json", "head/model.safetensors", "head/README.md", "rescore.json")
-ENCODER_FILES: Final = tuple(
-    f"encoders/{name}" for name in ("esm2", "dnabert_s", *HEAD_FILES[:2])
-)  # that trainings embed by
+# A training embeds its reads by a models directory of its own.
+ENCODER_FILES: Final = tuple(f"encoders/{name}" for name in ("esm2", "dnabert_s", *HEAD_FILES[:2]))
 TRAINING_FILES: Final = (*HEAD_FILES, *ENCODER_FILES, "train.json", "train.html", "cuts.fasta")
 SWEEP_FILES: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
-# all that any command writes into its output directory
+# All that any command writes into its output directory.
 OUR_FILES: Final = (
     *RUN_FILES,
     *STAGING_FILES,
@@ -130,7 +140,8 @@ NESTED_RUNS: Final = (
     "lengths",
 )
 ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in NESTED_RUNS for name in OUR_FILES))
-SAMPLES: Final = "samples.tsv"  # of several runs, in directories beside it
+SAMPLES: Final = "samples.tsv"  # of several runs, each in a directory beside this file
+# Files that may lie in a directory of somebody else and are never overwritten there.
 GUARDED_FILES: Final = (
     *ALL_FILES,
     SAMPLES,
@@ -139,8 +150,11 @@ GUARDED_FILES: Final = (
     f"downloads/{'[0-9a-f]' * 12}-*",
 )
 INBOX_MARK: Final = "claims/inbox.tsv.lock"
-_WRITTEN: Final = map(Path, (*OUR_FILES, SAMPLES, MARKER_FILE))
-PARTIAL_FILES: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in _WRITTEN)
+_WRITTEN_FILES: Final = map(Path, (*OUR_FILES, SAMPLES, MARKER_FILE))
+# Temporary files that a killed process may leave; see `atomic_file`.
+PARTIAL_FILES: Final = tuple(
+    str(path.with_name(f".{path.name}.[0-9]*.part")) for path in _WRITTEN_FILES
+)
 DEVICE_LOCK_PREFIX: Final = "virnuc-device-"
 _held: ContextVar[frozenset[Path]] = ContextVar(
     "run directories this context holds", default=frozenset()
@@ -148,8 +162,8 @@ _held: ContextVar[frozenset[Path]] = ContextVar(
 log = logging.getLogger(__name__)
 
 
-class _Inside(str):
-    """The name of a path within a run directory, which gives that path."""
+class _PathInside(str):
+    """The name of a file in a run directory. As an attribute of `RunDir` it gives the path."""
 
     def __get__(self, run: "RunDir", owner: type["RunDir"]) -> Path:
         return run.root / self
@@ -157,33 +171,33 @@ class _Inside(str):
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of one run. Files are the truth; nothing else remembers a run."""
+    """Paths of one run. The files are the truth; nothing else remembers a run."""
 
     root: Path
 
-    record = _Inside("run.json")
-    store = _Inside("orfs.h5")
-    shards = _Inside("shards")
-    plan = _Inside("shards/plan.json")
-    embeddings = _Inside("embeddings.h5")
-    predictions = _Inside("prediction_results.txt")
-    consensus = _Inside("prediction_results_highestscore.csv")
-    reads_table = _Inside("reads.tsv")
-    pairs_table = _Inside("pairs.tsv")  # where reads come in pairs
-    failed_rows = _Inside("failed.tsv")
-    telemetry = _Inside("telemetry")
-    journal = _Inside("telemetry/attempt.jsonl")  # what an attempt measures, as it comes
-    report = _Inside("report")
-    summary = _Inside("summary.json")
-    former_summary = _Inside("summary.json.former")  # while the files it lists are written again
+    record = _PathInside("run.json")
+    store = _PathInside("orfs.h5")
+    shards = _PathInside("shards")
+    plan = _PathInside("shards/plan.json")
+    embeddings = _PathInside("embeddings.h5")
+    predictions = _PathInside("prediction_results.txt")
+    consensus = _PathInside("prediction_results_highestscore.csv")
+    reads_table = _PathInside("reads.tsv")
+    pairs_table = _PathInside("pairs.tsv")  # only where reads come in pairs
+    failed_rows = _PathInside("failed.tsv")
+    telemetry = _PathInside("telemetry")
+    journal = _PathInside("telemetry/attempt.jsonl")  # what an attempt measures, as it comes
+    report = _PathInside("report")
+    summary = _PathInside("summary.json")
+    former_summary = _PathInside("summary.json.former")  # while its files are written again
 
     def reads_of(self, verdicts: Iterable[str] = VERDICT_FILES) -> tuple[Path, ...]:
-        """The reads with these verdicts, by format and, where they come in pairs, by mate."""
+        """Return the files of reads with these verdicts, by format and mate; they may be absent."""
         return tuple(self.root / name for verdict in verdicts for name in VERDICT_FILES[verdict])
 
     @property
     def tables(self) -> tuple[Path, ...]:
-        """Results as text; that of pairs is there where reads come in pairs."""
+        """The results as text. The table of pairs exists only where reads come in pairs."""
         return (
             self.predictions,
             self.consensus,
@@ -194,291 +208,445 @@ class RunDir:
 
     @property
     def listed(self) -> tuple[Path, ...]:
-        """What the summary lists with size and digest, where it is there."""
+        """The files that the summary lists with size and digest, if they exist."""
         return (*self.tables, self.embeddings, *self.reads_of())
 
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """What the disk refuses while `path` is written is raised as `StorageError`, which names it."""
+    """Raise a `StorageError` that names `path` if the disk refuses to write it."""
     try:
         yield
     except OSError as error:
-        if (told := storage_error(error, path)) is None:
+        translated = storage_error(error, path)
+        if translated is None:
             raise
-        raise told from error
+        raise translated from error
 
 
-def check_room(folder: Path, nbytes: int, what: str) -> None:
-    """See to it that so many bytes can be written in `folder`, which exists. Errors: `StorageError` says how many."""
-    if nbytes > (free := shutil.disk_usage(folder).free):
-        problem = f"{what} need about {format_bytes(nbytes)}, {format_bytes(free)} are free; make room or choose another directory"
-        raise StorageError(f"{folder}: {problem}")
+def check_room(folder: Path, n_bytes: int, what: str) -> None:
+    """Check that a folder has room for a number of bytes.
+
+    Args:
+        folder: An existing folder.
+        n_bytes: Bytes that will be written.
+        what: What they are, in the plural, for the message.
+
+    Raises:
+        StorageError: There is less room.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    if n_bytes > free_bytes:
+        raise StorageError(
+            f"{folder}: {what} need about {format_bytes(n_bytes)}, "
+            f"{format_bytes(free_bytes)} are free; make room or choose another directory"
+        )
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path`, which is flushed and renamed into place, or removed when the body raises. Errors:
-    those of the body; `StorageError` for what the disk refuses; `ConfigError` when the directory's lease is lost: who
-    takes that removes temporary files that are older, so that none is renamed later."""
-    aside = path.with_name(
-        f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part"
-    )  # machines may share the folder
+    """Write a file so that it appears whole or not at all.
+
+    The body writes to a temporary path in the same folder. The file is then flushed and renamed
+    into place, or removed if the body raises.
+
+    Yields:
+        The temporary path.
+
+    Raises:
+        StorageError: The disk refuses.
+        ConfigError: The lease of the directory is lost. The process that takes over removes older
+            temporary files, so that none of them is renamed later.
+    """
+    # The name is unique over machines that share the folder.
+    temp_path = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            yield aside
-            with aside.open("rb+") as handle:
-                os.fsync(handle.fileno())
+            yield temp_path
+            with temp_path.open("rb+") as file:
+                os.fsync(file.fileno())
             require_lease(path)
-            os.replace(aside, path)
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)  # so that the rename survives a power cut
-            finally:
-                os.close(folder)
+            os.replace(temp_path, path)
+            _flush_folder(path.parent)
         except FileNotFoundError:
             require_lease(path)
             raise
         finally:
-            aside.unlink(missing_ok=True)
+            temp_path.unlink(missing_ok=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush a folder, so that a rename in it survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _no_user_block(image: bytes) -> bytes:
+    return b""
 
 
 @contextmanager
 def atomic_hdf5(
-    path: Path, head: Callable[[bytes], bytes] = lambda _: b"", **options: Any
+    path: Path, user_block: Callable[[bytes], bytes] = _no_user_block, **options: Any
 ) -> Iterator["h5py.File"]:
-    """An HDF5 file to fill, which then appears whole; what `head` makes of its bytes stands before them. It is made in
-    memory: HDF5 does not live through a disk that refuses, which is a `StorageError`."""
-    import h5py  # takes a while, and few who name a path write HDF5
+    """Write an HDF5 file so that it appears whole or not at all.
 
-    with h5py.File(
-        str(path), "w", driver="core", backing_store=False, **options
-    ) as file:  # no other of its name
-        yield file
-        file.flush()
-        image = file.id.get_file_image()  # without the block for the user
-    with atomic_file(path) as aside, aside.open("wb") as whole:
-        whole.write(head(image))
-        whole.write(image)
+    It is built in memory, because the HDF5 library does not survive a disk that refuses a write.
+
+    Args:
+        path: The file.
+        user_block: Makes, from the bytes of the file, the block of bytes that precedes them.
+        options: Further arguments of `h5py.File`.
+
+    Yields:
+        The open file, to be filled.
+
+    Raises:
+        StorageError: The disk refuses.
+    """
+    import h5py  # slow to import, and most users of this module write no HDF5
+
+    with h5py.File(str(path), "w", driver="core", backing_store=False, **options) as hdf5:
+        yield hdf5
+        hdf5.flush()
+        image = hdf5.id.get_file_image()  # without the user block
+    with atomic_file(path) as temp_path, temp_path.open("wb") as file:
+        file.write(user_block(image))
+        file.write(image)
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 text file whole."""
-    with atomic_file(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+    """Write a UTF-8 text file so that it appears whole or not at all."""
+    with atomic_file(path) as temp_path:
+        temp_path.write_text(text, encoding="utf-8")
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty for anything else."""
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, or an empty one if there is none that can be read."""
     with suppress(OSError, ValueError, RecursionError):
-        if path.is_file() and isinstance(found := json.loads(read_small_text(path)), dict):
-            return found
+        if path.is_file():
+            content = json.loads(read_small_text(path))
+            if isinstance(content, dict):
+                return content
     return {}
 
 
-def _found(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
-    """What lies in a directory under these names."""
-    names = (
-        [path.name for path in root.iterdir()] if root.is_dir() else []
-    )  # few of hundreds of patterns have one
-    return (
-        path
-        for pattern in patterns
-        if fnmatch.filter(names, pattern.split("/")[0])
-        for path in root.glob(pattern)
-    )
+def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
+    """Yield the paths in a directory that match any of the patterns.
+
+    Of hundreds of patterns few match anything, so that their first part is tried on the names in
+    the directory before the pattern is searched for.
+    """
+    if not root.is_dir():
+        return
+    names = [path.name for path in root.iterdir()]
+    for pattern in patterns:
+        first_part = pattern.split("/")[0]
+        if fnmatch.filter(names, first_part):
+            yield from root.glob(pattern)
 
 
 def is_ours(root: Path) -> bool:
-    """Whether a directory's mark says so, or, where there is none, its record; or it is held, or a run's within one."""
-    marked = _json(root / MARKER_FILE).get("product") == "virnuc" or (root / INBOX_MARK).exists()
-    if (
-        marked
-        or "fingerprints" in _json(root / "run.json")
-        or "candidates" in _json(root / "tune.json")
-    ):
+    """Tell whether a directory was made by virnuc.
+
+    Its marker file says so or, if there is none, its records. A directory that this process holds,
+    and the nested runs in it, are ours as well.
+    """
+    marker = _read_json_object(root / MARKER_FILE)
+    if marker.get("product") == "virnuc" or (root / INBOX_MARK).exists():
+        return True
+    if "fingerprints" in _read_json_object(root / "run.json"):
+        return True
+    if "candidates" in _read_json_object(root / "tune.json"):
         return True
     place = root.resolve()
-    within = [str(place.relative_to(held)) for held in _held.get() if place.is_relative_to(held)]
-    return any(fnmatch.fnmatch(name, pattern) for name in within for pattern in (".", *NESTED_RUNS))
+    for held in _held.get():
+        if place.is_relative_to(held):
+            name = str(place.relative_to(held))
+            if any(fnmatch.fnmatch(name, pattern) for pattern in (".", *NESTED_RUNS)):
+                return True
+    return False
 
 
 def require_own_directory(root: Path) -> None:
-    """`ConfigError` when a directory is not ours and something in it has a name that we would write."""
-    found = (
-        ()
-        if is_ours(root)
-        else sorted({str(path.relative_to(root)) for path in _found(root, GUARDED_FILES)})
-    )
-    if found and not is_ours(
-        root
-    ):  # asked again: who makes the first file has made the mark before
-        problem = f"was not made by virnuc, and {join_first(found)} would be overwritten; choose another directory"
-        raise ConfigError(f"{root} {problem}")
+    """Refuse a directory that is not ours and contains a file with a name that we would write.
+
+    Raises:
+        ConfigError: Names the files.
+    """
+    if is_ours(root):
+        return
+    paths = {str(path.relative_to(root)) for path in _matching_paths(root, GUARDED_FILES)}
+    # Asked again: a process that writes its first file has written the marker before.
+    if paths and not is_ours(root):
+        raise ConfigError(
+            f"{root} was not made by virnuc, and {join_first(sorted(paths))} would be overwritten; "
+            "choose another directory"
+        )
 
 
 def require_absent(*files: Path, force: bool) -> None:
-    """`ConfigError` when one of these files is there already, unless by `force`."""
-    if not force and (taken := [path for path in files if os.path.lexists(path)]):
+    """Raise a `ConfigError` if one of these files exists, unless `force` is set."""
+    if force:
+        return
+    existing = [path for path in files if os.path.lexists(path)]
+    if existing:
         raise ConfigError(
-            f"{join_first(taken)} would be overwritten; choose another name, or --force"
+            f"{join_first(existing)} would be overwritten; choose another name, or --force"
         )
 
 
 def check_output(
     out: Path, *, models: Path, reads: Iterable[str] = (), force: bool = False
 ) -> None:
-    """Refuse an output directory in which input or something of others could be lost; nothing is touched."""
-    place, weights = out.resolve(), models.resolve()
-    special = {Path("/"): "the root directory"}
-    with suppress(RuntimeError):  # who runs this has no home
-        special = {Path("~").expanduser().resolve(): "your home directory"} | special
-    if what := special.get(place):
-        raise ConfigError(f"{out} is {what}; choose a directory of its own for results")
-    if (
-        weights.is_relative_to(place) and weights != place / "encoders"
-    ):  # those a training there embeds by
+    """Refuse an output directory in which input or files of others could be lost.
+
+    Nothing is touched.
+
+    Args:
+        out: The output directory; it may be absent.
+        models: The models directory.
+        reads: The files of reads.
+        force: Whether earlier results are to be removed.
+
+    Raises:
+        ConfigError: Says what would be lost.
+    """
+    place = out.resolve()
+    weights = models.resolve()
+    if place == Path("/"):
+        raise ConfigError(f"{out} is the root directory; choose a directory of its own for results")
+    if place == _home_directory():
+        raise ConfigError(
+            f"{out} is your home directory; choose a directory of its own for results"
+        )
+    # A training keeps the encoders it embeds by in its output directory.
+    if weights.is_relative_to(place) and weights != place / "encoders":
         raise ConfigError(
             f"{out} is or holds the models directory {models}; choose another directory for results"
         )
-    if force and (os.path.ismount(place) or place == Path.cwd()):
-        what = "the working directory" if place == Path.cwd() else "a mount point"
+    is_working_directory = place == Path.cwd()
+    if force and (is_working_directory or os.path.ismount(place)):
+        description = "the working directory" if is_working_directory else "a mount point"
         raise ConfigError(
-            f"{out} is {what}, where --force removes nothing; choose a directory in it"
+            f"{out} is {description}, where --force removes nothing; choose a directory in it"
         )
     if place.is_dir():
-        outputs = [path.stat() for path in _found(place, ALL_FILES) if path.is_file()]
-        for name in reads:
-            with suppress(OSError, ValueError):
-                at = Path(name).stat()
-                if any(os.path.samestat(at, one) for one in outputs):
-                    raise ConfigError(
-                        f"{name} is read, and would be overwritten; choose another directory than {out}"
-                    )
+        _require_no_input(out, reads)
         require_own_directory(place)
+
+
+def _home_directory() -> Path | None:
+    with suppress(RuntimeError):  # the user has no home
+        return Path("~").expanduser().resolve()
+    return None
+
+
+def _require_no_input(out: Path, reads: Iterable[str]) -> None:
+    """Raise a `ConfigError` if a file of reads is a file of ours in `out`, also by a link."""
+    place = out.resolve()
+    outputs = [path.stat() for path in _matching_paths(place, ALL_FILES) if path.is_file()]
+    for name in reads:
+        with suppress(OSError, ValueError):  # no file: an address, or a name that is refused later
+            file = Path(name).stat()
+            if any(os.path.samestat(file, output) for output in outputs):
+                raise ConfigError(
+                    f"{name} is read, and would be overwritten; choose another directory than {out}"
+                )
 
 
 @contextmanager
 def run_lock(root: Path) -> Iterator[None]:
-    """Hold a directory for writing; who holds it already, in the same thread, holds it again for nothing. What killed
-    writers left half made is removed first, and afterwards a directory or mark that was made for this, if nothing else
-    was. Errors: `ConfigError` names the process that holds it, or what of others would be overwritten."""
+    """Hold a directory for writing.
+
+    A thread that already holds it may hold it again. Temporary files of killed processes are
+    removed at the start. If nothing was written, a directory or marker file that was made here is
+    removed at the end.
+
+    Raises:
+        ConfigError: Names the process that holds the directory, or files of others that would be
+            overwritten.
+    """
     place = root.resolve()
     if place in _held.get():
         yield
         return
     require_own_directory(root)
-    made, fresh, mark = not root.exists(), True, root / MARKER_FILE
+    marker = root / MARKER_FILE
+    is_new_directory = not root.exists()
+    is_new_marker = True
     try:
-        with ExitStack() as holding:
-            try:
-                if other := holding.enter_context(lease(mark, root)):
-                    raise ConfigError(
-                        f"{root}: {other} is working here; wait for it or choose another directory"
-                    )
-                fresh = not os.path.lexists(mark)
-                if not fresh and (mark.is_symlink() or not mark.is_file()):
-                    raise ConfigError(f"{mark} is not a file of virnuc's; choose another directory")
-                if _json(mark).get("product") != "virnuc":  # new or damaged
-                    write_text_atomically(
-                        mark,
-                        json.dumps({"product": "virnuc", "version": virnuc_core.__version__})
-                        + "\n",
-                    )
-            except OSError as error:
-                told = None if error.errno == errno.EROFS else storage_error(error, mark)
-                why = f"{mark}: cannot be written: {error.strerror}; choose another directory"
-                raise told or ConfigError(why) from error
+        with ExitStack() as resources:
+            is_new_marker = _take_directory(root, resources)
             _held.set(_held.get() | {place})
-            holding.callback(lambda: _held.set(_held.get() - {place}))
-            for path in [*_found(root, PARTIAL_FILES)]:
+            resources.callback(lambda: _held.set(_held.get() - {place}))
+            for path in list(_matching_paths(root, PARTIAL_FILES)):
                 path.unlink(missing_ok=True)
             try:
                 yield
             finally:
-                if fresh and next(_found(root, GUARDED_FILES), None) is None:
-                    require_lease(mark)
-                    mark.unlink(missing_ok=True)
+                is_unused = next(_matching_paths(root, GUARDED_FILES), None) is None
+                if is_new_marker and is_unused:
+                    require_lease(marker)
+                    marker.unlink(missing_ok=True)
     finally:
-        if (made or not fresh) and not mark.exists():
+        if (is_new_directory or not is_new_marker) and not marker.exists():
             with suppress(OSError):  # something else is in it
                 root.rmdir()
 
 
+def _take_directory(root: Path, resources: ExitStack) -> bool:
+    """Take the lease of a directory and write its marker file.
+
+    Args:
+        root: The directory.
+        resources: Gives the lease back when it is closed.
+
+    Returns:
+        True if there was no marker file before.
+
+    Raises:
+        ConfigError: Another process holds the directory, or it cannot be written.
+        StorageError: The disk refuses.
+    """
+    marker = root / MARKER_FILE
+    try:
+        owner = resources.enter_context(lease(marker, root))
+        if owner:
+            raise ConfigError(
+                f"{root}: {owner} is working here; wait for it or choose another directory"
+            )
+        is_new = not os.path.lexists(marker)
+        if not is_new and (marker.is_symlink() or not marker.is_file()):
+            raise ConfigError(f"{marker} is not a file of virnuc's; choose another directory")
+        if _read_json_object(marker).get("product") != "virnuc":  # new or damaged
+            content = {"product": "virnuc", "version": virnuc_core.__version__}
+            write_text_atomically(marker, json.dumps(content) + "\n")
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            translated = storage_error(error, marker)
+            if translated is not None:
+                raise translated from error
+        raise ConfigError(
+            f"{marker}: cannot be written: {error.strerror}; choose another directory"
+        ) from error
+    return is_new
+
+
 def discard(root: Path, *patterns: str) -> None:
-    """Remove files of ours by name, and the folders that are empty then; what else lies in those is left, and named."""
+    """Remove our own files by name, and the folders that are empty then.
+
+    Files of others in these folders stay, and the log names them.
+    """
     require_lease(root)
-    for path in [*_found(root, patterns)]:
+    for path in list(_matching_paths(root, patterns)):
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
-    within = {str(folder) for pattern in patterns for folder in list(Path(pattern).parents)[:-1]}
-    folders = {*_found(root, within), root}
-    left = []
-    for folder in sorted(folders, key=lambda one: len(one.parts), reverse=True):
-        if folder.is_dir():
-            with suppress(OSError):  # not empty
-                folder.rmdir()
-            left += [] if folder == root or not folder.exists() else [*folder.iterdir()]
-    names = sorted(str(path.relative_to(root)) for path in left if path not in folders)
-    if names:
+
+    folder_patterns = set()
+    for pattern in patterns:
+        parents = list(Path(pattern).parents)[:-1]  # without "."
+        folder_patterns.update(map(str, parents))
+    folders = {*_matching_paths(root, folder_patterns), root}
+    foreign = []
+    for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
+        if not folder.is_dir():
+            continue
+        with suppress(OSError):  # not empty
+            folder.rmdir()
+        if folder != root and folder.exists():
+            foreign += [path for path in folder.iterdir() if path not in folders]
+    if foreign:
+        names = sorted(str(path.relative_to(root)) for path in foreign)
         log.warning("%s: not made by virnuc and left as it is: %s", root, join_first(names))
 
 
-# A device is held by a socket of its name, in no folder: one for all users, nothing in its way, gone with its process.
+# A device is held by an abstract socket of its name. It lies in no folder, there is one for all
+# users, nothing is in its way, and it is gone with its process.
 _SOCKET: Final = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
 
 
 def device_holder(device: str) -> str | None:
-    """The process that holds a device, in words; None when nobody does."""
-    with socket.socket(*_SOCKET) as asking:
+    """Return a description of the process that holds a device, or None if nobody does."""
+    with socket.socket(*_SOCKET) as client:
         try:
-            asking.connect(f"\0{DEVICE_LOCK_PREFIX}{device}")
-            pid = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[
-                0
-            ]
+            client.connect(f"\0{DEVICE_LOCK_PREFIX}{device}")
         except ConnectionRefusedError:
             return None
-        except BlockingIOError:  # asked too often
-            pid = 0
-    return f"process {pid}" if pid else "another process"
+        except BlockingIOError:  # too many ask at once
+            return "another process"
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, _user_id, _group_id = struct.unpack("3i", credentials)
+    if pid == 0:  # a process of another namespace
+        return "another process"
+    return f"process {pid}"
 
 
 def lock_device(device: str, wait_s: float) -> int:
-    """Take a device until this process ends; a handle to keep. `DeviceError` names who holds it after `wait_s`."""
-    deadline, holding = time.monotonic() + wait_s, socket.socket(*_SOCKET)
+    """Take a device until this process ends.
+
+    Args:
+        device: Id of the device.
+        wait_s: How long to wait for it, in seconds.
+
+    Returns:
+        A file handle that must be kept open.
+
+    Raises:
+        DeviceError: Names the process that still holds the device.
+    """
+    deadline_s = time.monotonic() + wait_s
+    lock = socket.socket(*_SOCKET)
     while True:
         try:
-            holding.bind(f"\0{DEVICE_LOCK_PREFIX}{device}")
-            holding.listen(socket.SOMAXCONN)  # so that others can ask who it is
-            return holding.detach()
+            lock.bind(f"\0{DEVICE_LOCK_PREFIX}{device}")
+            lock.listen(socket.SOMAXCONN)  # so that others can ask who holds it
+            return lock.detach()
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
-                holding.close()
-                who = device_holder(device) or "another process"
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline_s:
+                lock.close()
+                holder = device_holder(device) or "another process"
                 raise DeviceError(
-                    f"{device} is in use by {who}; wait for it or choose another device"
+                    f"{device} is in use by {holder}; wait for it or choose another device"
                 ) from error
         time.sleep(0.2)
 
 
 def relax_garbage_collection() -> None:
-    """Let Python look for garbage in circles seldom: while libraries load that takes a third of the time."""
+    """Let Python search for reference cycles less often.
+
+    While libraries are imported, the search takes a third of the time.
+    """
     gc.set_threshold(50_000, 50, 100)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel for SIGKILL when the parent, the thread that started us, dies; leave if `parent` already has."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+    """Ask the kernel to kill this process when its parent, the thread that started it, dies.
+
+    Args:
+        parent: Process id of the parent. If it is already gone, this process ends at once.
+    """
+    PR_SET_PDEATHSIG = 1  # noqa: N806 - the kernel's name
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def parent_bound_command(program: str, *words: str) -> list[str]:
-    """The command of a Python process that does `program` on these words, and is bound to the thread that starts it
-    before it imports what takes time."""
-    first = "import sys; from virnuc_core.rundir import die_with_parent, relax_garbage_collection"
+    """Return the command of a Python process that dies with the thread that starts it.
+
+    The process is bound before it imports anything slow.
+
+    Args:
+        program: Python source.
+        words: Arguments of the program, its `sys.argv[1:]`.
+    """
+    imports = "import sys; from virnuc_core.rundir import die_with_parent, relax_garbage_collection"
     bind = "die_with_parent(int(sys.argv.pop(1)))"
-    binding = f"{first}; {bind}; relax_garbage_collection(); {program}"
-    # -P: no module of the folder people stand in
-    return [sys.executable, "-P", "-c", binding, str(os.getpid()), *words]
+    source = f"{imports}; {bind}; relax_garbage_collection(); {program}"
+    # -P: no module of the folder in which the command was given
+    return [sys.executable, "-P", "-c", source, str(os.getpid()), *words]
