@@ -547,7 +547,7 @@ def discard(root: Path, *patterns: str) -> None:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
 
-    folder_patterns = set()
+    folder_patterns: set[str] = set()
     for pattern in patterns:
         parents = list(Path(pattern).parents)[:-1]  # without "."
         folder_patterns.update(map(str, parents))
