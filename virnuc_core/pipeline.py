@@ -357,14 +357,16 @@ def _compute(
         shards=len(job.plan),
         shards_computed=len(job.todo),
         shards_reused=len(job.plan) - len(job.todo),
-        rows_repeated=computed.repeated,
+        rows_repeated=computed.n_repeated,
         restarts=len(deaths),
         deaths=deaths,
         telemetry=next((one.telemetry for one in reversed(earlier) if one.telemetry), None),
         damaged=job.damaged,
         log_errors=len(errors),
         warnings=(*job.remarks, *(f"{len(errors)} {said}: {error}" for error in errors[:1])),
-        reduced_budgets={str(shard): divisor for shard, divisor in computed.reduced.items()},
+        reduced_budgets={
+            str(shard): divisor for shard, divisor in computed.reduced_budgets.items()
+        },
         flops=job.flops,
     )
     written = (

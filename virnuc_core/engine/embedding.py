@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core.config import ClassifySpec, EngineSpec, OnShare, TraceSpec
-from virnuc_core.engine.pool import MOST_NOT_FINITE, Pool, PooledJob
+from virnuc_core.engine.pool import MAX_NOT_FINITE_SHARE, Pool, PooledJob
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
 from virnuc_core.engine.shards import ShardPlan, ShardTask
 from virnuc_core.errors import StorageError, format_bytes
@@ -71,7 +71,7 @@ class Job:
     def tasks(self, chosen: Sequence[int]) -> list[ShardTask]:
         """Some shards, as workers are told of them."""
         weights = read_record(self.run).fingerprints
-        most = max(0, max(1, int(MOST_NOT_FINITE * self.store.n_uniques)) - self.lost)
+        most = max(0, max(1, int(MAX_NOT_FINITE_SHARE * self.store.n_uniques)) - self.lost)
         told: dict[str, Any] = {
             "run": str(self.run.root.resolve()),
             "store": str(self.store.path.resolve()),
@@ -79,7 +79,7 @@ class Job:
         told |= {
             "reads": weights.pop("reads"),
             "weights": weights,
-            "most_lost": most,
+            "max_not_finite": most,
             "threshold": self.spec.threshold,
         }
         spans = ((shard, *self.plan.range(shard)) for shard in chosen)
@@ -186,7 +186,7 @@ class Embedding:
             still_s = max(0.0, finished_s - launched_s - busy.busy_s)
             waits_s = own.wait_ms[1:].sum() / 1e3  # the first batch's is part of the start
             causes = {
-                "Restarts": job.lost_s[busy.device],
+                "Restarts": job.restart_s[busy.device],
                 "Waiting for batches": waits_s,
                 "Commits": busy.commit_s,
             }

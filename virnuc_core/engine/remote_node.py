@@ -26,7 +26,7 @@ import numpy as np
 from virnuc_core.config import Precision
 from virnuc_core.encoders.checkpoint import PARTS, fingerprint
 from virnuc_core.engine.node import HEAR_S, End, Ended, Facts, Told
-from virnuc_core.engine.pool import OF_A_JOB
+from virnuc_core.engine.pool import JOB_ERRORS
 from virnuc_core.engine.process import GRACE_S, Child, Closed, Failed, Message, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardTask, is_sealed, read_plan, shard_path
 from virnuc_core.errors import DeviceError, VirnucError
@@ -229,7 +229,7 @@ class RemoteNode:
                     if self.transfer and isinstance(message, ShardTask):
                         there = await self._send_task(child, message)
                     told.append((child.number, there.line()))
-                except OF_A_JOB as error:
+                except JOB_ERRORS as error:
                     child.fail(error)
             await self.actor.tell(json.dumps(told))
 
@@ -261,7 +261,7 @@ class RemoteNode:
                 try:
                     if isinstance(message, Computed) and message.done and not child.failed:
                         await self._fetch(folder, task)
-                except OF_A_JOB as error:
+                except JOB_ERRORS as error:
                     child.fail(error)
                 await self.actor.drop(folder)
             if isinstance(message, Ended):

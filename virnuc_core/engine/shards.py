@@ -80,7 +80,9 @@ class ShardTask(Message):
     weights: dict[str, str] = Field(
         default_factory=dict
     )  # digests of the models that its run is made from
-    most_lost: int = 0  # rows of the run that may turn out not to be finite; with more it stops
+    max_not_finite: int = (
+        0  # rows of the run that may turn out not to be finite; with more it stops
+    )
     shard: int
     lo: int  # first unique, and one past the last
     hi: int
@@ -94,7 +96,7 @@ class Computed(Message):
     """A worker's word that a shard is on disk; of a probe, that it was computed and the worker lives."""
 
     done: ShardDone | None  # None for a probe
-    repeated: int = 0  # rows near the threshold that were embedded again
+    n_repeated: int = 0  # rows near the threshold that were embedded again
 
 
 class ShardResult(NamedTuple):

@@ -185,7 +185,7 @@ class Worker:
 
     def _bounds(self, encoder: Encoder) -> list[int]:
         """Of the groups in which an encoder's first rows come, about; all usual ones as long as no task is known."""
-        if isinstance(task := self.parent.next(), ShardTask):
+        if isinstance(task := self.parent.peek(), ShardTask):
             with suppress(Exception):  # what is wrong with a task is told when its turn has come
                 store, _ = opened(Path(task.store), task.reads, Path(self.spec.models))
                 residues = np.diff(store.protein_offsets[task.lo : task.hi + 1])
@@ -332,7 +332,7 @@ class Worker:
             if pending.arrived is not None
             else None,
         )
-        self._answer(Computed(done=done, repeated=repeated))
+        self._answer(Computed(done=done, n_repeated=repeated))
 
     def _check_weights(self, wanted: dict[str, str]) -> None:
         """See that a run is made from what is loaded here. Errors: `RunMismatchError` when that is no longer there,
@@ -357,11 +357,11 @@ class Worker:
 
 
 def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None:
-    """Let up to `task.most_lost` rows of a shard pass that hold NaN or infinity; those of `task.skip` are known to.
+    """Let up to `task.max_not_finite` rows of a shard pass that hold NaN or infinity; those of `task.skip` are known to.
 
     Errors: `NotFiniteError` names the model that gives more of them, `WeightsError` its tensor that is not finite."""
     most, (dna, protein) = (
-        task.most_lost,
+        task.max_not_finite,
         np.split(result.embeddings, [shape_of(models, DnabertShape).width], axis=1),
     )
     left = np.ones(len(result.scores), bool)  # [rows] without a cause so far

@@ -116,7 +116,7 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
         ),
         shards=len(job.todo),
         restarts=len(pool.deaths),
-        reduced=tuple(pool.reduced.items()),
+        reduced=tuple(pool.reduced_budgets.items()),
     )
 
 

@@ -86,11 +86,11 @@ def test_the_model_that_gives_too_many_is_named_with_the_first_rows(
     result = shards.ShardResult(np.zeros((100, 128), np.float32), np.zeros((100, 2), np.float32))
     result.embeddings[0] = result.scores[[0, 7, 8]] = np.nan  # the first has been set aside before
     result.embeddings[7:9, columns] = np.inf
-    judge_not_finite(result, told.model_copy(update={"most_lost": 2}), tiny_models)
+    judge_not_finite(result, told.model_copy(update={"max_not_finite": 2}), tiny_models)
     rows = [store.row_ids(row, row + 1)[0] for row in store.unique_row[57:59].tolist()]
     said = rf"{named}: of 100 rows .* NaN or infinity for 2 \({', '.join(rows)}\), though its weights are finite"
     with pytest.raises(NotFiniteError, match=said):
-        judge_not_finite(result, told.model_copy(update={"most_lost": 1}), tiny_models)
+        judge_not_finite(result, told.model_copy(update={"max_not_finite": 1}), tiny_models)
 
 
 @pytest.mark.slow

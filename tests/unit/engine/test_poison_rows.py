@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.engine.pool import Pool, PooledJob, search
+from virnuc_core.engine.poison_rows import bisect_poison_rows
+from virnuc_core.engine.pool import Pool, PooledJob
 from virnuc_core.engine.process import LocalWorkers, WorkerSpec
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ShardError
@@ -51,7 +52,9 @@ def settle(
 @given(st.integers(1, 400), st.data())
 def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObject) -> None:
     guilty = set(data.draw(st.lists(st.integers(100, 100 + rows - 1), min_size=1, max_size=3)))
-    task, deaths = settle(search(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)), guilty)
+    task, deaths = settle(
+        bisect_poison_rows(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)), guilty
+    )
     assert task is not None
     assert set(task.skip) == guilty
     assert (task.lo, task.hi, task.probe) == (100, 100 + rows, False)
@@ -61,7 +64,8 @@ def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObj
 @pytest.mark.parametrize("rows", [5, 6, 9, 4_000])
 def test_a_fault_of_every_row_is_known_after_a_few_deaths(rows: int) -> None:
     task, deaths = settle(
-        search(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)), set(range(100, 100 + rows))
+        bisect_poison_rows(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)),
+        set(range(100, 100 + rows)),
     )
     assert (task, deaths) == (None, 6), "one for each of five rows, one more for the shard"
 
@@ -69,7 +73,9 @@ def test_a_fault_of_every_row_is_known_after_a_few_deaths(rows: int) -> None:
 @given(st.integers(0, 1000))
 def test_a_shard_killed_only_from_outside_keeps_its_rows_or_is_given_up(seed: int) -> None:
     task, _ = settle(
-        search(ShardTask(**JOB, shard=7, lo=0, hi=64)), set(), outside_kills=random.Random(seed)
+        bisect_poison_rows(ShardTask(**JOB, shard=7, lo=0, hi=64)),
+        set(),
+        outside_kills=random.Random(seed),
     )
     assert (
         task is None or len(task.skip) <= 1
@@ -84,7 +90,7 @@ def test_a_fault_that_no_single_row_shows_is_given_up_by_name(tmp_path: Path) ->
     def die_twenty_times() -> None:
         task = ShardTask(**JOB, shard=7, lo=0, hi=64)
         for _ in range(20):
-            task = pool._after_death(task, "boom", out_of_memory=False)
+            task = pool._task_after_death(task, "boom", out_of_memory=False)
             while task.probe:
                 task = job.searches[7].send(True)
 

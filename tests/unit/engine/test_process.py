@@ -39,7 +39,7 @@ def work(parent, spec):
     print("noise from a library", flush=True)
     parent.send(Number(number=kid.pid))
     while True:
-        while (coming := parent.next()) is None:
+        while (coming := parent.peek()) is None:
             time.sleep(0.01)
         number = parent.receive().number
         assert coming == Number(number=number)
@@ -233,12 +233,12 @@ def test_a_worker_started_ahead_is_the_first_ones_who_wants_it_and_nobody_elses(
         process.LocalWorkers("echo_worker", [ahead]),
         process.local_workers("echo_worker", [ahead]) as first,
     ):
-        (waited,) = first.ahead
+        (waited,) = first.prestarted
         assert first.start(ahead) is waited
         assert waited.asked_s < waited.started_s
         with process.local_workers("echo_worker", [ahead]) as second:
             assert second is not first
-            assert not second.ahead
+            assert not second.prestarted
     assert gone(waited.pid)
 
 
@@ -247,7 +247,7 @@ def test_workers_started_ahead_for_something_else_are_ended_at_once(
     ahead: WorkerSpec, other: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with process.LocalWorkers("echo_worker", [ahead]):
-        (waiting,) = process._ahead[0].ahead
+        (waiting,) = process._prestarted[0].prestarted
         wanted = ahead.model_copy(update={"divisor": 2}) if other == "settings" else ahead
         if other != "nothing":
             process.local_workers("another" if other == "work" else "echo_worker", [wanted])
@@ -261,7 +261,7 @@ def test_one_that_died_before_it_was_wanted_is_replaced(ahead: WorkerSpec) -> No
         process.LocalWorkers("echo_worker", [ahead]),
         process.local_workers("echo_worker", [ahead]) as taken,
     ):
-        (dead,) = taken.ahead
+        (dead,) = taken.prestarted
         os.kill(dead.pid, signal.SIGKILL)
         dead.process.wait(120)
         assert taken.start(ahead).pid != dead.pid

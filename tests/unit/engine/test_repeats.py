@@ -189,7 +189,7 @@ def test_rows_near_the_threshold_get_what_fp16_says_and_others_keep_int8(
         got, plain, exact = (shards.read_shard(run, plan, shard) for run in runs)
         doubtful, lo = near(plain, THRESHOLD), plan.range(shard)[0]
         assert 3 <= doubtful.sum() <= len(doubtful) // 2, "this shows nothing"
-        assert [one[shard].repeated for one in told] == [doubtful.sum(), 0, 0]
+        assert [one[shard].n_repeated for one in told] == [doubtful.sum(), 0, 0]
         for array, before in zip(got, plain, strict=True):
             assert np.array_equal(array[~doubtful], before[~doubtful])
         assert np.array_equal(got.embeddings[:, :-width], plain.embeddings[:, :-width]), (
@@ -237,7 +237,7 @@ def test_runs_of_other_thresholds_on_one_worker_do_not_mix(
         result = shards.read_shard(run, plan, 0)
         changed = (result.embeddings != before.embeddings).any(axis=1)
         assert np.array_equal(changed, near(before, threshold)), threshold
-        assert answer.repeated == changed.sum() > 0
+        assert answer.n_repeated == changed.sum() > 0
 
 
 @pytest.mark.parametrize(

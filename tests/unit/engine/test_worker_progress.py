@@ -67,7 +67,7 @@ def test_kernels_are_made_for_the_rows_that_come_first(
 
     def warm_up(_: object, budget: int, on: torch.device, length: int) -> None:
         made.append((length, budget))
-        parent.next = lambda: task
+        parent.peek = lambda: task
 
     monkeypatch.setattr("virnuc_core.engine.worker.warm_up", warm_up)
     worker._warm_up(encoder, 1024)
@@ -80,7 +80,7 @@ def test_kernels_are_made_for_the_rows_that_come_first(
     _, (_, starts) = tokenise((Path(task.store), task.reads, tiny_models), (task.lo, task.hi))
     assert {plan.max_seqlen for plan in pack(np.diff(starts), 1024)} <= {*worker._bounds(dna)}
     for nothing in (Closed(), None, task.model_copy(update={"reads": "of another store"})):
-        parent.next = lambda nothing=nothing: nothing
+        parent.peek = lambda nothing=nothing: nothing
         assert worker._bounds(dna) == worker._usual, (
             "whatever is wrong with a task is told when its turn comes"
         )
