@@ -24,15 +24,19 @@ from prefect.states import Cancelled, Failed
 from virnuc.flows.exit_deadline import ended_in_time
 from virnuc.flows.parameters import WITHOUT, build, described, within_roots
 from virnuc.flows.settings.shared import FlowSettings, RunSettings
-from virnuc.tasks.predict import fate_rows, stage
-from virnuc.tasks.server import (
+from virnuc.tasks.artifacts import publish_table
+from virnuc.tasks.background import background_thread
+from virnuc.tasks.events import emit
+from virnuc.tasks.run_tables import fate_rows
+from virnuc.tasks.server_connection import (
     REPORTING_ERRORS,
     ServerLostError,
     connection,
     route_through_connection,
     without_server,
 )
-from virnuc.tasks.step import NotMetError, background_thread, core_logs, emit, publish_table
+from virnuc.tasks.staging import stage
+from virnuc.tasks.task import NotMetError, core_logs
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError, printable

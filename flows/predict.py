@@ -11,9 +11,9 @@ from virnuc.flows.flow_run import named, publish_prediction, stage_input, with_p
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.shared import RunSettings
-from virnuc.tasks.predict import embed
-from virnuc.tasks.server import announce, device_slots
-from virnuc.tasks.step import done
+from virnuc.tasks.embedding import embed
+from virnuc.tasks.server_connection import announce, device_slots
+from virnuc.tasks.task import completed
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.pool import Pool
@@ -81,7 +81,7 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
     unsure = (
         f", {summary.fates['uncertain']:,} are uncertain" if "uncertain" in summary.fates else ""
     )
-    return done(
+    return completed(
         summary,
         f"{viral:,} of {summary.n_reads:,} reads are viral{unsure}{of_pairs}{lost}{already}",
     )

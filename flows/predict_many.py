@@ -19,9 +19,11 @@ from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.inbox import InboxSettings
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.shared import FlowSettings
-from virnuc.tasks.predict import embed
-from virnuc.tasks.server import announce, device_slots, without_server
-from virnuc.tasks.step import done, emit, key, progress_artifact, publish_table
+from virnuc.tasks.artifacts import artifact_key, progress_artifact, publish_table
+from virnuc.tasks.embedding import embed
+from virnuc.tasks.events import emit
+from virnuc.tasks.server_connection import announce, device_slots, without_server
+from virnuc.tasks.task import completed
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.engine.pool import Pool
@@ -113,7 +115,7 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
         problem.exit_code = getattr(failed[first], "exit_code", VirnucError.exit_code)
         raise problem
     together = RunSummary(n_reads=fates.total(), fates=dict(fates))
-    return done(
+    return completed(
         together, f"{len(runs)} samples: {fates['viral']:,} of {fates.total():,} reads are viral"
     )
 
@@ -154,7 +156,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
         if row.fate == "failed" and (row.file, row.sha256) not in known:
             emit(
                 "inbox.failed",
-                f"inbox.{key(row.file)}",
+                f"inbox.{artifact_key(row.file)}",
                 row.file,
                 {"reason": row.note, "run": row.run},
             )
@@ -168,7 +170,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
         ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items()))
         or "the inbox is empty"
     )
-    return done(counts, message, reused=not todo)
+    return completed(counts, message, reused=not todo)
 
 
 def _predicted(

@@ -14,12 +14,17 @@ from virnuc.flows.settings.overhead import OverheadSettings
 from virnuc.flows.settings.profile import ProfileSettings
 from virnuc.flows.settings.train import TrainSettings
 from virnuc.flows.settings.tune import SWEPT, TuneSettings
-from virnuc.tasks.measure import overhead as timed
-from virnuc.tasks.measure import run_trial, split, trace
-from virnuc.tasks.measure import train as fit
-from virnuc.tasks.predict import embed, stage, stage_rows
-from virnuc.tasks.server import announce
-from virnuc.tasks.step import Markdown, cell, done, on_host, publish_markdown, publish_table
+from virnuc.tasks.artifacts import Markdown, host_key, publish_markdown, publish_table, table_cell
+from virnuc.tasks.embedding import embed
+from virnuc.tasks.overhead import measure_costs as timed
+from virnuc.tasks.run_tables import stage_rows
+from virnuc.tasks.server_connection import announce
+from virnuc.tasks.split import choose_examples
+from virnuc.tasks.staging import stage
+from virnuc.tasks.task import completed
+from virnuc.tasks.trace import record_traces
+from virnuc.tasks.training import fit_head as fit
+from virnuc.tasks.trial import run_trial
 from virnuc_core.config import TraceOptions, TraceSpec
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.models_directory import install_head
@@ -65,7 +70,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
         discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
     chosen = sweep_all(sweep, tried, label)
     old = all(trial.reused for candidate in tried for trial in candidate.trials)
-    return done(chosen, chosen.reason + "; nothing had to be measured" * old, reused=old)
+    return completed(chosen, chosen.reason + "; nothing had to be measured" * old, reused=old)
 
 
 def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommendation:
@@ -83,8 +88,8 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
         recommended=Markdown("**recommended**"),
         tolerance=tolerance,
     )
-    told = Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}")
-    publish_table(on_host(f"tune-{label}-{devices}"), rows, told)
+    told = Markdown(f"**{table_cell(chosen.reason)}** — {table_cell(label)} on {devices}")
+    publish_table(host_key(f"tune-{label}-{devices}"), rows, told)
     found = {
         "sweep": sweep,
         "candidates": tried,
@@ -115,27 +120,29 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
         summary = staged.embed().result()
         options = settings.model_dump(include={*TraceOptions.model_fields})
         spec = TraceSpec(folder=str((run.telemetry / "traces").resolve()), **options)
-        found = trace(
+        found = record_traces(
             run, Bench(run.store, settings.models, devices), staged.spec.engine, spec, label=label
         ).result()
         marks = render_rows("marks.view.j2", tables=found)
         operations = render_rows("operations.view.j2", tables=found, limit=settings.operations)
         publish_table(
-            on_host(f"operations-{label}-{devices}"),
+            host_key(f"operations-{label}-{devices}"),
             operations,
             f"Operations that took most time: {label}",
         )
         publish_table(
-            on_host(f"marks-{label}-{devices}"), marks, f"Recorded stages of {label}: {spec.folder}"
+            host_key(f"marks-{label}-{devices}"),
+            marks,
+            f"Recorded stages of {label}: {spec.folder}",
         )
         tables = {"stages": stage_rows(summary), "marks": marks, "operations": operations}
         text = templates().get_template("profile.md.j2").render(traces=found, **tables)
         path = Path(spec.folder, "profile.md")
         write_text_atomically(path, text)
         publish_markdown(
-            on_host(f"profile-{label}-{devices}"), text, message("traced", found), path
+            host_key(f"profile-{label}-{devices}"), text, message("traced", found), path
         )
-    return done(found, message("profiled", found, spec.folder))
+    return completed(found, message("profiled", found, spec.folder))
 
 
 @flow(name="train", flow_run_name=named("reads", "devices"))
@@ -150,7 +157,7 @@ def train(settings: TrainSettings) -> State[TrainFile]:
         settings.models, settings.out, check_models(settings.models, settings.model_length)
     )
     with staged_run(settings.model_copy(update={"models": models, "model_length": None})) as staged:
-        examples = split(staged.run, settings, label=staged.label).result()
+        examples = choose_examples(staged.run, settings, label=staged.label).result()
         staged.embed().result()
         remove_results(staged.run)
         cuts = (
@@ -166,7 +173,7 @@ def train(settings: TrainSettings) -> State[TrainFile]:
                     staged.run.root / "head", settings.models, anyway=settings.install_anyway
                 )
             )
-    return done(found, "; ".join(told))
+    return completed(found, "; ".join(told))
 
 
 def _embed_cuts(staged: StagedRun, examples: Examples, genomes: Path) -> RunDir | str:
@@ -195,4 +202,4 @@ def overhead(settings: OverheadSettings) -> State[OverheadFile]:
     with run_lock(out):
         found = timed(out, bench, settings.engine(), label=out.name, **asked)
         write_report(out, judged_by)
-    return done(found.result(), found.message or "")
+    return completed(found.result(), found.message or "")

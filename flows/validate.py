@@ -27,17 +27,14 @@ from virnuc.flows.settings.scale import ScaleSettings
 from virnuc.flows.settings.tune import KNOBS
 from virnuc.flows.settings.validate import ValidateSettings
 from virnuc.flows.tools import sweep_all
-from virnuc.tasks import measure as steps
-from virnuc.tasks.predict import embed
-from virnuc.tasks.server import REPORTING_ERRORS, announce, connection
-from virnuc.tasks.step import (
-    NotMetError,
-    TimeLimitError,
-    background_thread,
-    done,
-    on_host,
-    publish_markdown,
-)
+from virnuc.tasks import baseline, ceiling, comparison, overhead, precision, report
+from virnuc.tasks.approval import TIME_OUT_ANSWER, approval_form
+from virnuc.tasks.artifacts import host_key, publish_markdown
+from virnuc.tasks.background import background_thread
+from virnuc.tasks.embedding import embed
+from virnuc.tasks.server_connection import REPORTING_ERRORS, announce, connection
+from virnuc.tasks.task import NotMetError, completed
+from virnuc.tasks.time_limit import TimeLimitError
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import RunMonitor
@@ -138,16 +135,16 @@ def validate(settings: ValidateSettings) -> State[Judged]:
             judged = write_report(settings.out, judged.profile)  # it says what no setting mends
         else:
             judged, told = measure(again)
-    steps.emit_outcome(judged, settings.out)
+    report.emit_outcome(judged, settings.out)
     told = message("met", judged) + told
     if not settings.approval:
         return ended(settings, judged, told)
     folder = RunDir(settings.out).report
-    approval = ask(folder, steps.approval_form(judged), timeout_s=settings.approval_timeout_s)
+    approval = ask(folder, approval_form(judged), timeout_s=settings.approval_timeout_s)
     answered = rerender(settings.out)  # from now on the answer stands in every form of the report
     said = f"{approval.verdict} by {approval.reviewer}"
     text = render_template("sections.md.j2", answered, only="Approval")
-    publish_markdown(on_host(f"approval-{judged.profile.name}"), text, said, folder)
+    publish_markdown(host_key(f"approval-{judged.profile.name}"), text, said, folder)
     return ended(settings, judged, f"{told}; {said}", approval.verdict)
 
 
@@ -214,7 +211,7 @@ def ended(
     """How a flow ends whose figures were judged; where they or a reviewer say no, it fails or its name says so."""
     result = Judged(RunDir(settings.out).report, judged.met, judged.missed, judged.outcome, verdict)
     if verdict != "rejected" and judged.outcome != "failed":
-        return done(result, told)
+        return completed(result, told)
     name = REJECTED if verdict == "rejected" else NOT_MET
     if settings.fail_on_criteria:
         return Failed(name=name, message=told, data=NotMetError(told))
@@ -240,20 +237,24 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
         record_validation(out, spec, profile, staging, on.devices, *[NOT_HERE] * (not on.here.ids))
         bench, base = Bench(RunDir(out).store, spec.models, on.here), profile.baseline
         if isinstance(settings, ValidateSettings) and (on.here.ids or base.source == "recorded"):
-            found = steps.baseline(
+            found = baseline.measure_baseline(
                 RunDir(out / BASELINE), bench, base, label=label, force=force
             ).result()
             subset = found.subset is not None
         names = _runs(settings, spec, profile, staging, on, label)
         if on.here.ids and on.here.kind == "cuda":  # cores compute in fp32
-            steps.precision(out, bench, spec.engine, profile.fp32_sequences, label=label).result()
+            precision.embed_in_fp32(
+                out, bench, spec.engine, profile.fp32_sequences, label=label
+            ).result()
         if on.here.ids and "checkpoint_overhead" in profile.targets and staging.counts.n_rows:
-            steps.overhead(out, bench, spec.engine, label=label, force=force).result()
-    steps.compare(
+            overhead.measure_costs(out, bench, spec.engine, label=label, force=force).result()
+    comparison.compare_results(
         out, names, tolerance=profile.score_tolerance, subset=subset, label=label
     ).result()
-    judged = steps.report(out, profile, history=settings.history_file, label=label).result()
-    steps.publish(judged, out, label)
+    judged = report.report_validation(
+        out, profile, history=settings.history_file, label=label
+    ).result()
+    report.publish_report(judged, out, label)
     return judged, "; nothing had to be computed" if before and _finished_runs(
         out
     ) == before else ""
@@ -283,7 +284,7 @@ def _runs(
         read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts
     )
     if on.here.ids and on.here.kind == "cuda" and (spec.force or not complete):
-        more["flops"] = steps.ceiling(
+        more["flops"] = ceiling.measure_ceiling(
             out, Bench(staging.store, spec.models, on.here), spec.engine
         ).result()
     for name in run_names(out) if spec.force else ():  # also what none of these will replace
@@ -328,7 +329,7 @@ def ask(
                 connection.reporting("the time-out of the approval"),
                 get_client(sync_client=True) as client,
             ):
-                client.resume_flow_run(flow_run_id, run_input=steps.TIMED_OUT)
+                client.resume_flow_run(flow_run_id, run_input=TIME_OUT_ANSWER)
 
     connection.patient_until_s = time.monotonic() + timeout_s
     try:
@@ -338,7 +339,7 @@ def ask(
             )
     except REPORTING_ERRORS as error:
         logger.warning("nobody could be asked: the Prefect server is lost (%s)", error)
-        answer = form.model_validate(steps.TIMED_OUT)
+        answer = form.model_validate(TIME_OUT_ANSWER)
     finally:
         connection.patient_until_s = 0.0
     moment = datetime.now(UTC).isoformat(timespec="seconds")

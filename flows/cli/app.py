@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _outcome(list(sys.argv[1:] if arguments is None else arguments))
     if arguments is None:
         gc.freeze()  # what is there now need not be taken apart before the end
-        if (server := sys.modules.get("virnuc.tasks.server")) is not None:
+        if (server := sys.modules.get("virnuc.tasks.server_connection")) is not None:
             server.connection.leave(code)
     return code
 

@@ -100,7 +100,7 @@ def exit_code(state: "State[Any]") -> int:
 def _in_the_ui(flow_run_id: object) -> str:
     from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
 
-    from virnuc.tasks.server import connection
+    from virnuc.tasks.server_connection import connection
 
     address, run, first = PREFECT_UI_URL.value(), f"/runs/flow-run/{flow_run_id}", ""
     if connection.embedded is not None:
@@ -232,7 +232,7 @@ def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None
     def wait() -> None:
         import httpx
 
-        from virnuc.tasks.server import connection
+        from virnuc.tasks.server_connection import connection
 
         connection.embedded = server
         try:

@@ -10,7 +10,7 @@ import pytest
 from prefect.artifacts import Artifact
 
 from virnuc.flows.validate import scale, validate
-from virnuc.tasks.step import on_host
+from virnuc.tasks.artifacts import host_key
 from virnuc_core.config import Devices
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.pipeline import read_summary
@@ -49,7 +49,7 @@ def test_a_validation_on_two_nodes_is_judged_like_any_other(
     report = read_report(out / "report" / "report.json")
     assert [check.verdict for check in report.checks if check.id == "same_bytes"] == ["pass"]
     assert verify_report(out).ok
-    table = Artifact.get(on_host("devices-few-cpu-2"))
+    table = Artifact.get(host_key("devices-few-cpu-2"))
     assert table is not None
     rows = json.loads(str(table.data))
     assert {row["node"] for row in rows} <= {"local-0", "local-1"}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import virnuc.tasks.measure
 from virnuc.flows.cli import main
 from virnuc.flows.validate import scale, validate
 from virnuc_core.engine import devices
@@ -27,7 +26,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     def emit(event: str, _resource: str, _name: str, payload: dict[str, Any]) -> None:
         sent[event] = payload
 
-    monkeypatch.setattr(virnuc.tasks.measure, "emit", emit)
+    monkeypatch.setattr("virnuc.tasks.report.emit", emit)
     return sent
 
 

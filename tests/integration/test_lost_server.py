@@ -21,8 +21,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from virnuc.flows.cli import main
 from virnuc.flows.predict import predict
 from virnuc.flows.validate import ask
-from virnuc.tasks.measure import Approval
-from virnuc.tasks.server import route_through_connection
+from virnuc.tasks.approval import Approval
+from virnuc.tasks.server_connection import route_through_connection
 
 from .conftest import answers
 from .processes import (
@@ -219,7 +219,7 @@ def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_en
 def test_nobody_is_asked_at_a_server_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("virnuc.tasks.server.REQUEST_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("virnuc.tasks.server_connection.REQUEST_TIMEOUT_S", 0.5)
 
     @flow
     def gated() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from prefect.client.orchestration import get_client
 from tests.columns import documented
 from virnuc.flows.predict import predict
 from virnuc.flows.predict_many import predict_inbox
-from virnuc.tasks.step import on_host
+from virnuc.tasks.artifacts import host_key
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.inbox import Ledger
 from virnuc_core.pipeline import read_summary
@@ -69,7 +69,7 @@ def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, model
     assert flow_run.name == "few · cpu:1"
     assert sorted(flow_run.tags) == ["cpu", "few", "virnuc"]
     assert set(task_runs(state)) == {"stage few", "embed few on cpu:1"}
-    stages = Artifact.get(on_host("stages-few-cpu-1"))
+    stages = Artifact.get(host_key("stages-few-cpu-1"))
     assert stages is not None
     assert [row["stage"] for row in json.loads(str(stages.data))][5] == "Stage 6: ESM-2"
 

@@ -10,7 +10,7 @@ import pytest
 from prefect.artifacts import Artifact
 
 from virnuc.flows.tools import profile
-from virnuc.tasks.step import on_host
+from virnuc.tasks.artifacts import host_key
 from virnuc_core.runfiles import read
 from virnuc_core.tools.trace import TABLE, TraceTable
 
@@ -46,7 +46,7 @@ def test_a_trace_holds_the_stages_and_the_run_is_left_alone(
     assert "Stage 6: ESM-2" in text
     assert "Model Prediction" in text
     for key in ("operations-few-cpu-1", "marks-few-cpu-1", "profile-few-cpu-1"):
-        assert Artifact.get(on_host(key)) is not None, key
+        assert Artifact.get(host_key(key)) is not None, key
     assert len(json.loads((out / "run.json").read_text())["attempts"]) == 1, (
         "recording leaves the run alone"
     )

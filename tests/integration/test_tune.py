@@ -15,7 +15,7 @@ from virnuc.flows.predict import predict
 from virnuc.flows.settings.shared import ComputeSettings, RunSettings
 from virnuc.flows.settings.tune import TuneSettings
 from virnuc.flows.tools import overhead, tune
-from virnuc.tasks.step import on_host
+from virnuc.tasks.artifacts import host_key
 from virnuc_core.config import EngineSpec, read_settings
 from virnuc_core.errors import ConfigError
 from virnuc_core.report.verify import verify_report
@@ -136,7 +136,7 @@ def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(
         read_settings(out / "settings.toml")["token_budget"]
         == body["recommended"]["engine"]["token_budget"]
     )
-    table = Artifact.get(on_host("tune-few-cpu-1"))
+    table = Artifact.get(host_key("tune-few-cpu-1"))
     assert table is not None
     rows = json.loads(str(table.data))
     assert [row["verdict"] for row in rows].count("**recommended**") == 1

@@ -14,11 +14,11 @@ import pytest
 from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 
-import virnuc.tasks.step
 from virnuc.flows.cli.start import exit_code
 from virnuc.flows.predict import predict
 from virnuc.flows.validate import validate
-from virnuc.tasks.step import background_thread, on_host
+from virnuc.tasks.artifacts import host_key
+from virnuc.tasks.background import background_thread
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.errors import ConfigError
 from virnuc_core.report.build import read_report
@@ -62,7 +62,7 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
         (str(reads), 300, digest(reads))
     ]
     assert (record.spec["sample"], record.spec["profile"]) == ("few", "ci-smoke")
-    criteria = Artifact.get(on_host("criteria-ci-smoke"))
+    criteria = Artifact.get(host_key("criteria-ci-smoke"))
     assert criteria is not None
     rows = {row["Criterion"]: row for row in json.loads(str(criteria.data))}
     assert "PASS" in rows["Consensus label agreement"]["Verdict"]
@@ -75,7 +75,7 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
         "charts-ci-smoke",
         "trend-ci-smoke",
     ):
-        assert Artifact.get(key if key == "comparison-few" else on_host(key)) is not None, key
+        assert Artifact.get(key if key == "comparison-few" else host_key(key)) is not None, key
 
     again = validate(**given, return_state=True)
     computing = {
@@ -241,7 +241,7 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
 
         return background_thread(end if work.__name__ == "end" else work)
 
-    monkeypatch.setattr(virnuc.tasks.step, "beside", after_shards)
+    monkeypatch.setattr("virnuc.tasks.time_limit.background_thread", after_shards)
     given = {"reads": [str(many_reads)], "out": out, "models": models, "devices": "cpu:1"}
     given |= {"profile": write_profile(tmp_path / "hasty.toml", settings, 3600)}
     enough = 2

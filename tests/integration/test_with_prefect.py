@@ -32,17 +32,10 @@ from virnuc.flows.flow_run import with_parameters
 from virnuc.flows.predict import predict
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.flows.validate import ask
-from virnuc.tasks.measure import Approval
-from virnuc.tasks.server import BEGAN, PLACE, PROCESS, announce, device_slots
-from virnuc.tasks.step import (
-    Markdown,
-    core_logs,
-    done,
-    progress_artifact,
-    publish_markdown,
-    publish_table,
-    step,
-)
+from virnuc.tasks.approval import Approval
+from virnuc.tasks.artifacts import Markdown, progress_artifact, publish_markdown, publish_table
+from virnuc.tasks.server_connection import BEGAN, PLACE, PROCESS, announce, device_slots
+from virnuc.tasks.task import completed, core_logs, retrying_task
 from virnuc_core.errors import InputError, VirnucError, WorkerError
 from virnuc_core.lease import process_namespace, process_start_ticks
 from virnuc_core.runfiles import Device
@@ -63,11 +56,11 @@ def run_id() -> UUID:
 def test_states_say_what_was_done() -> None:
     @task(cache_policy=NO_CACHE)
     def step() -> State[int]:
-        return done(3, "0 of 14 shards computed", reused=True)
+        return completed(3, "0 of 14 shards computed", reused=True)
 
     @flow
     def whole() -> State[int]:
-        return done(step().result(), "nothing to compute")
+        return completed(step().result(), "nothing to compute")
 
     state = whole(return_state=True)
     assert (state.type.value, state.name, state.message) == (
@@ -120,7 +113,7 @@ def test_records_of_the_core_reach_the_run_also_from_its_threads() -> None:
 def test_a_task_is_tried_again_only_where_that_can_help(error: VirnucError, attempts: int) -> None:
     tried: list[int] = []
 
-    @step("felled", "felled")
+    @retrying_task("felled", "felled")
     def felled() -> State[None]:
         tried.append(1)
         raise error
@@ -137,14 +130,14 @@ def test_a_task_is_tried_again_only_where_that_can_help(error: VirnucError, atte
 def test_wrong_input_is_one_sentence_in_the_log_and_in_the_state(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    @step("broken", "broken")
+    @retrying_task("broken", "broken")
     def broken() -> State[None]:
         raise InputError("truncated", file="a.gz", line=3)
 
     @flow
     @with_parameters(FlowSettings)
     def whole(given: FlowSettings) -> State[None]:
-        return done(broken().result(), "")
+        return completed(broken().result(), "")
 
     with caplog.at_level(logging.INFO):
         state = whole(out=tmp_path / "run", models=tmp_path / "models", return_state=True)

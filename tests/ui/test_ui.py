@@ -23,7 +23,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from virnuc.tasks.step import on_host
+from virnuc.tasks.artifacts import host_key
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
@@ -214,21 +214,21 @@ def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, pa
 def look_at_artifacts(server: Server, page: Any) -> None:
     """What a validation leaves in the UI, from the page of its run on."""
     page.get_by_text("Artifacts", exact=True).last.click()
-    page.get_by_text(on_host("trend-ci-smoke")).last.wait_for()
+    page.get_by_text(host_key("trend-ci-smoke")).last.wait_for()
     shot(page, "5-artifacts")
-    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('criteria-ci-smoke'))}")
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(host_key('criteria-ci-smoke'))}")
     page.get_by_text("PASS").first.wait_for()
     shot(page, "6-criteria")
     assert page.get_by_text("≥99%").first.is_visible()
-    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('report-ci-smoke'))}")
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(host_key('report-ci-smoke'))}")
     page.get_by_text("Consensus label agreement").first.wait_for()
     shot(page, "7-report")
-    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('charts-ci-smoke'))}")
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(host_key('charts-ci-smoke'))}")
     picture = page.get_by_alt_text("When each stage ran").first
     picture.wait_for()
     assert picture.evaluate("image => image.complete && image.naturalWidth > 100")
     shot(page, "7-charts")
-    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('trend-ci-smoke'))}")
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(host_key('trend-ci-smoke'))}")
     page.get_by_text("no earlier run of this profile").first.wait_for()
     shot(page, "7-trend")
 

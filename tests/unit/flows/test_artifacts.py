@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc.tasks.step import (
+from virnuc.tasks.artifacts import (
     MAX_BYTES,
     Markdown,
+    artifact_key,
     bounded_rows,
-    cell,
-    key,
     publish_markdown,
     publish_table,
+    table_cell,
 )
 from virnuc_core.report.render import templates
 
@@ -47,12 +47,12 @@ from virnuc_core.report.render import templates
     ],
 )
 def test_cells(value: object, shown: str) -> None:
-    assert cell(value) == shown
+    assert table_cell(value) == shown
 
 
 @given(st.one_of(st.text(), st.floats(), st.integers(), st.booleans(), st.none()))
 def test_a_cell_is_always_one_line_of_valid_json_without_a_quotation(value: object) -> None:
-    text = cell(value)
+    text = table_cell(value)
     assert "\n" not in text
     assert json.loads(json.dumps(text)) == text
     assert not text.startswith(">")
@@ -60,11 +60,11 @@ def test_a_cell_is_always_one_line_of_valid_json_without_a_quotation(value: obje
 
 @given(st.text())
 def test_a_key_is_one_prefect_accepts(name: str) -> None:
-    assert re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,98}[a-z0-9])?", key(f"reads-{name}"))
+    assert re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,98}[a-z0-9])?", artifact_key(f"reads-{name}"))
 
 
 def test_keys_say_what_they_are_of() -> None:
-    assert key("criteria-Lung_R1-cpu:2") == "criteria-lung-r1-cpu-2"
+    assert artifact_key("criteria-Lung_R1-cpu:2") == "criteria-lung-r1-cpu-2"
 
 
 def test_a_long_table_is_cut_and_says_so() -> None:
@@ -77,9 +77,10 @@ def test_a_long_table_is_cut_and_says_so() -> None:
 
 def test_a_long_report_is_cut_at_a_line_and_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
-    monkeypatch.setattr("virnuc.tasks.step.inside_a_run", lambda: True)
+    monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
     monkeypatch.setattr(
-        "virnuc.tasks.step.artifacts.create_markdown_artifact", lambda text, **_: texts.append(text)
+        "virnuc.tasks.artifacts.artifacts.create_markdown_artifact",
+        lambda text, **_: texts.append(text),
     )
     for text in ("\n".join("ä" * 100 for _ in range(2000)), "short"):
         publish_markdown("report", text, "", Path("/r/report.md"))
@@ -103,13 +104,13 @@ def test_outside_a_run_nothing_is_published() -> None:
 
 def test_a_file_name_in_a_description_is_no_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("virnuc.tasks.step.inside_a_run", lambda: True)
+    monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
     for kind in ("table", "markdown"):
-        made = f"virnuc.tasks.step.artifacts.create_{kind}_artifact"
+        made = f"virnuc.tasks.artifacts.artifacts.create_{kind}_artifact"
         monkeypatch.setattr(made, lambda *_, description, **__: said.append(description))
     odd = "[x](javascript:alert(1))\x1b"
     publish_table("t", [{"a": 1}], f"What became of {odd}")
     publish_markdown("m", "text", odd, Path("/r"))
-    publish_table("t", [{"a": 1}], Markdown(f"**7 of 9** {cell(odd)}"))
+    publish_table("t", [{"a": 1}], Markdown(f"**7 of 9** {table_cell(odd)}"))
     shown = "\\[x\\](javascript:alert(1))\\\\x1b"
     assert said == [f"What became of {shown}", shown, f"**7 of 9** {shown}"]

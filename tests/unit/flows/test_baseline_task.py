@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from virnuc.tasks.measure import baseline
+from virnuc.tasks.baseline import measure_baseline
 from virnuc_core.config import Devices
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.rundir import RunDir
@@ -17,7 +17,7 @@ def test_an_old_baseline_that_cannot_be_removed_is_not_taken_for_the_new_one(
     run = RunDir(tmp_path / "baseline")
     run.root.write_text("a file")
     bench = Bench(tmp_path, tmp_path, Devices.parse("cpu:1"))
-    state = baseline.fn(run, bench, BaselineSpec(), label="x", force=True)
+    state = measure_baseline.fn(run, bench, BaselineSpec(), label="x", force=True)
     assert state.is_failed()
     assert "cannot be written" in (state.message or "")
     assert run.root.read_text() == "a file"

@@ -32,8 +32,9 @@ from virnuc.flows.settings.shared import RunSettings
 from virnuc.flows.settings.train import TrainSettings
 from virnuc.flows.settings.tune import TuneSettings
 from virnuc.flows.settings.validate import ValidateSettings
-from virnuc.tasks.server import connection
-from virnuc.tasks.step import first_attempt, is_retryable, progress_artifact
+from virnuc.tasks.artifacts import progress_artifact
+from virnuc.tasks.server_connection import connection
+from virnuc.tasks.task import first_attempt, is_retryable
 from virnuc_core.errors import (
     ConfigError,
     DeviceError,
@@ -155,13 +156,13 @@ def test_outside_a_run_every_attempt_is_the_first() -> None:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Percentages that reach Prefect, as if this were a run."""
     found: list[float] = []
-    monkeypatch.setattr("virnuc.tasks.step.inside_a_run", lambda: True)
+    monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
     monkeypatch.setattr(
-        "virnuc.tasks.step.artifacts.create_progress_artifact",
+        "virnuc.tasks.artifacts.artifacts.create_progress_artifact",
         lambda percent, **_: found.append(percent) or "id",
     )
     monkeypatch.setattr(
-        "virnuc.tasks.step.artifacts.update_progress_artifact",
+        "virnuc.tasks.artifacts.artifacts.update_progress_artifact",
         lambda _, progress: found.append(progress),
     )
     return found
@@ -187,7 +188,7 @@ def test_a_server_that_is_away_does_not_stop_the_work(
     def refuse(_: float, **_given: str) -> None:
         raise httpx.ConnectError("refused")
 
-    monkeypatch.setattr("virnuc.tasks.step.artifacts.create_progress_artifact", refuse)
+    monkeypatch.setattr("virnuc.tasks.artifacts.artifacts.create_progress_artifact", refuse)
     with progress_artifact("p", "", every_s=0.01) as show:
         show(0.5)
     assert "progress p" in connection.unreported

@@ -14,8 +14,8 @@ from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from virnuc.flows.cli.start import usable_home
-from virnuc.tasks import server, step
-from virnuc.tasks.server import Connection, ServerLostError, device_slots, without_server
+from virnuc.tasks import server_connection, task
+from virnuc.tasks.server_connection import Connection, ServerLostError, device_slots, without_server
 from virnuc_core.errors import ConfigError, InputError, VirnucError, WorkerError
 from virnuc_core.runfiles import Device
 
@@ -43,7 +43,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> tuple[Connection, httpx.MockTranspo
         asked.append(request.url.path)
         raise httpx.ReadTimeout("in vain")
 
-    monkeypatch.setattr(server, "ANSWER_S", 0.0)
+    monkeypatch.setattr(server_connection, "REQUEST_TIMEOUT_S", 0.0)
     return Connection(), httpx.MockTransport(handle), asked
 
 
@@ -96,19 +96,19 @@ def test_devices_are_not_waited_for_at_a_server_that_is_gone() -> None:
         temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}),
         device_slots([Device(id="GPU-unasked", kind="cuda", name="a GPU")]),
     ):
-        assert any("gpu-unasked" in what for what in server.connection.unreported)
-    server.connection.unreported.clear()
+        assert any("gpu-unasked" in what for what in server_connection.connection.unreported)
+    server_connection.connection.unreported.clear()
 
 
 def test_an_embedded_server_which_nobody_else_sees_is_asked_for_no_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server.connection, "embedded", object())
+    monkeypatch.setattr(server_connection.connection, "embedded", object())
     with (
         temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}),
         device_slots([Device(id="GPU-unasked", kind="cuda", name="a GPU")]),
     ):
-        assert server.connection.unreported == []
+        assert server_connection.connection.unreported == []
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_without_a_server_a_task_is_tried_again_where_that_can_help(
 ) -> None:
     waited: list[float] = []
     firsts: list[bool] = []
-    monkeypatch.setattr("virnuc.tasks.step.time.sleep", waited.append)
+    monkeypatch.setattr("virnuc.tasks.task.time.sleep", waited.append)
 
-    @step.step("felled", "felled")
+    @task.retrying_task("felled", "felled")
     def felled() -> State[None]:
-        firsts.append(step.first_attempt())
+        firsts.append(task.first_attempt())
         raise error
 
     with pytest.raises(type(error)):

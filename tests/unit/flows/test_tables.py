@@ -6,9 +6,9 @@ import json
 from statistics import median
 from typing import Any
 
-from virnuc.tasks.measure import rows_of
-from virnuc.tasks.predict import fate_rows, stage_rows
-from virnuc.tasks.step import bounded_rows
+from virnuc.tasks.artifacts import bounded_rows
+from virnuc.tasks.report import rows_of
+from virnuc.tasks.run_tables import fate_rows, stage_rows
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics
 from virnuc_core.report.render import message, render_sections

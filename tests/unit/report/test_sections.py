@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from virnuc.tasks.measure import rows_of
-from virnuc.tasks.predict import fate_rows
+from virnuc.tasks.report import rows_of
+from virnuc.tasks.run_tables import fate_rows
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, rerender, write_report
 from virnuc_core.report.metrics import RawFolder
