@@ -1,7 +1,9 @@
-"""The JSON files of a run: one model each, one pair of functions that write and read them, and what run.json says.
+"""The JSON files of a run: one model for each, functions that read and write them, and `run.json`.
 
-A file of an older run may lack keys or hold others: what is absent is `None` or empty, what is unknown is passed over.
-A file with a value of the wrong kind is refused whole, and the value named."""
+A file of an older version may lack keys or have others. Absent keys become `None` or empty, and
+unknown keys are ignored. A file with a value of the wrong type is refused as a whole, and the
+error names the value.
+"""
 
 import functools
 import hashlib
@@ -26,19 +28,20 @@ from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.rundir import RunDir, write_text_atomically
 
 MODEL_LENGTH: Final = "model length"
-MAX_NUMBER: Final = 10**18  # nothing of ours is more; sums and ratios of such numbers stay finite
+# No number of ours is larger, so that sums and ratios of such numbers stay finite.
+MAX_NUMBER: Final = 10**18
+MAX_SHOWN_DIGEST: Final = 20  # characters of a fingerprint in a message
 
 log = logging.getLogger(__name__)
 
 Positive = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
-Seconds = Annotated[
-    float, Field(ge=0, le=MAX_NUMBER)
-]  # a clock that ran backwards measured nothing
+# Not negative: a clock that ran backwards measured nothing.
+Seconds = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
 Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 
 
 class RunFile(BaseModel):
-    """Base of all that such files hold: frozen, no NaN or infinity; a key that is not known here is passed over."""
+    """Base of all models of these files: frozen, no NaN or infinity, unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -47,20 +50,30 @@ File = TypeVar("File", bound=RunFile)
 
 
 def write(path: Path, content: RunFile) -> Path:
-    """Write a file whole; returns `path`."""
+    """Write a file so that it appears whole, and return its path."""
     write_text_atomically(path, content.model_dump_json(indent=1) + "\n")
     return path
 
 
 def read(path: Path, kind: type[File]) -> File:
-    """The content of a file; `ConfigError` names the file, and the key that is wrong."""
+    """Read a file.
+
+    Raises:
+        ConfigError: Names the file, and the key with a wrong value.
+    """
     with refuse_unreadable(path, "JSON"):
         return kind.model_validate_json(path.read_bytes(), strict=True)
 
 
 def read_or_set_aside(path: Path, kind: type[File]) -> File | None:
-    """The content of a file; None without one, or for a damaged one, which is kept as `NAME.damaged`, with a warning.
-    Errors: `ConfigError` when it cannot be opened."""
+    """Read a file, or rename it to `NAME.damaged` with a warning if its content is damaged.
+
+    Returns:
+        The content; None if there is no file or it is damaged.
+
+    Raises:
+        ConfigError: The file cannot be opened.
+    """
     if not path.exists():
         return None
     try:
@@ -84,13 +97,17 @@ class FileDigest(RunFile):
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's content. Errors: `OSError`."""
+    """Return the SHA-256 of a file's content, as hexadecimal digits.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(path: Path) -> FileDigest | None:
-    """Of a file as it is now; None when it cannot be read."""
+    """Return size and SHA-256 of a file as it is now, or None if it cannot be read."""
     with suppress(OSError):
         return FileDigest(size=path.stat().st_size, sha256=sha256_of(path))
     return None
@@ -99,48 +116,50 @@ def digest(path: Path) -> FileDigest | None:
 class Device(RunFile):
     """One device of a run: a GPU by UUID, or one CPU core."""
 
-    id: str = Field(
-        min_length=1
-    )  # "GPU-3f2c…" or "cpu-core-1"; of a cluster's node "GPU-3f2c…@node7"
+    # "GPU-3f2c…" or "cpu-core-1"; on a node of a cluster "GPU-3f2c…@node7"
+    id: str = Field(min_length=1)
     kind: Literal["cuda", "cpu"]
-    name: str  # as the driver or the processor calls itself
-    core: int | None = None  # CPU only: the core its worker is pinned to
+    name: str  # as the driver or the processor reports it
+    core: int | None = None  # CPU only: the core to which its worker is pinned
 
     @property
     def local(self) -> str:
-        """Its name on its own machine."""
+        """The id of the device on its own machine."""
         return self.id.partition("@")[0]
 
 
 class InputFile(RunFile):
-    """One file of reads: what it was when it was read, and what was met in it."""
+    """One file of reads: its content when it was read, and what was counted in it."""
 
     file: str
     reads: Count = 0
     empty: Count = 0  # reads without bases
-    skipped: Count = 0  # broken records left out
-    duplicate_ids: Count = 0  # reads whose id an earlier read has, of this file or one before
+    skipped: Count = 0  # broken records that were left out
+    duplicate_ids: Count = 0  # reads with the id of an earlier read, of this file or one before
     orphans: Count = 0  # reads of a file of pairs without their mates
-    not_primary: Count = 0  # secondary and supplementary alignments left out
+    not_primary: Count = 0  # secondary and supplementary alignments that were left out
     content: FileDigest | None = None  # None: it came through a pipe
 
 
 class Attempt(RunFile):
-    """One start of a run: the first, or a resume. What was measured is known once it has ended, or was found killed."""
+    """One start of a run, the first or a resume.
+
+    Its measurements are known once it has ended or was found killed.
+    """
 
     started: str
     devices: tuple[Device, ...]
     command: tuple[str, ...] = ()
-    directory: str = ""  # in which it was given: where its relative paths begin
-    wall_s: Seconds | None = None  # of a killed one, until its last sample
+    directory: str = ""  # working directory of the command, from which relative paths start
+    wall_s: Seconds | None = None  # of a killed attempt: until its last sample
     worked_s: Seconds = 0.0  # from its first batch to its last commit
     shards: Count = 0  # that it committed
     deaths: tuple[str, ...] = ()  # of workers, a line each
-    telemetry: str | None = None  # file name within telemetry/
+    telemetry: str | None = None  # file name in telemetry/
 
 
 class RunRecord(RunFile):
-    """`run.json`: what a run was made of, so that nothing foreign is ever mixed into it."""
+    """`run.json`: what a run was made from, so that nothing foreign is ever mixed into it."""
 
     schema_version: int = 1
     virnuc_version: str | None = None
@@ -150,226 +169,273 @@ class RunRecord(RunFile):
     host: str = ""
     spec: dict[str, Any] = {}  # the settings as they were given
     model_length: Count | None = None
-    widths: dict[str, Count] = {}  # of an embedding's two parts: dna, protein
-    fingerprints: dict[str, str]  # reads, esm2, dnabert_s, head, and of int8 its calibration
-    resolved: dict[
-        str, Any
-    ] = {}  # the settings that decide result bytes, `auto` replaced; and the kind of device
+    widths: dict[str, Count] = {}  # of the two parts of an embedding: dna, protein
+    fingerprints: dict[str, str]  # of reads, esm2, dnabert_s, head; for int8 of its calibration
+    # The settings that decide result bytes, `auto` replaced, and the kind of device.
+    resolved: dict[str, Any] = {}
     devices: tuple[Device, ...] = ()  # of the newest attempt
     seeds: dict[str, int] = {}
     store: str = ""  # relative to the run directory
     inputs: tuple[InputFile, ...] = ()
-    pairs: tuple[tuple[str, str], ...] | None = (
-        None  # files of first and second mates; None: nothing tells
-    )
+    pairs: tuple[tuple[str, str], ...] | None = None  # files of first and second mates, if known
     attempts: tuple[Attempt, ...] = ()
 
 
 def now() -> str:
-    """The time, UTC, to the second."""
+    """Return the time, UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-@functools.cache  # runs of this process are of what it has imported
+@functools.cache  # the code that this process has imported does not change
 def git_commit() -> str | None:
-    """Commit of the checkout virnuc runs from, with `+` when files differ from it; None outside a checkout."""
-    here = Path(virnuc_core.__file__).resolve().parents[1]
-    words = [
-        "git",
-        "-C",
-        str(here),
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--exclude=*",
-        "--dirty=+",
-    ]
+    """Return the commit of the checkout that virnuc runs from, or None outside a checkout.
+
+    A `+` follows if files differ from the commit.
+    """
+    checkout = Path(virnuc_core.__file__).resolve().parents[1]
+    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40"]
+    command += ["--exclude=*", "--dirty=+"]
     with suppress(OSError, subprocess.SubprocessError):
-        if (here / ".git").exists():
-            return subprocess.run(
-                words, capture_output=True, text=True, timeout=10, check=True
-            ).stdout.strip()
+        if (checkout / ".git").exists():
+            result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            return result.stdout.strip()
     return None
 
 
 @functools.cache
 def version_of(package: str, absent: str = "absent") -> str:
-    """Of a package that is installed here, without importing it."""
+    """Return the version of an installed package without importing it, or `absent`."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return absent
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, of the driver and of the newest CUDA it runs."""
-    computing = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect")
-    found = {"python": platform.python_version()} | {
-        package: version_of(package) for package in computing
-    }
+    """Return the versions of Python, the computing packages, the GPU driver and its CUDA."""
+    result = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect"):
+        result[package] = version_of(package)
     driver = gpus.NVML.driver()
     if driver is not None:
-        found["driver"] = driver.version
-        found["cuda_driver"] = driver.cuda
-    return found
+        result["driver"] = driver.version
+        result["cuda_driver"] = driver.cuda
+    return result
 
 
-def new_record(kind: type[File], devices: Sequence[Device], **made: Any) -> File:
-    """A record of a run that starts now on `devices`; `made` are its other fields: what it is made of."""
-    at, found = now(), tuple(devices)
-    # of addresses, the query may be a signature
-    command = tuple(
-        re.sub(r"(?<=://)\S*@|[?#].*", "…", word) if "://" in word else word for word in sys.argv
+def _redact_command(word: str) -> str:
+    """Remove user names, passwords and queries, which may hold signatures, from an address."""
+    if "://" not in word:
+        return word
+    return re.sub(r"(?<=://)\S*@|[?#].*", "…", word)
+
+
+def new_record(kind: type[File], devices: Sequence[Device], **made_from: Any) -> File:
+    """Return the record of a run that starts now.
+
+    Args:
+        kind: Model of the record.
+        devices: The devices that it uses.
+        made_from: The other fields of the record: what the run is made from.
+    """
+    started = now()
+    first_attempt = Attempt(
+        started=started,
+        devices=tuple(devices),
+        command=tuple(map(_redact_command, sys.argv)),
+        directory=str(Path.cwd()),
     )
-    here = {
+    fields = {
         "virnuc_version": virnuc_core.__version__,
         "git_commit": git_commit(),
         "versions": versions(),
+        "created": started,
+        "host": platform.node(),
+        "devices": tuple(devices),
+        "attempts": (first_attempt,),
     }
-    start = Attempt(started=at, devices=found, command=command, directory=str(Path.cwd()))
-    of = {"created": at, "host": platform.node(), "devices": found, "attempts": (start,)}
-    return kind(**here | of | made)
+    return kind(**{**fields, **made_from})
 
 
 def read_record(run: RunDir) -> RunRecord:
-    """The record of a run; `ConfigError` when it is absent or not readable."""
+    """Read the record of a run.
+
+    Raises:
+        ConfigError: It is absent or cannot be read.
+    """
     if not run.record.is_file():
         raise ConfigError(f"{run.root}: not a run directory (no readable run.json)")
     return read(run.record, RunRecord)
 
 
 def identity(record: RunRecord) -> dict[str, str]:
-    """The fingerprints of reads and weights of any run or baseline, and its model's length."""
-    length = {} if record.model_length is None else {MODEL_LENGTH: str(record.model_length)}
-    return {name: record.fingerprints[name] for name in sorted(record.fingerprints)} | length
+    """Return what a run or baseline computes: fingerprints of reads and weights, model length."""
+    result = dict(sorted(record.fingerprints.items()))
+    if record.model_length is not None:
+        result[MODEL_LENGTH] = str(record.model_length)
+    return result
 
 
 def find_mismatches(
     a: Mapping[str, str], b: Mapping[str, str], *, strict: bool = False
 ) -> dict[str, tuple[str, str]]:
-    """The names of what tells two jobs apart, with what each side says; what only one tells counts when `strict`."""
-    names = [name for name in dict.fromkeys((*a, *b)) if strict or (name in a and name in b)]
-    return {
-        name: (a.get(name, "nothing"), b.get(name, "nothing"))
-        for name in names
-        if a.get(name) != b.get(name)
-    }
+    """Return the keys whose values differ, with both values.
+
+    Args:
+        a: Identity of one job.
+        b: Identity of the other.
+        strict: A key that only one of them has counts as a difference.
+    """
+    mismatches = {}
+    for name in dict.fromkeys((*a, *b)):
+        is_in_both = name in a and name in b
+        if a.get(name) != b.get(name) and (strict or is_in_both):
+            mismatches[name] = (a.get(name, "nothing"), b.get(name, "nothing"))
+    return mismatches
 
 
-def changed_inputs(before: Sequence[InputFile], files: Sequence[str]) -> list[str]:
-    """What tells files of reads from those that a run was made from, a sentence each, by their content."""
-    now = [
-        InputFile(file=name, content=digest(Path(name)) if Path(name).is_file() else None)
-        for name in files
-    ]
-    kept = {one.content for one in before} & {one.content for one in now} - {None}
-    gone, new = (
-        {Path(one.file).name for one in side if one.content not in kept} for side in (before, now)
-    )
-    said = [f"{name} has other content" for name in sorted(gone & new)]
-    said += [f"{name} was read then" for name in sorted(gone - new)] if before else []
-    return said + [f"{name} was not" for name in sorted(new - gone)]
+def changed_inputs(recorded: Sequence[InputFile], files: Sequence[str]) -> list[str]:
+    """Describe how files of reads differ from those that a run was made from.
+
+    Args:
+        recorded: The files as the run's record lists them.
+        files: Names of the files now.
+
+    Returns:
+        One sentence for each file that is changed, missing or new, compared by content.
+    """
+    recorded_contents = {file.content for file in recorded}
+    contents = {}
+    for name in files:
+        contents[name] = digest(Path(name)) if Path(name).is_file() else None
+    shared = (recorded_contents & set(contents.values())) - {None}
+
+    missing = {Path(file.file).name for file in recorded if file.content not in shared}
+    new = {Path(name).name for name, content in contents.items() if content not in shared}
+    sentences = [f"{name} has other content" for name in sorted(missing & new)]
+    if recorded:
+        sentences += [f"{name} was read then" for name in sorted(missing - new)]
+    sentences += [f"{name} was not" for name in sorted(new - missing)]
+    return sentences
 
 
-def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
-    """The record to go on with: `fresh`, or the same run's with one more attempt. Errors: `RunMismatchError`."""
-    before = read_or_set_aside(run.record, RunRecord)
-    if before is None:
-        return fresh
-    told = (
-        identity(one) | {key: str(one.resolved[key]) for key in sorted(one.resolved)}
-        for one in (before, fresh)
-    )
-    if others := find_mismatches(*told, strict=True):
-        short = {
-            name: [text if len(text) <= 20 else text[:12] + "…" for text in pair]
-            for name, pair in others.items()
-        }
-        said = "; ".join(f"{name} {a} → {b}" for name, (a, b) in short.items())
-        raise RunMismatchError(
-            f"{run.root} holds another run ({said}); choose another directory or --force"
+def resume_or_refuse(run: RunDir, new: RunRecord) -> RunRecord:
+    """Return the record to continue with.
+
+    Args:
+        run: The run directory.
+        new: The record of the run that is about to start.
+
+    Returns:
+        `new`, or the record of the same run in the directory with one more attempt.
+
+    Raises:
+        RunMismatchError: The directory holds another run.
+    """
+    recorded = read_or_set_aside(run.record, RunRecord)
+    if recorded is None:
+        return new
+    mismatches = find_mismatches(_full_identity(recorded), _full_identity(new), strict=True)
+    if mismatches:
+        details = "; ".join(
+            f"{name} {_shorten(old)} → {_shorten(current)}"
+            for name, (old, current) in mismatches.items()
         )
-    return before.model_copy(
-        update={"devices": fresh.devices, "attempts": (*before.attempts, *fresh.attempts)}
-    )
+        raise RunMismatchError(
+            f"{run.root} holds another run ({details}); choose another directory or --force"
+        )
+    attempts = (*recorded.attempts, *new.attempts)
+    return recorded.model_copy(update={"devices": new.devices, "attempts": attempts})
+
+
+def _full_identity(record: RunRecord) -> dict[str, str]:
+    """Return what decides the bytes of a run's results: its identity and its resolved settings."""
+    settings = {name: str(value) for name, value in sorted(record.resolved.items())}
+    return {**identity(record), **settings}
+
+
+def _shorten(text: str) -> str:
+    """Shorten a fingerprint for a message."""
+    if len(text) <= MAX_SHOWN_DIGEST:
+        return text
+    return text[:12] + "…"
 
 
 class ModelFlops(RunFile):
-    """FLOPs of a token in the linear layers of each encoder, and the tokens/s that those layers alone sustain."""
+    """FLOPs per token in the linear layers of each encoder, and the ceilings of these layers.
+
+    A ceiling is the rate, in tokens/s, that the linear layers alone sustain, by device, where it
+    was measured.
+    """
 
     esm2_per_token: Positive | None = None
     dnabert_s_per_token: Positive | None = None
-    esm2_ceiling_tokens_s: dict[str, Positive] = {}  # by device, where it was measured
+    esm2_ceiling_tokens_s: dict[str, Positive] = {}
     dnabert_s_ceiling_tokens_s: dict[str, Positive] = {}
 
 
 class RunCounts(RunFile):
-    """What a run counted and timed of itself. `None`: nothing tells."""
+    """What a run counted and timed of itself. `None`: not recorded."""
 
     stopped_at_limit: Annotated[bool, BeforeValidator(bool)] = False
     wall_s: Seconds | None = None  # all attempts, without staging
     staging_s: Seconds | None = None
     total_s: Seconds | None = None
-    stages: dict[
-        str, Seconds | None
-    ] = {}  # the nine and the other parts of `telemetry.tables.ROWS`; None: fused
+    # The nine stages and the other parts of `telemetry.tables.ROWS`. None: fused with another.
+    stages: dict[str, Seconds | None] = {}
     n_reads: Count | None = None
     n_chunks: Count | None = None
     n_rows: Count | None = None
     n_uniques: Count | None = None
     fates: dict[str, Count] = {}
-    pairs: dict[str, Count] = {}  # by their fates; none in a run of single reads
-    resumed: Annotated[bool, BeforeValidator(bool)] = (
-        False  # whatever stands there: only a plain no is a no
-    )
+    pairs: dict[str, Count] = {}  # by fate; empty for a run of single reads
+    # Whatever is recorded there: only a plain false is taken for one.
+    resumed: Annotated[bool, BeforeValidator(bool)] = False
     shards_computed: Count | None = None
     shards_reused: Count | None = None
-    damaged: tuple[str, ...] = ()  # shards that were found unreadable, and computed again
-    reduced_budgets: dict[
-        str, Count
-    ] = {}  # shard → what its token budgets were divided by, for want of memory
+    damaged: tuple[str, ...] = ()  # shards that were unreadable and were computed again
+    # Shard → divisor of its token budgets, because the device was short of memory.
+    reduced_budgets: dict[str, Count] = {}
     restarts: Count | None = None
-    rows_set_aside: Count | None = None  # uniques that ended every worker, or were not finite
-    rows_repeated: Count | None = (
-        None  # of the shards that were computed: uniques that fp16 decided, not int8
-    )
-    log_errors: Count | None = None  # lines of the workers' logs that tell of errors
+    rows_set_aside: Count | None = None  # distinct sequences that killed workers or were not finite
+    # Distinct sequences of the computed shards that fp16 decided in place of int8.
+    rows_repeated: Count | None = None
+    log_errors: Count | None = None  # lines of the workers' logs that report errors
     warnings: tuple[str, ...] = ()
-    attempts: tuple[
-        Attempt, ...
-    ] = ()  # that ended or were killed; a complete run that is started again has none
+    # Attempts that ended or were killed. A complete run that is started again adds none.
+    attempts: tuple[Attempt, ...] = ()
 
     @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
     @property
     def sequences_per_hour(self) -> float | None:
-        """Reads over the whole time, staging included; `None` for a run that did not do all its work in that time."""
-        whole = not (
+        """Reads per hour of the whole run, staging included.
+
+        `None` if the run did not do all of its work within the measured time.
+        """
+        is_partial = bool(
             self.resumed or self.shards_reused or self.stopped_at_limit or len(self.attempts) > 1
         )
-        return (
-            3600.0 * self.n_reads / self.total_s
-            if whole and self.n_reads and self.total_s
-            else None
-        )
+        if is_partial or not self.n_reads or not self.total_s:
+            return None
+        return 3600.0 * self.n_reads / self.total_s
 
 
 class RunSummary(RunCounts):
-    """`summary.json`, written last: with it a run is complete, unless it says that it was ended at a time limit."""
+    """`summary.json`, written last.
+
+    A run with this file is complete, unless the file says that it was ended at a time limit.
+    """
 
     schema_version: int = 1
-    protein_tokens: Count | None = None  # of the uniques, specials included
+    protein_tokens: Count | None = None  # of the distinct sequences, special tokens included
     threshold: Share | None = None  # viral score from which a read is called viral
-    uncertain: tuple[Share, Share] | None = None  # scores of which no verdict was wanted
+    uncertain: tuple[Share, Share] | None = None  # range of scores that get no verdict
     rows_virus: Count | None = None
     chunks_virus: Count | None = None
     chunks_scored: Count | None = None
-    telemetry: str | None = (
-        None  # file name within telemetry/; None when nothing had to be computed
-    )
+    telemetry: str | None = None  # file name in telemetry/; None if nothing had to be computed
     devices: tuple[Device, ...] = ()
     workers: tuple[dict[str, Any], ...] = ()
     shards: Count | None = None
     deaths: tuple[str, ...] | None = None
     flops: ModelFlops | None = None
-    files: dict[str, FileDigest] | None = (
-        None  # the result files, by name; None: an older version wrote them
-    )
+    files: dict[str, FileDigest] | None = None  # result files by name; None in older versions
