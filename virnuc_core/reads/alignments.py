@@ -1,6 +1,7 @@
-"""BAM, CRAM and SAM as the FASTQ that `samtools fastq` makes of them: each read once, on the strand it was read from.
+"""Read BAM, CRAM and SAM as the FASTQ that `samtools fastq` makes of them.
 
-Records go through pysam one by one, from a pipe, so that whatever a file comes through is read once and kept nowhere.
+Each read comes once, on the strand from which it was sequenced. pysam gets the records one by one
+from a pipe, so that every file is read once, wherever it comes from, and is kept nowhere.
 """
 
 import functools
@@ -10,147 +11,268 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice, pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from virnuc_core.errors import InputError
 
-NOT_PRIMARY: Final = 0x900  # secondary and supplementary: the read stands in another record too
+NOT_PRIMARY: Final = 0x900  # secondary and supplementary: another record has the read, too
 REVERSE: Final = 0x10
-MATE: Final = {0x40: "/1", 0x80: "/2"}
+_MATE_BITS: Final = 0xC0
+_MATE_SUFFIXES: Final = {0x40: "/1", 0x80: "/2"}  # by the mate bits of a flag
 _COMPLEMENT: Final = str.maketrans("ACGTMRWSYKVHDBN", "TGCAKYWSRMBDHVN")
-_NO_QUALITY: Final = "B"  # for each base of a record without any, as samtools writes it
-# among the last bytes of a whole file
-_END: Final = {
+_NO_QUALITY: Final = "B"  # for each base of a record without qualities, as samtools writes it
+_QUALITY_ZERO: Final = 33  # code of the letter for quality 0
+# found among the last bytes of a complete file
+_END_MARKS: Final = {
     "BAM": bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000"),
     "CRAM": b"\xe0EOF\0",
 }
-_END_BYTES: Final = 40
-_TEXT_LETTERS: Final = 1 << 20  # of a piece
-_LOOKED_AT: Final = 1000  # records
+_TAIL_BYTES: Final = 40
+_TEXT_LETTERS: Final = 1 << 20  # of a piece of FASTQ
+_N_PEEKED_RECORDS: Final = 1000
+
+
+class FastqPiece(NamedTuple):
+    """Whole records of FASTQ."""
+
+    text: str
+    n_left_out: int  # alignments left out since the last piece
+
+
+class SampleFilter(NamedTuple):
+    """A choice of the reads of one sample by their read groups."""
+
+    sample: str = ""  # empty for the reads of all samples
+    ungrouped_sample: str = ""  # the sample of reads that have no read group
+
+    def select(self, alignments: Any) -> Iterator[Any]:
+        """Return the records of the sample in an open pysam file."""
+        records: Iterator[Any] = alignments.fetch(until_eof=True)
+        if not self.sample:
+            return records
+        groups = _samples_by_group(alignments)
+        return (
+            record
+            for record in records
+            if (_sample_of_record(record, groups) or self.ungrouped_sample) == self.sample
+        )
+
+
+ALL_SAMPLES: Final = SampleFilter()
 
 
 @functools.cache  # asked before the start and at it
-def samples_of(file: str, form: str, rest: str, _changed_ns: int) -> list[str]:
-    """Whose reads a file holds: of each read group the sample (SM), else the ID; and `rest` where a read is of none of
-    them, for which the file is read. Errors: `InputError` without read groups, or pysam; damage is for who reads it,
-    `rest` where nothing can be told."""
-    found = dict.fromkeys((rest,))
-    with (
-        suppress(OSError, ValueError),
-        pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened,
-    ):
-        if not (groups := _groups(opened)):
-            hint = "--sample-from name makes each whole file a sample"
-            raise InputError("has no read groups (@RG)", file=file, hint=hint)
-        found = dict.fromkeys(groups.values())
-        if any(
-            not one.flag & NOT_PRIMARY and _sample(one, groups) is None
-            for one in opened.fetch(until_eof=True)
-        ):
-            found[rest] = None
-    return [*found]
+def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: int) -> list[str]:
+    """Find the samples whose reads a file holds, by its read groups.
+
+    Damage is left for whoever reads the file. If nothing can be told because of it, the sample is
+    `ungrouped_sample`.
+
+    Args:
+        file: A BAM, CRAM or SAM file.
+        format_: Which of them it is.
+        ungrouped_sample: The sample of reads that have no read group. It is among the samples if
+            there is such a read; the whole file is read to find one.
+        _changed_ns: When the file was changed; the answer is remembered until then.
+
+    Returns:
+        The sample (SM) of each read group, or its ID if it names no sample.
+
+    Raises:
+        InputError: The file has no read groups, or pysam is not installed.
+    """
+    samples = dict.fromkeys([ungrouped_sample])
+    pysam = import_pysam(format_, file)
+    with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
+        groups = _samples_by_group(alignments)
+        if not groups:
+            raise InputError(
+                "has no read groups (@RG)",
+                file=file,
+                hint="--sample-from name makes each whole file a sample",
+            )
+        samples = dict.fromkeys(groups.values())
+        for record in alignments.fetch(until_eof=True):
+            is_primary = not record.flag & NOT_PRIMARY
+            if is_primary and _sample_of_record(record, groups) is None:
+                samples[ungrouped_sample] = None
+                break
+    return list(samples)
 
 
-def _groups(opened: Any) -> dict[str, str]:
-    return {
-        one["ID"]: one.get("SM") or one["ID"]
-        for one in opened.header.to_dict().get("RG", ())
-        if "ID" in one
-    }
+def _samples_by_group(alignments: Any) -> dict[str, str]:
+    """Return the sample of each read group of an open pysam file, by the group's ID."""
+    groups = alignments.header.to_dict().get("RG", ())
+    return {group["ID"]: group.get("SM") or group["ID"] for group in groups if "ID" in group}
 
 
-def _sample(record: Any, groups: dict[str, str]) -> str | None:
+def _sample_of_record(record: Any, groups: dict[str, str]) -> str | None:
+    """Return the sample of a record; None if it has no read group, or an unknown one."""
     return groups.get(record.get_tag("RG")) if record.has_tag("RG") else None
 
 
-def _records(opened: Any, kept: tuple[str, str]) -> Iterator[Any]:
-    """The records of a sample, or all for ""; of a sample that is called as the second of `kept` those of no group."""
-    groups, (wanted, rest) = _groups(opened), kept
-    every = opened.fetch(until_eof=True)
-    return (one for one in every if (_sample(one, groups) or rest) == wanted) if wanted else every
+def mates_follow(
+    file: str,
+    format_: str,
+    sample_filter: SampleFilter = ALL_SAMPLES,
+) -> bool | None:
+    """Find out whether mates follow each other, by the first records of a file.
+
+    Sequencers and `samtools collate` leave mates next to each other, sorting by position does not.
+
+    Args:
+        file: A BAM, CRAM or SAM file.
+        format_: Which of them it is.
+        sample_filter: The reads that count.
+
+    Returns:
+        None if the first reads have no mates, or the file is damaged.
+
+    Raises:
+        InputError: pysam is not installed.
+    """
+    names_of_paired: list[str] = []
+    is_sorted_by_position = False
+    pysam = import_pysam(format_, file)
+    with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
+        header = alignments.header.to_dict()
+        is_sorted_by_position = header.get("HD", {}).get("SO") == "coordinate"
+        for record in islice(sample_filter.select(alignments), _N_PEEKED_RECORDS):
+            if record.is_paired and not record.flag & NOT_PRIMARY:
+                names_of_paired.append(record.query_name)
+    if not names_of_paired:
+        return None
+    has_neighbours = any(name == next_name for name, next_name in pairwise(names_of_paired))
+    return has_neighbours and not is_sorted_by_position
 
 
-def mates_follow(file: str, form: str, kept: tuple[str, str] = ("", "")) -> bool | None:
-    """Whether mates follow each other, as `samtools collate` and sequencers leave them, and not those of a sort by
-    place; None where the first reads that are `kept` have none, or of damage. Errors: `InputError` without pysam."""
-    names: list[str] = []
-    with (
-        suppress(OSError, ValueError),
-        pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened,
-    ):
-        by_place = opened.header.to_dict().get("HD", {}).get("SO") == "coordinate"
-        first = islice(_records(opened, kept), _LOOKED_AT)
-        names += (one.query_name for one in first if one.is_paired and not one.flag & NOT_PRIMARY)
-    return any(one == other for one, other in pairwise(names)) and not by_place if names else None
+def import_pysam(format_: str, file: str) -> Any:
+    """Import pysam, and silence its own messages about damage.
 
-
-def pysam_for(form: str, file: str) -> Any:
-    """The package. Errors: `InputError` that names the file, where it is not installed."""
+    Raises:
+        InputError: It is not installed. The message names the file that needs it.
+    """
     try:
         pysam = importlib.import_module("pysam")
     except ImportError as error:
-        problem, hint = (
-            f"this is {form}, but the package pysam is not installed",
-            "install it, or use samtools fastq",
-        )
-        raise InputError(problem, file=file, hint=hint) from error
-    pysam.set_verbosity(0)  # of damage our own error tells
+        raise InputError(
+            f"this is {format_}, but the package pysam is not installed",
+            file=file,
+            hint="install it, or use samtools fastq",
+        ) from error
+    pysam.set_verbosity(0)
     return pysam
 
 
 def fastq(
-    pysam: Any, pieces: Iterator[bytes], form: str, file: str, kept: tuple[str, str] = ("", "")
-) -> Iterator[tuple[str, int]]:
-    """Whole records of FASTQ, and how many alignments were left out between them; `pieces` hold a file of this `form`.
-    `kept` names the sample whose reads these are, and what those without a read group are called. Errors: `InputError`
-    where the data is damaged or ends early."""
-    outlet, inlet = os.pipe()
-    tail, ended = b"", False
+    pysam: Any,
+    pieces: Iterator[bytes],
+    format_: str,
+    file: str,
+    sample_filter: SampleFilter = ALL_SAMPLES,
+) -> Iterator[FastqPiece]:
+    """Convert alignments to FASTQ.
 
-    def feed() -> None:
-        nonlocal tail, ended
-        with suppress(Exception), open(inlet, "wb") as into:  # noqa: PTH123 - a descriptor
-            for piece in pieces:  # whatever stops this leaves the file not `ended`
-                tail = (tail + piece)[-_END_BYTES:]
-                into.write(piece)
-            ended = True
+    Args:
+        pysam: The package, see `import_pysam`.
+        pieces: The bytes of the file.
+        format_: `BAM`, `CRAM` or `SAM`.
+        file: The name of the file for messages.
+        sample_filter: The reads to convert.
 
-    feeder = threading.Thread(target=feed, daemon=True)
-    count, left_out, name, held, letters = 0, 0, "", list[str](), 0
+    Yields:
+        Pieces of FASTQ, each of whole records.
+
+    Raises:
+        InputError: The data is damaged or ends early. All good records were yielded before.
+    """
+    feeder = _PipeFeeder(pieces)
+    n_records = 0
+    name = ""  # of the last record
+    texts: list[str] = []
+    n_letters = 0
+    n_left_out = 0
     try:
-        with open(outlet, "rb", 0) as source:  # noqa: PTH123
+        with open(feeder.outlet, "rb", 0) as source:  # noqa: PTH123 - a descriptor
             feeder.start()
-            with pysam.AlignmentFile(source, check_sq=False, ignore_truncation=True) as opened:
-                for count, record in enumerate(_records(opened, kept), 1):  # noqa: B007 - told of damage
-                    name, flag = record.query_name, record.flag
-                    if flag & NOT_PRIMARY:
-                        left_out += 1
+            with pysam.AlignmentFile(source, check_sq=False, ignore_truncation=True) as alignments:
+                for record in sample_filter.select(alignments):
+                    n_records += 1
+                    name = record.query_name
+                    if record.flag & NOT_PRIMARY:
+                        n_left_out += 1
                         continue
-                    bases = record.query_sequence or ""
-                    if len(bases) > 1:
-                        quality = record.query_qualities_str
-                    else:  # pysam makes the text of a single one in a byte that all of Python shares
-                        quality = "".join(chr(33 + one) for one in record.query_qualities or ())
-                    quality = quality or _NO_QUALITY * len(bases)
-                    if flag & REVERSE:
-                        bases, quality = bases[::-1].translate(_COMPLEMENT), quality[::-1]
-                    held.append(f"@{name}{MATE.get(flag & 0xC0, '')}\n{bases}\n+\n{quality}\n")
-                    letters += len(held[-1])
-                    if letters >= _TEXT_LETTERS:
-                        yield "".join(held), left_out
-                        left_out, held, letters = 0, [], 0
+                    text = _fastq_record(record)
+                    texts.append(text)
+                    n_letters += len(text)
+                    if n_letters >= _TEXT_LETTERS:
+                        yield FastqPiece("".join(texts), n_left_out)
+                        texts = []
+                        n_letters = 0
+                        n_left_out = 0
         feeder.join()
-        if not ended or _END.get(form, b"") not in tail:
+        if not feeder.is_complete or _END_MARKS.get(format_, b"") not in feeder.tail:
             raise OSError
     except (OSError, ValueError) as error:
-        yield "".join(held), left_out
-        problem = f"the {form} data is damaged, or ends early, after record {count:,}"
-        hint = (
-            "is its reference at hand (REF_PATH)? else use samtools fastq --reference"
-            if form == "CRAM"
-            else ""
-        )
-        raise InputError(problem, file=file, read_id=name, hint=hint or "copy it again") from error
+        yield FastqPiece("".join(texts), n_left_out)
+        hint = "copy it again"
+        if format_ == "CRAM":
+            hint = "is its reference at hand (REF_PATH)? else use samtools fastq --reference"
+        raise InputError(
+            f"the {format_} data is damaged, or ends early, after record {n_records:,}",
+            file=file,
+            read_id=name,
+            hint=hint,
+        ) from error
     finally:
-        feeder.join(1.0)  # one that waits for standard input is left behind
-    yield "".join(held), left_out
+        feeder.join(timeout_s=1.0)  # one that waits for standard input is left behind
+    yield FastqPiece("".join(texts), n_left_out)
+
+
+def _fastq_record(record: Any) -> str:
+    """Write one record as FASTQ, on the strand from which it was sequenced."""
+    bases = record.query_sequence or ""
+    if len(bases) > 1:
+        quality = record.query_qualities_str
+    else:  # pysam makes the text of a single one in a byte that all of Python shares
+        quality = "".join(chr(_QUALITY_ZERO + value) for value in record.query_qualities or ())
+    if not quality:
+        quality = _NO_QUALITY * len(bases)
+    if record.flag & REVERSE:
+        bases = bases[::-1].translate(_COMPLEMENT)
+        quality = quality[::-1]
+    suffix = _MATE_SUFFIXES.get(record.flag & _MATE_BITS, "")
+    return f"@{record.query_name}{suffix}\n{bases}\n+\n{quality}\n"
+
+
+class _PipeFeeder:
+    """A thread that writes pieces into a pipe, for a library that reads from descriptors only.
+
+    Attributes:
+        outlet: The descriptor to read from; whoever opens it closes it.
+        tail: The last bytes that were written.
+        is_complete: All pieces were written.
+    """
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self.outlet, self._inlet = os.pipe()
+        self.tail = b""
+        self.is_complete = False
+        self._pieces = pieces
+        self._thread = threading.Thread(target=self._feed, daemon=True)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until all is written, or nobody reads any more."""
+        self._thread.join(timeout_s)
+
+    def _feed(self) -> None:
+        # whatever stops this leaves the file incomplete, which the reader reports
+        with suppress(Exception), open(self._inlet, "wb") as inlet:  # noqa: PTH123 - a descriptor
+            for piece in self._pieces:
+                self.tail = (self.tail + piece)[-_TAIL_BYTES:]
+                inlet.write(piece)
+            self.is_complete = True

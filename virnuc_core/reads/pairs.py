@@ -17,7 +17,7 @@ from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch, Strings
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sources import Inputs, alignments_at, sample_name
+from virnuc_core.reads.sources import Inputs, find_alignment_format_of_file, sample_name
 
 Columns = list[Any]  # of reads that follow each other
 
@@ -42,10 +42,15 @@ def arranged(spec: ReadsSpec, found: Inputs) -> Inputs:
     told = dict.fromkeys(pairs, "as asked")
     alike = defaultdict[tuple[Path | str, ...], tuple[list[str], list[str]]](lambda: ([], []))
     for file in rest if spec.pairs and not spec.interleaved else ():
-        if form := alignments_at(file):
-            from virnuc_core.reads.alignments import mates_follow  # few files are such
+        if form := find_alignment_format_of_file(file):
+            from virnuc_core.reads.alignments import (
+                SampleFilter,
+                mates_follow,
+            )  # few files are such
 
-            if follow := mates_follow(file, form, (spec.read_group, sample_name((file,)))):
+            if follow := mates_follow(
+                file, form, SampleFilter(spec.read_group, sample_name((file,)))
+            ):
                 told[file, file] = "by their flags; --no-pairs judges each read by itself"
             elif follow is not None:
                 _log.warning(ASTRAY, file)

@@ -1,8 +1,10 @@
-"""Reads from elsewhere: http(s) downloads that go on where they broke off, and NCBI accessions.
+"""Fetch reads from elsewhere: resumable http(s) downloads, and NCBI accessions.
 
-What is named may come from a form in a browser, and what a server answers from anywhere. Private addresses are not
-asked unless the environment allows it, nor is anything but http and https; sizes and speeds have limits. The query of
-an address may be a signature that opens the file to whoever reads it: it stays in this process."""
+Addresses may come from a form in a browser, and a server may answer anything. Only http and https
+are used, private addresses are refused unless the environment allows them, and sizes and speeds
+have limits. The query of an address may be a signature that opens the file to everybody who reads
+it, so it never leaves this process.
+"""
 
 import hashlib
 import ipaddress
@@ -14,6 +16,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -34,9 +37,8 @@ from virnuc_core.rundir import atomic_file, check_room, storage_errors, write_te
 from virnuc_core.runfiles import sha256_of
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
-PRIVATE: Final = (
-    "VIRNUC_PRIVATE_ADDRESSES"  # set to `allow`, addresses inside this network are fetched too
-)
+# set to `allow`, addresses inside this network are fetched, too
+PRIVATE: Final = "VIRNUC_PRIVATE_ADDRESSES"
 MAX_BYTES = 1 << 40
 MIN_BYTES_PER_S = 1024  # over SLOW_S; a connection that gives less counts as broken off
 SLOW_S = 60.0
@@ -44,261 +46,426 @@ _TIMEOUT_S: Final = 60.0
 _ATTEMPTS: Final = 4
 _PAUSE_S: Final = 1.0  # after the first attempt
 _MAX_REDIRECTS: Final = 5
+_MAX_NAME: Final = 150
+_RETRYABLE_STATUS: Final = (408, 425, 429)  # besides those from 500 on
 _ACCESSION: Final = re.compile(r"[A-Za-z]{1,6}_?\d{3,12}(\.\d+)?")
 _log = logging.getLogger(__name__)
 
 
-class _Remembered(Spec):
-    """What is known of a download, whole or in part, kept beside it."""
+class _DownloadNote(Spec):
+    """A record of a download, whole or in part, that is kept beside it."""
 
     url: str  # without its query
-    validator: (
-        str  # ETag or date by which the server recognises the same content; empty if it named none
-    )
-    sha256: str | None  # of the whole file; unset while it is incomplete
+    # ETag or date by which the server recognises the same content; empty if it named none
+    validator: str
+    sha256: str | None  # of the whole file; None while it is incomplete
 
 
 def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -> tuple[str, ...]:
-    """The same inputs as local names: addresses and `ncbi:ACC,ACC` are fetched into `folder`, others stay."""
-    local = []
+    """Fetch all remote inputs.
+
+    Args:
+        reads: Files, addresses, and accessions as `ncbi:ACC,ACC`.
+        folder: The folder for what is fetched.
+        email: A mail address, which NCBI asks for.
+
+    Returns:
+        The same inputs as local names, in the same order.
+    """
+    local_names: list[str] = []
     for name in reads:
         if name.startswith(NCBI_PREFIX):
-            local.append(
-                str(
-                    fetch_accessions(name.removeprefix(NCBI_PREFIX).split(","), folder, email=email)
-                )
-            )
+            accessions = name.removeprefix(NCBI_PREFIX).split(",")
+            local_names.append(str(fetch_accessions(accessions, folder, email=email)))
+        elif is_address(name):
+            local_names.append(str(fetch(name, folder)))
         else:
-            local.append(str(fetch(name, folder)) if is_address(name) else name)
-    return tuple(local)
+            local_names.append(name)
+    return tuple(local_names)
 
 
 def fetch(url: str, folder: Path) -> Path:
-    """The file in `folder` to which `url`, whole or as `hidden` shows it, is downloaded; a current one is kept, and a
-    broken-off one goes on if the server's is still the same. Two addresses are two files. Errors: `InputError` when the
-    server refuses or cannot be reached, for a private address, beyond the limits, or if its query is not known."""
+    """Download a file.
+
+    A file that is there and current is kept. A download that broke off is continued if the file
+    of the server is still the same. Two addresses are two files.
+
+    Args:
+        url: The whole address, or its form without the query as `redact_url` returns it.
+        folder: The folder for the file.
+
+    Returns:
+        The file in `folder`.
+
+    Raises:
+        ConfigError: This is not a valid http(s) address.
+        InputError: The server refuses or cannot be reached, the address is private, a limit is
+            exceeded, or the query of the address is not known any more.
+    """
     if not is_address(url):
         raise ConfigError(f"{url}: only http and https addresses can be fetched")
-    shown, whole = redact_url(url), full_urls.get(url, url)
-    if REDACTED_URL.fullmatch(whole):
+    redacted_url = redact_url(url)
+    full_url = full_urls.get(url, url)
+    if REDACTED_URL.fullmatch(full_url):
         raise InputError(
             "the query of this address was not kept", file=url, hint="give the whole address again"
         )
-    if not re.fullmatch(r"[!-~]+", whole):
+    if not re.fullmatch(r"[!-~]+", full_url):
         raise ConfigError(
-            f"{shown}: not a valid address; blanks and letters beyond ASCII are written as %20"
+            f"{redacted_url}: not a valid address; blanks and letters beyond ASCII are "
+            "written as %20"
         )
-    name = Path(
-        urllib.parse.unquote(re.split(r"[?#]", whole)[0].partition("//")[2].partition("/")[2])
-    ).name
-    name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII).lstrip(".")[-150:] or "download"
-    target = folder / f"{hashlib.sha256(whole.encode()).hexdigest()[:12]}-{name}"
+    digest = hashlib.sha256(full_url.encode()).hexdigest()[:12]
+    target = folder / f"{digest}-{_file_name_of(full_url)}"
     folder.mkdir(parents=True, exist_ok=True)
-    _patiently(shown, lambda: _download(whole, target))
+    _retry(redacted_url, lambda: _download(full_url, target))
     return target
 
 
-def _patiently(name: str, work: Callable[[], None]) -> None:
-    """Do `work` in one of some attempts, each pause twice as long. Errors: `InputError`, in words."""
+def _file_name_of(url: str) -> str:
+    """Return the last part of an address's path as a safe file name."""
+    address = re.split(r"[?#]", url)[0]
+    host_and_path = address.partition("//")[2]
+    path = host_and_path.partition("/")[2]
+    name = Path(urllib.parse.unquote(path)).name
+    safe_name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII).lstrip(".")
+    return safe_name[-_MAX_NAME:] or "download"
+
+
+def _retry(name: str, work: Callable[[], None]) -> None:
+    """Do some work in one of several attempts; each pause is twice as long as the last.
+
+    Raises:
+        InputError: The last attempt failed, too.
+    """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             work()
             break
         except (OSError, httpx.HTTPError) as error:  # time-outs, connections that break off
-            _log.warning(
-                "%s: attempt %d of %d: %s", name, attempt, _ATTEMPTS, printable(str(error))
-            )
+            details = printable(str(error))
+            _log.warning("%s: attempt %d of %d: %s", name, attempt, _ATTEMPTS, details)
             if attempt == _ATTEMPTS:
-                hint = "is this machine offline? try again (what came so far is kept), or name a file fetched elsewhere"
-                raise InputError(f"cannot be fetched: {error}", file=name, hint=hint) from error
+                raise InputError(
+                    f"cannot be fetched: {error}",
+                    file=name,
+                    hint="is this machine offline? try again (what came so far is kept), "
+                    "or name a file fetched elsewhere",
+                ) from error
         time.sleep(_PAUSE_S * 2 ** (attempt - 1))
 
 
+@dataclass
+class _Download:
+    """The files of a download, and what to ask the server for."""
+
+    url: str
+    target: Path
+    part: Path  # what arrived so far
+    note: Path  # a `_DownloadNote`
+    headers: dict[str, str] = field(default_factory=dict)  # that ask for the rest, or for changes
+    n_bytes_present: int = 0  # in `part`, to be continued
+
+    @property
+    def redacted_url(self) -> str:
+        """Return the address as it may be recorded."""
+        return redact_url(self.url)
+
+    def write_note(self, validator: str, sha256: str | None) -> None:
+        """Record which content of the server the files hold."""
+        note = _DownloadNote(url=self.redacted_url, validator=validator, sha256=sha256)
+        write_text_atomically(self.note, note.model_dump_json())
+
+
 def _download(url: str, target: Path) -> None:
-    """One attempt. Whatever arrives is kept in `target`.part, and renamed once it is whole."""
-    part, notes = target.with_name(f"{target.name}.part"), target.with_name(f".{target.name}.json")
-    shown, headers, have = redact_url(url), {}, 0
-    with suppress(OSError, ValidationError):  # else all of it is asked for
-        known = _Remembered.model_validate_json(notes.read_bytes())
-        if known.url == shown and known.validator and known.sha256 is None:
-            have = part.stat().st_size
-            headers = {"Range": f"bytes={have}-", "If-Range": known.validator} if have else {}
-        elif known.url == shown and known.validator and known.sha256 == sha256_of(target):
-            headers["If-None-Match" if '"' in known.validator else "If-Modified-Since"] = (
-                known.validator
-            )
-    with _open(url, headers) as answer:
-        if answer.status_code == httpx.codes.NOT_MODIFIED:
+    """Make one attempt to download a file.
+
+    What arrives is kept in `<target>.part`, which is renamed to `target` when it is whole.
+    """
+    download = _plan_download(url, target)
+    with _request(url, download.headers) as response:
+        if response.status_code == httpx.codes.NOT_MODIFIED:
             return
-        if answer.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
-            part.unlink(missing_ok=True)
+        if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+            download.part.unlink(missing_ok=True)
             raise ConnectionError("what came before is not the beginning of what is there now")
-        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", ""))
-        goes_on = (
-            answer.status_code == httpx.codes.PARTIAL_CONTENT
-            and span is not None
-            and span[1] == str(have)
-        )
-        tag = answer.headers.get("ETag", "")
-        # a weak one (W/"…") does not stand for the very bytes: no part goes on by it
-        validator = tag if tag.startswith('"') else answer.headers.get("Last-Modified", "")
-        write_text_atomically(
-            notes, _Remembered(url=shown, validator=validator, sha256=None).model_dump_json()
-        )
-        with storage_errors(part), part.open("ab" if goes_on else "wb") as out:
-            _copy(answer, out, shown)
-    whole = _Remembered(url=shown, validator=validator, sha256=sha256_of(part))
-    os.replace(part, target)
-    write_text_atomically(notes, whole.model_dump_json())
+        validator = _validator_of(response)
+        download.write_note(validator, sha256=None)
+        is_continued = _continues(response, download.n_bytes_present)
+        with (
+            storage_errors(download.part),
+            download.part.open("ab" if is_continued else "wb") as file,
+        ):
+            _save_body(response, file, download.redacted_url)
+    sha256 = sha256_of(download.part)
+    os.replace(download.part, target)
+    download.write_note(validator, sha256)
 
 
-def _copy(answer: httpx.Response, out: BinaryIO, name: str) -> None:
-    """All of an answer, to the disk; `InputError` beyond the limits, an error of httpx where it breaks off, `OSError`
-    where it is too slow."""
-    room, told = MAX_BYTES - out.tell(), int(answer.headers.get("Content-Length", 0))
-    began, came, problem = time.monotonic(), 0, f"at most {MAX_BYTES:,} are taken"
-    if told > room:
-        raise InputError(
-            f"{told:,} bytes to come, {problem}", file=name, hint="fetch the file yourself"
-        )
-    check_room(Path(out.name).parent, told, "the reads to fetch")
-    for piece in answer.iter_raw():
-        room -= out.write(piece)
-        came += len(piece)
-        if room < 0:
-            raise InputError(
-                f"more bytes to come, {problem}", file=name, hint="fetch the file yourself"
-            )
-        if (spent := time.monotonic() - began) > SLOW_S:
-            if came < spent * MIN_BYTES_PER_S:
-                raise TimeoutError(f"too slow: {came:,} bytes in {spent:.0f} s")
-            began, came = time.monotonic(), 0
-    out.flush()
-    os.fsync(out.fileno())
+def _plan_download(url: str, target: Path) -> _Download:
+    """Find out what is there of a file, and which headers ask for the rest of it."""
+    download = _Download(
+        url=url,
+        target=target,
+        part=target.with_name(f"{target.name}.part"),
+        note=target.with_name(f".{target.name}.json"),
+    )
+    with suppress(OSError, ValidationError):  # without a good note all of it is asked for
+        note = _DownloadNote.model_validate_json(download.note.read_bytes())
+        if note.url != download.redacted_url or not note.validator:
+            return download
+        if note.sha256 is None:
+            download.n_bytes_present = download.part.stat().st_size
+            if download.n_bytes_present > 0:
+                download.headers["Range"] = f"bytes={download.n_bytes_present}-"
+                download.headers["If-Range"] = note.validator
+        elif note.sha256 == sha256_of(target):
+            is_etag = '"' in note.validator
+            header = "If-None-Match" if is_etag else "If-Modified-Since"
+            download.headers[header] = note.validator
+    return download
+
+
+def _validator_of(response: httpx.Response) -> str:
+    """Return the mark by which the server recognises the same content; empty if there is none."""
+    etag: str = response.headers.get("ETag", "")
+    if etag.startswith('"'):
+        return etag
+    # a weak ETag (W/"…") does not stand for the very bytes: no part is continued by it
+    last_modified: str = response.headers.get("Last-Modified", "")
+    return last_modified
+
+
+def _continues(response: httpx.Response, n_bytes_present: int) -> bool:
+    """Return True if the response begins just behind the bytes that are present."""
+    content_range = response.headers.get("Content-Range", "")
+    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", content_range)
+    is_partial = response.status_code == httpx.codes.PARTIAL_CONTENT
+    return is_partial and match is not None and match[1] == str(n_bytes_present)
+
+
+def _save_body(response: httpx.Response, file: BinaryIO, name: str) -> None:
+    """Write the whole body of a response to the disk.
+
+    Raises:
+        InputError: It exceeds the limit of size.
+        httpx.HTTPError: The connection broke off.
+        OSError: The connection is too slow, or the disk takes no more.
+    """
+    n_bytes_allowed = MAX_BYTES - file.tell()
+    n_bytes_announced = int(response.headers.get("Content-Length", 0))
+    if n_bytes_announced > n_bytes_allowed:
+        raise _too_large_error(f"{n_bytes_announced:,} bytes", name)
+    check_room(Path(file.name).parent, n_bytes_announced, "the reads to fetch")
+    interval_start_s = time.monotonic()
+    n_bytes_in_interval = 0
+    for piece in response.iter_raw():
+        n_bytes_allowed -= file.write(piece)
+        n_bytes_in_interval += len(piece)
+        if n_bytes_allowed < 0:
+            raise _too_large_error("more bytes", name)
+        elapsed_s = time.monotonic() - interval_start_s
+        if elapsed_s > SLOW_S:
+            if n_bytes_in_interval < elapsed_s * MIN_BYTES_PER_S:
+                raise TimeoutError(f"too slow: {n_bytes_in_interval:,} bytes in {elapsed_s:.0f} s")
+            interval_start_s = time.monotonic()
+            n_bytes_in_interval = 0
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _too_large_error(amount: str, name: str) -> InputError:
+    """Describe a file beyond the limit of size."""
+    return InputError(
+        f"{amount} to come, at most {MAX_BYTES:,} are taken",
+        file=name,
+        hint="fetch the file yourself",
+    )
 
 
 @contextmanager
-def _open(
-    url: str, headers: Mapping[str, str], sent: Mapping[str, str] | None = None
+def _request(
+    url: str, headers: Mapping[str, str], form: Mapping[str, str] | None = None
 ) -> Iterator[httpx.Response]:
-    """The answer to a request, redirects followed. Errors: `OSError` and those of httpx, where another try may help;
-    `InputError` for a refusal, and for where nobody should be sent."""
-    shown, asked = (
-        redact_url(url),
-        {"User-Agent": "virnuc", "Accept-Encoding": "identity", **headers},
-    )
-    logging.getLogger("httpx").setLevel(
-        logging.WARNING
-    )  # else it tells whole addresses to whoever asks for its log
+    """Send a request and follow redirects.
+
+    Args:
+        url: The whole address.
+        headers: Added to ours.
+        form: Fields to send by POST. If None, GET is used.
+
+    Yields:
+        The response: a success, 304 or 416. Its body is not read yet.
+
+    Raises:
+        OSError, httpx.HTTPError: Another attempt may help.
+        InputError: The server refuses, or the address leads to where nobody should be sent.
+    """
+    redacted_url = redact_url(url)
+    all_headers = {"User-Agent": "virnuc", "Accept-Encoding": "identity", **headers}
+    # at its own level httpx writes whole addresses into the log
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     with httpx.Client(timeout=_TIMEOUT_S) as client:
-        # httpx has no way to name it; a proxy that the environment names may stand at a private address
-        vars(vars(client._transport)["_pool"])["_network_backend"] = _Public()
+        # httpx has no option for this, and a proxy that the environment names may be private
+        vars(vars(client._transport)["_pool"])["_network_backend"] = _PublicBackend()
         try:
-            request = client.build_request("POST" if sent else "GET", url, headers=asked, data=sent)
-            for _ in range(_MAX_REDIRECTS + 1):
-                _refuse_private(request.url.host, request.url.port)
-                answer, before = client.send(request, stream=True), request.url.scheme
-                if sent or answer.next_request is None:
-                    break
-                answer.close()
-                request = answer.next_request
-                if request.url.scheme not in ("http", "https") or (before, request.url.scheme) == (
-                    "https",
-                    "http",
-                ):
-                    problem = f"redirects to {request.url.scheme}: from {before}:"
-                    raise InputError(problem, file=shown, hint="fetch the file yourself")
-            else:
-                raise InputError("redirects too often", file=shown, hint="check the address")
-        except (
-            httpx.InvalidURL,
-            ValueError,
-        ) as error:  # a port that is no number, a host name with an empty part
+            method = "POST" if form else "GET"
+            request = client.build_request(method, url, headers=all_headers, data=form)
+            response = _follow_redirects(client, request, redacted_url)
+        except (httpx.InvalidURL, ValueError) as error:  # a bad port, or an empty part of a host
             raise InputError(
-                "is not, or redirects to, an address that can be read", file=shown
+                "is not, or redirects to, an address that can be read", file=redacted_url
             ) from error
-        with closing(answer):
-            code, problem = (
-                answer.status_code,
-                f"the server says {answer.status_code} {answer.reason_phrase}",
+        with closing(response):
+            _check_status(response, redacted_url)
+            yield response
+
+
+def _follow_redirects(
+    client: httpx.Client, request: httpx.Request, redacted_url: str
+) -> httpx.Response:
+    """Send a request, and follow redirects if it is not a POST.
+
+    Raises:
+        InputError: It leads to a private address, from https to http or elsewhere, or never ends.
+    """
+    for _ in range(_MAX_REDIRECTS + 1):
+        _refuse_private(request.url.host, request.url.port)
+        scheme = request.url.scheme
+        response = client.send(request, stream=True)
+        if request.method == "POST" or response.next_request is None:
+            return response
+        response.close()
+        request = response.next_request
+        next_scheme = request.url.scheme
+        is_web = next_scheme in ("http", "https")
+        loses_encryption = scheme == "https" and next_scheme == "http"
+        if not is_web or loses_encryption:
+            raise InputError(
+                f"redirects to {next_scheme}: from {scheme}:",
+                file=redacted_url,
+                hint="fetch the file yourself",
             )
-            if not answer.is_success and code not in (304, 416):
-                if code >= 500 or code in (408, 425, 429):
-                    raise ConnectionError(problem)
-                raise InputError(problem, file=shown, hint="check it")
-            yield answer
+    raise InputError("redirects too often", file=redacted_url, hint="check the address")
 
 
-class _Public(httpcore.SyncBackend):
-    """Connects to public addresses only, whatever a name meant when it was looked up before."""
+def _check_status(response: httpx.Response, redacted_url: str) -> None:
+    """Raise an error for a response that holds no content.
+
+    Raises:
+        ConnectionError: Another attempt may help.
+        InputError: The server refuses.
+    """
+    code = response.status_code
+    expected = (httpx.codes.NOT_MODIFIED, httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE)
+    if response.is_success or code in expected:
+        return
+    problem = f"the server says {code} {response.reason_phrase}"
+    if code >= 500 or code in _RETRYABLE_STATUS:
+        raise ConnectionError(problem)
+    raise InputError(problem, file=redacted_url, hint="check it")
+
+
+class _PublicBackend(httpcore.SyncBackend):
+    """Connects to public addresses only.
+
+    The name of a host may mean another address now than when it was looked up before.
+    """
 
     def connect_tcp(
         self, host: str, port: int, *more: Any, **options: Any
     ) -> httpcore.NetworkStream:
-        opened = super().connect_tcp(host, port, *more, **options)
+        """Connect, and raise an `InputError` if the address is private."""
+        stream = super().connect_tcp(host, port, *more, **options)
         try:
-            _refuse_private(opened.get_extra_info("server_addr")[0], port)
+            _refuse_private(stream.get_extra_info("server_addr")[0], port)
         except InputError:
-            opened.close()
+            stream.close()
             raise
-        return opened
+        return stream
 
 
 def _refuse_private(host: str, port: int | None) -> None:
-    """`InputError` for a host with an address that only this network or this machine knows, unless that is allowed."""
+    """Raise an `InputError` if a host has an address that only this network or machine knows.
+
+    `VIRNUC_PRIVATE_ADDRESSES=allow` in the environment allows all addresses.
+    """
     if os.environ.get(PRIVATE) == "allow":
         return
-    with suppress(
-        OSError
-    ):  # a name that is not known here: the connection, or the proxy, will say so
-        for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            address = ipaddress.ip_address(str(place[0]).partition("%")[0])
-            if not (getattr(address, "ipv4_mapped", None) or address).is_global:
-                hint = f"set {PRIVATE}=allow where reads may come from there"
-                raise InputError(f"leads to the private address {address}", file=host, hint=hint)
+    # a name that is not known here is for the connection, or the proxy, to report
+    with suppress(OSError):
+        for *_, socket_address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            text = str(socket_address[0]).partition("%")[0]  # without the network interface
+            address = ipaddress.ip_address(text)
+            public_address = getattr(address, "ipv4_mapped", None) or address
+            if not public_address.is_global:
+                raise InputError(
+                    f"leads to the private address {address}",
+                    file=host,
+                    hint=f"set {PRIVATE}=allow where reads may come from there",
+                )
 
 
 def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | None) -> Path:
-    """Sequences of NCBI nucleotide accessions as one FASTA file in `folder`; a file of the same accessions is kept.
-    Errors: `ConfigError` without a mail address or for words that are no accessions; `InputError` when NCBI cannot be
-    reached or does not give all of them."""
+    """Fetch sequences of NCBI's nucleotide database.
+
+    Args:
+        accessions: Accession numbers such as `NC_045512.2`, with or without a version.
+        folder: The folder for the file. A file of the same accessions is kept.
+        email: A mail address, which NCBI asks for.
+
+    Returns:
+        One FASTA file with all of them.
+
+    Raises:
+        ConfigError: There is no mail address, or a word is not an accession number.
+        InputError: NCBI cannot be reached, or does not have all of them.
+    """
     wanted = [accession.strip() for accession in accessions if accession.strip()]
-    wrong = [word for word in wanted if not _ACCESSION.fullmatch(word)]
-    if wrong or not wanted:
-        raise ConfigError(
-            f"no NCBI accession: {', '.join(wrong) or 'nothing named'}; expected such as NC_045512.2"
-        )
+    invalid = [word for word in wanted if not _ACCESSION.fullmatch(word)]
+    if invalid or not wanted:
+        words = ", ".join(invalid) or "nothing named"
+        raise ConfigError(f"no NCBI accession: {words}; expected such as NC_045512.2")
     digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:12]
     target = folder / f"ncbi_{digest}.fasta"
     if target.is_file():
         return target
     if not email:
         raise ConfigError(
-            "NCBI asks for a mail address with each request; give one, or download the FASTA yourself"
+            "NCBI asks for a mail address with each request; "
+            "give one, or download the FASTA yourself"
         )
-    query = {"db": "nuccore", "id": ",".join(wanted), "rettype": "fasta", "retmode": "text"}
-    sent = query | {"tool": "virnuc", "email": email}
+    form = {
+        "db": "nuccore",
+        "id": ",".join(wanted),
+        "rettype": "fasta",
+        "retmode": "text",
+        "tool": "virnuc",
+        "email": email,
+    }
     name = f"{NCBI_PREFIX}{','.join(wanted)}"
-    with atomic_file(target) as aside:
+    with atomic_file(target) as temp_path:
 
-        def ask() -> None:
-            with _open(NCBI_ADDRESS, {}, sent) as answer, aside.open("wb") as out:
-                _copy(answer, out, name)
+        def download() -> None:
+            with _request(NCBI_ADDRESS, {}, form) as response, temp_path.open("wb") as file:
+                _save_body(response, file, name)
 
-        _patiently(name, ask)
-        with aside.open("rb") as file:
-            given = {
-                line[1:].split()[0].decode("latin-1")
-                for line in file
-                if line[:1] == b">" and line[1:].strip()
-            }
-        missing = [
-            word
-            for word in wanted
-            if word not in given and not any(g.partition(".")[0] == word for g in given)
-        ]
+        _retry(name, download)
+        missing = _find_missing(wanted, temp_path)
         if missing:
             raise InputError(
                 f"NCBI has nothing for {', '.join(missing)}", hint="check the accessions"
             )
     return target
+
+
+def _find_missing(accessions: Sequence[str], fasta: Path) -> list[str]:
+    """Return the accessions that no header of a FASTA file names, with or without a version."""
+    received = set[str]()
+    with fasta.open("rb") as file:
+        for line in file:
+            if line.startswith(b">") and line[1:].strip():
+                read_id = line[1:].split()[0].decode("latin-1")
+                without_version = read_id.partition(".")[0]
+                received.update((read_id, without_version))
+    return [accession for accession in accessions if accession not in received]

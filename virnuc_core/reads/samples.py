@@ -16,7 +16,7 @@ from virnuc_core.reads.pairs import arranged
 from virnuc_core.reads.sources import (
     ENDINGS,
     STDIN,
-    alignments_at,
+    find_alignment_format_of_file,
     find_inputs,
     is_remote,
     redact_url,
@@ -161,14 +161,14 @@ def _spec(lanes: list[tuple[str, ...]]) -> ReadsSpec:
 
 def by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
     """The samples of BAM, CRAM and SAM files, by their read groups; what is of none is a sample by its file's name.
-    Errors: those of `find_inputs` and `samples_of`; `InputError` for other files; `ConfigError` for unfit names."""
-    from virnuc_core.reads.alignments import samples_of  # few files are such
+    Errors: those of `find_inputs` and `find_samples`; `InputError` for other files; `ConfigError` for unfit names."""
+    from virnuc_core.reads.alignments import find_samples  # few files are such
 
     files_of = defaultdict[str, list[str]](list)
     for file in find_inputs(spec.named).files:
-        if not (form := alignments_at(file)):
+        if not (form := find_alignment_format_of_file(file)):
             raise InputError("not a BAM, CRAM or SAM file, which alone have read groups", file=file)
-        for sample in samples_of(file, form, sample_name((file,)), Path(file).stat().st_mtime_ns):
+        for sample in find_samples(file, form, sample_name((file,)), Path(file).stat().st_mtime_ns):
             if problem := _unfit(sample):
                 raise ConfigError(
                     f"{file}: read groups of '{sample}': {problem} in their SM (samtools addreplacerg)"

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from virnuc_core.config import Share, Spec
 from virnuc_core.errors import ConfigError
-from virnuc_core.reads.sources import reads_file
+from virnuc_core.reads.sources import create_reads_file
 from virnuc_core.rundir import atomic_file, require_absent
 
 PRESETS: Final = {
@@ -100,7 +100,7 @@ def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSu
     genomes, viral_reads = _make_genomes(spec, rng), 0
     with ExitStack() as files:
         reads_out, genomes_out = (
-            files.enter_context(reads_file(path)) for path in (out, genomes_file)
+            files.enter_context(create_reads_file(path)) for path in (out, genomes_file)
         )
         truth_out = files.enter_context(
             files.enter_context(atomic_file(truth_file)).open("w", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where reads come from: files, folders and standard input, opened as plain bytes whatever they are packed in."""
+"""Find and open inputs: files, folders and standard input, as plain bytes however they are packed."""
 
 import bz2
 import errno
@@ -10,14 +10,14 @@ import stat
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 
-from isal import (
-    isal_zlib,
-)  # about three times as fast as zlib; it checks the sums of every member, too
+# about three times as fast as zlib; it checks the sums of every member, too
+from isal import isal_zlib
 
 from virnuc_core.errors import ConfigError, InputError, join_first, printable
 from virnuc_core.rundir import atomic_file
@@ -31,314 +31,473 @@ ENDINGS: Final = re.compile(
 MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
 MAX_NAME: Final = 60
 REDACTED_URL: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
-full_urls: dict[str, str] = {}  # by how they are shown
-_PIECE_BYTES: Final = 1 << 18
-_UNPACKED_BYTES: Final = 1 << 20  # at a time
-_PACKED_ZSTD_BYTES: Final = (
-    1 << 10
-)  # at a time, where that cannot be told: they swell to thirty thousand times as much
-_BINARY: Final = {b"BAM\1": "BAM", b"CRAM": "CRAM"}
-_SAM: Final = (b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")
+full_urls: dict[str, str] = {}  # by their redacted forms
+_PIECE_BYTES: Final = 1 << 18  # of a file, read at a time
+_HEAD_BYTES: Final = 1 << 12  # looked at to tell whether a file of a folder holds reads
+_UNPACKED_BYTES: Final = 1 << 20  # unpacked at a time
+# zstd cannot bound what it unpacks at a time, and data may swell to 30,000 times its size
+_PACKED_ZSTD_BYTES: Final = 1 << 10
 _UNPACKER_BYTES: Final = 1 << 28  # memory that a file may ask its unpacker to take
+_BINARY_ALIGNMENTS: Final = {b"BAM\1": "BAM", b"CRAM": "CRAM"}  # by the first four bytes
+_SAM_HEADERS: Final = (b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")
+_GZIP_MARK: Final = b"\x1f\x8b"
+
+
+class ReadSpan(NamedTuple):
+    """The reads of one file, or of the files of a pair; they stand together in the store."""
+
+    files: tuple[str, ...]
+    start: int  # number of the first read, from 0
+    end: int  # one past the last read
 
 
 class Inputs(NamedTuple):
-    """The files named by a user, folders opened up, in the order they will be read."""
+    """The files named by a user, folders opened up, in the order in which they are read."""
 
     files: tuple[str, ...]  # paths, or "-" for standard input
     ignored: tuple[str, ...]  # files of a named folder that hold neither FASTA nor FASTQ
-    pairs: tuple[
-        tuple[str, str], ...
-    ] = ()  # files of first and second mates; one file twice where it holds both
+    pairs: tuple[tuple[str, str], ...] = ()  # first and second mates; one file twice for both
 
     @property
     def singles(self) -> tuple[str, ...]:
-        """The files whose reads have no mates."""
-        paired = {name for pair in self.pairs for name in pair}
-        return tuple(name for name in self.files if name not in paired)
+        """Return the files whose reads have no mates."""
+        paired_files = set[str]()
+        for pair in self.pairs:
+            paired_files.update(pair)
+        return tuple(name for name in self.files if name not in paired_files)
 
-    def spans(self, reads: Mapping[str, int]) -> list[tuple[tuple[str, ...], int, int]]:
-        """Files whose reads stand together, the first of those and one past the last, by the `reads` of each file."""
-        groups = [
-            *(tuple(dict.fromkeys(pair)) for pair in self.pairs),
-            *((name,) for name in self.singles),
-        ]
-        ends = [*accumulate((sum(reads[name] for name in group) for group in groups), initial=0)]
-        return [*zip(groups, ends, ends[1:], strict=False)]
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """Return the files that are read together: those of each pair, and each other one."""
+        pairs = [tuple(dict.fromkeys(pair)) for pair in self.pairs]
+        return pairs + [(name,) for name in self.singles]
+
+    def spans(self, reads_by_file: Mapping[str, int]) -> list[ReadSpan]:
+        """Return which reads of the store come from which files.
+
+        Args:
+            reads_by_file: The number of reads of each file.
+        """
+        spans: list[ReadSpan] = []
+        start = 0
+        for files in self.groups:
+            end = start + sum(reads_by_file[name] for name in files)
+            spans.append(ReadSpan(files, start, end))
+            start = end
+        return spans
 
 
 def is_address(name: str) -> bool:
-    """Whether `name` is an http(s) address."""
+    """Return True for an http(s) address."""
     return name[:8].lower().startswith(("http://", "https://"))
 
 
 def is_remote(name: str) -> bool:
-    """Whether `name` is an http(s) address or `ncbi:` accessions."""
+    """Return True for an http(s) address or `ncbi:` accessions."""
     return is_address(name) or name.startswith(NCBI_PREFIX)
 
 
 def redact_url(name: str) -> str:
-    """An input as it may be shown and recorded: a digest stands for the query of an address, which may be a signature;
-    it stays in this process, in `full_urls`. Errors: `ConfigError` for an address with a password."""
+    """Replace the query of an address by a digest, so that it can be shown and recorded.
+
+    The query may hold a signature that opens the file to everybody. The full address is kept in
+    this process only, in `full_urls`.
+
+    Args:
+        name: Any input; what is not an address is returned as it is.
+
+    Raises:
+        ConfigError: The address contains a user name or password.
+    """
     if not is_address(name):
         return name
-    bare = re.split(r"[?#]", name, maxsplit=1)[0]
-    _, at, host = bare.split("/")[2].rpartition("@")
-    if at:
+    address = re.split(r"[?#]", name, maxsplit=1)[0]
+    _, at_sign, host = address.split("/")[2].rpartition("@")
+    if at_sign:
         raise ConfigError(
-            f"{host}: an address with a user name or password is not taken; sign it, or fetch the file"
+            f"{host}: an address with a user name or password is not taken; "
+            "sign it, or fetch the file"
         )
-    if bare == name or REDACTED_URL.fullmatch(name):
+    if address == name or REDACTED_URL.fullmatch(name):
         return name
-    shown = f"{bare}#query-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-    full_urls[shown] = name
-    return shown
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    redacted = f"{address}#query-{digest}"
+    full_urls[redacted] = name
+    return redacted
 
 
 def sample_name(reads: Sequence[str]) -> str:
-    """A short name of the input: its first file without endings, and how many more there are; `lung` of two mates."""
-    names = [re.split(r"[?#]", one)[0] if is_address(one) else one for one in reads[:2]]
-    names = [ENDINGS.sub("", Path(" ".join(printable(one).split())).name) for one in names]
-    if (
-        len(reads) == 2
-        and len({MATE_MARK.sub("", one) for one in names}) == 1
-        and all(map(MATE_MARK.search, names))
-    ):
-        return MATE_MARK.sub("", names[0])[:MAX_NAME]
-    first = (
-        "no-reads" if not reads else "stdin" if reads[0] == "-" else names[0][:MAX_NAME] or "reads"
-    )
-    return first + (f"+{len(reads) - 1}" if len(reads) > 1 else "")
+    """Return a short name for inputs.
+
+    It is the name of the first file without its endings, and how many more files there are. Two
+    files of mates have the name that they share: `lung` for `lung_R1.fq` and `lung_R2.fq`.
+    """
+    if not reads:
+        return "no-reads"
+    if len(reads) == 2:
+        shared_name = _shared_name_of_mates(_file_name(reads[0]), _file_name(reads[1]))
+        if shared_name:
+            return shared_name
+    if reads[0] == STDIN:
+        name = "stdin"
+    else:
+        name = _file_name(reads[0])[:MAX_NAME] or "reads"
+    if len(reads) > 1:
+        name += f"+{len(reads) - 1}"
+    return name
+
+
+def _file_name(name: str) -> str:
+    """Return the name of an input without its folder and endings, on one line."""
+    if is_address(name):
+        name = re.split(r"[?#]", name)[0]
+    one_line = " ".join(printable(name).split())
+    return ENDINGS.sub("", Path(one_line).name)
+
+
+def _shared_name_of_mates(first: str, second: str) -> str:
+    """Return the name that two files of mates share; empty if they are not named so."""
+    stem = MATE_MARK.sub("", first)
+    has_marks = bool(MATE_MARK.search(first) and MATE_MARK.search(second))
+    if has_marks and MATE_MARK.sub("", second) == stem:
+        return stem[:MAX_NAME]
+    return ""
 
 
 def can_be_read_twice(name: str) -> bool:
-    """Whether an input is a file: what comes through a pipe is gone once it was read."""
+    """Return True for a regular file: the data of a pipe is gone once it was read."""
     return name != STDIN and stat.S_ISREG(Path(name).stat().st_mode)
 
 
 @contextmanager
-def reads_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write reads to, gzipped (no name and time in it) if its name ends in .gz; it appears once whole."""
-    with atomic_file(path) as aside, aside.open("wb") as out:
+def create_reads_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write reads to; it appears when it is complete.
+
+    It is gzipped if its name ends in `.gz`. The gzip header holds no name and no time, so that the
+    same reads give the same bytes.
+    """
+    with atomic_file(path) as temp_path, temp_path.open("wb") as file:
         if path.suffix != ".gz":
-            yield out
+            yield file
             return
-        with gzip.GzipFile("", "wb", compresslevel=4, fileobj=out, mtime=0) as packed:
-            yield cast(BinaryIO, packed)
+        with gzip.GzipFile("", "wb", compresslevel=4, fileobj=file, mtime=0) as gzip_file:
+            yield cast(BinaryIO, gzip_file)
 
 
 def find_inputs(reads: tuple[str, ...]) -> Inputs:
-    """What the user named; folders give their read files in order of name, not those of sub-folders. Errors:
-    `InputError` for what does not exist, is named twice, cannot be read, or a folder without reads."""
-    files, ignored = list[str](), list[str]()
+    """Find the files that a user named.
+
+    A folder stands for its files of reads in order of name, without its sub-folders.
+
+    Args:
+        reads: Files, folders, or `-` for standard input.
+
+    Raises:
+        InputError: A file does not exist, cannot be read or is named twice, or a folder holds no
+            reads.
+    """
+    files: list[str] = []
+    ignored: list[str] = []
     for name in reads:
         path = Path(name)
         try:
             if name != STDIN and path.is_dir():
-                every = (
-                    one for one in path.iterdir() if one.is_file() or not one.exists()
-                )  # a link to nothing
-                inside = sorted(one for one in every if not one.name.startswith("."))
-                found = {str(entry): _looks_like_reads(entry) for entry in inside}
-                if not any(found.values()):
-                    raise InputError(
-                        "the folder holds no FASTA or FASTQ file", file=path, hint="name the files"
-                    )
-                files += [entry for entry, holds in found.items() if holds]
-                ignored += [entry for entry, holds in found.items() if not holds]
+                folder = _list_folder(path)
+                files += folder.files
+                ignored += folder.ignored
             elif name == STDIN or path.exists():
                 files.append(name)
             else:
                 raise InputError("no such file or folder", file=path, hint="check the path")
         except OSError as error:
-            raise _unreadable(name, error) from error
-    seen: dict[Path, str] = {}
-    for name in files:
-        key = Path(name) if name == STDIN else Path(name).resolve()
-        if key in seen:
-            raise InputError(
-                f"the same file is named twice (also as {seen[key]})",
-                file=name,
-                hint="name it once",
-            )
-        seen[key] = name
+            raise _unreadable_error(name, error) from error
+    _refuse_repeated_files(files)
     return Inputs(tuple(files), tuple(ignored))
 
 
+def _list_folder(folder: Path) -> Inputs:
+    """Find the files of reads in a folder; hidden files are passed over.
+
+    Raises:
+        InputError: There are none.
+    """
+    entries: list[Path] = []
+    for entry in folder.iterdir():
+        is_broken_link = not entry.exists()  # it counts as a file, so that it is named later
+        if not entry.name.startswith(".") and (entry.is_file() or is_broken_link):
+            entries.append(entry)
+    files: list[str] = []
+    ignored: list[str] = []
+    for entry in sorted(entries):
+        if _looks_like_reads(entry):
+            files.append(str(entry))
+        else:
+            ignored.append(str(entry))
+    if not files:
+        raise InputError(
+            "the folder holds no FASTA or FASTQ file", file=folder, hint="name the files"
+        )
+    return Inputs(tuple(files), tuple(ignored))
+
+
+def _refuse_repeated_files(files: Sequence[str]) -> None:
+    """Raise an `InputError` if a file is named twice, perhaps by different paths."""
+    name_by_path: dict[Path, str] = {}
+    for name in files:
+        path = Path(name) if name == STDIN else Path(name).resolve()
+        if path in name_by_path:
+            raise InputError(
+                f"the same file is named twice (also as {name_by_path[path]})",
+                file=name,
+                hint="name it once",
+            )
+        name_by_path[path] = name
+
+
 def local_files(reads: tuple[str, ...]) -> tuple[str, ...]:
-    """The files of those inputs that are not fetched. Errors: those of `find_inputs`."""
+    """Find the files of those inputs that are not fetched.
+
+    Raises:
+        InputError: As of `find_inputs`.
+    """
     local = tuple(name for name in reads if not is_remote(name))
     return find_inputs(local).files if local else ()
 
 
 def _looks_like_reads(path: Path) -> bool:
-    """Whether the file begins like FASTA or FASTQ; one that cannot be unpacked counts, to be named later."""
+    """Return True if a file begins like FASTA or FASTQ.
+
+    A file that cannot be unpacked counts as well, so that its damage is reported when it is read.
+    """
     try:
         with Source.open(str(path)) as source:
-            head = source.read(1 << 12).lstrip(b"\xef\xbb\xbf \t\r\n")
-            return head[:1] in (b">", b"@", b";") or (not head and source.damage is not None)
+            head = source.read(_HEAD_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
+            if not head:
+                return source.damage is not None
+            return head[:1] in (b">", b"@", b";")
     except InputError:
         return True
 
 
+@dataclass(frozen=True)
+class _Packing:
+    """A way in which a file is packed."""
+
+    name: str  # in messages
+    new_unpacker: Callable[[], Any]  # for one member; has the methods of `zlib.decompressobj`
+    errors: tuple[Any, ...]  # that the unpacker raises for damaged data
+    can_bound_output: bool = True  # `decompress` takes a maximal number of bytes
+
+
 class Source:
-    """One opened input: `read` gives unpacked bytes; `damage` says why they ended, where that was not their end. What
-    it is packed as is told by its first bytes, never by its name."""
+    """One opened input, read as unpacked bytes.
+
+    The first bytes of a file tell how it is packed, never its name.
+
+    Attributes:
+        name: The path, or `-`.
+        damage: The reason why unpacking or reading ended early; what came before is good.
+        left_out: The number of alignments that are not the primary one of their read.
+    """
 
     def __init__(self, name: str, stream: BinaryIO, read_group: str = "") -> None:
         self.name = name
-        self.damage: InputError | None = (
-            None  # unpacking or reading came no further; what came before is good
-        )
+        self.damage: InputError | None = None
+        self.left_out = 0
         self._stream = stream
-        head = stream.read(_PIECE_BYTES)  # fewer only at the end: a slow pipe is waited for
-        self._size, self._sha256 = len(head), hashlib.sha256(head)
-        self.left_out = 0  # alignments that are not the primary one of their read
-        packed_as, make, errors = _unpacker_for(head)
-        plain = (piece for piece in chain((head,), iter(self._next_piece, b"")))
-        if form := alignments_in(head):
-            from virnuc_core.reads.alignments import fastq, pysam_for  # few files are such
-
-            kept = (read_group, sample_name((name,)))
-            self._pieces = self._records(fastq(pysam_for(form, name), plain, form, name, kept))
+        head = stream.read(_PIECE_BYTES)  # shorter only at the end: a slow pipe is waited for
+        self._size = len(head)
+        self._sha256 = hashlib.sha256(head)
+        raw_pieces = (piece for piece in chain((head,), iter(self._next_piece, b"")))
+        alignment_format = find_alignment_format(head)
+        packing = _find_packing(head)
+        if alignment_format:
+            self._pieces = self._read_alignments(raw_pieces, alignment_format, read_group)
         elif read_group:
             raise InputError("neither BAM, CRAM nor SAM, which alone have read groups", file=name)
+        elif packing is None:
+            self._pieces = raw_pieces
         else:
-            self._pieces = plain if make is None else self._unpacked(head, packed_as, make, errors)
+            self._pieces = self._unpack(head, packing)
 
     @classmethod
     @contextmanager
     def open(cls, name: str, read_group: str = "") -> Iterator[Self]:
-        """A path, or standard input for `-`, which stays open; of alignments the reads of a `read_group`, if one is
-        named. Errors: `InputError` when it cannot be opened."""
+        """Open a file, or standard input, which stays open afterwards.
+
+        Args:
+            name: A path, or `-` for standard input.
+            read_group: The sample whose reads are taken from alignments; all reads if empty.
+
+        Raises:
+            InputError: It cannot be opened.
+        """
         if name == STDIN and sys.stdin is None:
             raise InputError(
                 "standard input is closed", file=name, hint="give it reads, or name a file"
             )
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             try:
-                stream = (
-                    sys.stdin.buffer
-                    if name == STDIN
-                    else opened.enter_context(Path(name).open("rb"))
-                )
+                if name == STDIN:
+                    stream: BinaryIO = sys.stdin.buffer
+                else:
+                    stream = stack.enter_context(Path(name).open("rb"))
                 source = cls(name, stream, read_group)
             except OSError as error:
-                raise _unreadable(name, error) from error
-            opened.callback(source._pieces.close)
+                raise _unreadable_error(name, error) from error
+            stack.callback(source._pieces.close)
             yield source
 
     def read(self, size: int) -> bytes:
-        """At least `size` bytes, fewer only before the end; `b""` at the end."""
+        """Return at least `size` bytes; fewer only before the end, none at the end."""
         pieces: list[bytes] = []
-        while size > 0 and (piece := next(self._pieces, None)) is not None:
+        while size > 0:
+            piece = next(self._pieces, None)
+            if piece is None:
+                break
             pieces.append(piece)
             size -= len(piece)
         return b"".join(pieces)
 
     def content(self) -> FileDigest:
-        """Of all that the stream held, packed as it was; what was not read yet is read now."""
+        """Return size and digest of all that the stream held, as it was packed.
+
+        What was not read yet is read now.
+        """
         while self._next_piece():
             pass
         return FileDigest(size=self._size, sha256=self._sha256.hexdigest())
 
-    def _records(self, fastq: Iterator[tuple[str, int]]) -> Generator[bytes]:
-        try:
-            for text, left_out in fastq:
-                self.left_out += left_out
-                yield text.encode()
-        except InputError as error:
-            self.damage = self.damage or error
-
-    def _unpacked(
-        self, packed: bytes, packed_as: str, make: Callable[[], Any], errors: tuple[Any, ...]
+    def _read_alignments(
+        self, raw_pieces: Iterator[bytes], format_: str, read_group: str
     ) -> Generator[bytes]:
-        unpacker = None
-        step, bounds = (
-            (_PACKED_ZSTD_BYTES, ()) if packed_as == "zstd" else (_PIECE_BYTES, (_UNPACKED_BYTES,))
+        """Prepare to yield alignments as FASTQ; raises an `InputError` if pysam is absent."""
+        from virnuc_core.reads.alignments import (  # few files are such
+            SampleFilter,
+            fastq,
+            import_pysam,
         )
-        while packed or (packed := self._next_piece()):
+
+        pysam = import_pysam(format_, self.name)
+        sample_filter = SampleFilter(read_group, ungrouped_sample=sample_name((self.name,)))
+
+        def records() -> Generator[bytes]:
+            try:
+                for piece in fastq(pysam, raw_pieces, format_, self.name, sample_filter):
+                    self.left_out += piece.n_left_out
+                    yield piece.text.encode()
+            except InputError as error:
+                self.damage = self.damage or error
+
+        return records()
+
+    def _unpack(self, head: bytes, packing: _Packing) -> Generator[bytes]:
+        """Yield the unpacked bytes of all members, and note damage."""
+        step = _PIECE_BYTES if packing.can_bound_output else _PACKED_ZSTD_BYTES
+        unpacker = None
+        packed = head
+        while True:
+            packed = packed or self._next_piece()
+            if not packed:
+                break
             if unpacker is None:
-                packed = packed.lstrip(
-                    b"\0"
-                )  # tapes and some tools pad with zeros after the last member
+                packed = packed.lstrip(b"\0")  # tapes and some tools add zeros after the last
                 if not packed:
                     continue
-                unpacker = make()
-            now, packed = packed[:step], packed[step:]
+                unpacker = packing.new_unpacker()
+            current = packed[:step]
+            packed = packed[step:]
             try:
-                yield (piece := unpacker.decompress(now, *bounds))
-                while len(piece) == _UNPACKED_BYTES and bounds and not unpacker.eof:
-                    yield (
-                        piece := unpacker.decompress(
-                            getattr(unpacker, "unconsumed_tail", b""), *bounds
-                        )
-                    )
-            except errors as error:
-                self._end(f"damaged {packed_as} data: {str(error) or type(error).__name__}")
+                yield from _decompress(unpacker, current, packing)
+            except packing.errors as error:
+                details = str(error) or type(error).__name__
+                self._note_damage(f"damaged {packing.name} data: {details}")
                 return
             if unpacker.eof:
-                packed, unpacker = unpacker.unused_data + packed, None
+                packed = unpacker.unused_data + packed
+                unpacker = None
         if unpacker is not None:
-            self._end(f"the {packed_as} data ends early: the file is cut off")
+            self._note_damage(f"the {packing.name} data ends early: the file is cut off")
 
-    def _end(self, problem: str, hint: str = "copy it again") -> None:
-        self.damage = self.damage or InputError(problem, file=self.name, hint=hint)
+    def _note_damage(self, problem: str, hint: str = "copy it again") -> None:
+        """Remember the first damage."""
+        if self.damage is None:
+            self.damage = InputError(problem, file=self.name, hint=hint)
 
     def _next_piece(self) -> bytes:
+        """Read the next bytes as they are packed; none at the end, or where reading fails."""
         try:
             piece = self._stream.read(_PIECE_BYTES)
         except OSError as error:
-            self._end(f"reading failed: {error.strerror or error}", hint="")
+            self._note_damage(f"reading failed: {error.strerror or error}", hint="")
             return b""
         self._size += len(piece)
         self._sha256.update(piece)
         return piece
 
 
-def alignments_in(head: bytes) -> str:
-    """`BAM`, `CRAM` or `SAM` by the first bytes of a file; else nothing."""
-    if head.startswith(b"\x1f\x8b"):
+def _decompress(unpacker: Any, packed: bytes, packing: _Packing) -> Iterator[bytes]:
+    """Yield what some packed bytes unpack to, in pieces of bounded size if the packing can."""
+    if not packing.can_bound_output:
+        yield unpacker.decompress(packed)
+        return
+    unpacked = unpacker.decompress(packed, _UNPACKED_BYTES)
+    yield unpacked
+    while len(unpacked) == _UNPACKED_BYTES and not unpacker.eof:
+        # unpackers like zlib's hand back what they did not use, others keep it
+        waiting = getattr(unpacker, "unconsumed_tail", b"")
+        unpacked = unpacker.decompress(waiting, _UNPACKED_BYTES)
+        yield unpacked
+
+
+def find_alignment_format(head: bytes) -> str:
+    """Return `BAM`, `CRAM` or `SAM` by the first bytes of a file; empty for all others."""
+    if head.startswith(_GZIP_MARK):
         with suppress(cast(type[Exception], isal_zlib.error)):
             head = isal_zlib.decompressobj(wbits=31).decompress(head, 4)
-    return "SAM" if head.startswith(_SAM) else _BINARY.get(head[:4], "")
+    if head.startswith(_SAM_HEADERS):
+        return "SAM"
+    return _BINARY_ALIGNMENTS.get(head[:4], "")
 
 
-def alignments_at(name: str) -> str:
-    """The same of an input; nothing of a pipe."""
+def find_alignment_format_of_file(name: str) -> str:
+    """Return the same for an input; empty for a pipe or a file that cannot be read."""
     with suppress(OSError):
         if can_be_read_twice(name):
             with Path(name).open("rb") as file:
-                return alignments_in(file.read(_PIECE_BYTES))
+                return find_alignment_format(file.read(_PIECE_BYTES))
     return ""
 
 
-def _unreadable(name: str, error: OSError) -> InputError:
-    problem, hint = (
-        f"cannot be read: {error.strerror or error}",
-        "check the path and its permissions",
-    )
+def _unreadable_error(name: str, error: OSError) -> InputError:
+    """Describe a file that the system cannot open."""
+    is_too_long = error.errno == errno.ENAMETOOLONG
     return InputError(
-        problem, file=join_first([name]) if error.errno == errno.ENAMETOOLONG else name, hint=hint
+        f"cannot be read: {error.strerror or error}",
+        file=join_first([name]) if is_too_long else name,
+        hint="check the path and its permissions",
     )
 
 
-def _unpacker_for(head: bytes) -> tuple[str, Callable[[], Any] | None, tuple[Any, ...]]:
-    """What a file is packed as by its first bytes, its unpackers (as `zlib.decompressobj`), and their errors."""
-    if head.startswith(b"\x1f\x8b"):
-        return "gzip", partial(isal_zlib.decompressobj, wbits=31), (isal_zlib.error,)
+def _find_packing(head: bytes) -> _Packing | None:
+    """Return how a file is packed, by its first bytes; None for plain text."""
+    if head.startswith(_GZIP_MARK):
+        new_gzip_unpacker = partial(isal_zlib.decompressobj, wbits=31)
+        return _Packing("gzip", new_gzip_unpacker, (isal_zlib.error,))
     if head.startswith(b"BZh"):
-        return "bzip2", bz2.BZ2Decompressor, (OSError, EOFError, ValueError)
+        return _Packing("bzip2", bz2.BZ2Decompressor, (OSError, EOFError, ValueError))
     if head.startswith(b"\xfd7zXZ\0"):
-        return (
-            "xz",
-            partial(lzma.LZMADecompressor, memlimit=_UNPACKER_BYTES),
-            (lzma.LZMAError, EOFError),
-        )
-    if head.startswith(b"\x28\xb5\x2f\xfd") or (
-        head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
-    ):
+        new_xz_unpacker = partial(lzma.LZMADecompressor, memlimit=_UNPACKER_BYTES)
+        return _Packing("xz", new_xz_unpacker, (lzma.LZMAError, EOFError))
+    is_zstd_frame = head.startswith(b"\x28\xb5\x2f\xfd")
+    is_skippable_frame = head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
+    if is_zstd_frame or is_skippable_frame:
         import zstandard  # few files are such
 
-        return "zstd", lambda: zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError,)
-    return "plain", None, ()
+        return _Packing(
+            "zstd",
+            lambda: zstandard.ZstdDecompressor().decompressobj(),
+            (zstandard.ZstdError,),
+            can_bound_output=False,
+        )
+    return None

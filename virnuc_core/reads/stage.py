@@ -28,7 +28,12 @@ from virnuc_core.errors import (
 from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.parse import BLOCK_BYTES, parse_by
-from virnuc_core.reads.sources import Inputs, alignments_at, can_be_read_twice, find_inputs
+from virnuc_core.reads.sources import (
+    Inputs,
+    can_be_read_twice,
+    find_alignment_format_of_file,
+    find_inputs,
+)
 from virnuc_core.reads.store import STORES, OrfStore, StoreCounts, StoreWriter, is_intact
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, MATE, Segment, long_segments, process
 from virnuc_core.reads.workers import Workers
@@ -143,7 +148,7 @@ def stage(
     `ConfigError` when `out` cannot be written; `RunMismatchError` naming what is other, for reads not of the `expected`
     run; `SpentInputError` for what another try might mend, where reads were piped."""
     inputs = find_inputs(spec.named)
-    if len(inputs.files) != 1 or spec.interleaved or alignments_at(inputs.files[0]):
+    if len(inputs.files) != 1 or spec.interleaved or find_alignment_format_of_file(inputs.files[0]):
         from virnuc_core.reads.pairs import arranged  # one file is the usual case
 
         inputs = arranged(spec, inputs)

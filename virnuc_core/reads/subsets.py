@@ -18,7 +18,13 @@ from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.pairs import pair_batches
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sources import STDIN, Inputs, can_be_read_twice, find_inputs, reads_file
+from virnuc_core.reads.sources import (
+    STDIN,
+    Inputs,
+    can_be_read_twice,
+    create_reads_file,
+    find_inputs,
+)
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE
@@ -67,7 +73,7 @@ def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False
     drawn = np.argsort(lengths, kind="stable")[choose_reads(len(lengths), n, seed)]
     picked = np.zeros(len(lengths), bool)
     picked[drawn] = True
-    with reads_file(out) as target:
+    with create_reads_file(out) as target:
         for batch in parse(files, ParseLog()):
             for i in np.flatnonzero(picked[read : read + len(batch)]).tolist():
                 target.write(batch.records[i])
@@ -162,7 +168,9 @@ def write_reads(
             begun = same and part is not None and not part.is_last and bool(goes_to[read] >= 0)
             names = [f"{kind}.{batch.format}.gz" for kind in kinds]
             if names[0] not in out:
-                out |= {name: stack.enter_context(reads_file(run.root / name)) for name in names}
+                out |= {
+                    name: stack.enter_context(create_reads_file(run.root / name)) for name in names
+                }
             for i in np.flatnonzero((goes_to[read:last] >= 0) & same).tolist():
                 out[names[goes_to[read + i]]].write(batch.records[i])
             read = last if part is None or part.is_last else read

@@ -194,7 +194,7 @@ def test_a_store_of_one_read_group_is_not_that_of_another(tmp_path: Path) -> Non
 
 
 def test_mates_of_a_read_group_follow_each_other_among_those_of_others(tmp_path: Path) -> None:
-    alone = [(f"s{i}", UNPAIRED, bases(i)) for i in range(alignments._LOOKED_AT + 1)]
+    alone = [(f"s{i}", UNPAIRED, bases(i)) for i in range(alignments._N_PEEKED_RECORDS + 1)]
     turns = [
         PAIRS[at] for i in range(0, 60, 4) for at in (i, i + 2, i + 1, i + 3)
     ]  # of two groups in turn

@@ -384,7 +384,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         text = "".join(known.get(name.split(".")[0], "") for name in query["id"].split(","))
         return nullcontext(httpx.Response(200, stream=httpx.ByteStream(text.encode())))
 
-    monkeypatch.setattr(remote, "_open", answer)
+    monkeypatch.setattr(remote, "_request", answer)
     return requests
 
 
@@ -426,7 +426,7 @@ def test_without_a_network(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(remote, "_open", refuse)
+    monkeypatch.setattr(remote, "_request", refuse)
     with pytest.raises(InputError, match=words) as caught:
         fetch_accessions(["NC_045512.2"], tmp_path, email="lab@example.org")
     assert "\n" not in str(caught.value)
