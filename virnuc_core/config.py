@@ -1,4 +1,4 @@
-"""Typed settings that every part takes: built once at the edge, handed down, written to the run record."""
+"""Settings of every part, built once where a command or flow starts and written to the record."""
 
 import errno
 import os
@@ -26,19 +26,17 @@ Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
 OnError = Literal["stop", "skip"]
 Share = Annotated[float, Field(ge=0, le=1)]
-OnShare = Callable[[float], None]  # hears the share of some work that is done, 0 to 1
-Switch = Literal[
-    "commits", "sampler", "models"
-]  # models: kept by the workers, or loaded anew halfway
+OnShare = Callable[[float], None]  # is called with the share of the work that is done, 0 to 1
+# "models": measure workers that keep their models against workers that load them anew halfway.
+Switch = Literal["commits", "sampler", "models"]
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
 
 DEFAULT_MODEL_LENGTH = 500
-SMALL_BYTES = (
-    1 << 24
-)  # a file that is read whole at most: settings, sizes of a model, a tokenizer, marks
-MAX_FAULTS = 5  # of a file or settings that one message names
+# The largest file that is read whole: settings, sizes of a model, a tokenizer, markers.
+SMALL_BYTES = 1 << 24
+MAX_FAULTS = 5  # that one message names of a file or of settings
 INPUT_FIELDS = ("mates_1", "mates_2", "reads")  # settings that name reads
-MAX_PROCESSES = 8  # that stage; beyond it the one that unpacks is the limit
+MAX_PROCESSES = 8  # that stage; with more, the process that unpacks is the limit
 DEFAULT_THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
 
 
@@ -49,7 +47,10 @@ class Spec(BaseModel):
 
 
 class EngineSpec(Spec):
-    """How the packing engine computes. The fields of `RESULT_FIELDS` may change result bytes, the others never do."""
+    """How the packing engine computes.
+
+    The fields of `RESULT_FIELDS` may change the bytes of results, the others never do.
+    """
 
     precision: Precision = Field(
         "auto", description="auto: fp16 on CUDA, fp32 on CPU; int8: ESM-2, calibrated"
@@ -108,10 +109,10 @@ class TraceOptions(Spec):
 
 
 class TraceSpec(TraceOptions):
-    """What a worker records, once: whole shards, so that every encoder and the head are in it."""
+    """What a worker records: whole shards, so that every encoder and the classifier are in it."""
 
-    folder: str  # `<device>.json.gz` and `<device>.operations.json` are written there
-    skip: int = 1  # shards left out first: they warm caches and allocators
+    folder: str  # for `<device>.json.gz` and `<device>.operations.json`
+    skip: int = 1  # shards that are not recorded first, because they warm caches and allocators
 
 
 class Devices(Spec):
@@ -122,40 +123,55 @@ class Devices(Spec):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `cuda:0,cuda:1`, `cuda:GPU-<uuid>`, `cpu:2`, `cpu` (one core) or `auto`. Errors: `ConfigError`."""
-        if text.strip() == "auto":
+        """Read `cuda:0,cuda:1`, `cuda:GPU-<uuid>`, `cpu:2`, `cpu` (one core) or `auto`.
+
+        Raises:
+            ConfigError: The text has another form, or names a device twice.
+        """
+        text = text.strip()
+        if text == "auto":
             return cls(kind="auto")
-        if match := re.fullmatch(r"cpu(?::(\d{1,4}))?", text.strip()):
-            if not (count := int(match[1] or 1)):
+        cores = re.fullmatch(r"cpu(?::(\d{1,4}))?", text)
+        if cores:
+            n_cores = int(cores[1] or 1)
+            if n_cores == 0:
                 raise ConfigError(f"devices '{text}': cpu:0 has no core; use cpu:1 or more")
-            return cls(kind="cpu", ids=tuple(map(str, range(count))))
-        parts = [part.strip() for part in text.split(",")]
-        if wrong := [
-            part for part in parts if not re.fullmatch(r"cuda:(\d+|(GPU|MIG)-[0-9a-fA-F-]+)", part)
-        ]:
-            raise ConfigError(
-                f"devices '{text}': '{wrong[0]}' is not a device; use cuda:0,cuda:1 or cpu:2 or auto"
-            )
-        if len({*parts}) != len(parts):
+            return cls(kind="cpu", ids=tuple(map(str, range(n_cores))))
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if not re.fullmatch(r"cuda:(\d+|(GPU|MIG)-[0-9a-fA-F-]+)", name):
+                raise ConfigError(
+                    f"devices '{text}': '{name}' is not a device; "
+                    "use cuda:0,cuda:1 or cpu:2 or auto"
+                )
+        if len(set(names)) != len(names):
             raise ConfigError(f"devices '{text}': a device is named twice; name each once")
-        return cls(kind="cuda", ids=tuple(part.removeprefix("cuda:") for part in parts))
+        return cls(kind="cuda", ids=tuple(name.removeprefix("cuda:") for name in names))
 
     def __str__(self) -> str:
         if self.kind == "cuda":
-            return ",".join(f"cuda:{i}" for i in self.ids)
-        return f"cpu:{len(self.ids)}" if self.kind == "cpu" else "auto"
+            return ",".join(f"cuda:{device}" for device in self.ids)
+        if self.kind == "cpu":
+            return f"cpu:{len(self.ids)}"
+        return "auto"
 
 
-_parsed = BeforeValidator(lambda given: Devices.parse(given) if isinstance(given, str) else given)
-DevicesAsText = Annotated[Devices, _parsed, PlainSerializer(str)]
+def _parse_devices(value: object) -> object:
+    if isinstance(value, str):
+        return Devices.parse(value)
+    return value
+
+
+DevicesAsText = Annotated[Devices, BeforeValidator(_parse_devices), PlainSerializer(str)]
 
 
 class ClusterSpec(Spec):
-    """Other machines to compute on, which Dask knows. Their GPUs, or cores, are used as `devices` says, on each."""
+    """Other machines to compute on, through Dask. `devices` chooses the GPUs or cores of each."""
 
     cluster: str | None = Field(
         None,
-        description="compute on the nodes of a Dask scheduler (tcp://… or tls://…), of FILE.yaml, or of local:N",
+        description="compute on the nodes of a Dask scheduler (tcp://… or tls://…), "
+        "of FILE.yaml, or of local:N",
         pattern=r"^((tcp|tls)://\S+|local:[1-9][0-9]{0,2}|.+\.ya?ml)$",
     )
     nodes: str = Field(
@@ -178,7 +194,7 @@ class ClusterSpec(Spec):
 
 
 class HostSpec(Spec):
-    """What this machine's cores do beside the devices."""
+    """What the cores of this machine do beside the devices."""
 
     stage_workers: int = Field(
         0,
@@ -189,8 +205,11 @@ class HostSpec(Spec):
 
     @property
     def workers(self) -> int:
-        """How many processes stage, and write results."""
-        return self.stage_workers or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+        """Number of processes that stage reads and write results."""
+        if self.stage_workers:
+            return self.stage_workers
+        n_cores = len(os.sched_getaffinity(0))
+        return min(MAX_PROCESSES, n_cores)
 
 
 class ReadingSpec(HostSpec):
@@ -206,11 +225,12 @@ class ReadingSpec(HostSpec):
 
 
 class ReadsSpec(ReadingSpec):
-    """Which reads come in, which of them are mates, and how they are read."""
+    """Which reads are read, which of them are mates, and how."""
 
     reads: tuple[str, ...] = Field(
         (),
-        description="FASTA, FASTQ or BAM files or folders, plain or compressed; -; https://…; ncbi:ACCESSIONS",
+        description="FASTA, FASTQ or BAM files or folders, plain or compressed; -; "
+        "https://…; ncbi:ACCESSIONS",
     )
     mates_1: tuple[str, ...] = Field(
         (), description="files of first mates, each in step with one of --mates-2"
@@ -232,14 +252,15 @@ class ReadsSpec(ReadingSpec):
         return (*self.mates_1, *self.mates_2, *self.reads)
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
+    def _is_complete(self) -> Self:
         if len(self.mates_1) != len(self.mates_2):
             raise ConfigError(
-                f"-1 names {len(self.mates_1)} files, -2 {len(self.mates_2)}; name both of each pair"
+                f"-1 names {len(self.mates_1)} files, -2 {len(self.mates_2)}; "
+                "name both of each pair"
             )
-        if "" in (
-            self.named or (str(getattr(self, "samples", None) or ""),)
-        ):  # it would name the working directory
+        samples = str(getattr(self, "samples", None) or "")
+        inputs = self.named or (samples,)
+        if "" in inputs:  # as a path it would be the working directory
             raise ConfigError(
                 "reads: none are named; name files or folders, or the files of pairs by -1 and -2"
             )
@@ -247,7 +268,7 @@ class ReadsSpec(ReadingSpec):
 
 
 class VerdictSpec(Spec):
-    """What is called viral, and which reads are written out."""
+    """Which scores are called viral, and which reads are written out."""
 
     threshold: float = Field(
         DEFAULT_THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral"
@@ -267,8 +288,13 @@ class VerdictSpec(Spec):
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Of which of `rundir.VERDICTS` the reads are written out."""
-        return ("viral",) * self.write_viral + ("nonviral",) * self.write_nonviral
+        """The verdicts, of `rundir.VERDICT_FILES`, whose reads are written out."""
+        verdicts = []
+        if self.write_viral:
+            verdicts.append("viral")
+        if self.write_nonviral:
+            verdicts.append("nonviral")
+        return tuple(verdicts)
 
 
 class ClassifySpec(VerdictSpec, ClusterSpec, HostSpec):
@@ -292,7 +318,10 @@ class RunSpec(ReadsSpec, ClassifySpec):
 
 
 class TrainSpec(Spec):
-    """How a head is fitted and judged. Optimiser and stopping rule are the original's, batch and step are larger."""
+    """How a classifier (head) is trained and evaluated.
+
+    Optimiser and stopping rule are those of VirNucPro; batch size and step are larger.
+    """
 
     truth: Path = Field(description="table of read id, label (virus or others) and genome")
     groups: Path | None = Field(
@@ -336,59 +365,84 @@ class TrainSpec(Spec):
 def explain(
     error: ValidationError, *, quoted: bool = False, model: type[BaseModel] = BaseModel
 ) -> str:
-    """A pydantic error as one line, of its first parts: `engine.token_budget: should be ≥ 64 (given 3)`; where a
-    pattern is missed, how `model` describes the setting, with the forms it has. `quoted`: say what was given; not of a
-    file, for who reads the message may not be whom its content is for."""
-    parts = []
+    """Return a pydantic error as one line: `engine.token_budget: should be ≥ 64 (given 3)`.
+
+    Args:
+        error: The error. Its first `MAX_FAULTS` faults are named.
+        quoted: Show the values that were given. Not for files: the reader of the message may not
+            be allowed to read the file.
+        model: The model that was validated. Where a value misses a pattern, the description of the
+            field tells the forms that it may have.
+    """
+    faults = []
     for item in error.errors()[:MAX_FAULTS]:
-        said = f"{item['msg'][0].lower()}{item['msg'][1:]}"
-        if item["type"] == "json_invalid":  # what was given is a whole file
-            return said
-        place = (
-            re.sub(r"\s", " ", ".".join(map(str, item["loc"])))[:MAX_SHOWN_LETTERS] or "settings"
-        )
-        if item["type"] == "string_pattern_mismatch" and (field := model.model_fields.get(place)):
-            said = f"unknown form; {field.description}"
-        given = repr(item.get("input"))
-        given = given if len(given) <= MAX_SHOWN_LETTERS else f"{given[:MAX_SHOWN_LETTERS]}…"
-        parts.append(f"{place}: {said}" + f" (given {given})" * quoted)
-    more = error.error_count() - len(parts)
-    return "; ".join(parts) + f"; and {more} more" * (more > 0)
+        problem = f"{item['msg'][0].lower()}{item['msg'][1:]}"
+        if item["type"] == "json_invalid":  # the value is a whole file
+            return problem
+        place = re.sub(r"\s", " ", ".".join(map(str, item["loc"])))[:MAX_SHOWN_LETTERS]
+        field = model.model_fields.get(place)
+        if item["type"] == "string_pattern_mismatch" and field is not None:
+            problem = f"unknown form; {field.description}"
+        fault = f"{place or 'settings'}: {problem}"
+        if quoted:
+            value = repr(item.get("input"))
+            if len(value) > MAX_SHOWN_LETTERS:
+                value = f"{value[:MAX_SHOWN_LETTERS]}…"
+            fault += f" (given {value})"
+        faults.append(fault)
+    n_hidden = error.error_count() - len(faults)
+    if n_hidden > 0:
+        faults.append(f"and {n_hidden} more")
+    return "; ".join(faults)
 
 
 @contextmanager
 def refuse_unreadable(
-    what: object, form: str, kind: type[VirnucError] = ConfigError
+    what: object, form: str, error_class: type[VirnucError] = ConfigError
 ) -> Iterator[None]:
-    """What goes wrong while the body reads a file of this form is raised as `kind`, in one line that names `what`."""
+    """Turn an error, while the body reads a file, into one line that names the file.
+
+    Args:
+        what: The file, or what it is.
+        form: The format of the file, for the message.
+        error_class: Class of the error to raise.
+    """
     try:
         yield
     except OSError as error:
-        raise kind(f"{what}: cannot be read ({error.strerror or error})") from error
+        raise error_class(f"{what}: cannot be read ({error.strerror or error})") from error
     except ValidationError as error:
-        raise kind(f"{what}: {explain(error)}") from error
+        raise error_class(f"{what}: {explain(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise kind(f"{what}: not valid {form}: {join_first([error])}") from error
+        raise error_class(f"{what}: not valid {form}: {join_first([error])}") from error
 
 
-def read_small_text(path: Path, most: int = SMALL_BYTES) -> str:
-    """The text of a file of `most` bytes at most. Errors: `OSError`, also for a larger one; `UnicodeDecodeError`."""
+def read_small_text(path: Path, max_bytes: int = SMALL_BYTES) -> str:
+    """Return the text of a file.
+
+    Raises:
+        OSError: The file cannot be read, or is larger than `max_bytes`.
+        UnicodeDecodeError: It is not UTF-8.
+    """
     with path.open("rb") as file:
-        body = file.read(most + 1)
-    if len(body) > most:
-        raise OSError(errno.EOVERFLOW, f"larger than {most:,} bytes")
-    return body.decode()
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EOVERFLOW, f"larger than {max_bytes:,} bytes")
+    return content.decode()
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The engine settings of a TOML file, checked by name; `ConfigError` says what is wrong with it."""
+    """Read engine settings from a TOML file.
+
+    Raises:
+        ConfigError: The file cannot be read, or contains something that is no engine setting.
+    """
     with refuse_unreadable(f"settings {path}", "TOML"):
-        found = tomllib.loads(read_small_text(path))
-    unknown = sorted(
-        set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"}
-    )  # which is for measuring
+        settings = tomllib.loads(read_small_text(path))
+    allowed = set(EngineSpec.model_fields) - {"commit"}  # commit is for measurements only
+    unknown = sorted(set(settings) - allowed)
     if unknown:
         raise ConfigError(
             f"settings {path}: {join_first(unknown)} is no engine setting; see docs/operations.md"
         )
-    return found
+    return settings
