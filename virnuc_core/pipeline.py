@@ -257,7 +257,7 @@ def prepare(
         discard(
             run.root, *RUN_FILES
         )  # what cannot be removed must not be mistaken for the new run's
-    near = spec.threshold if shards.repeats(resolved, head) else None
+    near = spec.threshold if shards.repeats_near_threshold(resolved, head) else None
     resolved, plan = shards.plan_run(
         orfs.protein_offsets, resolved, fingerprints, found[0].kind, near
     )

@@ -1,11 +1,14 @@
-"""Shards to packed batches, ahead of the device.
+"""Turn shards into packed batches, ahead of the device.
 
-Tokenising runs in `num_workers` loader processes (or in the feeder thread itself); packing runs in the feeder thread;
-the launch loop only takes finished batches from a bounded queue. CUDA is never touched in a loader process.
+Sequences are tokenised in `num_workers` loader processes (or in the feeder thread itself) and
+packed in the feeder thread. The launch loop only takes finished batches from a bounded queue. A
+loader process never touches CUDA.
 
-Three rules of packing make a row's numbers independent of its neighbours, with only a handful of shapes: rows are
-grouped by the power of two above their length (the kernel's block is chosen by the row itself), a group is filled into
-the largest shape it can fill, longest rows first, and the rest goes into shapes of a quarter and a sixteenth."""
+Three rules of packing make a row's numbers independent of its neighbours, with only a handful of
+batch shapes. Rows are grouped by the power of two above their length, because the kernel's block
+is chosen by that. A group is filled into the largest shape that it can fill, longest rows first.
+The rest goes into shapes of a quarter and a sixteenth.
+"""
 
 import multiprocessing
 import queue
@@ -16,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
@@ -23,197 +27,291 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.encoders.tokenize import ESM2_PAD, DnabertTokenizer, Esm2Tokenizer, PackedBatch
+from virnuc_core.encoders.registry import ENCODERS, EncoderInfo, EncoderName
+from virnuc_core.encoders.tokenize import PackedBatch, Tokenizer
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import die_with_parent
-from virnuc_core.telemetry.tables import ENCODERS, Encoder
 
-JOBS_OPEN = 8  # runs whose stores a process keeps open
-SLICE_ROWS = 1024  # uniques tokenised in one call
-SMALLEST_GROUP = 64
-PARTS = (1, 4, 16)  # of a token budget: the shapes of batches
-NEARLY = 16  # a shape is worth launching when less than one part in this many stays empty
-MIN_TOKENS_PER_ROW = 8  # row capacity of a batch = slots / this; only rows shorter than 6 residues could ask for more
+MAX_OPEN_SOURCES: Final = 8  # runs whose stores a process keeps open
+SLICE_ROWS: Final = 1024  # sequences tokenised in one call
+SMALLEST_GROUP: Final = 64
+SHAPE_DIVISORS: Final = (1, 4, 16)  # of the token budget: the shapes of batches
+# A shape is worth launching if less than one part in this many stays empty.
+NEARLY_FULL: Final = 16
+# Sets the row capacity of a batch; only rows shorter than 6 residues could ask for more.
+MIN_TOKENS_PER_ROW: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch, ready to launch. `rows` are positions within the shard."""
+    """One batch, ready to launch."""
 
-    encoder: Encoder
+    encoder: EncoderName
     index: int
     packed: PackedBatch
-    rows: Tensor  # int64 [batch.rows]
+    rows: Tensor  # int64 [packed.rows], positions within the shard
     arrived_s: float
 
 
-Item = (
-    ShardTask | Batch | None
-)  # what the launch loop takes: a task, its batches, the task again; after the last None
-Take = Callable[
-    [], tuple[Item, float]
-]  # the next item, and how long it took to come, in milliseconds
-Source = tuple[Path, str, Path]  # a store, the fingerprint it must have, a models directory
-Slice = tuple[int, int]
+# What the launch loop takes: a task, its batches, the task again, …, and None after the last.
+Item = ShardTask | Batch | None
+# Returns the next item, and how long it took to come, in milliseconds.
+Take = Callable[[], tuple[Item, float]]
+Slice = tuple[int, int]  # the first sequence, and one past the last
 Ints = NDArray[np.int64]
-Tokens = tuple[Ints, Ints]  # all tokens end to end, row offsets
 
 
-@lru_cache(maxsize=JOBS_OPEN)
-def opened(path: Path, fingerprint: str, models: Path) -> tuple[OrfStore, DnabertTokenizer]:
-    """The store a plan was made for, and DNA's tokenizer; `ConfigError` when another store lies there now."""
-    store = OrfStore.open(path, check=False)  # whoever planned the run has checked it
-    if store.fingerprint != fingerprint:
-        raise ConfigError(f"{path} is no longer the store this run was started on; run it again")
-    return store, DnabertTokenizer(models)
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the sequences of a run come from, and what must lie there."""
+
+    store: Path
+    fingerprint: str  # of the store that the plan was made for
+    models: Path  # for the tokenizers
 
 
-def tokenise(source: Source, span: Slice) -> tuple[Tokens, Tokens]:
-    """Protein and DNA tokens of the uniques `[lo, hi)`."""
-    store, dnas = opened(*source)
-    protein, dna = Esm2Tokenizer().encode(store.protein(*span)), dnas.encode(store.dna(*span))
-    return (protein[0].numpy(), protein[1].numpy()), (dna[0].numpy(), dna[1].numpy())
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """An open store, and a tokenizer for each encoder."""
+
+    store: OrfStore
+    tokenizers: dict[EncoderName, Tokenizer]
 
 
-def slices(kept: Ints) -> list[Slice]:
-    """Runs of consecutive uniques, none longer than `SLICE_ROWS`."""
-    cuts = np.flatnonzero((np.diff(kept) != 1) | (kept[1:] % SLICE_ROWS == 0)) + 1
-    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(kept, cuts) if len(run)]
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """The tokens of some sequences, end to end."""
 
+    tokens: Ints  # [total]
+    starts: Ints  # [rows + 1], where each row starts, and the total
 
-def join(parts: Sequence[Tokens]) -> Tokens:
-    """Token runs of consecutive slices as one."""
-    lengths = [np.diff(starts) for _, starts in parts]
-    starts = np.concatenate([np.zeros(1, dtype=np.int64), *lengths]).cumsum()
-    return np.concatenate([np.zeros(0, dtype=np.int64), *(tokens for tokens, _ in parts)]), starts
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each row, int64 [rows]."""
+        return np.diff(self.starts)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One batch: which rows, in order, in how many slots."""
+    """Which rows a batch holds, in order, in how many token slots."""
 
     rows: Ints
     slots: int
-    max_seqlen: int  # the group's bound
+    max_seqlen: int  # the upper bound of the group's lengths
     tokens: int
 
 
-def shapes(budget: int, parts: Sequence[int] = PARTS) -> tuple[int, ...]:
-    """The batch shapes of a token budget, largest first."""
-    return tuple(dict.fromkeys(max(1, budget // part) for part in parts))
+@lru_cache(maxsize=MAX_OPEN_SOURCES)
+def open_source(source: Source) -> OpenSource:
+    """Open the store that a plan was made for, and the tokenizers.
+
+    Raises:
+        ConfigError: Another store lies there now.
+    """
+    store = OrfStore.open(source.store, check=False)  # whoever planned the run has checked it
+    if store.fingerprint != source.fingerprint:
+        problem = f"{source.store} is no longer the store this run was started on"
+        raise ConfigError(f"{problem}; run it again")
+    tokenizers = {encoder.name: encoder.open_tokenizer(source.models) for encoder in ENCODERS}
+    return OpenSource(store, tokenizers)
+
+
+def tokenise(source: Source, span: Slice) -> dict[EncoderName, TokenRows]:
+    """Tokenise some sequences of a store for each encoder."""
+    opened = open_source(source)
+    token_rows = {}
+    for encoder in ENCODERS:
+        sequences = encoder.sequences(opened.store, *span)
+        tokens, starts = opened.tokenizers[encoder.name].encode(sequences)
+        token_rows[encoder.name] = TokenRows(tokens.numpy(), starts.numpy())
+    return token_rows
+
+
+def slices(kept: Ints) -> list[Slice]:
+    """Cut sorted positions into runs of consecutive ones, none longer than `SLICE_ROWS`.
+
+    Returns:
+        The first position of each run, and one past its last.
+    """
+    starts_run = np.diff(kept) != 1
+    starts_slice = kept[1:] % SLICE_ROWS == 0
+    cuts = np.flatnonzero(starts_run | starts_slice) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(kept, cuts) if len(run)]
+
+
+def join(parts: Sequence[TokenRows]) -> TokenRows:
+    """Join the token rows of consecutive slices."""
+    tokens = [np.zeros(0, dtype=np.int64)]  # where there is no part
+    lengths = [np.zeros(1, dtype=np.int64)]  # the first row starts at 0
+    for part in parts:
+        tokens.append(part.tokens)
+        lengths.append(part.lengths)
+    starts = np.concatenate(lengths).cumsum()
+    return TokenRows(np.concatenate(tokens), starts)
+
+
+def shapes(budget: int, divisors: Sequence[int] = SHAPE_DIVISORS) -> tuple[int, ...]:
+    """Return the batch shapes of a token budget in slots, largest first."""
+    return tuple(dict.fromkeys(max(1, budget // divisor) for divisor in divisors))
 
 
 def row_capacity(slots: int) -> int:
-    """Rows a batch of `slots` can hold."""
+    """Return how many rows a batch of so many `slots` can hold."""
     return max(1, slots // MIN_TOKENS_PER_ROW)
 
 
-def group_bounds(lengths: Ints) -> Ints:
-    """The power of two each row of `lengths` tokens is grouped under, at least `SMALLEST_GROUP`."""
-    bounds: Ints = 1 << np.frexp(lengths - 1)[1].astype(np.int64)
+def group_bounds(lengths: NDArray[np.integer]) -> Ints:
+    """Return the power of two under which each row is grouped, at least `SMALLEST_GROUP`.
+
+    Args:
+        lengths: Tokens of each row.
+    """
+    exponents = np.frexp(lengths - 1)[1].astype(np.int64)
+    bounds: Ints = 1 << exponents
     return bounds.clip(SMALLEST_GROUP)
 
 
 def pack(
-    lengths: Sequence[int] | Ints, budget: int, parts: Sequence[int] = PARTS
+    lengths: Sequence[int] | Ints, budget: int, divisors: Sequence[int] = SHAPE_DIVISORS
 ) -> list[BatchPlan]:
-    """Place every row of `lengths` (tokens, specials included, each ≥ 1) in exactly one batch; the same gives the same.
-    A row longer than the budget gets a batch of its own, of the smallest multiple of the budget that holds it."""
+    """Place every row in exactly one batch. The same lengths give the same batches.
+
+    A row longer than the budget gets a batch of its own, of the smallest multiple of the budget
+    that holds it.
+
+    Args:
+        lengths: Tokens of each row, special tokens included; each at least 1.
+        budget: Token slots of the largest batch shape.
+        divisors: The batch shapes, as divisors of the budget.
+    """
     sizes = np.asarray(lengths, dtype=np.int64)
-    bounds, batches = group_bounds(sizes), list[BatchPlan]()
+    bounds = group_bounds(sizes)
+    allowed = shapes(budget, divisors)
+    batches: list[BatchPlan] = []
     for bound in np.unique(bounds)[::-1].tolist():
-        batches += _pack_group(np.flatnonzero(bounds == bound), sizes, bound, shapes(budget, parts))
+        members = np.flatnonzero(bounds == bound)
+        batches += _pack_group(members, sizes, bound, allowed)
     return batches
 
 
 def _pack_group(members: Ints, sizes: Ints, bound: int, allowed: Sequence[int]) -> list[BatchPlan]:
-    """Batches of one group: first-fit decreasing, bin by bin, over counts of equal lengths."""
+    """Fill the rows of one group into batches, the longest rows first (first-fit decreasing).
+
+    Rows of one length are taken together, which makes this fast: there are few different lengths.
+    """
     distinct, counts = np.unique(sizes[members], return_counts=True)
     by_size = members[np.argsort(sizes[members], kind="stable")]
-    left = dict(zip(distinct.tolist(), np.split(by_size, np.cumsum(counts)[:-1]), strict=True))
-    remaining = int((distinct * counts).sum())
+    groups = np.split(by_size, np.cumsum(counts)[:-1])
+    rows_left = dict(zip(distinct.tolist(), groups, strict=True))  # by length
+    tokens_left = int((distinct * counts).sum())
     batches = []
-    while remaining:
-        slots = _slots(
-            remaining, max(length for length, rows in left.items() if len(rows)), allowed
-        )
-        room, places, chosen = slots, row_capacity(slots), []
-        for length in sorted(left, reverse=True):
-            rows = left[length][: min(room // length, places)]
-            left[length] = left[length][len(rows) :]
+    while tokens_left:
+        longest = max(length for length, rows in rows_left.items() if len(rows))
+        slots = _choose_shape(tokens_left, longest, allowed)
+        free_slots = slots
+        free_rows = row_capacity(slots)
+        chosen = []
+        for length in sorted(rows_left, reverse=True):
+            n_fitting = min(free_slots // length, free_rows)
+            rows = rows_left[length][:n_fitting]
+            rows_left[length] = rows_left[length][len(rows) :]
             chosen.append(rows)
-            room -= length * len(rows)
-            places -= len(rows)
-        remaining -= slots - room
-        batches.append(BatchPlan(np.concatenate(chosen), slots, bound, slots - room))
+            free_slots -= length * len(rows)
+            free_rows -= len(rows)
+        tokens = slots - free_slots
+        tokens_left -= tokens
+        batches.append(BatchPlan(np.concatenate(chosen), slots, bound, tokens))
     return batches
 
 
-def _slots(remaining: int, longest: int, allowed: Sequence[int]) -> int:
-    """The largest shape the remaining tokens nearly fill, or the smallest; never too small for the longest row."""
-    fitting = [size for size in allowed if longest <= size]
+def _choose_shape(tokens_left: int, longest: int, allowed: Sequence[int]) -> int:
+    """Return the largest shape that the remaining tokens nearly fill, or else the smallest one.
+
+    It is never too small for the longest row.
+    """
+    fitting = [slots for slots in allowed if longest <= slots]
     if not fitting:
-        return -(-longest // allowed[0]) * allowed[0]
-    return next((size for size in fitting if remaining >= size - size // NEARLY), fitting[-1])
+        n_budgets = -(-longest // allowed[0])  # rounded up
+        return n_budgets * allowed[0]
+    for slots in fitting:
+        if tokens_left >= slots - slots // NEARLY_FULL:
+            return slots
+    return fitting[-1]
 
 
 def packed(
-    tokens: Tokens, budget: int, pad: int, parts: Sequence[int] = PARTS
+    token_rows: TokenRows, budget: int, pad: int, divisors: Sequence[int] = SHAPE_DIVISORS
 ) -> Iterator[tuple[BatchPlan, PackedBatch]]:
-    """Rows of tokens in batches of fixed shapes: each batch's rows end to end in its slots, then `pad`."""
-    flat, starts = tokens
-    for plan in pack(np.diff(starts), budget, parts):
-        lengths = starts[plan.rows + 1] - starts[plan.rows]
-        ends = np.cumsum(lengths)
-        source = np.repeat(starts[plan.rows] - (ends - lengths), lengths) + np.arange(plan.tokens)
+    """Yield batches of fixed shapes: each batch's rows end to end in its slots, then `pad`."""
+    for plan in pack(token_rows.lengths, budget, divisors):
+        row_starts = token_rows.starts[plan.rows]
+        lengths = token_rows.starts[plan.rows + 1] - row_starts
+        ends = np.cumsum(lengths)  # of each row, in the batch
+        shifts = row_starts - (ends - lengths)  # from a place in the batch to one in the tokens
+        places = np.repeat(shifts, lengths) + np.arange(plan.tokens)
         slots = np.full(plan.slots, pad, dtype=np.int64)
-        slots[: plan.tokens] = flat[source]
+        slots[: plan.tokens] = token_rows.tokens[places]
         cu_seqlens = np.full(row_capacity(plan.slots) + 1, plan.tokens, dtype=np.int32)
         cu_seqlens[0] = 0
         cu_seqlens[1 : len(ends) + 1] = ends
-        arrays = torch.from_numpy(slots), torch.from_numpy(cu_seqlens)
-        yield plan, PackedBatch(*arrays, len(plan.rows), plan.max_seqlen, plan.tokens)
+        batch = PackedBatch(
+            torch.from_numpy(slots),
+            torch.from_numpy(cu_seqlens),
+            rows=len(plan.rows),
+            max_seqlen=plan.max_seqlen,
+            real_tokens=plan.tokens,
+        )
+        yield plan, batch
 
 
 class Loader:
-    """Turns shard ranges into packed batches, through `num_workers` processes that stay up between shards."""
+    """Turns shards into packed batches, through `num_workers` processes that stay up."""
 
     def __init__(self, models: Path, engine: EngineSpec, *, pin: bool) -> None:
-        self.engine, self.pin, self._models = engine, pin, models
-        self._map: Callable[..., Iterable[tuple[Tokens, Tokens]]] = map
+        self._models = models
+        self._engine = engine
+        self._pin = pin
+        self._map: Callable[..., Iterable[dict[EncoderName, TokenRows]]] = map
         if engine.num_workers:
             context = multiprocessing.get_context("spawn")
             self._map = ProcessPoolExecutor(engine.num_workers, context, die_with_parent).map
 
     def load(self, task: ShardTask) -> Iterator[Item]:
-        """The task, its batches, DNA first, and the task again."""
+        """Yield the task, its batches in the order of the encoders, and the task again."""
         yield task
-        source = Path(task.store), task.reads, self._models
-        kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
+        source = Source(Path(task.store), task.reads, self._models)
+        skipped = np.array(task.skip, dtype=np.int64)
+        kept = np.setdiff1d(np.arange(task.lo, task.hi), skipped)
         parts = list(self._map(partial(tokenise, source), slices(kept)))
-        protein, dna = (join([part[which] for part in parts]) for which in (0, 1))
-        budgets, pads = (
-            (self.engine.dna_token_budget, self.engine.token_budget),
-            (opened(*source)[1].pad_id, ESM2_PAD),
-        )
-        for name, tokens, budget, pad in zip(ENCODERS, (dna, protein), budgets, pads, strict=True):
-            for index, (plan, batch) in enumerate(
-                packed(tokens, max(1, budget // task.divisor), pad)
-            ):
-                ready = batch.pin() if self.pin else batch
-                yield Batch(
-                    name,
-                    index,
-                    ready,
-                    torch.from_numpy(kept[plan.rows] - task.lo),
-                    time.monotonic(),
-                )
+        positions = kept - task.lo  # of the kept rows within the shard
+        for encoder in ENCODERS:
+            token_rows = join([part[encoder.name] for part in parts])
+            budget = max(1, encoder.token_budget(self._engine) // task.divisor)
+            pad = open_source(source).tokenizers[encoder.name].pad_id
+            yield from self._batches(encoder, token_rows, positions, budget, pad)
         yield task
 
+    def _batches(
+        self, encoder: EncoderInfo, token_rows: TokenRows, positions: Ints, budget: int, pad: int
+    ) -> Iterator[Batch]:
+        """Yield the batches of one encoder, in page-locked memory if the device is a GPU."""
+        for index, (plan, batch) in enumerate(packed(token_rows, budget, pad)):
+            ready = batch.pin() if self._pin else batch
+            rows = torch.from_numpy(positions[plan.rows])
+            yield Batch(encoder.name, index, ready, rows, arrived_s=time.monotonic())
+
     def feed(self, next_task: Callable[[], ShardTask | None], depth: int) -> Take:
-        """Keep a queue of `depth` items filled in a thread; what takes from it, and raises what loading raised."""
+        """Keep a queue of loaded items filled, in a thread.
+
+        Args:
+            next_task: Returns the next task; None after the last.
+            depth: Items that the queue holds.
+
+        Returns:
+            A function that takes the next item from the queue. It raises what loading raised.
+        """
         items: queue.Queue[Item | BaseException] = queue.Queue(maxsize=depth)
 
         def fill() -> None:
@@ -226,11 +324,11 @@ class Loader:
                 items.put(error)
 
         def take() -> tuple[Item, float]:
-            asked = time.perf_counter()
+            asked_s = time.perf_counter()
             item = items.get()
             if isinstance(item, BaseException):
                 raise item
-            return item, (time.perf_counter() - asked) * 1e3
+            return item, (time.perf_counter() - asked_s) * 1e3
 
         threading.Thread(target=fill, name="feeder", daemon=True).start()
         return take

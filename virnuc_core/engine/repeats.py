@@ -1,64 +1,113 @@
-"""ESM-2 in fp16 beside the one in int8: it embeds again the rows whose score is near the threshold, and decides them.
+"""ESM-2 in fp16 beside the one in int8: it decides the rows whose score is near the threshold.
 
-int8 moves scores by a few hundredths, so that it turns few verdicts but those. Each batch here has the same number of
-slots: what a row gets depends on its tokens, the weights and the settings, not on which other rows are near."""
+int8 moves scores by a few hundredths, so the rows near the threshold are the only ones whose
+verdict it can change. They are embedded again in fp16. Each batch here has the same number of
+slots, so what a row gets depends on its tokens, the weights and the settings, and not on which
+other rows are near the threshold.
+"""
 
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.checkpoint import load_encoder
-from virnuc_core.encoders.models import Esm2, Head
-from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer
-from virnuc_core.engine.loader import PARTS, opened, packed
+from virnuc_core.encoders.models import NETWORKS, Head
+from virnuc_core.encoders.registry import PROTEIN_ENCODER
+from virnuc_core.engine.loader import (
+    SHAPE_DIVISORS,
+    Source,
+    TokenRows,
+    open_source,
+    packed,
+)
 from virnuc_core.engine.shards import ShardResult, ShardTask
 
-NEAR: Final = (
-    0.05  # of the threshold: 1.2 % of the frames on which this was chosen (docs/performance.md)
-)
+# Distance from the threshold: it holds 1.2 % of the frames on which it was chosen
+# (docs/performance.md).
+NEAR: Final = 0.05
 
 
 class Repeater:
-    """Embeds rows of finished shards again, on a stream of its own; for the thread that commits them."""
+    """Embeds rows of finished shards again, for the thread that commits them.
+
+    On a GPU it works on a stream of its own.
+    """
 
     def __init__(
         self, models: Path, device: torch.device, engine: EngineSpec, longest: int
     ) -> None:
-        """Load the weights, for rows of up to `longest` tokens. Errors: those of `load_encoder`."""
-        self._models, self._device, self._budget, self._longest = (
-            models,
-            device,
-            engine.token_budget,
-            longest,
-        )
-        self.esm2 = load_encoder(Esm2, models, device, "fp16", engine.attention)
-        # before the launch loop's work, which fills the device for seconds: a commit waits for this
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        """Load the weights.
+
+        Args:
+            models: Models directory.
+            device: Where the weights go.
+            engine: Settings of the engine.
+            longest: Tokens of the longest row.
+
+        Raises:
+            WeightsError: The weights cannot be used.
+            DeviceError: The device cannot run fp16.
+        """
+        self._models = models
+        self._device = device
+        self._budget = engine.token_budget
+        self._longest = longest
+        network = NETWORKS[PROTEIN_ENCODER.name]  # the only one that runs in int8
+        self.encoder = load_encoder(network, models, device, "fp16", engine.attention)
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # A higher priority than the launch loop's work, which fills the device for seconds: a
+            # commit waits for this.
+            self.stream = torch.cuda.Stream(device, priority=-1)
 
     def slots(self, divisor: int) -> int:
-        """Of each batch: the middle one of the launch loop's shapes, and room for any row. The rows of a shard that are
-        near fill one or a few of them; of the smallest it would be four times as many launches."""
-        return max(self._longest, self._budget // divisor // PARTS[1])
+        """Return the slots of each batch: the launch loop's middle shape, or the longest row.
+
+        The rows of a shard that are near the threshold fill one or a few such batches; of the
+        smallest shape, it would be four times as many launches.
+
+        Args:
+            divisor: Of the token budget, on a device with little memory.
+        """
+        middle_shape = self._budget // divisor // SHAPE_DIVISORS[1]
+        return max(self._longest, middle_shape)
 
     def repeat(self, result: ShardResult, task: ShardTask, head: Head) -> int:
-        """Put what fp16 gives in the place of what `result` has for the rows near the threshold; how many they are."""
-        near = np.flatnonzero(
-            np.abs(result.scores[:, 1] - task.threshold) < NEAR
-        )  # none without a score
-        if not len(near):
+        """Replace embeddings and scores of the rows near the threshold by those of fp16.
+
+        Args:
+            result: What int8 gave for a shard; changed in place.
+            task: The shard.
+            head: The classifier.
+
+        Returns:
+            The number of such rows.
+        """
+        distances = np.abs(result.scores[:, 1] - task.threshold)  # NaN for rows without a score
+        near = np.flatnonzero(distances < NEAR)
+        if len(near) == 0:
             return 0
-        store, _ = opened(Path(task.store), task.reads, self._models)
-        proteins = [store.protein(row, row + 1)[0] for row in (near + task.lo).tolist()]
-        tokens, starts = Esm2Tokenizer().encode(proteins)
+        slots = self.slots(task.divisor)
+        token_rows, pad = self._tokenise(task, near)
+        own_columns = slice(-self.encoder.width, None)  # the protein encoder's are the last
         with torch.cuda.stream(self.stream):
-            for plan, batch in packed(
-                (tokens.numpy(), starts.numpy()), self.slots(task.divisor), ESM2_PAD, parts=(1,)
-            ):
-                pooled = self.esm2.embed(batch.to(self._device))[: batch.rows]
-                result.embeddings[near[plan.rows], -self.esm2.width :] = pooled.cpu().numpy()
-            scores = head.scores(torch.from_numpy(result.embeddings[near]).to(self._device))
-            result.scores[near] = scores.cpu().numpy()
+            for plan, batch in packed(token_rows, slots, pad, divisors=(1,)):
+                pooled = self.encoder.embed(batch.to(self._device))[: batch.rows]
+                result.embeddings[near[plan.rows], own_columns] = pooled.cpu().numpy()
+            features = torch.from_numpy(result.embeddings[near]).to(self._device)
+            result.scores[near] = head.scores(features).cpu().numpy()
         return len(near)
+
+    def _tokenise(self, task: ShardTask, positions: NDArray[np.int64]) -> tuple[TokenRows, int]:
+        """Tokenise some rows of a shard; return them, and the token to fill batches with."""
+        opened = open_source(Source(Path(task.store), task.reads, self._models))
+        sequences = []
+        for row in (positions + task.lo).tolist():
+            sequences += PROTEIN_ENCODER.sequences(opened.store, row, row + 1)
+        tokenizer = opened.tokenizers[PROTEIN_ENCODER.name]
+        tokens, starts = tokenizer.encode(sequences)
+        return TokenRows(tokens.numpy(), starts.numpy()), tokenizer.pad_id

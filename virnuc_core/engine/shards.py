@@ -1,7 +1,9 @@
 """Shards: the unit of work, of commit and of loss.
 
-A shard is a range of the store's unique sequences. Its file holds what `f(sequences, weights, settings)` gave, under a
-fingerprint of all three and a checksum; it appears by rename, is never computed again, and alone remembers progress."""
+A shard is a range of the store's distinct sequences. Its file holds the result of a pure function
+of sequences, weights and settings, with a fingerprint of all three and a checksum. The file
+appears by a rename, is never computed again, and is the only record of progress.
+"""
 
 import hashlib
 import json
@@ -31,33 +33,48 @@ log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 SEALED_AS: Final = f"shard {SCHEMA_VERSION}"
-SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
-MOST_SHARDS: Final = 800  # a reader of embeddings.h5 opens them all: most systems let a process have 1,024 files open
-LARGEST_SHARD: Final = (
-    4_194_304  # tokens: a gigabyte of embeddings, held in memory until the commit
-)
+# The last shards shrink to a quarter, so that unequal devices end together.
+SMALLEST_SHARD_DIVISOR: Final = 4
+# A reader of embeddings.h5 opens all shards: most systems let a process open 1,024 files.
+MAX_SHARDS: Final = 800
+# The last shards are smaller than the others, so a little room is left below `MAX_SHARDS`.
+N_SMALL_SHARDS: Final = 30
+# A gigabyte of embeddings, which a worker holds in memory until the commit.
+MAX_SHARD_TOKENS: Final = 4_194_304
 READ_BYTES: Final = 1 << 20
-READERS: Final = 8  # threads that prove shards: digests let others run
-FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
+N_CHECK_THREADS: Final = 8  # to prove shards; the digest functions let other threads run
+FILLED_SHARE: Final = 0.997  # of the slots of a whole number of batches, by rows of mixed lengths
 
 
-def result_settings(engine: EngineSpec, near: float | None = None) -> dict[str, Any]:
-    """The settings that may change result bytes; `near`: the threshold near which rows are embedded again, if any."""
-    # the first two are always so; every fingerprint holds them
-    settings = {"compile": False, "dedup": True} | {
-        name: getattr(engine, name) for name in RESULT_FIELDS
-    }
-    return settings if near is None else settings | {"threshold": near}
+def result_settings(engine: EngineSpec, repeat_threshold: float | None = None) -> dict[str, Any]:
+    """Return the settings that may change result bytes.
+
+    Args:
+        engine: The settings of the engine.
+        repeat_threshold: Score near which rows are embedded again; None if none are.
+    """
+    settings: dict[str, Any] = {"compile": False, "dedup": True}  # part of every fingerprint
+    for name in RESULT_FIELDS:
+        settings[name] = getattr(engine, name)
+    if repeat_threshold is not None:
+        settings["threshold"] = repeat_threshold
+    return settings
 
 
-def repeats(engine: EngineSpec, head: HeadShape) -> bool:
-    """Whether rows near the threshold are embedded again. A head of random weights, as training begins with, decides
-    nothing: embeddings must not depend on it."""
+def repeats_near_threshold(engine: EngineSpec, head: HeadShape) -> bool:
+    """Return whether rows near the threshold are embedded again.
+
+    A classifier of random weights, as training begins with, decides nothing: embeddings must not
+    depend on it.
+    """
     return engine.precision == "int8" and not head.origin.startswith(RANDOM_ORIGIN)
 
 
 class ShardPlan(Spec):
-    """`shards/plan.json`: which uniques each shard holds. Shard i is `bounds[i]` … `bounds[i + 1]`."""
+    """The file `shards/plan.json`: which sequences each shard holds.
+
+    Shard i holds the distinct sequences `bounds[i]` to `bounds[i + 1] - 1`.
+    """
 
     schema_version: Literal[1] = SCHEMA_VERSION
     fingerprint: str
@@ -67,33 +84,30 @@ class ShardPlan(Spec):
         return len(self.bounds) - 1
 
     def range(self, shard: int) -> tuple[int, int]:
-        """First unique and one past the last."""
+        """Return the first sequence of a shard, and one past its last."""
         return self.bounds[shard], self.bounds[shard + 1]
 
 
 class ShardTask(Message):
-    """A shard for a worker to compute, or, looking for a row that ends workers, a part of one."""
+    """A shard for a worker to compute, or a part of one in the search for poison rows."""
 
     run: str
     store: str
-    reads: str  # fingerprint of the store the plan was made for
-    weights: dict[str, str] = Field(
-        default_factory=dict
-    )  # digests of the models that its run is made from
-    max_not_finite: int = (
-        0  # rows of the run that may turn out not to be finite; with more it stops
-    )
+    reads: str  # fingerprint of the store that the plan was made for
+    # digests of the models that the run is made from
+    weights: dict[str, str] = Field(default_factory=dict)
+    max_not_finite: int = 0  # rows of the run that may be not finite; with more it stops
     shard: int
-    lo: int  # first unique, and one past the last
-    hi: int
+    lo: int  # first sequence
+    hi: int  # one past the last
     divisor: int = 1  # of the token budgets
-    skip: tuple[int, ...] = ()  # uniques left out
+    skip: tuple[int, ...] = ()  # sequences left out
     threshold: float = DEFAULT_THRESHOLD  # of its run
-    probe: bool = False  # compute and say so, commit nothing
+    probe: bool = False  # compute and answer, commit nothing
 
 
 class Computed(Message):
-    """A worker's word that a shard is on disk; of a probe, that it was computed and the worker lives."""
+    """A worker's answer that a shard is on disk; for a probe, that the worker survived it."""
 
     done: ShardDone | None  # None for a probe
     n_repeated: int = 0  # rows near the threshold that were embedded again
@@ -109,65 +123,93 @@ class ShardResult(NamedTuple):
 def make_plan(
     protein_offsets: NDArray[np.int64], shard_tokens: int, token_budget: int, fingerprint: str
 ) -> ShardPlan:
-    """Cut the uniques into shards of at most `shard_tokens` ESM-2 tokens, smaller towards the end, never by device. A
-    shard is a whole number of batches, nearly full, where it can be."""
-    uniques = len(protein_offsets) - 1
-    ends = np.asarray(protein_offsets, dtype=np.int64) + 2 * np.arange(
-        uniques + 1
-    )  # start and end token each
+    """Cut the distinct sequences into shards, smaller towards the end.
+
+    The cuts do not depend on the devices. A shard is a whole number of batches, nearly full, where
+    that is possible.
+
+    Args:
+        protein_offsets: Where each protein starts, in residues, and their total.
+        shard_tokens: ESM-2 tokens of a shard at most; a single longer sequence is a shard, too.
+        token_budget: ESM-2 tokens of a batch.
+        fingerprint: Of all that decides a result.
+    """
+    n_sequences = len(protein_offsets) - 1
+    offsets = np.asarray(protein_offsets, dtype=np.int64)
+    token_offsets = offsets + 2 * np.arange(n_sequences + 1)  # start and end token each
+    n_tokens = int(token_offsets[-1])
     bounds = [0]
-    while bounds[-1] < uniques:
-        done, total = int(ends[bounds[-1]]), int(ends[-1])
-        size = min(
-            shard_tokens,
-            max(shard_tokens // SMALLEST_SHARE, (total - done) // (2 * SMALLEST_SHARE)),
-        )
-        if size >= token_budget:
-            size = int(size // token_budget * token_budget * FILL)
-        bounds.append(
-            min(
-                uniques,
-                max(int(np.searchsorted(ends, done + size, side="right")) - 1, bounds[-1] + 1),
-            )
-        )
+    while bounds[-1] < n_sequences:
+        first = bounds[-1]
+        start = int(token_offsets[first])
+        size = _shard_size(n_tokens - start, shard_tokens, token_budget)
+        end = int(np.searchsorted(token_offsets, start + size, side="right")) - 1
+        end = max(end, first + 1)
+        bounds.append(min(n_sequences, end))
     return ShardPlan(bounds=tuple(bounds), fingerprint=fingerprint)
+
+
+def _shard_size(tokens_left: int, shard_tokens: int, token_budget: int) -> int:
+    """Return the tokens of the next shard, when so many tokens are left to cut."""
+    smallest = shard_tokens // SMALLEST_SHARD_DIVISOR
+    share = tokens_left // (2 * SMALLEST_SHARD_DIVISOR)
+    size = min(shard_tokens, max(smallest, share))
+    if size >= token_budget:
+        n_batches = size // token_budget
+        size = int(n_batches * token_budget * FILLED_SHARE)
+    return size
 
 
 def plan_run(
     protein_offsets: NDArray[np.int64],
     engine: EngineSpec,
-    prints: dict[str, str],
+    digests: dict[str, str],
     kind: str,
-    near: float | None = None,
+    repeat_threshold: float | None = None,
 ) -> tuple[EngineSpec, ShardPlan]:
-    """The plan of a run, and its settings: `shard_tokens` is raised to give at most `MOST_SHARDS`. Its fingerprint is
-    of all that decides a result: reads and weights (their `prints`), result settings and kind of device."""
-    asked = engine.shard_tokens
+    """Plan the shards of a run.
+
+    The plan's fingerprint covers all that decides a result: reads, weights, result settings and
+    kind of device.
+
+    Args:
+        protein_offsets: Where each protein starts, in residues, and their total.
+        engine: Settings. `shard_tokens` is raised if there would be more than `MAX_SHARDS`.
+        digests: Fingerprints of the reads and the weights.
+        kind: Kind of the devices.
+        repeat_threshold: Score near which rows are embedded again; None if none are.
+
+    Returns:
+        The settings, with the `shard_tokens` that were used, and the plan.
+    """
+    requested_tokens = engine.shard_tokens
     while True:
-        body = json.dumps(
-            {"prints": prints, "settings": result_settings(engine, near), "kind": kind},
-            sort_keys=True,
-        )
-        fingerprint = hashlib.sha256(body.encode()).hexdigest()
+        fingerprint = _plan_fingerprint(engine, digests, kind, repeat_threshold)
         plan = make_plan(protein_offsets, engine.shard_tokens, engine.token_budget, fingerprint)
-        if len(plan) <= MOST_SHARDS or engine.shard_tokens >= LARGEST_SHARD:
+        if len(plan) <= MAX_SHARDS or engine.shard_tokens >= MAX_SHARD_TOKENS:
             break
-        larger = (
-            engine.shard_tokens * len(plan) // (MOST_SHARDS - 30) + 1
-        )  # the last shards are smaller
-        engine = engine.model_copy(update={"shard_tokens": min(larger, LARGEST_SHARD)})
-    if engine.shard_tokens != asked:
-        log.info("shard_tokens %d → %d: %d shards", asked, engine.shard_tokens, len(plan))
-    if len(plan) > MOST_SHARDS:
-        log.warning(
-            "%d shards: to read embeddings.h5, a process must open as many files (ulimit -n)",
-            len(plan),
-        )
+        larger = engine.shard_tokens * len(plan) // (MAX_SHARDS - N_SMALL_SHARDS) + 1
+        engine = engine.model_copy(update={"shard_tokens": min(larger, MAX_SHARD_TOKENS)})
+    if engine.shard_tokens != requested_tokens:
+        text = "shard_tokens %d → %d: %d shards"
+        log.info(text, requested_tokens, engine.shard_tokens, len(plan))
+    if len(plan) > MAX_SHARDS:
+        text = "%d shards: to read embeddings.h5, a process must open as many files (ulimit -n)"
+        log.warning(text, len(plan))
     return engine, plan
 
 
+def _plan_fingerprint(
+    engine: EngineSpec, digests: dict[str, str], kind: str, repeat_threshold: float | None
+) -> str:
+    """Return the SHA-256 digest of all that decides a result."""
+    settings = result_settings(engine, repeat_threshold)
+    contents = {"prints": digests, "settings": settings, "kind": kind}
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
 def write_plan(run: RunDir, plan: ShardPlan) -> None:
-    """Write `shards/plan.json`, where that does not stand there."""
+    """Write `shards/plan.json`, unless the same plan is there already."""
     with suppress(ShardError):
         if read_plan(run) == plan:
             return
@@ -175,43 +217,58 @@ def write_plan(run: RunDir, plan: ShardPlan) -> None:
 
 
 def read_plan(run: RunDir) -> ShardPlan:
-    """Read `shards/plan.json`; `ShardError` when it is missing or not one of ours."""
+    """Read `shards/plan.json`.
+
+    Raises:
+        ShardError: The file is missing, or it is not one of ours.
+    """
     try:
         return ShardPlan.model_validate_json(run.plan.read_bytes())
     except (OSError, ValueError) as error:
-        raise ShardError(
-            f"{run.plan}: not a readable shard plan ({error}); run again to write it anew"
-        ) from error
+        problem = f"{run.plan}: not a readable shard plan ({error}); run again to write it anew"
+        raise ShardError(problem) from error
 
 
 def shard_path(run: RunDir, shard: int) -> Path:
-    """Where a committed shard lies."""
+    """Return the path of a committed shard."""
     return run.shards / f"{shard:05d}.h5"
 
 
 def _checksum(array: NDArray[np.float32], lo: int, hi: int, fingerprint: str) -> str:
-    """Of one dataset, its place and its run: scores can be proven without reading the embeddings."""
-    digest = hashlib.blake2b(
-        f"{lo}:{hi}:{fingerprint}:{array.dtype.str}{array.shape}".encode(), digest_size=32
-    )
+    """Return a digest of one dataset, its place and its run.
+
+    Each dataset has its own, so that scores can be proven without reading the embeddings.
+    """
+    place = f"{lo}:{hi}:{fingerprint}:{array.dtype.str}{array.shape}"
+    digest = hashlib.blake2b(place.encode(), digest_size=32)
     digest.update(np.ascontiguousarray(array).data.cast("B"))
     return digest.hexdigest()
 
 
 def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Path:
-    """Make a shard's result permanent, the same one by the same bytes: write aside, flush, checksum, rename. Errors:
-    `ShardError` when the result has not one row per unique; `StorageError` of the disk."""
+    """Make a shard's result permanent: write a temporary file, flush it, seal it, rename it.
+
+    The same result gives the same bytes.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ShardError: The result does not have one row per sequence.
+        StorageError: The disk is full, or fails.
+    """
     lo, hi = plan.range(shard)
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
-    with atomic_hdf5(
-        path, lambda body: sealed(SEALED_AS, [body]), libver="latest", userblock_size=SEAL_BYTES
-    ) as file:
-        for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
-            file.create_dataset(name, data=array).attrs["checksum"] = _checksum(
-                array, lo, hi, plan.fingerprint
-            )
+
+    def seal(body: bytes) -> bytes:
+        return sealed(SEALED_AS, [body])
+
+    with atomic_hdf5(path, seal, libver="latest", userblock_size=SEAL_BYTES) as file:
+        for name, array in result._asdict().items():
+            dataset = file.create_dataset(name, data=array)
+            dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
         file.attrs.update(
             schema_version=SCHEMA_VERSION, shard=shard, range=[lo, hi], fingerprint=plan.fingerprint
         )
@@ -219,115 +276,183 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a shard's file, wherever it lies, is what was committed, to the last bit. Errors: `OSError`."""
+    """Return whether a shard's file, in whatever folder, is what was committed, to the last bit.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     with path.open("rb") as file:
-        return file.read(SEAL_BYTES) == sealed(SEALED_AS, iter(partial(file.read, READ_BYTES), b""))
+        seal = file.read(SEAL_BYTES)
+        blocks = iter(partial(file.read, READ_BYTES), b"")
+        return seal == sealed(SEALED_AS, blocks)
 
 
 def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
-    """A committed shard, proven to the last bit; `ShardError` says what is wrong with the file."""
-    return ShardResult(*_read(run, plan, shard, ("embeddings", "scores"), whole=True))
+    """Read a committed shard, and prove it to the last bit.
+
+    Raises:
+        ShardError: The file is damaged, unreadable, or belongs to another run.
+    """
+    return ShardResult(**_read(run, plan, shard, ShardResult._fields, check_whole_file=True))
 
 
-def look_anew(folder: Path) -> None:
-    """Let what other machines did in a folder be seen here: a network file system shows what it knew before, for a
-    minute or so, until this machine changes something there itself."""
+def refresh_folder(folder: Path) -> None:
+    """Make visible here what other machines did in a folder.
+
+    A network file system shows what it knew before, for a minute or so, until this machine changes
+    something in the folder itself.
+    """
     with suppress(OSError):  # where nothing may be written nothing is being written
         (folder / ".look").touch()
         (folder / ".look").unlink()
 
 
 def _read(
-    run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole: bool = False
-) -> list[Any]:
-    """Some datasets of a shard, float32, each proven by its own checksum, or the `whole` file proven."""
+    run: RunDir,
+    plan: ShardPlan,
+    shard: int,
+    names: Sequence[str],
+    *,
+    check_whole_file: bool = False,
+) -> dict[str, NDArray[np.float32]]:
+    """Read some datasets of a shard, each proven by its own checksum.
+
+    Args:
+        run: The run.
+        plan: Its plan.
+        shard: The shard.
+        names: The datasets.
+        check_whole_file: Prove the rest of the file, too.
+
+    Raises:
+        ShardError: The file is damaged, unreadable, or belongs to another run.
+    """
     path = shard_path(run, shard)
     lo, hi = plan.range(shard)
+    not_as_committed = ShardError(f"{path} is not what was committed (checksum)", shard=shard)
+    arrays: dict[str, NDArray[np.float32]] = {}
+    checksums: dict[str, str] = {}
     try:
-        if whole and not is_sealed(path):
-            raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
+        if check_whole_file and not is_sealed(path):
+            raise not_as_committed
         with h5py.File(path, "r") as file:
             if file.attrs["fingerprint"] != plan.fingerprint:
                 raise ShardError(f"{path} belongs to another run", shard=shard)
-            arrays: list[NDArray[np.float32]] = [file[name][:] for name in names]
-            kept = [file[name].attrs["checksum"] for name in names]
+            for name in names:
+                arrays[name] = file[name][:]
+                checksums[name] = file[name].attrs["checksum"]
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         raise ShardError(f"{path} cannot be read ({error})", shard=shard) from error
-    if kept != [_checksum(array, lo, hi, plan.fingerprint) for array in arrays]:
-        raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
+    for name in names:
+        if checksums[name] != _checksum(arrays[name], lo, hi, plan.fingerprint):
+            raise not_as_committed
     return arrays
 
 
 def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
-    """Shards that are proven committed, and a word on each damaged file, which has been moved to `shards/damaged/`."""
-    good, moved = [], []
-    look_anew(run.shards)
-    there = [shard for shard in range(len(plan)) if shard_path(run, shard).exists()]
-    with ThreadPoolExecutor(
-        READERS
-    ) as threads:  # the seal, of the whole file, speaks for the embeddings, too
-        looks = {
-            shard: threads.submit(_read, run, plan, shard, ("scores",), whole=True)
-            for shard in there
-        }
-    for shard, look in looks.items():
+    """Find the shards that are committed, and move damaged files to `shards/damaged/`.
+
+    Returns:
+        The shards that are proven, and a line of text for each damaged file.
+    """
+    refresh_folder(run.shards)
+    existing = [shard for shard in range(len(plan)) if shard_path(run, shard).exists()]
+
+    def check(shard: int) -> ShardError | None:
+        """Return what is wrong with a shard. The seal of the whole file covers the embeddings."""
         try:
-            look.result()
-            good.append(shard)
+            _read(run, plan, shard, ("scores",), check_whole_file=True)
         except ShardError as problem:
-            source, folder = shard_path(run, shard), run.shards / "damaged"
-            folder.mkdir(exist_ok=True)
-            number = sum(1 for _ in folder.glob(f"{source.stem}.*"))
-            moved.append(
-                f"{problem}; moved to {source.rename(folder / f'{source.stem}.{number}.h5')}"
-            )
-    return good, moved
+            return problem
+        return None
+
+    with ThreadPoolExecutor(N_CHECK_THREADS) as threads:
+        problems = list(threads.map(check, existing))
+    proven = []
+    damaged = []
+    for shard, problem in zip(existing, problems, strict=True):
+        if problem is None:
+            proven.append(shard)
+        else:
+            new_path = _move_damaged(run, shard)
+            damaged.append(f"{problem}; moved to {new_path}")
+    return proven, damaged
+
+
+def _move_damaged(run: RunDir, shard: int) -> Path:
+    """Move a damaged shard to `shards/damaged/`, and return its new path."""
+    path = shard_path(run, shard)
+    folder = run.shards / "damaged"
+    folder.mkdir(exist_ok=True)
+    number = len(list(folder.glob(f"{path.stem}.*")))
+    return path.rename(folder / f"{path.stem}.{number}.h5")
 
 
 def read_scores(
     run: RunDir, only: Sequence[int] | None = None
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Scores of all uniques, or those of some shards, float32 [n_uniques, 2], and which failed, bool [n_uniques]: those
-    with NaN, which the engine writes only for rows it has set aside and named."""
+    """Read the scores of all distinct sequences, or those of some shards.
+
+    Returns:
+        Scores, float32 [n, 2], and which rows failed, bool [n]. The scores of those are NaN, which
+        the engine writes only for rows that it has set aside and named.
+    """
     plan = read_plan(run)
-    look_anew(run.shards)
-    parts = [
-        _read(run, plan, shard, ("scores",))[0]
-        for shard in (range(len(plan)) if only is None else only)
-    ]
-    scores = np.concatenate([np.empty((0, 2), np.float32), *parts])
-    return scores, np.isnan(scores).any(axis=1)
+    refresh_folder(run.shards)
+    wanted = range(len(plan)) if only is None else only
+    parts: list[NDArray[np.float32]] = [np.empty((0, 2), np.float32)]
+    for shard in wanted:
+        arrays = _read(run, plan, shard, ("scores",))
+        parts.append(arrays["scores"])
+    scores = np.concatenate(parts)
+    has_failed: NDArray[np.bool_] = np.logical_or.reduce(np.isnan(scores), axis=1)
+    return scores, has_failed
 
 
 def store_of(run: RunDir, record: RunRecord) -> OrfStore:
-    """The store that the run's shards refer to. Errors: `InputError`; `ConfigError` when it holds other reads now."""
+    """Open the store that the run's shards refer to.
+
+    Raises:
+        InputError: The store cannot be read.
+        ConfigError: The store holds other reads now.
+    """
     store = OrfStore.open(run.root / record.store)
     if store.fingerprint != record.fingerprints["reads"]:
-        raise ConfigError(
-            f"{store.path} holds other reads than the run was made from; give it back its store"
-        )
+        problem = f"{store.path} holds other reads than the run was made from"
+        raise ConfigError(f"{problem}; give it back its store")
     return store
 
 
 def write_virtual_embeddings(run: RunDir) -> Path:
-    """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved. NaN marks what
-    failed; HDF5 shows infinity for rows of a shard's file that is gone or cannot be opened."""
+    """Write `embeddings.h5`: virtual datasets over the shards' own data, without a copy.
+
+    The run directory can be moved. NaN marks rows that failed; HDF5 shows infinity for rows of a
+    shard whose file is gone or cannot be opened.
+
+    Returns:
+        The path of the file.
+    """
     plan = read_plan(run)
+    widths = {"embeddings": _embedding_width(run, plan), "scores": 2}
     with atomic_hdf5(run.embeddings, libver="latest") as file:
-        width = 0  # where no read has an open frame
-        if len(plan):
-            with h5py.File(shard_path(run, 0), "r") as first:
-                width = first["embeddings"].shape[1]
-        for name, columns in (("embeddings", width), ("scores", 2)):
-            layout = h5py.VirtualLayout((plan.bounds[-1], columns), np.float32)
-            layout.dcpl.set_obj_track_times(False)  # the same shards, the same bytes
+        for name, width in widths.items():
+            layout = h5py.VirtualLayout((plan.bounds[-1], width), np.float32)
+            layout.dcpl.set_obj_track_times(False)  # the same shards give the same bytes
             for shard in range(len(plan)):
                 lo, hi = plan.range(shard)
                 path = f"{run.shards.name}/{shard_path(run, shard).name}"
-                layout[lo:hi] = h5py.VirtualSource(path, name, (hi - lo, columns))
+                layout[lo:hi] = h5py.VirtualSource(path, name, (hi - lo, width))
             file.create_virtual_dataset(name, layout, fillvalue=np.float32(np.inf))
         file.attrs["fingerprint"] = plan.fingerprint
         file.attrs["about"] = (
             "a row for each distinct sequence: DNABERT-S, then ESM-2; orfs.h5 row_unique tells whose"
         )
     return run.embeddings
+
+
+def _embedding_width(run: RunDir, plan: ShardPlan) -> int:
+    """Return the width of the embeddings; 0 if no read has an open reading frame."""
+    if len(plan) == 0:
+        return 0
+    with h5py.File(shard_path(run, 0), "r") as file:
+        return int(file["embeddings"].shape[1])

@@ -7,14 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from virnuc_core.engine.loader import PARTS, group_bounds, join, pack, packed, row_capacity, shapes
+from virnuc_core.engine.loader import (
+    SHAPE_DIVISORS,
+    TokenRows,
+    group_bounds,
+    join,
+    pack,
+    packed,
+    row_capacity,
+    shapes,
+)
 
 lengths_and_budget = st.tuples(
     st.lists(st.integers(1, 1200), max_size=300), st.sampled_from([256, 1024, 4096])
 )
 
 
-@given(lengths_and_budget, st.sampled_from([PARTS, (1,)]))
+@given(lengths_and_budget, st.sampled_from([SHAPE_DIVISORS, (1,)]))
 @settings(max_examples=200, deadline=None)
 def test_every_row_is_placed_once_and_fits(
     case: tuple[list[int], int], parts: tuple[int, ...]
@@ -61,7 +70,7 @@ def test_nothing_to_pack_gives_no_batch() -> None:
 def test_filled_slots_hold_each_row_whole_and_the_rest_is_padding(lengths: list[int]) -> None:
     rows = [np.arange(n) + 1000 * i for i, n in enumerate(lengths)]
     starts = np.array([0, *np.cumsum(lengths)])
-    for plan, batch in packed((np.concatenate(rows), starts), 512, pad=-7):
+    for plan, batch in packed(TokenRows(np.concatenate(rows), starts), 512, pad=-7):
         cu = batch.cu_seqlens.tolist()
         assert len(cu) == row_capacity(batch.slots) + 1
         for place, row in enumerate(plan.rows.tolist()):
@@ -71,8 +80,8 @@ def test_filled_slots_hold_each_row_whole_and_the_rest_is_padding(lengths: list[
 
 
 def test_joined_slices_equal_one_run() -> None:
-    a = (np.array([1, 2, 3]), np.array([0, 1, 3]))
-    b = (np.array([4]), np.array([0, 1]))
-    tokens, starts = join([a, b])
-    assert tokens.tolist() == [1, 2, 3, 4]
-    assert starts.tolist() == [0, 1, 3, 4]
+    first = TokenRows(np.array([1, 2, 3]), np.array([0, 1, 3]))
+    second = TokenRows(np.array([4]), np.array([0, 1]))
+    joined = join([first, second])
+    assert joined.tokens.tolist() == [1, 2, 3, 4]
+    assert joined.starts.tolist() == [0, 1, 3, 4]

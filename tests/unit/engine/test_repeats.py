@@ -27,7 +27,7 @@ from virnuc_core.encoders.models_directory import quantise
 from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer, PackedBatch
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.loader import packed
+from virnuc_core.engine.loader import TokenRows, packed
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import Closed, LocalWorkers, Message, WorkerSpec, worker_specs
 from virnuc_core.engine.remote_node import moved
@@ -131,7 +131,7 @@ def compute(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Compute:
             raise error
 
         parent = SimpleNamespace(
-            started_s=0.0, receive=lambda _: messages.popleft(), next=lambda: messages[0]
+            started_s=0.0, receive=lambda _: messages.popleft(), peek=lambda: messages[0]
         )
         parent.send, parent.give_up = sent.append, give_up
         it = Device(id="one", kind=cast(Any, device.type), name="a device")
@@ -161,7 +161,8 @@ def alone(models: Path, staged: Staged, device: torch.device, unique: int) -> to
     """ESM-2's embedding of one row in fp16, the only one in a batch."""
     encoder = load_encoder(Esm2, models, device, "fp16")
     tokens, starts = Esm2Tokenizer().encode(OrfStore.open(staged[0]).protein(unique, unique + 1))
-    ((_, batch),) = packed((tokens.numpy(), starts.numpy()), SLOTS, ESM2_PAD, parts=(1,))
+    token_rows = TokenRows(tokens.numpy(), starts.numpy())
+    ((_, batch),) = packed(token_rows, SLOTS, ESM2_PAD, divisors=(1,))
     return encoder.embed(batch.to(device))[0].cpu()
 
 

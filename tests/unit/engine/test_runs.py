@@ -105,7 +105,7 @@ def test_embeddings_stand_on_the_rows_they_belong_to(
     from virnuc_core.encoders.checkpoint import load_encoder
     from virnuc_core.encoders.models import DnabertS, Esm2
     from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
-    from virnuc_core.engine.loader import packed
+    from virnuc_core.engine.loader import TokenRows, packed
 
     store, cpu = OrfStore.open(staged[0]), torch.device("cpu")
     pairs = (
@@ -121,7 +121,8 @@ def test_embeddings_stand_on_the_rows_they_belong_to(
             alone = []
             for encoder, tokenizer, sequence in pairs:
                 tokens, starts = tokenizer.encode(sequence(unique, unique + 1))
-                ((_, batch),) = packed((tokens.numpy(), starts.numpy()), 2048, tokenizer.pad_id)
+                token_rows = TokenRows(tokens.numpy(), starts.numpy())
+                ((_, batch),) = packed(token_rows, 2048, tokenizer.pad_id)
                 with torch.inference_mode():
                     alone.append(encoder.embed(batch)[0])
             assert torch.allclose(
@@ -458,11 +459,11 @@ def test_a_directory_at_work_is_not_staged_into(tmp_path: Path, reads_file: Path
 def test_a_worker_refuses_a_store_that_is_not_the_plans(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
-    from virnuc_core.engine.loader import tokenise
+    from virnuc_core.engine.loader import Source, tokenise
 
     with pytest.raises(ConfigError, match="no longer the store"):
-        tokenise((staged[0], "another fingerprint", tiny_models), (0, 1))
-    assert len(tokenise((staged[0], staged[1].fingerprint, tiny_models), (0, 1))) == 2
+        tokenise(Source(staged[0], "another fingerprint", tiny_models), (0, 1))
+    assert len(tokenise(Source(staged[0], staged[1].fingerprint, tiny_models), (0, 1))) == 2
 
 
 def test_a_damaged_summary_counts_as_an_incomplete_run(tmp_path: Path) -> None:

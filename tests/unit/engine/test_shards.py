@@ -217,14 +217,14 @@ def test_a_run_has_few_enough_shards_to_be_opened_at_once(caplog: pytest.LogCapt
     asked = EngineSpec(token_budget=256, shard_tokens=512)
     with caplog.at_level("INFO"):
         engine, plan = shards.plan_run(offsets, asked, PRINTS, "cpu")
-    assert 600 < len(plan) <= shards.MOST_SHARDS
+    assert 600 < len(plan) <= shards.MAX_SHARDS
     assert plan.bounds[-1] == len(lengths)
     assert engine == asked.model_copy(update={"shard_tokens": engine.shard_tokens})
     assert f"shard_tokens 512 → {engine.shard_tokens}" in caplog.text
     assert shards.plan_run(offsets, engine, PRINTS, "cpu") == (engine, plan), (
         "what was enough stays"
     )
-    assert len(shards.make_plan(offsets, 512, 256, "f")) > shards.MOST_SHARDS
+    assert len(shards.make_plan(offsets, 512, 256, "f")) > shards.MAX_SHARDS
 
 
 def many_shards(run: RunDir, count: int) -> ShardPlan:

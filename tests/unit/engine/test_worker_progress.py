@@ -19,7 +19,7 @@ from virnuc_core.encoders import checkpoint
 from virnuc_core.encoders import models as networks
 from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.models import DnabertS, Esm2
-from virnuc_core.engine.loader import pack, tokenise
+from virnuc_core.engine.loader import Source, pack, tokenise
 from virnuc_core.engine.process import Closed, Message
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.engine.worker import Worker
@@ -61,9 +61,11 @@ def test_kernels_are_made_for_the_rows_that_come_first(
     device = torch.device("cpu")
     encoder = load_encoder(Esm2, tiny_models, device)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    parent: Any = SimpleNamespace(progress=None, next=lambda: None)
+    parent: Any = SimpleNamespace(progress=None, peek=lambda: None)
     worker: Any = Worker(parent, SimpleNamespace(models=str(tiny_models)))  # type: ignore[arg-type]
-    worker.device, worker._usual, made = device, [64, 128, 256], list[tuple[int, int]]()
+    worker._device = device
+    worker._usual_bounds = [64, 128, 256]
+    made: list[tuple[int, int]] = []
 
     def warm_up(_: object, budget: int, on: torch.device, length: int) -> None:
         made.append((length, budget))
@@ -77,11 +79,12 @@ def test_kernels_are_made_for_the_rows_that_come_first(
         (length, 1024 // part) for length, part in zip(sorted(met), (1, 16, 16), strict=False)
     ]
     dna = load_encoder(DnabertS, tiny_models, device)
-    _, (_, starts) = tokenise((Path(task.store), task.reads, tiny_models), (task.lo, task.hi))
-    assert {plan.max_seqlen for plan in pack(np.diff(starts), 1024)} <= {*worker._bounds(dna)}
+    source = Source(Path(task.store), task.reads, tiny_models)
+    dna_rows = tokenise(source, (task.lo, task.hi))["dnabert_s"]
+    assert {plan.max_seqlen for plan in pack(dna_rows.lengths, 1024)} <= {*worker._bounds(dna)}
     for nothing in (Closed(), None, task.model_copy(update={"reads": "of another store"})):
         parent.peek = lambda nothing=nothing: nothing
-        assert worker._bounds(dna) == worker._usual, (
+        assert worker._bounds(dna) == worker._usual_bounds, (
             "whatever is wrong with a task is told when its turn comes"
         )
 
