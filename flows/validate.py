@@ -45,8 +45,8 @@ from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.build import APPROVAL, rerender, write_report
-from virnuc_core.report.metrics import BASELINE, RUN_PREFIX, SUMMARY, run_names
-from virnuc_core.report.model import Report
+from virnuc_core.report.model import BASELINE, Report
+from virnuc_core.report.raw_files import RUN_PREFIX, SUMMARY, run_names
 from virnuc_core.report.render import message, render_template
 from virnuc_core.rundir import RUN_FILES, SHARD_FILES, RunDir, discard
 from virnuc_core.runfiles import Device, RunRecord, write
@@ -312,7 +312,7 @@ def _runs(
             ).result()
             if again:
                 discard(out / name, *SHARD_FILES, "embeddings.h5")
-    found = run_names(out, most=len(on.devices))
+    found = run_names(out, max_devices=len(on.devices))
     return tuple(name for name in found if read_summary(RunDir(out / name)) is not None)
 
 

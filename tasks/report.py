@@ -17,9 +17,10 @@ from virnuc.tasks.artifacts import (
 from virnuc.tasks.events import emit
 from virnuc.tasks.task import completed, retrying_task
 from virnuc_core.profiles import Profile
-from virnuc_core.report.build import REGRESSION, RegressionFile, trend, write_report
+from virnuc_core.report.build import write_report
 from virnuc_core.report.charts import all_charts
 from virnuc_core.report.model import Report
+from virnuc_core.report.regression import REGRESSION, RegressionFile, trend
 from virnuc_core.report.render import (
     Mark,
     message,

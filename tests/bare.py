@@ -13,9 +13,10 @@ from virnuc_core.engine.devices import resolve
 from virnuc_core.pipeline import classify, stage_reads
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.stage import StageSpec
-from virnuc_core.report.build import HISTORY, write_report
+from virnuc_core.report.build import write_report
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.model import Report
+from virnuc_core.report.regression import HISTORY
 from virnuc_core.rundir import RunDir
 from virnuc_core.validation import record_validation
 

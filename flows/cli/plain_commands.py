@@ -276,7 +276,7 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
         profile: judge the raw files anew by this profile, instead of rendering what was judged before
         serve: show report.html to a browser on this machine until Ctrl-C"""
     from virnuc_core.report.build import rerender, write_report
-    from virnuc_core.report.metrics import run_names
+    from virnuc_core.report.raw_files import run_names
 
     if profile is None:
         rerender(out)
@@ -369,7 +369,7 @@ def history(file: Path, /, *, profile: str | None = None) -> int:
     Args:
         file: virnuc-history.jsonl, beside a validation's directory
         profile: only runs of this profile"""
-    from virnuc_core.report.build import read_history, regression, trend
+    from virnuc_core.report.regression import read_history, regression, trend
     from virnuc_core.report.render import cell
 
     kept = sorted(

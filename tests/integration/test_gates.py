@@ -11,7 +11,8 @@ import pytest
 from virnuc.flows.cli import main
 from virnuc.flows.validate import scale, validate
 from virnuc_core.engine import devices
-from virnuc_core.report.build import read_history, read_report
+from virnuc_core.report.build import read_report
+from virnuc_core.report.regression import read_history
 from virnuc_core.report.verify import verify_report
 from virnuc_core.runfiles import Device
 

@@ -1,9 +1,13 @@
-"""What validations ask: sizes and thresholds, one TOML file each, read to one model; and what a reviewer answers."""
+"""Profiles: what a validation runs, and the thresholds that it is judged by.
+
+A profile is a TOML file in this folder, or a file of the user's own. This module also has the
+questions that a reviewer answers.
+"""
 
 import tomllib
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 from pydantic import Field
 
@@ -11,11 +15,31 @@ from virnuc_core.config import BaselineName, EngineSpec, Spec, read_small_text, 
 from virnuc_core.errors import ConfigError
 
 FOLDER: Final = Path(__file__).parent
-CRITERIA_TOML: Final = tomllib.loads(FOLDER.with_name("criteria.toml").read_text(encoding="utf-8"))
-_ROWS: Final = CRITERIA_TOML["criteria"] | CRITERIA_TOML["checks"]
-_NAMES: Final = "|".join(row.get("target", name) for name, row in _ROWS.items())
-Asked = Annotated[str, Field(pattern=f"^({_NAMES})$")]  # a criterion that targets may be set for
+
+# What a profile may set targets for; `report/criteria.py` measures each of them.
+TargetName = Literal[
+    "one_device_seconds",
+    "two_device_seconds",
+    "scaling",
+    "speedup",
+    "consensus_agreement",
+    "gpu_utilisation",
+    "packing_efficiency",
+    "starved_share",
+    "checkpoint_overhead",
+    "device_time_spread",
+    "centred_worst",
+    "centred_mean",
+    "verdicts_held",
+]
+TARGET_NAMES: Final[tuple[TargetName, ...]] = get_args(TargetName)
+# A key of a table in a user's file. A pattern names a wrong key in one line, a Literal in many.
+TargetKey = Annotated[str, Field(pattern=f"^({'|'.join(TARGET_NAMES)})$")]
+DeviceCount = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}$")]
+
 Answer = Literal["yes", "no", "not answered"]
+
+_COMPARISONS: Final = {"<": lt, "<=": le, ">": gt, ">=": ge}
 
 
 class Target(Spec):
@@ -25,8 +49,9 @@ class Target(Spec):
     value: float
 
     def met(self, measured: float) -> bool:
-        """Whether `measured op value` holds."""
-        return bool({"<": lt, "<=": le, ">": gt, ">=": ge}[self.op](measured, self.value))
+        """Return whether `measured op value` holds."""
+        is_met = _COMPARISONS[self.op](measured, self.value)
+        return bool(is_met)
 
 
 class BaselineSpec(Spec):
@@ -80,19 +105,19 @@ class Profile(Spec):
     projection_reads: int = Field(6_000_000, ge=1)
     baseline: BaselineSpec = BaselineSpec()
     engine: EngineSpec = EngineSpec()
-    targets: dict[Asked, Target] = Field(
+    targets: dict[TargetKey, Target] = Field(
         {}, description="thresholds; a criterion without one is not asked"
     )
-    scaling_bands: dict[
-        Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}$")], tuple[float, float]
-    ] = Field({}, description="devices -> expected low, high")
+    scaling_bands: dict[DeviceCount, tuple[float, float]] = Field(
+        {}, description="devices -> expected low, high"
+    )
     regression_percent: float = Field(
         10.0, gt=0, description="a metric worse by more than the last like run's fails"
     )
 
 
 class Review(Spec):
-    """What a reviewer says of a validation."""
+    """What a reviewer says about a validation."""
 
     all_criteria_met: Answer = Field("not answered", description="Are all criteria met?")
     target_realistic: Answer = Field(
@@ -107,18 +132,28 @@ class Review(Spec):
 
 
 def profile_names() -> list[str]:
-    """Names of the profiles that come with virnuc."""
+    """Return the names of the profiles that come with virnuc."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A shipped profile by name, or a user's `.toml` file by path; `ConfigError` names the key that is wrong."""
-    file = Path(name_or_path)
+    """Read a profile.
+
+    Args:
+        name_or_path: The name of a profile that comes with virnuc, or the path of a `.toml` file.
+
+    Raises:
+        ConfigError: There is no such profile, or it is not valid. The message names the key.
+    """
+    path = Path(name_or_path)
     if not name_or_path.endswith(".toml"):
-        if name_or_path not in (known := profile_names()):
+        known_names = profile_names()
+        if name_or_path not in known_names:
+            names = ", ".join(known_names)
             raise ConfigError(
-                f"profile '{name_or_path}' is not known; choose {', '.join(known)} or a .toml file"
+                f"profile '{name_or_path}' is not known; choose {names} or a .toml file"
             )
-        file = FOLDER / f"{name_or_path}.toml"
+        path = FOLDER / f"{name_or_path}.toml"
     with refuse_unreadable(f"profile {name_or_path}", "TOML"):
-        return Profile.model_validate(tomllib.loads(read_small_text(file)))
+        content = tomllib.loads(read_small_text(path))
+        return Profile.model_validate(content)

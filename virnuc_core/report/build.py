@@ -1,435 +1,327 @@
-"""From a finished validate directory to the report's data and files, and to what it says beside the last run like it.
+"""Make a report from the files that a validation left behind, and write it in all its forms.
+
 What is missing is `None` and `not run`, never a crash.
+"""
 
-The history has a JSON line for each run. Like is compared with like: same profile, host, devices, precision, reads and
-weights. Worse in a metric's own direction by more than the profile allows (10 %) fails. When the newest run of the
-profile on these devices was made with other reads or weights, the earlier figures are stale and say nothing."""
-
-import json
-import logging
-import os
+import re
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from pathlib import Path
-from typing import Final
-
-from pydantic import ValidationError
+from typing import Any, Final
 
 from virnuc_core import validation
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.lease import lease
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
-from virnuc_core.report import metrics, model
+from virnuc_core.report.bottlenecks import rank_losses, stage_findings
 from virnuc_core.report.charts import charts
-from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, judge
-from virnuc_core.report.metrics import (
+from virnuc_core.report.comparability import Comparability, check_comparability
+from virnuc_core.report.judging import judge_report
+from virnuc_core.report.metrics import baseline_metrics, run_metrics, scaling_metrics
+from virnuc_core.report.model import (
     BASELINE,
+    Accounting,
+    ApprovalState,
+    BaselineMetrics,
+    HistoryEntry,
+    Report,
+    RunMetrics,
+    ScalingMetrics,
+)
+from virnuc_core.report.raw_files import (
     COMPARISON,
     RECORD,
-    RUN_PREFIX,
+    SINGLE_RUN,
+    NamedTelemetry,
     RawFolder,
     run_names,
 )
-from virnuc_core.report.render import REPORT_JSON, render, render_rows, render_sections
-from virnuc_core.results import FATES
-from virnuc_core.rundir import (
-    EXACT_FILES,
-    RunDir,
-    atomic_file,
-    storage_errors,
-    write_text_atomically,
+from virnuc_core.report.regression import (
+    COMPARABLE_FIELDS,
+    REGRESSION,
+    RegressionFile,
+    append_history,
+    earlier_runs,
+    entry_of,
+    read_history,
+    regression,
 )
-from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, find_mismatches, identity, read, write
+from virnuc_core.report.render import REPORT_JSON, render, render_sections
+from virnuc_core.results import FATES
+from virnuc_core.rundir import EXACT_FILES, RunDir, write_text_atomically
+from virnuc_core.runfiles import RunRecord, read, write
 
-log = logging.getLogger(__name__)
-
-REGRESSION: Final = "regression.json"
 APPROVAL: Final = "approval.json"
-MADE_FROM: Final = ("reads", "esm2", "dnabert_s", "head", MODEL_LENGTH)
-SHOWN: Final = 8  # characters of a fingerprint
 FLAGS: Final = ("short_for_model", "ambiguous", "duplicate_of")
-HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unless told otherwise
-SERIES: Final = ("profile", "devices", "precision", "host")
-LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
-# whether more is better
-METRICS: Final = {
-    "tokens_per_s": True,
-    "gpu_utilisation": True,
-    "packing_efficiency": True,
-    "total_s": False,
-}
-
-Entries = Sequence[model.HistoryEntry]
-Unlike = Mapping[
-    tuple[str | None, str | None], str
-]  # names of two parts → why they may not be compared
+# the id that `duplicate_of=` names stands last in the column and may hold commas
+DUPLICATE_ID: Final = re.compile(r"duplicate_of=.*$")
+MAX_COMPARED_RUNS: Final = 100  # earlier runs that a validation keeps beside its own
 
 
-def build_report(out: Path, profile: Profile) -> model.Report:
-    """Read what a validation left in `out` and judge it by `profile`: `run.json`, `comparison.json`, `baseline/`, each
-    `devices-N/` and, where they are, `regression.json`, `checkpoint_overhead.json` and `report/approval.json`. Runs of
-    N devices are judged by the largest N."""
+def build_report(out: Path, profile: Profile) -> Report:
+    """Read what a validation left behind, and judge it by a profile.
+
+    It reads `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, where they are,
+    `regression.json`, `checkpoint_overhead.json`, `tuning.json` and `report/approval.json`. Runs on
+    N devices are judged by the largest N.
+
+    Args:
+        out: The validation's directory.
+        profile: The thresholds.
+    """
     raw = RawFolder(out)
     record = raw.read(validation.ValidationRecord, RECORD)
-    names = run_names(
-        out, most=len(record.devices) if record else 0
-    )  # of more devices are those of an earlier start
-    runs = tuple(filter(None, (metrics.run_metrics(raw, name, profile) for name in names)))
-    judged, single = (
-        runs[-1] if runs else None,
-        next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None),
-    )
-    measured_here = (
-        profile.baseline.source == "measured" and RunDir(out / BASELINE).summary.is_file()
-    )
-    unlike = _unlike(raw, [*([BASELINE] if measured_here else []), *(run.name for run in runs)])
-    baseline = metrics.baseline_metrics(raw, profile, judged)
-    if (
-        baseline is not None
-        and judged is not None
-        and (reason := unlike.get((BASELINE, judged.name)))
-    ):
-        baseline = baseline.model_copy(update={"problem": reason})
-    scaled = [
-        metrics.scaling_metrics(single, run)
-        for run in runs
-        if (f"{RUN_PREFIX}1", run.name) not in unlike
-    ]
-    file = (
-        None
-        if judged is None or judged.telemetry is None
-        else raw.telemetry(judged.name, judged.telemetry.file)
-    )
-    compared, comparisons = (
-        raw.read(RegressionFile, REGRESSION),
-        raw.read(validation.ComparisonFile, COMPARISON),
-    )
-    records = record, None if judged is None else raw.read(RunRecord, judged.name, RECORD)
-    own, other = (one.model_dump(exclude_defaults=True) if one else {} for one in records)
-    made = {
-        part: other.get(part, {}) | own.get(part, {})
-        for part in ("fingerprints", "seeds", "versions")
-    }
-    # of the settings the sample's name alone: addresses among them may be signed, and a report is passed on
-    made["spec"] = {"sample": str((own.get("spec") or other.get("spec", {})).get("sample", ""))}
-    report = model.Report(
+    # runs on more devices than the record has are of an earlier start
+    max_devices = len(record.devices) if record is not None else 0
+    runs = []
+    for name in run_names(out, max_devices=max_devices):
+        metrics = run_metrics(raw, name, profile)
+        if metrics is not None:
+            runs.append(metrics)
+    judged_run = runs[-1] if runs else None
+    single_run = next((run for run in runs if run.name == SINGLE_RUN), None)
+
+    comparability = _comparability(raw, profile, runs)
+    baseline = _comparable_baseline(raw, profile, judged_run, comparability)
+    telemetry = _telemetry_of(raw, judged_run)
+    regression_file = raw.read(RegressionFile, REGRESSION)
+    comparison_file = raw.read(validation.ComparisonFile, COMPARISON)
+    comparisons = () if comparison_file is None else comparison_file.comparisons
+    report = Report(
         profile=profile,
-        provenance=RunRecord.model_validate(other | own | made | {"attempts": ()}),
-        run=judged,
-        single=single,
-        runs=runs,
+        provenance=_provenance(raw, record, judged_run),
+        run=judged_run,
+        single=single_run,
+        runs=tuple(runs),
         baseline=baseline,
-        scaling=tuple(figure for figure in scaled if figure is not None),
-        comparisons=tuple(
-            c for c in (comparisons.comparisons if comparisons else ()) if (c.a, c.b) not in unlike
-        ),
-        losses=metrics.losses(judged),
-        findings=metrics.findings(judged),
-        regression=None if compared is None else regression(compared.history, compared.entry),
-        history=(*earlier(compared.history, compared.entry, LIKE), compared.entry)
-        if compared
-        else (),
-        charts=charts(raw, judged, None if file is None else file[1], profile),
+        scaling=_scaling(single_run, runs, comparability),
+        comparisons=tuple(pair for pair in comparisons if comparability.allows(pair.a, pair.b)),
+        losses=rank_losses(judged_run),
+        findings=stage_findings(judged_run),
+        regression=None
+        if regression_file is None
+        else regression(regression_file.history, regression_file.entry),
+        history=() if regression_file is None else _comparable_history(regression_file),
+        charts=charts(raw, judged_run, None if telemetry is None else telemetry.content, profile),
         overhead=raw.read(validation.OverheadFile, validation.OVERHEAD),
-        accounting=_accounting(raw, judged, record),
-        approval=approval_state(raw, judged),
+        accounting=_account_for_reads(raw, judged_run, record),
+        approval=approval_state(raw, judged_run),
         evidence={},
     )
-    tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
-    judgement = _verdicts(report, unlike)
-    known = {"tuning": tuning.rounds, "exact": EXACT_FILES, "problems": raw.problems.values()}
-    for what in ("warnings", "notes"):
-        parts = render_sections(
-            f"{what}.j2", report, not_compared=dict.fromkeys(unlike.values()), **known
-        )
-        judgement[what] = tuple(line for part in parts for line in part.prose)
-    return report.model_copy(update=judgement | {"evidence": raw.evidence()})
-
-
-def _verdicts(report: model.Report, unlike: Unlike) -> dict[str, object]:
-    """The criteria, the checks, and each figure of scaling with its own verdict. Of scaling the criterion is on two
-    devices where the profile says so, else on most of those with a band."""
-    several = [run for run in report.runs if run is not report.single]
-    profile = report.profile
-    wanted = {2} if "scaling" in profile.targets else set(map(int, profile.scaling_bands))
-    asked = next((run for run in reversed(several) if len(run.devices) in wanted), report.many)
-
-    def refusal(a: str, *others: model.RunMetrics | None) -> str:
-        return next(
-            (unlike[a, run.name] for run in others if run is not None and (a, run.name) in unlike),
-            "",
-        )
-
-    one = f"{RUN_PREFIX}1"
-    refused = {"scaling": refusal(one, asked), "same_bytes": refusal(one, *report.runs)}
-    refused |= {
-        "speedup": refusal(BASELINE, report.run),
-        "consensus": refusal(BASELINE, *report.runs),
-    }
-    further = [row for row in CHECKS if row.target in profile.targets]
-    criteria, checks = (
-        tuple(
-            judge(row, report, refused.get(row.id, ""), asked if row is SCALING else None)
-            for row in rows
-        )
-        for rows in (CRITERIA, (*further, *([SAME_BYTES] if report.many else [])))
+    verdicts = judge_report(report, comparability)
+    remarks = _remarks(raw, report, comparability)
+    return report.model_copy(
+        update={
+            "criteria": verdicts.criteria,
+            "checks": verdicts.checks,
+            "scaling": verdicts.scaling,
+            **remarks,
+            "evidence": raw.evidence(),
+        }
     )
-    figures = [*report.scaling]
-    for run in several:
-        if (figure := report.figure_of(run)) is not None:
-            title = {} if run is asked else {"title": f"Scaling on {figure.num_gpus} devices"}
-            judged = judge(SCALING.model_copy(update=title), report, scaled=run)
-            figures[figures.index(figure)] = figure.model_copy(update={"judged": judged})
-    return {"criteria": criteria, "checks": checks, "scaling": tuple(figures)}
 
 
-def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:
-    """Why pairs of `parts` may not be compared, by what their `run.json` say; in both orders."""
-    records = {part: raw.read(RunRecord, part, RECORD) for part in parts}
-    made = {part: {} if record is None else identity(record) for part, record in records.items()}
-    silent = {part: [name for name in MADE_FROM if name not in own] for part, own in made.items()}
-    reasons: dict[tuple[str | None, str | None], str] = {}
-    for a, b in combinations(parts, 2):
-        others = find_mismatches(made[a], made[b])
-        said = [
-            f"{name} ({x[:SHOWN]} and {y[:SHOWN]})"
-            for name, (x, y) in others.items()
-            if name in MADE_FROM
-        ]
-        absent = [
-            f"{part}/{RECORD} does not tell {', '.join(silent[part])}"
-            for part in (a, b)
-            if silent[part]
-        ]
-        if said or absent:
-            reasons[a, b] = reasons[b, a] = (
-                f"{a} and {b} differ in {', '.join(said)}" if said else absent[0]
-            )
-    return reasons
+def _comparability(raw: RawFolder, profile: Profile, runs: Sequence[RunMetrics]) -> Comparability:
+    """Check which runs may be compared with each other, and with a baseline measured here."""
+    parts = [run.name for run in runs]
+    has_summary = RunDir(raw.root / BASELINE).summary.is_file()
+    if profile.baseline.source == "measured" and has_summary:
+        parts.insert(0, BASELINE)
+    return check_comparability(raw, parts)
 
 
-def _accounting(
-    raw: RawFolder, run: model.RunMetrics | None, record: validation.ValidationRecord | None
-) -> model.Accounting | None:
-    """Count the reads of a run by fate and by remark; `None` when its reads.tsv is missing or cannot be read."""
+def _comparable_baseline(
+    raw: RawFolder, profile: Profile, run: RunMetrics | None, comparability: Comparability
+) -> BaselineMetrics | None:
+    """Return the baseline, with a problem if the run may not be compared with it."""
+    baseline = baseline_metrics(raw, profile, run)
+    if baseline is None or run is None:
+        return baseline
+    reason = comparability.refusal(BASELINE, [run.name])
+    if reason:
+        return baseline.model_copy(update={"problem": reason})
+    return baseline
+
+
+def _scaling(
+    single: RunMetrics | None, runs: Sequence[RunMetrics], comparability: Comparability
+) -> tuple[ScalingMetrics, ...]:
+    """Return the scaling of each run that may be compared with the run on one device."""
+    figures = []
+    for run in runs:
+        if comparability.allows(SINGLE_RUN, run.name):
+            figure = scaling_metrics(single, run)
+            if figure is not None:
+                figures.append(figure)
+    return tuple(figures)
+
+
+def _telemetry_of(raw: RawFolder, run: RunMetrics | None) -> NamedTelemetry | None:
+    """Return the telemetry that the metrics of a run were computed from."""
+    if run is None or run.telemetry is None:
+        return None
+    return raw.telemetry(run.name, run.telemetry.file)
+
+
+def _comparable_history(file: RegressionFile) -> tuple[HistoryEntry, ...]:
+    """Return the earlier runs that are like this one, oldest first, and then this one."""
+    return (*earlier_runs(file.history, file.entry, COMPARABLE_FIELDS), file.entry)
+
+
+def _provenance(
+    raw: RawFolder, record: validation.ValidationRecord | None, run: RunMetrics | None
+) -> RunRecord:
+    """Return the validation's own record, with that of the run where it says nothing."""
+    run_record = None if run is None else raw.read(RunRecord, run.name, RECORD)
+    own = {} if record is None else record.model_dump(exclude_defaults=True)
+    of_run = {} if run_record is None else run_record.model_dump(exclude_defaults=True)
+    fields = of_run | own
+    for part in ("fingerprints", "seeds", "versions"):
+        fields[part] = of_run.get(part, {}) | own.get(part, {})
+    # Of the settings only the sample's name is kept: addresses among them may be signed, and a
+    # report is passed on.
+    spec = own.get("spec") or of_run.get("spec", {})
+    fields["spec"] = {"sample": str(spec.get("sample", ""))}
+    fields["attempts"] = ()
+    return RunRecord.model_validate(fields)
+
+
+def _remarks(
+    raw: RawFolder, report: Report, comparability: Comparability
+) -> dict[str, tuple[str, ...]]:
+    """Return the warnings and the notes of a report, a sentence each."""
+    tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
+    remarks = {}
+    for kind in ("warnings", "notes"):
+        sections = render_sections(
+            f"{kind}.j2",
+            report,
+            not_compared=comparability.distinct_reasons,
+            tuning=tuning.rounds,
+            exact=EXACT_FILES,
+            problems=raw.problems.values(),
+        )
+        remarks[kind] = tuple(line for section in sections for line in section.prose)
+    return remarks
+
+
+def _account_for_reads(
+    raw: RawFolder, run: RunMetrics | None, record: validation.ValidationRecord | None
+) -> Accounting | None:
+    """Count the reads of a run by fate and by remark.
+
+    Returns:
+        `None` if its reads.tsv is missing or cannot be read.
+    """
     if run is None:
         return None
     columns = {"fate": "str", "flags": "str"}
-    table = raw.attempt(
-        RunDir(raw.root / run.name).reads_table, lambda path: read_table(path, columns)
-    )
+    path = RunDir(raw.root / run.name).reads_table
+    table = raw.attempt(path, lambda path: read_table(path, columns))
     if table is None:
         return None
     fates = dict.fromkeys(FATES, 0) | table["fate"].value_counts(sort=False).to_dict()
-    # the id that `duplicate_of=` names stands last and may hold commas
     remarks = table["flags"][table["flags"] != ""].str.replace(
-        r"duplicate_of=.*$", "duplicate_of", regex=True
+        DUPLICATE_ID, "duplicate_of", regex=True
     )
-    flags = (
-        dict.fromkeys(FLAGS, 0)
-        | remarks.str.split(",").explode().value_counts(sort=False).to_dict()
-    )
-    said, counted = ({fate: n for fate, n in one.items() if n} for one in (run.fates, fates))
-    return model.Accounting(
+    flag_counts = remarks.str.split(",").explode().value_counts(sort=False).to_dict()
+    is_same_as_run = _without_zeros(run.fates) == _without_zeros(fates)
+    staging = None if record is None else record.staging
+    return Accounting(
         reads=len(table),
         fates=fates,
-        flags=flags,
-        adds_up=len(table) == run.n_reads and said == counted,
-        staging=(record and record.staging) or validation.StagingTally(),
+        flags=dict.fromkeys(FLAGS, 0) | flag_counts,
+        adds_up=len(table) == run.n_reads and is_same_as_run,
+        staging=staging or validation.StagingTally(),
     )
 
 
-def approval_state(raw: RawFolder, run: model.RunMetrics | None) -> model.ApprovalState | None:
-    """What was answered; pending where an answer was asked for and none is there; `None` where none was asked for."""
+def _without_zeros(counts: Mapping[Any, int]) -> dict[Any, int]:
+    """Return the counts that are not 0."""
+    return {name: count for name, count in counts.items() if count}
+
+
+def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | None:
+    """Return what the reviewer answered.
+
+    Returns:
+        `pending` if an answer was asked for and there is none; `None` if none was asked for.
+    """
     path = RunDir(raw.root).report / APPROVAL
     if not path.is_file():
         record = raw.read(validation.ValidationRecord, RECORD)
-        asked = record is not None and record.spec.get("approval") is True
-        return model.ApprovalState(verdict="pending") if asked else None
-    said = raw.read(validation.ApprovalRecord, path.parent.name, APPROVAL)
-    if said is None:
+        if record is not None and record.spec.get("approval") is True:
+            return ApprovalState(verdict="pending")
         return None
-    file = (
-        None
-        if run is None or run.telemetry is None
-        else raw.telemetry(run.name, run.telemetry.file)
+    answer = raw.read(validation.ApprovalRecord, path.parent.name, APPROVAL)
+    if answer is None:
+        return None
+    telemetry = _telemetry_of(raw, run)
+    is_older = (
+        answer.when is not None
+        and telemetry is not None
+        and answer.when < telemetry.content.started
     )
-    older = said.when is not None and file is not None and said.when < file[1].started
-    return model.ApprovalState(**said.model_dump(), of_earlier_run=older)
+    return ApprovalState(**answer.model_dump(), of_earlier_run=is_older)
 
 
-def read_report(path: Path) -> model.Report:
-    """Read `report.json`; `InputError` says what is wrong with it."""
+def read_report(path: Path) -> Report:
+    """Read a `report.json`.
+
+    Raises:
+        InputError: It is not a report of this version. The message says what is wrong.
+    """
     try:
-        return read(path, model.Report)
+        return read(path, Report)
     except ConfigError as error:
-        why = f"not a report of this version ({str(error).removeprefix(f'{path}: ')})"
+        reason = str(error).removeprefix(f"{path}: ")
         raise InputError(
-            why, file=path, hint="virnuc report DIR --profile NAME judges the raw files anew"
+            f"not a report of this version ({reason})",
+            file=path,
+            hint="virnuc report DIR --profile NAME judges the raw files anew",
         ) from error
 
 
-def write_report(out: Path, profile: Profile, history: Path | None = None) -> model.Report:
-    """Judge a finished validate directory and write every form of the report to `out/report/`. With `history`, the run
-    is first held against the earlier runs in that file, and added to it."""
+def write_report(out: Path, profile: Profile, history: Path | None = None) -> Report:
+    """Judge a finished validation and write every form of the report to `out/report/`.
+
+    Args:
+        out: The validation's directory.
+        profile: The thresholds.
+        history: If given, the run is compared with the earlier runs in this file, and added to it.
+    """
     report = build_report(out, profile)
     if history is not None:
         (out / REGRESSION).unlink(missing_ok=True)  # of an earlier run
-        if (entry := entry_of(report)) is not None:
-            append_history(
-                history, entry
-            )  # first: what is broken there is set aside, and told once
-            last = tuple(earlier(read_history(history), entry)[-100:])
-            write(out / REGRESSION, RegressionFile(entry=entry, history=last))
+        entry = entry_of(report)
+        if entry is not None:
+            # Appended first: lines that are damaged are then set aside, and warned of only once.
+            append_history(history, entry)
+            earlier = earlier_runs(read_history(history), entry)[-MAX_COMPARED_RUNS:]
+            write(out / REGRESSION, RegressionFile(entry=entry, history=tuple(earlier)))
         report = build_report(out, profile)
-    return _written(out, report)
+    return _write_forms(out, report)
 
 
-def rerender(out: Path) -> model.Report:
-    """Render `out/report/report.json` again, from nothing but that file and a reviewer's answer beside it."""
-    report, raw, path = (
-        read_report(RunDir(out).report / REPORT_JSON),
-        RawFolder(out),
-        RunDir(out).report / APPROVAL,
-    )
-    if path.is_file():
-        answer, name = approval_state(raw, report.run), path.relative_to(out).as_posix()
-        files = sorted((report.evidence | {name: raw.evidence()[name]}).items())
-        report = report.model_copy(update={"approval": answer, "evidence": dict(files)})
-    return _written(out, report)
+def rerender(out: Path) -> Report:
+    """Render a report again from its `report.json` and the reviewer's answer beside it alone.
+
+    Args:
+        out: The validation's directory.
+    """
+    report = read_report(RunDir(out).report / REPORT_JSON)
+    approval_path = RunDir(out).report / APPROVAL
+    if approval_path.is_file():
+        raw = RawFolder(out)
+        approval = approval_state(raw, report.run)
+        name = approval_path.relative_to(out).as_posix()
+        evidence = report.evidence | {name: raw.evidence()[name]}
+        update = {"approval": approval, "evidence": dict(sorted(evidence.items()))}
+        report = report.model_copy(update=update)
+    return _write_forms(out, report)
 
 
-def _written(out: Path, report: model.Report) -> model.Report:
+def _write_forms(out: Path, report: Report) -> Report:
+    """Write every form of a report, and return the report."""
     for name, content in render(report).items():
         write_text_atomically(RunDir(out).report / name, content)
     return report
-
-
-class RegressionFile(model.Record):
-    """`regression.json`: what was compared, so that the verdict can be computed again."""
-
-    schema_version: int = 1
-    entry: model.HistoryEntry
-    history: tuple[model.HistoryEntry, ...]
-
-
-def entry_of(report: model.Report) -> model.HistoryEntry | None:
-    """The history line of a report; `None` when there was no run, or one that was resumed, cut off or without a row."""
-    run, made = report.run, report.provenance
-    if run is None or run.resumed or run.stopped_at_limit or run.n_reads is None or run.n_rows == 0:
-        return None
-    names, values = (
-        sorted(device.name for device in run.devices),
-        {one.id: one.value for one in report.criteria},
-    )
-    nodes = {device.id.partition("@")[2] for device in run.devices} - {""}  # of a cluster
-    return model.HistoryEntry(
-        created=run.attempts[0].started
-        if run.attempts
-        else made.created,  # whenever it is judged, it is one run
-        commit=made.git_commit or "unknown",
-        profile=report.profile.name,
-        devices=f"{len(names)}x {' + '.join(dict.fromkeys(names))}"
-        + f" (nodes: {len(nodes)})" * bool(nodes),
-        precision=run.precision or "unknown",
-        reads=made.fingerprints.get("reads", "unknown"),
-        weights="+".join(
-            made.fingerprints.get(part, "unknown") for part in ("esm2", "dnabert_s", "head")
-        ),
-        n_reads=run.n_reads,
-        tokens_per_s=run.telemetry.tokens_per_s if run.telemetry else None,
-        gpu_utilisation=values.get("gpu_utilisation"),
-        packing_efficiency=values.get("packing"),
-        total_s=run.total_s,
-        criteria_met=report.met,
-        regression_percent=report.profile.regression_percent,
-        host=made.host,
-    )
-
-
-def read_history(path: Path) -> tuple[model.HistoryEntry, ...]:
-    """All entries, oldest first; none when there is no file. A line that cannot be read is named in a warning."""
-    return tuple(_lines(path, "passed over")[0].values())
-
-
-def _lines(path: Path, fate: str) -> tuple[dict[bytes, model.HistoryEntry], list[bytes]]:
-    """The lines of a file that are entries, and those that are none: a warning names the first, and their `fate`."""
-    found, broken, said = dict[bytes, model.HistoryEntry](), list[bytes](), ""
-    for place, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
-        try:
-            found |= {line: model.HistoryEntry.model_validate_json(line)} if line.strip() else {}
-        except ValidationError as error:
-            broken.append(line)
-            said = said or f"{path}:{place}: not a history entry ({error.errors()[0]['msg']})"
-    if broken:
-        log.warning("%s%s; %s", said, f" and {len(broken) - 1} more" * (len(broken) > 1), fate)
-    return found, broken
-
-
-def append_history(path: Path, entry: model.HistoryEntry) -> bool:
-    """Whether an entry was added, under a lease: one made at the same moment is not added again. Lines that are no
-    entries go to `….damaged` first, with a warning."""
-    path, aside = path.resolve(), path.with_name(f"{path.name}.damaged")
-    with lease(path.with_name(f".{path.name}.lease"), path, wait=True):
-        found, broken = _lines(path, f"kept in {aside.name}")
-        if any(old.created == entry.created and old.same(entry, LIKE) for old in found.values()):
-            return False
-        line = json.dumps(entry.model_dump(mode="json"), sort_keys=True).encode() + b"\n"
-        if broken:
-            with storage_errors(aside), aside.open("ab") as kept:
-                kept.writelines(bad + b"\n" for bad in broken)
-                os.fsync(kept.fileno())
-        with atomic_file(path) as anew:
-            anew.write_bytes(b"\n".join([*found, line]))
-    return True
-
-
-def earlier(
-    history: Entries, entry: model.HistoryEntry, fields: Sequence[str] = SERIES
-) -> list[model.HistoryEntry]:
-    """The runs before `entry` that have these fields in common with it, oldest first."""
-    found = (old for old in history if old.same(entry, fields) and old.created < entry.created)
-    return sorted(found, key=lambda old: old.created)
-
-
-def regression(history: Entries, entry: model.HistoryEntry) -> model.Regression:
-    """Compare `entry` with the newest earlier one that is like it."""
-    series, before = earlier(history, entry), next(reversed(earlier(history, entry, LIKE)), None)
-    stale = bool(series) and not series[-1].same(entry, LIKE)
-    if before is None:
-        none = "stale baseline: earlier runs were made with other reads or weights"
-        reason = none if stale else "no earlier run of this profile on these devices"
-        return model.Regression(verdict="not run", reason=reason, stale=stale)
-    metrics = []
-    for name, higher in METRICS.items():
-        was, now = getattr(before, name), getattr(entry, name)
-        change = (now - was) / was if was is not None and now is not None and was > 0 else None
-        verdict: model.Verdict = "not run"
-        if change is not None:
-            verdict = (
-                "fail"
-                if 100 * (-change if higher else change) > entry.regression_percent
-                else "pass"
-            )
-        metrics.append(
-            model.RegressionMetric(name=name, before=was, now=now, change=change, verdict=verdict)
-        )
-    worse = [metric.name for metric in metrics if metric.verdict == "fail"]
-    judged = any(metric.verdict != "not run" for metric in metrics)
-    reason = f"over {entry.regression_percent:g} % worse in {', '.join(worse)}" if worse else ""
-    return model.Regression(
-        verdict="fail" if worse else "pass" if judged else "not run",
-        reason=reason if judged else "no metric was measured in both runs",
-        against_commit=before.commit,
-        against_created=before.created,
-        stale=stale,
-        metrics=tuple(metrics),
-    )
-
-
-def trend(history: Entries) -> list[dict[str, object]]:
-    """A row for each run, as given: oldest first, each against the one before that is like it."""
-    return render_rows(
-        "trend.view.j2", runs=[(entry, regression(history, entry)) for entry in history]
-    )

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
-from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.model import (
     Bar,
     Charts,
@@ -26,6 +25,7 @@ from virnuc_core.report.model import (
     RunMetrics,
     ScalingMetrics,
 )
+from virnuc_core.report.raw_files import RawFolder
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.statistics import QueueShares, embedding_span, windows

@@ -24,7 +24,8 @@ from virnuc_core.engine.loader import slices
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns, read_table
-from virnuc_core.report.metrics import BASELINE, COMPARISON
+from virnuc_core.report.model import BASELINE
+from virnuc_core.report.raw_files import COMPARISON
 from virnuc_core.rundir import EXACT_FILES, RunDir, atomic_file
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, find_mismatches, identity, read, write
 

@@ -1,368 +1,540 @@
-"""The criteria and the further checks: what was measured for each, rows of one table, and one judge for all rows.
+"""The criteria that a validation is judged by: what each is called, and what was measured for it.
 
-A criterion passes or fails on a measured number only. A number that was not measured, or measured on too little or on
-other hardware than the target is meant for, is `not run`; one that was stretched from fewer reads is `projected`."""
+Each criterion is a frozen object that stands below the function that measures it. `judging.py`
+compares what was measured with the targets of a profile.
+"""
 
 from collections.abc import Callable
-from functools import partial
-from math import ceil, sqrt
-from typing import Final, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Final, Literal
 
-from virnuc_core.profiles import CRITERIA_TOML, Profile, Target
-from virnuc_core.report import model
-from virnuc_core.report.metrics import BASELINE, RUN_PREFIX, short_name
-from virnuc_core.report.render import message
+from virnuc_core.profiles import Target, TargetName
+from virnuc_core.report.model import BASELINE, Report, RunMetrics
+from virnuc_core.report.proportions import samples_needed, wilson_interval
+from virnuc_core.report.raw_files import short_name
 from virnuc_core.rundir import EXACT_FILES
+from virnuc_core.validation import BitwiseEquality, CosineStats
 
 CORRECTNESS: Final = "correctness"
-Z2: Final = 1.959964**2  # squared standard deviations to either side that hold 95 %
 MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
-NO_EXACT: Final = "no part was embedded in fp32, or the runs are in fp32 themselves"
-Run = model.RunMetrics | None
+NO_EXACT_RUN: Final = "no part was embedded in fp32, or the runs are in fp32 themselves"
+NO_TELEMETRY: Final = "there is no telemetry"
+
+# Whose figures a criterion uses: the run on one device, the run on two, the run on the most devices
+# if that is not the same, or the run that is judged, whatever it has.
+RunChoice = Literal["single", "pair", "many", "judged"]
+# What a run must be to say something about performance: large enough, and for "speed" also on the
+# devices that the profile is meant for.
+Evidence = Literal["speed", "reads"]
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Finding:
     """What was measured for one criterion."""
 
     value: float | None = None
     samples: int | None = None
-    absent: str = ""  # why it cannot be judged, whatever the run was on
-    problem: str = ""  # why it cannot be judged although the run is good evidence
-    note: str = ""  # on a number that is judged
-    if_missed: str = ""  # the way out
+    not_measured: str = ""  # why it cannot be judged, whatever the run was on
+    not_comparable: str = ""  # why it cannot be judged although the run is good evidence
+    remark: str = ""  # on a number that is judged
+    if_missed: str = ""  # what to do if the target is missed
     failed: bool = False  # whatever the number says
-    projected: float | None = (
-        None  # what the number would be on the reads that the target speaks of
-    )
+    projected: float | None = None  # the value for as many reads as the target speaks of
 
 
-# What was measured for each criterion: functions that bear its name.
+Measure = Callable[[Report, RunMetrics | None], Finding]
 
 
-def _time(report: model.Report, run: Run, devices: int) -> Finding:
-    profile = report.profile
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriterionSpec:
+    """A criterion or a further check, before it is judged."""
+
+    id: str
+    perf_id: str  # of the requirement that it answers, or CORRECTNESS
+    title: str  # {baseline} stands for the baseline's name
+    definition: str
+    target: TargetName | Literal["same_bytes"]  # the name of its target in a profile
+    measure: Measure
+    unit: Literal["s", "x", "%", ""] = "%"
+    samples_of: str = "reads"
+    run: RunChoice = "judged"
+    evidence: Evidence = "speed"
+    # files that it is computed from: their paths, or "summary" and "telemetry" of the run, or the
+    # summary of the one-device run as "single"
+    raw: tuple[str, ...] = ("telemetry",)
+
+
+def _measure_time(report: Report, run: RunMetrics | None, n_devices: int) -> Finding:
+    """Return the total time of a run, also projected to the reads that the target speaks of."""
     if run is None:
-        return Finding(absent=f"there was no run on {devices} device{'s'[: devices - 1]}")
-    if len(run.devices) != devices:
-        return Finding(absent=f"the run was on {len(run.devices)} devices, not {devices}")
+        plural = "" if n_devices == 1 else "s"
+        return Finding(not_measured=f"there was no run on {n_devices} device{plural}")
+    if len(run.devices) != n_devices:
+        reason = f"the run was on {len(run.devices)} devices, not {n_devices}"
+        return Finding(not_measured=reason)
     if run.stopped_at_limit:
-        why = f"ended at the profile's limit of {profile.time_limit_s or 0:g} s: slower than it may be"
-        return Finding(run.total_s, run.n_reads, note=why, failed=True)
-    wanted, problem = profile.target_reads, run.untimed
-    if problem or not wanted or not run.n_reads or run.n_reads >= wanted or run.total_s is None:
-        return Finding(run.total_s, run.n_reads, problem=problem)
-    why = f"projected from {run.n_reads:,} to {wanted:,} reads: no measurement"
-    return Finding(run.total_s, run.n_reads, note=why, projected=run.total_s * wanted / run.n_reads)
-
-
-one_device_time, two_device_time = (partial(_time, devices=devices) for devices in (1, 2))
-
-
-def scaling(report: model.Report, run: Run) -> Finding:
-    if run is None or report.single is None:
-        return Finding(
-            absent=f"there was no run on {'more than one' if run is None else 'one'} device"
-        )
-    problem = report.single.untimed or run.untimed
-    found = report.figure_of(run)
-    if found is None:
-        return Finding(
-            samples=run.n_reads, problem=problem or "the two runs did not do the same work"
-        )
-    note = "super-linear: check the one-device run" if found.speedup > found.num_gpus else ""
-    return Finding(found.speedup, run.n_reads, problem=problem, note=note)
-
-
-def speedup(report: model.Report, run: Run) -> Finding:
-    baseline = report.baseline
-    if run is None or baseline is None:
-        return Finding(absent="there was no run" if run is None else "the baseline was not run")
-    known = baseline.seconds and run.total_s and not run.stopped_at_limit
-    value = (baseline.seconds or 0.0) / (run.total_s or 1.0) if known else None
-    # on fewer devices of that kind it may run: a handicap of its own algorithm
-    same_kind = bool(run.devices) and set(baseline.models) == {
-        short_name(device) for device in run.devices
-    }
-    other = baseline.source != "recorded" and not same_kind
-    problem = run.untimed or (
-        f"the baseline ran on {baseline.label}, the run on {run.label}" if other else ""
+        limit_s = report.profile.time_limit_s or 0
+        remark = f"ended at the profile's limit of {limit_s:g} s: slower than it may be"
+        return Finding(run.total_s, run.n_reads, remark=remark, failed=True)
+    if run.untimed:
+        return Finding(run.total_s, run.n_reads, not_comparable=run.untimed)
+    target_reads = report.profile.target_reads or 0
+    n_reads = run.n_reads or 0
+    if run.total_s is None or not 0 < n_reads < target_reads:
+        return Finding(run.total_s, run.n_reads)
+    return Finding(
+        run.total_s,
+        n_reads,
+        remark=f"projected from {n_reads:,} to {target_reads:,} reads: no measurement",
+        projected=run.total_s * target_reads / n_reads,
     )
-    problem = problem or ("the baseline's time was not recorded" if value is None else "")
-    samples = run.n_reads if baseline.subset is None else baseline.subset.reads
+
+
+def measure_one_device_time(report: Report, run: RunMetrics | None) -> Finding:
+    """Return the total time of the run on one device."""
+    return _measure_time(report, run, n_devices=1)
+
+
+ONE_DEVICE_TIME: Final = CriterionSpec(
+    id="one_device_time",
+    perf_id="PERF-01",
+    title="Time on one device",
+    definition="wall time of the whole pipeline on one device, staging included",
+    target="one_device_seconds",
+    measure=measure_one_device_time,
+    unit="s",
+    run="single",
+    raw=("summary",),
+)
+
+
+def measure_two_device_time(report: Report, run: RunMetrics | None) -> Finding:
+    """Return the total time of the run on two devices."""
+    return _measure_time(report, run, n_devices=2)
+
+
+TWO_DEVICE_TIME: Final = CriterionSpec(
+    id="two_device_time",
+    perf_id="PERF-01",
+    title="Time on two devices",
+    definition="wall time of the whole pipeline on two devices, staging included",
+    target="two_device_seconds",
+    measure=measure_two_device_time,
+    unit="s",
+    run="pair",
+    raw=("summary",),
+)
+
+
+def measure_scaling(report: Report, run: RunMetrics | None) -> Finding:
+    """Return how many times faster a run on several devices was than the run on one."""
+    if run is None:
+        return Finding(not_measured="there was no run on more than one device")
+    if report.single is None:
+        return Finding(not_measured="there was no run on one device")
+    problem = report.single.untimed or run.untimed
+    figure = report.figure_of(run)
+    if figure is None:
+        reason = problem or "the two runs did not do the same work"
+        return Finding(samples=run.n_reads, not_comparable=reason)
+    remark = ""
+    if figure.speedup > figure.num_gpus:
+        remark = "super-linear: check the one-device run"
+    return Finding(figure.speedup, run.n_reads, not_comparable=problem, remark=remark)
+
+
+SCALING: Final = CriterionSpec(
+    id="scaling",
+    perf_id="PERF-03",
+    title="Scaling",
+    definition="time on one device ÷ time on N devices, same reads, whole pipeline; "
+    "efficiency is that ÷ N",
+    target="scaling",
+    measure=measure_scaling,
+    unit="x",
+    run="many",
+    raw=("single", "summary"),
+)
+
+
+def measure_speedup(report: Report, run: RunMetrics | None) -> Finding:
+    """Return how many times faster the run was than the baseline."""
+    if run is None:
+        return Finding(not_measured="there was no run")
+    baseline = report.baseline
+    if baseline is None:
+        return Finding(not_measured="the baseline was not run")
+
+    value = None
+    if baseline.seconds and run.total_s and not run.stopped_at_limit:
+        value = baseline.seconds / run.total_s
+
+    # The baseline may have run on fewer devices of the same kind: that is a handicap of its own
+    # algorithm.
+    run_models = {short_name(device) for device in run.devices}
+    is_same_kind = bool(run.devices) and set(baseline.models) == run_models
+    problem = run.untimed
+    if not problem and baseline.source != "recorded" and not is_same_kind:
+        problem = f"the baseline ran on {baseline.label}, the run on {run.label}"
+    if not problem and value is None:
+        problem = "the baseline's time was not recorded"
+
     return Finding(
         value,
-        samples,
-        absent=baseline.problem or "",
-        problem=problem,
-        note=message("baseline_known", baseline),
+        samples=run.n_reads if baseline.subset is None else baseline.subset.reads,
+        not_measured=baseline.problem or "",
+        not_comparable=problem,
+        remark=baseline.origin,
     )
 
 
-def consensus(report: model.Report, run: Run) -> Finding:
+SPEEDUP: Final = CriterionSpec(
+    id="speedup",
+    perf_id="PERF-01",
+    title="Speed-up over {baseline}",
+    definition="time of the baseline ÷ time of the run, same machine, same reads",
+    target="speedup",
+    measure=measure_speedup,
+    unit="x",
+    samples_of="reads of the baseline",
+    raw=("baseline/summary.json", "summary"),
+)
+
+
+def measure_consensus(report: Report, run: RunMetrics | None) -> Finding:
+    """Return the lowest agreement of chunk labels with the baseline over the runs, in percent."""
     if run is None:
-        return Finding(absent="there was no run")
-    names, least = [one.name for one in report.runs], report.profile.min_compared_chunks
-    against = [c for c in report.comparisons if c.a == BASELINE]
-    parts = {c.b: c.consensus for c in against if c.b in names and c.consensus is not None}
-    values = [part.agreement for part in parts.values() if part.agreement is not None]
-    samples = min((part.total for part in parts.values()), default=0)
-    absent = ""
-    if run.name not in parts:
-        absent = f"{run.name} was not compared with the baseline"
-    elif len(values) < len(parts):
-        absent = "there was no chunk to compare"
-    elif samples < least:
-        absent = f"{samples:,} chunks compared; the profile needs {least:,}"
-    subset = next((c.subset_reads for c in against if c.subset_reads is not None), None)
-    note = (
-        f"over the {subset:,} reads that the baseline ran on and that have a row" if subset else ""
-    )
+        return Finding(not_measured="there was no run")
+    run_names = {one.name for one in report.runs}
+    with_baseline = [one for one in report.comparisons if one.a == BASELINE]
+    agreements = {}
+    for comparison in with_baseline:
+        if comparison.b in run_names and comparison.consensus is not None:
+            agreements[comparison.b] = comparison.consensus
+    shares = [part.agreement for part in agreements.values() if part.agreement is not None]
+    n_chunks = min((part.total for part in agreements.values()), default=0)
+
+    min_chunks = report.profile.min_compared_chunks
+    not_measured = ""
+    if run.name not in agreements:
+        not_measured = f"{run.name} was not compared with the baseline"
+    elif len(shares) < len(agreements):
+        not_measured = "there was no chunk to compare"
+    elif n_chunks < min_chunks:
+        not_measured = f"{n_chunks:,} chunks compared; the profile needs {min_chunks:,}"
+
+    remark = ""
+    subset_sizes = [one.subset_reads for one in with_baseline if one.subset_reads is not None]
+    if subset_sizes and subset_sizes[0]:
+        n_reads = subset_sizes[0]
+        remark = f"over the {n_reads:,} reads that the baseline ran on and that have a row"
     return Finding(
-        100.0 * min(values) if values else None,
-        samples if parts else None,
-        absent=absent,
-        note=note,
+        value=100.0 * min(shares) if shares else None,
+        samples=n_chunks if agreements else None,
+        not_measured=not_measured,
+        remark=remark,
     )
 
 
-def gpu_utilisation(_: model.Report, run: Run) -> Finding:
+CONSENSUS: Final = CriterionSpec(
+    id="consensus",
+    perf_id=CORRECTNESS,
+    title="Consensus label agreement",
+    definition="chunks whose consensus equals the baseline's ÷ all chunks of either side; "
+    "the lowest over the runs",
+    target="consensus_agreement",
+    measure=measure_consensus,
+    samples_of="chunks",
+    raw=("comparison.json",),
+)
+
+
+def measure_gpu_utilisation(_: Report, run: RunMetrics | None) -> Finding:
+    """Return the mean utilisation of the least used device while ESM-2 ran, in percent."""
     if run is None or run.telemetry is None:
-        return Finding(absent="there is no telemetry")
-    devices, percent = run.telemetry.devices, run.telemetry.lowest_percent("esm2")
+        return Finding(not_measured=NO_TELEMETRY)
+    devices = run.telemetry.devices
+    percent = run.telemetry.lowest_percent("esm2")
     if percent is None:
-        unseen = [one.device for one in devices if one.esm2_percent is None]
-        return Finding(
-            absent=f"no NVML sample of {', '.join(unseen) or 'any device'} while ESM-2 ran"
-        )
-    fewest = min(one.esm2_samples for one in devices)
-    problem = (
-        "" if fewest >= MIN_SAMPLES else f"{fewest} samples of a device; {MIN_SAMPLES} are needed"
-    )
-    samples = next(one.esm2_samples for one in devices if one.esm2_percent == percent)
-    return Finding(percent, samples, problem=problem)
+        unseen = [device.device for device in devices if device.esm2_percent is None]
+        names = ", ".join(unseen) or "any device"
+        return Finding(not_measured=f"no NVML sample of {names} while ESM-2 ran")
+
+    problem = ""
+    fewest = min(device.esm2_samples for device in devices)
+    if fewest < MIN_SAMPLES:
+        problem = f"{fewest} samples of a device; {MIN_SAMPLES} are needed"
+    lowest = next(device for device in devices if device.esm2_percent == percent)
+    return Finding(percent, lowest.esm2_samples, not_comparable=problem)
 
 
-def packing(_: model.Report, run: Run) -> Finding:
-    telemetry = None if run is None else run.telemetry
-    if telemetry is None or telemetry.packing_efficiency is None:
-        return Finding(
-            absent="there is no telemetry" if telemetry is None else "no batch was launched"
-        )
+GPU_UTILISATION: Final = CriterionSpec(
+    id="gpu_utilisation",
+    perf_id="PERF-02",
+    title="GPU utilisation (ESM-2)",
+    definition="mean of NVML samples from the first ESM-2 batch launched to the last finished; "
+    "the lowest device counts",
+    target="gpu_utilisation",
+    measure=measure_gpu_utilisation,
+    samples_of="NVML samples of that device",
+)
+
+
+def measure_packing(_: Report, run: RunMetrics | None) -> Finding:
+    """Return which share of the launched token slots held a token, in percent."""
+    if run is None or run.telemetry is None:
+        return Finding(not_measured=NO_TELEMETRY)
+    telemetry = run.telemetry
+    if telemetry.packing_efficiency is None:
+        return Finding(not_measured="no batch was launched")
     if telemetry.tokens > telemetry.slots:
-        return Finding(
-            None, telemetry.batches, absent="more tokens than slots: the telemetry is wrong"
-        )
+        reason = "more tokens than slots: the telemetry is wrong"
+        return Finding(samples=telemetry.batches, not_measured=reason)
     return Finding(100.0 * telemetry.packing_efficiency, telemetry.batches)
 
 
-def starved_share(_: model.Report, run: Run) -> Finding:
-    telemetry = None if run is None else run.telemetry
-    if telemetry is None or telemetry.queue is None:
-        return Finding(absent="there is no telemetry of batches")
-    return Finding(100.0 * telemetry.queue.starved, telemetry.batches)
+PACKING: Final = CriterionSpec(
+    id="packing",
+    perf_id="PERF-05",
+    title="Packing efficiency",
+    definition="real tokens ÷ token slots launched, both encoders, tails included",
+    target="packing_efficiency",
+    measure=measure_packing,
+    samples_of="batches",
+    evidence="reads",
+)
 
 
-def checkpoint_overhead(report: model.Report, _: Run) -> Finding:
-    found = report.overhead
-    if found is None or found.median is None:
-        return Finding(
-            absent="no pair of runs with and without commits" if found is None else found.problem
-        )
-    way_out = f"try shard_tokens above {found.shard_tokens:,}, or a faster disk"
-    return Finding(100.0 * found.median, len(found.shares), absent=found.problem, if_missed=way_out)
+def measure_starved_share(_: Report, run: RunMetrics | None) -> Finding:
+    """Return which share of the batches the GPU had to wait for, in percent."""
+    if run is None or run.telemetry is None or run.telemetry.queue is None:
+        return Finding(not_measured="there is no telemetry of batches")
+    return Finding(100.0 * run.telemetry.queue.starved, run.telemetry.batches)
 
 
-def device_time_spread(_: model.Report, run: Run) -> Finding:
+STARVED_SHARE: Final = CriterionSpec(
+    id="starved_share",
+    perf_id="PERF-05",
+    title="Starved batches",
+    definition="batches the launch loop waited over 50 ms for ÷ all batches",
+    target="starved_share",
+    measure=measure_starved_share,
+    samples_of="batches",
+)
+
+
+def measure_checkpoint_overhead(report: Report, _: RunMetrics | None) -> Finding:
+    """Return which share of the tokens per second the commits cost, in percent."""
+    overhead = report.overhead
+    if overhead is None:
+        return Finding(not_measured="no pair of runs with and without commits")
+    if overhead.median is None:
+        return Finding(not_measured=overhead.problem)
+    return Finding(
+        100.0 * overhead.median,
+        samples=len(overhead.shares),
+        not_measured=overhead.problem,
+        if_missed=f"try shard_tokens above {overhead.shard_tokens:,}, or a faster disk",
+    )
+
+
+CHECKPOINT_OVERHEAD: Final = CriterionSpec(
+    id="checkpoint_overhead",
+    perf_id="PERF-05",
+    title="Checkpoint overhead",
+    definition="1 − tokens/s with commits ÷ tokens/s without, first launch to last commit; "
+    "the median over the pairs",
+    target="checkpoint_overhead",
+    measure=measure_checkpoint_overhead,
+    samples_of="pairs of runs",
+    raw=("checkpoint_overhead.json",),
+)
+
+
+def measure_device_time_spread(_: Report, run: RunMetrics | None) -> Finding:
+    """Return how much less the least busy device worked than the busiest, in percent."""
     telemetry = None if run is None else run.telemetry
     if run is None or telemetry is None or telemetry.device_time_spread is None:
-        return Finding(
-            absent="there was no run on more than one device, or its telemetry is missing"
-        )
-    idle = "a device did no shard" if len(telemetry.busy) < len(run.devices) else ""
-    return Finding(100.0 * telemetry.device_time_spread, len(telemetry.busy), absent=idle)
+        reason = "there was no run on more than one device, or its telemetry is missing"
+        return Finding(not_measured=reason)
+    not_measured = ""
+    if len(telemetry.busy) < len(run.devices):
+        not_measured = "a device did no shard"
+    spread = 100.0 * telemetry.device_time_spread
+    return Finding(spread, len(telemetry.busy), not_measured=not_measured)
 
 
-def _centred(report: model.Report, _: Run, which: str) -> Finding:
-    found = [
-        one
-        for comparison in report.comparisons
-        if comparison.a == EXACT_FILES
-        for one in comparison.cosines
-    ]
-    least = min((getattr(one, which) for one in found), default=None)
+DEVICE_TIME_SPREAD: Final = CriterionSpec(
+    id="device_time_spread",
+    perf_id="PERF-03",
+    title="Spread of device times",
+    definition="1 − least ÷ most busy seconds over the devices",
+    target="device_time_spread",
+    measure=measure_device_time_spread,
+    samples_of="devices",
+    run="many",
+)
+
+
+def _cosines_to_fp32(report: Report) -> list[CosineStats]:
+    """Return the cosines to the embeddings in fp32, one record for each encoder and run."""
+    cosines: list[CosineStats] = []
+    for comparison in report.comparisons:
+        if comparison.a == EXACT_FILES:
+            cosines.extend(comparison.cosines)
+    return cosines
+
+
+def measure_centred_worst(report: Report, _: RunMetrics | None) -> Finding:
+    """Return the least centred cosine of a sequence to its embedding in fp32."""
+    cosines = _cosines_to_fp32(report)
+    if not cosines:
+        return Finding(not_measured=NO_EXACT_RUN)
+    least = min(cosine.minimum for cosine in cosines)
+    return Finding(least, samples=min(cosine.n for cosine in cosines))
+
+
+CENTRED_WORST: Final = CriterionSpec(
+    id="centred_worst",
+    perf_id=CORRECTNESS,
+    title="Worst centred cosine to fp32",
+    definition="least cosine of a sequence's mean embedding to the one in fp32, "
+    "both less the mean of all; the lower encoder",
+    target="centred_worst",
+    measure=measure_centred_worst,
+    unit="",
+    samples_of="sequences",
+    raw=("comparison.json",),
+)
+
+
+def measure_centred_mean(report: Report, _: RunMetrics | None) -> Finding:
+    """Return the mean centred cosine to the embeddings in fp32, of the encoder with the lower."""
+    cosines = _cosines_to_fp32(report)
+    if not cosines:
+        return Finding(not_measured=NO_EXACT_RUN)
+    least = min(cosine.mean for cosine in cosines)
+    return Finding(least, samples=min(cosine.n for cosine in cosines))
+
+
+CENTRED_MEAN: Final = CriterionSpec(
+    id="centred_mean",
+    perf_id=CORRECTNESS,
+    title="Mean centred cosine to fp32",
+    definition="the same cosine, its mean over the sequences that were embedded in fp32 too; "
+    "the lower encoder",
+    target="centred_mean",
+    measure=measure_centred_mean,
+    unit="",
+    samples_of="sequences",
+    raw=("comparison.json",),
+)
+
+
+def measure_verdicts_held(report: Report, _: RunMetrics | None) -> Finding:
+    """Return which share of the chunks has the label that fp32 gives it, in percent.
+
+    The share fails only if the whole confidence interval lies below the target, and it is judged
+    only on a sample that could show the target.
+    """
+    with_fp32 = (one for one in report.comparisons if one.a == EXACT_FILES)
+    comparison = next(with_fp32, None)
+    consensus = None if comparison is None else comparison.consensus
+    if consensus is None or consensus.agreement is None:
+        return Finding(not_measured=NO_EXACT_RUN)
+
+    n_chunks = consensus.total
+    interval = wilson_interval(consensus.agreement, n_chunks)
+    low, high = 100.0 * interval.low, 100.0 * interval.high
+    interval_text = f"95 % interval {low:.3f} to {high:.3f} %"
+
+    target = report.profile.targets.get("verdicts_held") or Target(op=">=", value=0.0)
+    needed = samples_needed(target.value / 100.0)
+    not_measured = ""
+    if n_chunks < needed:
+        not_measured = f"{n_chunks:,} chunks, {interval_text}; {needed:,} are needed"
     return Finding(
-        least, min((one.n for one in found), default=None), absent="" if found else NO_EXACT
+        100.0 * consensus.agreement,
+        samples=n_chunks,
+        not_measured=not_measured,
+        remark=interval_text,
+        failed=not (target.met(low) or target.met(high)),
     )
 
 
-centred_worst, centred_mean = (partial(_centred, which=which) for which in ("minimum", "mean"))
+VERDICTS_HELD: Final = CriterionSpec(
+    id="verdicts_held",
+    perf_id=CORRECTNESS,
+    title="Verdicts as in fp32",
+    definition="chunks whose consensus is that of fp32 ÷ all chunks that were embedded whole in fp32",
+    target="verdicts_held",
+    measure=measure_verdicts_held,
+    samples_of="chunks",
+    raw=("comparison.json",),
+)
 
 
-def verdicts_held(report: model.Report, _: Run) -> Finding:
-    found = next((one.consensus for one in report.comparisons if one.a == EXACT_FILES), None)
-    if found is None or found.agreement is None:
-        return Finding(absent=NO_EXACT)
-    asked, n = (
-        report.profile.targets.get("verdicts_held") or Target(op=">=", value=0.0),
-        found.total,
-    )
-    room = sqrt(
-        Z2 * (found.agreement * (1.0 - found.agreement) + Z2 / (4 * n)) / n
-    )  # Wilson's interval
-    low, high = (
-        100.0 * (found.agreement + Z2 / (2 * n) + side) / (1.0 + Z2 / n) for side in (-room, room)
-    )
-    note = f"95 % interval {low:.3f} to {high:.3f} %"
-    most = min(asked.value / 100.0, 0.999999)  # no sample shows more
-    enough = ceil(
-        Z2 * most / (1.0 - most)
-    )  # the interval of so many without a change begins at what is asked
-    few = f"{n:,} chunks, {note}; {enough:,} are needed" if n < enough else ""
-    return Finding(
-        100.0 * found.agreement,
-        n,
-        absent=few,
-        note=note,
-        failed=not (asked.met(low) or asked.met(high)),
-    )
+def measure_same_bytes(report: Report, _: RunMetrics | None) -> Finding:
+    """Return 1 if each run's files equal those of the one-device run byte for byte, else 0."""
+    run_names = {run.name for run in report.runs}
+    equalities: dict[str, BitwiseEquality] = {}
+    for comparison in report.comparisons:
+        if {comparison.a, comparison.b} <= run_names and comparison.bitwise is not None:
+            equalities[comparison.b] = comparison.bitwise
+
+    missing = []
+    for run in report.runs:
+        if run is not report.single and run.name not in equalities:
+            missing.append(run.name)
+    if missing or report.single is None:
+        names = ", ".join(missing)
+        return Finding(not_measured=f"{names} not compared bit for bit with a run on one device")
+
+    compared = sum(one.files_compared + one.shards_compared for one in equalities.values())
+    models = {device.name for run in report.runs for device in run.devices}
+    if len(models) > 1:
+        reason = "devices of different models need not agree bit for bit"
+        return Finding(samples=compared, not_measured=reason)
+    differences = []
+    for name, equality in equalities.items():
+        differences += [f"{name}: {file}" for file in equality.differing]
+    if differences:
+        return Finding(0.0, compared, remark="; ".join(differences))
+    if not all(equality.identical for equality in equalities.values()):
+        return Finding(not_measured="there were no shards, or no result files, to compare")
+    return Finding(1.0, compared)
 
 
-def same_bytes(report: model.Report, _: Run) -> Finding:
-    names = {run.name for run in report.runs}
-    found = {
-        c.b: c.bitwise for c in report.comparisons if {c.a, c.b} <= names and c.bitwise is not None
-    }
-    left = [run.name for run in report.runs if run is not report.single and run.name not in found]
-    if left or report.single is None:
-        return Finding(
-            absent=f"{', '.join(left)} not compared bit for bit with a run on one device"
-        )
-    samples = sum(one.files_compared + one.shards_compared for one in found.values())
-    said = "; ".join(f"{name}: {file}" for name, one in found.items() for file in one.differing)
-    if len({device.name for run in report.runs for device in run.devices}) > 1:
-        return Finding(
-            None, samples, absent="devices of different models need not agree bit for bit"
-        )
-    if not said and not all(one.identical for one in found.values()):
-        return Finding(absent="there were no shards, or no result files, to compare")
-    return Finding(0.0 if said else 1.0, samples, note=said)
+SAME_BYTES: Final = CriterionSpec(
+    id="same_bytes",
+    perf_id=CORRECTNESS,
+    title="One device and N devices agree bit for bit",
+    definition="result files and shards of the one-device run and of each N-device run "
+    "hold the same bytes (1 yes, 0 no)",
+    target="same_bytes",
+    measure=measure_same_bytes,
+    unit="",
+    samples_of="files and shards",
+    run="many",
+    raw=("comparison.json",),
+)
 
-
-class Row(model.Record):
-    """One criterion of `criteria.toml`. The function of its name finds what was measured."""
-
-    id: str
-    perf_id: str
-    title: str
-    definition: str
-    unit: Literal["s", "x", "%", ""]
-    target: str  # the profile's, by name
-    samples_of: str
-    run: Literal["single", "pair", "many", "judged"]  # whose figures they are
-    # what a run must be to say something of performance: large enough (reads), and on the devices meant (speed)
-    evidence: Literal["speed", "reads"]
-    raw: tuple[str, ...]  # files; or "summary", "single" and "telemetry" of the run
-
-
-def _rows(kind: str) -> tuple[Row, ...]:
-    usual, rows = CRITERIA_TOML["usual"], CRITERIA_TOML[kind]
-    return tuple(
-        Row.model_validate(usual | {"id": name, "target": name} | row) for name, row in rows.items()
-    )
-
-
-CRITERIA, CHECKS, (SAME_BYTES,) = map(_rows, ("criteria", "checks", "always"))
-FIND: Final[dict[str, Callable[[model.Report, Run], Finding]]] = {
-    row.id: globals()[row.id] for row in (*CRITERIA, *CHECKS, SAME_BYTES)
-}
-SCALING: Final = next(row for row in CRITERIA if row.id == "scaling")
-
-
-def judge(row: Row, report: model.Report, refused: str = "", scaled: Run = None) -> model.Criterion:
-    """The verdict on one row of the table, with all it stands on; `refused`: why its parts may not be compared. That of
-    scaling is on the run `scaled`."""
-    pair = next((run for run in report.runs if run.name == f"{RUN_PREFIX}2"), None)
-    run = (
-        scaled
-        or {"single": report.single, "pair": pair, "many": report.many, "judged": report.run}[
-            row.run
-        ]
-    )
-    (target, field), profile = _target(row, report.profile, run), report.profile
-    found = Finding(absent=refused) if refused and target is not None else FIND[row.id](report, run)
-    value, reason = found.value, found.note
-    verdict: model.Verdict = "not run"
-    if target is None:
-        verdict = "not run" if value is None else "not asked"
-        reason = (
-            found.absent or found.problem or found.note
-            if value is None
-            else "the profile does not ask for it"
-        )
-    elif found.failed:
-        verdict = "fail"
-    elif problem := found.absent or _no_evidence(row, run, profile) or found.problem:
-        reason = problem
-    elif found.projected is not None:
-        value, verdict = found.projected, "projected"
-    elif value is None or not found.samples:
-        reason = "" if value is None else "nothing was counted"
-    elif target.met(value):
-        verdict = "pass"
-    else:
-        verdict, reason = "fail", found.if_missed or reason
-    files = {
-        "single": report.single and f"{report.single.name}/summary.json",
-        "summary": run and f"{run.name}/summary.json",
-        "telemetry": run and run.telemetry and run.telemetry.file,
-    }
-    return model.Criterion(
-        **row.model_dump(include={"id", "perf_id", "definition", "unit", "samples_of"}),
-        title=row.title.format(baseline=message("baseline_title", report)),
-        value=value,
-        target=target,
-        verdict=verdict,
-        reason=reason,
-        samples=found.samples,
-        device="" if run is None else run.label,
-        profile_line=f"{field}: {'not set' if target is None else f'{target.op} {target.value:g}'}",
-        raw=tuple(path for part in row.raw if (path := files.get(part, part))),
-    )
-
-
-def _target(row: Row, profile: Profile, run: Run) -> tuple[Target | None, str]:
-    """What is asked of a row, and where. For scaling it depends on the number of devices: a band for any number."""
-    if row is SAME_BYTES:
-        return Target(op=">=", value=1.0), "every profile asks"
-    asked = profile.targets.get(row.target)
-    devices = 2 if run is None else len(run.devices)
-    if row.id != SCALING.id or (devices == 2 and asked is not None):
-        return asked, row.target
-    band = profile.scaling_bands.get(str(devices))
-    return (None if band is None else Target(op=">=", value=band[0])), f"scaling_bands.{devices}"
-
-
-def _no_evidence(row: Row, run: Run, profile: Profile) -> str:
-    """Why a run says nothing about a target of the profile: it was too small, or not on the devices that are meant."""
-    if row.perf_id == CORRECTNESS:
-        return ""
-    if run is None or run.n_reads is None:
-        return "the number of reads was not recorded"
-    if run.n_reads < profile.min_reads:
-        return f"{run.n_reads:,} reads; the profile needs {profile.min_reads:,}"
-    if row.evidence == "reads":
-        return ""
-    if not run.devices:
-        return "the devices were not recorded"
-    if not profile.device_names:  # meant for any GPU
-        return f"{run.label}: the target is meant for GPUs" if run.devices[0].kind == "cpu" else ""
-    for device in run.devices:
-        if not any(
-            part.lower() in f"{device.name} {short_name(device)}".lower()
-            for part in profile.device_names
-        ):
-            meant = " or ".join(profile.device_names)
-            return (
-                f"the target is meant for {meant}; on {short_name(device)} it is for reference only"
-            )
-    return ""
+# The seven that every report shows
+CRITERIA: Final = (
+    ONE_DEVICE_TIME,
+    TWO_DEVICE_TIME,
+    SCALING,
+    SPEEDUP,
+    CONSENSUS,
+    GPU_UTILISATION,
+    PACKING,
+)
+# Further ones, which a report shows if the profile has a target for them
+CHECKS: Final = (
+    STARVED_SHARE,
+    CHECKPOINT_OVERHEAD,
+    DEVICE_TIME_SPREAD,
+    CENTRED_WORST,
+    CENTRED_MEAN,
+    VERDICTS_HELD,
+)

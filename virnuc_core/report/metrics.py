@@ -1,458 +1,404 @@
-"""The raw files of a validation, the metrics of one run from them, and where its time goes.
+"""The metrics of a validation's runs and of its baseline, from their raw files.
 
-They are read without ever failing: what is not there is `None`, what is wrong is noted. Nothing is taken over that can
-be computed from something rawer.
+A number that is not there is `None`. Nothing is taken over that can be computed from something
+rawer.
+"""
 
-Where the time goes is told by two rules: stages of over 30 % of it, and GPU stages under 80 % utilisation. ESM-2 is
-always over 30 %; while its GPU is busy that is expected, and only the rest is worth a person's time. The bottleneck is
-the largest avoidable loss of time, by class, with what removing it would save at most."""
-
-import re
+import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Final, TypeVar
+from typing import Final
 
 import pandas as pd
 
-from virnuc_core.errors import VirnucError
 from virnuc_core.profiles import BaselineSpec, Profile
-from virnuc_core.report import model
-from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import (
-    Device,
-    File,
-    FileDigest,
-    ModelFlops,
-    RunCounts,
-    RunRecord,
-    RunSummary,
-    digest,
-    read,
+from virnuc_core.report.model import (
+    BASELINE,
+    BaselineMetrics,
+    DeviceMetrics,
+    EncoderMetrics,
+    RunMetrics,
+    ScalingMetrics,
+    TelemetryMetrics,
 )
+from virnuc_core.report.raw_files import (
+    RECORD,
+    SUMMARY,
+    NamedTelemetry,
+    RawFolder,
+    device_label,
+    run_names,
+    short_name,
+)
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
 from virnuc_core.telemetry import statistics
-from virnuc_core.telemetry.log import Telemetry, read_telemetry
-from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, OVERLAPPED, STAGES, Encoder
+from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, Encoder
 from virnuc_core.validation import BaselineSummary
 
-RUN_PREFIX: Final = "devices-"
-BASELINE: Final = model.BASELINE
-SUMMARY: Final = "summary.json"
-RECORD: Final = "run.json"
-COMPARISON: Final = "comparison.json"
-VENDOR_WORDS: Final = re.compile("NVIDIA|GeForce|Tesla|Graphics Device")
-NEVER: Final = (1.0, 0.0)  # a span that holds no sample
-TIME_SHARE: Final = 0.30
-BUSY_PERCENT: Final = 80.0
-WORTH: Final = 0.05  # of the whole time: a smaller loss is not worth a person's
-LONG_S: Final = 600.0
-ADVICE: Final = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
-
-Content = TypeVar("Content")
+EMPTY_SPAN: Final = (1.0, 0.0)  # holds no sample
 
 
-@dataclass
-class RawFolder:
-    """The files of one validate directory; remembers which were used and what could not be read."""
+def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | None:
+    """Return the metrics of a run.
 
-    root: Path
-    used: set[str] = field(default_factory=set)
-    problems: dict[str, str] = field(default_factory=dict)  # by file, a sentence each
+    Args:
+        raw: The validation's files.
+        name: The folder of the run.
+        profile: Says for how many reads to project, and what an hour of a device costs.
 
-    def read(self, kind: type[File], *parts: str) -> File | None:
-        """The content of a file; `None` when it is missing, or one of its values is wrong, which is noted."""
-        return self.attempt(self.root.joinpath(*parts), lambda path: read(path, kind))
-
-    def telemetry(self, run: str, named: str | None) -> tuple[str, Telemetry] | None:
-        """The telemetry of a run: the file its summary names, else the newest; `None` when there is none."""
-        folder = self.root / run / "telemetry"
-        path = (
-            max(folder.glob("telemetry_*.h5"), default=None)
-            if named is None
-            else folder / f"{Path(named).stem}.h5"
-        )
-        if path is None or (found := self.attempt(path, read_telemetry)) is None:
-            return None
-        return path.relative_to(self.root).as_posix(), found
-
-    def attempt(self, path: Path, load: Callable[[Path], Content]) -> Content | None:
-        """What `load` makes of a file; `None` when it is missing, or cannot be read, which is noted."""
-        if not path.is_file():
-            return None
-        name = path.relative_to(self.root).as_posix()
-        self.used.add(name)
-        try:
-            return load(path)
-        except VirnucError as error:
-            self.problems[name] = f"{name}: {str(error).removeprefix(f'{path}: ')}"
-            return None
-
-    def evidence(self) -> dict[str, FileDigest]:
-        """Size and digest of every file that was read, by name."""
-        return {
-            name: found
-            for name in sorted(self.used)
-            if (found := digest(self.root / name)) is not None
-        }
-
-
-def run_names(out: Path, prefix: str = RUN_PREFIX, most: int = 0) -> list[str]:
-    """The run directories of a validation, fewest devices first, up to `most` unless that is 0; with `devices-N.` those
-    that repeat the run on N."""
-    folders = [
-        folder.name.removeprefix(prefix) for folder in out.glob(f"{prefix}*") if folder.is_dir()
-    ]
-    numbers = sorted(filter(str.isdecimal, folders), key=int)
-    return [f"{prefix}{number}" for number in numbers if not most or int(number) <= most]
-
-
-def short_name(device: Device) -> str:
-    """A device's name as the report prints it: `NVIDIA GeForce RTX 4090` is `RTX 4090`."""
-    return (
-        "CPU core"
-        if device.kind == "cpu"
-        else " ".join(VENDOR_WORDS.sub("", device.name).split()) or "GPU"
-    )
-
-
-def label(devices: Sequence[Device]) -> str:
-    """`2x RTX 4090`; unlike devices are listed."""
-    names = [short_name(device) for device in devices]
-    return (
-        " + ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names)) or "0x device"
-    )
-
-
-def run_metrics(raw: RawFolder, name: str, profile: Profile) -> model.RunMetrics | None:
-    """The metrics of the run in folder `name`; `None` when it has neither summary nor record."""
-    told, made = raw.read(RunSummary, name, SUMMARY), raw.read(RunRecord, name, RECORD)
-    if told is None and made is None:
+    Returns:
+        `None` if the folder has neither a summary nor a record.
+    """
+    found_summary = raw.read(RunSummary, name, SUMMARY)
+    found_record = raw.read(RunRecord, name, RECORD)
+    if found_summary is None and found_record is None:
         return None
-    summary, record = told or RunSummary(), made or RunRecord(fingerprints={})
-    devices, flops = record.devices or summary.devices, summary.flops or ModelFlops()
-    repeats = (raw.read(RunSummary, repeat, SUMMARY) for repeat in run_names(raw.root, f"{name}."))
-    counts, *again = (_counts(one) for one in (summary, *repeats) if one is not None)
-    # what lies there of one that was cut off is of an earlier attempt
-    measured = None if summary.stopped_at_limit else raw.telemetry(name, summary.telemetry)
+    summary = found_summary or RunSummary()
+    record = found_record or RunRecord(fingerprints={})
+    devices = record.devices or summary.devices
     precision = str(record.resolved.get("precision", ""))
-    telemetry = (
-        None if measured is None else telemetry_metrics(*measured, devices, flops, precision)
-    )
-    hours = device_hours = kwh = price = None
-    if (
-        counts.sequences_per_hour and counts.n_reads and counts.total_s
-    ):  # of a run that did all its work
-        hours, millions = profile.projection_reads / counts.sequences_per_hour, counts.n_reads / 1e6
-        if devices:
-            device_hours = len(devices) * counts.total_s / 3600.0 / millions
-            energy, asked = (
-                None if telemetry is None else telemetry.energy_kwh,
-                profile.price_per_device_hour,
-            )
-            kwh = None if energy is None else energy / millions
-            price = None if asked is None else device_hours * asked
-    return model.RunMetrics(
-        **dict(counts)
-        | {"resumed": summary.resumed or bool(summary.shards_reused) or len(summary.attempts) > 1},
+
+    counts = _counts(summary)
+    all_counts = [counts]
+    for repetition in run_names(raw.root, f"{name}."):
+        repeated_summary = raw.read(RunSummary, repetition, SUMMARY)
+        if repeated_summary is not None:
+            all_counts.append(_counts(repeated_summary))
+    times_s = []
+    for one in all_counts:
+        if one.total_s and one.sequences_per_hour:
+            times_s.append(one.total_s)
+
+    telemetry = None
+    if not summary.stopped_at_limit:  # else the telemetry there is of an earlier attempt
+        file = raw.telemetry(name, summary.telemetry)
+        if file is not None:
+            flops = summary.flops or ModelFlops()
+            telemetry = telemetry_metrics(file, devices, flops, precision)
+
+    was_resumed = summary.resumed or bool(summary.shards_reused) or len(summary.attempts) > 1
+    costs = _costs(counts, devices, telemetry, profile)
+    tables = RunDir(raw.root / name).tables[:3]
+    return RunMetrics(
+        **dict(counts) | {"resumed": was_resumed},
         name=name,
         devices=devices,
-        label=label(devices),
-        times_s=tuple(
-            one.total_s for one in (counts, *again) if one.total_s and one.sequences_per_hour
-        ),
+        label=device_label(devices),
+        times_s=tuple(times_s),
         precision=precision or None,
-        missing_files=tuple(
-            path.name for path in RunDir(raw.root / name).tables[:3] if not path.is_file()
-        ),
+        missing_files=tuple(path.name for path in tables if not path.is_file()),
         telemetry=telemetry,
-        hours_projected=hours,
-        device_hours_per_million=device_hours,
-        kwh_per_million=kwh,
-        price_per_million=price,
+        hours_projected=costs.hours_projected,
+        device_hours_per_million=costs.device_hours_per_million,
+        kwh_per_million=costs.kwh_per_million,
+        price_per_million=costs.price_per_million,
     )
 
 
 def _counts(summary: RunSummary) -> RunCounts:
-    """What a run counted, and as its total the sum of its parts."""
-    total_s = (
-        None
-        if summary.wall_s is None or summary.staging_s is None
-        else summary.wall_s + summary.staging_s
-    )
-    return RunCounts(
-        **{field: getattr(summary, field) for field in RunCounts.model_fields}
-        | {"total_s": total_s}
-    )
+    """Return what a run counted. Its total time is the sum of the parts."""
+    total_s = None
+    if summary.wall_s is not None and summary.staging_s is not None:
+        total_s = summary.wall_s + summary.staging_s
+    fields = {name: getattr(summary, name) for name in RunCounts.model_fields}
+    return RunCounts(**fields | {"total_s": total_s})
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What reads cost by a run's speed. A run that did not do all its work tells nothing."""
+
+    hours_projected: float | None = None  # for the profile's projection_reads
+    device_hours_per_million: float | None = None
+    kwh_per_million: float | None = None
+    price_per_million: float | None = None
+
+
+def _costs(
+    counts: RunCounts,
+    devices: Sequence[Device],
+    telemetry: TelemetryMetrics | None,
+    profile: Profile,
+) -> _Costs:
+    """Return the time, energy and price of reads by the speed of a run."""
+    if not counts.sequences_per_hour or not counts.n_reads or not counts.total_s:
+        return _Costs()
+    hours_projected = profile.projection_reads / counts.sequences_per_hour
+    if not devices:
+        return _Costs(hours_projected)
+    millions = counts.n_reads / 1e6
+    device_hours = len(devices) * counts.total_s / 3600.0 / millions
+    kwh = None
+    if telemetry is not None and telemetry.energy_kwh is not None:
+        kwh = telemetry.energy_kwh / millions
+    price = None
+    if profile.price_per_device_hour is not None:
+        price = device_hours * profile.price_per_device_hour
+    return _Costs(hours_projected, device_hours, kwh, price)
 
 
 def telemetry_metrics(
-    file: str, measured: Telemetry, devices: Sequence[Device], flops: ModelFlops, precision: str
-) -> model.TelemetryMetrics:
-    """What the batches, samples and shards of a telemetry file add up to."""
-    batches, samples, names = (
-        measured.batches,
-        measured.samples,
-        {device.id: device.name for device in devices},
-    )
-    busy, used = statistics.device_busy(measured.shards), []
-    for device in names:  # while it embedded, and while each encoder ran on it
-        own = batches[batches.device == device]
-        whole, esm2, dnabert_s = (
-            statistics.device_usage(samples, device, statistics.embedding_span(table) or NEVER)
-            for table in (own, own[own.encoder == "esm2"], own[own.encoder == "dnabert_s"])
-        )
-        of_esm2 = {"esm2_percent": esm2.gpu_util_avg, "esm2_samples": esm2.sample_count}
-        used.append(
-            model.DeviceMetrics(**dict(whole), **of_esm2, dnabert_s_percent=dnabert_s.gpu_util_avg)
-        )
-    energies = [one.energy_kwh for one in used if one.energy_kwh is not None]
-    parts = [(encoder, batches[batches.encoder == encoder]) for encoder in ENCODERS]
-    return model.TelemetryMetrics(
+    file: NamedTelemetry, devices: Sequence[Device], flops: ModelFlops, precision: str
+) -> TelemetryMetrics:
+    """Add up the batches, samples and shards of a telemetry file."""
+    telemetry = file.content
+    batches = telemetry.batches
+    model_of_device = {device.id: device.name for device in devices}
+    device_metrics = [
+        _device_metrics(batches, telemetry.samples, device) for device in model_of_device
+    ]
+    busy = statistics.device_busy(telemetry.shards)
+
+    encoders = []
+    for encoder in ENCODERS:
+        own = batches[batches.encoder == encoder]
+        if len(own):
+            encoders.append(encoder_metrics(encoder, own, model_of_device, flops, precision))
+
+    energies = [device.energy_kwh for device in device_metrics if device.energy_kwh is not None]
+    energy_kwh = None
+    if energies and len(energies) == len(device_metrics):
+        energy_kwh = sum(energies)
+    return TelemetryMetrics(
         **dict(statistics.batch_metrics(batches)),
-        file=file,
-        encoders=tuple(
-            encoder_metrics(e, own, names, flops, precision) for e, own in parts if len(own)
-        ),
-        devices=tuple(used),
+        file=file.name,
+        encoders=tuple(encoders),
+        devices=tuple(device_metrics),
         busy=busy,
         device_time_spread=statistics.device_time_spread(busy),
-        energy_kwh=sum(energies) if energies and len(energies) == len(used) else None,
-        host=statistics.host_usage(measured.host),
-        alarms=statistics.alarms(samples, statistics.embedding_span(batches)),
+        energy_kwh=energy_kwh,
+        host=statistics.host_usage(telemetry.host),
+        alarms=statistics.alarms(telemetry.samples, statistics.embedding_span(batches)),
+    )
+
+
+def _device_metrics(batches: pd.DataFrame, samples: pd.DataFrame, device: str) -> DeviceMetrics:
+    """Return the usage of a device while it embedded, and while each encoder ran on it."""
+    own = batches[batches.device == device]
+
+    def usage_during(table: pd.DataFrame) -> statistics.DeviceUsage:
+        span = statistics.embedding_span(table) or EMPTY_SPAN
+        return statistics.device_usage(samples, device, span)
+
+    esm2 = usage_during(own[own.encoder == "esm2"])
+    dnabert_s = usage_during(own[own.encoder == "dnabert_s"])
+    return DeviceMetrics(
+        **dict(usage_during(own)),
+        esm2_percent=esm2.gpu_util_avg,
+        esm2_samples=esm2.sample_count,
+        dnabert_s_percent=dnabert_s.gpu_util_avg,
     )
 
 
 @cache
+def _datasheets() -> dict[str, dict[str, float]]:
+    """Return TFLOP/s by precision, by the part of a device's name."""
+    path = Path(__file__).with_name("datasheets.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
 def datasheet_flops(device_name: str, precision: str) -> float | None:
-    """Peak FLOP/s of a device at a precision; `None` when the table does not have it."""
-    sheets = tomllib.loads(
-        Path(__file__).with_name("datasheets.toml").read_text(encoding="utf-8")
-    )  # TFLOP/s
-    peaks: dict[str, float] = next(
-        (peaks for part, peaks in sheets.items() if part in device_name), {}
-    )
-    return peaks[precision] * 1e12 if precision in peaks else None
+    """Return the peak FLOP/s of a device at a precision, or `None` if the table does not have it."""
+    for name_part, peaks in _datasheets().items():
+        if name_part in device_name:
+            if precision not in peaks:
+                return None
+            return peaks[precision] * 1e12
+    return None
 
 
 def encoder_metrics(
     encoder: Encoder,
     batches: pd.DataFrame,
-    names: Mapping[str, str],
+    model_of_device: Mapping[str, str],
     flops: ModelFlops,
     precision: str,
-) -> model.EncoderMetrics:
-    """One encoder's batches, and what they used of the devices (`names`: id → model), each by its seconds: of what the
-    linear layers alone sustain there and data sheets promise; unknown where one has no time, ceiling or sheet."""
-    # DNABERT-S stays at fp16 where ESM-2 runs at int8
+) -> EncoderMetrics:
+    """Add up one encoder's batches, and say what share of the devices' arithmetic they used.
+
+    A device counts by the seconds that it computed. What is possible is unknown if one device has
+    no time, no measured ceiling, or no data sheet.
+
+    Args:
+        encoder: The encoder.
+        batches: Its batches.
+        model_of_device: The model name of each device, by its id.
+        flops: The FLOPs of a token, and the tokens per second that the linear layers alone sustain
+            on each device.
+        precision: The precision of the run.
+    """
+    metrics = statistics.batch_metrics(batches, encoder)
+    # DNABERT-S stays at fp16 where ESM-2 runs at int8.
     arithmetic = "fp16" if precision == "int8" and encoder == "dnabert_s" else precision
-    whole, per_token = (
-        statistics.batch_metrics(batches, encoder),
-        getattr(flops, f"{encoder}_per_token"),
-    )
-    spent = batches.groupby("device", observed=True).device_ms.sum(min_count=1) / 1000.0
-    measured = getattr(
-        flops, f"{encoder}_ceiling_tokens_s"
-    )  # here, which may be one of a cluster's nodes
-    ceilings = pd.Series(
-        [measured.get(str(name).partition("@")[0]) for name in spent.index], spent.index, "float64"
-    )
-    peaks = [datasheet_flops(names.get(str(device), ""), arithmetic) for device in spent.index]
-    possible = statistics.known((spent * ceilings).sum(skipna=False))  # tokens
-    promised = statistics.known(
-        (spent * pd.Series(peaks, spent.index, "float64")).sum(skipna=False)
-    )  # FLOPs
-    return model.EncoderMetrics(
-        **dict(whole),
+    if encoder == "esm2":
+        flops_per_token = flops.esm2_per_token
+        ceilings = flops.esm2_ceiling_tokens_s
+    else:
+        flops_per_token = flops.dnabert_s_per_token
+        ceilings = flops.dnabert_s_ceiling_tokens_s
+
+    device_ms = batches.groupby("device", observed=True).device_ms.sum(min_count=1)
+    seconds_of_device = device_ms / 1000.0
+    ceiling_of_device = []
+    peak_of_device = []
+    for device in map(str, seconds_of_device.index):
+        local_name = device.partition("@")[0]  # a device of a cluster ends in its node
+        ceiling_of_device.append(ceilings.get(local_name))
+        peak_of_device.append(datasheet_flops(model_of_device.get(device, ""), arithmetic))
+    possible_tokens = _weighed_sum(seconds_of_device, ceiling_of_device)
+    possible_flops = _weighed_sum(seconds_of_device, peak_of_device)
+
+    ceiling_tokens_per_s = None
+    mfu_of_ceiling = None
+    if possible_tokens:
+        ceiling_tokens_per_s = possible_tokens / float(seconds_of_device.sum())
+        mfu_of_ceiling = metrics.tokens / possible_tokens
+    mfu_of_datasheet = None
+    if flops_per_token and possible_flops:
+        mfu_of_datasheet = metrics.tokens * flops_per_token / possible_flops
+    return EncoderMetrics(
+        **dict(metrics),
         encoder=encoder,
-        ceiling_tokens_per_s=possible / float(spent.sum()) if possible else None,
-        mfu_of_ceiling=whole.tokens / possible if possible else None,
-        mfu_of_datasheet=whole.tokens * per_token / promised if per_token and promised else None,
+        ceiling_tokens_per_s=ceiling_tokens_per_s,
+        mfu_of_ceiling=mfu_of_ceiling,
+        mfu_of_datasheet=mfu_of_datasheet,
     )
+
+
+def _weighed_sum(seconds: pd.Series, rates: Sequence[float | None]) -> float | None:
+    """Return the sum of seconds times rates, or `None` if one of them is unknown."""
+    known_rates = [math.nan if rate is None else rate for rate in rates]
+    products = seconds * pd.Series(known_rates, seconds.index, dtype="float64")
+    return statistics.none_if_nan(products.sum(skipna=False))
 
 
 def baseline_metrics(
-    raw: RawFolder, profile: Profile, run: model.RunMetrics | None
-) -> model.BaselineMetrics | None:
-    """The baseline's time: measured, scaled by tokens from a subset, or recorded for the very same devices; without
-    staging, which is in its favour: it reads the rows from the store."""
+    raw: RawFolder, profile: Profile, run: RunMetrics | None
+) -> BaselineMetrics | None:
+    """Return the baseline's time, and how it is known.
+
+    It was measured, or scaled by tokens from a subset, or recorded for the very same devices. It
+    is without staging, which is in the baseline's favour: it reads the rows from the store.
+
+    Args:
+        raw: The validation's files.
+        profile: Says what the baseline is.
+        run: The run to compare it with.
+    """
     summary = raw.read(BaselineSummary, BASELINE, SUMMARY)
     spec = profile.baseline
-    if (
-        summary is not None and summary.source == "recorded" and spec.source == "measured"
-    ):  # it was given at the start
-        names = [device.name for device in summary.devices]
-        told = {"recorded_device": names[0], "recorded_devices": len(names)} if names else {}
-        told |= {"recorded_seconds": summary.wall_s, "recorded_reads": summary.n_reads}
-        spec = spec.model_copy(update={"name": summary.name, "source": "recorded", **told})
+    was_given = summary is not None and summary.source == "recorded"
+    if was_given and spec.source == "measured":  # the recorded time was given at the start
+        assert summary is not None
+        spec = _recorded_spec(spec, summary)
     if spec.source == "recorded":
-        return _recorded_baseline(spec, spec.recorded_reads or profile.target_reads, run)
+        n_reads = spec.recorded_reads or profile.target_reads
+        return _recorded_baseline(spec, n_reads, run)
     if summary is None:
         return None
-    subset, problem = summary.subset, None
+
+    problem = None
+    subset = summary.subset
     if summary.measured_s is None or summary.wall_s is None:
         problem = "the baseline's time was not recorded"
     elif subset is not None and not 0 < subset.tokens <= subset.total_tokens:
         problem = "the baseline ran on a subset, but what it stands for is not recorded"
-    return model.BaselineMetrics(
+    models = [short_name(device) for device in summary.devices]
+    return BaselineMetrics(
         name=summary.name,
-        label=label(summary.devices),
-        models=tuple(dict.fromkeys(map(short_name, summary.devices))),
+        label=device_label(summary.devices),
+        models=tuple(dict.fromkeys(models)),
         source="measured" if subset is None else "scaled",
-        seconds=None if problem else summary.wall_s,
+        seconds=summary.wall_s if problem is None else None,
         subset=subset,
         problem=problem,
     )
 
 
+def _recorded_spec(spec: BaselineSpec, summary: BaselineSummary) -> BaselineSpec:
+    """Return the settings of the baseline with the recorded time that a summary holds."""
+    changes: dict[str, object] = {"name": summary.name, "source": "recorded"}
+    changes |= {"recorded_seconds": summary.wall_s, "recorded_reads": summary.n_reads}
+    if summary.devices:
+        changes["recorded_device"] = summary.devices[0].name
+        changes["recorded_devices"] = len(summary.devices)
+    return spec.model_copy(update=changes)
+
+
 def _recorded_baseline(
-    spec: BaselineSpec, reads: int | None, run: model.RunMetrics | None
-) -> model.BaselineMetrics:
-    """A recorded time, which counts only where devices and `reads` are those it was recorded on."""
+    spec: BaselineSpec, n_reads: int | None, run: RunMetrics | None
+) -> BaselineMetrics:
+    """Return a recorded time. It counts only for the devices and reads that it was recorded on."""
     recorded = f"{spec.recorded_devices or 0}x {spec.recorded_device or 'unknown'}"
-    problem = None
-    if spec.recorded_seconds is None or not spec.recorded_device or spec.recorded_devices is None:
-        problem = "no time, device name and number of devices was recorded"
-    elif run is None or not run.devices:
-        problem = "there is no run to compare with"
-    elif len(run.devices) != spec.recorded_devices or any(
-        spec.recorded_device not in d.name for d in run.devices
-    ):
-        problem = (
-            f"for reference only: the recorded time is of {recorded}, this run was on {run.label}"
-        )
-    elif reads is None or (run.n_reads or 0) < reads:
-        problem = f"for reference only: the recorded time is of {reads or 'unknown'} reads, this run had {run.n_reads}"
-    return model.BaselineMetrics(
+    return BaselineMetrics(
         name=spec.name,
         label=recorded,
         models=() if spec.recorded_device is None else (spec.recorded_device,),
         source="recorded",
         seconds=spec.recorded_seconds,
-        problem=problem,
+        problem=_why_recorded_time_does_not_count(spec, recorded, n_reads, run),
     )
 
 
-def scaling_metrics(
-    single: model.RunMetrics | None, many: model.RunMetrics | None
-) -> model.ScalingMetrics | None:
-    """One device against N; `None` when a time is missing, a run was resumed, or the work was not the same."""
+def _why_recorded_time_does_not_count(
+    spec: BaselineSpec, recorded: str, n_reads: int | None, run: RunMetrics | None
+) -> str | None:
+    """Say why a recorded time cannot be compared with a run, or return `None` if it can.
+
+    Args:
+        spec: The recorded time and its devices.
+        recorded: Those devices as text.
+        n_reads: The reads that the time is of.
+        run: The run to compare it with.
+    """
+    device_name = spec.recorded_device
+    if spec.recorded_seconds is None or not device_name or spec.recorded_devices is None:
+        return "no time, device name and number of devices was recorded"
+    if run is None or not run.devices:
+        return "there is no run to compare with"
+    are_devices_alike = all(device_name in device.name for device in run.devices)
+    if len(run.devices) != spec.recorded_devices or not are_devices_alike:
+        here = f"this run was on {run.label}"
+        return f"for reference only: the recorded time is of {recorded}, {here}"
+    if n_reads is None or (run.n_reads or 0) < n_reads:
+        here = f"this run had {run.n_reads}"
+        return f"for reference only: the recorded time is of {n_reads or 'unknown'} reads, {here}"
+    return None
+
+
+def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> ScalingMetrics | None:
+    """Compare the run on one device with a run on N.
+
+    Returns:
+        `None` if a time is missing, a run was resumed, or they did not do the same work.
+    """
     if single is None or many is None or not single.times_s or not many.times_s or not many.devices:
         return None
-    if (
-        (single.n_reads, single.n_rows) != (many.n_reads, many.n_rows)
-        or single.untimed
-        or many.untimed
-    ):
+    is_same_work = (single.n_reads, single.n_rows) == (many.n_reads, many.n_rows)
+    if not is_same_work or single.untimed or many.untimed:
         return None
     time_s = median(many.times_s)
     speedup = median(single.times_s) / time_s
-    pairs = [(single.stages.get(stage), many.stages.get(stage)) for stage in GPU_STAGES.values()]
-    dnabert_s, esm2 = (one / other if one is not None and other else None for one, other in pairs)
-    return model.ScalingMetrics(
+    return ScalingMetrics(
         num_gpus=len(many.devices),
         time_seconds=time_s,
         times_s=many.times_s,
         speedup=speedup,
         efficiency=speedup / len(many.devices),
-        esm2_scaling=esm2,
-        dnabert_scaling=dnabert_s,
+        esm2_scaling=_stage_speedup(single, many, GPU_STAGES["esm2"]),
+        dnabert_scaling=_stage_speedup(single, many, GPU_STAGES["dnabert_s"]),
     )
 
 
-def findings(run: model.RunMetrics | None) -> tuple[str, ...]:
-    """A sentence on each stage the two rules point at, largest share first; no time or no total gives none."""
-    if run is None:
-        return ()
-    found, measured = [], run.telemetry
-    advised = {
-        stage: one["advice"] for one in ADVICE["losses"].values() for stage in one["stages"]
-    } | ADVICE["stages"]
-    busiest = (
-        {stage: measured.lowest_percent(encoder) for encoder, stage in GPU_STAGES.items()}
-        if measured
-        else {}
-    )
-    for name in STAGES:
-        share, used = run.stage_shares.get(name, 0.0), busiest.get(name)
-        idle = used is not None and used < BUSY_PERCENT
-        if share > TIME_SHARE or idle:
-            expected = name == "ESM-2" and not idle
-            advice = _further(run) if expected else ADVICE["busy"] if idle else advised[name]
-            busy = "" if used is None else f", the lowest GPU {used:.1f} % busy"
-            word = "expected" if expected else "actionable"
-            found.append(
-                (-share, f"{name} takes {100 * share:.1f} % of the time{busy} ({word}): {advice}.")
-            )
-    return tuple(text for _, text in sorted(found))
-
-
-def _further(run: model.RunMetrics) -> str:
-    """What helps where the encoders do their work well."""
-    return str(ADVICE["gpu" if (run.total_s or 0.0) >= LONG_S else "work"])
-
-
-def losses(run: model.RunMetrics | None) -> tuple[model.Bottleneck, ...]:
-    """Every avoidable loss of time, the largest first; never empty."""
-    if run is None or not run.total_s:
-        return (model.Bottleneck(kind="unknown", detail="no run was timed", advice="run validate"),)
-    spent = {row: seconds for row, seconds in run.stages.items() if seconds}
-    found = [*_computing(run, spent)]
-    for kind, loss in ADVICE["losses"].items():
-        own = sorted(((spent[row], row) for row in loss["stages"] if row in spent), reverse=True)
-        # what passed while the reads were staged saves nothing, whichever of the two is removed
-        hidden_s = spent.get(OVERLAPPED, 0.0) if kind in ("start-up", "staging") else 0.0
-        whole_s = sum(seconds for seconds, _ in own)
-        detail = ", ".join(
-            f"{row} {seconds:.1f} s" for seconds, row in own if seconds > WORTH * whole_s
-        )
-        found.append((whole_s - hidden_s, kind, detail, loss["advice"], False))
-    ranked = tuple(
-        model.Bottleneck(
-            kind=kind,
-            detail=detail,
-            advice=advice,
-            saves_s=saves_s,
-            share=share,
-            expected=good or share < WORTH,
-        )
-        for saves_s, kind, detail, advice, good in sorted(found, reverse=True)
-        if (share := saves_s / run.total_s) > 0
-    )
-    return ranked or (
-        model.Bottleneck(
-            kind="unknown", detail="no stage was measured", advice="look at the log of the run"
-        ),
-    )
-
-
-def _computing(
-    run: model.RunMetrics, spent: Mapping[str, float]
-) -> Iterator[tuple[float, str, str, str, bool]]:
-    """What devices at work lose, by slots without a token and by speed below the measured ceiling, else below full
-    utilisation: seconds, class, detail, the way out, and whether they do their work well."""
-    still_s = spent.get("Device idle", 0.0)
-    empty_s, slow_s, said, idle = (
-        0.0,
-        still_s,
-        [f"a device stands still for {still_s:.1f} s"],
-        False,
-    )
-    measured = run.telemetry
-    for found in measured.encoders if measured else ():
-        stage, packing, share = GPU_STAGES[found.encoder], found.packing_efficiency or 1.0, 1.0
-        if measured and (used := measured.lowest_percent(found.encoder)) is not None:
-            idle, share = idle or used < BUSY_PERCENT, used / 100.0
-            said.append(f"{stage} keeps the lowest GPU {used:.1f} % busy")
-        if found.mfu_of_ceiling is not None:
-            share = found.mfu_of_ceiling / packing
-            said.append(
-                f"{stage} runs at {100 * share:.0f} % of what its linear layers alone sustain"
-            )
-        empty_s += spent.get(stage, 0.0) * (1.0 - packing)
-        slow_s += spent.get(stage, 0.0) * packing * max(0.0, 1.0 - share)
-    good = not idle and still_s <= slow_s / 2
-    yield slow_s, "GPU compute", "; ".join(said), _further(run) if good else ADVICE["busy"], good
-    yield empty_s, "packing", "slots without a token", "raise token_budget or shard_tokens", False
+def _stage_speedup(single: RunMetrics, many: RunMetrics, stage: str) -> float | None:
+    """Return how many times faster a stage was on N devices, or `None` if it was not timed."""
+    single_s = single.stages.get(stage)
+    many_s = many.stages.get(stage)
+    if single_s is None or not many_s:
+        return None
+    return single_s / many_s

@@ -25,16 +25,23 @@ from virnuc_core.reads.store import COLUMNS, OrfStore
 from virnuc_core.reads.subsets import choose_reads
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
 from virnuc_core.reads.workers import Workers
-from virnuc_core.report import build
+from virnuc_core.report import build, regression
 from virnuc_core.report.charts import GENERATOR
 from virnuc_core.report.compare import compare, load_results, result_pieces, sides
-from virnuc_core.report.metrics import BASELINE, COMPARISON, RECORD, SUMMARY, RawFolder, run_names
-from virnuc_core.report.model import ABSENT, Verification
+from virnuc_core.report.model import ABSENT, BASELINE, Verification
+from virnuc_core.report.raw_files import (
+    COMPARISON,
+    RECORD,
+    SUMMARY,
+    NamedTelemetry,
+    RawFolder,
+    run_names,
+)
 from virnuc_core.report.render import REPORT_JSON, render
 from virnuc_core.results import write_results
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import Attempt, FileDigest, RunRecord, RunSummary, digest, identity, read
-from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
+from virnuc_core.telemetry.log import TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import (
@@ -174,24 +181,29 @@ def _report(found: Verification, raw: RawFolder, asked: str | None = None) -> No
         found.same_lines(f"report/{form}", said, true, "the raw files")
     if began not in (None, report.profile):
         fresh = build.build_report(out, began)  # as the history was written
-    if (out / build.REGRESSION).is_file() and (entry := build.entry_of(fresh)) is not None:
-        kept = read(out / build.REGRESSION, build.RegressionFile)
-        found.same(f"{build.REGRESSION}: entry", kept.entry, entry)
+    if (out / regression.REGRESSION).is_file() and (
+        entry := regression.entry_of(fresh)
+    ) is not None:
+        kept = read(out / regression.REGRESSION, regression.RegressionFile)
+        found.same(f"{regression.REGRESSION}: entry", kept.entry, entry)
         _history(
             found,
             kept,
-            Path((record and record.spec.get("history")) or out.absolute().parent / build.HISTORY),
+            Path(
+                (record and record.spec.get("history"))
+                or out.absolute().parent / regression.HISTORY
+            ),
         )
 
 
-def _history(found: Verification, kept: build.RegressionFile, path: Path) -> None:
+def _history(found: Verification, kept: regression.RegressionFile, path: Path) -> None:
     """The runs that this one was held against, and itself, as the history has them."""
     if not path.is_file():
         found.remarks.append(
-            f"{build.REGRESSION} was not held against the history: {path} is not there"
+            f"{regression.REGRESSION} was not held against the history: {path} is not there"
         )
         return
-    lines = build.read_history(path)
+    lines = regression.read_history(path)
     for entry in (*kept.history, kept.entry):
         # judged anew, a run keeps its line
         again = (
@@ -202,10 +214,10 @@ def _history(found: Verification, kept: build.RegressionFile, path: Path) -> Non
         same = [
             line.model_copy(update=again)
             for line in lines
-            if line.same(entry, ("created", *build.SERIES))
+            if line.same(entry, ("created", *regression.SERIES_FIELDS))
         ]
         if entry not in same:
-            where = f"{build.REGRESSION}: the run of {entry.created} against {path.name}"
+            where = f"{regression.REGRESSION}: the run of {entry.created} against {path.name}"
             found.same(where, entry, same[0] if same else ABSENT)
 
 
@@ -291,14 +303,14 @@ def verify_run(found: Verification, raw: RawFolder, name: str) -> None:
 def _telemetry(
     found: Verification,
     raw: RawFolder,
-    file: tuple[str, Telemetry],
+    file: NamedTelemetry,
     summary: RunSummary,
     one: Attempt,
     *,
     newest: bool,
 ) -> None:
     """What an attempt's JSON, and of the newest the summary, tell of stages and shards, against what was measured."""
-    (name, telemetry), spent_s = file, one.wall_s
+    name, telemetry, spent_s = file.name, file.content, one.wall_s
     batches, shards, used = telemetry.batches, telemetry.shards, telemetry.samples.utilisation
     ends = (
         *(stage.finished_s or 0.0 for stage in telemetry.stages),
@@ -505,7 +517,8 @@ def verify_overhead(found: Verification, raw: RawFolder) -> None:
             commits = on or pair.of != "commits"
             found.same(f"{where}: commits", commits, spec.get("engine", spec).get("commit"))
             files = sorted((raw.root / run).glob("telemetry/telemetry_*.h5"))
-            parts = [part for file in files if (part := raw.telemetry(run, file.name)) is not None]
+            named = (raw.telemetry(run, file.name) for file in files)
+            parts = [(part.name, part.content) for part in named if part is not None]
             tokens = sum(float(part.batches.tokens.sum()) for _, part in parts)
             if pair.of == "models":
                 told_s = (

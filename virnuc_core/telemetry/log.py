@@ -98,7 +98,9 @@ class Telemetry:
         """Mean over the devices of each one's mean in the embedding span, in percent; `None` without samples."""
         span = statistics.embedding_span(self.batches) or (-np.inf, np.inf)
         inside = self.samples[self.samples.time_s.between(*span)]
-        return statistics.known(inside.groupby("device", observed=True).utilisation.mean().mean())
+        return statistics.none_if_nan(
+            inside.groupby("device", observed=True).utilisation.mean().mean()
+        )
 
 
 @contextmanager
@@ -215,7 +217,7 @@ def telemetry_file(
         stages={stage.name: stage.seconds for stage in measured.stages},
         alarms=statistics.alarms(measured.samples, span),
     )
-    every, known = max(1, -(-len(table) // JSON_BATCHES)), statistics.known
+    every, known = max(1, -(-len(table) // JSON_BATCHES)), statistics.none_if_nan
     chosen = table[::every].to_dict(orient="records")
     return TelemetryFile(
         summary=summary,
@@ -318,7 +320,7 @@ def read_telemetry(path: Path) -> Telemetry:
 
 def _told(value: Any) -> Any:
     """A text or a number of the file; `None` for an empty text or NaN."""
-    return value.decode() or None if isinstance(value, bytes) else statistics.known(value)
+    return value.decode() or None if isinstance(value, bytes) else statistics.none_if_nan(value)
 
 
 def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:

@@ -59,7 +59,7 @@ def frame(kind: type[Any], records: Iterable[Any], devices: Sequence[str] = ()) 
     )
 
 
-def known(value: float) -> float | None:
+def none_if_nan(value: float) -> float | None:
     """A number, `None` for NaN: what pandas makes of nothing known."""
     return None if np.isnan(value) else float(value)
 
@@ -67,7 +67,9 @@ def known(value: float) -> float | None:
 def _figures(kind: type[RunFile], table: pd.DataFrame) -> dict[str, float | None]:
     """The fields of a record that name, beside their type, a column of the table and what is made of it."""
     asked = {name: field.metadata for name, field in kind.model_fields.items() if field.metadata}
-    return {name: known(getattr(table[column], how)()) for name, (column, how) in asked.items()}
+    return {
+        name: none_if_nan(getattr(table[column], how)()) for name, (column, how) in asked.items()
+    }
 
 
 class QueueShares(RunFile):
@@ -147,14 +149,14 @@ def batch_metrics(batches: pd.DataFrame, counting: Encoder = "esm2") -> BatchMet
     began, ended = embedding_span(steady) or (0.0, 0.0)
     return BatchMetrics(
         **dict(counts),
-        min_packing_efficiency=known(packed.min()),
+        min_packing_efficiency=none_if_nan(packed.min()),
         batches_below_threshold=int((packed < LOW_PACKING).sum()),
-        p95_wait_ms=known(float(waits.quantile(0.95))),
+        p95_wait_ms=none_if_nan(float(waits.quantile(0.95))),
         queue=QueueShares(**queue_state(batches).value_counts(normalize=True))
         if counts.batches
         else None,
-        waiting_share=known(float((waits > FULL_BELOW_MS).mean())),
-        device_s=known(batches.device_ms.sum(min_count=1) / 1000.0),
+        waiting_share=none_if_nan(float((waits > FULL_BELOW_MS).mean())),
+        device_s=none_if_nan(batches.device_ms.sum(min_count=1) / 1000.0),
         span_s=span_s,
         tokens_per_s=counts.tokens / span_s if span_s > 0 else None,
         rows_per_s=counts.rows / span_s if span_s > 0 else None,
@@ -254,7 +256,9 @@ def device_time_spread(busy: Sequence[DeviceBusy]) -> float | None:
 
 def committed_span_s(batches: pd.DataFrame, shards: pd.DataFrame) -> float:
     """Seconds from the first launch to the last commit, which nothing hides; 0 without either."""
-    return known((shards.finished_s + shards.commit_s).max() - batches.launched_s.min()) or 0.0
+    return (
+        none_if_nan((shards.finished_s + shards.commit_s).max() - batches.launched_s.min()) or 0.0
+    )
 
 
 class DeviceUsage(RunFile):

@@ -14,8 +14,9 @@ from virnuc_core.pipeline import prepare
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.metrics import RawFolder, run_metrics
+from virnuc_core.report.metrics import run_metrics
 from virnuc_core.report.model import RunMetrics
+from virnuc_core.report.raw_files import RawFolder
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, read_record
 from virnuc_core.telemetry.log import Telemetry, journal, latest, read_telemetry

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from virnuc_core.report.bottlenecks import (
+    LONG_RUN_ADVICE,
+    SHORT_RUN_ADVICE,
+    rank_losses,
+    stage_findings,
+)
 from virnuc_core.report.build import build_report
-from virnuc_core.report.metrics import ADVICE, findings, losses
 
 from .validate_directory import Recipe, build, edit_json
 
@@ -82,13 +87,13 @@ def test_a_long_run_that_only_computes_wants_more_devices(tmp_path: Path) -> Non
     long = run.model_copy(
         update={"total_s": 3600.0, "stages": {"ESM-2": 3000.0, "Sequence Chunking": 30.0}}
     )
-    found = losses(long)
+    found = rank_losses(long)
     assert [(loss.kind, loss.expected) for loss in found] == [
         ("GPU compute", True),
         ("packing", True),
         ("staging", True),
     ]
-    assert found[0].advice == ADVICE["gpu"]
+    assert found[0].advice == LONG_RUN_ADVICE
     assert found[0].saves_s == pytest.approx(3000 * 0.96 * 0.07, rel=0.05)
 
 
@@ -98,7 +103,7 @@ def test_what_a_ceiling_shows_counts_for_more_than_a_busy_gpu(tmp_path: Path) ->
     assert run is not None
     assert run.telemetry is not None
     slow = tuple(one.model_copy(update={"mfu_of_ceiling": 0.5}) for one in run.telemetry.encoders)
-    found = losses(
+    found = rank_losses(
         run.model_copy(update={"telemetry": run.telemetry.model_copy(update={"encoders": slow})})
     )
     assert found[0].kind == "GPU compute"
@@ -109,7 +114,7 @@ def test_esm2_over_thirty_percent_is_expected_while_its_gpu_is_busy(tmp_path: Pa
     profile = build(tmp_path)
     (finding,) = build_report(tmp_path, profile).findings
     assert finding.startswith("ESM-2 takes ")
-    assert f"(expected): {ADVICE['work']}" in finding
+    assert f"(expected): {SHORT_RUN_ADVICE}" in finding
 
 
 def test_a_gpu_stage_under_eighty_percent_is_actionable(tmp_path: Path) -> None:
@@ -121,8 +126,8 @@ def test_a_gpu_stage_under_eighty_percent_is_actionable(tmp_path: Path) -> None:
 
 
 def test_nothing_timed_is_unknown() -> None:
-    assert losses(None)[0].kind == "unknown"
-    assert findings(None) == ()
+    assert rank_losses(None)[0].kind == "unknown"
+    assert stage_findings(None) == ()
 
 
 def test_a_run_without_stages_is_unknown(tmp_path: Path) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
 import pytest
 
-from virnuc_core.profiles import Profile, Target, load_profile, profile_names
-from virnuc_core.report.build import build_report, entry_of, write_report
+from virnuc_core.profiles import TARGET_NAMES, Profile, Target, load_profile, profile_names
+from virnuc_core.report.build import build_report, write_report
 from virnuc_core.report.compare import compare_runs
-from virnuc_core.report.criteria import CRITERIA, FIND, Finding, judge
+from virnuc_core.report.criteria import CHECKS, CORRECTNESS, CRITERIA, PACKING, Finding
+from virnuc_core.report.judging import judge
 from virnuc_core.report.model import Criterion, Report
+from virnuc_core.report.regression import entry_of
 from virnuc_core.report.render import message, render_template
 from virnuc_core.report.verify import verify_report
 from virnuc_core.runfiles import Device, write
@@ -595,11 +598,14 @@ def test_a_target_on_the_line_is_met_or_missed_by_its_sign() -> None:
 
 @pytest.mark.parametrize("samples", [None, 0])
 def test_a_number_of_which_nothing_was_counted_is_not_run(
-    tmp_path: Path, samples: int | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, samples: int | None
 ) -> None:
     profile = load_profile("phase10-1m")
-    monkeypatch.setitem(FIND, "packing", lambda *_: Finding(99.0, samples))
-    case = build_report(tmp_path, profile)
-    found = judge(CRITERIA[-1].model_copy(update={"perf_id": "correctness"}), case)
+    spec = replace(PACKING, perf_id=CORRECTNESS, measure=lambda *_: Finding(99.0, samples))
+    found = judge(spec, build_report(tmp_path, profile))
     assert found.verdict == "not run"
     assert found.reason == "nothing was counted"
+
+
+def test_a_profile_can_set_a_target_for_each_criterion_and_for_nothing_else() -> None:
+    assert {spec.target for spec in (*CRITERIA, *CHECKS)} == set(TARGET_NAMES)

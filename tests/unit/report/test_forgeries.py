@@ -17,8 +17,9 @@ from virnuc_core.engine.shards import ShardResult, commit, read_plan, read_score
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.build import HISTORY, rerender, write_report
+from virnuc_core.report.build import rerender, write_report
 from virnuc_core.report.compare import compare_runs
+from virnuc_core.report.regression import HISTORY
 from virnuc_core.report.verify import verify_report
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir

@@ -10,17 +10,16 @@ import pytest
 
 from virnuc.flows.cli import main
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.report.build import (
+from virnuc_core.report.build import build_report, write_report
+from virnuc_core.report.charts import all_charts
+from virnuc_core.report.model import HistoryEntry, Report
+from virnuc_core.report.regression import (
     HISTORY,
     append_history,
-    build_report,
     entry_of,
     read_history,
     regression,
-    write_report,
 )
-from virnuc_core.report.charts import all_charts
-from virnuc_core.report.model import HistoryEntry, Report
 from virnuc_core.report.verify import verify_report
 
 from .validate_directory import edit_json

@@ -12,8 +12,8 @@ from virnuc.tasks.report import rows_of
 from virnuc.tasks.run_tables import fate_rows
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, rerender, write_report
-from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.model import EncoderMetrics, Report, Verification
+from virnuc_core.report.raw_files import RawFolder
 from virnuc_core.report.render import render, render_rows, render_template
 from virnuc_core.report.verify import verify_overhead, verify_report
 from virnuc_core.rundir import RunDir

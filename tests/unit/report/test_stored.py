@@ -14,8 +14,8 @@ from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore, seal
 from virnuc_core.reads.subsets import choose_reads
-from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.model import Verification
+from virnuc_core.report.raw_files import RawFolder
 from virnuc_core.report.verify import baseline_tokens, count_store, verify_report, verify_store
 
 from .validate_directory import edit_json

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.build import build_report
-from virnuc_core.report.metrics import COMPARISON
 from virnuc_core.report.model import Regression, Report
+from virnuc_core.report.raw_files import COMPARISON
 from virnuc_core.report.render import render_template, round_beside_target, target_text
 from virnuc_core.runfiles import write
 from virnuc_core.telemetry.log import write_telemetry

@@ -6,7 +6,8 @@ import pytest
 from scipy.stats import binomtest
 
 from virnuc_core.profiles import Target, load_profile
-from virnuc_core.report.criteria import CHECKS, judge
+from virnuc_core.report.criteria import VERDICTS_HELD
+from virnuc_core.report.judging import judge
 from virnuc_core.report.model import Report
 from virnuc_core.validation import Comparison
 
@@ -40,8 +41,9 @@ def test_verdicts_are_held_only_where_the_sample_can_tell(
     )
     found = agreement_of(chunks, changed)
     beside = Comparison(a="fp32", b="devices-2", tolerance=0.01, consensus=found)
-    row = next(row for row in CHECKS if row.id == "verdicts_held")
-    said = judge(row, judged.model_copy(update={"profile": profile, "comparisons": (beside,)}))
+    said = judge(
+        VERDICTS_HELD, judged.model_copy(update={"profile": profile, "comparisons": (beside,)})
+    )
     assert (said.verdict, said.value, said.samples) == (
         verdict,
         pytest.approx(100 - 100 * changed / chunks),
@@ -59,8 +61,7 @@ def test_a_sample_that_is_too_small_says_how_many_chunks_are_needed(judged: Repo
     report = judged.model_copy(
         update={"profile": load_profile("h200-1m"), "comparisons": (beside,)}
     )
-    row = next(row for row in CHECKS if row.id == "verdicts_held")
     assert (
-        judge(row, report).reason
+        judge(VERDICTS_HELD, report).reason
         == "985 chunks, 95 % interval 99.427 to 99.982 %; 3,838 are needed"
     )

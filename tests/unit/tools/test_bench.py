@@ -13,8 +13,8 @@ from virnuc_core.pipeline import classify
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.compare import compare_runs
-from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.model import Verification
+from virnuc_core.report.raw_files import RawFolder
 from virnuc_core.report.verify import verify_overhead
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.log import open_frame

@@ -1,0 +1,229 @@
+"""Where the time of a run goes, and what would help.
+
+Two rules point at stages: those that take over 30 % of the time, and GPU stages that keep a GPU
+less than 80 % busy. ESM-2 always takes over 30 %. While its GPU is busy that is expected, and only
+the rest is worth a person's time.
+
+The bottleneck is the largest avoidable loss of time, by class. Each loss says what removing all of
+it would save at most.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from virnuc_core.report.model import Bottleneck, EncoderMetrics, RunMetrics
+from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, STAGES, START_UP
+
+TIME_SHARE: Final = 0.30
+BUSY_PERCENT: Final = 80.0
+MIN_RELEVANT_SHARE: Final = 0.05  # of the whole time; a smaller loss is not worth a person's time
+LONG_RUN_S: Final = 600.0
+DEVICE_IDLE: Final = "Device idle"
+
+# What helps where the encoders do their work well, in a run too short to judge its devices by and in
+# any other; and what helps where a GPU idles.
+SHORT_RUN_ADVICE: Final = (
+    "the encoders are at work, and a run this short says little of the devices"
+)
+LONG_RUN_ADVICE: Final = (
+    "the encoders are at work: more or faster GPUs, or a lower precision that validation has passed"
+)
+IDLE_GPU_ADVICE: Final = (
+    "the GPU idles while this stage runs: look at waits, batch sizes and the host's cores"
+)
+PACKING_ADVICE: Final = "raise token_budget or shard_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class LossClass:
+    """A class of lost time: the rows of the stage table that it is made of, and what helps."""
+
+    kind: str
+    rows: tuple[str, ...]
+    advice: str
+
+
+LOSS_CLASSES: Final = (
+    LossClass(
+        "start-up",
+        ("Preparation", *START_UP, "Shutdown"),
+        "give one run more reads; weights on a local disk",
+    ),
+    LossClass(
+        "staging",
+        (
+            "Sequence Chunking",
+            "Six-Frame Translation",
+            "Nucleotide Splitting",
+            "Protein Splitting",
+            "Rest of staging",
+        ),
+        "raise the staging workers; reads on a local disk or decompressed",
+    ),
+    LossClass(
+        "loader",
+        ("Waiting for batches",),
+        "raise num_workers or prefetch_factor, or give the loaders more cores",
+    ),
+    LossClass(
+        "commits",
+        ("Commits",),
+        "put the run directory on a faster disk, or raise shard_tokens",
+    ),
+    LossClass(
+        "results",
+        ("Model Prediction", "Consensus Scoring", "Result files"),
+        "result files on a local disk",
+    ),
+    LossClass(
+        "retries",
+        ("Restarts", "Earlier attempts: lost"),
+        "the deaths in summary.json and the workers' logs say why",
+    ),
+)
+# The time of these passes while the reads are staged, or the other way round
+OVERLAPPING_CLASSES: Final = ("start-up", "staging")
+
+STAGE_ADVICE: Final = {
+    row: loss_class.advice for loss_class in LOSS_CLASSES for row in loss_class.rows
+} | {
+    "DNABERT-S": "raise dna_token_budget; check that it runs on every GPU",
+    "ESM-2": "raise token_budget; check precision and attention backend",
+    "Feature Merging": "merging should be fused with embedding: check the engine's version",
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Loss:
+    """Time that is lost. Losses are ordered by what removing them would save."""
+
+    saves_s: float
+    kind: str
+    detail: str
+    advice: str
+    is_expected: bool = False  # the encoders do their work well
+
+
+def stage_findings(run: RunMetrics | None) -> tuple[str, ...]:
+    """Return a sentence on each stage that the two rules point at, the largest share first.
+
+    Without a run, or without its total time, there is none.
+    """
+    if run is None:
+        return ()
+    findings = []
+    for stage in STAGES:
+        share = run.stage_shares.get(stage, 0.0)
+        gpu_percent = _gpu_percent(run, stage)
+        is_idle = gpu_percent is not None and gpu_percent < BUSY_PERCENT
+        if share <= TIME_SHARE and not is_idle:
+            continue
+        is_expected = stage == "ESM-2" and not is_idle
+        if is_expected:
+            advice = _advice_for_busy_encoders(run)
+        elif is_idle:
+            advice = IDLE_GPU_ADVICE
+        else:
+            advice = STAGE_ADVICE[stage]
+        busy = "" if gpu_percent is None else f", the lowest GPU {gpu_percent:.1f} % busy"
+        word = "expected" if is_expected else "actionable"
+        text = f"{stage} takes {100 * share:.1f} % of the time{busy} ({word}): {advice}."
+        findings.append((-share, text))
+    return tuple(text for _, text in sorted(findings))
+
+
+def _gpu_percent(run: RunMetrics, stage: str) -> float | None:
+    """Return the utilisation of the least used GPU in a GPU stage, or `None` for other stages."""
+    if run.telemetry is None:
+        return None
+    for encoder, encoder_stage in GPU_STAGES.items():
+        if encoder_stage == stage:
+            return run.telemetry.lowest_percent(encoder)
+    return None
+
+
+def _advice_for_busy_encoders(run: RunMetrics) -> str:
+    """Return what helps where the encoders do their work well."""
+    if (run.total_s or 0.0) >= LONG_RUN_S:
+        return LONG_RUN_ADVICE
+    return SHORT_RUN_ADVICE
+
+
+def rank_losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
+    """Return every avoidable loss of time, the largest first. There is always at least one."""
+    if run is None or not run.total_s:
+        return (Bottleneck(kind="unknown", detail="no run was timed", advice="run validate"),)
+    seconds_of_row = {row: seconds for row, seconds in run.stages.items() if seconds}
+    losses = [*_losses_of_computing(run, seconds_of_row)]
+    losses += [_loss_of_class(loss_class, seconds_of_row) for loss_class in LOSS_CLASSES]
+
+    ranked = []
+    for loss in sorted(losses, reverse=True):
+        share = loss.saves_s / run.total_s
+        if share > 0:
+            bottleneck = Bottleneck(
+                kind=loss.kind,
+                detail=loss.detail,
+                advice=loss.advice,
+                saves_s=loss.saves_s,
+                share=share,
+                expected=loss.is_expected or share < MIN_RELEVANT_SHARE,
+            )
+            ranked.append(bottleneck)
+    if not ranked:
+        advice = "look at the log of the run"
+        return (Bottleneck(kind="unknown", detail="no stage was measured", advice=advice),)
+    return tuple(ranked)
+
+
+def _loss_of_class(loss_class: LossClass, seconds_of_row: Mapping[str, float]) -> Loss:
+    """Add up the rows of the stage table that belong to one class of losses."""
+    rows = [(seconds_of_row[row], row) for row in loss_class.rows if row in seconds_of_row]
+    rows.sort(reverse=True)
+    total_s = sum(seconds for seconds, _ in rows)
+    parts = []
+    for seconds, row in rows:
+        if seconds > MIN_RELEVANT_SHARE * total_s:
+            parts.append(f"{row} {seconds:.1f} s")
+    # What passed while the reads were staged saves nothing, whichever of the two is removed.
+    hidden_s = 0.0
+    if loss_class.kind in OVERLAPPING_CLASSES:
+        hidden_s = seconds_of_row.get(OVERLAPPED, 0.0)
+    return Loss(total_s - hidden_s, loss_class.kind, ", ".join(parts), loss_class.advice)
+
+
+def _losses_of_computing(run: RunMetrics, seconds_of_row: Mapping[str, float]) -> tuple[Loss, Loss]:
+    """Return what devices lose while they compute: by their speed, and by empty token slots.
+
+    The speed is held against the measured ceiling of the linear layers, or against full
+    utilisation if no ceiling was measured.
+    """
+    idle_s = seconds_of_row.get(DEVICE_IDLE, 0.0)
+    slow_s = idle_s
+    empty_s = 0.0
+    is_any_gpu_idle = False
+    details = [f"a device stands still for {idle_s:.1f} s"]
+    encoders: tuple[EncoderMetrics, ...] = run.telemetry.encoders if run.telemetry else ()
+    for encoder in encoders:
+        stage = GPU_STAGES[encoder.encoder]
+        stage_s = seconds_of_row.get(stage, 0.0)
+        packing = encoder.packing_efficiency or 1.0
+        speed = 1.0  # share of what is possible
+        gpu_percent = _gpu_percent(run, stage)
+        if gpu_percent is not None:
+            speed = gpu_percent / 100.0
+            is_any_gpu_idle = is_any_gpu_idle or gpu_percent < BUSY_PERCENT
+            details.append(f"{stage} keeps the lowest GPU {gpu_percent:.1f} % busy")
+        if encoder.mfu_of_ceiling is not None:
+            speed = encoder.mfu_of_ceiling / packing
+            sustained = "of what its linear layers alone sustain"
+            details.append(f"{stage} runs at {100 * speed:.0f} % {sustained}")
+        empty_s += stage_s * (1.0 - packing)
+        slow_s += stage_s * packing * max(0.0, 1.0 - speed)
+
+    are_encoders_busy = not is_any_gpu_idle and idle_s <= slow_s / 2
+    advice = _advice_for_busy_encoders(run) if are_encoders_busy else IDLE_GPU_ADVICE
+    slow = Loss(slow_s, "GPU compute", "; ".join(details), advice, is_expected=are_encoders_busy)
+    empty = Loss(empty_s, "packing", "slots without a token", PACKING_ADVICE)
+    return slow, empty

@@ -1,0 +1,288 @@
+"""Judge a criterion: compare what was measured with the target of the profile.
+
+A criterion passes or fails only on a number that was measured. If the number was not measured, or
+on too few reads, or on other devices than the target is meant for, the criterion is `not run`. If
+it was projected from fewer reads, the criterion is `projected`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from virnuc_core.profiles import Profile, Target
+from virnuc_core.report.comparability import Comparability
+from virnuc_core.report.criteria import (
+    CHECKS,
+    CONSENSUS,
+    CORRECTNESS,
+    CRITERIA,
+    SAME_BYTES,
+    SCALING,
+    SPEEDUP,
+    CriterionSpec,
+    Finding,
+)
+from virnuc_core.report.model import (
+    BASELINE,
+    Criterion,
+    Report,
+    RunMetrics,
+    ScalingMetrics,
+    Verdict,
+)
+from virnuc_core.report.raw_files import RUN_PREFIX, SINGLE_RUN, short_name
+
+PAIR_RUN: Final = f"{RUN_PREFIX}2"
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """What a profile asks of a criterion."""
+
+    target: Target | None  # None: nothing
+    field: str  # the field of the profile that says so
+
+    @property
+    def profile_line(self) -> str:
+        """Return the requirement as the report shows it."""
+        if self.target is None:
+            return f"{self.field}: not set"
+        return f"{self.field}: {self.target.op} {self.target.value:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict with its reason, and the value that it is on."""
+
+    verdict: Verdict
+    reason: str
+    value: float | None
+
+
+def judge(
+    spec: CriterionSpec, report: Report, *, refusal: str = "", run: RunMetrics | None = None
+) -> Criterion:
+    """Return the verdict on a criterion with everything that it stands on.
+
+    Args:
+        spec: The criterion.
+        report: The report so far: all figures, and no verdicts yet.
+        refusal: Why the parts that the criterion compares may not be compared. If it is empty,
+            they may.
+        run: The run to judge, in place of the one that the criterion chooses.
+    """
+    if run is None:
+        run = _chosen_run(spec, report)
+    requirement = _requirement(spec, report.profile, run)
+    if refusal and requirement.target is not None:
+        finding = Finding(not_measured=refusal)
+    else:
+        finding = spec.measure(report, run)
+    no_evidence = _why_no_evidence(spec, run, report.profile)
+    judgement = _judgement(finding, requirement.target, no_evidence)
+    return Criterion(
+        id=spec.id,
+        perf_id=spec.perf_id,
+        title=spec.title.format(baseline=report.baseline_title),
+        definition=spec.definition,
+        unit=spec.unit,
+        value=judgement.value,
+        target=requirement.target,
+        verdict=judgement.verdict,
+        reason=judgement.reason,
+        samples=finding.samples,
+        samples_of=spec.samples_of,
+        device="" if run is None else run.label,
+        profile_line=requirement.profile_line,
+        raw=_raw_files(spec, report, run),
+    )
+
+
+def _chosen_run(spec: CriterionSpec, report: Report) -> RunMetrics | None:
+    """Return the run whose figures the criterion uses, or `None` if there is none."""
+    match spec.run:
+        case "single":
+            return report.single
+        case "pair":
+            return next((run for run in report.runs if run.name == PAIR_RUN), None)
+        case "many":
+            return report.many
+        case "judged":
+            return report.run
+
+
+def _requirement(spec: CriterionSpec, profile: Profile, run: RunMetrics | None) -> Requirement:
+    """Return what the profile asks of a criterion.
+
+    The target of scaling is for two devices. For any other number it is the low end of a band.
+    """
+    if spec.target == SAME_BYTES.target:
+        return Requirement(Target(op=">=", value=1.0), "every profile asks")
+    target = profile.targets.get(spec.target)
+    n_devices = 2 if run is None else len(run.devices)
+    has_target_for_devices = n_devices == 2 and target is not None
+    if spec.id != SCALING.id or has_target_for_devices:
+        return Requirement(target, spec.target)
+    band = profile.scaling_bands.get(str(n_devices))
+    field = f"scaling_bands.{n_devices}"
+    if band is None:
+        return Requirement(None, field)
+    low, _ = band
+    return Requirement(Target(op=">=", value=low), field)
+
+
+def _judgement(finding: Finding, target: Target | None, no_evidence: str) -> Judgement:
+    """Return the verdict on what was measured.
+
+    Args:
+        finding: What was measured.
+        target: What the profile asks for.
+        no_evidence: Why the run is no evidence for this target.
+    """
+    value = finding.value
+    if target is None:
+        if value is not None:
+            return Judgement("not asked", "the profile does not ask for it", value)
+        reason = finding.not_measured or finding.not_comparable or finding.remark
+        return Judgement("not run", reason, value)
+    if finding.failed:
+        return Judgement("fail", finding.remark, value)
+    problem = finding.not_measured or no_evidence or finding.not_comparable
+    if problem:
+        return Judgement("not run", problem, value)
+    if finding.projected is not None:
+        return Judgement("projected", finding.remark, finding.projected)
+    if value is None:
+        return Judgement("not run", "", value)
+    if not finding.samples:
+        return Judgement("not run", "nothing was counted", value)
+    if target.met(value):
+        return Judgement("pass", finding.remark, value)
+    return Judgement("fail", finding.if_missed or finding.remark, value)
+
+
+def _why_no_evidence(spec: CriterionSpec, run: RunMetrics | None, profile: Profile) -> str:
+    """Say why a run is no evidence for a target, or nothing if it is.
+
+    A run may be too small, or not on the devices that the profile is meant for. Neither matters
+    to correctness.
+    """
+    if spec.perf_id == CORRECTNESS:
+        return ""
+    if run is None or run.n_reads is None:
+        return "the number of reads was not recorded"
+    if run.n_reads < profile.min_reads:
+        return f"{run.n_reads:,} reads; the profile needs {profile.min_reads:,}"
+    if spec.evidence == "reads":
+        return ""
+    if not run.devices:
+        return "the devices were not recorded"
+    if not profile.device_names:  # meant for any GPU
+        if run.devices[0].kind == "cpu":
+            return f"{run.label}: the target is meant for GPUs"
+        return ""
+    for device in run.devices:
+        names = f"{device.name} {short_name(device)}".lower()
+        if not any(wanted.lower() in names for wanted in profile.device_names):
+            meant = " or ".join(profile.device_names)
+            here = short_name(device)
+            return f"the target is meant for {meant}; on {here} it is for reference only"
+    return ""
+
+
+def _raw_files(spec: CriterionSpec, report: Report, run: RunMetrics | None) -> tuple[str, ...]:
+    """Return the files that the criterion is computed from, as far as there are any."""
+    files: dict[str, str | None] = {"single": None, "summary": None, "telemetry": None}
+    if report.single is not None:
+        files["single"] = f"{report.single.name}/summary.json"
+    if run is not None:
+        files["summary"] = f"{run.name}/summary.json"
+        if run.telemetry is not None:
+            files["telemetry"] = run.telemetry.file
+    paths = (files.get(part, part) for part in spec.raw)
+    return tuple(path for path in paths if path)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """The verdicts of a report."""
+
+    criteria: tuple[Criterion, ...]
+    checks: tuple[Criterion, ...]
+    scaling: tuple[ScalingMetrics, ...]  # the report's figures, each with its own verdict
+
+
+def judge_report(report: Report, comparability: Comparability) -> Verdicts:
+    """Judge all criteria, the checks that the profile asks for, and each figure of scaling.
+
+    Args:
+        report: The report so far: all figures, and no verdicts yet.
+        comparability: Which runs may be compared with each other and with the baseline.
+    """
+    scaled_run = _run_for_scaling(report)
+    all_names = [run.name for run in report.runs]
+    scaled_name = [] if scaled_run is None else [scaled_run.name]
+    judged_name = [] if report.run is None else [report.run.name]
+    refusals = {
+        SCALING.id: comparability.refusal(SINGLE_RUN, scaled_name),
+        SAME_BYTES.id: comparability.refusal(SINGLE_RUN, all_names),
+        SPEEDUP.id: comparability.refusal(BASELINE, judged_name),
+        CONSENSUS.id: comparability.refusal(BASELINE, all_names),
+    }
+
+    def judge_all(specs: Iterable[CriterionSpec]) -> tuple[Criterion, ...]:
+        criteria = []
+        for spec in specs:
+            run = scaled_run if spec is SCALING else None
+            criteria.append(judge(spec, report, refusal=refusals.get(spec.id, ""), run=run))
+        return tuple(criteria)
+
+    checks = [spec for spec in CHECKS if spec.target in report.profile.targets]
+    if report.many is not None:
+        checks.append(SAME_BYTES)
+    return Verdicts(
+        criteria=judge_all(CRITERIA),
+        checks=judge_all(checks),
+        scaling=_judge_scaling(report, scaled_run),
+    )
+
+
+def _runs_on_several(report: Report) -> list[RunMetrics]:
+    """Return the runs that were on more than one device, fewest devices first."""
+    return [run for run in report.runs if run is not report.single]
+
+
+def _run_for_scaling(report: Report) -> RunMetrics | None:
+    """Return the run that the scaling criterion is on.
+
+    That is the run on two devices if the profile has a target for it, else the largest run that
+    the profile has a band for.
+    """
+    profile = report.profile
+    device_counts = {int(count) for count in profile.scaling_bands}
+    if "scaling" in profile.targets:
+        device_counts = {2}
+    for run in reversed(_runs_on_several(report)):
+        if len(run.devices) in device_counts:
+            return run
+    return report.many
+
+
+def _judge_scaling(report: Report, scaled_run: RunMetrics | None) -> tuple[ScalingMetrics, ...]:
+    """Return the figures of scaling, each with the verdict by the target of so many devices.
+
+    Args:
+        report: The report so far.
+        scaled_run: The run that the criterion itself is on. The others have titles of their own.
+    """
+    figures = [*report.scaling]
+    for run in _runs_on_several(report):
+        figure = report.figure_of(run)
+        if figure is None:
+            continue
+        spec = SCALING
+        if run is not scaled_run:
+            spec = replace(SCALING, title=f"Scaling on {figure.num_gpus} devices")
+        judged = judge(spec, report, run=run)
+        figures[figures.index(figure)] = figure.model_copy(update={"judged": judged})
+    return tuple(figures)

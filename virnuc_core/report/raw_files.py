@@ -1,0 +1,147 @@
+"""The raw files of a validation: where they lie, and how they are read without ever failing.
+
+A file that is missing is `None`. One that cannot be read is `None`, too, and its problem is noted.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+
+from virnuc_core.errors import VirnucError
+from virnuc_core.runfiles import Device, File, FileDigest, digest, read
+from virnuc_core.telemetry.log import Telemetry, read_telemetry
+
+RUN_PREFIX: Final = "devices-"  # devices-2 is the folder of the run on two devices
+SINGLE_RUN: Final = f"{RUN_PREFIX}1"
+SUMMARY: Final = "summary.json"
+RECORD: Final = "run.json"
+COMPARISON: Final = "comparison.json"
+VENDOR_WORDS: Final = re.compile("NVIDIA|GeForce|Tesla|Graphics Device")
+
+Content = TypeVar("Content")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTelemetry:
+    """A telemetry file that was read."""
+
+    name: str  # its path below the validation's directory
+    content: Telemetry
+
+
+@dataclass
+class RawFolder:
+    """The files of one validate directory.
+
+    It remembers which files were read, and what was wrong with those that could not be.
+    """
+
+    root: Path
+    used: set[str] = field(default_factory=set)
+    problems: dict[str, str] = field(default_factory=dict)  # by file, a sentence each
+
+    def read(self, kind: type[File], *parts: str) -> File | None:
+        """Return the content of a JSON file.
+
+        Args:
+            kind: The model of the file.
+            parts: The path of the file below the validation's directory.
+
+        Returns:
+            `None` if the file is missing, or if one of its values is wrong, which is noted.
+        """
+        path = self.root.joinpath(*parts)
+        return self.attempt(path, lambda path: read(path, kind))
+
+    def telemetry(self, run: str, named: str | None) -> NamedTelemetry | None:
+        """Return the telemetry of a run.
+
+        Args:
+            run: The folder of the run.
+            named: The file that the run's summary names. If it names none, the newest is read.
+
+        Returns:
+            `None` if there is none, or if it cannot be read, which is noted.
+        """
+        folder = self.root / run / "telemetry"
+        if named is not None:
+            path = folder / f"{Path(named).stem}.h5"
+        else:
+            files = list(folder.glob("telemetry_*.h5"))
+            if not files:
+                return None
+            path = max(files)
+        content = self.attempt(path, read_telemetry)
+        if content is None:
+            return None
+        return NamedTelemetry(self._name_of(path), content)
+
+    def attempt(self, path: Path, load: Callable[[Path], Content]) -> Content | None:
+        """Return what `load` makes of a file.
+
+        Returns:
+            `None` if the file is missing, or if it cannot be read, which is noted.
+        """
+        if not path.is_file():
+            return None
+        name = self._name_of(path)
+        self.used.add(name)
+        try:
+            return load(path)
+        except VirnucError as error:
+            reason = str(error).removeprefix(f"{path}: ")
+            self.problems[name] = f"{name}: {reason}"
+            return None
+
+    def evidence(self) -> dict[str, FileDigest]:
+        """Return size and digest of every file that was read, by name."""
+        digests = {}
+        for name in sorted(self.used):
+            file_digest = digest(self.root / name)
+            if file_digest is not None:
+                digests[name] = file_digest
+        return digests
+
+    def _name_of(self, path: Path) -> str:
+        """Return the path of a file below the validation's directory."""
+        return path.relative_to(self.root).as_posix()
+
+
+def run_names(out: Path, prefix: str = RUN_PREFIX, max_devices: int = 0) -> list[str]:
+    """Return the names of the run folders of a validation, fewest devices first.
+
+    Args:
+        out: The validation's directory.
+        prefix: What stands before the number in a name. With `devices-2.` the numbered repetitions
+            of the run on two devices are found.
+        max_devices: Leave out runs on more devices than this. If it is 0, none is left out.
+    """
+    numbers = []
+    for folder in out.glob(f"{prefix}*"):
+        number = folder.name.removeprefix(prefix)
+        if folder.is_dir() and number.isdecimal():
+            numbers.append(number)
+    numbers.sort(key=int)
+    return [
+        f"{prefix}{number}" for number in numbers if not max_devices or int(number) <= max_devices
+    ]
+
+
+def short_name(device: Device) -> str:
+    """Return a device's name as the report prints it.
+
+    `NVIDIA GeForce RTX 4090` is `RTX 4090`.
+    """
+    if device.kind == "cpu":
+        return "CPU core"
+    words = VENDOR_WORDS.sub("", device.name).split()
+    return " ".join(words) or "GPU"
+
+
+def device_label(devices: Sequence[Device]) -> str:
+    """Return devices as the report prints them: `2x RTX 4090`. Unlike devices are listed."""
+    names = [short_name(device) for device in devices]
+    counts = [f"{names.count(name)}x {name}" for name in dict.fromkeys(names)]
+    return " + ".join(counts) or "0x device"

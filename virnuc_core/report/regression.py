@@ -1,0 +1,231 @@
+"""The history of validations, and whether a run is worse than the last run like it.
+
+The history is a file with a line of JSON for each run. Only runs that are alike are compared: same
+profile, host, devices, precision, reads and weights. A run fails if one metric is worse by more
+than the profile allows (10 %). If the newest earlier run of the profile on these devices was made
+from other reads or weights, the earlier figures are stale.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from virnuc_core.lease import lease
+from virnuc_core.report.model import (
+    HistoryEntry,
+    Record,
+    Regression,
+    RegressionMetric,
+    Report,
+    RunMetrics,
+    Verdict,
+)
+from virnuc_core.report.render import render_rows
+from virnuc_core.rundir import atomic_file, storage_errors
+
+log = logging.getLogger(__name__)
+
+REGRESSION: Final = "regression.json"
+HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unless told otherwise
+SERIES_FIELDS: Final = ("profile", "devices", "precision", "host")
+COMPARABLE_FIELDS: Final = (*SERIES_FIELDS, "reads", "weights")
+IS_MORE_BETTER: Final = {
+    "tokens_per_s": True,
+    "gpu_utilisation": True,
+    "packing_efficiency": True,
+    "total_s": False,
+}
+WEIGHTS: Final = ("esm2", "dnabert_s", "head")
+
+Entries = Sequence[HistoryEntry]
+
+
+class RegressionFile(Record):
+    """`regression.json`: what was compared, so that the verdict can be computed again."""
+
+    schema_version: int = 1
+    entry: HistoryEntry
+    history: tuple[HistoryEntry, ...]
+
+
+def entry_of(report: Report) -> HistoryEntry | None:
+    """Return the history line of a report.
+
+    Returns:
+        `None` if there was no run, or one that was resumed, cut off or without a row.
+    """
+    run = report.run
+    record = report.provenance
+    if run is None or run.resumed or run.stopped_at_limit or run.n_reads is None or run.n_rows == 0:
+        return None
+    value_of_criterion = {criterion.id: criterion.value for criterion in report.criteria}
+    weights = [record.fingerprints.get(part, "unknown") for part in WEIGHTS]
+    # the start of the run, so that it is one run whenever it is judged
+    created = run.attempts[0].started if run.attempts else record.created
+    return HistoryEntry(
+        created=created,
+        commit=record.git_commit or "unknown",
+        profile=report.profile.name,
+        devices=_devices_text(run),
+        precision=run.precision or "unknown",
+        reads=record.fingerprints.get("reads", "unknown"),
+        weights="+".join(weights),
+        n_reads=run.n_reads,
+        tokens_per_s=run.telemetry.tokens_per_s if run.telemetry else None,
+        gpu_utilisation=value_of_criterion.get("gpu_utilisation"),
+        packing_efficiency=value_of_criterion.get("packing"),
+        total_s=run.total_s,
+        criteria_met=report.met,
+        regression_percent=report.profile.regression_percent,
+        host=record.host,
+    )
+
+
+def _devices_text(run: RunMetrics) -> str:
+    """Return the devices of a run as the history has them.
+
+    `2x NVIDIA H200`, or `2x NVIDIA H200 (nodes: 2)` on a cluster.
+    """
+    names = sorted(device.name for device in run.devices)
+    text = f"{len(names)}x {' + '.join(dict.fromkeys(names))}"
+    nodes = {device.id.partition("@")[2] for device in run.devices} - {""}
+    if nodes:
+        text += f" (nodes: {len(nodes)})"
+    return text
+
+
+@dataclass(slots=True)
+class _HistoryLines:
+    """The lines of a history file."""
+
+    entries: dict[bytes, HistoryEntry] = field(default_factory=dict)  # by the line's text
+    damaged: list[bytes] = field(default_factory=list)
+
+
+def read_history(path: Path) -> tuple[HistoryEntry, ...]:
+    """Return all entries of a history, oldest first; none if there is no file.
+
+    Lines that cannot be read are named in a warning.
+    """
+    lines = _read_lines(path, "passed over")
+    return tuple(lines.entries.values())
+
+
+def _read_lines(path: Path, fate: str) -> _HistoryLines:
+    """Read the lines of a history.
+
+    Args:
+        path: The file. It need not exist.
+        fate: What becomes of damaged lines, for the warning about them.
+    """
+    lines = _HistoryLines()
+    first_problem = ""
+    content = path.read_bytes() if path.is_file() else b""
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            lines.entries[line] = HistoryEntry.model_validate_json(line)
+        except ValidationError as error:
+            lines.damaged.append(line)
+            if not first_problem:
+                reason = error.errors()[0]["msg"]
+                first_problem = f"{path}:{number}: not a history entry ({reason})"
+    if lines.damaged:
+        n_more = len(lines.damaged) - 1
+        more = f" and {n_more} more" if n_more else ""
+        log.warning("%s%s; %s", first_problem, more, fate)
+    return lines
+
+
+def append_history(path: Path, entry: HistoryEntry) -> bool:
+    """Add a run to a history, under a lease.
+
+    A run that was started at the same moment is not added again. Lines that are no entries are
+    moved to `….damaged`, with a warning.
+
+    Returns:
+        Whether the run was added.
+    """
+    path = path.resolve()
+    damaged_path = path.with_name(f"{path.name}.damaged")
+    lease_path = path.with_name(f".{path.name}.lease")
+    with lease(lease_path, path, wait=True):
+        lines = _read_lines(path, f"kept in {damaged_path.name}")
+        for old in lines.entries.values():
+            if old.created == entry.created and old.same(entry, COMPARABLE_FIELDS):
+                return False
+        if lines.damaged:
+            with storage_errors(damaged_path), damaged_path.open("ab") as damaged_file:
+                damaged_file.writelines(line + b"\n" for line in lines.damaged)
+                os.fsync(damaged_file.fileno())
+        new_line = json.dumps(entry.model_dump(mode="json"), sort_keys=True).encode()
+        all_lines = [*lines.entries, new_line + b"\n"]
+        with atomic_file(path) as temp_path:
+            temp_path.write_bytes(b"\n".join(all_lines))
+    return True
+
+
+def earlier_runs(
+    history: Entries, entry: HistoryEntry, fields: Sequence[str] = SERIES_FIELDS
+) -> list[HistoryEntry]:
+    """Return the runs before `entry` that have these fields in common with it, oldest first."""
+    runs = [old for old in history if old.same(entry, fields) and old.created < entry.created]
+    return sorted(runs, key=lambda old: old.created)
+
+
+def regression(history: Entries, entry: HistoryEntry) -> Regression:
+    """Compare a run with the newest earlier one that is like it."""
+    series = earlier_runs(history, entry)
+    comparable = earlier_runs(history, entry, COMPARABLE_FIELDS)
+    is_stale = bool(series) and not series[-1].same(entry, COMPARABLE_FIELDS)
+    if not comparable:
+        reason = "no earlier run of this profile on these devices"
+        if is_stale:
+            reason = "stale baseline: earlier runs were made with other reads or weights"
+        return Regression(verdict="not run", reason=reason, stale=is_stale)
+
+    previous = comparable[-1]
+    metrics = [_compare_metric(name, previous, entry) for name in IS_MORE_BETTER]
+    verdicts = {metric.name: metric.verdict for metric in metrics}
+    worse = [name for name, verdict in verdicts.items() if verdict == "fail"]
+    verdict: Verdict = "pass"
+    reason = ""
+    if worse:
+        verdict = "fail"
+        reason = f"over {entry.regression_percent:g} % worse in {', '.join(worse)}"
+    elif set(verdicts.values()) == {"not run"}:
+        verdict = "not run"
+        reason = "no metric was measured in both runs"
+    return Regression(
+        verdict=verdict,
+        reason=reason,
+        against_commit=previous.commit,
+        against_created=previous.created,
+        stale=is_stale,
+        metrics=tuple(metrics),
+    )
+
+
+def _compare_metric(name: str, previous: HistoryEntry, entry: HistoryEntry) -> RegressionMetric:
+    """Compare one metric of two runs; it fails if it is worse by more than the profile allows."""
+    before = getattr(previous, name)
+    now = getattr(entry, name)
+    if before is None or now is None or before <= 0:
+        return RegressionMetric(name=name, before=before, now=now, change=None, verdict="not run")
+    change = (now - before) / before
+    loss = -change if IS_MORE_BETTER[name] else change
+    verdict: Verdict = "fail" if 100 * loss > entry.regression_percent else "pass"
+    return RegressionMetric(name=name, before=before, now=now, change=change, verdict=verdict)
+
+
+def trend(history: Entries) -> list[dict[str, object]]:
+    """Return a row for each run, oldest first, each compared with the last run like it."""
+    runs = [(entry, regression(history, entry)) for entry in history]
+    return render_rows("trend.view.j2", runs=runs)
