@@ -329,7 +329,7 @@ def _compute(
     clock.fuse("Protein Splitting", "Six-Frame Translation")
     embedding = Embedding(job, watch, started_s)
     computed = embedding.run(pool)
-    embedding.tell(clock, computed)
+    embedding.record_times(clock, computed)
     errors, orfs, said = (
         _log_errors(job.run),
         job.store,
