@@ -28,9 +28,9 @@ from virnuc.flows.parameters import ROOTS
 from virnuc.flows.preflight import nearest
 from virnuc_core import gpus
 from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.encoders.backends import triton_problem
 from virnuc_core.encoders.checkpoint import check_models, load_all
 from virnuc_core.encoders.convert import init_random
-from virnuc_core.encoders.layers import without_triton
 from virnuc_core.encoders.models_directory import Check, Verdict, embed
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine import shards
@@ -225,7 +225,7 @@ def driver_and_gpus() -> Iterator[Check]:
     )
     yield unless(problem, "driver", text, verdict="fail")
     if not problem:
-        missing = without_triton()
+        missing = triton_problem()
         yield unless(
             f"they need Triton, {missing}" * bool(missing),
             "kernels",

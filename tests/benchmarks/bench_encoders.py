@@ -28,10 +28,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from virnuc_core.encoders.backends import choose_backend
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.layers import Resolved, choose_backend, resolve_precision
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
+from virnuc_core.encoders.precision import Resolved, resolve_precision
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.errors import VirnucError
 from virnuc_core.tools.bench import AHEAD, linear_pass

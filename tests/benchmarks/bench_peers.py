@@ -34,11 +34,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from virnuc_core.baseline.worker import BATCHES, PaddedEsm2, embed_rows, placed
+from virnuc_core.encoders.backends import BackendName
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.layers import Backend, Inputs, Resolved, inv_freq, segment_mean
+from virnuc_core.encoders.layers import InputStatistics
 from virnuc_core.encoders.model_config import ESM2_SIZES, PRODUCTS, Esm2Shape
 from virnuc_core.encoders.models import TOKEN_DROPOUT_SCALE, Esm2
 from virnuc_core.encoders.models_directory import Seen
+from virnuc_core.encoders.positions import rotary_frequencies
+from virnuc_core.encoders.precision import Resolved
+from virnuc_core.encoders.reference import segment_mean
 from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer, PackedBatch
 
 LETTERS = np.frombuffer(b"LAGVSERTIDPKQNFYMHWC", np.uint8)
@@ -126,7 +130,7 @@ def packed_means(x: Tensor, bounds: Tensor) -> Tensor:
 # ---- engines
 
 
-def ours(task: Task, precision: Resolved, way: Backend) -> Engine:
+def ours(task: Task, precision: Resolved, way: BackendName) -> Engine:
     """virnuc."""
     build = functools.partial(Esm2, task.shape, task.weights.__getitem__, task.device)
     found = None
@@ -136,7 +140,10 @@ def ours(task: Task, precision: Resolved, way: Backend) -> Engine:
         probe.embed(packed(task, proteins((50, 300), task.slots // 2), fixed=True)[0][1])
         tables = seen.tensors()
         layers = range(task.shape.layers)
-        found = [{name: Inputs(*tables[f"layers.{i}.{name}"]) for name in PRODUCTS} for i in layers]
+        found = [
+            {name: InputStatistics(*tables[f"layers.{i}.{name}"]) for name in PRODUCTS}
+            for i in layers
+        ]
         del probe, seen
     esm2 = build(precision=precision, attention=way, calibration=found)
     return Engine(
@@ -197,7 +204,7 @@ def filled(
     for part in network.modules():
         for name in ("inv_freq", "original_inv_freq"):
             if isinstance(getattr(part, name, None), Tensor):
-                setattr(part, name, inv_freq(task.shape.head_dim).to(task.device))
+                setattr(part, name, rotary_frequencies(task.shape.head_dim).to(task.device))
     return network
 
 
@@ -493,7 +500,7 @@ def engines(task: Task) -> dict[str, Callable[[], Engine]]:
     """All of them by name, ours first: that is what the others are compared with."""
     gpu, kind = task.device.type == "cuda", "fp16" if task.device.type == "cuda" else "fp32"
     own: tuple[Resolved, ...] = ("fp16", "bf16", "int8") if gpu else ("fp32", "int8")
-    way: Backend = "fused" if gpu else "reference"
+    way: BackendName = "fused" if gpu else "reference"
     found: dict[str, Callable[[], Engine]] = {
         f"virnuc, {name}": functools.partial(ours, task, name, way) for name in own
     }

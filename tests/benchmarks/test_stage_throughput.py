@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from virnuc_core.encoders.checkpoint import load_encoder, open_part
+from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.models import Head
 from virnuc_core.engine.embedding import Job
 from virnuc_core.engine.shards import ShardResult, commit
 from virnuc_core.reads.stage import StageSpec, stage

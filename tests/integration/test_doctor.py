@@ -270,7 +270,7 @@ def test_a_gpu_on_which_our_kernels_cannot_run_is_not_sound(
     library = FakeGpus([GPU], occupancies={GPU.uuid: occupancy(79)})
     monkeypatch.setattr(gpus, "NVML", library)
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: starts)
-    monkeypatch.setattr(command, "without_triton", lambda: missing)
+    monkeypatch.setattr(command, "triton_problem", lambda: missing)
     found = [*command.driver_and_gpus()]
     assert "driver 570.86.15, which knows CUDA up to 12.8" in found[0].detail
     assert [(check.verdict, check.name) for check in found] == said

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from virnuc_core.encoders.checkpoint import open_folder, open_part
-from virnuc_core.encoders.layers import Resolved
+from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
-from virnuc_core.encoders.models import Esm2, Head
+from virnuc_core.encoders.models import Esm2
+from virnuc_core.encoders.precision import Resolved
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.engine import shards
 from virnuc_core.reads.store import OrfStore

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from virnuc.flows.cli import main
 from virnuc_core.encoders.checkpoint import load_encoder, open_part
-from virnuc_core.encoders.layers import Resolved
 from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.models import Esm2
+from virnuc_core.encoders.precision import Resolved
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 
 from ..unit.encoders.encoder_batches import packed

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.encoders.checkpoint import calibration, load_encoder, open_folder, open_part
-from virnuc_core.encoders.layers import Layer, Resolved, as_tensors
+from virnuc_core.encoders.classifier import Head
+from virnuc_core.encoders.layers import Layer, as_calibration
 from virnuc_core.encoders.model_config import PRODUCTS, Esm2Shape, HeadShape
-from virnuc_core.encoders.models import DnabertS, Esm2, Head
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.models_directory import embed
+from virnuc_core.encoders.precision import Resolved
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine import repeats
 from virnuc_core.reads.stage import StageSpec, stage
@@ -200,7 +202,7 @@ def main() -> None:
     shape, weights = open_part(given.models, Esm2Shape)
 
     def net(precision: Resolved) -> Esm2:
-        seen = as_tensors(calibration(given.models)[0]) if precision == "int8" else None
+        seen = as_calibration(calibration(given.models)[0]) if precision == "int8" else None
         return Esm2(
             shape, weights, CPU, precision=precision, attention="reference", calibration=seen
         )

@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from virnuc_core.config import BaselineName
 from virnuc_core.encoders.checkpoint import open_part
-from virnuc_core.encoders.layers import alibi_slopes
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
+from virnuc_core.encoders.positions import alibi_slopes
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
 from virnuc_core.rundir import storage_errors

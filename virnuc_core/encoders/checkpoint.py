@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from virnuc_core.encoders.classifier import Head
     from virnuc_core.encoders.layers import Encoder, Read
-    from virnuc_core.encoders.models import Head
 
 log = logging.getLogger(__name__)
 
@@ -282,16 +282,36 @@ def load_encoder(
     precision: Precision = "auto",
     attention: Attention = "auto",
 ) -> E:
-    """The `Esm2` or `DnabertS` of a models directory; `DeviceError`, `ConfigError` when `device` cannot run it so."""
-    from virnuc_core.encoders import layers
+    """Load an encoder of a models directory to a device.
+
+    Args:
+        network: The class of the encoder, `Esm2` or `DnabertS`.
+        models: Models directory.
+        device: Where the encoder runs.
+        precision: Number format. With int8, encoders that have no int8 run in fp16.
+        attention: Which implementation runs the layers.
+
+    Raises:
+        WeightsError: The weights, or the calibration for int8, cannot be used.
+        IncapableError: The device cannot run what is asked for.
+        ConfigError: The model's sizes do not allow what is asked for.
+    """
+    from virnuc_core.encoders.backends import choose_backend
+    from virnuc_core.encoders.layers import as_calibration
+    from virnuc_core.encoders.precision import resolve_precision
 
     shape, read = open_part(models, network.INFO.shape_type)
     if precision == "int8" and not network.INFO.has_int8:
         precision = "fp16"
-    ready = layers.resolve_precision(precision, device)
-    backend = layers.choose_backend(attention, shape.head_dim, device)
-    seen = layers.as_tensors(calibration(models)[0]) if ready == "int8" else None
-    return network(shape, read, device, precision=ready, attention=backend, calibration=seen)
+    resolved = resolve_precision(precision, device)
+    backend = choose_backend(attention, shape.head_dim, device)
+    statistics = None
+    if resolved == "int8":
+        layer_inputs, _ = calibration(models)
+        statistics = as_calibration(layer_inputs)
+    return network(
+        shape, read, device, precision=resolved, attention=backend, calibration=statistics
+    )
 
 
 @dataclass(frozen=True)
@@ -330,7 +350,8 @@ def load_models(
     """
     import torch
 
-    from virnuc_core.encoders.models import NETWORKS, Head
+    from virnuc_core.encoders.classifier import Head
+    from virnuc_core.encoders.models import NETWORKS
 
     out_of_memory: list[Encoder] = []
 
@@ -419,9 +440,9 @@ def match_tensors(
     for theirs, tensor in tensors.items():
         given.setdefault(theirs if theirs in wanted else our_name(theirs), (theirs, tensor))
     if isinstance(shape, Esm2Shape) and "inv_freq" not in given:
-        from virnuc_core.encoders.layers import inv_freq
+        from virnuc_core.encoders.positions import rotary_frequencies
 
-        given["inv_freq"] = "inv_freq", inv_freq(shape.head_dim)
+        given["inv_freq"] = "inv_freq", rotary_frequencies(shape.head_dim)
     in_three = {name for name in wanted if ".qkv." in name and name not in given}
     parts = {
         name: [name.replace(".qkv.", f".{c}.") for c in "qkv"] if name in in_three else [name]

@@ -36,7 +36,7 @@ from virnuc_core.encoders.checkpoint import (
     our_name,
     tensor_files,
 )
-from virnuc_core.encoders.layers import DTYPES, Read, inv_freq
+from virnuc_core.encoders.layers import Read
 from virnuc_core.encoders.model_config import (
     DnabertShape,
     EncoderShape,
@@ -45,6 +45,8 @@ from virnuc_core.encoders.model_config import (
     Shape,
     Storage,
 )
+from virnuc_core.encoders.positions import rotary_frequencies
+from virnuc_core.encoders.precision import DTYPES
 from virnuc_core.encoders.tokenize import read_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.rundir import atomic_file
@@ -417,7 +419,7 @@ def random_tensor(shape: Shape, name: str, seed: int = 0) -> Tensor:
     """One tensor of a random model, float32: a function of its name, its size and the seed only."""
     size = shape.tensors()[name]
     if name == "inv_freq":
-        return inv_freq(2 * size[0])
+        return rotary_frequencies(2 * size[0])
     out = torch.empty(size)
     pieces = out.view(-1).split(DRAWN_AT_ONCE)
     middle, spread = _distribution(name, size, shape)

@@ -1,4 +1,4 @@
-"""The three networks over packed tokens: ESM-2, DNABERT-S, and the head that scores what they give."""
+"""The encoders over packed tokens: ESM-2 and DNABERT-S."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,189 +8,191 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.layers import (
-    DTYPES,
-    Encoder,
-    Read,
-    affine,
-    alibi_slopes,
-    dense,
-    hadamard,
-    rotary_tables,
-)
-from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
+from virnuc_core.encoders.backends import RowLayout
+from virnuc_core.encoders.layers import Encoder, FeedForward, Layer, Read, dense, read_affine
+from virnuc_core.encoders.model_config import Esm2Shape
+from virnuc_core.encoders.positions import alibi_slopes, rotary_tables
+from virnuc_core.encoders.precision import DTYPES, hadamard_rotation
 from virnuc_core.encoders.registry import DNABERT_S, ESM2, EncoderName
-from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
+from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch
 
-POOLED_RESIDUES: Final = 1024  # the mean stops here; the residues behind it are attended to
-TOKEN_DROPOUT_SCALE: Final = (
-    1 - 0.15 * 0.8
-)  # training hid this share of the residues; no token is hidden here
-HEAD_ROWS: Final = 256  # of one matrix product, always: a row's scores do not depend on how many others came with it
+MAX_POOLED_RESIDUES: Final = 1024  # attention sees the residues behind these, the mean does not
+MASKED_SHARE: Final = 0.15 * 0.8  # of the residues, hidden in training; none is hidden here
+TOKEN_DROPOUT_SCALE: Final = 1 - MASKED_SHARE
 
 
 class Esm2(Encoder):
-    """ESM-2: mean over each row's first 1,024 residues, start and end tokens left out."""
+    """ESM-2. A row's embedding is the mean over its first 1,024 residues, without start and end.
+
+    Lin et al., Evolutionary-scale prediction of atomic-level protein structure, 2023; fair-esm's
+    `esm/model/esm2.py`.
+    """
 
     INFO = ESM2
-    FEED_FORWARD = ("fc1", "fc2", True)
+    FEED_FORWARD = FeedForward("fc1", "fc2", up_has_bias=True)
 
-    def _take(self, wide: Read, ready: Read) -> None:
-        table = wide("embed.weight")
+    def _read_rest(self, read_wide: Read, read_ready: Read) -> None:
+        table = read_wide("embed.weight")
         if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
             table = table * TOKEN_DROPOUT_SCALE
         table[ESM2_PAD] = 0
-        self.table = table.to(
-            DTYPES[self.precision]
-        )  # [vocab, width]; already scaled, zero for the pad token
-        self.inv_freq = wide("inv_freq")  # float32 [head_dim / 2]
-        self._final_norm = affine(ready, "final_norm")
-        self._angles = rotary_tables(self.inv_freq, POOLED_RESIDUES + 2)
-        # what the stream lacks, float32 [width], before each norm when the products' biases are left out of it
+        self.table = table.to(DTYPES[self.precision])  # [vocab, width], scaled
+        self.inv_freq = read_wide("inv_freq")  # float32 [head_dim / 2]
+        self._final_norm = read_affine(read_ready, "final_norm")
+        self._cos, self._sin = rotary_tables(self.inv_freq, MAX_POOLED_RESIDUES + 2)
+        # What the residual stream lacks before each norm, because the biases of products were left
+        # out of it: float32 [width]
         self._shifts: Sequence[Tensor | None] = [None] * (2 * self.shape.layers + 1)
-        if self.attention == "fused" and self.precision != "int8":
-            nothing = torch.zeros_like(self._final_norm[0], dtype=torch.float32)
-            biases = [one.wide_bias for layer in self.layers for one in (layer.out, layer.down)]
-            self._shifts = list(accumulate(biases, initial=nothing))
+        if self._backend.has_kernels and self.precision != "int8":
+            no_shift = torch.zeros_like(self._final_norm[0], dtype=torch.float32)
+            biases = []
+            for layer in self.layers:
+                biases += [layer.out.wide_bias, layer.down.wide_bias]
+            self._shifts = list(accumulate(biases, initial=no_shift))
 
     def hidden(self, batch: PackedBatch) -> Tensor:
-        """Output of the last layer, after the final norm: [slots, width]."""
-        if batch.max_seqlen > self._angles[0].shape[0]:
-            self._angles = rotary_tables(self.inv_freq, 1 << (batch.max_seqlen - 1).bit_length())
-        x = F.embedding(batch.tokens, self.table)
-        rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, *self._angles)
-        if self.attention == "fused" and self.precision == "int8":
-            return self._in_int8(x, rows)
-        eps = self.shape.norm_eps
+        """Return the output of the last layer after the final norm, [slots, width]."""
+        if batch.max_seqlen > len(self._cos):
+            next_power_of_two = 1 << (batch.max_seqlen - 1).bit_length()
+            self._cos, self._sin = rotary_tables(self.inv_freq, next_power_of_two)
+        layout = RowLayout(
+            batch.cu_seqlens,
+            batch.rows,
+            batch.max_seqlen,
+            self.shape.heads,
+            cos=self._cos,
+            sin=self._sin,
+        )
+        stream = F.embedding(batch.tokens, self.table)
+        if self._backend.has_kernels and self.precision == "int8":
+            return self._hidden_int8(stream, layout)
         for i, layer in enumerate(self.layers):
-            normed = self._norm(x, layer.attn_norm, eps, self._shifts[2 * i])
-            x = self._onto(x, self._attend(self.dense(normed, layer.qkv), rows), layer.out)
-            normed = self._norm(x, layer.ffn_norm, eps, self._shifts[2 * i + 1])
-            x = self._onto(x, F.gelu(self.dense(normed, layer.up)), layer.down)
-        return self._norm(x, self._final_norm, eps, self._shifts[-1])
+            stream = self._add_attention(stream, layer, layout, self._shifts[2 * i])
+            stream = self._add_feed_forward(stream, layer, self._shifts[2 * i + 1])
+        return self._backend.norm(stream, self._final_norm, self.shape.norm_eps, self._shifts[-1])
+
+    def _add_attention(
+        self, stream: Tensor, layer: Layer, layout: RowLayout, shift: Tensor | None
+    ) -> Tensor:
+        """Return the residual stream [slots, width] with a layer's attention added."""
+        normed = self._backend.norm(stream, layer.attn_norm, self.shape.norm_eps, shift)
+        mixed = self._backend.attend(self.dense(normed, layer.qkv), layout)
+        return self._add_product(stream, mixed, layer.out)
+
+    def _add_feed_forward(self, stream: Tensor, layer: Layer, shift: Tensor | None) -> Tensor:
+        """Return the residual stream [slots, width] with a layer's feed-forward part added."""
+        normed = self._backend.norm(stream, layer.ffn_norm, self.shape.norm_eps, shift)
+        activated = F.gelu(self.dense(normed, layer.up))
+        return self._add_product(stream, activated, layer.down)
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """The residues, as far as they are averaged; a row without any has an empty span."""
-        starts = torch.minimum(cu_seqlens[:-1] + 1, cu_seqlens[1:])
-        return starts, torch.maximum(
-            starts, torch.minimum(cu_seqlens[1:] - 1, starts + POOLED_RESIDUES)
-        )
+        """Return the span of residues that is averaged for each row; empty for a row without any."""
+        first_tokens, row_ends = cu_seqlens[:-1], cu_seqlens[1:]
+        starts = torch.minimum(first_tokens + 1, row_ends)
+        ends = torch.minimum(row_ends - 1, starts + MAX_POOLED_RESIDUES)
+        return starts, torch.maximum(starts, ends)
 
-    def _in_int8(self, stream: Tensor, rows: Rows) -> Tensor:
-        """The layers in int8: [slots, width] to the last hidden state; `stream` is used up."""
-        from virnuc_core.encoders.kernels import (
-            int8_product,
-            int8_rows,
-            norm,
-        )  # triton is needed here only
+    def _hidden_int8(self, stream: Tensor, layout: RowLayout) -> Tensor:
+        """Run the layers in int8 by the kernels; `stream` is overwritten.
 
-        eps = self.shape.norm_eps
-        turning, unit_turning = (
-            hadamard(width, stream.device) for width in (self.width, self.shape.ffn_width)
-        )
+        Args:
+            stream: Embedded tokens, fp16 [slots, width].
+            layout: Where the rows lie.
+
+        Returns:
+            The output of the last layer after the final norm, [slots, width].
+        """
+        from virnuc_core.encoders.kernels import norm  # Triton is needed here only
+
+        rotation = hadamard_rotation(self.width, stream.device)
+        wide_rotation = hadamard_rotation(self.shape.ffn_width, stream.device)
         for layer in self.layers:
-            qkv = int8_product(
-                *int8_rows(stream, turning, norm=layer.attn_norm, eps=eps), layer.qkv
-            )
-            int8_product(*int8_rows(self._attend(qkv, rows), turning), layer.out, stream)
-            wide = int8_product(*int8_rows(stream, turning, norm=layer.ffn_norm, eps=eps), layer.up)
-            int8_product(*int8_rows(wide, unit_turning, gelu=True), layer.down, stream)
-        return norm(stream, self._final_norm, eps)
+            self._add_attention_int8(stream, layer, layout, rotation)
+            self._add_feed_forward_int8(stream, layer, rotation, wide_rotation)
+        return norm(stream, self._final_norm, self.shape.norm_eps)
+
+    def _add_attention_int8(
+        self, stream: Tensor, layer: Layer, layout: RowLayout, rotation: Tensor
+    ) -> None:
+        """Add a layer's attention to the residual stream [slots, width], in place."""
+        from virnuc_core.encoders.kernels import int8_product, int8_rows
+
+        rows, scale = int8_rows(stream, rotation, norm=layer.attn_norm, eps=self.shape.norm_eps)
+        mixed = self._backend.attend(int8_product(rows, scale, layer.qkv), layout)
+        rows, scale = int8_rows(mixed, rotation)
+        int8_product(rows, scale, layer.out, add_to=stream)
+
+    def _add_feed_forward_int8(
+        self, stream: Tensor, layer: Layer, rotation: Tensor, wide_rotation: Tensor
+    ) -> None:
+        """Add a layer's feed-forward part to the residual stream [slots, width], in place."""
+        from virnuc_core.encoders.kernels import int8_product, int8_rows
+
+        rows, scale = int8_rows(stream, rotation, norm=layer.ffn_norm, eps=self.shape.norm_eps)
+        wide = int8_product(rows, scale, layer.up)
+        rows, scale = int8_rows(wide, wide_rotation, gelu=True)
+        int8_product(rows, scale, layer.down, add_to=stream)
 
 
 class DnabertS(Encoder):
-    """DNABERT-S: mean over all tokens of each row, first and last included."""
+    """DNABERT-S. A row's embedding is the mean over all of its tokens, [CLS] and [SEP] included.
+
+    Zhou et al., DNABERT-S: pioneering species differentiation with species-aware DNA embeddings,
+    2024; `bert_layers.py` of its repository.
+    """
 
     INFO = DNABERT_S
-    FEED_FORWARD = ("gated", "wo", False)
+    FEED_FORWARD = FeedForward("gated", "wo", up_has_bias=False)
 
-    def _take(self, wide: Read, ready: Read) -> None:
-        # each token is of type 0; there are no positions to add, so the norm behind the embedding is a property of each
-        table = (wide("embed.weight") + wide("token_type.weight")[0]).to(DTYPES[self.precision])
-        norm = affine(ready, "embed_norm")
-        self.table = F.layer_norm(
-            table, (self.width,), *norm, self.shape.norm_eps
-        )  # [vocab, width]
-        self._slopes = torch.tensor(
-            alibi_slopes(self.shape.heads), dtype=torch.float32, device=table.device
-        )
-        fused = self.attention == "fused"
-        # float32 [width] of each layer, for the norms behind its halves to add: the bias of the product before
-        self._shifts = [
-            (layer.out.wide_bias, layer.down.wide_bias) if fused else (None, None)
-            for layer in self.layers
-        ]
-        self._gated: list[
-            Tensor
-        ] = []  # the gated units' weights as the kernel for them wants them, where it can run
-        if fused and self.precision != "fp32":
+    def _read_rest(self, read_wide: Read, read_ready: Read) -> None:
+        # Each token is of type 0, and there are no positions to add. So the norm behind the
+        # embedding depends on the token only, and is computed once for each here.
+        table = read_wide("embed.weight") + read_wide("token_type.weight")[0]
+        table = table.to(DTYPES[self.precision])
+        weight, bias = read_affine(read_ready, "embed_norm")
+        self.table = F.layer_norm(table, (self.width,), weight, bias, self.shape.norm_eps)
+        slopes = alibi_slopes(self.shape.heads)
+        self._slopes = torch.tensor(slopes, dtype=torch.float32, device=table.device)
+        # What each layer's norms add to their input, float32 [width]: biases that products left out
+        self._shifts: list[tuple[Tensor | None, Tensor | None]]
+        if self._backend.has_kernels:
+            self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) for layer in self.layers]
+        else:
+            self._shifts = [(None, None)] * self.shape.layers
+        # The gated units' weights as the kernel for them takes them, if it can run here
+        self._interleaved: list[Tensor] = []
+        if self._backend.has_kernels and self.precision != "fp32":
             from virnuc_core.encoders.kernels import can_gate, gated_unit, interleave
 
             self._gated_unit = gated_unit
             if can_gate(self.shape.ffn_width, table.device):
-                self._gated = [interleave(layer.up.weight) for layer in self.layers]
+                self._interleaved = [interleave(layer.up.weight) for layer in self.layers]
 
     def hidden(self, batch: PackedBatch) -> Tensor:
-        """Output of the last layer: [slots, width]."""
-        x = F.embedding(batch.tokens, self.table)
-        rows = Rows(
+        """Return the output of the last layer, [slots, width]."""
+        layout = RowLayout(
             batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes
         )
-        eps = self.shape.norm_eps
-        for i, (layer, (after_mix, after_unit)) in enumerate(
-            zip(self.layers, self._shifts, strict=True)
-        ):
-            x = self._onto(x, self._attend(dense(x, layer.qkv), rows), layer.out)
-            x = self._norm(x, layer.attn_norm, eps, after_mix)
-            if self._gated:
-                unit = self._gated_unit(x, self._gated[i])
+        attend, norm, eps = self._backend.attend, self._backend.norm, self.shape.norm_eps
+        stream = F.embedding(batch.tokens, self.table)
+        for i, layer in enumerate(self.layers):
+            attn_shift, ffn_shift = self._shifts[i]
+            stream = self._add_product(stream, attend(dense(stream, layer.qkv), layout), layer.out)
+            stream = norm(stream, layer.attn_norm, eps, attn_shift)
+            if self._interleaved:
+                unit = self._gated_unit(stream, self._interleaved[i])
             else:
-                active, passed = dense(x, layer.up).chunk(2, dim=-1)
-                unit = F.gelu(active) * passed
-            x = self._norm(self._onto(x, unit, layer.down), layer.ffn_norm, eps, after_unit)
-        return x
+                activated, gate = dense(stream, layer.up).chunk(2, dim=-1)
+                unit = F.gelu(activated) * gate
+            stream = self._add_product(stream, unit, layer.down)
+            stream = norm(stream, layer.ffn_norm, eps, ffn_shift)
+        return stream
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole rows."""
+        """Return whole rows as the spans that are averaged."""
         return cu_seqlens[:-1], cu_seqlens[1:]
 
 
 NETWORKS: Final[dict[EncoderName, type[Encoder]]] = {
     network.INFO.name: network for network in (DnabertS, Esm2)
 }
-
-
-class Head:
-    """The classifier, joined embeddings to two scores, in float32: linear, batch norm by running statistics, ReLU,
-    linear, softmax. The tensors have VirNucPro's names."""
-
-    def __init__(self, shape: HeadShape, read: Read, device: torch.device) -> None:
-        self.shape = shape
-        self._weights = {name: read(name).to(device).float() for name in shape.tensors()}
-
-    def scores(self, features: Tensor) -> Tensor:
-        """P(others) and P(virus) of each row of `features` (float32 [n, dna_width + protein_width], DNA first)."""
-        w, blocks = self._weights, []
-        mean, variance, *norm = (
-            w[f"bn1.{name}"] for name in ("running_mean", "running_var", "weight", "bias")
-        )
-        with torch.inference_mode():
-            for block in F.pad(features.float(), (0, 0, 0, -len(features) % HEAD_ROWS)).split(
-                HEAD_ROWS
-            ):
-                hidden = F.linear(block, w["hidden_layer.weight"], w["hidden_layer.bias"])
-                hidden = F.batch_norm(
-                    hidden,
-                    mean,
-                    variance,
-                    norm[0],
-                    norm[1],
-                    training=False,
-                    eps=self.shape.norm_eps,
-                )
-                blocks.append(
-                    F.linear(
-                        hidden.relu(), w["output_layer.weight"], w["output_layer.bias"]
-                    ).softmax(-1)
-                )
-            return torch.cat(blocks)[: len(features)]  # of no rows one block is split, too

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 import tokenizers
@@ -56,20 +56,6 @@ class PackedBatch:
         return replace(
             self, tokens=self.tokens.pin_memory(), cu_seqlens=self.cu_seqlens.pin_memory()
         )
-
-
-class Rows(NamedTuple):
-    """Where the rows lie, and what tells the tokens of one apart; made once a batch, used by every layer."""
-
-    cu_seqlens: Tensor  # int32 [row_capacity + 1]
-    rows: int  # the real ones: the first so many
-    max_seqlen: int
-    heads: int
-    cos: Tensor | None = (
-        None  # of each position, float32 [positions, head_dim / 2], with rotary positions
-    )
-    sin: Tensor | None = None
-    slopes: Tensor | None = None  # float32 [heads], with ALiBi
 
 
 class Esm2Tokenizer:

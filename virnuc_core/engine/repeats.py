@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.checkpoint import load_encoder
-from virnuc_core.encoders.models import NETWORKS, Head
+from virnuc_core.encoders.classifier import Head
+from virnuc_core.encoders.models import NETWORKS
 from virnuc_core.encoders.registry import PROTEIN_ENCODER
 from virnuc_core.engine.loader import (
     SHAPE_DIVISORS,

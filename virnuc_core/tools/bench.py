@@ -22,7 +22,8 @@ from torch import Tensor
 from virnuc_core.baseline.run import expect
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, OnShare, Switch
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
-from virnuc_core.encoders.layers import Layer, quantise_rows
+from virnuc_core.encoders.layers import Layer
+from virnuc_core.encoders.precision import quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
 from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs

@@ -9,8 +9,8 @@ import torch
 
 from virnuc_core.config import Share, VerdictSpec
 from virnuc_core.encoders.checkpoint import open_folder, part_digest
+from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.model_config import HeadShape, remarks, verdict
-from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
 from virnuc_core.results import ResultSummary, write_results

@@ -18,26 +18,15 @@ from torch import Tensor
 
 from virnuc_core.encoders import kernels
 from virnuc_core.encoders.attention_kernels import fused_attention
+from virnuc_core.encoders.backends import RowLayout
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.layers import (
-    Calibration,
-    Dense,
-    Inputs,
-    Resolved,
-    Rows,
-    alibi_slopes,
-    dense,
-    hadamard,
-    inv_freq,
-    quantise_rows,
-    reference,
-    rotary_tables,
-    segment_mean,
-    turned,
-)
+from virnuc_core.encoders.layers import Calibration, Dense, InputStatistics, dense
 from virnuc_core.encoders.model_config import PRODUCTS, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.models_directory import Seen
+from virnuc_core.encoders.positions import alibi_slopes, rotary_frequencies, rotary_tables
+from virnuc_core.encoders.precision import Resolved, hadamard_rotation, quantise_rows, rotated
+from virnuc_core.encoders.reference import reference_attention, segment_mean
 from virnuc_core.encoders.tokenize import PackedBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -56,7 +45,7 @@ class AttentionCase(NamedTuple):
     """Attention to compute, and the result expected in the live slots."""
 
     qkv: Tensor
-    rows: Rows
+    rows: RowLayout
     expected: Tensor
 
 
@@ -80,13 +69,13 @@ def attention_case(
     qkv = torch.randn(live + 70, 3 * heads * head_dim).to(device, dtype)
     qkv[live:] = torch.nan
     cu = bounds(device, lengths)
-    cos, sin = rotary_tables(inv_freq(head_dim).to(device), 512)
-    rows = Rows(cu, len(cu) - 1, max(lengths), heads)
+    cos, sin = rotary_tables(rotary_frequencies(head_dim).to(device), 512)
+    rows = RowLayout(cu, len(cu) - 1, max(lengths), heads)
     if rotary:
         rows = rows._replace(cos=cos, sin=sin)
     else:
         rows = rows._replace(slopes=torch.tensor(alibi_slopes(heads), device=device))
-    return AttentionCase(qkv, rows, reference(qkv, rows))
+    return AttentionCase(qkv, rows, reference_attention(qkv, rows))
 
 
 def check_attention(
@@ -140,13 +129,13 @@ def check_int8(device: torch.device, dtype: torch.dtype) -> None:
     )  # as far as fp16 goes; GELU's tails
     affine = torch.randn(192).to(device, dtype), torch.randn(192).to(device, dtype)
     normed = F.layer_norm(x.float(), (192,), affine[0].float(), affine[1].float(), 1e-5)
-    turning = hadamard(192, device)
+    turning = hadamard_rotation(192, device)
     for (rows, scale), plain in (
         (kernels.int8_rows(x, turning, norm=affine, eps=1e-5), normed),
         (kernels.int8_rows(x, turning), x),
         (kernels.int8_rows(x, turning, gelu=True), F.gelu(x.float())),
     ):
-        expected_rows, expected_scale = quantise_rows(turned(plain.half().float()))
+        expected_rows, expected_scale = quantise_rows(rotated(plain.half().float()))
         torch.testing.assert_close(scale, expected_scale, rtol=1e-3, atol=0)
         apart = (rows.int() - expected_rows.int()).abs()
         assert rows.dtype == torch.int8
@@ -154,9 +143,9 @@ def check_int8(device: torch.device, dtype: torch.dtype) -> None:
         assert (apart > 0).float().mean() < 0.02
     for m, n, k in ((130, 320, 144), (3, 64, 320)):
         inputs = torch.randn(m, k).to(device)
-        weight, scale = quantise_rows(turned(torch.randn(n, k, device=device) / k**0.5))
+        weight, scale = quantise_rows(rotated(torch.randn(n, k, device=device) / k**0.5))
         layer = Dense(weight, torch.randn(n, device=device), scale.squeeze(1))
-        rounded, expected = quantise_rows(turned(inputs.half().float())), dense(inputs, layer)
+        rounded, expected = quantise_rows(rotated(inputs.half().float())), dense(inputs, layer)
         close(kernels.int8_product(*rounded, layer), expected, dtype)
         stream = torch.randn(m, n).to(device, dtype)
         summed = stream.float() + expected
@@ -194,7 +183,7 @@ def seen(esm2: Esm2, batch: PackedBatch) -> Calibration:
     """What the products of an ESM-2 by plain torch take of a batch."""
     esm2.dense = found = Seen(esm2)
     esm2.embed(batch)
-    tensors = {name: Inputs(*both) for name, both in found.tensors().items()}
+    tensors = {name: InputStatistics(*both) for name, both in found.tensors().items()}
     return [
         {name: tensors[f"layers.{i}.{name}"] for name in PRODUCTS} for i in range(len(esm2.layers))
     ]

@@ -12,16 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from virnuc_core.config import Attention
-from virnuc_core.encoders import layers as attention
-from virnuc_core.encoders.layers import (
-    Rows,
-    alibi_slopes,
-    choose_backend,
-    inv_freq,
-    reference,
-    rotary_tables,
-    rotate,
-)
+from virnuc_core.encoders import backends, reference
+from virnuc_core.encoders.backends import RowLayout, choose_backend
+from virnuc_core.encoders.positions import alibi_slopes, rotary_frequencies, rotary_tables, rotate
+from virnuc_core.encoders.reference import reference_attention
 from virnuc_core.errors import ConfigError, IncapableError
 
 CPU = torch.device("cpu")
@@ -38,7 +32,7 @@ def test_our_kernels_on_a_cpu_raise_in_one_line() -> None:
 def test_our_kernels_refuse_odd_head_sizes_and_auto_leaves_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "without_triton", lambda: "")
+    monkeypatch.setattr(backends, "triton_problem", lambda: "")
     with pytest.raises(ConfigError, match="not 24"):
         choose_backend("fused", 24, CUDA)
     assert choose_backend("auto", 24, CUDA) == "reference"
@@ -83,7 +77,7 @@ def test_without_triton_a_gpu_is_refused_in_one_line_unless_plain_torch_is_asked
     asked: Attention, name: str, there: object, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`auto`, too: were it to choose plain torch, a run that goes on where Triton works would mix both."""
-    attention.without_triton.cache_clear()
+    backends.triton_problem.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, name, there)
     with pytest.raises(IncapableError, match=said) as caught:
@@ -94,7 +88,7 @@ def test_without_triton_a_gpu_is_refused_in_one_line_unless_plain_torch_is_asked
     assert choose_backend("auto", 24, CUDA) == choose_backend("auto", 64, CPU) == "reference", (
         "there is no other there"
     )
-    attention.without_triton.cache_clear()
+    backends.triton_problem.cache_clear()
 
 
 @pytest.mark.parametrize("small_portions", [False, True])
@@ -102,14 +96,14 @@ def test_reference_equals_torch_attention_row_by_row(
     small_portions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if small_portions:
-        monkeypatch.setattr(attention, "REFERENCE_SCORES", 1)
+        monkeypatch.setattr(reference, "MAX_SCORES", 1)
     torch.manual_seed(0)
     heads, dim, lengths = 3, 8, (5, 17, 1, 16, 40)
     qkv = torch.randn(sum(lengths) + 9, 3 * heads * dim)
     qkv[sum(lengths) :] = torch.nan  # dead slots
     cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     slopes = torch.tensor(alibi_slopes(heads))
-    got = reference(qkv, Rows(cu, len(lengths), max(lengths), heads, slopes=slopes))
+    got = reference_attention(qkv, RowLayout(cu, len(lengths), max(lengths), heads, slopes=slopes))
     for start, end in pairwise(cu):
         q, k, v = qkv[start:end].view(-1, 3, heads, dim).permute(1, 2, 0, 3)
         at = torch.arange(end - start)
@@ -122,7 +116,7 @@ def test_reference_equals_torch_attention_row_by_row(
 
 
 def test_rotation_turns_pairs_by_their_angle() -> None:
-    frequencies = inv_freq(8)
+    frequencies = rotary_frequencies(8)
     assert frequencies.tolist() == pytest.approx([1, 0.1, 0.01, 0.001])
     cos, sin = rotary_tables(frequencies, 200)
     x = torch.randn(200, 2, 8, dtype=torch.float64)
@@ -136,5 +130,5 @@ def test_rotation_turns_pairs_by_their_angle() -> None:
 
 
 def test_rotary_tables_are_float32_whatever_the_frequencies() -> None:
-    cos, sin = rotary_tables(inv_freq(64).half(), 4)
+    cos, sin = rotary_tables(rotary_frequencies(64).half(), 4)
     assert cos.dtype == sin.dtype == torch.float32

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.checkpoint import load_encoder, match_tensors
-from virnuc_core.encoders.layers import alibi_slopes
 from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.models import DnabertS
+from virnuc_core.encoders.positions import alibi_slopes
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 
 from .encoder_batches import dnas, packed

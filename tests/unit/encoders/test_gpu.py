@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from virnuc_core.encoders.backends import BackendName
 from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.layers import Backend, Encoder, Resolved
+from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
+from virnuc_core.encoders.precision import Resolved
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 
 from .encoder_batches import dnas, packed, packed_tokens, proteins
@@ -32,7 +34,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9,
 WIDE = Esm2Shape(layers=2, width=2560, heads=40, ffn_width=10240)  # two layers of the 3B
 DNA = DnabertShape(layers=2, width=768, heads=12, ffn_width=3072, vocab=4096)
 
-BACKENDS: tuple[Backend, ...] = ("reference", "fused")
+BACKENDS: tuple[BackendName, ...] = ("reference", "fused")
 THRESHOLD: dict[Resolved, float] = {
     "fp32": 0.9999999,
     "fp16": 0.99999,
@@ -60,11 +62,11 @@ DNA_COMBINATIONS = tuple(
 
 
 @cache
-def esm2(shape: Esm2Shape, precision: Resolved, way: Backend) -> Esm2:
+def esm2(shape: Esm2Shape, precision: Resolved, way: BackendName) -> Esm2:
     return _made(shape, precision, way)
 
 
-def _made(shape: Esm2Shape, precision: Resolved, way: Backend) -> Esm2:
+def _made(shape: Esm2Shape, precision: Resolved, way: BackendName) -> Esm2:
     """With random weights; int8 as a batch of rows told."""
     from .kernel_checks import seen
 
@@ -77,7 +79,7 @@ def _made(shape: Esm2Shape, precision: Resolved, way: Backend) -> Esm2:
 
 
 @cache
-def dnabert(precision: Resolved, way: Backend) -> DnabertS:
+def dnabert(precision: Resolved, way: BackendName) -> DnabertS:
     return DnabertS(DNA, partial(random_tensor, DNA), GPU, precision=precision, attention=way)
 
 
@@ -140,7 +142,7 @@ def test_attention_of_the_real_head_sizes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
-def test_esm2_equals_the_cpu_in_float32(precision: Resolved, way: Backend) -> None:
+def test_esm2_equals_the_cpu_in_float32(precision: Resolved, way: BackendName) -> None:
     order = list(range(40))
     got = esm2(WIDE, precision, way).embed(protein_batch(order))
     plain = esm2(WIDE, "fp32", "reference").embed(protein_batch(order))
@@ -151,7 +153,7 @@ def test_esm2_equals_the_cpu_in_float32(precision: Resolved, way: Backend) -> No
 
 
 @pytest.mark.parametrize(("precision", "way"), DNA_COMBINATIONS)
-def test_dnabert_s_equals_the_cpu_in_float32(precision: Resolved, way: Backend) -> None:
+def test_dnabert_s_equals_the_cpu_in_float32(precision: Resolved, way: BackendName) -> None:
     order = list(range(40))
     got = dnabert(precision, way).embed(dna_tokens(order))
     plain = dnabert("fp32", "reference").embed(dna_tokens(order))
@@ -172,13 +174,15 @@ def test_tiny_models_on_the_gpu_equal_the_cpu(models: Path) -> None:
 
 
 @pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
-def test_a_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way: Backend) -> None:
+def test_a_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way: BackendName) -> None:
     one = esm2(WIDE, precision, way)
     _same_bits(one, protein_batch, list(range(48)))
 
 
 @pytest.mark.parametrize(("precision", "way"), DNA_COMBINATIONS)
-def test_a_dna_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way: Backend) -> None:
+def test_a_dna_row_is_the_same_bits_with_any_neighbours(
+    precision: Resolved, way: BackendName
+) -> None:
     _same_bits(dnabert(precision, way), dna_tokens, list(range(48)))
 
 
@@ -236,7 +240,7 @@ def test_3b_shaped_embeddings_keep_their_direction(precision: Resolved) -> None:
 
 
 @cache
-def _big(precision: Resolved, way: Backend) -> Tensor:
+def _big(precision: Resolved, way: BackendName) -> Tensor:
     shape = ESM2_SIZES["t36_3B"]
     encoder = _made(shape, precision, way)
     rows = proteins([10 + 3 * i % 157 for i in range(96)], seed=5)
@@ -262,7 +266,7 @@ def test_base_dnabert_s_keeps_its_direction_as_well_as_plain_torch(precision: Re
 
 
 @cache
-def _base(precision: Resolved, way: Backend) -> Tensor:
+def _base(precision: Resolved, way: BackendName) -> Tensor:
     shape = DNABERT_SIZES["base"]
     encoder = DnabertS(
         shape, partial(random_tensor, shape), GPU, precision=precision, attention=way

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from virnuc_core.encoders.checkpoint import open_part
+from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.model_config import HeadShape, read_shape, write_shape
-from virnuc_core.encoders.models import Head
 from virnuc_core.errors import WeightsError
 
 from .test_head_card import CARD

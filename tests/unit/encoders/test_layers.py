@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.encoders.layers import positions, segment_mean
+from virnuc_core.encoders.positions import token_positions
+from virnuc_core.encoders.reference import segment_mean
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 30), st.integers(0, 3))
@@ -16,7 +17,7 @@ def test_positions_restart_in_every_row(lengths: list[int], tail: int, spare: in
         [0, *torch.tensor(lengths).cumsum(0).tolist(), *[total] * spare], dtype=torch.int32
     )
     expected = [i for n in lengths for i in range(n)] + [0] * tail
-    assert positions(bounds, total + tail).tolist() == expected
+    assert token_positions(bounds, total + tail).tolist() == expected
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 5))

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from virnuc_core.encoders.checkpoint import load_encoder, open_part
+from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.convert import (
     convert_encoder,
     convert_head,
@@ -25,7 +26,7 @@ from virnuc_core.encoders.convert import (
     open_public,
 )
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
-from virnuc_core.encoders.models import DnabertS, Esm2, Head
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 from virnuc_core.errors import ConfigError, WeightsError
 

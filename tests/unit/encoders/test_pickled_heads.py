@@ -20,9 +20,9 @@ from torch import nn
 
 from virnuc_core.encoders import convert
 from virnuc_core.encoders.checkpoint import open_part
+from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.convert import HEAD_MAX_BYTES, convert_head, read_pickled
 from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.models import Head
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")

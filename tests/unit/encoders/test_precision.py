@@ -14,17 +14,16 @@ from virnuc.flows.cli import main
 from virnuc_core.encoders.checkpoint import calibration, fingerprint, load_encoder, open_part
 from virnuc_core.encoders.layers import (
     Dense,
-    Inputs,
+    InputStatistics,
     Layer,
-    as_tensors,
+    as_calibration,
     dense,
-    in_int8,
-    quantise_rows,
-    resolve_precision,
+    quantise_layer,
 )
 from virnuc_core.encoders.model_config import PRODUCTS, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.models_directory import embed, quantise, torch_device
+from virnuc_core.encoders.precision import quantise_rows, resolve_precision
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.errors import DeviceError, IncapableError, WeightsError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
@@ -94,7 +93,7 @@ def calibrated(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_int8_by_plain_torch_is_close_to_float32(calibrated: Path) -> None:
     shape, read = open_part(calibrated, Esm2Shape)
-    way: Any = {"attention": "reference", "calibration": as_tensors(calibration(calibrated)[0])}
+    way: Any = {"attention": "reference", "calibration": as_calibration(calibration(calibrated)[0])}
     rows = proteins([49, 50, 48, 20, 33], seed=1)
     exact, rounded = (
         embed(Esm2(shape, read, CPU, precision=precision, **way), Esm2Tokenizer(), rows, CPU)
@@ -111,8 +110,8 @@ def test_smoothing_and_bias_keep_a_product_of_uneven_inputs() -> None:
     products = {name: Dense(torch.randn(64, 64), torch.randn(64)) for name in PRODUCTS}
     norm = (uneven.clone(), uneven / 2)
     layer = Layer(norm, products["qkv"], products["out"], norm, products["up"], products["down"])
-    made = in_int8(
-        layer, dict.fromkeys(PRODUCTS, Inputs(x.abs().amax(0), x.mean(0))), torch.float32
+    made = quantise_layer(
+        layer, dict.fromkeys(PRODUCTS, InputStatistics(x.abs().amax(0), x.mean(0))), torch.float32
     )
     plain = torch.nn.functional.layer_norm(x, (64,), *norm)
     smooth = torch.nn.functional.layer_norm(x, (64,), *made.attn_norm)

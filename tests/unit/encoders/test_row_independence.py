@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from virnuc_core.encoders.checkpoint import load_encoder, open_part
+from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.models import DnabertS, Esm2, Head
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
 
 from .encoder_batches import dnas, packed, proteins

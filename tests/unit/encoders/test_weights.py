@@ -28,9 +28,10 @@ from virnuc_core.encoders.checkpoint import (
     open_part,
     shape_of,
 )
+from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.convert import init_random, random_tensor, write_part, write_tensors
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
-from virnuc_core.encoders.models import DnabertS, Esm2, Head
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.errors import WeightsError
 

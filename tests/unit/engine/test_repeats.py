@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from virnuc_core import pipeline
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders import layers
+from virnuc_core.encoders import precision
 from virnuc_core.encoders.checkpoint import load_encoder, open_part, shape_of
+from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
-from virnuc_core.encoders.models import Esm2, Head
+from virnuc_core.encoders.models import Esm2
 from virnuc_core.encoders.models_directory import quantise
 from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer, PackedBatch
 from virnuc_core.engine import shards
@@ -57,9 +58,9 @@ THRESHOLD, OTHER = 0.5, 0.7
 PRINTS = {"reads": "r", "esm2": "e"}
 # what a worker's process does where a CPU is let run int8 and fp16
 ON_CPU = """
-from virnuc_core.encoders import layers
+from virnuc_core.encoders import precision
 from virnuc_core.engine import worker
-layers.resolve_precision = lambda asked, device: asked
+precision.resolve_precision = lambda asked, device: asked
 work = worker.work
 """
 
@@ -106,7 +107,7 @@ def _with_origin(models: Path, origin: str) -> Path:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_GPU)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if request.param == "cpu":
-        monkeypatch.setattr(layers, "resolve_precision", lambda asked, device: asked)
+        monkeypatch.setattr(precision, "resolve_precision", lambda asked, device: asked)
     return torch.device(request.param)
 
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.encoders import checkpoint
-from virnuc_core.encoders import models as networks
+from virnuc_core.encoders import checkpoint, classifier
 from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.engine.loader import Source, pack, tokenise
@@ -120,7 +119,7 @@ def test_encoders_warm_up_at_once_or_if_they_do_not_fit_one_after_the_other(
     Heavy.used, Heavy.most, Heavy.together, Heavy.warmed = 0.0, 0.0, threading.Barrier(2), 0
     monkeypatch.setattr(checkpoint, "load_encoder", lambda *_: Heavy(needs))
     monkeypatch.setattr(checkpoint, "open_part", lambda *_: ())
-    monkeypatch.setattr(networks, "Head", lambda *_: None)
+    monkeypatch.setattr(classifier, "Head", lambda *_: None)
     given: Any = (Path(), torch.device("cpu"), EngineSpec(), Heavy.warm)
     if fits:
         checkpoint.load_all(*given)

@@ -17,6 +17,7 @@ from torch import nn
 
 from virnuc_core.config import TrainSpec
 from virnuc_core.encoders.checkpoint import check_models, fingerprint, open_part
+from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.model_config import (
     DNABERT_SIZES,
@@ -25,7 +26,6 @@ from virnuc_core.encoders.model_config import (
     HeadShape,
     read_shape,
 )
-from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.reads.simulate import SimulateSpec, simulate

@@ -1,0 +1,170 @@
+"""The choice of an implementation for attention and the operations around it, behind one interface.
+
+An encoder computes with the operations of one `Backend`. There are two:
+
+`reference` (any device)
+    Attention: `reference.reference_attention`. Norms and means: `reference.layer_norm`,
+    `reference.segment_mean`. Plain torch operations.
+`fused` (NVIDIA GPUs)
+    Attention: `attention_kernels.fused_attention`. Norms and means: `kernels.norm`,
+    `kernels.span_means`. Our own Triton kernels.
+
+The user asks for one of them or for `auto`. `choose_backend` decides once, when an encoder is
+loaded, and the run record keeps the answer: an implementation that was asked for runs, or an error
+says why it cannot.
+
+To add an implementation, for example for GPUs under ROCm:
+
+1. Write a module with an attention function of the type `Attend`. It takes packed queries, keys and
+   values [slots, 3 * width] and the layout of the rows, and returns [slots, width] with zeros in
+   dead slots. A row's result must not depend on its neighbours.
+2. Add its name to `BackendName` and to `config.Attention`, and a branch to `load_backend` that
+   imports the module there, so that other machines do not need its packages.
+3. Say in `choose_backend` which devices it runs on. (torch calls ROCm devices `cuda`, too;
+   `torch.version.hip` tells them apart.)
+4. Hold it against `reference` as `tests/unit/encoders/kernel_checks.py` does with `fused`.
+"""
+
+import functools
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from virnuc_core.config import Attention
+from virnuc_core.errors import ConfigError, IncapableError
+
+BackendName = Literal["fused", "reference"]
+Affine = tuple[Tensor, Tensor]  # weight and bias of a norm, [width] each
+
+FUSED_HEADS: Final = (32, 64, 128)  # head sizes that the attention kernel is written for
+
+
+class RowLayout(NamedTuple):
+    """Where the rows of a batch lie, and how positions enter attention.
+
+    It is made once for a batch and used by every layer. With rotary positions `cos` and `sin` are
+    set, with ALiBi `slopes`.
+    """
+
+    cu_seqlens: Tensor  # int32 [row_capacity + 1]
+    rows: int  # the first so many are real
+    max_seqlen: int
+    heads: int
+    cos: Tensor | None = None  # float32 [positions, head_dim / 2]
+    sin: Tensor | None = None  # float32 [positions, head_dim / 2]
+    slopes: Tensor | None = None  # float32 [heads]
+
+
+Attend = Callable[[Tensor, RowLayout], Tensor]  # [slots, 3 * width] → [slots, width]
+Norm = Callable[[Tensor, Affine, float, Tensor | None], Tensor]  # x, weights, epsilon, shift
+Mean = Callable[[Tensor, Tensor, Tensor], Tensor]  # x, starts and ends of spans
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The operations of an encoder that have more than one implementation.
+
+    Attributes:
+        name: What the run record calls it.
+        attend: Attention within rows. Takes packed queries, keys and values [slots, 3 * width] and
+            the layout of the rows, returns [slots, width].
+        norm: Layer norm of `x + shift`, [rows, width]; `shift` is None without `has_kernels`.
+        mean: Means of `x` [slots, width] over the spans from starts to ends, float32
+            [spans, width].
+        has_kernels: Whether the other kernels of `kernels` run as well: int8 products, DNABERT-S's
+            gated unit, and sums in place. The last leave a product's bias out of the residual
+            stream, and the norms behind the product add it as their `shift`.
+    """
+
+    name: BackendName
+    attend: Attend
+    norm: Norm
+    mean: Mean
+    has_kernels: bool
+
+
+def load_backend(name: BackendName) -> Backend:
+    """Import an implementation and return its operations."""
+    if name == "fused":  # Triton is needed here only
+        from virnuc_core.encoders.attention_kernels import fused_attention
+        from virnuc_core.encoders.kernels import norm, span_means
+
+        return Backend("fused", fused_attention, norm, span_means, has_kernels=True)
+    from virnuc_core.encoders.reference import layer_norm, reference_attention, segment_mean
+
+    return Backend("reference", reference_attention, layer_norm, segment_mean, has_kernels=False)
+
+
+def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> BackendName:
+    """Return the implementation that runs an encoder's layers on a device.
+
+    `auto` is `fused` wherever the device and the head size allow it.
+
+    Args:
+        asked: What the user asked for.
+        head_dim: Width of one attention head of the encoder.
+        device: Where the encoder runs.
+
+    Raises:
+        IncapableError: The device or the machine cannot run what was asked for.
+        ConfigError: No kernel is written for heads of this size.
+    """
+    if asked == "reference":
+        return "reference"
+    if device.type != "cuda":
+        if asked == "fused":
+            raise IncapableError(
+                f"attention 'fused' needs a CUDA device, this is {device}; use reference or auto"
+            )
+        return "reference"
+    if head_dim not in FUSED_HEADS:
+        if asked == "fused":
+            raise ConfigError(
+                f"attention 'fused' wants heads of 32, 64 or 128, not {head_dim}; "
+                "use reference or auto"
+            )
+        return "reference"
+    if torch.cuda.is_available():  # if it is not, torch says so when the device is used
+        problem = triton_problem()
+        if problem:
+            # `auto` does not fall back to `reference` here: a run that continues on a machine with
+            # Triton would mix results of both.
+            raise IncapableError(
+                f"our kernels need Triton, {problem}; "
+                "or use --attention reference, several times slower"
+            )
+    return "fused"
+
+
+@functools.cache
+def triton_problem() -> str:
+    """Say why Triton cannot run on this machine and what to do; empty if it can.
+
+    At its first use on a machine Triton builds a module, for which it needs a C compiler.
+    """
+    try:
+        from triton.runtime import driver
+
+        assert driver.active is not None  # the driver is built when this attribute is read
+    except ModuleNotFoundError:
+        return "which is not installed: pip install triton"
+    except (
+        RuntimeError,
+        AssertionError,
+        ImportError,
+        OSError,
+        subprocess.SubprocessError,
+    ) as error:
+        reason = " ".join(str(error).split())
+        if isinstance(error, subprocess.CalledProcessError):
+            compiler = error.cmd[0]
+            reason = f"{compiler} ended with status {error.returncode}, as it says above"
+        return (
+            f"which cannot start ({reason}); it wants a C compiler and Python's headers: "
+            "install gcc and python3-dev"
+        )
+    return ""
