@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from virnuc_core.encoders.backends import RowLayout
+from virnuc_core.encoders.positions import RowLayout
 
 WHOLE: Final = 256  # longest row whose keys are held at once
 QUERIES: Final = 64  # queries a program treats together

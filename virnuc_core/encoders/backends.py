@@ -29,34 +29,19 @@ import functools
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from virnuc_core.config import Attention
+from virnuc_core.encoders.positions import RowLayout
 from virnuc_core.errors import ConfigError, IncapableError
 
 BackendName = Literal["fused", "reference"]
 Affine = tuple[Tensor, Tensor]  # weight and bias of a norm, [width] each
 
 FUSED_HEADS: Final = (32, 64, 128)  # head sizes that the attention kernel is written for
-
-
-class RowLayout(NamedTuple):
-    """Where the rows of a batch lie, and how positions enter attention.
-
-    It is made once for a batch and used by every layer. With rotary positions `cos` and `sin` are
-    set, with ALiBi `slopes`.
-    """
-
-    cu_seqlens: Tensor  # int32 [row_capacity + 1]
-    rows: int  # the first so many are real
-    max_seqlen: int
-    heads: int
-    cos: Tensor | None = None  # float32 [positions, head_dim / 2]
-    sin: Tensor | None = None  # float32 [positions, head_dim / 2]
-    slopes: Tensor | None = None  # float32 [heads]
 
 
 Attend = Callable[[Tensor, RowLayout], Tensor]  # [slots, 3 * width] → [slots, width]

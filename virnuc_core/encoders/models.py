@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.backends import RowLayout
 from virnuc_core.encoders.layers import Encoder, FeedForward, Layer, Read, dense, read_affine
 from virnuc_core.encoders.model_config import Esm2Shape
-from virnuc_core.encoders.positions import alibi_slopes, rotary_tables
+from virnuc_core.encoders.positions import RowLayout, alibi_slopes, rotary_tables
 from virnuc_core.encoders.precision import DTYPES, hadamard_rotation
 from virnuc_core.encoders.registry import DNABERT_S, ESM2, EncoderName
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch

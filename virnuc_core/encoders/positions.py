@@ -1,11 +1,30 @@
-"""How the encoders tell positions apart: rotary embeddings (ESM-2) and ALiBi (DNABERT-S)."""
+"""Where rows and tokens lie in a batch, and how positions enter attention.
 
-from typing import Final
+ESM-2 has rotary embeddings, DNABERT-S has ALiBi.
+"""
+
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 ROTARY_BASE: Final = 10_000
+
+
+class RowLayout(NamedTuple):
+    """Where the rows of a batch lie, and how positions enter attention.
+
+    It is made once for a batch and used by every layer. With rotary positions `cos` and `sin` are
+    set, with ALiBi `slopes`.
+    """
+
+    cu_seqlens: Tensor  # int32 [row_capacity + 1]
+    rows: int  # the first so many are real
+    max_seqlen: int
+    heads: int
+    cos: Tensor | None = None  # float32 [positions, head_dim / 2]
+    sin: Tensor | None = None  # float32 [positions, head_dim / 2]
+    slopes: Tensor | None = None  # float32 [heads]
 
 
 def token_positions(cu_seqlens: Tensor, slots: int) -> Tensor:

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.backends import Affine, RowLayout
-from virnuc_core.encoders.positions import alibi_bias, rotate, token_positions
+from virnuc_core.encoders.positions import RowLayout, alibi_bias, rotate, token_positions
 
 PADDING_STEP: Final = 16  # rows are padded to the next multiple of this, by the row alone
 MAX_SCORES: Final = 1 << 24  # attention scores held at once: 64 MiB of float32
@@ -111,7 +110,9 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor
     return out[:-1]
 
 
-def layer_norm(x: Tensor, affine: Affine, eps: float, _shift: Tensor | None = None) -> Tensor:
+def layer_norm(
+    x: Tensor, affine: tuple[Tensor, Tensor], eps: float, _shift: Tensor | None = None
+) -> Tensor:
     """Normalise each row of `x` [rows, width]; products have added their biases already."""
     weight, bias = affine
     return F.layer_norm(x, x.shape[1:], weight, bias, eps)

@@ -18,13 +18,17 @@ from torch import Tensor
 
 from virnuc_core.encoders import kernels
 from virnuc_core.encoders.attention_kernels import fused_attention
-from virnuc_core.encoders.backends import RowLayout
 from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.layers import Calibration, Dense, InputStatistics, dense
 from virnuc_core.encoders.model_config import PRODUCTS, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.models_directory import Seen
-from virnuc_core.encoders.positions import alibi_slopes, rotary_frequencies, rotary_tables
+from virnuc_core.encoders.positions import (
+    RowLayout,
+    alibi_slopes,
+    rotary_frequencies,
+    rotary_tables,
+)
 from virnuc_core.encoders.precision import Resolved, hadamard_rotation, quantise_rows, rotated
 from virnuc_core.encoders.reference import reference_attention, segment_mean
 from virnuc_core.encoders.tokenize import PackedBatch

@@ -13,8 +13,14 @@ import torch.nn.functional as F
 
 from virnuc_core.config import Attention
 from virnuc_core.encoders import backends, reference
-from virnuc_core.encoders.backends import RowLayout, choose_backend
-from virnuc_core.encoders.positions import alibi_slopes, rotary_frequencies, rotary_tables, rotate
+from virnuc_core.encoders.backends import choose_backend
+from virnuc_core.encoders.positions import (
+    RowLayout,
+    alibi_slopes,
+    rotary_frequencies,
+    rotary_tables,
+    rotate,
+)
 from virnuc_core.encoders.reference import reference_attention
 from virnuc_core.errors import ConfigError, IncapableError
 
