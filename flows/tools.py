@@ -32,11 +32,13 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSpec
+from virnuc_core.report import messages
 from virnuc_core.report.build import write_report
-from virnuc_core.report.render import message, render_rows, templates
+from virnuc_core.report.profile_page import profile_markdown
+from virnuc_core.report.views.tools import candidate_rows, mark_rows, operation_rows
 from virnuc_core.rundir import RunDir, discard, run_lock, write_text_atomically
-from virnuc_core.runfiles import now, versions
 from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.sweep_files import settings_toml, tune_file, tune_json
 from virnuc_core.tools.trace import TraceTable
 from virnuc_core.tools.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.training.evaluation import Examples
@@ -79,33 +81,20 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
         candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
     tolerance, devices = sweep.profile.score_tolerance, sweep.bench.devices
     chosen = recommend(tried, tolerance=tolerance)
-    rows = render_rows(
-        "tune.view.j2",
-        candidates=sorted(
-            tried, key=lambda one: one.rate, reverse=True
-        ),  # what cannot run stands last
+    rows = candidate_rows(
+        sorted(tried, key=lambda one: one.rate, reverse=True),  # what cannot run stands last
         chosen=chosen.candidate,
         recommended=Markdown("**recommended**"),
         tolerance=tolerance,
     )
     told = Markdown(f"**{table_cell(chosen.reason)}** — {table_cell(label)} on {devices}")
     publish_table(host_key(f"tune-{label}-{devices}"), rows, told)
-    found = {
-        "sweep": sweep,
-        "candidates": tried,
-        "chosen": chosen,
-        "cores": len(os.sched_getaffinity(0)),
-    }
-    found |= {
-        "created": now(),
-        "versions": versions(),
-        "devices": resolve(devices),
-        "swept": sorted(SWEPT.values()),
-    }
-    for name in ("tune.json", "settings.toml"):
-        write_text_atomically(
-            sweep.out / name, templates().get_template(f"{name}.j2").render(found)
-        )
+    results = tune_file(
+        sweep, tried, chosen, devices=resolve(devices), cores=len(os.sched_getaffinity(0))
+    )
+    write_text_atomically(sweep.out / "tune.json", tune_json(results))
+    settings = settings_toml(chosen, sorted(SWEPT.values()))
+    write_text_atomically(sweep.out / "settings.toml", settings)
     return chosen
 
 
@@ -123,8 +112,8 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
         found = record_traces(
             run, Bench(run.store, settings.models, devices), staged.spec.engine, spec, label=label
         ).result()
-        marks = render_rows("marks.view.j2", tables=found)
-        operations = render_rows("operations.view.j2", tables=found, limit=settings.operations)
+        marks = mark_rows(found)
+        operations = operation_rows(found, limit=settings.operations)
         publish_table(
             host_key(f"operations-{label}-{devices}"),
             operations,
@@ -135,14 +124,13 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
             marks,
             f"Recorded stages of {label}: {spec.folder}",
         )
-        tables = {"stages": stage_rows(summary), "marks": marks, "operations": operations}
-        text = templates().get_template("profile.md.j2").render(traces=found, **tables)
+        text = profile_markdown(
+            found, stages=stage_rows(summary), marks=marks, operations=operations
+        )
         path = Path(spec.folder, "profile.md")
         write_text_atomically(path, text)
-        publish_markdown(
-            host_key(f"profile-{label}-{devices}"), text, message("traced", found), path
-        )
-    return completed(found, message("profiled", found, spec.folder))
+        publish_markdown(host_key(f"profile-{label}-{devices}"), text, messages.traced(found), path)
+    return completed(found, messages.profiled(found, spec.folder))
 
 
 @flow(name="train", flow_run_name=named("reads", "devices"))

@@ -44,10 +44,11 @@ from virnuc_core.pipeline import nodes_of, read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
+from virnuc_core.report import messages
 from virnuc_core.report.build import APPROVAL, rerender, write_report
 from virnuc_core.report.model import BASELINE, Report
 from virnuc_core.report.raw_files import RUN_PREFIX, SUMMARY, run_names
-from virnuc_core.report.render import message, render_template
+from virnuc_core.report.render import answer_markdown
 from virnuc_core.rundir import RUN_FILES, SHARD_FILES, RunDir, discard
 from virnuc_core.runfiles import Device, RunRecord, write
 from virnuc_core.tools.bench import Bench
@@ -136,14 +137,14 @@ def validate(settings: ValidateSettings) -> State[Judged]:
         else:
             judged, told = measure(again)
     report.emit_outcome(judged, settings.out)
-    told = message("met", judged) + told
+    told = messages.met(judged) + told
     if not settings.approval:
         return ended(settings, judged, told)
     folder = RunDir(settings.out).report
     approval = ask(folder, approval_form(judged), timeout_s=settings.approval_timeout_s)
     answered = rerender(settings.out)  # from now on the answer stands in every form of the report
     said = f"{approval.verdict} by {approval.reviewer}"
-    text = render_template("sections.md.j2", answered, only="Approval")
+    text = answer_markdown(answered)
     publish_markdown(host_key(f"approval-{judged.profile.name}"), text, said, folder)
     return ended(settings, judged, f"{told}; {said}", approval.verdict)
 
@@ -153,7 +154,7 @@ def validate(settings: ValidateSettings) -> State[Judged]:
 def scale(settings: ScaleSettings) -> State[Judged]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
     judged, computed = measure(settings)
-    return ended(settings, judged, message("scaling", judged) + computed)
+    return ended(settings, judged, messages.scaling(judged) + computed)
 
 
 def tuned(out: Path, engine: EngineSpec) -> EngineSpec:

@@ -5,13 +5,12 @@ from typing import Any, Final, Literal
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
-from virnuc.tasks.report import rows_of
+from virnuc.tasks.report import with_verdict_marks
 from virnuc_core.profiles import Answer, Review
+from virnuc_core.report import messages
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import (
-    message,
-    render_template,
-)
+from virnuc_core.report.render import approval_markdown
+from virnuc_core.report.views.criteria import criteria_section
 from virnuc_core.validation import QUESTIONS
 
 # the answer that is given when no reviewer answers in time
@@ -32,11 +31,13 @@ class Approval(Review, RunInput):
 def approval_form(judged: Report) -> type[Approval]:
     """What the reviewer is asked, each question with its figures; the UI may hide the table above the form, and renders
     what it asks as Markdown, in which a number at the start would become a list of its own."""
-    above = render_template("approval.md.j2", judged, rows=rows_of("criteria.view.j2", judged))
+    criteria = with_verdict_marks(criteria_section(judged).rows)
+    above = approval_markdown(judged, criteria)
+    hints = messages.question_hints(judged)
     asked: dict[str, Any] = {}
     for name, question in QUESTIONS.items():
         asked[name] = (
             Answer,
-            Field("not answered", description=f"{question} {message(name, judged)}".strip()),
+            Field("not answered", description=f"{question} {hints[name]}".strip()),
         )
     return create_model("Approval", __base__=Approval, **asked).with_initial_data(description=above)

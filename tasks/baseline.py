@@ -9,10 +9,8 @@ from virnuc_core.baseline.run import run_baseline
 from virnuc_core.engine.devices import resolve
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.report import messages
 from virnuc_core.report.compare import take_results
-from virnuc_core.report.render import (
-    message,
-)
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock
 from virnuc_core.tools.bench import Bench
 from virnuc_core.validation import BaselineSummary
@@ -36,4 +34,4 @@ def measure_baseline(
             run, bench.store, bench.models, bench.devices, spec, on_progress=show
         )
         show(1.0)
-    return completed(summary, message("baseline", summary, spec.results), reused=summary.reused)
+    return completed(summary, messages.baseline(summary, spec.results), reused=summary.reused)

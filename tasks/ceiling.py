@@ -8,9 +8,7 @@ from virnuc.tasks.server_connection import device_slots
 from virnuc.tasks.task import completed, retrying_task
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.report.render import (
-    message,
-)
+from virnuc_core.report import messages
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.tools.bench import Bench, measure_ceilings
 
@@ -23,4 +21,4 @@ def measure_ceiling(out: Path, bench: Bench, engine: EngineSpec) -> State[ModelF
         flops = measure_ceilings(
             bench.models, found, resolve_engine(engine, found[0].kind), out / "logs"
         )
-    return completed(flops, message("ceiling", flops.esm2_ceiling_tokens_s))
+    return completed(flops, messages.ceiling(flops.esm2_ceiling_tokens_s))

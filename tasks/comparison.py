@@ -6,11 +6,9 @@ from prefect.client.schemas.objects import State
 
 from virnuc.tasks.artifacts import publish_table
 from virnuc.tasks.task import completed, retrying_task
+from virnuc_core.report import messages
 from virnuc_core.report.compare import compare_runs
-from virnuc_core.report.render import (
-    message,
-    render_sections,
-)
+from virnuc_core.report.views.correctness import agreement_rows
 from virnuc_core.validation import Comparison
 
 
@@ -20,10 +18,6 @@ def compare_results(
 ) -> State[tuple[Comparison, ...]]:
     """`comparison.json` of a validate directory. `subset`: the baseline covers a part of the reads only."""
     found = compare_runs(out, names, tolerance=tolerance, subset=subset)
-    rows = [
-        row
-        for section in render_sections("correctness.view.j2", comparisons=found)
-        for row in section.tables[""]
-    ]
+    rows = agreement_rows(found)
     publish_table(f"comparison-{label}", rows, f"Agreement of the runs of {label}")
-    return completed(found, message("compared", found))
+    return completed(found, messages.compared(found))

@@ -1,7 +1,6 @@
 """Overhead."""
 
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from prefect.client.schemas.objects import State
@@ -11,10 +10,8 @@ from virnuc.tasks.server_connection import device_slots
 from virnuc.tasks.task import completed, first_attempt, retrying_task
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.report.render import (
-    message,
-    render_rows,
-)
+from virnuc_core.report import messages
+from virnuc_core.report.views.tools import overhead_rows
 from virnuc_core.tools.bench import Bench, measure_overhead
 from virnuc_core.validation import OverheadFile
 
@@ -31,8 +28,8 @@ def measure_costs(
         found = measure_overhead(
             out, bench, engine, force=force and first_attempt(), on_run=show, **asked
         )
-    rows = render_rows("overhead.view.j2", pairs=found.pairs)
+    rows = overhead_rows(found.pairs)
     publish_table(
         host_key(f"overhead-{label}"), rows, f"What these cost, {label} on {bench.devices}"
     )
-    return completed(found, message("overhead", found.pairs, median))
+    return completed(found, messages.overhead(found.pairs))

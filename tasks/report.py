@@ -1,5 +1,6 @@
 """The steps that measure, compare and judge runs; those that fit a head; and the reviewer's answer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,17 +18,17 @@ from virnuc.tasks.artifacts import (
 from virnuc.tasks.events import emit
 from virnuc.tasks.task import completed, retrying_task
 from virnuc_core.profiles import Profile
+from virnuc_core.report import messages
 from virnuc_core.report.build import write_report
 from virnuc_core.report.charts import all_charts
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import REGRESSION, RegressionFile, trend
-from virnuc_core.report.render import (
-    Mark,
-    message,
-    render_rows,
-    render_template,
-    templates,
-)
+from virnuc_core.report.render import charts_markdown, report_body
+from virnuc_core.report.sections import Row
+from virnuc_core.report.text import Mark
+from virnuc_core.report.views.criteria import criteria_section
+from virnuc_core.report.views.reads import fate_rows
+from virnuc_core.report.views.speed import scaling_rows
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import read
 
@@ -71,32 +72,34 @@ def report_validation(out: Path, profile: Profile, *, history: Path, label: str)
             profile.title,
             payload,
         )
-    return completed(judged, message("met", judged))
+    return completed(judged, messages.met(judged))
 
 
 def publish_report(judged: Report, out: Path, label: str) -> None:
     """The verdicts in the UI, under the same keys each time; on the flow's page they come before those of its tasks."""
     name, folder = judged.profile.name, RunDir(out).report
     told = Markdown(
-        f"**{table_cell(message('met', judged))}** — {table_cell(label)}, {table_cell(name)}"
+        f"**{table_cell(messages.met(judged))}** — {table_cell(label)}, {table_cell(name)}"
     )
-    publish_table(host_key(f"criteria-{name}"), rows_of("criteria.view.j2", judged), told)
+    publish_table(
+        host_key(f"criteria-{name}"), with_verdict_marks(criteria_section(judged).rows), told
+    )
     if judged.accounting is not None:
         publish_table(
             f"reads-{name}",
-            rows_of("fates.view.j2", judged),
+            fate_rows(judged),
             f"What became of the reads of {label}",
         )
     if len(judged.scaling) > 1:
         publish_table(
-            host_key(f"scaling-{name}"), rows_of("scaling.view.j2", judged), f"Scaling of {label}"
+            host_key(f"scaling-{name}"),
+            with_verdict_marks(scaling_rows(judged)),
+            f"Scaling of {label}",
         )
-    text = render_template(
-        "body.md.j2", judged
-    )  # without the settings, which Prefect would show as headings
-    publish_markdown(host_key(f"report-{name}"), text, message("met", judged), folder / "report.md")
-    charts = [chart for chart in all_charts(judged) if chart[0] in SHOWN]
-    text = templates().get_template("charts.md.j2").render(charts=charts)
+    text = report_body(judged)  # without the settings, which Prefect would show as headings
+    publish_markdown(host_key(f"report-{name}"), text, messages.met(judged), folder / "report.md")
+    charts = [chart for chart in all_charts(judged) if chart.title in SHOWN]
+    text = charts_markdown(charts)
     publish_markdown(host_key(f"charts-{name}"), text, f"Charts of {label}", folder / "report.html")
     if (kept := RunDir(out).root / REGRESSION).is_file():
         compared = read(kept, RegressionFile)
@@ -120,12 +123,13 @@ def emit_outcome(judged: Report, out: Path) -> None:
     )
 
 
-def rows_of(template: str, judged: Report) -> Rows:
-    """Rows of a report's view as Prefect shows them."""
-
-    def shown(cell: object) -> object:
-        return Markdown(VERDICT_MARKS[cell.verdict]) if isinstance(cell, Mark) else cell
-
-    return [
-        {name: shown(cell) for name, cell in row.items()} for row in render_rows(template, judged)
-    ]
+def with_verdict_marks(rows: Sequence[Row]) -> Rows:
+    """Return the rows of a table with verdicts as Prefect shows them."""
+    shown: list[dict[str, object]] = []
+    for row in rows:
+        cells: dict[str, object] = dict(row)
+        for column, value in row.items():
+            if isinstance(value, Mark):
+                cells[column] = Markdown(VERDICT_MARKS[value.verdict])
+        shown.append(cells)
+    return shown

@@ -6,9 +6,7 @@ from virnuc.tasks.server_connection import device_slots
 from virnuc.tasks.task import completed, retrying_task
 from virnuc_core.config import EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.report.render import (
-    message,
-)
+from virnuc_core.report import messages
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.trace import TraceTable
@@ -22,4 +20,4 @@ def record_traces(
     """Traces and their tables in `spec.folder`. Some of the run's shards are computed again for it and thrown away."""
     with device_slots(resolve(bench.devices)), run_lock(run.root):
         found = record(bench, engine, spec)
-    return completed(found, message("traced", found))
+    return completed(found, messages.traced(found))

@@ -5,9 +5,7 @@ from prefect.client.schemas.objects import State
 from virnuc.tasks.server_connection import device_slots
 from virnuc.tasks.task import completed, retrying_task
 from virnuc_core.engine.devices import resolve
-from virnuc_core.report.render import (
-    message,
-)
+from virnuc_core.report import messages
 from virnuc_core.tools.tune import Candidate, Sweep, Trial
 
 
@@ -18,4 +16,4 @@ def run_trial(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> 
         found = sweep.trial(candidate, repeat)
     if isinstance(found, str):
         return completed(found, f"cannot run: {found}")
-    return completed(found, message("trial", found), reused=found.reused)
+    return completed(found, messages.trial(found), reused=found.reused)

@@ -243,7 +243,8 @@ def compare(
     """Agreement of two results: run directories, folders with VirNucPro's two files, or one file each."""
     from virnuc_core.report.compare import compare as hold
     from virnuc_core.report.compare import meets
-    from virnuc_core.report.render import cell, render_sections
+    from virnuc_core.report.text import cell
+    from virnuc_core.report.views.correctness import correctness_section
 
     found = hold(
         vanilla,
@@ -253,18 +254,17 @@ def compare(
         subset_of_a=subset,
         embeddings=embeddings,
     )
-    lines = [found.model_dump_json(indent=2)] if as_json else []
-    for section in () if as_json else render_sections("correctness.view.j2", comparisons=(found,)):
-        lines += section.prose
-        for row in (row for rows in section.tables.values() for row in rows):
-            lines += [
-                "",
-                *(
-                    f"{name + ':':<20}{cell(value)}"
-                    for name, value in row.items()
-                    if value is not None
-                ),
-            ]
+    lines = []
+    if as_json:
+        lines.append(found.model_dump_json(indent=2))
+    else:
+        section = correctness_section((found,))
+        lines += section.sentences
+        for row in section.rows:
+            lines.append("")
+            for name, value in row.items():
+                if value is not None:
+                    lines.append(f"{name + ':':<20}{cell(value)}")
     print("\n".join(lines))
     return 0 if meets(found, minimum) else DISAGREE
 
@@ -370,7 +370,7 @@ def history(file: Path, /, *, profile: str | None = None) -> int:
         file: virnuc-history.jsonl, beside a validation's directory
         profile: only runs of this profile"""
     from virnuc_core.report.regression import read_history, regression, trend
-    from virnuc_core.report.render import cell
+    from virnuc_core.report.text import cell
 
     kept = sorted(
         (e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created

@@ -27,6 +27,7 @@ from virnuc_core.report.model import (
     RunMetrics,
     ScalingMetrics,
 )
+from virnuc_core.report.notes import notes
 from virnuc_core.report.raw_files import (
     COMPARISON,
     RECORD,
@@ -45,9 +46,10 @@ from virnuc_core.report.regression import (
     read_history,
     regression,
 )
-from virnuc_core.report.render import REPORT_JSON, render, render_sections
+from virnuc_core.report.render import REPORT_JSON, render
+from virnuc_core.report.warnings import warnings
 from virnuc_core.results import FATES
-from virnuc_core.rundir import EXACT_FILES, RunDir, write_text_atomically
+from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import RunRecord, read, write
 
 APPROVAL: Final = "approval.json"
@@ -190,18 +192,14 @@ def _remarks(
 ) -> dict[str, tuple[str, ...]]:
     """Return the warnings and the notes of a report, a sentence each."""
     tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
-    remarks = {}
-    for kind in ("warnings", "notes"):
-        sections = render_sections(
-            f"{kind}.j2",
+    return {
+        "warnings": warnings(
             report,
+            problems=tuple(raw.problems.values()),
             not_compared=comparability.distinct_reasons,
-            tuning=tuning.rounds,
-            exact=EXACT_FILES,
-            problems=raw.problems.values(),
-        )
-        remarks[kind] = tuple(line for section in sections for line in section.prose)
-    return remarks
+        ),
+        "notes": notes(report, tuning.rounds),
+    }
 
 
 def _account_for_reads(

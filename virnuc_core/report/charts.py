@@ -4,6 +4,7 @@ The series stand in the report's data; the same data gives the same bytes of SVG
 
 import io
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -140,8 +141,17 @@ def _histogram(values: NDArray[np.float64], edges: NDArray[Any]) -> Histogram:
     )
 
 
-def all_charts(report: Report) -> list[tuple[str, str, str]]:
-    """Title, description and SVG of every chart there is data for."""
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing with what it shows."""
+
+    title: str
+    description: str
+    svg: str
+
+
+def all_charts(report: Report) -> list[Chart]:
+    """Return every chart there is data for."""
     series, telemetry = report.charts, report.run.telemetry if report.run else None
     used = tuple(line for line in series.utilisation if any(value is not None for value in line.y))
     tokens, several = (series.throughput,) if series.throughput else (), report.scaling[1:]
@@ -173,7 +183,7 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
             _svg(_draw_history, runs if len(runs) > 1 else ()),
         ),
     )
-    return [(title, what, svg) for title, what, svg in found if svg is not None]
+    return [Chart(title, what, svg) for title, what, svg in found if svg is not None]
 
 
 @lru_cache(maxsize=32)  # drawing is pure and slow, and a report is rendered several times

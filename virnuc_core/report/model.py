@@ -71,6 +71,13 @@ class TelemetryMetrics(BatchMetrics):
     host: HostUsage
     alarms: tuple[str, ...]
 
+    def encoder(self, name: Encoder) -> EncoderMetrics | None:
+        """Return the metrics of an encoder, or `None` if it had no batch."""
+        for encoder in self.encoders:
+            if encoder.encoder == name:
+                return encoder
+        return None
+
     def lowest_percent(self, encoder: Encoder) -> float | None:
         """Utilisation of the lowest device while `encoder` ran; `None` unless every device has samples of it."""
         used = [d.esm2_percent if encoder == "esm2" else d.dnabert_s_percent for d in self.devices]
@@ -397,6 +404,14 @@ class Report(Record):
     def many(self) -> RunMetrics | None:
         """The run that is judged, where it is not the one-device run."""
         return None if self.run == self.single else self.run
+
+    def criterion(self, name: str) -> Criterion:
+        """Return the criterion with this id.
+
+        Raises:
+            KeyError: The report has no such criterion.
+        """
+        return {criterion.id: criterion for criterion in self.criteria}[name]
 
     @property
     def baseline_title(self) -> str:

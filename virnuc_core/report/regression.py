@@ -26,7 +26,8 @@ from virnuc_core.report.model import (
     RunMetrics,
     Verdict,
 )
-from virnuc_core.report.render import render_rows
+from virnuc_core.report.sections import Row
+from virnuc_core.report.views.history import trend_rows
 from virnuc_core.rundir import atomic_file, storage_errors
 
 log = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ def _compare_metric(name: str, previous: HistoryEntry, entry: HistoryEntry) -> R
     return RegressionMetric(name=name, before=before, now=now, change=change, verdict=verdict)
 
 
-def trend(history: Entries) -> list[dict[str, object]]:
+def trend(history: Entries) -> list[Row]:
     """Return a row for each run, oldest first, each compared with the last run like it."""
     runs = [(entry, regression(history, entry)) for entry in history]
-    return render_rows("trend.view.j2", runs=runs)
+    return trend_rows(runs)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from statistics import median
+from pathlib import Path
 from typing import Any
 
-from virnuc.tasks.artifacts import bounded_rows
-from virnuc.tasks.report import rows_of
+from virnuc.tasks.artifacts import Rows, bounded_rows
+from virnuc.tasks.report import with_verdict_marks
 from virnuc.tasks.run_tables import fate_rows, stage_rows
 from virnuc_core.profiles import Target, load_profile
+from virnuc_core.report import messages
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics
-from virnuc_core.report.render import message, render_sections
+from virnuc_core.report.views.correctness import agreement_rows
+from virnuc_core.report.views.criteria import criteria_section
+from virnuc_core.report.views.speed import measured_runs, scaling_rows
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import (
@@ -62,6 +65,11 @@ def report(*criteria: Criterion, **parts: Any) -> Report:
     return Report.model_construct(**(fields | parts))
 
 
+def shown_criteria(judged: Report) -> Rows:
+    """The criteria as Prefect shows them."""
+    return with_verdict_marks(criteria_section(judged).rows)
+
+
 def test_all_nine_stages_are_named_measured_fused_or_neither() -> None:
     rows = {str(row["stage"]): row for row in stage_rows(summary())}
     assert len(rows) == len(STAGES) + 1
@@ -87,7 +95,7 @@ def test_fates_add_up_to_the_reads() -> None:
 
 def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
     bare = criterion(value=None, target=None, samples=None, verdict="not run", reason="no GPU")
-    row, without = bounded_rows(rows_of("criteria.view.j2", report(criterion(), bare)))
+    row, without = bounded_rows(shown_criteria(report(criterion(), bare)))
     assert row["Verdict"] == "✗ **FAIL**"
     assert (row["Measured"], row["Required"]) == ("89.5%", "\\>90%")
     assert row["Samples"] == "12,345 batches"
@@ -100,9 +108,7 @@ def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
 
 
 def test_the_ui_rounds_no_figure_across_its_target() -> None:
-    (row,) = rows_of(
-        "criteria.view.j2", report(criterion(value=89.99996, target=Target(op=">=", value=90)))
-    )
+    (row,) = shown_criteria(report(criterion(value=89.99996, target=Target(op=">=", value=90))))
     assert row["Measured"] == "89.99996%"
 
 
@@ -110,13 +116,12 @@ def test_the_sentence_of_a_verdict_names_what_was_missed_and_what_was_not_judged
     passed, missed = criterion(title="Scaling", verdict="pass"), criterion()
     skipped = criterion(title="Time", verdict="not run")
     unasked = criterion(title="Speed", verdict="not asked", target=None)
-    assert message("met", report(passed, unasked)) == "1 of 1 asked criteria met"
-    assert message("met", report(passed, missed, skipped)) == (
+    assert messages.met(report(passed, unasked)) == "1 of 1 asked criteria met"
+    assert messages.met(report(passed, missed, skipped)) == (
         "1 of 3 asked criteria met; not met: Packing efficiency; not judged here: Time"
     )
     assert (
-        message("met", report(passed, skipped))
-        == "not judged here: Time; 1 of 2 asked criteria met"
+        messages.met(report(passed, skipped)) == "not judged here: Time; 1 of 2 asked criteria met"
     )
     assert report().outcome == report(unasked).outcome == "not judged"
 
@@ -135,9 +140,9 @@ def test_scaling_and_comparisons() -> None:
     scaled = report(
         scaling=(figure.model_copy(update={"judged": judged}),), profile=load_profile("ci-smoke")
     )
-    (row,) = rows_of("scaling.view.j2", scaled)
+    (row,) = scaling_rows(scaled)
     assert row["Runs"] == "one run", "which a figure of one run says"
-    assert message("runs", (41.0, 40.2, 43.1)) == "median of 3 runs, 40.2 to 43.1 s"
+    assert measured_runs((41.0, 40.2, 43.1)) == "median of 3 runs, 40.2 to 43.1 s"
     assert [row[name] for name in ("Time", "Speedup", "Efficiency", "DNABERT-S")] == [
         "2,025.0 s",
         "1.58x",
@@ -151,7 +156,7 @@ def test_scaling_and_comparisons() -> None:
     found = Comparison(
         a="devices-1", b="devices-2", tolerance=0.01, consensus=agreement, bitwise=equal
     )
-    (shown,) = render_sections("correctness.view.j2", comparisons=[found])[0].tables[""]
+    (shown,) = agreement_rows([found])
     assert [shown[name] for name in ("Pair", "What", "Agreement")] == [
         "devices-1 / devices-2",
         "consensus",
@@ -165,11 +170,9 @@ def test_the_reviewer_sees_the_share_of_other_work() -> None:
     stages = {"ESM-2": 6.0, "DNABERT-S": 3.0, "Sequence Chunking": 1.0}
     run = RunMetrics.model_construct(stages=stages, total_s=10.0)
     asked = "How large is the share of non-GPU work?"
-    shown = message("esm2_still_bottleneck", report(run=run))
+    shown = messages.encoder_shares(run)
     assert shown == f"{asked} **ESM-2 60.0 %, DNABERT-S 30.0 %, other work 10.0 %**"
-    assert (
-        message("esm2_still_bottleneck", report(run=None)) == f"{asked} Stage times are not known."
-    )
+    assert messages.encoder_shares(None) == f"{asked} Stage times are not known."
 
 
 def test_the_messages_of_states() -> None:
@@ -184,23 +187,23 @@ def test_the_messages_of_states() -> None:
     )
     told = {"profile": load_profile("ci-smoke"), "criteria": ()}
     assert (
-        message("scaling", report(scaling=(figure, figure), **told))
+        messages.scaling(report(scaling=(figure, figure), **told))
         == "2 devices: 1.96x (98.0 %), one run"
     )
-    assert message("scaling", report(**told)) == "one device only: there is no curve"
+    assert messages.scaling(report(**told)) == "one device only: there is no curve"
     recorded = BaselineSummary(name="v1", source="recorded", wall_s=2700)
     assert (
-        message("baseline", recorded, "there")
+        messages.baseline(recorded, Path("there"))
         == "v1: 2,700.0 s, recorded; results taken from there"
     )
     part = BaselineSubset(reads=2_000, tokens=10, total_tokens=100)
     scaled = BaselineSummary(name="v1", wall_s=20, measured_s=2, subset=part)
     assert (
-        message("baseline", scaled, None)
+        messages.baseline(scaled, None)
         == "v1: 2.0 s measured on 2,000 reads, 20.0 s scaled by tokens"
     )
     assert (
-        message("baseline", BaselineSummary(name="v1", wall_s=20), None)
+        messages.baseline(BaselineSummary(name="v1", wall_s=20), None)
         == "v1: 20.0 s measured on all reads"
     )
     for differing, said in (
@@ -210,8 +213,8 @@ def test_the_messages_of_states() -> None:
         equal = BitwiseEquality(
             identical=False, files_compared=3, shards_compared=0, differing=differing
         )
-        assert message("compared", [Comparison(a="a", b="b", tolerance=1, bitwise=equal)]) == said
-    assert message("compared", []) == "nothing to compare"
+        assert messages.compared([Comparison(a="a", b="b", tolerance=1, bitwise=equal)]) == said
+    assert messages.compared([]) == "nothing to compare"
     pair = OverheadPair(
         with_run="",
         without_run="",
@@ -220,7 +223,7 @@ def test_the_messages_of_states() -> None:
         seconds=1,
         restarts=0,
     )
-    assert message("overhead", [pair], median) == "of the tokens/s, commits cost 2.0 %"
-    assert message("overhead", [], median) == "nothing could be timed"
+    assert messages.overhead([pair]) == "of the tokens/s, commits cost 2.0 %"
+    assert messages.overhead([]) == "nothing could be timed"
     missed = report(criterion(target=Target(op=">", value=90)))
-    assert message("target_realistic", missed) == "Not met: Packing efficiency 89.5% (&gt;90%)"
+    assert messages.missed_targets(missed) == "Not met: Packing efficiency 89.5% (&gt;90%)"

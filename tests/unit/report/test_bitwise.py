@@ -14,9 +14,10 @@ from virnuc_core.errors import RunMismatchError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.report import messages
 from virnuc_core.report.build import build_report
 from virnuc_core.report.compare import bitwise, compare, compare_runs, cosines
-from virnuc_core.report.render import message, render_sections
+from virnuc_core.report.views.correctness import correctness_section
 
 from .validate_directory import edit_json
 
@@ -74,18 +75,14 @@ def test_runs_without_shards_are_not_identical_nor_do_they_differ(
     equality = next(pair.bitwise for pair in found if pair.bitwise)
     counts = equality.files_compared, equality.shards_compared
     assert (equality.identical, *counts, equality.differing) == (False, 4, 0, ())
-    assert "bit for bit" not in message("compared", found)
+    assert "bit for bit" not in messages.compared(found)
     report = build_report(out, profile)
     (judged,) = [check for check in report.checks if check.id == "same_bytes"]
     assert (judged.verdict, judged.value) == ("not run", None)
     assert judged.reason == "there were no shards, or no result files, to compare"
     assert judged.title not in report.missed
-    said = [
-        line
-        for section in render_sections("correctness.view.j2", comparisons=found)
-        for line in section.prose
-    ]
-    assert "devices-1 and devices-2: not all there to compare (4 files, 0 shards)" in said
+    sentences = correctness_section(found).sentences
+    assert "devices-1 and devices-2: not all there to compare (4 files, 0 shards)" in sentences
 
 
 def test_unlike_runs_are_refused(copied: tuple[Path, object]) -> None:

@@ -11,13 +11,14 @@ import h5py
 import pytest
 
 from virnuc_core.profiles import TARGET_NAMES, Profile, Target, load_profile, profile_names
+from virnuc_core.report import messages
 from virnuc_core.report.build import build_report, write_report
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.criteria import CHECKS, CORRECTNESS, CRITERIA, PACKING, Finding
 from virnuc_core.report.judging import judge
 from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.regression import entry_of
-from virnuc_core.report.render import message, render_template
+from virnuc_core.report.render import further_text, report_text
 from virnuc_core.report.verify import verify_report
 from virnuc_core.runfiles import Device, write
 from virnuc_core.validation import BaselineSummary
@@ -315,7 +316,7 @@ def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path
         ("Scaling on 4 devices", "4x RTX 4090"),
     ]
     assert found["speedup"].device == "4x RTX 4090"
-    page = render_template("report.txt.j2", report)
+    page = report_text(report)
     for said in ("2x RTX 4090:  ", "Scaling on 4 devices:"):
         assert said in page, page
     slow = profile.model_copy(update={"scaling_bands": {"4": (3.99, 4.0)}})
@@ -348,7 +349,7 @@ def test_all_that_the_profile_asks_for_is_counted_and_nothing_else(tmp_path: Pat
     }
     assert by_id(report)["one_device_time"].verdict == "not asked"
     assert report.outcome == "failed", "scaling is 1.8 here"
-    assert message("met", report) == (
+    assert messages.met(report) == (
         "6 of 12 asked criteria met; not met: Scaling; not judged here: Time on two devices, Checkpoint overhead, "
         "Worst centred cosine to fp32, Mean centred cosine to fp32, Verdicts as in fp32"
     )
@@ -358,8 +359,8 @@ def test_on_other_hardware_no_performance_is_judged_and_that_is_no_success(tmp_p
     profile = build(tmp_path, Recipe(gpu="NVIDIA H200"), load_profile("phase10-1m"))
     report = build_report(tmp_path, profile.model_copy(update={"min_compared_chunks": 1}))
     assert report.outcome == "not judged"
-    assert message("met", report).startswith("not judged here: Time on one device, ")
-    assert message("met", report).endswith("; 1 of 7 asked criteria met")
+    assert messages.met(report).startswith("not judged here: Time on one device, ")
+    assert messages.met(report).endswith("; 1 of 7 asked criteria met")
 
 
 def test_a_scaled_baseline_is_marked(tmp_path: Path) -> None:
@@ -554,7 +555,7 @@ def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Prof
     assert verdict.value is not None
     assert verdict.value < -0.9
     assert any("at worst" in note for note in report.notes)
-    text = render_template("beside.txt.j2", report)
+    text = further_text(report)
     assert f"{verdict.value:.4f} (target: >=0.97) [FAIL]" in text
     assert text.count("Same bytes on all devices") == 1, "each check goes by its own name"
     edit_json(

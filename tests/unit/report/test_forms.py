@@ -14,7 +14,8 @@ from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, read_report, rerender, write_report
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import format_value, render, render_template
+from virnuc_core.report.render import render, report_markdown
+from virnuc_core.report.text import format_value
 
 from .validate_directory import Recipe, build, digest_of, edit_json
 
@@ -135,7 +136,7 @@ def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> Non
     edit_json(
         out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name="a|b|c", id="GPU|x")
     )
-    lines = render_template("report.md.j2", build_report(out, profile)).splitlines()
+    lines = report_markdown(build_report(out, profile)).splitlines()
     width = 0
     for line in lines:
         if not line.startswith("|"):
@@ -147,7 +148,7 @@ def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> Non
 
 
 def test_front_matter_says_what_the_report_is_of(report: Report) -> None:
-    text = render_template("report.md.j2", report)
+    text = report_markdown(report)
     assert text.startswith('---\nschema_version: 5\nprofile: "phase10-1m"\n')
     assert 'criteria_met: 6\ncriteria: 7\noutcome: "failed"\n' in text
 
@@ -268,7 +269,7 @@ def test_reports_stay_small(report: Report) -> None:
 
 
 def test_the_performance_summary_has_its_sections(report: Report) -> None:
-    text = render_template("report.md.j2", report)
+    text = report_markdown(report)
     for words in (
         "Performance Validation Summary",
         "Projected 6,000,000:",
@@ -294,7 +295,7 @@ def test_scaling_has_a_verdict_for_each_number_of_devices(tmp_path: Path) -> Non
         (2, "pass"),
         (4, "fail"),
     ]
-    scaling = render_template("report.md.j2", report).split("## GPU Scaling")[1].split("##")[0]
+    scaling = report_markdown(report).split("## GPU Scaling")[1].split("##")[0]
     assert "| &gt;=1.6x | [PASS] |" in scaling
     assert "| &gt;=3.9x | [FAIL] |" in scaling
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from virnuc.tasks.report import rows_of
 from virnuc.tasks.run_tables import fate_rows
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, rerender, write_report
 from virnuc_core.report.model import EncoderMetrics, Report, Verification
 from virnuc_core.report.raw_files import RawFolder
-from virnuc_core.report.render import render, render_rows, render_template
+from virnuc_core.report.render import further_text, render
 from virnuc_core.report.verify import verify_overhead, verify_report
+from virnuc_core.report.views.reads import fate_rows as report_fate_rows
+from virnuc_core.report.views.tools import overhead_rows
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write
 from virnuc_core.telemetry.log import read_telemetry, write_telemetry
@@ -94,7 +95,7 @@ def test_more_than_the_ceiling_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_is_not_run(tmp_path: Path) -> None:
-    text = render_template("beside.txt.j2", build_report(tmp_path, load_profile("phase10-1m")))
+    text = further_text(build_report(tmp_path, load_profile("phase10-1m")))
     assert text.count("not run") >= 7
     assert "0.0" not in text
 
@@ -294,7 +295,7 @@ def test_reads_that_do_not_add_up_are_a_warning(copied: tuple[Path, Profile]) ->
     assert report.accounting is not None
     assert not report.accounting.adds_up
     assert any("reads.tsv lists 299" in warning for warning in report.warnings)
-    assert "does NOT add up" in render_template("beside.txt.j2", report)
+    assert "does NOT add up" in further_text(report)
 
 
 def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:
@@ -421,19 +422,19 @@ def test_the_gantt_says_when_each_stage_ran(copied: tuple[Path, Profile]) -> Non
 def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
     pairs_of_runs(tmp_path)
     found = read(tmp_path / OVERHEAD, OverheadFile)
-    rows = render_rows("overhead.view.j2", pairs=found.pairs)
+    rows = overhead_rows(found.pairs)
     assert [row["pair"] for row in rows] == [1, 2, 3]
     assert all(str(row["overhead"]).endswith(" %") for row in rows)
     report = build_report(tmp_path, production)
-    counted = rows_of("fates.view.j2", report)
+    counted = report_fate_rows(report)
     assert report.accounting is not None
     by_name = {row["What"]: row["Count"] for row in counted}
     assert by_name["sum of the fates"] == report.accounting.reads
     assert by_name["records skipped"] == "not recorded"
     doubtful = report.accounting.model_copy(update={"adds_up": False})
-    doubted = rows_of("fates.view.j2", report.model_copy(update={"accounting": doubtful}))
+    doubted = report_fate_rows(report.model_copy(update={"accounting": doubtful}))
     assert any("does NOT add up" in str(row["What"]) for row in doubted)
-    assert rows_of("fates.view.j2", report.model_copy(update={"accounting": None})) == []
+    assert report_fate_rows(report.model_copy(update={"accounting": None})) == []
 
 
 def test_remarks_of_staging_stand_below_the_fates() -> None:

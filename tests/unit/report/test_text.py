@@ -14,7 +14,8 @@ from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.model import Regression, Report
 from virnuc_core.report.raw_files import COMPARISON
-from virnuc_core.report.render import render_template, round_beside_target, target_text
+from virnuc_core.report.render import criteria_text, report_text
+from virnuc_core.report.text import round_beside_target, target_text
 from virnuc_core.runfiles import write
 from virnuc_core.telemetry.log import write_telemetry
 from virnuc_core.telemetry.statistics import frame
@@ -111,9 +112,7 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
 
 def test_the_published_numbers_give_the_golden_report(tmp_path: Path) -> None:
     report = published(tmp_path)
-    assert render_template("criteria.txt.j2", report) == (DATA / "report_rtx4090.txt").read_text(
-        encoding="utf-8"
-    )
+    assert criteria_text(report) == (DATA / "report_rtx4090.txt").read_text(encoding="utf-8")
 
 
 def test_the_honest_verdict_on_the_published_numbers_is_three_of_seven(tmp_path: Path) -> None:
@@ -132,9 +131,7 @@ def test_the_honest_verdict_on_the_published_numbers_is_three_of_seven(tmp_path:
 def test_every_line_of_the_layout_stands_whatever_was_measured(tmp_path: Path) -> None:
     """With nothing measured at all, the sections, their order and the rulers are the same."""
     golden = (DATA / "report_rtx4090.txt").read_text(encoding="utf-8").splitlines()
-    empty = render_template(
-        "criteria.txt.j2", build_report(tmp_path, load_profile("phase10-1m"))
-    ).splitlines()
+    empty = criteria_text(build_report(tmp_path, load_profile("phase10-1m"))).splitlines()
     heads = [line for line in golden if line and not line.startswith((" ", "OVERALL", "PER-STAGE"))]
     assert [line for line in empty if line in heads] == heads
     assert (
@@ -146,7 +143,7 @@ def test_every_line_of_the_layout_stands_whatever_was_measured(tmp_path: Path) -
 
 def test_nine_stage_lines_with_dotted_leaders(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(shards=2, reads=30))
-    lines = render_template("criteria.txt.j2", build_report(tmp_path, profile)).splitlines()
+    lines = criteria_text(build_report(tmp_path, profile)).splitlines()
     stages = [line for line in lines if line.startswith("  Stage ")]
     assert [line.split(": ")[1].split(" .")[0] for line in stages] == list(STAGES)
     assert all(line.index("..  ") > 30 for line in stages)
@@ -157,14 +154,12 @@ def test_all_met_is_said_only_when_all_are(tmp_path: Path) -> None:
     report = published(tmp_path)
     passing = tuple(c.model_copy(update={"verdict": "pass"}) for c in report.criteria)
     met = report.model_copy(update={"criteria": passing, "scaling": ()})
-    assert "OVERALL: ALL CRITERIA MET: 7 of 7 asked criteria met\n" in render_template(
-        "criteria.txt.j2", met
-    )
+    assert "OVERALL: ALL CRITERIA MET: 7 of 7 asked criteria met\n" in criteria_text(met)
     worse = Regression(verdict="fail", reason="over 10 % worse in total_s", stale=False)
     regressed = met.model_copy(update={"regression": worse})
     assert (
         "OVERALL: 7 of 7 asked criteria met; not met: regression (over 10 % worse in total_s)"
-        in render_template("report.txt.j2", regressed)
+        in report_text(regressed)
     )
     assert report.model_copy(update={"criteria": (), "scaling": ()}).outcome == "not judged"
 

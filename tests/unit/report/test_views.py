@@ -11,18 +11,11 @@ import pytest
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.report.build import read_report
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import (
-    Mark,
-    Number,
-    cell,
-    figures,
-    markdown_cell,
-    number,
-    render,
-    render_rows,
-    render_sections,
-    render_template,
-)
+from virnuc_core.report.render import further_text, render, report_text
+from virnuc_core.report.sections import Table
+from virnuc_core.report.text import Mark, Number, cell, markdown_cell, number
+from virnuc_core.report.views.full_report import report_sections
+from virnuc_core.report.views.speed import scaling_rows
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +26,14 @@ def report(finished: tuple[Path, Profile]) -> Report:
 def test_every_cell_of_the_view_stands_on_the_page_and_in_the_markdown(report: Report) -> None:
     forms = render(report)
     page = unescape(re.sub(r"<[^>]+>", "\n", forms["report.html"]))
-    for section in render_sections("view.j2", report):
+    for section in report_sections(report):
         assert f"## {section.title}" in forms["report.md"]
-        for line in section.prose:
+        for line in section.sentences:
             assert line in page
             assert markdown_cell(line) in forms["report.md"]
-        for rows in section.tables.values():
-            for row in rows:
-                assert list(row) == list(rows[0])
+        for table in section.tables:
+            for row in table.rows:
+                assert list(row) == table.columns
                 assert f"| {' | '.join(map(markdown_cell, row.values()))} |" in forms["report.md"]
                 for value in row.values():
                     assert (
@@ -49,10 +42,8 @@ def test_every_cell_of_the_view_stands_on_the_page_and_in_the_markdown(report: R
 
 
 def test_a_column_of_figures_is_set_to_the_right() -> None:
-    assert figures([{"n": 1, "t": "a", "x": None}, {"n": 2, "t": "b", "x": Number("1.0")}]) == {
-        "n",
-        "x",
-    }
+    table = Table([{"n": 1, "t": "a", "x": None}, {"n": 2, "t": "b", "x": Number("1.0")}])
+    assert table.numeric_columns == {"n", "x"}
 
 
 def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Report) -> None:
@@ -65,7 +56,7 @@ def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Repor
         "judged": figure.judged.model_copy(update=asked),
     }
     changed = report.model_copy(update={"scaling": (alone, figure.model_copy(update=missed))})
-    row = render_rows("scaling.view.j2", changed)[1]
+    row = scaling_rows(changed)[1]
     assert (row["Speedup"], row["Efficiency"], str(row["Verdict"])) == (
         "1.8996x",
         "94.98%",
@@ -75,7 +66,7 @@ def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Repor
 
 def test_a_baseline_without_frames_has_no_agreement_of_frames(report: Report) -> None:
     alone = tuple(one.model_copy(update={"frames": None}) for one in report.comparisons)
-    text = render_template("report.txt.j2", report.model_copy(update={"comparisons": alone}))
+    text = report_text(report.model_copy(update={"comparisons": alone}))
     assert "Per-frame label agreement: n/a" in text
 
 
@@ -91,4 +82,4 @@ def test_the_page_follows_a_dark_setting(report: Report) -> None:
 
 def test_a_figure_that_a_report_does_not_have_is_an_error() -> None:
     with pytest.raises(Exception, match="has no attribute"):
-        render_template("beside.txt.j2", Report.model_construct())
+        further_text(Report.model_construct())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.config import EngineSpec, TraceSpec
-from virnuc_core.report.render import message
+from virnuc_core.report import messages
 from virnuc_core.runfiles import read
 from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.trace import TABLE, TraceTable, trace
@@ -26,4 +26,4 @@ def test_a_trace_that_is_too_large_is_not_kept_but_its_tables_are(
     assert table.trace_bytes > 16
     assert any(row.shapes for row in table.operations)
     assert [path.name for path in folder.iterdir()] == [TABLE.format(table.device)]
-    assert message("traced", found).endswith("batches of 1 shard on 1 device recorded")
+    assert messages.traced(found).endswith("batches of 1 shard on 1 device recorded")

@@ -1,0 +1,215 @@
+"""The messages that the states of tasks and flows show, and the hints beside a reviewer's questions."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from virnuc_core.config import Switch
+from virnuc_core.report.model import Report, RunMetrics
+from virnuc_core.report.text import cell, format_value, markdown_cell, number, percent, target_text
+from virnuc_core.report.training_pages import MIN_CLUSTERS
+from virnuc_core.report.views.speed import measured_runs, unmeasured_device_counts
+from virnuc_core.telemetry.tables import GPU_STAGES
+from virnuc_core.tools.trace import TraceTable
+from virnuc_core.tools.tune import Trial
+from virnuc_core.training.evaluation import Examples
+from virnuc_core.training.training import TrainFile
+from virnuc_core.validation import BaselineSummary, Comparison, OverheadPair
+
+MEBIBYTE: Final = 1 << 20
+OVERHEAD_WORDS: Final[Mapping[Switch, str]] = {
+    "commits": "commits cost",
+    "sampler": "the sampler costs",
+    "models": "loading the models twice costs",
+}
+
+
+# --- Verdicts -------------------------------------------------------------------------------------
+
+
+def met(report: Report) -> str:
+    """Say how many criteria were met, which were missed, and which could not be judged.
+
+    What could not be judged comes first if nothing was missed.
+    """
+    parts = [f"{report.met} of {len(report.asked)} asked criteria met"]
+    if report.missed:
+        parts.append(f"not met: {', '.join(report.missed)}")
+    unjudged = [c.title for c in report.asked if c.verdict in ("not run", "projected")]
+    if unjudged or not report.asked:
+        parts.append(f"not judged here: {', '.join(unjudged)}")
+    if report.outcome == "not judged":
+        parts.reverse()
+    return _in_one_line("; ".join(parts))
+
+
+def scaling(report: Report) -> str:
+    """Say the speed-up and efficiency of each number of devices, and why others are missing."""
+    parts = []
+    for figure in report.scaling[1:]:
+        speedup = number(figure.speedup, 2, "x")
+        efficiency = percent(figure.efficiency)
+        repeats = measured_runs(figure.times_s)
+        parts.append(f"{figure.num_gpus} devices: {speedup} ({efficiency}), {repeats}")
+    if not parts:
+        parts.append("one device only: there is no curve")
+    for num_devices, reason in unmeasured_device_counts(report).items():
+        parts.append(f"{num_devices} devices: skipped, {reason}")
+    if report.missed:
+        parts.append(f"not met: {', '.join(report.missed)}")
+    return _in_one_line("; ".join(parts))
+
+
+def compared(comparisons: Sequence[Comparison]) -> str:
+    """Say how the runs agree, each pair in a few words."""
+    parts = []
+    for pair in comparisons:
+        equality = pair.bitwise
+        if equality is not None and (equality.identical or equality.differing):
+            word = "equal" if equality.identical else "NOT equal"
+            parts.append(f"{pair.a} and {pair.b} {word} bit for bit")
+        elif pair.consensus is not None:
+            agreement = percent(pair.consensus.agreement) or "–"
+            parts.append(f"{pair.b} agrees with {pair.a} to {agreement}")
+    return _in_one_line("; ".join(parts)) or "nothing to compare"
+
+
+# --- Measurements ---------------------------------------------------------------------------------
+
+
+def baseline(summary: BaselineSummary, results: Path | None) -> str:
+    """Say the time of the baseline, and what it stands on.
+
+    Args:
+        summary: The baseline's summary.
+        results: The result files that were taken in place of a run.
+    """
+    if summary.source == "recorded":
+        message = f"{number(summary.wall_s or 0)} s, recorded"
+        if results is not None:
+            message += f"; results taken from {results}"
+    elif summary.subset is None:
+        message = f"{number(summary.wall_s)} s measured on all reads"
+    else:
+        reads = cell(summary.subset.reads)
+        scaled = f"{number(summary.wall_s)} s scaled by tokens"
+        message = f"{number(summary.measured_s)} s measured on {reads} reads, {scaled}"
+    return _in_one_line(f"{summary.name}: {message}")
+
+
+def ceiling(tokens_per_s: Mapping[str, float]) -> str:
+    """Say how many tokens of ESM-2 a second each device could do at most."""
+    if not tokens_per_s:
+        return "no GPU, no ceiling"
+    rates = ", ".join(str(number(rate, 0)) for rate in tokens_per_s.values())
+    return f"linear layers of ESM-2 alone: {rates} tokens/s"
+
+
+def overhead(pairs: Sequence[OverheadPair]) -> str:
+    """Say which share of the tokens per second commits, the sampler and loading cost."""
+    parts = []
+    for switch, words in OVERHEAD_WORDS.items():
+        shares = [pair.overhead for pair in pairs if pair.of == switch]
+        known_shares = [share for share in shares if share is not None]
+        if known_shares:
+            parts.append(f"{words} {percent(median(known_shares))}")
+    if not parts:
+        return "nothing could be timed"
+    return f"of the tokens/s, {', '.join(parts)}"
+
+
+def trial(measurement: Trial) -> str:
+    """Say the speed of one measurement of a sweep, and how far its scores differ."""
+    rate = number(measurement.tokens_per_s, 0)
+    message = f"{rate} tokens/s in {number(measurement.span_s)} s"
+    if measurement.score_difference:
+        message += f", scores differ by up to {measurement.score_difference:.2g}"
+    return message
+
+
+def traced(tables: Sequence[TraceTable]) -> str:
+    """Say how much of a run was recorded by torch's profiler."""
+    num_batches = sum(table.batches for table in tables)
+    num_shards = sum(table.shards for table in tables)
+    shards = "shard" if num_shards == 1 else "shards"
+    devices = "device" if len(tables) == 1 else "devices"
+    batches = f"{num_batches} batches of {cell(num_shards)} {shards}"
+    return f"{batches} on {len(tables)} {devices} recorded"
+
+
+def profiled(tables: Sequence[TraceTable], folder: str) -> str:
+    """Say how much of a run was recorded, and how many traces are kept in which folder."""
+    kept_bytes = sum(table.trace_bytes for table in tables if table.trace is not None)
+    size = number(kept_bytes / MEBIBYTE)
+    return _in_one_line(f"{traced(tables)}, {size} MiB of traces in {folder}")
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+def split(examples: Examples) -> str:
+    """Say how many rows a head is fitted on and judged by, and what was left out."""
+    num_clusters = examples.genomes["cluster"].nunique()
+    frames = f"{cell(len(examples.rows))} frames"
+    message = f"{frames} of {len(examples.genomes)} genomes in {num_clusters} clusters"
+    for reason, count in examples.left_out.items():
+        message += f"; left out: {cell(count)} {reason}"
+    return _in_one_line(message)
+
+
+def trained(training: TrainFile) -> str:
+    """Say how well a new head does, and how far that may be believed."""
+    scores = []
+    for figures in training.figures:
+        if figures.level == "read" and figures.natural and figures.method == "head":
+            auroc = figures.metrics["auroc"]
+            scores.append(f"{auroc} in {figures.asked} ({figures.clusters} clusters)")
+    message = f"AUROC of reads: {', '.join(scores)}"
+    if min(training.clusters["test"].values()) < MIN_CLUSTERS:
+        message += "; the test has too few genomes to tell"
+    if ": random" in training.encoders:
+        encoders = f"random encoders ({training.encoders})"
+        message += f"; {encoders}: this is not how good the method is"
+    return _in_one_line(message)
+
+
+# --- Hints beside the questions to a reviewer -----------------------------------------------------
+
+
+def question_hints(report: Report) -> dict[str, str]:
+    """Return what a reviewer reads beside each question, in Markdown; a question may have none."""
+    return {
+        "all_criteria_met": f"**{met(report)}**",
+        "target_realistic": missed_targets(report),
+        "tuning_could_help": "(loader workers, token budget, prefetch)",
+        "code_fix_needed": "",
+        "esm2_still_bottleneck": encoder_shares(report.run),
+    }
+
+
+def missed_targets(report: Report) -> str:
+    """Return the criteria that were missed, with value and target, in Markdown."""
+    criteria = []
+    for criterion in report.failed:
+        target = target_text(criterion.target, criterion.unit)
+        criteria.append(markdown_cell(f"{criterion.title} {format_value(criterion)} ({target})"))
+    if not criteria:
+        return ""
+    return f"Not met: {', '.join(criteria)}"
+
+
+def encoder_shares(run: RunMetrics | None) -> str:
+    """Return the shares of the time that the encoders and all other work took, in Markdown."""
+    question = "How large is the share of non-GPU work?"
+    if run is None or not run.stage_shares:
+        return f"{question} Stage times are not known."
+    esm2 = percent(run.stage_shares.get(GPU_STAGES["esm2"], 0))  # 0: fused with another stage
+    dnabert_s = percent(run.stage_shares.get(GPU_STAGES["dnabert_s"], 0))
+    other_work = percent(run.other_work_share)
+    shares = f"ESM-2 {esm2}, DNABERT-S {dnabert_s}, other work {other_work}"
+    return f"{question} **{shares}**"
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())

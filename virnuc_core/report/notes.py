@@ -1,0 +1,158 @@
+"""The limits of a report's figures that a reader should know, a sentence each."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from virnuc_core.profiles import Profile
+from virnuc_core.report.model import BaselineMetrics, Report, RunMetrics
+from virnuc_core.report.text import cell, number, one_line, percent
+from virnuc_core.rundir import EXACT_FILES
+from virnuc_core.validation import Comparison, TuningRound
+
+MIN_READS_OF_SEVERAL_DEVICES: Final = 1000  # with fewer reads, starting the devices costs more
+SHORT_READ_SHARE: Final = 0.6  # of the model's length; shorter reads are scored badly
+HIGH_PACKING: Final = 0.95
+NOT_OF_SPEED: Final = frozenset(
+    {
+        "consensus_agreement",
+        "starved_share",
+        "checkpoint_overhead",
+        "device_time_spread",
+        "centred_worst",
+        "centred_mean",
+        "verdicts_held",
+    }
+)  # targets that say nothing of the speed
+
+
+def notes(report: Report, tuning: Sequence[TuningRound]) -> tuple[str, ...]:
+    """Return the limits of the figures of a report.
+
+    Args:
+        report: The report with everything but its warnings and notes.
+        tuning: The rounds in which the validation tuned itself.
+    """
+    sentences: list[str] = []
+    profile = report.profile
+    run = report.run
+    if run is not None:
+        sentences += _size_notes(run, profile)
+    if _asks_no_performance(profile):
+        scope = "it proves correctness and plumbing only"
+        sentences.append(f"Profile {profile.name} asks for no performance: {scope}.")
+    if run is not None:
+        sentences += _silent_reads_notes(run)
+    if report.baseline is not None:
+        sentences += _baseline_notes(run, report.baseline)
+    for comparison in report.comparisons:
+        if comparison.a == EXACT_FILES and comparison.cosines:
+            sentences.append(_precision_note(comparison))
+    if run is not None:
+        if run.rows_repeated:
+            sentences.append(_repeated_in_fp16_note(run.rows_repeated))
+        sentences += _read_length_notes(report, run)
+    for number_of_round, tuning_round in enumerate(tuning, start=1):
+        missed = ", ".join(tuning_round.missed)
+        sentences.append(f"Tuning round {number_of_round}, {missed} missed: {tuning_round.said}.")
+    return tuple(sentences)
+
+
+def _size_notes(run: RunMetrics, profile: Profile) -> Iterator[str]:
+    """Say for what the number of reads is too small."""
+    if run.n_reads is None:
+        return
+    reads = cell(run.n_reads)
+    if run.n_reads < profile.min_reads:
+        asked = f"the {cell(profile.min_reads)} that profile {profile.name} asks for"
+        yield f"Not evidence: {reads} reads are fewer than {asked}."
+    num_devices = len(run.devices)
+    if run.n_reads < MIN_READS_OF_SEVERAL_DEVICES and num_devices > 1:
+        yield f"Overhead-dominated: {reads} reads are too few for {num_devices} devices to help."
+    if run.hours_projected is not None and run.n_reads < profile.projection_reads:
+        projected = f"{cell(profile.projection_reads)} reads would take {run.hours_projected:.2f} h"
+        rate = number(run.reads_per_s or 0.0, 0)
+        yield f"Projection, not a measurement: {projected} at this run's {rate} reads/s."
+
+
+def _asks_no_performance(profile: Profile) -> bool:
+    """Return whether a profile has no target of the speed."""
+    return not profile.scaling_bands and NOT_OF_SPEED.issuperset(profile.targets)
+
+
+def _silent_reads_notes(run: RunMetrics) -> Iterator[str]:
+    """Say how many reads get no score because they have no open frame."""
+    silent_reads = run.fates.get("no_open_frame", 0)
+    if run.n_reads and silent_reads:
+        share = f"{100 * silent_reads / run.n_reads:.1f} %"
+        reads = f"{cell(silent_reads)} of {cell(run.n_reads)} reads ({share})"
+        yield f"{reads} have no open frame and get no score."
+
+
+def _baseline_notes(run: RunMetrics | None, baseline: BaselineMetrics) -> Iterator[str]:
+    """Say how the baseline's time is known, and what repeated frames do for the speed-up.
+
+    Equal frames are embedded once by us, but not by a baseline.
+    """
+    origin = one_line(baseline.origin)
+    if origin:
+        yield f"Speed-up: {origin}."
+    if run is None or not run.n_rows or not run.n_uniques or not baseline.seconds:
+        return
+    if run.repeated_rows:
+        share = f"{100 * run.repeated_rows / run.n_rows:.1f} %"
+        repeats = f"{cell(run.repeated_rows)} of {cell(run.n_rows)} open frames ({share})"
+        part_of_speedup = f"{run.n_rows / run.n_uniques:.2f}x of the speed-up"
+        yield (
+            f"Repeats: {repeats} equal others and are embedded once; the baseline embeds all. "
+            f"That alone is {part_of_speedup}."
+        )
+
+
+def _precision_note(comparison: Comparison) -> str:
+    """Say how close the run is to single precision."""
+    frames = consensus = None
+    if comparison.frames is not None:
+        frames = percent(comparison.frames.agreement)
+    if comparison.consensus is not None:
+        consensus = percent(comparison.consensus.agreement)
+    cosine = comparison.cosines[-1]
+    similarity = f"{cosine.minimum:.4f} at worst, {cosine.mean:.5f} in the mean"
+    return (
+        f"Precision: {comparison.b} against fp32 by plain torch: centred cosine of {cosine.part} "
+        f"{similarity}, over {cell(cosine.n)} sequences; labels agree to {cell(frames)} per frame, "
+        f"{cell(consensus)} of the consensus."
+    )
+
+
+def _repeated_in_fp16_note(sequences: int) -> str:
+    """Say what it means for the rates that sequences near the threshold are repeated in fp16."""
+    return (
+        f"Repeated in fp16: {cell(sequences)} sequences, whose score is near the threshold, beside "
+        "other batches. The time of those, DNABERT-S's most of all, is longer by it; their "
+        "tokens/s and MFU are lower."
+    )
+
+
+def _read_length_notes(report: Report, run: RunMetrics) -> Iterator[str]:
+    """Say where the lengths of the reads limit scores, or make packing look better."""
+    lengths = report.charts.read_lengths
+    num_reads = 0 if lengths is None else sum(lengths.counts)
+    if lengths is None or num_reads == 0:
+        return
+    model_length = report.provenance.model_length
+    if model_length:
+        short_length = SHORT_READ_SHARE * model_length
+        short_reads = lengths.below(short_length)
+        if short_reads:
+            share = f"at least {100 * short_reads / num_reads:.0f} %"
+            part = "all" if short_reads == num_reads else share
+            yield (
+                f"Short reads: {part} are under {short_length:.0f} bases, well below the head's "
+                f"{model_length}; such scores are little better than chance unless the head was "
+                "trained on them."
+            )
+    packing = None if run.telemetry is None else run.telemetry.packing_efficiency
+    if len(lengths.counts) == 1 and (packing or 0.0) > HIGH_PACKING:
+        yield (
+            "All reads have one length: packing and speed on reads of mixed lengths may be lower."
+        )

@@ -1,0 +1,365 @@
+"""The printed report: its lines, in the layout of the published one.
+
+Each block has a template, which holds the layout, and a record of what stands in it. Every line is
+there, whatever was measured.
+"""
+
+from dataclasses import dataclass
+from typing import Final, get_args
+
+from virnuc_core.report.model import (
+    Accounting,
+    BaselineMetrics,
+    Criterion,
+    Report,
+    RunMetrics,
+    Verdict,
+    efficiency_target,
+)
+from virnuc_core.report.text import (
+    cell,
+    clock,
+    format_value,
+    number,
+    one_line,
+    percent,
+    stage_text,
+    target_text,
+)
+from virnuc_core.report.views.criteria import approval_text
+from virnuc_core.report.views.speed import efficiency_facts
+from virnuc_core.telemetry.tables import STAGES
+
+HOURS_PER_SECOND: Final = 1 / 3600
+GIGABYTES_PER_BYTE: Final = 1e-9
+STAGE_WIDTH: Final = 37
+
+
+# --- The verdict ----------------------------------------------------------------------------------
+
+
+def overall_verdict(report: Report) -> str:
+    """Return how many criteria were met, and what else fails the validation."""
+    titles = [criterion.title for criterion in report.criteria]
+    further_misses = [title for title in report.missed if title not in titles]
+    text = f"{report.met} of {len(report.asked)} asked criteria met"
+    if report.outcome == "passed":
+        text = f"ALL CRITERIA MET: {text}"
+    if further_misses:
+        text += f"; not met: {', '.join(further_misses)}"
+    return text
+
+
+def verdict_counts(report: Report) -> str:
+    """Return how often each verdict was given: `6 pass · 1 fail · 0 projected · …`."""
+    verdicts = [criterion.verdict for criterion in report.criteria]
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in get_args(Verdict)]
+    num_warnings = len(report.warnings) or "no"
+    return " · ".join([*counts, f"{num_warnings} warnings"])
+
+
+# --- The criteria ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CriteriaBlock:
+    """What stands in `criteria.txt.j2`. Each criterion is a whole line."""
+
+    one_device_time: str
+    two_device_time: str
+    scaling: str
+    efficiency: str
+    esm2_scaling: str
+    dnabert_scaling: str
+    baseline: str
+    baseline_model: str
+    baseline_time: str
+    baseline_origin: str
+    run_model: str
+    run_time: str
+    speedup: str
+    consensus: str
+    frame_agreement: str
+    score_tolerance: str
+    gpu_utilisation: str
+    packing: str
+    run_label: str
+    stages: list[str]
+    overall: str
+
+
+def criteria_block(report: Report) -> CriteriaBlock:
+    """Return the lines of the criteria and of the stages."""
+    run = report.run
+    baseline = report.baseline
+    scaling = report.criterion("scaling")
+    judged_figures = (figure for figure in report.scaling if figure.judged == scaling)
+    figure = next(judged_figures, None)
+    efficiency = esm2_scaling = dnabert_scaling = None
+    num_devices = 2
+    if figure is not None:
+        num_devices = figure.num_gpus
+        efficiency = figure.efficiency
+        esm2_scaling = figure.esm2_scaling
+        dnabert_scaling = figure.dnabert_scaling
+    limit_percent = efficiency_target(scaling.target, num_devices)
+    efficiency_text = cell(percent(efficiency, unit="%", target=limit_percent))
+    efficiency_limit = target_text(limit_percent, "%")
+
+    one_device_label = "1x device" if report.single is None else report.single.label
+    device_name = one_device_label.split("x ", 1)[-1]
+    two_device_time = report.criterion("two_device_time")
+    two_device_label = two_device_time.device or f"2x {device_name}"
+
+    return CriteriaBlock(
+        one_device_time=_criterion_line(
+            f"{one_device_label}:  ", report.criterion("one_device_time"), width=46
+        ),
+        two_device_time=_criterion_line(f"{two_device_label}:  ", two_device_time, width=47),
+        scaling=_criterion_line("Multi-GPU speedup:      ", scaling, width=52),
+        efficiency=_verdict_line(
+            "Scaling efficiency:     ", efficiency_text, efficiency_limit, scaling, width=53
+        ),
+        esm2_scaling=cell(number(esm2_scaling, 2, "x")),
+        dnabert_scaling=cell(number(dnabert_scaling, 2, "x")),
+        baseline=report.baseline_title,
+        baseline_model=_short_label(baseline),
+        baseline_time=cell(clock(None if baseline is None else baseline.seconds)),
+        baseline_origin=_origin_of_time(baseline),
+        run_model=_short_label(run),
+        run_time=cell(clock(None if run is None else run.total_s)),
+        speedup=_criterion_line(
+            "Speedup:                  ", report.criterion("speedup"), width=53, decimals=1
+        ),
+        consensus=_criterion_line(
+            "Consensus label agreement: ", report.criterion("consensus"), width=53
+        ),
+        frame_agreement=cell(percent(report.lowest_frame_agreement, 2, "%")),
+        score_tolerance=f"{report.profile.score_tolerance:g}",
+        gpu_utilisation=_criterion_line(
+            "GPU utilization (ESM-2):  ", report.criterion("gpu_utilisation"), width=53
+        ),
+        packing=_criterion_line(
+            "Packing efficiency:       ", report.criterion("packing"), width=53
+        ),
+        run_label="no run" if run is None else run.label,
+        stages=[] if run is None else _stage_lines(run),
+        overall=overall_verdict(report),
+    )
+
+
+def _criterion_line(words: str, criterion: Criterion, *, width: int, decimals: int = 0) -> str:
+    """Return the line of a criterion; its target has at least so many decimals."""
+    limit = target_text(criterion.target, criterion.unit, decimals)
+    return _verdict_line(words, format_value(criterion), limit, criterion, width=width)
+
+
+def _verdict_line(words: str, value: str, limit: str, criterion: Criterion, *, width: int) -> str:
+    """Return value and target of a criterion, filled with blanks to `width`, and its verdict."""
+    measured = f"  {words}{value} (target: {limit})".ljust(width)
+    verdict = criterion.verdict.upper()
+    if criterion.verdict == "not run" and criterion.reason:
+        verdict += f": {one_line(criterion.reason)}"
+    return f"{measured} [{verdict}]"
+
+
+def _short_label(measured: BaselineMetrics | RunMetrics | None) -> str:
+    """Return the devices without the series that their names begin with."""
+    if measured is None:
+        return "none"
+    return measured.label.replace("RTX ", "").replace("GTX ", "")
+
+
+def _origin_of_time(baseline: BaselineMetrics | None) -> str:
+    """Return in a few words how the time of the baseline is known."""
+    if baseline is None:
+        return "not run"
+    if baseline.source == "scaled" and baseline.subset is not None:
+        return f"scaled by tokens from {baseline.subset.reads:,} reads"
+    if baseline.source == "recorded":
+        return "known elsewhere, not used" if baseline.problem else "known"
+    return "measured"
+
+
+def _stage_lines(run: RunMetrics) -> list[str]:
+    """Return a line for each of the nine stages."""
+    lines = []
+    for place, stage in enumerate(STAGES, start=1):
+        width = STAGE_WIDTH
+        if stage == "DNABERT-S":
+            width += 1  # one dot more than the others, as the layout was given
+        title = f"  Stage {place}: {stage} ".ljust(width, ".")
+        lines.append(f"{title}  {stage_text(run, stage)}")
+    return lines
+
+
+# --- Beside the criteria --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherBlock:
+    """What stands in `beside.txt.j2`: lines beside the criteria, and the warnings."""
+
+    run_label: str
+    lines: list[str]
+    warnings: list[str]
+
+
+def further_block(report: Report) -> FurtherBlock:
+    """Return what the printed report says beside the criteria."""
+    facts = efficiency_facts(report)
+    lines = [_fact_line(title, value) for title, value in facts.items()]
+    lines += [_check_line(check) for check in report.further]
+    lines.append(_fact_line("Regression", _regression_text(report)))
+    lines.append(_fact_line("Reads", _reads_text(report.accounting)))
+    lines.append(_fact_line("Sample, host", _sample_text(report)))
+    lines.append(_fact_line("Driver, CUDA, torch", _software_text(report)))
+    approval = "not asked for"
+    if report.approval is not None:
+        approval = one_line(f"{report.approval.verdict}{approval_text(report.approval)}")
+    lines.append(_fact_line("Approval", approval))
+    return FurtherBlock(
+        run_label="no run" if report.run is None else report.run.label,
+        lines=lines,
+        warnings=[one_line(warning) for warning in report.warnings],
+    )
+
+
+def _fact_line(title: str, value: str) -> str:
+    return f"  {title + ':':<33}{value}"
+
+
+def _check_line(check: Criterion) -> str:
+    """Return the line of a further check."""
+    verdict = check.verdict.upper()
+    if check.id == "same_bytes":
+        return _fact_line("Same bytes on all devices", f"[{verdict}]")
+    if check.verdict == "not run" and check.reason:
+        verdict += f": {one_line(check.reason)}"
+    limit = target_text(check.target, check.unit)
+    return _fact_line(check.title, f"{format_value(check)} (target: {limit}) [{verdict}]")
+
+
+def _regression_text(report: Report) -> str:
+    regression = report.regression
+    if regression is None:
+        return "not run: there is no history"
+    reason = regression.reason or f"against {regression.against_created}"
+    return f"[{regression.verdict.upper()}] {reason}"
+
+
+def _reads_text(accounting: Accounting | None) -> str:
+    """Return the sum of the fates of the reads."""
+    if accounting is None:
+        return "not run"
+    fates = " + ".join(f"{count:,} {fate}" for fate, count in accounting.fates.items())
+    doubt = "" if accounting.adds_up else " (does NOT add up with the run)"
+    return f"{accounting.reads:,} = {fates}{doubt}"
+
+
+def _sample_text(report: Report) -> str:
+    """Return the names of sample and host, as far as they are known."""
+    names = [report.provenance.spec.get("sample", ""), report.provenance.host]
+    known_names = [str(name) for name in names if name]
+    return one_line(", ".join(known_names)) or "not recorded"
+
+
+def _software_text(report: Report) -> str:
+    """Return the versions of driver, CUDA and torch."""
+    versions = report.provenance.versions
+    driver = versions.get("driver") or "none"
+    cuda = versions.get("cuda") or versions.get("cuda_driver") or "none"
+    torch = versions.get("torch") or "unknown"
+    return f"{driver}, {cuda}, {torch}"
+
+
+# --- The performance summary ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryBlock:
+    """What stands in `summary.txt.j2`: the lines of each part."""
+
+    workload: list[str]
+    throughput: list[str]
+    packing: list[str]
+    loader: list[str]
+    devices: list[str]
+    requirements: list[str]
+
+
+def summary_block(report: Report) -> SummaryBlock:
+    """Return the lines of the performance summary."""
+    run = report.run
+    telemetry = None if run is None else run.telemetry
+    num_reads = total_s = reads_per_hour = reads_per_s = hours_projected = None
+    if run is not None:
+        num_reads = run.n_reads
+        total_s = run.total_s
+        reads_per_hour = run.sequences_per_hour
+        reads_per_s = run.reads_per_s
+        hours_projected = run.hours_projected
+    total_hours = None if total_s is None else total_s * HOURS_PER_SECOND
+    tokens_per_s = packing = lowest_packing = low_batches = None
+    mean_wait_ms = p95_wait_ms = starved = None
+    devices = ["  n/a"]
+    if telemetry is not None:
+        tokens_per_s = telemetry.tokens_per_s
+        packing = telemetry.packing_efficiency
+        lowest_packing = telemetry.min_packing_efficiency
+        low_batches = telemetry.batches_below_threshold
+        mean_wait_ms = telemetry.avg_wait_ms
+        p95_wait_ms = telemetry.p95_wait_ms
+        starved = None if telemetry.queue is None else telemetry.queue.starved
+        if telemetry.devices:
+            devices = []
+        for place, device in enumerate(telemetry.devices):
+            use = cell(number(device.gpu_util_avg, 1, " %"))
+            memory = cell(_gigabytes(device.mem_used_peak))
+            devices.append(f"  Device {place} ({device.device}): {use} (peak mem: {memory})")
+    projected = f"Projected {report.profile.projection_reads:,}"
+    return SummaryBlock(
+        workload=[
+            _summary_line("Total sequences", number(num_reads, 0)),
+            _summary_line("Total runtime", number(total_hours, 4), "hours"),
+            _summary_line("Sequences/hour", number(reads_per_hour, 0)),
+            _summary_line(projected, number(hours_projected, 2), "hours (projection)"),
+        ],
+        throughput=[
+            _summary_line("Sequences/sec", number(reads_per_s)),
+            _summary_line("Tokens/sec", number(tokens_per_s, 0)),
+        ],
+        packing=[
+            _summary_line("Average", percent(packing, unit=""), "%"),
+            _summary_line("Minimum", percent(lowest_packing, unit=""), "%"),
+            _summary_line("Batches <80%", number(low_batches, 0)),
+        ],
+        loader=[
+            _summary_line("Avg wait time", number(mean_wait_ms, 2), "ms"),
+            _summary_line("P95 wait time", number(p95_wait_ms, 2), "ms"),
+            _summary_line("Queue starved", percent(starved, unit=""), "%"),
+        ],
+        devices=devices,
+        requirements=[
+            _requirement_line(report.criterion("two_device_time"), "time"),
+            _requirement_line(report.criterion("gpu_utilisation"), "GPU"),
+            _requirement_line(report.criterion("packing"), "packing"),
+        ],
+    )
+
+
+def _summary_line(title: str, value: str | None, unit: str = "") -> str:
+    return f"  {title + ':':<28}{cell(value):>14} {unit}".rstrip()
+
+
+def _gigabytes(size: float | None) -> str | None:
+    """Return a size in bytes as GB with its unit."""
+    if size is None:
+        return None
+    return number(size * GIGABYTES_PER_BYTE, 1, " GB")
+
+
+def _requirement_line(criterion: Criterion, name: str) -> str:
+    """Return the line of a requirement, which is called by the id of its criterion."""
+    title = f"{criterion.perf_id} ({name} {target_text(criterion.target, criterion.unit)}):"
+    return f"  {title:<32} {format_value(criterion):>12}  [{criterion.verdict.upper()}]"

@@ -1,0 +1,50 @@
+"""The page on a recording of torch's profiler: `profile.md`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from virnuc_core.report.render import fill_template
+from virnuc_core.report.sections import Row
+from virnuc_core.tools.trace import TraceTable
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What was recorded on one device, and in which file it is kept."""
+
+    file: str
+    amount: str
+
+
+def profile_markdown(
+    tables: Sequence[TraceTable],
+    *,
+    stages: Sequence[Mapping[str, object]],
+    marks: Sequence[Row],
+    operations: Sequence[Row],
+) -> str:
+    """Return `profile.md`: where the time of a run goes.
+
+    Args:
+        tables: The recordings.
+        stages: The nine stages of the run that was not disturbed.
+        marks: The recorded stages.
+        operations: The recorded operations that took most time.
+    """
+    return fill_template(
+        "profile.md.j2",
+        recordings=[_recording(table) for table in tables],
+        stages=stages,
+        marks=marks,
+        operations=operations,
+    )
+
+
+def _recording(table: TraceTable) -> Recording:
+    shards = "shard" if table.shards == 1 else "shards"
+    seconds = f"{table.window_ms / 1e3:.2f} s"
+    batches = f"{table.batches} batches, {table.tokens:,} tokens"
+    return Recording(
+        file=table.trace or "not kept: too large",
+        amount=f"{table.shards:,} {shards}, {batches} in {seconds}",
+    )

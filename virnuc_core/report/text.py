@@ -1,0 +1,202 @@
+"""Write numbers, targets and table cells as text.
+
+No number is rounded across its target: 89.96 % never reads 90 %.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from virnuc_core.profiles import Target
+from virnuc_core.report.model import Criterion, RunMetrics, Verdict
+from virnuc_core.telemetry.live import clock_text
+from virnuc_core.telemetry.tables import OVERLAPPED
+
+UNKNOWN: Final = "n/a"
+GIBIBYTE: Final = 1 << 30
+MAX_DECIMALS: Final = 6
+
+
+class Number(str):
+    """A number as text. A column of numbers is aligned to the right."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A verdict in a table or before a text.
+
+    Attributes:
+        verdict: Decides the colour.
+        word: What is written, where it is another word than the verdict.
+    """
+
+    verdict: Verdict
+    word: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return the word that is shown."""
+        return (self.word or self.verdict).upper()
+
+    def __str__(self) -> str:
+        return f"[{self.label}]"
+
+
+Cell = str | int | float | Mark | None  # `Number` is a `str`; `None` was not measured
+
+
+def cell(value: object) -> str:
+    """Return a cell as plain text, without characters that a terminal or a page would obey."""
+    if value is None:
+        return UNKNOWN
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    return "".join(c if c in "\t\n" or c.isprintable() else "�" for c in text)
+
+
+def one_line(value: object) -> str:
+    """Return a cell as plain text in one line."""
+    return " ".join(cell(value).split())
+
+
+def markdown_cell(value: object) -> str:
+    """Return a cell as text that cannot break a Markdown table or become markup."""
+    text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
+    return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
+
+
+def number(
+    value: float | None, digits: int = 1, unit: str = "", target: Target | None = None
+) -> Number | None:
+    """Return a number with its unit.
+
+    Args:
+        value: The number in the unit that is shown.
+        digits: Decimals that are shown. With a target there may be more.
+        unit: What stands behind the digits, with its blank.
+        target: The number is shown on its own side of this threshold.
+
+    Returns:
+        The text, or `None` if the value is `None`.
+    """
+    if value is None:
+        return None
+    if target is None:
+        return Number(f"{value:,.{digits}f}{unit}")
+    return Number(round_beside_target(value, digits, target) + unit)
+
+
+def percent(
+    share: float | None, digits: int = 1, unit: str = " %", target: Target | None = None
+) -> Number | None:
+    """Return a share of 0 to 1 in percent; a target is in percent, too."""
+    if share is None:
+        return None
+    return number(share * 100, digits, unit, target)
+
+
+def gibibytes(size: float | None) -> Number | None:
+    """Return a size in bytes as GiB without the unit."""
+    if size is None:
+        return None
+    return number(size / GIBIBYTE, 2)
+
+
+def clock(seconds: float | None) -> str | None:
+    """Return a duration as a clock shows it, or `None` if it is not known."""
+    if seconds is None:
+        return None
+    return clock_text(seconds)
+
+
+def round_beside_target(value: float, decimals: int, target: Target | None) -> str:
+    """Return the value with `decimals`, or with as many more as keep it on its side of the target.
+
+    >>> round_beside_target(89.96, 1, Target(op=">", value=90))
+    '89.96'
+    >>> round_beside_target(89.96, 1, None)
+    '90.0'
+    >>> round_beside_target(1.9, 2, Target(op=">=", value=1.9))
+    '1.90'
+    """
+    for places in range(decimals, MAX_DECIMALS + 1):
+        digits = f"{value:.{places}f}"
+        shown = float(digits)
+        if target is None or value == shown:
+            return digits
+        is_met = target.met(value)
+        seems_equal = not is_met and shown == target.value  # a miss must not look like the limit
+        if target.met(shown) == is_met and not seems_equal:
+            return digits
+    return repr(value)
+
+
+def format_value(criterion: Criterion) -> str:
+    """Return the value of a criterion, with enough decimals to show whether it meets its target."""
+    value = criterion.value
+    target = criterion.target
+    if value is None:
+        return UNKNOWN
+    if criterion.unit == "s":
+        return _format_seconds(value, target)
+    if criterion.unit == "x":
+        decimals = 1 if criterion.id == "speedup" else 2
+        return f"{round_beside_target(value, decimals, target)}x"
+    if criterion.unit == "%":
+        decimals = 2 if criterion.id == "consensus" else 1
+        return f"{round_beside_target(value, decimals, target).removesuffix('.0')}%"
+    decimals = 0 if value == int(value) else 4
+    return round_beside_target(value, decimals, target)
+
+
+def _format_seconds(seconds: float, target: Target | None) -> str:
+    """Return a duration as a clock shows it, with thousandths only where the target needs them."""
+    whole_seconds = float(int(seconds))
+    if target is None or target.met(seconds) == target.met(whole_seconds):
+        return clock_text(seconds)
+    thousandths = f"{seconds % 1:.3f}".lstrip("0")
+    return clock_text(seconds) + thousandths
+
+
+def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
+    """Return a target as people say it: `>=1.9x`, `<30 min`, or `none` without a target.
+
+    Args:
+        target: The threshold.
+        unit: Its unit.
+        decimals: Decimals of a whole number; other numbers keep the digits that they have.
+    """
+    if target is None:
+        return "none"
+    if unit == "s":
+        return _duration_target_text(target)
+    digits = f"{target.value:g}"
+    if decimals and "." not in digits:
+        digits = f"{target.value:.{decimals}f}"
+    return f"{target.op}{digits}{unit}"
+
+
+def _duration_target_text(target: Target) -> str:
+    """Return a limit of seconds in hours or minutes, where it is a whole number of them."""
+    for length_s, name in ((3600, "hour"), (60, "min")):
+        count, rest = divmod(target.value, length_s)
+        if count and not rest:
+            plural = "s" if name == "hour" and count > 1 else ""
+            return f"{target.op}{count:.0f} {name}{plural}"
+    return f"{target.op}{target.value:g} s"
+
+
+def stage_text(run: RunMetrics, stage: str) -> str:
+    """Return the time of a stage: `502s (15.7%)`, `0s (fused)` or `n/a (not measured)`.
+
+    Args:
+        run: The run.
+        stage: A row of the stage table, or `Total`.
+    """
+    seconds = run.total_s if stage == "Total" else run.stages.get(stage)
+    if seconds is None:
+        return "0s (fused)" if stage in run.stages else "n/a (not measured)"
+    digits = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
+    sign = "-" if stage == OVERLAPPED and seconds > 0 else ""  # it is subtracted from the total
+    share = percent(run.share_of_time(seconds), unit="%")
+    return f"{sign}{digits}s ({cell(share)})"

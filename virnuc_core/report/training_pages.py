@@ -1,0 +1,442 @@
+"""The pages on a new head: `train.html`, and the model card beside its weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from virnuc_core.encoders.model_config import Estimate, HeadCard
+from virnuc_core.report.render import fill_template
+from virnuc_core.report.text import cell, percent
+from virnuc_core.training.evaluation import Figures, Points
+from virnuc_core.training.training import TrainFile
+
+MIN_CLUSTERS: Final = 10  # of genomes of a class; fewer say little of a head
+MAX_GENOMES: Final = 500  # that the page lists
+DIGEST_LENGTH: Final = 16  # characters that the card shows
+METRICS: Final = ("auroc", "auprc", "precision", "recall", "f1", "brier", "ece")
+BLUE: Final = "#0969da"
+ORANGE: Final = "#bc4c00"
+
+
+# --- Notes ----------------------------------------------------------------------------------------
+
+
+def training_notes(training: TrainFile) -> list[str]:
+    """Return what a reader should know before the figures, a sentence each."""
+    notes = []
+    num_random = training.encoders.count(": random")
+    if num_random > 1:
+        notes.append(
+            f"The encoders are stand-ins with random weights ({training.encoders}): "
+            "no figure here is an accuracy on real reads."
+        )
+    elif num_random == 1:
+        notes.append(
+            f"One encoder is a stand-in with random weights ({training.encoders}): "
+            "no figure here says how good this method is with both."
+        )
+    test_clusters = min(training.clusters["test"].values())
+    if test_clusters < MIN_CLUSTERS:
+        notes.append(
+            f"The test has only {test_clusters} clusters of genomes of a class: too few to tell "
+            "how good this very head is. The cross-validation asks about all of them."
+        )
+    sides = training.clusters.values()
+    all_clusters = min(sum(side["others"] for side in sides), sum(side["virus"] for side in sides))
+    if all_clusters < MIN_CLUSTERS:
+        notes.append(
+            f"All genomes together make {all_clusters} clusters of a class: too few to tell how "
+            "good such heads are."
+        )
+    notes += _baseline_notes(training.figures)
+    notes += [f"Not run: {what}, {reason}." for what, reason in training.not_run.items()]
+    notes += [f"Left out: {count:,} {what}." for what, count in training.left_out.items()]
+    return notes
+
+
+def _baseline_notes(figures: Sequence[Figures]) -> list[str]:
+    """Say which baselines are as good as the head, by reads of the first test set."""
+    test_set = figures[0].asked
+    figures_of_reads = [
+        line for line in figures if line.level == "read" and line.natural and line.asked == test_set
+    ]
+    notes = []
+    for baseline in figures_of_reads[1:]:
+        head_auroc = figures_of_reads[0].metrics["auroc"]
+        baseline_auroc = baseline.metrics["auroc"]
+        if head_auroc is None or baseline_auroc is None:
+            continue
+        if baseline_auroc.value >= head_auroc.value:
+            notes.append(
+                f"The head does no better than {baseline.method} "
+                f"(AUROC {head_auroc} against {baseline_auroc})."
+            )
+    return notes
+
+
+# --- Charts ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Polyline:
+    """A line of a chart."""
+
+    label: str
+    label_x: int
+    colour: str
+    points: str  # as SVG has them
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingChart:
+    """A chart of scores."""
+
+    title: str
+    svg: str
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """What the axes of a chart show."""
+
+    x: str
+    y: str
+    has_diagonal: bool = False
+
+
+AXES: Final = {
+    "ROC": Axes("reads of others called viral", "viral reads found", has_diagonal=True),
+    "precision and recall": Axes("viral reads found", "of those called viral, right"),
+    "reliability": Axes("score of virus", "share that is viral", has_diagonal=True),
+}
+
+
+def training_charts(training: TrainFile) -> list[TrainingChart]:
+    """Return the curves of the head, and the histograms of its scores."""
+    charts = []
+    for name, points in training.curves.items():
+        line = _polyline("head", 0, BLUE, points)
+        title = f"{name}, {training.figures[0].asked}"
+        charts.append(TrainingChart(title, _draw(AXES[name], [line])))
+    for test_set, counts in training.histograms.items():
+        charts.append(TrainingChart(f"Scores of reads, {test_set}", _draw_histogram(*counts)))
+    return charts
+
+
+def _polyline(label: str, place: int, colour: str, points: Points) -> Polyline:
+    """Return a line through points of 0 to 1; `place` is that of its label among the others."""
+    positions = ""
+    for x, y in zip(*points, strict=True):
+        positions += f"{40 + 240 * x:.1f},{210 - 190 * y:.1f} "
+    return Polyline(label, 44 + 60 * place, colour, positions)
+
+
+def _draw_histogram(others: Sequence[int], virus: Sequence[int]) -> str:
+    """Return a chart of how many reads of each class have which score."""
+    highest = max(*others, *virus, 1)
+    lines = [
+        _polyline("others", 0, BLUE, _outline(others, highest)),
+        _polyline("virus", 1, ORANGE, _outline(virus, highest)),
+    ]
+    return _draw(Axes("score of virus", f"reads, of {highest}"), lines)
+
+
+def _outline(counts: Sequence[int], highest: int) -> Points:
+    """Return the outline of a histogram over scores of 0 to 1, as shares of the highest bin."""
+    x: list[float] = []
+    y: list[float] = []
+    for place, count in enumerate(counts):
+        x += [place / len(counts), (place + 1) / len(counts)]
+        y += [count / highest] * 2
+    return tuple(x), tuple(y)
+
+
+def _draw(axes: Axes, lines: list[Polyline]) -> str:
+    return fill_template("training_chart.svg.j2", axes=axes, lines=lines)
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MetricCell:
+    """A metric, and the interval that holds 95 % of the resampled figures."""
+
+    value: str
+    interval: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FigureRow:
+    """Who scored which rows, and how well."""
+
+    method: str
+    level: str
+    rows: int
+    prevalence: str
+    metrics: list[MetricCell]
+
+
+@dataclass(frozen=True, slots=True)
+class FigureTable:
+    """The figures of one test set."""
+
+    title: str
+    rows: list[FigureRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Auroc:
+    """The AUROC of reads of one test set."""
+
+    value: str
+    test_set: str
+    clusters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """The score from which a false discovery rate holds."""
+
+    rate: float
+    score: str
+    realised: str  # the rate in the test of this very head
+
+
+@dataclass(frozen=True, slots=True)
+class Genome:
+    """A genome of the training, and the side of the split that it is on."""
+
+    name: str
+    label: str
+    side: str
+    cluster: int
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPage:
+    """What stands in `train.html`."""
+
+    created: str
+    virnuc_version: str
+    model_length: int
+    head_digest: str
+    aurocs: list[Auroc]
+    shared_sequences: int
+    best_epoch: int
+    epochs: int
+    notes: list[str]
+    tables: list[FigureTable]
+    charts: list[TrainingChart]
+    prevalence: str
+    uncertain: str
+    thresholds: list[Threshold]
+    genomes: list[Genome]
+    num_genomes: int
+    settings: dict[str, str]
+    digests: dict[str, str]
+
+
+def training_page(training: TrainFile) -> str:
+    """Return `train.html`: how well a head does on genomes that it has not met."""
+    card = training.card
+    names_of_genomes = list(training.genomes)
+    digests = training.digests | {"reads": card.reads, "truth": card.truth}
+    page = TrainingPage(
+        created=training.created,
+        virnuc_version=training.virnuc_version,
+        model_length=training.model_length,
+        head_digest=training.digests["head"][:12],
+        aurocs=_aurocs(training.figures),
+        shared_sequences=training.shared_sequences,
+        best_epoch=training.best_epoch,
+        epochs=training.epochs,
+        notes=training_notes(training),
+        tables=_figure_tables(training.figures),
+        charts=training_charts(training),
+        prevalence=str(percent(card.prevalence)),
+        uncertain=_uncertain_scores(card, "Uncertain: scores from {low} to below {high}."),
+        thresholds=_thresholds(training),
+        genomes=[_genome(training, name) for name in names_of_genomes[:MAX_GENOMES]],
+        num_genomes=len(names_of_genomes),
+        settings={name: cell(value) for name, value in training.settings.items()},
+        digests=digests,
+    )
+    return fill_template("train.html.j2", page=page)
+
+
+def _aurocs(figures: Sequence[Figures]) -> list[Auroc]:
+    """Return the AUROC of the head over the reads of each test set."""
+    return [
+        Auroc(str(line.metrics["auroc"]), line.asked, line.clusters)
+        for line in figures
+        if line.method == "head" and line.level == "read" and line.natural
+    ]
+
+
+def _figure_tables(figures: Sequence[Figures]) -> list[FigureTable]:
+    """Return the figures by test set; reads come first, and their own prevalence."""
+    tables = []
+    for test_set in dict.fromkeys(line.asked for line in figures):
+        lines = [line for line in figures if line.asked == test_set]
+        lines.sort(key=lambda line: (line.level, line.natural), reverse=True)
+        title = test_set[0].upper() + test_set[1:]
+        tables.append(FigureTable(title, [_figure_row(line) for line in lines]))
+    return tables
+
+
+def _figure_row(figures: Figures) -> FigureRow:
+    return FigureRow(
+        method=figures.method,
+        level=figures.level,
+        rows=figures.rows,
+        prevalence=str(percent(figures.prevalence)),
+        metrics=[_metric_cell(figures.metrics[name]) for name in METRICS],
+    )
+
+
+def _metric_cell(estimate: Estimate | None) -> MetricCell:
+    if estimate is None:
+        return MetricCell("–")
+    interval = f"{estimate.low:.3f} to {estimate.high:.3f}"
+    return MetricCell(f"{estimate.value:.3f}", interval)
+
+
+def _uncertain_scores(card: HeadCard, words: str) -> str:
+    """Say which scores are uncertain; nothing if that is not known.
+
+    Args:
+        card: The card of the head.
+        words: A sentence with places for `low` and `high`.
+    """
+    if card.uncertain is None:
+        return ""
+    low, high = card.uncertain
+    if low == high:
+        return "No score is uncertain."
+    return words.format(low=f"{low:.3f}", high=f"{high:.3f}")
+
+
+def _thresholds(training: TrainFile) -> list[Threshold]:
+    """Return the thresholds of the head, with what they came to in its test."""
+    thresholds = []
+    for rate, score in training.card.thresholds.items():
+        realised = cell(percent(training.realised[rate], 2))
+        thresholds.append(Threshold(rate, f"{score:.4f}", realised))
+    return thresholds
+
+
+def _genome(training: TrainFile, name: str) -> Genome:
+    genome = training.genomes[name]
+    return Genome(
+        name=cell(name),
+        label=str(genome["label"]),
+        side=str(genome["side"] or "not used"),
+        cluster=int(genome["cluster"]),
+        frames=int(genome["frames"]),
+    )
+
+
+# --- The card -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CardRow:
+    """Who scored which reads, and how well."""
+
+    method: str
+    test_set: str
+    clusters: int
+    prevalence: str
+    metrics: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class CardSide:
+    """A side of the split: how many frames and clusters of genomes are on it."""
+
+    name: str
+    frames: int
+    others: int
+    virus: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What stands in the model card."""
+
+    created: str
+    virnuc_version: str
+    model_length: int
+    read_lengths: str
+    notes: list[str]
+    rows: list[CardRow]
+    prevalence: str
+    thresholds: list[Threshold]
+    uncertain: str
+    charts: list[TrainingChart]
+    sides: list[CardSide]
+    shared_sequences: int
+    similarity: str
+    learnt_from: int
+    epochs: int
+    best_epoch: int
+    encoders: str
+    digests: dict[str, str]
+
+
+def model_card(training: TrainFile, *, with_charts: bool) -> str:
+    """Return the model card of a new head in Markdown."""
+    card = training.card
+    digests = {"reads": card.reads, "truth": card.truth} | training.digests
+    page = ModelCard(
+        created=training.created,
+        virnuc_version=training.virnuc_version,
+        model_length=training.model_length,
+        read_lengths=_read_lengths(card),
+        notes=training_notes(training),
+        rows=[_card_row(line) for line in training.figures if line.level == "read"],
+        prevalence=str(percent(card.prevalence)),
+        thresholds=_thresholds(training),
+        uncertain=_uncertain_scores(card, "Scores from {low} to below {high} are uncertain."),
+        charts=training_charts(training) if with_charts else [],
+        sides=[_card_side(training, side) for side in training.clusters],
+        shared_sequences=training.shared_sequences,
+        similarity=str(percent(training.settings["similarity"])),
+        learnt_from=training.learnt_from,
+        epochs=training.epochs,
+        best_epoch=training.best_epoch,
+        encoders=training.encoders,
+        digests={name: digest[:DIGEST_LENGTH] for name, digest in digests.items()},
+    )
+    return fill_template("model_card.md.j2", page=page, with_charts=with_charts)
+
+
+def _read_lengths(card: HeadCard) -> str:
+    """Say how long the reads of the training were."""
+    shortest, median, longest = card.lengths
+    if shortest == longest:
+        return f"{shortest} bases"
+    return f"{shortest} to {longest} bases (half of them up to {median})"
+
+
+def _card_row(figures: Figures) -> CardRow:
+    return CardRow(
+        method=figures.method,
+        test_set=figures.asked,
+        clusters=figures.clusters,
+        prevalence=str(percent(figures.prevalence)),
+        metrics=[cell(figures.metrics[name]) for name in METRICS],
+    )
+
+
+def _card_side(training: TrainFile, side: str) -> CardSide:
+    genomes = [genome for genome in training.genomes.values() if genome["side"] == side]
+    clusters = training.clusters[side]
+    return CardSide(
+        name=side,
+        frames=sum(int(genome["frames"]) for genome in genomes),
+        others=clusters["others"],
+        virus=clusters["virus"],
+    )

@@ -1,0 +1,126 @@
+"""Views of the devices at work: utilisation, packing, and the queue of batches."""
+
+from virnuc_core.report.model import Criterion, TelemetryMetrics
+from virnuc_core.report.sections import Row, Section, Table
+from virnuc_core.report.text import (
+    UNKNOWN,
+    Mark,
+    Number,
+    cell,
+    format_value,
+    gibibytes,
+    number,
+    one_line,
+    percent,
+    target_text,
+)
+from virnuc_core.telemetry.statistics import QueueShares
+from virnuc_core.telemetry.tables import GPU_STAGES
+
+
+def utilisation_section(telemetry: TelemetryMetrics, criterion: Criterion) -> Section:
+    """Return the section on the use of each device, which begins with the criterion's verdict."""
+    target = target_text(criterion.target, criterion.unit)
+    lowest = f"lowest device {format_value(criterion)}, required {target}"
+    verdict = f"{Mark(criterion.verdict)} {criterion.reason}"
+    sentence = f"{criterion.perf_id}: {lowest}: {verdict}".strip()
+    return Section("GPU Utilization", sentences=[sentence], tables=[Table(device_rows(telemetry))])
+
+
+def device_rows(telemetry: TelemetryMetrics) -> list[Row]:
+    """Return utilisation, memory, power and temperature of each device."""
+    allocated = {busy.device: busy.allocated_peak_bytes for busy in telemetry.busy}
+    rows: list[Row] = []
+    for device in telemetry.devices:
+        lowest = cell(number(device.gpu_util_min, 0))
+        highest = cell(number(device.gpu_util_max, 0))
+        rows.append(
+            {
+                "GPU": device.device,
+                "Avg Util %": number(device.gpu_util_avg),
+                "Min to max %": Number(f"{lowest} to {highest}"),
+                "ESM-2 %": number(device.esm2_percent),
+                "DNABERT-S %": number(device.dnabert_s_percent),
+                "Peak Mem (GB)": gibibytes(device.mem_used_peak),
+                "Allocated (GB)": gibibytes(allocated.get(device.device)),
+                "Power (W)": number(device.power_avg_w, 0),
+                "Max °C": number(device.temperature_max_c, 0),
+                "kWh": number(device.energy_kwh, 4),
+                "Samples": device.sample_count,
+            }
+        )
+    return rows
+
+
+def packing_section(telemetry: TelemetryMetrics) -> Section:
+    """Return the section on packing, on waits for batches, and on the host."""
+    sentences = []
+    if telemetry.queue is not None:
+        sentences = [
+            _waits_sentence(telemetry, telemetry.queue),
+            _speed_sentence(telemetry),
+            _host_sentence(telemetry),
+        ]
+    table = Table(encoder_rows(telemetry))
+    return Section("Packing and loader", sentences=sentences, tables=[table])
+
+
+def _waits_sentence(telemetry: TelemetryMetrics, queue: QueueShares) -> str:
+    """Say how long the launch loop waited for batches, and how full they were."""
+    mean = _milliseconds(telemetry.avg_wait_ms)
+    p95 = _milliseconds(telemetry.p95_wait_ms)
+    longest = _milliseconds(telemetry.max_wait_ms)
+    shares = (
+        f"full {percent(queue.full)}, normal {percent(queue.normal)}, "
+        f"starved {percent(queue.starved)} (waited over 1 ms: {percent(telemetry.waiting_share)})"
+    )
+    low = f"{cell(telemetry.batches_below_threshold)} of {cell(telemetry.batches)}"
+    return one_line(
+        f"Waits: mean {mean}, p95 {p95}, max {longest}. Queue: {shares}. "
+        f"Batches packed under 80 %: {low}."
+    )
+
+
+def _milliseconds(value: float | None) -> str:
+    """Return a time in milliseconds with its unit."""
+    return UNKNOWN if value is None else f"{value:.2f} ms"
+
+
+def _speed_sentence(telemetry: TelemetryMetrics) -> str:
+    """Say how many tokens and sequences were embedded in a second."""
+    rate = cell(number(telemetry.tokens_per_s, 0))
+    steady_rate = cell(number(telemetry.steady_tokens_per_s, 0))
+    sequences = cell(number(telemetry.rows_per_s))
+    return one_line(
+        f"Tokens/s, both encoders: {rate} while embedding, {steady_rate} once warm "
+        f"(10 batches of each device left out). Sequences/s: {sequences}, each counted once."
+    )
+
+
+def _host_sentence(telemetry: TelemetryMetrics) -> str:
+    """Say how busy the processor was, and how much memory the run took."""
+    host = telemetry.host
+    average = cell(number(host.cpu_percent_avg, 0, " %"))
+    highest = cell(number(host.cpu_percent_max, 0, " %"))
+    memory = gibibytes(host.rss_peak_bytes)
+    peak = cell(None if memory is None else f"{memory} GB")
+    return one_line(
+        f"Host: CPU {average} on average, {highest} at most; "
+        f"memory of all processes of the run {peak} at most."
+    )
+
+
+def encoder_rows(telemetry: TelemetryMetrics) -> list[Row]:
+    """Return packing and speed of each encoder."""
+    return [
+        {
+            "Encoder": GPU_STAGES[encoder.encoder],
+            "Batches": encoder.batches,
+            "Tokens": encoder.tokens,
+            "Slots": encoder.slots,
+            "Packing": percent(encoder.packing_efficiency),
+            "Tokens/s of a device": number(encoder.device_tokens_per_s, 0),
+            "Ceiling (tokens/s)": number(encoder.ceiling_tokens_per_s, 0) or "not run",
+        }
+        for encoder in telemetry.encoders
+    ]

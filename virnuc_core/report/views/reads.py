@@ -1,0 +1,35 @@
+"""View of the reads: what became of each one."""
+
+from virnuc_core.report.model import Report
+from virnuc_core.report.sections import Row, Section, Table
+from virnuc_core.report.text import percent
+
+
+def fates_section(report: Report) -> Section:
+    """Return the section on the fates of the reads of the judged run."""
+    return Section("Every read has a fate", tables=[Table(fate_rows(report))])
+
+
+def fate_rows(report: Report) -> list[Row]:
+    """Return counts of fates and remarks, and of what never became a read; nothing without them."""
+    accounting = report.accounting
+    if accounting is None:
+        return []
+    counts: list[tuple[str, int | None]] = list(accounting.fates.items())
+    total_title = "sum of the fates"
+    if not accounting.adds_up:
+        total_title += ": does NOT add up"
+    counts.append((total_title, sum(accounting.fates.values())))
+    counts.append(("reads that came in", None if report.run is None else report.run.n_reads))
+    counts += [(f"reads: {flag}", count) for flag, count in accounting.flags.items()]
+
+    rows: list[Row] = []
+    for title, count in counts:
+        rows.append({"What": title, "Count": count, "Share": percent(accounting.share(count))})
+
+    staging = accounting.staging
+    ignored_files = None if staging.ignored_files is None else len(staging.ignored_files)
+    for title, count in (("records skipped", staging.skipped), ("files ignored", ignored_files)):
+        shown = "not recorded" if count is None else count
+        rows.append({"What": title, "Count": shown, "Share": None})
+    return rows

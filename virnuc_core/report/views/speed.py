@@ -1,0 +1,231 @@
+"""Views of how fast a run was: scaling, stages, throughput, efficiency and cost."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from virnuc_core.report.model import EncoderMetrics, Report, RunMetrics, Verdict, efficiency_target
+from virnuc_core.report.sections import Row, Section, Table, with_columns_of_first
+from virnuc_core.report.text import (
+    Mark,
+    Number,
+    number,
+    percent,
+    stage_text,
+    target_text,
+)
+from virnuc_core.telemetry.tables import GPU_STAGES, ROWS, STAGES
+from virnuc_core.validation import OverheadFile
+
+NOT_RUN: Final[Verdict] = "not run"
+
+
+# --- Scaling --------------------------------------------------------------------------------------
+
+
+def scaling_rows(report: Report) -> list[Row]:
+    """Return time, speed-up and verdict by number of devices."""
+    rows: list[Row] = []
+    for figure in report.scaling:
+        criterion = figure.judged
+        target = None if criterion is None else criterion.target
+        limit_percent = efficiency_target(target, figure.num_gpus)
+        row: Row = {
+            "GPUs": figure.num_gpus,
+            "Time": number(figure.time_seconds, 1, " s"),
+            "Runs": measured_runs(figure.times_s),
+            "Speedup": number(figure.speedup, 2, "x", target=target),
+            "Efficiency": percent(figure.efficiency, unit="%", target=limit_percent),
+            "ESM-2": number(figure.esm2_scaling, 2, "x"),
+            "DNABERT-S": number(figure.dnabert_scaling, 2, "x"),
+            "Required": None,
+            "Verdict": None,
+            "Why": "",
+        }
+        if criterion is not None:
+            row["Required"] = Number(target_text(target, criterion.unit))
+            row["Verdict"] = Mark(criterion.verdict)
+            row["Why"] = criterion.reason
+        rows.append(row)
+    for num_devices, reason in unmeasured_device_counts(report).items():
+        rows.append({"GPUs": num_devices, "Verdict": Mark(NOT_RUN), "Why": f"skipped: {reason}"})
+    return with_columns_of_first(rows)
+
+
+def measured_runs(times_s: Sequence[float]) -> str:
+    """Say of how many runs a time is the median, and between which times they lie."""
+    if len(times_s) == 1:
+        return "one run"
+    shortest = number(min(times_s))
+    longest = number(max(times_s))
+    return f"median of {len(times_s)} runs, {shortest} to {longest} s"
+
+
+def unmeasured_device_counts(report: Report) -> dict[int, str]:
+    """Return numbers of devices without a figure of scaling, and the reasons.
+
+    These are runs without a time, and numbers of a band for which there were not enough devices.
+    """
+    reasons = {}
+    for run in report.runs:
+        if run.untimed:
+            reasons[len(run.devices)] = run.untimed
+    most_devices = max((len(run.devices) for run in report.runs), default=0)
+    for num_devices in sorted(int(count) for count in report.profile.scaling_bands):
+        if num_devices > most_devices > 0:
+            reasons[num_devices] = f"there were {most_devices} devices"
+    return reasons
+
+
+# --- Runs and stages ------------------------------------------------------------------------------
+
+
+def run_rows(report: Report) -> list[Row]:
+    """Return times and counts of each run."""
+    projected = f"Projected {report.profile.projection_reads:,}"
+    return [
+        {
+            "Run": run.name,
+            "Devices": run.label,
+            "Total": number(run.total_s, 2, " s"),
+            "Staging": number(run.staging_s, 2, " s"),
+            "Rest": number(run.wall_s, 2, " s"),
+            "Reads": run.n_reads,
+            "Rows": run.n_rows,
+            "Distinct": run.n_uniques,
+            "Reads/s": number(run.reads_per_s),
+            projected: number(run.hours_projected, 2, " h"),
+            "Precision": run.precision,
+            "Resumed": "yes" if run.resumed else "no",
+            "Restarts": run.restarts,
+            "Errors in logs": run.log_errors,
+        }
+        for run in report.runs
+    ]
+
+
+def attempt_rows(runs: Sequence[RunMetrics]) -> list[Row]:
+    """Return each attempt of the runs that took several; their sums are the runs' own figures."""
+    rows: list[Row] = []
+    for run in runs:
+        if len(run.attempts) < 2:
+            continue
+        for attempt in run.attempts:
+            rows.append(
+                {
+                    "Run": run.name,
+                    "Started": attempt.started,
+                    "Rest": number(attempt.wall_s, 2, " s"),
+                    "First batch to last commit": number(attempt.worked_s, 2, " s"),
+                    "Shards": attempt.shards,
+                    "Deaths": "; ".join(attempt.deaths) or "none",
+                    "Telemetry": attempt.telemetry or "none",
+                }
+            )
+    return rows
+
+
+def stage_time_rows(runs: Sequence[RunMetrics]) -> list[Row]:
+    """Return the time of each stage, with a column for each run.
+
+    The nine stages and the total always have a row, other rows where a run has measured them.
+    """
+    if not runs:
+        return []
+    labels = [run.label for run in runs]
+    labels_are_unique = len(set(labels)) == len(labels)
+    shown = {*STAGES, "Total"}
+    for run in runs:
+        shown.update(run.stages)
+    rows: list[Row] = []
+    for stage in (*ROWS, "Total"):
+        if stage not in shown:
+            continue
+        row: Row = {"Stage": stage}
+        for run in runs:
+            column = run.label if labels_are_unique else run.name
+            row[column] = Number(stage_text(run, stage))
+        rows.append(row)
+    return rows
+
+
+def throughput_rows(run: RunMetrics | None) -> list[Row]:
+    """Return the speed of each measured stage."""
+    if run is None:
+        return []
+    return [
+        {
+            "stage": speed.stage,
+            "total_sequences": speed.sequences,
+            "total_time_seconds": speed.seconds,
+            "throughput_seq_per_sec": speed.sequences_per_s,
+            "avg_time_per_sequence_ms": speed.ms_per_sequence,
+        }
+        for speed in run.stage_throughput
+    ]
+
+
+# --- Efficiency and cost --------------------------------------------------------------------------
+
+
+def efficiency_rows(report: Report) -> list[Row]:
+    """Return the facts of efficiency and cost as a table."""
+    facts = efficiency_facts(report)
+    return [{"What": title, "Value": str(value)} for title, value in facts.items()]
+
+
+def efficiency_facts(report: Report) -> dict[str, str]:
+    """Return how well the encoders use the devices, what a million reads take, and the overhead."""
+    run = report.run
+    facts: dict[str, str] = {}
+    for encoder_id, title in reversed(GPU_STAGES.items()):  # ESM-2 first
+        encoder = None
+        if run is not None and run.telemetry is not None:
+            encoder = run.telemetry.encoder(encoder_id)
+        facts[f"MFU of {title}"] = _mfu_text(encoder)
+
+    on_cpu = run is not None and run.devices and run.devices[0].kind == "cpu"
+    device_hours = "Core-hours" if on_cpu else "GPU-hours"
+    hours = energy = price = None
+    if run is not None:
+        hours = number(run.device_hours_per_million, 3)
+        energy = number(run.kwh_per_million, 3)
+        price = number(run.price_per_million, 2)
+    facts[f"{device_hours} per million reads"] = hours or NOT_RUN
+    facts["kWh per million reads"] = energy or NOT_RUN
+    facts["Price per million reads"] = price or NOT_RUN
+    if report.profile.price_per_device_hour is None:
+        facts["Price per million reads"] = "not run (the profile gives no price)"
+    facts["Checkpoint overhead"] = overhead_text(report.overhead)
+    return facts
+
+
+def _mfu_text(encoder: EncoderMetrics | None) -> str:
+    """Return the share of the devices' arithmetic that an encoder uses, by ceiling and by sheet."""
+    if encoder is None:
+        return NOT_RUN
+    of_ceiling = percent(encoder.mfu_of_ceiling, unit="%")
+    of_datasheet = percent(encoder.mfu_of_datasheet, unit="%")
+    if of_ceiling is None and of_datasheet is None:
+        return NOT_RUN
+    return f"measured ceiling {of_ceiling or NOT_RUN}, datasheet {of_datasheet or NOT_RUN}"
+
+
+def overhead_text(overhead: OverheadFile | None) -> str:
+    """Return what commits cost: `1.2% (median of 3 pairs of runs, 0.9 to 1.4%)`."""
+    if overhead is None:
+        return NOT_RUN
+    shares = overhead.shares
+    if overhead.median is None:
+        return f"{NOT_RUN} ({overhead.problem})" if overhead.problem else NOT_RUN
+    lowest = f"{100 * shares[0]:.1f}"
+    highest = f"{100 * shares[-1]:.1f}%"
+    spread = f"median of {len(shares)} pairs of runs, {lowest} to {highest}"
+    if overhead.problem:
+        spread += f"; {overhead.problem}"
+    return f"{100 * overhead.median:.1f}% ({spread})"
+
+
+def runs_section(report: Report) -> Section:
+    """Return the section on times, counts and attempts of the runs."""
+    attempts = Table(attempt_rows(report.runs), "Attempts")
+    return Section("Runs", tables=[Table(run_rows(report)), attempts])

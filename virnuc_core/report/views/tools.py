@@ -1,0 +1,137 @@
+"""Views of what the tools measure: sweeps of settings, overheads, and recordings of the profiler."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from virnuc_core.report.sections import Row, with_columns_of_first
+from virnuc_core.report.text import number, percent
+from virnuc_core.tools.trace import WAIT, Operation, TraceTable
+from virnuc_core.tools.tune import Candidate
+from virnuc_core.validation import OverheadPair
+
+MARK_TITLES: Final = {
+    WAIT: "(waiting for a batch)",
+    "dnabert_s": "DNABERT-S",
+    "esm2": "ESM-2",
+    "head": "Model Prediction",
+}
+NAME_WIDTH: Final = 90  # kernels of templates have names of a thousand letters
+
+
+def candidate_rows(
+    candidates: Sequence[Candidate], *, chosen: Candidate, recommended: str, tolerance: float
+) -> list[Row]:
+    """Return what was measured of each candidate of a sweep, and whether it may be recommended.
+
+    Args:
+        candidates: The candidates in the order of the rows.
+        chosen: The recommended one.
+        recommended: The word for its verdict.
+        tolerance: The difference of scores up to which a candidate is usable.
+    """
+    rows: list[Row] = []
+    for candidate in candidates:
+        reason = candidate.refused
+        if not reason and candidate.dropped:
+            reason = "slower, dropped by halving"
+        is_chosen = candidate is chosen
+        result: Row = {
+            "score difference": candidate.difference,
+            "labels changed": candidate.trials[-1].labels_changed if candidate.trials else None,
+            "verdict": recommended if is_chosen else candidate.verdict(tolerance),
+            "why": reason,
+        }
+        rows.append({"settings": candidate.label} | _rate_cells(candidate) | result)
+    return rows
+
+
+def _rate_cells(candidate: Candidate) -> Row:
+    """Return the rates of all trials of a candidate, and the details of its last one."""
+    rate = spread = None
+    if candidate.rates:
+        rate = round(candidate.rate)
+    if len(candidate.rates) > 1:
+        spread = percent(candidate.spread)
+    elapsed_s = utilisation = packing = starved = None
+    if candidate.trials:
+        last = candidate.trials[-1]
+        elapsed_s = last.span_s
+        utilisation = last.utilisation
+        packing = last.packing_efficiency
+        starved = None if last.queue is None else last.queue.starved
+    queue_depth = candidate.engine.prefetch_factor * max(1, candidate.engine.num_workers)
+    return {
+        "tokens/s": rate,
+        "spread": spread,
+        "runs": len(candidate.rates),
+        "elapsed": number(elapsed_s, 1, " s"),
+        "utilisation": number(utilisation, 1, " %"),
+        "packing": percent(packing),
+        "starved": percent(starved),
+        "queue depth": queue_depth,
+    }
+
+
+def overhead_rows(pairs: Sequence[OverheadPair]) -> list[Row]:
+    """Return the speed of each pair of runs, with what costs and without."""
+    return [
+        {
+            "pair": place,
+            "of": pair.of,
+            "tokens/s with": round(pair.with_tokens_per_s),
+            "tokens/s without": round(pair.without_tokens_per_s),
+            "overhead": percent(pair.overhead),
+            "worker restarts": pair.restarts,
+        }
+        for place, pair in enumerate(pairs, start=1)
+    ]
+
+
+def mark_rows(tables: Sequence[TraceTable]) -> list[Row]:
+    """Return the stages that the launch loop marks, with the times of the host and the device.
+
+    The host's time is that of launching a stage, the device's that of computing it.
+    """
+    rows: list[Row] = []
+    for table in tables:
+        on_gpu = table.kind == "cuda"
+        for mark in table.marks:
+            computes = on_gpu and mark.name != WAIT
+            own_ms = mark.device_ms if computes else mark.host_ms
+            rows.append(
+                {
+                    "device": table.device,
+                    "stage": MARK_TITLES[mark.name],
+                    "calls": mark.calls,
+                    "host ms": round(mark.host_ms, 2),
+                    "device ms": round(mark.device_ms, 2) if on_gpu else None,
+                    "share of the recording": percent(own_ms / table.window_ms),
+                }
+            )
+    return rows
+
+
+def operation_rows(tables: Sequence[TraceTable], *, limit: int) -> list[Row]:
+    """Return the operations that took most time, up to `limit` of each device."""
+    rows: list[Row] = []
+    for table in tables:
+        has_shapes = any(operation.shapes for operation in table.operations)
+        for operation in table.operations[:limit]:
+            row = _operation_cells(operation, table)
+            if has_shapes:
+                row["shapes"] = operation.shapes
+            rows.append(row)
+    return with_columns_of_first(rows)
+
+
+def _operation_cells(operation: Operation, table: TraceTable) -> Row:
+    own_ms = operation.device_ms if operation.on == "device" else operation.host_ms
+    return {
+        "device": table.device,
+        "operation": operation.name[:NAME_WIDTH],
+        "on": operation.on,
+        "calls": operation.calls,
+        "ms": round(own_ms, 2),
+        "ms a call": own_ms / operation.calls,
+        "share of the recording": percent(own_ms / table.window_ms),
+    }

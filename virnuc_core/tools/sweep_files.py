@@ -1,0 +1,124 @@
+"""The files that a sweep of settings writes: `tune.json` and `settings.toml`."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Self
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.runfiles import Device, RunFile, now, versions
+from virnuc_core.tools.tune import Candidate, Recommendation, Sweep, Trial, Verdict
+
+
+class CandidateResult(RunFile):
+    """What was measured of one set of settings."""
+
+    number: int
+    changes: dict[str, Any]  # against the base
+    tokens_per_s: tuple[float, ...]  # of each trial
+    median_tokens_per_s: float | None
+    spread: float | None  # of the trials, as a share of the median
+    verdict: Verdict
+    dropped: bool  # slower than half of the others after a round
+    reason: str  # why these settings cannot run here
+    trials: tuple[Trial, ...]
+
+    @classmethod
+    def of(cls, candidate: Candidate, tolerance: float) -> Self:
+        """Return the result of a candidate whose scores may differ by `tolerance`."""
+        return cls(
+            number=candidate.number,
+            changes=candidate.changes,
+            tokens_per_s=candidate.rates,
+            median_tokens_per_s=candidate.rate or None,
+            spread=candidate.spread if len(candidate.rates) > 1 else None,
+            verdict=candidate.verdict(tolerance),
+            dropped=candidate.dropped,
+            reason=candidate.refused,
+            trials=tuple(candidate.trials),
+        )
+
+
+class RecommendedSettings(RunFile):
+    """The settings to use, and what speaks for them."""
+
+    number: int  # of the candidate
+    engine: EngineSpec
+    gain: float  # over the base, as a share
+    reason: str
+
+
+class TuneFile(RunFile):
+    """`tune.json`: every trial of a sweep, what they were made on, and how they were judged."""
+
+    schema_version: int = 1
+    created: str
+    profile: str
+    score_tolerance: float
+    search: Literal["halving", "grid"]
+    devices: tuple[Device, ...]
+    cores: int
+    versions: dict[str, str]
+    base: EngineSpec
+    candidates: tuple[CandidateResult, ...]
+    recommended: RecommendedSettings
+
+
+def tune_file(
+    sweep: Sweep,
+    candidates: Sequence[Candidate],
+    recommendation: Recommendation,
+    *,
+    devices: Sequence[Device],
+    cores: int,
+) -> TuneFile:
+    """Return the content of `tune.json`.
+
+    Args:
+        sweep: The sweep.
+        candidates: All candidates with their trials.
+        recommendation: What was recommended.
+        devices: The devices that the candidates were measured on.
+        cores: The cores that this process may use.
+    """
+    best = recommendation.candidate
+    tolerance = sweep.profile.score_tolerance
+    return TuneFile(
+        created=now(),
+        profile=sweep.profile.name,
+        score_tolerance=tolerance,
+        search=sweep.search,
+        devices=tuple(devices),
+        cores=cores,
+        versions=versions(),
+        base=sweep.base,
+        candidates=tuple(CandidateResult.of(one, tolerance) for one in candidates),
+        recommended=RecommendedSettings(
+            number=best.number,
+            engine=best.engine,
+            gain=recommendation.gain,
+            reason=recommendation.reason,
+        ),
+    )
+
+
+def tune_json(content: TuneFile) -> str:
+    """Return the text of `tune.json`."""
+    return json.dumps(content.model_dump(mode="json"), indent=1, allow_nan=False) + "\n"
+
+
+def settings_toml(recommendation: Recommendation, names: Iterable[str]) -> str:
+    """Return the text of `settings.toml`, which `--settings` of any flow reads.
+
+    Args:
+        recommendation: What was recommended.
+        names: The settings that a sweep may change.
+    """
+    settings = recommendation.candidate.engine.model_dump(mode="json")
+    reason = recommendation.reason.replace("\n", " ")
+    lines = [
+        f"# {reason}; see tune.json",
+        "# Use with --settings of any flow. A setting given beside it wins; "
+        "one left out is the profile's.",
+    ]
+    lines += [f"{name} = {json.dumps(settings[name])}" for name in names]
+    return "\n".join(lines) + "\n"
