@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import shutil
@@ -48,7 +47,7 @@ class Sleeping(node.Node):
     def __init__(self, module: str, disk: str | None = None) -> None:
         super().__init__(module, disk)
         self.names: dict[int, str] = {}
-        self.said: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.messages: asyncio.Queue[node.WorkerLine] = asyncio.Queue()
         self.free_s: dict[int, float] = {}
 
     def facts(self, devices: str) -> str:
@@ -59,10 +58,13 @@ class Sleeping(node.Node):
         ]
         return facts.model_copy(update={"gpus": tuple(gpus)}).model_dump_json()
 
-    async def tell(self, orders: str) -> None:
-        loop, now = asyncio.get_running_loop(), time.monotonic()
-        for child, line in json.loads(orders):
-            if isinstance(message := Message.of(line), WorkerSpec):
+    async def follow(self, orders: str) -> None:
+        loop = asyncio.get_running_loop()
+        now = time.monotonic()
+        for order in node.Orders.model_validate_json(orders).lines:
+            child = order.number
+            message = Message.of(order.line)
+            if isinstance(message, WorkerSpec):
                 self.names[child] = message.device.id
                 record = {
                     "device": message.device.id,
@@ -70,25 +72,29 @@ class Sleeping(node.Node):
                     "started_s": now,
                     "ready_s": 0.0,
                 }
-                self.said.put_nowait((child, Ready(record=record).line()))
+                self._put(child, Ready(record=record))
             elif isinstance(message, ShardTask):
                 began_s = max(now, self.free_s.get(child, now))
                 self.free_s[child] = began_s + self.sleep_s
-                said = answer(message, self.names[child], began_s, self.sleep_s).line()
-                loop.call_later(began_s + self.sleep_s - now, self.said.put_nowait, (child, said))
+                computed = answer(message, self.names[child], began_s, self.sleep_s)
+                loop.call_later(began_s + self.sleep_s - now, self._put, child, computed)
             elif isinstance(message, node.End):
-                self.said.put_nowait((child, node.Ended(status=0, last_words="").line()))
+                self._put(child, node.Ended(status=0, last_words=""))
 
-    async def hear(self) -> str:
-        said = []
+    def _put(self, child: int, message: Message) -> None:
+        self.messages.put_nowait(node.WorkerLine(number=child, line=message.line()))
+
+    async def report(self) -> str:
+        lines = []
         try:
-            async with asyncio.timeout(node.HEAR_S):
-                said.append(await self.said.get())
+            async with asyncio.timeout(node.REPORT_S):
+                lines.append(await self.messages.get())
             await asyncio.sleep(node.GATHER_S)
         except TimeoutError:
             pass
-        said += [self.said.get_nowait() for _ in range(self.said.qsize())]
-        return node.Told(now_s=time.monotonic(), said=tuple(said)).model_dump_json()
+        while not self.messages.empty():
+            lines.append(self.messages.get_nowait())
+        return node.NodeReport(now_s=time.monotonic(), lines=tuple(lines)).model_dump_json()
 
 
 def answer(task: ShardTask, device: str, began_s: float, took_s: float) -> Computed:

@@ -238,7 +238,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                     await node.share(self._place, models)
                 mend = MEND
             if self.spec.transfer or self.spec.models_local:
-                await node.bring(models, self.spec.models_local, self._engine.precision)
+                await node.install_models(models, self.spec.models_local, self._engine.precision)
             self._admit(node, devices)
             await node.serve(self.samples)
         except Exception as found:  # noqa: BLE001 - whatever Dask raises of a node

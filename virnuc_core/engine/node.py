@@ -1,7 +1,10 @@
-"""What a node does for a run: a Dask actor that starts worker processes there and relays what they say, as JSON.
+"""What a node does for a run: a Dask actor that starts worker processes and relays their messages.
 
-The processes are those of a run on one machine (`LocalWorkers`), with the same two nets that end them with their
-parent, here the Dask worker. Heartbeats stay here: the submitting side is told how long each has been still."""
+The processes are those of a run on one machine (`LocalWorkers`), with the same two nets that end
+them with their parent, here the Dask worker. Heartbeats stay on the node: the submitting side is
+told how long each process has done nothing. All that goes over the network is JSON, or bytes of
+files.
+"""
 
 import asyncio
 import hashlib
@@ -12,16 +15,16 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pydantic import Field
 
 import virnuc_core
-from virnuc_core.config import Devices, Spec
+from virnuc_core.config import Devices, Precision, Spec
 from virnuc_core.engine.devices import resolve, visible_gpus
 from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, WorkerSpec
 from virnuc_core.engine.shards import ShardTask
@@ -30,31 +33,44 @@ from virnuc_core.runfiles import Device, version_of
 from virnuc_core.telemetry.live import nvml_reader
 from virnuc_core.telemetry.tables import DeviceSample
 
-HEAR_S: Final = 1.0  # a node answers at least this often
-GATHER_S: Final = 0.02  # what is said in so short a time is told together
+REPORT_S: Final = 1.0  # a node answers at least this often
+GATHER_S: Final = 0.02  # messages of so short a time go into one report
 DEVICE_WAIT_S: Final = 30.0  # for a GPU whose former worker is being ended
 
 
 class End(Message):
-    """To a worker process's node: end it, with so much time for what it is at."""
+    """To the node of a worker process: end it, after so much time for what it computes."""
 
     grace_s: float
 
 
 class Ended(Message):
-    """A node's last word on a worker process, in the place of `Closed`."""
+    """A node's last message of a worker process, in the place of `Closed`."""
 
     status: int
     last_words: str
 
 
-class Told(Spec):
-    """What a node has to say since it was last asked, by its own clock."""
+class WorkerLine(Spec):
+    """A message to or from one worker process of a node, as `Message.line` writes it."""
 
-    now_s: float
-    said: tuple[tuple[int, str], ...] = ()  # messages of its worker processes, in order
-    wrote: dict[int, str] = Field({})  # what each wrote on standard error
-    still_s: dict[int, float] = Field({})  # how long each has done nothing
+    number: int  # of the worker process
+    line: str
+
+
+class Orders(Spec):
+    """Messages to a node's worker processes, in order."""
+
+    lines: tuple[WorkerLine, ...] = ()
+
+
+class NodeReport(Spec):
+    """What happened on a node since the last report."""
+
+    now_s: float  # by the node's own `time.monotonic()`
+    lines: tuple[WorkerLine, ...] = ()  # messages of its worker processes, in order
+    stderr: dict[int, str] = Field({})  # what each process wrote to standard error
+    still_s: dict[int, float] = Field({})  # how long each process has done nothing
     samples: tuple[DeviceSample, ...] = ()
 
 
@@ -69,22 +85,28 @@ class Facts(Spec):
 
 
 class Node:
-    """The actor. Its worker processes end, and its folder goes, when it is released, or its Dask worker dies."""
+    """The actor.
+
+    When it is released, or its Dask worker dies, its worker processes end and its folder goes.
+    """
 
     def __init__(self, module: str, disk: str | None = None) -> None:
-        os.environ.pop(
-            "MALLOC_TRIM_THRESHOLD_", None
-        )  # Dask's: memory given back at once, and asked for again
+        """Make a folder for what will be sent.
+
+        Args:
+            module: The module that says what worker processes do.
+            disk: Folder on the node's own disk; None for the system's temporary folder.
+        """
+        # Dask sets it: memory would be given back at once, and asked for again.
+        os.environ.pop("MALLOC_TRIM_THRESHOLD_", None)
         self._workers = LocalWorkers(module)
-        self._starter = ThreadPoolExecutor(
-            1
-        )  # lives as long as the process: to the kernel it is the parent
+        # Its thread lives as long as this process: to the kernel, it is the workers' parent.
+        self._starter = ThreadPoolExecutor(1)
         self._children: dict[int, Child] = {}
-        self.folder = Path(
-            tempfile.mkdtemp(prefix="virnuc-", dir=disk)
-        )  # for what is sent; relative paths are in it
-        self._sampled: list[str] = []
-        self._read: Any = None
+        # Relative paths that this node is given are in this folder.
+        self.folder = Path(tempfile.mkdtemp(prefix="virnuc-", dir=disk))
+        self._sampled_gpus: list[str] = []
+        self._read_gpu: Callable[[str, float], DeviceSample] | None = None
         self._local_models: str | None = None
 
     def __del__(self) -> None:
@@ -95,143 +117,216 @@ class Node:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def facts(self, devices: str) -> str:
-        """What is here. Errors: `DeviceError` when `devices` names GPUs that are not."""
-        wanted, cores = Devices.parse(devices), len(os.sched_getaffinity(0))
-        gpus = (
-            visible_gpus()
-            if wanted.kind == "auto"
-            else resolve(wanted)
-            if wanted.kind == "cuda"
-            else ()
-        )
-        told = {
-            "virnuc": virnuc_core.__version__,
-            "torch": version_of("torch"),
-            "host": platform.node(),
-        }
-        return Facts(
-            **told, gpus=tuple(gpus), cores=resolve(Devices.parse(f"cpu:{cores}"))
-        ).model_dump_json()
+        """Return this node's `Facts`.
 
-    def bring(self, models: str, local: str, prints: str) -> bool:
-        """Have the models on a disk of this node, copied once or sent to its folder, proven by the digests of their
-        parts; False where they are yet to be sent."""
-        from virnuc_core.encoders.checkpoint import PARTS, fingerprint
+        Args:
+            devices: The devices that the run wants, as the option `--devices` has them.
 
-        source, place, sent = (
-            self.folder / models,
-            self.folder / local,
-            not Path(models).is_absolute(),
+        Raises:
+            DeviceError: `devices` names a GPU that is not here.
+        """
+        wanted = Devices.parse(devices)
+        if wanted.kind == "auto":
+            gpus = tuple(visible_gpus())
+        elif wanted.kind == "cuda":
+            gpus = resolve(wanted)
+        else:
+            gpus = ()
+        n_cores = len(os.sched_getaffinity(0))
+        facts = Facts(
+            host=platform.node(),
+            virnuc=virnuc_core.__version__,
+            torch=version_of("torch"),
+            gpus=gpus,
+            cores=resolve(Devices.parse(f"cpu:{n_cores}")),
         )
-        if not (place / PARTS[0]).exists():
-            place /= f"virnuc-{hashlib.sha256(prints.encode()).hexdigest()[:16]}"
-        if not place.exists():
-            if sent and not source.exists():
+        return facts.model_dump_json()
+
+    def install_models(self, models: str, local: str, digests: str) -> bool:
+        """Have the models on a disk of this node: copied once, or taken from what was sent.
+
+        Args:
+            models: Where the models are: an absolute path that this node sees, or a relative one
+                of files that are sent here.
+            local: Folder on this node for the copy, or an earlier copy itself.
+            digests: JSON object with the digests of the models' parts.
+
+        Returns:
+            False if the files are yet to be sent.
+
+        Raises:
+            WeightsError: The copy is not what it should be.
+        """
+        from virnuc_core.encoders.checkpoint import fingerprint
+
+        source = self.folder / models
+        copy = self._place_of_copy(self.folder / local, digests)
+        is_sent = not Path(models).is_absolute()
+        if not copy.exists():
+            if is_sent and not source.exists():
                 return False
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-                (copy := Path(folder) / "copy").mkdir()
-                for part in PARTS:
-                    (shutil.move if sent else shutil.copytree)(source / part, copy / part)
-                if not place.exists():  # another Dask worker of this node may have been faster
-                    copy.rename(place)
-        if fingerprint(place, "int8" if '"int8"' in prints else "auto") != json.loads(prints):
-            raise WeightsError(f"{place} does not hold the same models; remove it and run again")
-        self._local_models = str(place)
+            self._copy_models(source, copy, move=is_sent)
+        wanted: dict[str, str] = json.loads(digests)
+        precision: Precision = "int8" if '"int8"' in digests else "auto"
+        if fingerprint(copy, precision) != wanted:
+            raise WeightsError(f"{copy} does not hold the same models; remove it and run again")
+        self._local_models = str(copy)
         return True
 
-    def put(self, name: str, piece: bytes, digest: str, *, first: bool, last: bool) -> None:
-        """Write a piece of a file, which appears with the last one. Errors: `DeviceError` of the disk; `OSError` when
-        the piece is not what was sent."""
-        if hashlib.sha256(piece).hexdigest() != digest:
-            raise OSError(f"{name} does not arrive there as it was sent")
-        with self._using(path := self.folder / name):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with (aside := path.with_name(f"{path.name}.part")).open(
-                "wb" if first else "ab"
-            ) as file:
-                file.write(piece)
-            if last:
-                aside.rename(path)
+    def _place_of_copy(self, folder: Path, digests: str) -> Path:
+        """Return the folder itself if it holds models, else a folder in it, named by its content."""
+        from virnuc_core.encoders.registry import PARTS
 
-    def piece(self, name: str, at: int, most: int) -> bytes:
-        """So many bytes at most of a file."""
-        with self._using(path := self.folder / name), path.open("rb") as file:
-            file.seek(at)
-            return file.read(most)
+        if (folder / PARTS[0]).exists():
+            return folder
+        name = hashlib.sha256(digests.encode()).hexdigest()[:16]
+        return folder / f"virnuc-{name}"
+
+    def _copy_models(self, source: Path, copy: Path, *, move: bool) -> None:
+        """Copy or move the parts of a models directory. The copy appears whole."""
+        from virnuc_core.encoders.registry import PARTS
+
+        transfer = shutil.move if move else shutil.copytree
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=copy.parent) as folder:
+            temp_copy = Path(folder) / "copy"
+            temp_copy.mkdir()
+            for part in PARTS:
+                transfer(source / part, temp_copy / part)
+            if not copy.exists():  # another Dask worker of this machine may have been faster
+                temp_copy.rename(copy)
+
+    def receive_chunk(
+        self, name: str, chunk: bytes, digest: str, *, first: bool, last: bool
+    ) -> None:
+        """Write a chunk of a file, which appears with the last chunk.
+
+        Args:
+            name: Path of the file; a relative one is in this node's folder.
+            chunk: Bytes of the file.
+            digest: SHA-256 of the chunk.
+            first: Whether it is the first chunk.
+            last: Whether it is the last chunk.
+
+        Raises:
+            OSError: The chunk is not what was sent.
+            DeviceError: The disk is full, or fails.
+        """
+        if hashlib.sha256(chunk).hexdigest() != digest:
+            raise OSError(f"{name} does not arrive there as it was sent")
+        path = self.folder / name
+        with self._disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temp_path = path.with_name(f"{path.name}.part")
+            with temp_path.open("wb" if first else "ab") as file:
+                file.write(chunk)
+            if last:
+                temp_path.rename(path)
+
+    def read_chunk(self, name: str, offset: int, max_bytes: int) -> bytes:
+        """Return at most so many bytes of a file.
+
+        Raises:
+            DeviceError: The file cannot be read.
+        """
+        path = self.folder / name
+        with self._disk_errors(path), path.open("rb") as file:
+            file.seek(offset)
+            return file.read(max_bytes)
 
     @contextmanager
-    def _using(self, path: Path) -> Iterator[None]:
+    def _disk_errors(self, path: Path) -> Iterator[None]:
+        """Raise a `DeviceError` for an error of the disk."""
         try:
             yield
         except OSError as error:
             raise DeviceError(f"cannot use {path}: {error.strerror or error}") from error
 
-    def drop(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         """Remove what was sent and computed of a shard."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    async def tell(self, orders: str) -> None:
-        """Follow orders, in turn."""
-        await asyncio.get_running_loop().run_in_executor(self._starter, self._follow, orders)
+    async def follow(self, orders: str) -> None:
+        """Follow `Orders`, in their order."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._starter, self._follow, Orders.model_validate_json(orders))
 
-    def _follow(self, orders: str) -> None:
-        for number, line in json.loads(orders):
-            message = Message.of(line)
+    def _follow(self, orders: Orders) -> None:
+        for order in orders.lines:
+            message = Message.of(order.line)
             if isinstance(message, WorkerSpec):
-                self._children[number] = self._workers.start(self._here(message))
-            elif (
-                child := self._children.get(number)
-            ) is not None:  # else it has ended, as will be heard
-                if isinstance(message, ShardTask):
-                    own = {
-                        "run": str(self.folder / message.run),
-                        "store": str(self.folder / message.store),
-                    }
-                    message = message.model_copy(update=own)
-                if isinstance(message, End):
-                    threading.Thread(target=child.end, args=(message.grace_s,)).start()
-                else:
-                    child.send(message)
+                self._children[order.number] = self._workers.start(self._adapt(message))
+                continue
+            child = self._children.get(order.number)
+            if child is None:  # it has ended, as the next report says
+                continue
+            if isinstance(message, End):
+                threading.Thread(target=child.end, args=(message.grace_s,)).start()
+            elif isinstance(message, ShardTask):
+                run = str(self.folder / message.run)
+                store = str(self.folder / message.store)
+                child.send(message.model_copy(update={"run": run, "store": store}))
+            else:
+                child.send(message)
 
-    def _here(self, spec: WorkerSpec) -> WorkerSpec:
-        """A worker's settings as they are here."""
-        engine = spec.engine.model_copy(
-            update={"device_wait_s": max(DEVICE_WAIT_S, spec.engine.device_wait_s)}
-        )
-        if spec.device.kind == "cuda" and spec.device.local not in self._sampled:
-            self._sampled.append(spec.device.local)
-            self._read = nvml_reader(self._sampled)
-        return spec.model_copy(
-            update={"engine": engine, "models": self._local_models or spec.models}
-        )
+    def _adapt(self, spec: WorkerSpec) -> WorkerSpec:
+        """Return a worker's settings as they are on this node, and sample its GPU from now on."""
+        device_wait_s = max(DEVICE_WAIT_S, spec.engine.device_wait_s)
+        engine = spec.engine.model_copy(update={"device_wait_s": device_wait_s})
+        gpu = spec.device.local
+        if spec.device.kind == "cuda" and gpu not in self._sampled_gpus:
+            self._sampled_gpus.append(gpu)
+            self._read_gpu = nvml_reader(self._sampled_gpus)
+        models = self._local_models or spec.models
+        return spec.model_copy(update={"engine": engine, "models": models})
 
-    async def hear(self) -> str:
-        """What worker processes have said and done, as soon as one has said something, else after a second."""
-        return await asyncio.to_thread(self._collect)
+    async def report(self) -> str:
+        """Return a `NodeReport` as soon as a worker process has sent something, or a second later."""
+        report = await asyncio.to_thread(self._collect)
+        return report.model_dump_json()
 
-    def _collect(self) -> str:
-        said, ended = [], dict[int, Child]()
-        if (received := self._workers.receive(HEAR_S)) is not None:
+    def _collect(self) -> NodeReport:
+        """Wait for a message of a worker process, and report all that happened."""
+        lines = []
+        ended: dict[int, Child] = {}
+        received = self._workers.receive(REPORT_S)
+        if received is not None:
             time.sleep(GATHER_S)
         while received is not None:
             child, message = received
-            number = next(number for number, one in list(self._children.items()) if one is child)
+            number = self._number_of(child)
             if isinstance(message, Closed):
                 message = Ended(status=child.end(0.5), last_words=child.last_words)
                 ended[number] = self._children.pop(number)
-            said.append((number, message.line()))
+            lines.append(WorkerLine(number=number, line=message.line()))
             received = self._workers.receive(0)
-        now_s, living = time.monotonic(), self._children.copy()
-        unlogged = {
-            number: child.unlogged for number, child in (living | ended).items() if child.unlogged
-        }
-        wrote = {
-            number: "".join(lines.pop(0) for _ in range(len(lines)))
-            for number, lines in unlogged.items()
-        }
-        still_s = {number: now_s - child.progress_s for number, child in living.items()}
-        samples = tuple(self._read(uuid, now_s) for uuid in self._sampled) if self._read else ()
-        return Told(
-            now_s=now_s, said=tuple(said), wrote=wrote, still_s=still_s, samples=samples
-        ).model_dump_json()
+        now_s = time.monotonic()
+        running = self._children.copy()
+        samples: tuple[DeviceSample, ...] = ()
+        if self._read_gpu is not None:
+            samples = tuple(self._read_gpu(gpu, now_s) for gpu in self._sampled_gpus)
+        return NodeReport(
+            now_s=now_s,
+            lines=tuple(lines),
+            stderr=_take_stderr(running | ended),
+            still_s={number: now_s - child.progress_s for number, child in running.items()},
+            samples=samples,
+        )
+
+    def _number_of(self, child: Child) -> int:
+        # A copy, because another thread adds to it.
+        numbers = [number for number, own in self._children.copy().items() if own is child]
+        return numbers[0]
+
+
+def _take_stderr(children: dict[int, Child]) -> dict[int, str]:
+    """Return what each process has written to standard error since the last call, if anything.
+
+    Lines are taken one by one, because a thread of the child's adds to them.
+    """
+    texts = {}
+    for number, child in children.items():
+        n_lines = len(child.unlogged)
+        if n_lines:
+            texts[number] = "".join(child.unlogged.pop(0) for _ in range(n_lines))
+    return texts

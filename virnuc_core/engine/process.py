@@ -183,7 +183,7 @@ class Child:
             with contextlib.suppress(ValueError, OSError), self._stdout:
                 for line in self._stdout:
                     if line.endswith("\n"):  # else it was cut off by a kill
-                        self.heard(Message.of(line))
+                        self.on_message(Message.of(line))
         finally:
             self._inbox.put((self, Closed()))
 
@@ -192,7 +192,7 @@ class Child:
         """Whether its heartbeats have stopped for longer than allowed: it is stopped, or dead."""
         return time.monotonic() - self._last_message_s > self.spec.engine.silence_s
 
-    def heard(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """Note a message of the worker, and pass it on unless it is a heartbeat."""
         self._last_message_s = time.monotonic()
         if isinstance(message, Alive):
@@ -207,9 +207,9 @@ class Child:
         with contextlib.suppress(ValueError, OSError), self._stderr:
             # The empty line at the end writes what was kept for a log that came later.
             for line in itertools.chain(self._stderr, [""]):
-                self.wrote(line)
+                self.on_stderr(line)
 
-    def wrote(self, text: str) -> None:
+    def on_stderr(self, text: str) -> None:
         """Note what it wrote to standard error, and log it if there is a log."""
         self.last_words = text.strip() or self.last_words
         self.unlogged.append(text)

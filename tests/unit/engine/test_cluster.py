@@ -117,9 +117,9 @@ def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path:
 
 
 def test_moments_of_a_node_are_told_by_the_clock_here() -> None:
-    from virnuc_core.engine.remote_node import moved
+    from virnuc_core.engine.remote_node import on_our_clock
 
-    heard = moved(
+    heard = on_our_clock(
         done(ShardTask(run="", store="", reads="", shard=1, lo=0, hi=1), "x").line(), 100.0
     )
     assert isinstance(heard, Computed)
@@ -147,31 +147,35 @@ def test_a_file_that_names_no_batch_system_is_refused(tmp_path: Path, text: str,
 def test_what_a_node_writes_and_reads_is_proven(tmp_path: Path) -> None:
     node, digest = Node("none", str(tmp_path)), hashlib.sha256(b"some").hexdigest()
     with pytest.raises(OSError, match="does not arrive there as it was sent"):
-        node.put("a/file", b"soma", digest, first=True, last=True)
+        node.receive_chunk("a/file", b"soma", digest, first=True, last=True)
     for first, last in ((True, False), (True, False), (False, True)):
         with pytest.raises(DeviceError, match=r"cannot use .*a/file: No such file"):
-            node.piece("a/file", 0, 9)
-        node.put("a/file", b"some", digest, first=first, last=last)
-    assert (node.piece("a/file", 0, 5), node.piece("a/file", 5, 5)) == (b"somes", b"ome")
+            node.read_chunk("a/file", 0, 9)
+        node.receive_chunk("a/file", b"some", digest, first=first, last=last)
+    assert (node.read_chunk("a/file", 0, 5), node.read_chunk("a/file", 5, 5)) == (b"somes", b"ome")
     (tmp_path / "no-folder").touch()
     with pytest.raises(DeviceError, match="cannot use"):
-        node.put(str(tmp_path / "no-folder" / "file"), b"some", digest, first=True, last=True)
-    node.drop("a")
+        node.receive_chunk(
+            str(tmp_path / "no-folder" / "file"), b"some", digest, first=True, last=True
+        )
+    node.delete("a")
     assert list(node.folder.iterdir()) == []
 
 
 def test_models_are_brought_once_and_proven(tmp_path: Path, tiny_models: Path) -> None:
     prints, local = json.dumps(fingerprint(tiny_models), sort_keys=True), tmp_path / "local"
-    assert not Node("none", str(tmp_path)).bring("models", str(local), prints)
+    assert not Node("none", str(tmp_path)).install_models("models", str(local), prints)
     for _ in range(2):
-        assert Node("none", str(tmp_path)).bring(str(tiny_models), str(local), prints)
-    assert Node("none", str(tmp_path)).bring("models", str(local), prints)  # no need to send them
+        assert Node("none", str(tmp_path)).install_models(str(tiny_models), str(local), prints)
+    assert Node("none", str(tmp_path)).install_models(
+        "models", str(local), prints
+    )  # no need to send them
     (copy,) = local.iterdir()
-    assert Node("none", str(tmp_path)).bring("models", str(copy), prints)
+    assert Node("none", str(tmp_path)).install_models("models", str(copy), prints)
     weights = copy / "head" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     with pytest.raises(VirnucError, match="remove it and run again"):
-        Node("none", str(tmp_path)).bring(str(tiny_models), str(local), prints)
+        Node("none", str(tmp_path)).install_models(str(tiny_models), str(local), prints)
 
 
 def test_a_copy_without_the_calibration_of_a_run_in_int8_is_not_used(
@@ -186,11 +190,11 @@ def test_a_copy_without_the_calibration_of_a_run_in_int8_is_not_used(
     class Here:
         transfer = False
 
-        async def _brought(self, *what: str) -> bool:
-            return Node("none", str(tmp_path)).bring(*what)
+        async def _request_models(self, *what: str) -> bool:
+            return Node("none", str(tmp_path)).install_models(*what)
 
     def bring(precision: Precision) -> None:
-        asyncio.run(RemoteNode.bring(cast(RemoteNode, Here()), models, local, precision))
+        asyncio.run(RemoteNode.install_models(cast(RemoteNode, Here()), models, local, precision))
 
     bring("fp16")
     for seed in (1, 2):
@@ -384,7 +388,7 @@ def test_nodes_that_see_neither_run_nor_models_give_the_same_bytes(
         return len(asked) != 2 and shards.is_sealed(path)
 
     monkeypatch.setattr("virnuc_core.engine.remote_node.is_sealed", is_sealed)
-    monkeypatch.setattr("virnuc_core.engine.remote_node.PIECE_BYTES", 10_000)
+    monkeypatch.setattr("virnuc_core.engine.remote_node.CHUNK_BYTES", 10_000)
     run, cluster = tmp_path / "run", {"cluster": scheduler, "nodes": "2", "transfer": True}
     with ExitStack() as held:
         nodes = [
@@ -416,14 +420,14 @@ def test_a_node_that_is_stopped_as_it_is_given_the_models_is_not_waited_for(
     """The other computes it all; where there is no other, the run ends, as where none has come."""
     from virnuc_core.engine.remote_node import RemoteNode
 
-    bring = RemoteNode.bring
+    bring = RemoteNode.install_models
 
     async def struck(node: RemoteNode, *models: Any) -> None:
         if node.name == "n0":
             nodes[0].send_signal(signal.SIGSTOP)
         await bring(node, *models)
 
-    monkeypatch.setattr(RemoteNode, "bring", struck)
+    monkeypatch.setattr(RemoteNode, "install_models", struck)
     monkeypatch.setattr("virnuc_core.engine.remote_node.ANSWER_S", 3.0)
     run, cluster = tmp_path / "run", {"cluster": scheduler, "nodes": str(count), "transfer": True}
     spec = ClassifySpec(

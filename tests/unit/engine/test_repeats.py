@@ -31,7 +31,7 @@ from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import TokenRows, packed
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import Closed, LocalWorkers, Message, WorkerSpec, worker_specs
-from virnuc_core.engine.remote_node import moved
+from virnuc_core.engine.remote_node import on_our_clock
 from virnuc_core.engine.repeats import NEAR, Repeater
 from virnuc_core.engine.shards import Computed, ShardPlan, ShardResult, ShardTask
 from virnuc_core.engine.worker import Worker
@@ -331,7 +331,7 @@ def test_tasks_carry_the_threshold_over_a_cluster(
     staged: Staged, plan: ShardPlan, tmp_path: Path
 ) -> None:
     task = task_of(RunDir(tmp_path), staged, plan, 0, threshold=OTHER)
-    assert moved(task.line(), 5.0) == task
+    assert on_our_clock(task.line(), 5.0) == task
 
 
 @pytest.mark.slow
