@@ -1,49 +1,46 @@
-"""The files people read: VirNucPro's two result files, and one line for every read that came in.
+"""The files people read: VirNucPro's two result files, and one line for every input read.
 
-- `prediction_results.txt`: one line per row (an open frame of a chunk), in input order.
-- `prediction_results_highestscore.csv`: one line per chunk that has a scored row, in input order. A chunk is a virus
-  when the largest `score2` of its rows is at least the largest `score1`; a tie is a virus.
-- `reads.tsv`: one line per read, in input order, with exactly one fate. `failed.tsv`: rows that were not embedded.
-- `pairs.tsv`: where reads come in pairs, one line for each, and one for each read without its mate.
+- `prediction_results.txt`: one line per row (an open reading frame of a chunk), in input order.
+- `prediction_results_highestscore.csv`: one line per chunk with a scored row, in input order.
+- `reads.tsv`: one line per read, in input order, with exactly one fate.
+- `failed.tsv`: the rows that could not be embedded.
+- `pairs.tsv`, where reads come in pairs: one line per pair, and per read without its mate.
 
-VirNucPro judges no reads; our rule, and why it is so, is told in docs/results.md. Its files name reads as the input
-does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`."""
+The verdicts follow `consensus`. VirNucPro's two files name reads as the input does. Reads that
+share an id are told apart in our own tables, as `r7` and `r7.2`.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, BinaryIO, Final, NamedTuple, Self
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from virnuc_core import consensus
 from virnuc_core.config import DEFAULT_THRESHOLD
-from virnuc_core.errors import ShardError, VirnucError
-from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.translate import (
-    AMBIGUOUS,
-    DUPLICATE_ID,
-    FRAMES,
-    MATE,
-    SHORT_FOR_MODEL,
+from virnuc_core.consensus import (
+    EMPTY,
+    FAILED,
+    FATE_NAMES,
+    FATES,
+    FATES_BY_SCORE,
+    NO_OPEN_FRAME,
+    Margins,
     Mask,
     Places,
+    ScoreRange,
+    Scores,
+    ViralScores,
 )
+from virnuc_core.errors import ShardError, VirnucError
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, FRAMES, MATE, SHORT_FOR_MODEL
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import RunDir, atomic_file
-
-Scores = NDArray[np.float32]
-Band = tuple[float, float]
-_Span = tuple[
-    slice, slice, bool
-]  # reads, rows; whether those are all rows, or more of the one read's are to come
-
-FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
-VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED, UNCERTAIN = range(
-    len(FATES) + 1
-)  # the last only where it is asked for
 
 PREDICTION_HEADER: Final = "Sequence_ID\tPrediction\tscore1\tscore2\n"
 CONSENSUS_HEADER: Final = "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n"
@@ -52,149 +49,232 @@ PAIRS_HEADER: Final = (
     "id\tmate\tfate\tviral_score\tlabel\tfate_1\tviral_score_1\tfate_2\tviral_score_2\n"
 )
 FAILED_HEADER: Final = "Sequence_ID\n"
+NO_RANGE: Final = (0.0, 0.0)  # of uncertain scores
 
 BLOCK_READS: Final = 16_384
 BLOCK_ROWS: Final = 32_768
-FEW_BLOCKS: Final = 16  # that one process has written by the time others are there
-_FATE_NAMES: Final = np.array((*FATES, "uncertain"), dtype=object)
-_READ_LABELS: Final = np.array(("virus", "others", "", "", "", ""), dtype=object)  # by fate
+# One process has written that many blocks by the time others have started.
+MIN_BLOCKS_FOR_WORKERS: Final = 16
+_FATE_NAMES: Final = np.array(FATE_NAMES, dtype=object)
+_LABELS_BY_FATE: Final = np.array(("virus", "others", "", "", "", ""), dtype=object)
 _ROW_LABELS: Final = np.array(("others", "virus"), dtype=object)
-_REMARKS: Final = {0: "", SHORT_FOR_MODEL: "short_for_model", AMBIGUOUS: "ambiguous"} | {
-    SHORT_FOR_MODEL | AMBIGUOUS: "short_for_model,ambiguous"
+_REMARKS: Final = {
+    0: "",
+    SHORT_FOR_MODEL: "short_for_model",
+    AMBIGUOUS: "ambiguous",
+    SHORT_FOR_MODEL | AMBIGUOUS: "short_for_model,ambiguous",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ResultSummary:
-    """What the result files hold."""
+    """What the result files contain."""
 
-    fates: dict[str, int]  # of reads; they add up to all that came in
+    fates: dict[str, int]  # reads by fate; they add up to all input reads
     rows_virus: int
     chunks_scored: int  # chunks with a verdict
     chunks_virus: int
     threshold: float
-    predict_s: float  # seconds for VirNucPro's two files: their share of the time, where several processes were at work
-    consensus_s: float  # seconds for the votes and the other tables
-    pairs: dict[str, int] = field(
-        default_factory=dict
-    )  # by their fates; none where reads are single
+    # Seconds for VirNucPro's two files, and for the votes and the other tables. Where several
+    # processes work, they divide the elapsed time in proportion.
+    predict_s: float
+    consensus_s: float
+    pairs: dict[str, int] = field(default_factory=dict)  # pairs by fate; empty for single reads
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Consecutive reads with all of their rows, or one read with a part of its many rows."""
+
+    reads: slice
+    rows: slice
+    is_complete: bool  # False: more rows of the one read follow
+
+
+@dataclass(frozen=True, slots=True)
+class _EarlierRows:
+    """What the blocks before say of a read whose rows fill several blocks."""
+
+    margins: Margins  # [chunks]
+    n_scored: int  # rows
+    has_failed: bool
+
+
+_NO_EARLIER_ROWS: Final = _EarlierRows(np.empty(0), 0, has_failed=False)
 
 
 class _Block:
-    """Consecutive reads with all rows, or one with some of its many, and each chunk's verdict by its scored rows."""
+    """The reads and rows of a span, with the vote of each chunk over its scored rows."""
 
     def __init__(
-        self, store: OrfStore, span: _Span, scores: Scores, scored: Mask, before: Self | None = None
+        self,
+        store: OrfStore,
+        span: _Span,
+        scores: Scores,
+        is_scored: Mask,
+        earlier: _EarlierRows = _NO_EARLIER_ROWS,
     ) -> None:
-        """The votes of the rows marked in `scored` [rows], the others being lost; `scores` [rows, 2]: P(others),
-        P(virus). `before`: the block with whose read this one goes on."""
-        reads, rows, self.whole = span
-        read = np.asarray(store.row_read[rows])
-        self.store, self.reads, self.rows, self.n_reads = (
-            store,
-            reads,
-            rows,
-            reads.stop - reads.start,
-        )
-        self.scored = np.flatnonzero(
-            scored
-        )  # places within the block's rows; what follows speaks of these rows only
-        self.read, self.scores = read[self.scored] - reads.start, scores[self.scored]
-        chunk = np.asarray(store.row_chunk[rows])[self.scored]
-        new = np.ones(len(chunk), bool)
-        new[1:] = (np.diff(self.read) != 0) | (np.diff(chunk) != 0)
-        self.starts = np.flatnonzero(new)  # [chunks] first row of each chunk
-        tops = np.maximum.reduceat(self.scores, self.starts) if len(new) else self.scores
-        of_top = self.scores == tops[np.cumsum(new) - 1]
-        # [chunks] the first row with the chunk's largest score1, and the first with its largest score2
-        self.top_others, self.top_virus = (
-            at[np.searchsorted(at, self.starts)] for at in map(np.flatnonzero, of_top.T)
-        )
-        # [chunks] exact: the difference of two float32 numbers has the right sign in float64
-        self.margin = tops[:, 1].astype(np.float64) - tops[:, 0].astype(np.float64)
-        self.row_is_virus = self.scores[:, 1] > self.scores[:, 0]  # a tie is `others`
-        self.chunk_is_virus = self.margin >= 0  # a tie is a virus
-        self.lost = np.flatnonzero(~scored)  # the other rows; what follows is of the blocks before
-        self.lost_before: bool = before is not None and (before.lost_before or len(before.lost) > 0)
-        self.scored_before: int = before.scored_before + len(before.scored) if before else 0
-        self.margins_before: NDArray[Any] = (
-            np.append(before.margins_before, before.margin) if before else np.empty(0)
+        """Let the chunks vote.
+
+        Args:
+            store: The staged reads.
+            span: Reads and rows of the block.
+            scores: Scores of the rows, [rows, 2].
+            is_scored: Marks the rows that have a score; the others failed, [rows].
+            earlier: What the blocks before say of the read that this one continues.
+        """
+        self.store = store
+        self.span = span
+        self.earlier = earlier
+        self.n_reads = span.reads.stop - span.reads.start
+        row_reads = np.asarray(store.row_read[span.rows]) - span.reads.start
+        self.scored_rows = np.flatnonzero(is_scored)  # within the block
+        self.failed_rows = np.flatnonzero(~is_scored)
+        self.failed_reads = row_reads[self.failed_rows]
+        # From here on [scored rows].
+        self.reads = row_reads[self.scored_rows]
+        self.scores = scores[self.scored_rows]
+        chunks = np.asarray(store.row_chunk[span.rows])[self.scored_rows]
+        is_first = np.ones(len(chunks), bool)  # of its chunk
+        is_first[1:] = (np.diff(self.reads) != 0) | (np.diff(chunks) != 0)
+        self.votes = consensus.vote_chunks(self.scores, is_first)
+
+    def for_next(self) -> _EarlierRows:
+        """Return what the next block, which continues the read, must know."""
+        return _EarlierRows(
+            margins=np.append(self.earlier.margins, self.votes.margins),
+            n_scored=self.earlier.n_scored + len(self.scored_rows),
+            has_failed=self.earlier.has_failed or len(self.failed_rows) > 0,
         )
 
     def original_lines(self) -> tuple[bytes, bytes]:
-        """Lines of `prediction_results.txt` and of `prediction_results_highestscore.csv`."""
-        names = np.array(
-            self.store.row_ids(self.rows.start, self.rows.stop, original=True), dtype=object
-        )[self.scored]
-        score1, score2 = (np.array(_texts(column), dtype=object) for column in self.scores.T)
-        rows = _lines(names, _ROW_LABELS[self.row_is_virus.astype(np.int64)], score1, score2)
-        chunks = [name[:-2] for name in names[self.starts]]  # without the frame, "F1" … "R3"
-        verdicts = _texts(self.chunk_is_virus.tolist())
-        return rows, _lines(chunks, verdicts, score1[self.top_others], score2[self.top_virus])
+        """Render the lines of VirNucPro's two files, of the rows and of the chunks."""
+        row_range = self.span.rows
+        all_names = self.store.row_ids(row_range.start, row_range.stop, original=True)
+        names = np.array(all_names, dtype=object)[self.scored_rows]
+        score1 = np.array(_texts(self.scores[:, 0]), dtype=object)
+        score2 = np.array(_texts(self.scores[:, 1]), dtype=object)
+        is_viral = consensus.is_viral_frame(self.scores)
+        rows = _lines(names, _ROW_LABELS[is_viral.astype(np.int64)], score1, score2)
 
-    def read_scores(self, group: Places) -> Scores:
-        """`viral_score` of each group of reads, float32 [groups], NaN for those without a scored row. `group`
-        [n_reads]: a read is one, or both reads of a pair are. One of one scored row has that row's very `score2`, so
-        that both files print the same number: `score1` is one minus it only to the last digit. A score is at least 0.5
-        exactly when the mean margin is at least 0, however small: rounding never lifts it over the line."""
-        of, groups = group[self.read], int(group[-1]) + 1
-        of_chunk = np.append(np.zeros(len(self.margins_before), np.int64), of[self.starts])
-        total = np.bincount(
-            of_chunk, weights=np.append(self.margins_before, self.margin), minlength=groups
-        )
-        chunks = np.bincount(of_chunk, minlength=groups)
-        mean = np.divide(total, chunks, out=np.full(groups, np.nan), where=chunks > 0)
-        score: Scores = (0.5 + mean / 2).astype(np.float32)
-        alone = np.bincount(of, minlength=groups)[of] + self.scored_before == 1
-        score[of[alone]] = self.scores[alone, 1]
-        score[mean < 0] = np.minimum(score[mean < 0], np.nextafter(np.float32(0.5), np.float32(0)))
-        score[mean >= 0] = np.maximum(score[mean >= 0], np.float32(0.5))
-        return score
+        chunk_names = [name[:-2] for name in names[self.votes.first_frames]]  # without "F1" … "R3"
+        verdicts = _texts(self.votes.is_viral.tolist())
+        max_score1 = score1[self.votes.top_others]
+        max_score2 = score2[self.votes.top_virus]
+        return rows, _lines(chunk_names, verdicts, max_score1, max_score2)
 
-    def read_lines(self, threshold: float, uncertain: Band) -> tuple[bytes, Places]:
-        """Lines of `reads.tsv`, and one index into `_FATE_NAMES` for each read."""
-        store, low, high = self.store, self.reads.start, self.reads.stop
-        score = self.read_scores(np.arange(self.n_reads))
-        fate = _judged(score, threshold, uncertain)
-        fate[store.read_rows[low:high] == 0] = NO_OPEN_FRAME
-        fate[store.read_chunks[low:high] == 0] = EMPTY
-        fate[np.asarray(store.row_read[self.rows])[self.lost] - low] = FAILED
-        fate[: self.lost_before] = FAILED
-        columns = store.read_length, store.read_chunks, store.read_rows
-        counts = (_texts(column[low:high].tolist()) for column in columns)
-        bits = np.asarray(store.read_flags[low:high])
-        remarks = [_REMARKS[flags] for flags in (bits & (SHORT_FOR_MODEL | AMBIGUOUS)).tolist()]
-        for i in np.flatnonzero(bits & DUPLICATE_ID).tolist():  # the id stands last
-            first = store.original_ids(low + i, low + i + 1)[0]
-            remarks[i] = ",".join(filter(None, (remarks[i], f"duplicate_of={first}")))
-        return _lines(
-            store.read_ids(low, high), *counts, *_told(score, fate), _READ_LABELS[fate], remarks
-        ), fate
+    def viral_scores(self, groups: Places) -> ViralScores:
+        """Return the score of each group of reads.
 
-    def pair_lines(self, fate: Places, threshold: float, uncertain: Band) -> tuple[bytes, Places]:
-        """Lines of `pairs.tsv`, and one index into `_FATE_NAMES` for each pair; `fate` [n_reads] is that of reads."""
-        low, high = self.reads.start, self.reads.stop
-        mate = (self.store.read_flags[low:high] & MATE) > 0
-        ids = np.array(self.store.read_ids(low, high), dtype=object)
-        one = np.flatnonzero(~mate)
-        both = np.append(mate[1:], False)[one]
-        other = one + both  # itself where there is no mate
-        joint, score = (
-            self.read_scores(np.cumsum(~mate) - 1),
-            self.read_scores(np.arange(self.n_reads)),
+        Args:
+            groups: Group of each read: a read is one, or the two reads of a pair are, [n_reads].
+
+        Returns:
+            Scores, [groups]; NaN for groups without a scored row.
+        """
+        n_groups = int(groups[-1]) + 1
+        group_of_row = groups[self.reads]
+        # A read that fills several blocks is alone in each of them: group 0.
+        earlier_groups = np.zeros(len(self.earlier.margins), np.int64)
+        group_of_chunk = np.append(earlier_groups, group_of_row[self.votes.first_frames])
+        margins = np.append(self.earlier.margins, self.votes.margins)
+        means = consensus.mean_margins(margins, group_of_chunk, n_groups)
+
+        n_rows_of_group = np.bincount(group_of_row, minlength=n_groups) + self.earlier.n_scored
+        single_row_scores = np.full(n_groups, np.nan, np.float32)
+        is_single = n_rows_of_group[group_of_row] == 1
+        single_row_scores[group_of_row[is_single]] = self.scores[is_single, 1]
+        return consensus.viral_scores(means, single_row_scores)
+
+    def read_lines(self, threshold: float, uncertain: ScoreRange) -> tuple[bytes, Places]:
+        """Render the lines of `reads.tsv`; return also the fate of each read, [n_reads]."""
+        store = self.store
+        reads = self.span.reads
+        scores = self.viral_scores(np.arange(self.n_reads))
+        fates = consensus.fates_of_scores(scores, threshold, uncertain)
+        fates[store.read_rows[reads] == 0] = NO_OPEN_FRAME
+        fates[store.read_chunks[reads] == 0] = EMPTY
+        fates[self.failed_reads] = FAILED
+        if self.earlier.has_failed:
+            fates[0] = FAILED
+
+        counts = [store.read_length, store.read_chunks, store.read_rows]
+        count_columns = [_texts(column[reads].tolist()) for column in counts]
+        columns = _fate_columns(scores, fates)
+        lines = _lines(
+            store.read_ids(reads.start, reads.stop),
+            *count_columns,
+            columns.fates,
+            columns.scores,
+            columns.labels,
+            self._remarks(),
         )
-        verdict = np.where(
-            np.isnan(joint),
-            np.minimum(fate[one], fate[other]),
-            _judged(joint, threshold, uncertain),
+        return lines, fates
+
+    def _remarks(self) -> list[str]:
+        """Return the column `flags` of `reads.tsv`, [n_reads]."""
+        first_read = self.span.reads.start
+        flags = np.asarray(self.store.read_flags[self.span.reads])
+        shown_flags = (flags & (SHORT_FOR_MODEL | AMBIGUOUS)).tolist()
+        remarks = [_REMARKS[flag] for flag in shown_flags]
+        for read in np.flatnonzero(flags & DUPLICATE_ID).tolist():
+            [original_id] = self.store.original_ids(first_read + read, first_read + read + 1)
+            duplicate = f"duplicate_of={original_id}"  # last, because an id may contain commas
+            remarks[read] = f"{remarks[read]},{duplicate}" if remarks[read] else duplicate
+        return remarks
+
+    def pair_lines(
+        self, fates: Places, threshold: float, uncertain: ScoreRange
+    ) -> tuple[bytes, Places]:
+        """Render the lines of `pairs.tsv`.
+
+        Args:
+            fates: Fates of the reads, [n_reads].
+            threshold: Score from which a pair is called viral.
+            uncertain: Scores in this range get no verdict.
+
+        Returns:
+            The lines, and the fate of each pair that has both mates.
+        """
+        reads = self.span.reads
+        is_second = (self.store.read_flags[reads] & MATE) > 0
+        ids = np.array(self.store.read_ids(reads.start, reads.stop), dtype=object)
+        first = np.flatnonzero(~is_second)  # [pairs]
+        has_mate = np.append(is_second[1:], False)[first]
+        second = first + has_mate  # the read itself where it has no mate
+
+        pair_of_read = np.cumsum(~is_second) - 1
+        joint_scores = self.viral_scores(pair_of_read)
+        read_scores = self.viral_scores(np.arange(self.n_reads))
+        verdicts = consensus.pair_fates(
+            joint_scores, fates[first], fates[second], threshold, uncertain
         )
-        verdict[(fate[one] == FAILED) | (fate[other] == FAILED)] = FAILED
-        seconds = ids[other], *_told(score[other], fate[other])
-        for column in seconds:
-            column[~both] = ""
-        verdicts = *_told(joint, verdict), _READ_LABELS[verdict]
-        lines = _lines(ids[one], seconds[0], *verdicts, *_told(score[one], fate[one]), *seconds[1:])
-        return lines, verdict[both]
+
+        pair_columns = _fate_columns(joint_scores, verdicts)
+        first_columns = _fate_columns(read_scores[first], fates[first])
+        second_columns = _fate_columns(read_scores[second], fates[second])
+        mate_ids = ids[second]
+        for column in (mate_ids, second_columns.fates, second_columns.scores):
+            column[~has_mate] = ""
+        lines = _lines(
+            ids[first],
+            mate_ids,
+            pair_columns.fates,
+            pair_columns.scores,
+            pair_columns.labels,
+            first_columns.fates,
+            first_columns.scores,
+            second_columns.fates,
+            second_columns.scores,
+        )
+        return lines, verdicts[has_mate]
+
+    def failed_lines(self) -> bytes:
+        """Render the lines of `failed.tsv`."""
+        if len(self.failed_rows) == 0:
+            return b""
+        names = self.store.row_ids(self.span.rows.start, self.span.rows.stop)
+        return _lines([names[row] for row in self.failed_rows.tolist()])
 
 
 def write_results(
@@ -203,160 +283,245 @@ def write_results(
     scores: Scores,
     failed: Mask,
     threshold: float = DEFAULT_THRESHOLD,
-    uncertain: Band | None = None,
+    uncertain: ScoreRange | None = None,
     workers: int = 1,
 ) -> ResultSummary:
-    """Write the result files of a run, of many reads by `workers` processes; memory holds a few blocks for each.
-    `scores` [n_uniques, 2] and `failed` [n_uniques] belong to the store's distinct sequences. `threshold` moves the
-    verdict on reads, and reads with a score within `uncertain` get none; VirNucPro's files know neither. Errors:
-    `ShardError` for a sequence that neither failed nor has a score; `VirnucError` for a broken store; `WorkerError`."""
+    """Write the result files of a run. Memory holds a few blocks of reads for each process.
+
+    Args:
+        run: The run directory.
+        store: The staged reads.
+        scores: Scores of the store's distinct sequences, [n_uniques, 2].
+        failed: Marks the distinct sequences that could not be embedded, [n_uniques].
+        threshold: Score from which a read is called viral. It does not move VirNucPro's files.
+        uncertain: Reads with a score in this range get no verdict.
+        workers: Number of processes; one writes when there are few reads.
+
+    Raises:
+        ShardError: A sequence has no score and did not fail.
+        VirnucError: The store contradicts itself.
+        WorkerError: A process died.
+    """
+    _require_scores(scores, failed)
+    started_s = time.perf_counter()
+    n_blocks = max(store.n_reads / BLOCK_READS, store.n_rows / BLOCK_ROWS)
+    if n_blocks <= MIN_BLOCKS_FOR_WORKERS:
+        workers = 1
+    totals = _BlockCounts()
+    with ExitStack() as resources:
+        files = _open_tables(resources, run, 5 if store.paired else 4)
+        if not store.paired:
+            run.pairs_table.unlink(missing_ok=True)  # an earlier rescoring may have written one
+        render = partial(_render_block, threshold, uncertain or NO_RANGE)
+        pool = resources.enter_context(Workers(workers))
+        for tables in pool.map(render, _blocks(store, scores, failed)):
+            for file, lines in zip(files, tables.lines, strict=False):
+                file.write(lines)
+            totals += tables.counts
+    elapsed_s = time.perf_counter() - started_s
+    work_s = totals.predict_s + totals.consensus_s or 1.0
+    return ResultSummary(
+        fates=_counts_by_name(totals.read_fates, uncertain),
+        rows_virus=totals.rows_virus,
+        chunks_scored=totals.chunks_scored,
+        chunks_virus=totals.chunks_virus,
+        threshold=threshold,
+        predict_s=totals.predict_s / work_s * elapsed_s,
+        consensus_s=totals.consensus_s / work_s * elapsed_s,
+        pairs=_counts_by_name(totals.pair_fates, uncertain) if store.paired else {},
+    )
+
+
+def _require_scores(scores: Scores, failed: Mask) -> None:
+    """Raise a `ShardError` if a sequence has no score and did not fail."""
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
         raise ShardError(
-            f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}"
+            f"{len(missing)} sequences have no score and did not fail; "
+            f"the first is number {missing[0]}"
         )
-    fates, counts, spent_s = (
-        np.zeros((2, len(_FATE_NAMES)), np.int64),
-        np.zeros(3, np.int64),
-        np.zeros(2),
-    )
-    began_s, few = (
-        time.perf_counter(),
-        max(store.n_reads / BLOCK_READS, store.n_rows / BLOCK_ROWS) <= FEW_BLOCKS,
-    )
-    with ExitStack() as stack:
-        files = _opened(stack, run, 4 + store.paired)
-        if not store.paired:
-            run.pairs_table.unlink(missing_ok=True)  # of other reads that were scored here before
-        work, pool = (
-            partial(_made, threshold, uncertain or (0.0, 0.0)),
-            Workers(1 if few else workers),
-        )
-        for made in stack.enter_context(pool).map(work, _blocks(store, scores, failed)):
-            for file, lines in zip(files, made.lines, strict=False):
-                file.write(lines)
-            fates, counts, spent_s = (
-                fates + made.fates,
-                counts + made.counts,
-                spent_s + made.spent_s,
-            )
-    told, of = (
-        dict(zip(_FATE_NAMES.tolist() if uncertain else FATES, some, strict=False))
-        for some in fates.tolist()
-    )
-    predict_s, consensus_s = (
-        spent_s / (spent_s.sum() or 1.0) * (time.perf_counter() - began_s)
-    ).tolist()
-    rows, chunks, virus = counts.tolist()
-    return ResultSummary(
-        told, rows, chunks, virus, threshold, predict_s, consensus_s, of if store.paired else {}
-    )
+
+
+def _counts_by_name(counts: Places, uncertain: ScoreRange | None) -> dict[str, int]:
+    """Return counts by the name of the fate. `uncertain` is listed only where it was asked for."""
+    names = FATES if uncertain is None else FATE_NAMES
+    return dict(zip(names, counts[: len(names)].tolist(), strict=True))
 
 
 def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
-    before = None  # of a read with more rows to come
-    for span in _spans(store):
-        unique = np.asarray(store.row_unique[span[1]])
-        yield (block := _Block(store, span, scores[unique], ~failed[unique], before))
-        before = None if block.whole else block
+    earlier = _NO_EARLIER_ROWS
+    for span in _read_spans(store):
+        uniques = np.asarray(store.row_unique[span.rows])
+        block = _Block(store, span, scores[uniques], ~failed[uniques], earlier)
+        yield block
+        earlier = _NO_EARLIER_ROWS if span.is_complete else block.for_next()
 
 
-class _Made(NamedTuple):
-    """What is written of a block."""
-
-    lines: list[bytes]  # of each of the run's tables
-    fates: Places  # [2, fates] of reads and of pairs
-    counts: Places  # rows_virus, chunks_scored, chunks_virus
-    spent_s: NDArray[np.float64]  # predict_s, consensus_s
+def _no_counts() -> Places:
+    return np.zeros(len(FATE_NAMES), np.int64)
 
 
-def _made(threshold: float, uncertain: Band, block: _Block) -> _Made:
-    began_s, originals = time.perf_counter(), block.original_lines()
-    judged_s, store = time.perf_counter(), block.store
-    table, pairs, fate, both = b"", b"", np.empty(0, np.int64), np.empty(0, np.int64)
-    if block.whole:
-        table, fate = block.read_lines(threshold, uncertain)
-    if block.whole and store.paired:
-        pairs, both = block.pair_lines(fate, threshold, uncertain)
-    names = store.row_ids(block.rows.start, block.rows.stop) if len(block.lost) else []
-    lines = [*originals, table, _lines([names[i] for i in block.lost.tolist()]), pairs]
-    fates = np.stack([np.bincount(one, minlength=len(_FATE_NAMES)) for one in (fate, both)])
-    counts = np.array([block.row_is_virus.sum(), len(block.starts), block.chunk_is_virus.sum()])
-    return _Made(
-        lines, fates, counts, np.array([judged_s - began_s, time.perf_counter() - judged_s])
+@dataclass(frozen=True, slots=True)
+class _BlockCounts:
+    """Counts and times of one block, or of several."""
+
+    read_fates: Places = field(default_factory=_no_counts)  # [fates]
+    pair_fates: Places = field(default_factory=_no_counts)  # [fates]
+    rows_virus: int = 0
+    chunks_scored: int = 0
+    chunks_virus: int = 0
+    predict_s: float = 0.0
+    consensus_s: float = 0.0
+
+    def __add__(self, other: "_BlockCounts") -> "_BlockCounts":
+        return _BlockCounts(
+            read_fates=self.read_fates + other.read_fates,
+            pair_fates=self.pair_fates + other.pair_fates,
+            rows_virus=self.rows_virus + other.rows_virus,
+            chunks_scored=self.chunks_scored + other.chunks_scored,
+            chunks_virus=self.chunks_virus + other.chunks_virus,
+            predict_s=self.predict_s + other.predict_s,
+            consensus_s=self.consensus_s + other.consensus_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockTables:
+    """The rendered lines of a block, in the order of `RunDir.tables`, and its counts."""
+
+    lines: tuple[bytes, ...]
+    counts: _BlockCounts
+
+
+def _render_block(threshold: float, uncertain: ScoreRange, block: _Block) -> _BlockTables:
+    started_s = time.perf_counter()
+    row_lines, chunk_lines = block.original_lines()
+    predicted_s = time.perf_counter()
+    read_lines = pair_lines = b""
+    read_fates = pair_fates = np.empty(0, np.int64)
+    if block.span.is_complete:
+        read_lines, read_fates = block.read_lines(threshold, uncertain)
+        if block.store.paired:
+            pair_lines, pair_fates = block.pair_lines(read_fates, threshold, uncertain)
+    failed_lines = block.failed_lines()
+    counts = _BlockCounts(
+        read_fates=np.bincount(read_fates, minlength=len(FATE_NAMES)),
+        pair_fates=np.bincount(pair_fates, minlength=len(FATE_NAMES)),
+        rows_virus=int(consensus.is_viral_frame(block.scores).sum()),
+        chunks_scored=len(block.votes.is_viral),
+        chunks_virus=int(block.votes.is_viral.sum()),
+        predict_s=predicted_s - started_s,
+        consensus_s=time.perf_counter() - predicted_s,
     )
+    return _BlockTables((row_lines, chunk_lines, read_lines, failed_lines, pair_lines), counts)
 
 
 def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -> None:
-    """Write VirNucPro's two files for the reads marked in `covered` [n_reads], by the `scores` [rows of those reads, 2]
-    in row order. Errors: `VirnucError` for another number of rows."""
-    wanted = covered[np.asarray(store.row_read)]
-    if int(wanted.sum()) != len(scores):
-        raise VirnucError(f"{run.root}: {len(scores)} scores for {int(wanted.sum())} rows")
-    of_rows = np.full((len(wanted), 2), np.nan, dtype=np.float32)
-    of_rows[wanted] = scores
-    with ExitStack() as stack:
-        originals = _opened(stack, run, 2)
-        for span in _spans(store):
-            block = _Block(store, span, of_rows[span[1]], wanted[span[1]])
-            for file, lines in zip(originals, block.original_lines(), strict=True):
-                file.write(lines)
+    """Write VirNucPro's two files for a part of the reads.
+
+    Args:
+        run: The run directory.
+        store: The staged reads.
+        covered: Marks the reads, [n_reads].
+        scores: Scores of the rows of these reads, in row order, [rows, 2].
+
+    Raises:
+        VirnucError: The number of scores is not the number of rows.
+    """
+    is_covered_row = covered[np.asarray(store.row_read)]
+    n_rows = int(is_covered_row.sum())
+    if n_rows != len(scores):
+        raise VirnucError(f"{run.root}: {len(scores)} scores for {n_rows} rows")
+    scores_of_rows = np.full((len(is_covered_row), 2), np.nan, dtype=np.float32)
+    scores_of_rows[is_covered_row] = scores
+    with ExitStack() as resources:
+        predictions, chunks = _open_tables(resources, run, 2)
+        for span in _read_spans(store):
+            block = _Block(store, span, scores_of_rows[span.rows], is_covered_row[span.rows])
+            row_lines, chunk_lines = block.original_lines()
+            predictions.write(row_lines)
+            chunks.write(chunk_lines)
 
 
-def _spans(store: OrfStore) -> Iterator[_Span]:
-    """Consecutive reads and their rows, of bounded size, chunks and pairs whole."""
-    read, row = 0, 0
+def _read_spans(store: OrfStore) -> Iterator[_Span]:
+    """Yield spans of bounded size over all reads. No chunk and no pair is parted.
+
+    Raises:
+        VirnucError: The reads claim another number of rows than the store has.
+    """
+    read = 0
+    row = 0
     while read < store.n_reads:
-        ends = np.cumsum(store.read_rows[read : read + BLOCK_READS + 1], dtype=np.int64)
-        count = max(1, min(BLOCK_READS, int(np.searchsorted(ends, BLOCK_ROWS, side="right"))))
-        count += any(store.read_flags[read + count : read + count + 1] & MATE)
-        next_row = row + int(ends[count - 1])
-        while count == 1 and next_row - row > BLOCK_ROWS:
-            cut = row + BLOCK_ROWS
-            of_chunk = store.row_chunk[cut : cut + len(FRAMES)] == store.row_chunk[cut - 1]
-            cut += int(np.argmin(np.append(of_chunk, False)))
-            if cut >= next_row:
-                break
-            yield slice(read, read + 1), slice(row, cut), False
-            row = cut
-        yield slice(read, read + count), slice(row, next_row), True
-        read, row = read + count, next_row
+        row_ends = np.cumsum(store.read_rows[read : read + BLOCK_READS + 1], dtype=np.int64)
+        n_fitting = int(np.searchsorted(row_ends, BLOCK_ROWS, side="right"))
+        n_reads = max(1, min(BLOCK_READS, n_fitting))
+        next_flags = store.read_flags[read + n_reads : read + n_reads + 1]
+        if any(next_flags & MATE):
+            n_reads += 1
+        next_row = row + int(row_ends[n_reads - 1])
+        if n_reads == 1:
+            for cut in _long_read_cuts(store, row, next_row):
+                yield _Span(slice(read, read + 1), slice(row, cut), is_complete=False)
+                row = cut
+        yield _Span(slice(read, read + n_reads), slice(row, next_row), is_complete=True)
+        read += n_reads
+        row = next_row
     if row != store.n_rows:
         raise VirnucError(f"{store.path}: its reads claim {row} rows, it holds {store.n_rows}")
 
 
-def _opened(stack: ExitStack, run: RunDir, count: int) -> Sequence[BinaryIO]:
-    """The first of a run's tables, with their headers; they are there once `stack` closes without an error."""
-    files = [
-        stack.enter_context(stack.enter_context(atomic_file(path)).open("wb"))
-        for path in run.tables[:count]
-    ]
-    headers = PREDICTION_HEADER, CONSENSUS_HEADER, READS_HEADER, FAILED_HEADER, PAIRS_HEADER
-    for file, header in zip(files, headers, strict=False):
+def _long_read_cuts(store: OrfStore, row: int, end: int) -> Iterator[int]:
+    """Yield the rows at which a read with very many rows is cut, each at the end of a chunk."""
+    while end - row > BLOCK_ROWS:
+        cut = row + BLOCK_ROWS
+        next_chunks = store.row_chunk[cut : cut + len(FRAMES)]
+        is_same_chunk = np.append(next_chunks == store.row_chunk[cut - 1], False)
+        cut += int(np.argmin(is_same_chunk))  # the first that is of another chunk
+        if cut >= end:
+            return
+        yield cut
+        row = cut
+
+
+def _open_tables(resources: ExitStack, run: RunDir, count: int) -> Sequence[BinaryIO]:
+    """Open the first tables of a run with their headers.
+
+    The files appear when `resources` is closed without an error.
+    """
+    headers = (PREDICTION_HEADER, CONSENSUS_HEADER, READS_HEADER, FAILED_HEADER, PAIRS_HEADER)
+    files = []
+    for path, header in zip(run.tables[:count], headers, strict=False):
+        temp_path = resources.enter_context(atomic_file(path))
+        file = resources.enter_context(temp_path.open("wb"))
         file.write(header.encode())
+        files.append(file)
     return files
 
 
-def _judged(score: Scores, threshold: float, uncertain: Band) -> Places:
-    """The fate of each score."""
-    fate = np.where(score >= threshold, VIRAL, OTHERS)
-    fate[(score >= uncertain[0]) & (score < uncertain[1])] = UNCERTAIN
-    return fate
+@dataclass(frozen=True, slots=True)
+class _FateColumns:
+    """Three columns of a table of reads or pairs, as text."""
+
+    fates: NDArray[np.object_]
+    scores: NDArray[np.object_]  # empty where the fate does not come from the score
+    labels: NDArray[np.object_]
 
 
-def _told(score: Scores, fate: Places) -> tuple[NDArray[np.object_], NDArray[np.object_]]:
-    """Fates by name, and the scores of those that have one by their fate."""
-    shown, judged = np.full(len(score), "", dtype=object), np.isin(fate, (VIRAL, OTHERS, UNCERTAIN))
-    shown[judged] = _texts(score[judged])
-    return _FATE_NAMES[fate], shown
+def _fate_columns(scores: ViralScores, fates: Places) -> _FateColumns:
+    score_texts = np.full(len(scores), "", dtype=object)
+    is_by_score = np.isin(fates, FATES_BY_SCORE)
+    score_texts[is_by_score] = _texts(scores[is_by_score])
+    return _FateColumns(_FATE_NAMES[fates], score_texts, _LABELS_BY_FATE[fates])
 
 
 def _texts(values: Any) -> list[str]:
-    """Values as text; a float32 in the fewest digits that read back as the same float32."""
+    """Return values as text; a float32 in the fewest digits that read back as the same number."""
     return list(map(str, values))
 
 
 def _lines(*columns: Sequence[str] | NDArray[np.object_]) -> bytes:
-    """Columns of equal length as TAB-separated lines."""
+    """Return columns of equal length as TAB-separated lines."""
     text = "\n".join(map("\t".join, zip(*columns, strict=True)))
-    return f"{text}\n".encode() if text else b""
+    if not text:
+        return b""
+    return f"{text}\n".encode()

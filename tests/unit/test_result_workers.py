@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from virnuc_core import results
+from virnuc_core import consensus, results
 from virnuc_core.errors import WorkerError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
@@ -65,14 +65,14 @@ def test_the_bytes_do_not_depend_on_the_processes(
     submit = Workers._submit
 
     def counted(self: Workers, work: Any, item: Any) -> Any:
-        asked.append(item.whole)
+        asked.append(item.span.is_complete)
         return submit(self, work, item)
 
     monkeypatch.setattr(Workers, "_submit", counted)
     whole = judge(tmp_path / "whole", store, 3)
     assert not asked, "few reads need no other process"
     assert len(whole[0]) == 5
-    assert set(whole[1].fates) == set(whole[1].pairs) == {*results.FATES, "uncertain"}
+    assert set(whole[1].fates) == set(whole[1].pairs) == {*consensus.FATES, "uncertain"}
     assert min(whole[1].fates.values()) > 0
     monkeypatch.setattr(results, "BLOCK_READS", 8)
     monkeypatch.setattr(results, "BLOCK_ROWS", 8)

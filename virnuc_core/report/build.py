@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core import validation
+from virnuc_core.consensus import FATES
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
@@ -48,7 +49,6 @@ from virnuc_core.report.regression import (
 )
 from virnuc_core.report.render import REPORT_JSON, render
 from virnuc_core.report.warnings import warnings
-from virnuc_core.results import FATES
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import RunRecord, read, write
 

@@ -22,6 +22,7 @@ from sklearn.metrics import precision_recall_curve, roc_curve
 from sklearn.model_selection import StratifiedGroupKFold
 from xopen import xopen
 
+from virnuc_core import consensus
 from virnuc_core.config import DEFAULT_THRESHOLD, TrainSpec, refuse_unreadable
 from virnuc_core.encoders.model_config import Estimate
 from virnuc_core.errors import InputError, join_first
@@ -336,19 +337,28 @@ class Figures(RunFile):
 
 
 def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
-    """`score`, `label` and `cluster` of each frame, chunk and read, as a prediction judges them. A chunk's score is the
-    mean of the largest and the least of its frames', a read's the mean of its chunks'."""
+    """Return the scores that a prediction would give the frames, their chunks and their reads.
+
+    Args:
+        rows: Frames with their read, chunk, label and cluster.
+        score: P(virus) of each frame.
+
+    Returns:
+        For "frame", "chunk" and "read" a table with the columns score, label and cluster.
+    """
     frames = rows[["read", "chunk", "label", "cluster"]].assign(score=score)
-    same = {"label": ("label", "first"), "cluster": ("cluster", "first")}
+    first_label_and_cluster = {"label": ("label", "first"), "cluster": ("cluster", "first")}
     chunks = frames.groupby(["read", "chunk"]).agg(
-        high=("score", "max"), low=("score", "min"), **same
+        max_score=("score", "max"), min_score=("score", "min"), **first_label_and_cluster
     )
-    chunks["score"] = (chunks["high"] + chunks["low"]) / 2
-    return {
-        "frame": frames,
-        "chunk": chunks,
-        "read": chunks.groupby("read").agg(score=("score", "mean"), **same),
-    }
+    chunks["score"] = consensus.chunk_scores(
+        chunks["max_score"].to_numpy(), chunks["min_score"].to_numpy()
+    )
+    reads = chunks.groupby("read").agg(**first_label_and_cluster)
+    read_of_chunk = np.unique(chunks.index.get_level_values("read"), return_inverse=True)[1]
+    # The mean is linear: the mean of scores is the score of the mean margin.
+    reads["score"] = consensus.mean_margins(chunks["score"].to_numpy(), read_of_chunk, len(reads))
+    return {"frame": frames, "chunk": chunks, "read": reads}
 
 
 def measure(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
@@ -358,7 +368,7 @@ def measure(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
     weights = weights[:, order]
     last = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)  # of equal scores
     hit, false = (np.cumsum(weights * kind, axis=1)[:, last] for kind in (virus, ~virus))
-    missed, called = score - virus, weights * (score >= DEFAULT_THRESHOLD)
+    missed, called = score - virus, weights * consensus.is_viral(score, DEFAULT_THRESHOLD)
     bins = np.eye(BINS)[np.minimum((score * BINS).astype(int), BINS - 1)]
     with np.errstate(invalid="ignore", divide="ignore"):
         recall, wrong = hit / hit[:, -1:], false / false[:, -1:]
@@ -450,7 +460,7 @@ def thresholds(
 def false_share(table: pd.DataFrame, threshold: float, prevalence: float) -> float | None:
     """The share that is not viral of what a threshold calls viral; None where it calls nothing so."""
     weights = _weights(table, np.ones((1, int(table["cluster"].max()) + 1)), prevalence)[0]
-    called, virus = table["score"] >= threshold, table["label"] == 1
+    called, virus = consensus.is_viral(table["score"].to_numpy(), threshold), table["label"] == 1
     return float(weights[called & ~virus].sum() / weights[called].sum()) if called.any() else None
 
 

@@ -1,0 +1,186 @@
+"""The vote: frame → chunk → read → pair → contig. The only module that knows the rule.
+
+The classifier gives each open reading frame two numbers, P(others) and P(virus), called `score1`
+and `score2` in VirNucPro's files. They add up to one, except for their last digit.
+
+- A *frame* is viral if P(virus) is larger than P(others). A tie is not viral.
+- A *chunk* is viral if the largest P(virus) of its frames is at least the largest P(others). A tie
+  is viral. The difference of the two is the chunk's *margin*.
+- A *read* or *pair* has the score 0.5 + m / 2, where m is the mean margin of its chunks. A *contig*
+  (a read of several chunks) weights each chunk by the bases that the next chunk does not contain.
+  It is viral if the score is at least the threshold.
+
+The first two rules are VirNucPro's (its `prediction.py`). It judges no reads; the third rule is
+ours, and docs/results.md explains it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scores = NDArray[np.float32]  # [frames, 2] P(others) and P(virus)
+ViralScores = NDArray[np.float32]  # [groups] 0 to 1, NaN without a scored frame
+Margins = NDArray[np.float64]  # -1 to 1
+Places = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+ScoreRange = tuple[float, float]  # from, to below
+
+# What became of a read, in the order of the counts in `summary.json`. The last is used only where
+# the user asked for it.
+FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
+VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED, UNCERTAIN = range(len(FATES) + 1)
+FATE_NAMES: Final = (*FATES, "uncertain")
+FATES_BY_SCORE: Final = (VIRAL, OTHERS, UNCERTAIN)
+
+_HALF: Final = np.float32(0.5)
+_BELOW_HALF: Final = np.nextafter(_HALF, np.float32(0))
+
+
+def is_viral_frame(scores: Scores) -> Mask:
+    """Return the verdict on each frame, [frames]."""
+    return scores[:, 1] > scores[:, 0]
+
+
+def is_viral_chunk(max_others: NDArray[Any], max_virus: NDArray[Any]) -> NDArray[Any]:
+    """Return the verdict on each chunk, from the largest scores of its frames, [chunks]."""
+    return max_virus >= max_others
+
+
+def is_viral(scores: NDArray[Any], threshold: float) -> Mask:
+    """Return which scores of reads, pairs or contigs are called viral. NaN is not."""
+    return np.asarray(scores >= threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkVotes:
+    """The votes of consecutive chunks, each over its scored frames."""
+
+    first_frames: Places  # [chunks] the first frame of each chunk
+    top_others: Places  # [chunks] the first frame with the largest P(others) of its chunk
+    top_virus: Places  # [chunks] the first frame with the largest P(virus) of its chunk
+    margins: Margins  # [chunks]
+    is_viral: Mask  # [chunks]
+
+
+def vote_chunks(scores: Scores, is_first: Mask) -> ChunkVotes:
+    """Let the frames of each chunk vote.
+
+    Args:
+        scores: Scores of all frames, those of a chunk together, [frames, 2].
+        is_first: Marks the first frame of each chunk, [frames].
+    """
+    first_frames = np.flatnonzero(is_first)
+    if len(first_frames) == 0:
+        no_frames = np.empty(0, np.int64)
+        return ChunkVotes(no_frames, no_frames, no_frames, np.empty(0), np.empty(0, bool))
+    top_scores = np.maximum.reduceat(scores, first_frames)  # [chunks, 2]
+    chunk_of_frame = np.cumsum(is_first) - 1
+    is_top = scores == top_scores[chunk_of_frame]  # [frames, 2]
+    others_frames, virus_frames = np.flatnonzero(is_top[:, 0]), np.flatnonzero(is_top[:, 1])
+    # The difference of two float32 numbers has the right sign in float64.
+    max_others = top_scores[:, 0].astype(np.float64)
+    max_virus = top_scores[:, 1].astype(np.float64)
+    return ChunkVotes(
+        first_frames=first_frames,
+        top_others=others_frames[np.searchsorted(others_frames, first_frames)],
+        top_virus=virus_frames[np.searchsorted(virus_frames, first_frames)],
+        margins=max_virus - max_others,
+        is_viral=is_viral_chunk(max_others, max_virus),
+    )
+
+
+def mean_margins(
+    margins: Margins, groups: Places, n_groups: int, weights: NDArray[Any] | None = None
+) -> Margins:
+    """Return the mean margin of each group of chunks.
+
+    Args:
+        margins: Margins of the chunks, [chunks].
+        groups: The read, pair or contig of each chunk, [chunks].
+        n_groups: Number of reads, pairs or contigs.
+        weights: Weight of each chunk, [chunks]. If absent, all count the same.
+
+    Returns:
+        Mean margins, [n_groups]; NaN for groups without a chunk.
+    """
+    if weights is None:
+        weights = np.ones(len(margins))
+    totals = np.bincount(groups, weights=weights * margins, minlength=n_groups)
+    total_weights = np.bincount(groups, weights=weights, minlength=n_groups)
+    means = np.full(n_groups, np.nan)
+    np.divide(totals, total_weights, out=means, where=total_weights > 0)
+    return means
+
+
+def viral_scores(means: Margins, single_frame_scores: ViralScores | None = None) -> ViralScores:
+    """Return the score of each read, pair or contig.
+
+    A score is at least 0.5 exactly if the mean margin is at least 0, however small it is: rounding
+    to float32 never moves a score across 0.5.
+
+    Args:
+        means: Mean margins, [groups].
+        single_frame_scores: P(virus) of the frame of groups with one scored frame, NaN elsewhere,
+            [groups]. Such a group gets this number unchanged, so that all files print the same
+            digits (1 − P(others) may differ in the last one).
+    """
+    scores: ViralScores = (0.5 + means / 2).astype(np.float32)
+    if single_frame_scores is not None:
+        has_single_frame = ~np.isnan(single_frame_scores)
+        scores[has_single_frame] = single_frame_scores[has_single_frame]
+    is_negative = means < 0
+    is_positive = means >= 0  # neither for NaN
+    scores[is_negative] = np.minimum(scores[is_negative], _BELOW_HALF)
+    scores[is_positive] = np.maximum(scores[is_positive], _HALF)
+    return scores
+
+
+def chunk_scores(max_virus: NDArray[Any], min_virus: NDArray[Any]) -> NDArray[Any]:
+    """Return scores of chunks whose frames have P(virus) only, as in training.
+
+    With P(others) = 1 − P(virus) the margin of a chunk is max + min − 1 of its frames' P(virus), so
+    that its score 0.5 + margin / 2 is the mean of the two.
+    """
+    scores: NDArray[Any] = (max_virus + min_virus) / 2
+    return scores
+
+
+def fates_of_scores(scores: ViralScores, threshold: float, uncertain: ScoreRange) -> Places:
+    """Return the fate that each score gives a read or pair: VIRAL, OTHERS or UNCERTAIN.
+
+    Args:
+        scores: Viral scores, [groups].
+        threshold: Score from which a read is called viral.
+        uncertain: Scores in this range get no verdict. An empty range is (0, 0).
+    """
+    fates = np.where(is_viral(scores, threshold), VIRAL, OTHERS)
+    lowest, upper = uncertain
+    fates[(scores >= lowest) & (scores < upper)] = UNCERTAIN
+    return fates
+
+
+def pair_fates(
+    scores: ViralScores,
+    fates_1: Places,
+    fates_2: Places,
+    threshold: float,
+    uncertain: ScoreRange,
+) -> Places:
+    """Return the fate of each pair, from its joint score and the fates of its mates.
+
+    A pair with a failed mate has failed. A pair without a score has the fate of the mate that was
+    further on the way to a verdict.
+
+    Args:
+        scores: Joint scores over the chunks of both mates, [pairs].
+        fates_1: Fates of the first mates, [pairs].
+        fates_2: Fates of the second mates; a read without a mate stands here as well, [pairs].
+        threshold: Score from which a pair is called viral.
+        uncertain: Scores in this range get no verdict.
+    """
+    by_score = fates_of_scores(scores, threshold, uncertain)
+    fates = np.where(np.isnan(scores), np.minimum(fates_1, fates_2), by_score)
+    fates[(fates_1 == FAILED) | (fates_2 == FAILED)] = FAILED
+    return fates
