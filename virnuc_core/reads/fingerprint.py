@@ -1,11 +1,14 @@
-"""Digests of byte strings, and the fingerprint of reads: SHA-256 over ids and bases in their order.
+"""Digest byte strings, find those that repeat, and compute the fingerprint of reads.
 
-For the fingerprint reads are hashed in leaves, and it is the hash over the leaves' hashes. A leaf ends with a read
-whose id has a digest divisible by 64, so that where leaves end depends on the reads alone: however they are cut into
-batches, whoever hashes a batch alone knows every leaf within it, and only what sticks out on both sides is left to its
-neighbours."""
+The fingerprint is a SHA-256 over the ids and bases of all reads in their order. Reads are hashed in
+leaves, and the fingerprint is the hash over the hashes of the leaves. A leaf ends with a read whose
+id has a digest divisible by 64. So the reads alone determine where leaves end, however the reads
+are cut into batches. Whoever hashes a batch hashes each leaf that lies within it; only the reads
+before the first and after the last leaf are left to be joined with those of the neighbours.
+"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -17,133 +20,249 @@ from numpy.typing import NDArray
 
 from virnuc_core.reads.fast_parser import Part, ReadBatch
 
-BUCKET: Final = 1 << 21  # digests looked for repeats at a time, about
-_FEWEST: Final = 3  # rounded up to a power of two
+BUCKET: Final = 1 << 21  # digests that are searched for repeats at a time, about
+_MIN_BUCKETS: Final = 3  # rounded up to a power of two
 _READ_AT_ONCE: Final = 1 << 17  # digests
+_DIGEST_BYTES: Final = 16
 _LEAF_READS: Final = np.uint64(64)  # on average
 
 
 def digests(strings: Iterable[bytes]) -> NDArray[np.uint64]:
-    """The MurmurHash3 (x64, 128 bit) of each string: uint64 [n, 2]. Strings can be made to collide on purpose."""
+    """Return the MurmurHash3 (x64, 128 bit) of each string: uint64 [n, 2].
+
+    Strings can be made to collide on purpose: it is no cryptographic hash.
+    """
     return np.frombuffer(b"".join(map(mmh3_x64_128_digest, strings)), "<u8").reshape(-1, 2)
 
 
+class LeafContent(NamedTuple):
+    """The reads of a leaf, or of a stretch of one, as columns of bytes."""
+
+    ids: bytes = b""
+    bases: bytes = b""
+    id_lengths: bytes = b""  # little-endian int64 each
+    base_lengths: bytes = b""
+
+
+_NO_READS: Final = LeafContent()
+
+
 class Leaves(NamedTuple):
-    """A batch, hashed as far as that can be done without its neighbours."""
+    """A batch of reads, hashed as far as that can be done without its neighbours."""
 
-    head: tuple[bytes, ...]  # up to the first end of a leaf; of all reads if there is none
-    hashes: bytes | None  # of the leaves after, end to end; none if no leaf ends in this batch
-    tail: tuple[bytes, ...]  # the reads after the last end of a leaf
-    part: Part | None = None  # of a long read: which one this is
+    head: LeafContent  # up to the first end of a leaf; all reads if there is none
+    hashes: bytes | None  # of the leaves after it, end to end; None if no leaf ends in this batch
+    tail: LeafContent = _NO_READS  # the reads after the last end of a leaf
+    part: Part | None = None  # the position within a long read, if this is a part of one
 
 
-def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64] | None = None) -> Leaves:
-    """Hash a batch; `id_digests` [reads, 2] are those of its ids, where they are known."""
-    id_digests = digests(batch.ids) if id_digests is None else id_digests
-    if (part := batch.part) is not None:  # id and lengths are known with the last
-        length = (part.n_bases_before + len(batch.bases.data)).to_bytes(8, "little")
-        about = (
-            (batch.ids.data, len(batch.ids.data).to_bytes(8, "little"), length)
-            if part.is_last
-            else (b"", b"", b"")
+def hash_leaves(batch: ReadBatch, id_digests: NDArray[np.uint64] | None = None) -> Leaves:
+    """Hash the leaves of a batch.
+
+    Args:
+        batch: Reads, or a part of a long one.
+        id_digests: The digests of the ids, if they are known: uint64 [reads, 2].
+    """
+    if id_digests is None:
+        id_digests = digests(batch.ids)
+    ends_leaf: NDArray[np.bool_] = id_digests[:, 0] % _LEAF_READS == 0
+    if batch.part is not None:
+        return _hash_part(batch, batch.part, bool(ends_leaf[0]))
+    return _hash_reads(batch, ends_leaf)
+
+
+def _hash_part(batch: ReadBatch, part: Part, ends_leaf: bool) -> Leaves:
+    """Hash a part of a long read. Id and lengths are added by the last part, which knows them."""
+    bases = batch.bases.data
+    if not part.is_last:
+        return Leaves(LeafContent(bases=bases), hashes=None, part=part)
+    read_id = batch.ids.data
+    content = LeafContent(
+        ids=read_id,
+        bases=bases,
+        id_lengths=len(read_id).to_bytes(8, "little"),
+        base_lengths=(part.n_bases_before + len(bases)).to_bytes(8, "little"),
+    )
+    return Leaves(content, hashes=b"" if ends_leaf else None, part=part)
+
+
+def _hash_reads(batch: ReadBatch, ends_leaf: NDArray[np.bool_]) -> Leaves:
+    """Hash the leaves within a batch of whole reads.
+
+    Args:
+        batch: The reads.
+        ends_leaf: Which of them are the last of a leaf: bool [reads].
+    """
+    leaf_ends = np.flatnonzero(ends_leaf) + 1
+    edges = np.concatenate([[0], leaf_ends, [len(batch)]])
+    id_edges = batch.ids.offsets[edges].tolist()
+    base_edges = batch.bases.offsets[edges].tolist()
+    id_lengths = batch.ids.lengths.astype("<i8")
+    base_lengths = batch.bases.lengths.astype("<i8")
+    contents: list[LeafContent] = []
+    for i, (start, end) in enumerate(pairwise(edges.tolist())):
+        content = LeafContent(
+            ids=batch.ids.data[id_edges[i] : id_edges[i + 1]],
+            bases=batch.bases.data[base_edges[i] : base_edges[i + 1]],
+            id_lengths=id_lengths[start:end].tobytes(),
+            base_lengths=base_lengths[start:end].tobytes(),
         )
-        ends_leaf = part.is_last and bool(id_digests[0, 0] % _LEAF_READS == 0)
-        head = (about[0], batch.bases.data, *about[1:])
-        return Leaves(head, b"" if ends_leaf else None, (b"",) * 4, part)
-    edges = np.concatenate(
-        [[0], np.flatnonzero(id_digests[:, 0] % _LEAF_READS == 0) + 1, [len(batch)]]
-    )
-    columns = [(strings.data, strings.offsets[edges]) for strings in (batch.ids, batch.bases)]
-    columns += [
-        (strings.lengths.astype("<i8").tobytes(), 8 * edges) for strings in (batch.ids, batch.bases)
-    ]
-    head, *others = zip(
-        *([data[a:b] for a, b in pairwise(at.tolist())] for data, at in columns), strict=True
-    )
-    if not others:
-        return Leaves(head, None, ())
-    hashes = [
-        sha256(b"".join([sha256(data).digest() for data in content])).digest()
-        for content in others[:-1]
-    ]
-    return Leaves(head, b"".join(hashes), others[-1])
+        contents.append(content)
+    if len(contents) == 1:
+        return Leaves(contents[0], hashes=None)
+    hashes = [_LeafHash(content).digest() for content in contents[1:-1]]
+    return Leaves(contents[0], b"".join(hashes), contents[-1])
+
+
+class _LeafHash:
+    """The hash of a leaf: of each of its columns, so that its reads may come in stretches."""
+
+    def __init__(self, content: LeafContent = _NO_READS) -> None:
+        self._columns = [sha256(column) for column in content]
+
+    def update(self, content: LeafContent) -> None:
+        """Add the next reads of the leaf."""
+        for column_hash, column in zip(self._columns, content, strict=True):
+            column_hash.update(column)
+
+    def copy(self) -> "_LeafHash":
+        """Return an independent copy of the current state."""
+        copied = _LeafHash()
+        copied._columns = [column_hash.copy() for column_hash in self._columns]
+        return copied
+
+    def digest(self) -> bytes:
+        """Return the hash over the hashes of the columns."""
+        return sha256(b"".join([column_hash.digest() for column_hash in self._columns])).digest()
 
 
 class Fingerprint:
-    """Hash over the reads, in order, and the settings that decide what a store holds."""
+    """The hash over all reads in their order, and over the settings that change a store."""
 
     def __init__(self, settings: str) -> None:
         self._root = sha256(settings.encode())
-        self._leaf = [
-            sha256() for _ in range(4)
-        ]  # of a column each: how its reads come in pieces makes no difference
-        self._before = self._leaf[
-            :0
-        ]  # the same as it was before the long read whose parts are coming in
+        self._leaf = _LeafHash()  # the leaf that has not ended yet
+        self._leaf_before_long_read: _LeafHash | None = None  # while parts of one come in
 
     def add(self, leaves: Leaves) -> None:
-        """Take in the next reads. What was taken in of a long one that is dropped is forgotten."""
-        if leaves.part is not None:
-            before = (
-                [column.copy() for column in self._leaf] if leaves.part.is_first else self._before
-            )
-            self._before = [] if leaves.part.is_last else before
-            if leaves.part.is_dropped:
-                self._leaf = before or self._leaf
+        """Add the next reads. The parts of a long read are forgotten if its last one is dropped."""
+        part = leaves.part
+        if part is not None:
+            if part.is_first:
+                self._leaf_before_long_read = self._leaf.copy()
+            leaf_before = self._leaf_before_long_read
+            if part.is_last:
+                self._leaf_before_long_read = None
+            if part.is_dropped:
+                self._leaf = leaf_before or self._leaf
                 return
-        for column, data in zip(self._leaf, leaves.head, strict=True):
-            column.update(data)
-        if leaves.hashes is None:
-            return
-        self._root.update(self._leaf_hash() + leaves.hashes)
-        self._leaf = [sha256(data) for data in leaves.tail]
+        self._leaf.update(leaves.head)
+        if leaves.hashes is not None:
+            self._root.update(self._leaf.digest() + leaves.hashes)
+            self._leaf = _LeafHash(leaves.tail)
 
     def hexdigest(self) -> str:
-        """The fingerprint of what was taken in so far."""
+        """Return the fingerprint of the reads that were added so far."""
         root = self._root.copy()
-        root.update(self._leaf_hash())
+        root.update(self._leaf.digest())
         return root.hexdigest()
 
-    def _leaf_hash(self) -> bytes:
-        return sha256(b"".join([column.digest() for column in self._leaf])).digest()
 
+@dataclass(frozen=True)
+class Repeats:
+    """Strings that equal an earlier one, as columns."""
 
-# repeats among any number of digests: in one bucket of them after the other, so that few are held
+    index: NDArray[np.int64]  # [n] place of the string among all
+    first_index: NDArray[np.int64]  # [n] place of the first string that equals it
+    number: NDArray[np.int64]  # [n] it is the second (2), third (3), … of its kind
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, rows: slice | NDArray[np.int64]) -> "Repeats":
+        return Repeats(self.index[rows], self.first_index[rows], self.number[rows])
+
+    @classmethod
+    def concatenate(cls, repeats: Sequence["Repeats"]) -> "Repeats":
+        """Join the repeats of several buckets, in order of their place."""
+        joined = cls(
+            np.concatenate([some.index for some in repeats]),
+            np.concatenate([some.first_index for some in repeats]),
+            np.concatenate([some.number for some in repeats]),
+        )
+        return joined[np.argsort(joined.index)]
 
 
 class Bucket(NamedTuple):
-    """Those of a file of digests, uint64 [n, 2], that equal ones can be among."""
+    """A share of the digests in a file; equal digests are in the same bucket.
 
-    digests: Path
+    Repeats are searched in one bucket after the other, so that few digests are in memory.
+    """
+
+    digests: Path  # uint64 [n, 2]
     number: int
-    buckets: int  # a power of two
+    n_buckets: int  # a power of two
 
     @classmethod
     def all_of(cls, digests: Path) -> list[Self]:
-        """All buckets of a file, a few at least, so that all workers have some; every digest is in one."""
-        buckets = 1 << max(_FEWEST, -(-digests.stat().st_size // (16 * BUCKET)) - 1).bit_length()
-        return [cls(digests, number, buckets) for number in range(buckets)]
+        """Return all buckets of a file: at least a few, so that every worker has some."""
+        n_digests = digests.stat().st_size // _DIGEST_BYTES
+        n_needed = max(_MIN_BUCKETS, -(-n_digests // BUCKET))
+        n_buckets = 1 << (n_needed - 1).bit_length()
+        return [cls(digests, number, n_buckets) for number in range(n_buckets)]
 
 
-def repeats_in(bucket: Bucket) -> NDArray[np.int64]:
-    """The digests of a bucket that equal an earlier one: [n, 3], each by its place in the file, the place of the first
-    of its kind, and how many-th of the kind it is, from 2."""
-    held = [np.empty((0, 3), np.int64)]
-    for low in range(0, bucket.digests.stat().st_size // 16, _READ_AT_ONCE):
-        found = np.fromfile(bucket.digests, np.int64, 2 * _READ_AT_ONCE, offset=16 * low).reshape(
-            -1, 2
-        )
-        own = np.flatnonzero(found[:, 0] & bucket.buckets - 1 == bucket.number)
-        held.append(np.column_stack([found[own], low + own]))
-    records = np.concatenate(held)
-    # most are one of a kind: a quick sort by one half finds the rest, and only they are sorted with care
-    order = np.argsort(records[:, 0])
-    same = np.diff(records[order, 0]) == 0
-    in_company = np.append(same, False) | np.append(False, same)[: len(order)]
-    kinds = records[order[in_company]]
-    kinds = kinds[np.lexsort(kinds.T[::-1])]
-    begins = np.append(True, np.diff(kinds[:, :2], axis=0).any(axis=1))[: len(kinds)]
-    first = np.flatnonzero(begins)[np.cumsum(begins) - 1]
-    count = np.arange(len(kinds)) - first + 1
-    repeats: NDArray[np.int64] = np.column_stack([kinds[:, 2], kinds[first, 2], count])[~begins]
-    return repeats
+class _Digests(NamedTuple):
+    """Digests with their places in a file, as columns."""
+
+    low: NDArray[np.int64]  # [n] first half
+    high: NDArray[np.int64]  # [n] second half
+    place: NDArray[np.int64]  # [n] in the file
+
+    def take(self, rows: NDArray[np.int64]) -> "_Digests":
+        """Return the given rows."""
+        return _Digests(self.low[rows], self.high[rows], self.place[rows])
+
+
+def find_repeats(bucket: Bucket) -> Repeats:
+    """Find the digests of a bucket that equal an earlier one."""
+    members = _read_bucket(bucket)
+    # most are unique: a quick sort by one half finds the others, and only they are sorted with care
+    order = np.argsort(members.low)
+    equals_next = np.diff(members.low[order]) == 0
+    is_candidate = np.zeros(len(order), bool)
+    is_candidate[1:] |= equals_next
+    is_candidate[:-1] |= equals_next
+    candidates = members.take(order[is_candidate])
+    candidates = candidates.take(
+        np.lexsort((candidates.place, candidates.high, candidates.low))  # by the last one first
+    )
+    n = len(candidates.place)
+    is_first = np.ones(n, bool)
+    is_first[1:] = (np.diff(candidates.low) != 0) | (np.diff(candidates.high) != 0)
+    first_row = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+    number = np.arange(n) - first_row + 1
+    is_repeat = ~is_first
+    return Repeats(
+        index=candidates.place[is_repeat],
+        first_index=candidates.place[first_row][is_repeat],
+        number=number[is_repeat],
+    )
+
+
+def _read_bucket(bucket: Bucket) -> _Digests:
+    """Read the digests of a bucket with their places."""
+    n_digests = bucket.digests.stat().st_size // _DIGEST_BYTES
+    low = [np.empty(0, np.int64)]
+    high = [np.empty(0, np.int64)]
+    place = [np.empty(0, np.int64)]
+    for start in range(0, n_digests, _READ_AT_ONCE):
+        stretch = np.fromfile(
+            bucket.digests, np.int64, 2 * _READ_AT_ONCE, offset=_DIGEST_BYTES * start
+        ).reshape(-1, 2)
+        bucket_of_digest = stretch[:, 0] & (bucket.n_buckets - 1)
+        members = np.flatnonzero(bucket_of_digest == bucket.number)
+        low.append(stretch[members, 0])
+        high.append(stretch[members, 1])
+        place.append(start + members)
+    return _Digests(np.concatenate(low), np.concatenate(high), np.concatenate(place))

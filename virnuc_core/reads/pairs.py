@@ -1,17 +1,19 @@
-"""Reads that come in pairs, as one stream in which mates follow each other, whether two files hold them or one.
+"""Read pairs as one stream in which mates follow each other, from two files or from one.
 
-Mates are told by name: equal ids, or ids that end in `/1` and `/2`. In the stream all ids end so, which keeps mates
-apart. Where broken records are skipped, a read without its mate is an orphan and stands in the stream alone."""
+Mates have equal ids, or ids that end in `/1` and `/2`. In the stream all ids end so, which keeps
+mates apart. If broken records are skipped, a read without its mate is an orphan and stands alone.
+"""
 
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
@@ -19,204 +21,495 @@ from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch, Strings
 from virnuc_core.reads.parse import parse
 from virnuc_core.reads.sources import Inputs, find_alignment_format_of_file, sample_name
 
-Columns = list[Any]  # of reads that follow each other
-
-MATE_FILE: Final = re.compile(
-    r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*"
-)  # stem, letter, mate, part of a lane
-ENDS: Final = (b"/1", b"/2")  # of ids
-STEPS: Final = "mates must follow in the same order; --on-error skip judges orphans alone, --no-pairs each read"
-ASTRAY: Final = "%s: mates do not follow each other, so each read is judged by itself; samtools collate mends that"
+# stem, letter, mate, part of a lane
+MATE_FILE: Final = re.compile(r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*")
+MATE_ENDS: Final = (b"/1", b"/2")  # of ids
+ORDER_HINT: Final = (
+    "mates must follow in the same order; "
+    "--on-error skip judges orphans alone, --no-pairs each read"
+)
+UNGROUPED_BAM_WARNING: Final = (
+    "%s: mates do not follow each other, so each read is judged by itself; "
+    "samtools collate mends that"
+)
 BATCH_READS: Final = 1 << 14
-_AT_ONCE: Final = 1 << 12
-_NEAR: Final = 1 << 6  # reads among which the next pair is looked for, at first
+_COMPARED_AT_ONCE: Final = 1 << 12  # pairs
+_NEAR: Final = 1 << 6  # reads among which the next pair is searched, at first
 _FAR: Final = 1 << 16  # and then
 _log = logging.getLogger(__name__)
 
 
-def arranged(spec: ReadsSpec, found: Inputs) -> Inputs:
-    """What was found of a spec's inputs, with the files that hold mates, which come first; the log names them."""
-    pairs = [*zip(spec.mates_1, spec.mates_2, strict=True)] if spec.pairs else []
-    rest = [name for name in found.files if not any(name in pair for pair in pairs)]
-    pairs += [(name, name) for name in rest if spec.interleaved and spec.pairs]
-    told = dict.fromkeys(pairs, "as asked")
-    alike = defaultdict[tuple[Path | str, ...], tuple[list[str], list[str]]](lambda: ([], []))
-    for file in rest if spec.pairs and not spec.interleaved else ():
-        if form := find_alignment_format_of_file(file):
-            from virnuc_core.reads.alignments import (
-                SampleFilter,
-                mates_follow,
-            )  # few files are such
+def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
+    """Find out which files hold mates, and write them into the log.
 
-            if follow := mates_follow(
-                file, form, SampleFilter(spec.read_group, sample_name((file,)))
-            ):
-                told[file, file] = "by their flags; --no-pairs judges each read by itself"
-            elif follow is not None:
-                _log.warning(ASTRAY, file)
-        elif match := MATE_FILE.fullmatch(Path(file).name):
-            stem, letter, mate, part = match.groups()
-            alike[Path(file).parent, stem, letter, part][mate == "2"].append(file)
-    for (_, _, letter, _), (firsts, seconds) in alike.items():
-        both, named = (*firsts, *seconds), any(name in spec.reads for name in (*firsts, *seconds))
-        if firsts and seconds and (len(both) > 2 or named):
-            said = "%s seem to hold pairs; each read is judged by itself, -1 and -2 before the files judge pairs"
-            _log.warning(said, " and ".join(both))
-        elif firsts and seconds:
-            told[firsts[0], seconds[0]] = "by their names; --no-pairs judges each read by itself"
-        elif letter and not named:
+    Args:
+        spec: The files of mates that the user named, and the settings for pairs.
+        inputs: All files.
+
+    Returns:
+        The same inputs with their pairs. Files with mates come first.
+    """
+    reasons: dict[tuple[str, str], str] = {}  # why two files are a pair, by the files
+    if spec.pairs:
+        named_pairs = list(zip(spec.mates_1, spec.mates_2, strict=True))
+        other_files = _without_pairs(inputs.files, named_pairs)
+        if spec.interleaved:
+            named_pairs += [(name, name) for name in other_files]
+        reasons = dict.fromkeys(named_pairs, "as asked")
+        if not spec.interleaved:
+            reasons |= _detect_unnamed_pairs(spec, other_files)
+    for (first, second), reason in reasons.items():
+        _log.info("pairs: %s and %s, %s", first, second, reason)
+    paired_files: list[str] = []
+    for pair in reasons:
+        paired_files += dict.fromkeys(pair)
+    singles = [name for name in inputs.files if name not in paired_files]
+    return Inputs((*paired_files, *singles), inputs.ignored, tuple(reasons))
+
+
+def _without_pairs(files: tuple[str, ...], pairs: list[tuple[str, str]]) -> list[str]:
+    """Return the files that are in none of the pairs."""
+    return [name for name in files if not any(name in pair for pair in pairs)]
+
+
+class _MateName(NamedTuple):
+    """What the names of two files of mates have in common."""
+
+    folder: Path
+    stem: str
+    letter: str  # R, or empty
+    lane_part: str | None
+
+
+@dataclass
+class _MateCandidates:
+    """Files that differ only by the number of the mate in their names."""
+
+    firsts: list[str] = field(default_factory=list)
+    seconds: list[str] = field(default_factory=list)
+
+
+def _detect_unnamed_pairs(spec: ReadsSpec, files: list[str]) -> dict[tuple[str, str], str]:
+    """Detect pairs among files that the user did not call mates; warn about doubtful ones.
+
+    Returns:
+        The reason for each pair.
+    """
+    reasons: dict[tuple[str, str], str] = {}
+    candidates_by_name: dict[_MateName, _MateCandidates] = {}
+    for file in files:
+        format_ = find_alignment_format_of_file(file)
+        if format_:
+            if _alignments_hold_pairs(spec, file, format_):
+                reasons[file, file] = "by their flags; --no-pairs judges each read by itself"
+            continue
+        match = MATE_FILE.fullmatch(Path(file).name)
+        if match is None:
+            continue
+        stem, letter, mate, lane_part = match.groups()
+        mate_name = _MateName(Path(file).parent, stem, letter, lane_part)
+        candidates = candidates_by_name.setdefault(mate_name, _MateCandidates())
+        if mate == "1":
+            candidates.firsts.append(file)
+        else:
+            candidates.seconds.append(file)
+    for mate_name, candidates in candidates_by_name.items():
+        if _are_a_pair(spec, mate_name, candidates):
+            pair = candidates.firsts[0], candidates.seconds[0]
+            reasons[pair] = "by their names; --no-pairs judges each read by itself"
+    return reasons
+
+
+def _alignments_hold_pairs(spec: ReadsSpec, file: str, format_: str) -> bool:
+    """Return True if mates follow each other in a file of alignments; warn if they are apart."""
+    from virnuc_core.reads.alignments import SampleFilter, mates_follow  # few files are such
+
+    sample_filter = SampleFilter(spec.read_group, ungrouped_sample=sample_name((file,)))
+    follow = mates_follow(file, format_, sample_filter)
+    if follow is False:
+        _log.warning(UNGROUPED_BAM_WARNING, file)
+    return bool(follow)
+
+
+def _are_a_pair(spec: ReadsSpec, mate_name: _MateName, candidates: _MateCandidates) -> bool:
+    """Return True if files with names of mates are a pair; warn if they might be one.
+
+    Files that the user named one by one, and not by their folder, are never joined.
+    """
+    files = (*candidates.firsts, *candidates.seconds)
+    are_named = any(file in spec.reads for file in files)
+    if candidates.firsts and candidates.seconds:
+        if are_named or len(files) > 2:
             _log.warning(
-                "%s: no file with its mates beside it; each read is judged by itself", both[0]
+                "%s seem to hold pairs; each read is judged by itself, "
+                "-1 and -2 before the files judge pairs",
+                " and ".join(files),
             )
-    for (first, second), how in told.items():
-        _log.info("pairs: %s and %s, %s", first, second, how)
-    files = [name for pair in told for name in dict.fromkeys(pair)]
-    return Inputs(
-        (*files, *(name for name in rest if name not in files)), found.ignored, tuple(told)
-    )
+            return False
+        return True
+    if mate_name.letter and not are_named:
+        _log.warning(
+            "%s: no file with its mates beside it; each read is judged by itself", files[0]
+        )
+    return False
 
 
-def pair_batches(inputs: Inputs, log: ParseLog, *, text: bool = True) -> Iterator[ReadBatch]:
-    """Batches of the reads of files with mates, with the text of records if asked. Errors: of `parse`; `InputError` for
-    files out of step or the wrong way round and, unless `log.on_error` is `skip`, for a read without its mate."""
-    for names in inputs.pairs:
-        sides = [_Side(name, log) for name in dict.fromkeys(names)]
-        held: Columns = [[] for _ in range(5)]
-        for placed in chain(_in_turn(sides[0], sides[-1], log), (None,)):
-            for column, more in zip(held, placed or (), strict=False):
-                column.extend(more)
-            if held[0] and (placed is None or len(held[0]) >= BATCH_READS):
-                ids, bases, texts = map(Strings.from_strings, (*held[:2], held[2] if text else ()))
-                lines, mate = map(np.array, held[3:])
-                yield ReadBatch(0, sides[0].form, ids, bases, lines, texts, follows_mate=mate)
-                held = [[] for _ in range(5)]
+@dataclass(slots=True)
+class _Reads:
+    """Consecutive reads of one file, as columns."""
+
+    names: list[bytes] = field(default_factory=list)  # ids without /1 and /2, equal for mates
+    bases: list[bytes] = field(default_factory=list)
+    records: list[bytes] = field(default_factory=list)  # as they stand in the file
+    lines: list[int] = field(default_factory=list)  # of the headers
+    mates: bytes = b""  # 1 or 2 by the header of each read, 0 where it does not tell
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, rows: slice) -> "_Reads":
+        return _Reads(
+            self.names[rows],
+            self.bases[rows],
+            self.records[rows],
+            self.lines[rows],
+            self.mates[rows],
+        )
+
+    def __add__(self, later: "_Reads") -> "_Reads":
+        return _Reads(
+            self.names + later.names,
+            self.bases + later.bases,
+            self.records + later.records,
+            self.lines + later.lines,
+            self.mates + later.mates,
+        )
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Reads of the joint stream, as columns."""
+
+    ids: list[bytes] = field(default_factory=list)  # end in /1 or /2
+    bases: list[bytes] = field(default_factory=list)
+    records: list[bytes] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    follows_mate: list[bool] = field(default_factory=list)  # the previous read is its mate
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def append(self, later: "_Stream") -> None:
+        """Add reads to the end."""
+        self.ids += later.ids
+        self.bases += later.bases
+        self.records += later.records
+        self.lines += later.lines
+        self.follows_mate += later.follows_mate
+
+    def to_batch(self, format_: Format, *, with_records: bool) -> ReadBatch:
+        """Return these reads as a batch."""
+        return ReadBatch(
+            file_index=0,
+            format=format_,
+            ids=Strings.from_strings(self.ids),
+            bases=Strings.from_strings(self.bases),
+            lines=np.array(self.lines),
+            records=Strings.from_strings(self.records if with_records else ()),
+            follows_mate=np.array(self.follows_mate),
+        )
+
+
+def pair_batches(
+    inputs: Inputs, log: ParseLog, *, with_records: bool = True
+) -> Iterator[ReadBatch]:
+    """Read the files with mates.
+
+    Args:
+        inputs: The files.
+        log: Takes the counts and the errors of the records that are left out.
+        with_records: Keep the text of each record.
+
+    Yields:
+        Batches of reads in which mates follow each other.
+
+    Raises:
+        InputError: As of `parse`. Also for files that are out of step or the wrong way round and,
+            unless `log.on_error` is `skip`, for a read without its mate.
+    """
+    for files in inputs.pairs:
+        first = _Side(files[0], log)
+        is_interleaved = files[0] == files[1]
+        second = first if is_interleaved else _Side(files[1], log)
+        stream = _Stream()
+        for reads in _join_sides(first, second, log):
+            stream.append(reads)
+            if len(stream) >= BATCH_READS:
+                yield stream.to_batch(first.format, with_records=with_records)
+                stream = _Stream()
+        if len(stream) > 0:
+            yield stream.to_batch(first.format, with_records=with_records)
 
 
 class _Side:
-    """The reads of a file whose turn has not come yet, as far as it was read."""
+    """One file of a pair: the reads whose turn has not come yet, as far as it was read."""
 
     def __init__(self, file: str, log: ParseLog) -> None:
-        self.file, self._batches = file, parse((file,), log)
-        # names that mates share, bases, text, line; and which mate each says it is, 0 where it does not
-        self._reads: Columns = [[], [], [], [], b""]
-        self._at = 0  # the next of them
-        self.form: Format = "fastq"
+        self.file = file
+        self.format: Format = "fastq"
+        self._batches = parse((file,), log)
+        self._reads = _Reads()
+        self._next = 0  # the first of them whose turn has not come
 
     def __len__(self) -> int:
-        return len(self._reads[0]) - self._at
+        return len(self._reads) - self._next
 
-    def has(self, count: int) -> bool:
-        """Whether so many reads are left; they are there then."""
-        while len(self) < count and (batch := next(self._batches, None)) is not None:
+    def fill(self, count: int) -> bool:
+        """Read on until at least `count` reads are there; return False if the file has fewer.
+
+        Raises:
+            InputError: A read is too long for a pair, and as of `parse`.
+        """
+        while len(self) < count:
+            batch = next(self._batches, None)
+            if batch is None:
+                return False
             if batch.part is not None:
                 raise InputError(
                     "too long for the read of a pair", file=self.file, line=int(batch.lines[0])
                 )
-            self.form, names = (
-                batch.format,
-                [one[:-2] if one[-2:] in ENDS else one for one in batch.ids],
-            )
-            letters = np.frombuffer(batch.records.data + bytes(3), np.uint8)
-            # an id that was not printable is longer than in its header
-            after = np.minimum(batch.records.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - 3)
-            casava = (letters[after] == ord(" ")) & (letters[after + 2] == ord(":"))
-            mate = np.where(
-                letters[after - 2] == ord("/"), letters[after - 1], casava * letters[after + 1]
-            ) - ord("0")
-            says = (mate * ((mate == 1) | (mate == 2))).astype(np.uint8).tobytes()
-            new = names, [*batch.bases], [*batch.records], batch.lines.tolist(), says
-            self._reads = [
-                old[self._at :] + more for old, more in zip(self._reads, new, strict=True)
-            ]
-            self._at = 0
-        return len(self) >= count
+            self.format = batch.format
+            self._reads = self._reads[self._next :] + _with_mates(batch)
+            self._next = 0
+        return True
 
-    def next(self, count: int, column: int = 0) -> Any:
-        """A column of the next reads."""
-        return self._reads[column][self._at : self._at + count]
+    def next_names(self, count: int) -> list[bytes]:
+        """Return the names of the next reads."""
+        return self._reads.names[self._next : self._next + count]
 
-    def take(self, count: int) -> Columns:
-        """The next reads, whose turn has come."""
-        taken = [self.next(count, column) for column in range(5)]
-        self._at += count
+    def next_line(self) -> int:
+        """Return the line of the next read."""
+        return self._reads.lines[self._next]
+
+    def take(self, count: int) -> _Reads:
+        """Return the next reads and pass them."""
+        taken = self._reads[self._next : self._next + count]
+        self._next += count
         return taken
 
-    def error(self, reads: Columns, at: int, problem: str, hint: str = STEPS) -> InputError:
-        """Of one of the reads."""
+    def error(self, reads: _Reads, index: int, problem: str, hint: str = ORDER_HINT) -> InputError:
+        """Describe a problem with one of some reads of this file."""
         return InputError(
-            problem, file=self.file, line=reads[3][at], read_id=reads[0][at].decode(), hint=hint
+            problem,
+            file=self.file,
+            line=reads.lines[index],
+            read_id=reads.names[index].decode(),
+            hint=hint,
         )
 
 
-def _in_turn(first: _Side, second: _Side, log: ParseLog) -> Iterator[Columns]:
-    """Mates after each other, and orphans between them; `first` is `second` where one file holds both."""
-    step, paired, most = 2 if first is second else 1, False, _AT_ONCE
-    while first.has(step) and second.has(1):
-        if first.form != second.form:
-            raise InputError(
-                f"is {first.form}, but {second.file} with its mates {second.form}", file=first.file
-            )
-        count = min(len(first), len(second), most) // step
-        ours, theirs = first.next(step * count)[::step], second.next(step * count)[step - 1 :: step]
-        both = enumerate(zip(ours, theirs, strict=True)) if ours != theirs else ()
-        same = next((at for at, (one, other) in both if one != other), count)
-        taken = first.take(step * same)
-        mates = second.take(same) if step == 1 else [column[1::2] for column in taken]
-        yield _mates([column[::step] for column in taken], mates, first, second)
-        paired, most = paired or same > 0, min(2 * most, _AT_ONCE)
-        if same < count:
-            lost, others = (1, 0) if first is second else _next_pair(first, second, paired)
-            yield _orphans(first, lost, second, 2 - step, log)
-            yield _orphans(second, others, first, 2, log)
-            most = _NEAR  # where some are lost there may be more
-    for side, other, mate in ((first, second, 2 - step), (second, first, 2)):
-        while side.has(1):
-            yield _orphans(side, len(side), other, mate, log)
-
-
-def _mates(ours: Columns, theirs: Columns, first: _Side, second: _Side) -> Columns:
-    for mate, side, reads in ((1, first, ours), (2, second, theirs)):
-        if (at := reads[4].find(3 - mate)) >= 0:
-            raise side.error(
-                reads, at, f"is mate {3 - mate}, mate {mate} belongs here", "are the files swapped?"
-            )
-    woven = (
-        list(chain.from_iterable(zip(*both, strict=True)))
-        for both in zip(ours[1:4], theirs[1:4], strict=True)
-    )
-    return [[name + end for name in ours[0] for end in ENDS], *woven, [False, True] * len(ours[0])]
-
-
-def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) -> Columns:
-    """Reads without their mates; where one file holds both mates each is what it says, else the first."""
-    reads = side.take(count)
-    if count and log.on_error == "stop":
-        then = [
-            f"where '{name.decode()}' is next, at line {other.next(1, 3)[0]}"
-            for name in other.next(1)
-        ]
-        raise side.error(reads, 0, f"has no mate in {other.file}, {(*then, 'which ends')[0]}")
-    ids = [
-        b"%b/%d" % (name, mate or said or 1) for name, said in zip(reads[0], reads[4], strict=True)
+def _with_mates(batch: ReadBatch) -> _Reads:
+    """Return the reads of a batch with the names and numbers of mates."""
+    names = [
+        read_id[:-2] if read_id.endswith(MATE_ENDS) else read_id  # one pass: this is a hot loop
+        for read_id in batch.ids
     ]
-    return [ids, *reads[1:4], [False] * count]
+    return _Reads(
+        names=names,
+        bases=list(batch.bases),
+        records=list(batch.records),
+        lines=batch.lines.tolist(),
+        mates=_mates_from_headers(batch),
+    )
 
 
-def _next_pair(first: _Side, second: _Side, paired: bool) -> tuple[int, int]:
-    """How many reads of each file stand before the next pair; all, where none comes and some were `paired` before.
-    Errors: `InputError` for files that do not hold their reads in the same order."""
-    for reach in (_NEAR, _FAR):
-        ended = not (first.has(reach) | second.has(reach))
-        ours, theirs = first.next(reach), second.next(reach)
-        place = {name: at for at, name in reversed([*enumerate(theirs)])}
-        lost = next((at for at, name in enumerate(ours) if name in place), None)
-        if lost is not None:
-            others = place[ours[lost]]
-            if {*theirs[:others]}.isdisjoint(ours):
-                return lost, others
-            break
+def _mates_from_headers(batch: ReadBatch) -> bytes:
+    """Return which mate the header of each read says it is: 1, 2, or 0 if it does not tell.
+
+    A header tells it by an id that ends in `/1` or `/2`, or by a word like `1:N:0:ACGT` behind the
+    id, as Casava writes it.
+    """
+    padding = bytes(3)  # so that every header has three letters behind the id
+    letters = np.frombuffer(batch.records.data + padding, np.uint8)
+    # an id that was not printable is longer than in its header
+    id_ends = np.minimum(
+        batch.records.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - len(padding)
+    )
+    has_slash = letters[id_ends - 2] == ord("/")
+    has_casava_word = (letters[id_ends] == ord(" ")) & (letters[id_ends + 2] == ord(":"))
+    digits = np.where(has_slash, letters[id_ends - 1], has_casava_word * letters[id_ends + 1])
+    is_first = digits == ord("1")
+    is_second = digits == ord("2")
+    mates: NDArray[np.uint8] = (is_first * 1 + is_second * 2).astype(np.uint8)
+    return mates.tobytes()
+
+
+def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]:
+    """Join the reads of two files, or of one that holds both mates.
+
+    Args:
+        first: The file of first mates.
+        second: The file of second mates; the same object if one file holds both.
+        log: Tells what to do with orphans.
+
+    Yields:
+        Mates next to each other, and orphans between them.
+
+    Raises:
+        InputError: As of `pair_batches`.
+    """
+    is_interleaved = first is second
+    step = 2 if is_interleaved else 1  # reads of the first file that make a pair
+    first_mate = 0 if is_interleaved else 1  # 0: the header of an orphan tells which it is
+    had_pairs = False
+    max_pairs = _COMPARED_AT_ONCE
+    while first.fill(step) and second.fill(1):
+        if first.format != second.format:
+            raise InputError(
+                f"is {first.format}, but {second.file} with its mates {second.format}",
+                file=first.file,
+            )
+        n_compared = min(len(first), len(second), max_pairs) // step
+        n_pairs = _count_equal_names(first, second, n_compared)
+        reads = first.take(step * n_pairs)
+        if is_interleaved:
+            yield _weave(reads[::2], reads[1::2], first, second)
+        else:
+            yield _weave(reads, second.take(n_pairs), first, second)
+        had_pairs = had_pairs or n_pairs > 0
+        max_pairs = min(2 * max_pairs, _COMPARED_AT_ONCE)
+        if n_pairs < n_compared:
+            gap = _Gap(1, 0) if is_interleaved else _find_next_pair(first, second, had_pairs)
+            yield _orphans(first, gap.n_first, second, first_mate, log)
+            yield _orphans(second, gap.n_second, first, 2, log)
+            max_pairs = _NEAR  # where some mates are lost there may be more
+    while first.fill(1):
+        yield _orphans(first, len(first), second, first_mate, log)
+    while second.fill(1):
+        yield _orphans(second, len(second), first, 2, log)
+
+
+def _count_equal_names(first: _Side, second: _Side, n_compared: int) -> int:
+    """Return how many of the next pairs have equal names, up to the first that does not."""
+    if first is second:
+        names = first.next_names(2 * n_compared)
+        first_names = names[::2]
+        second_names = names[1::2]
     else:
-        if paired and ended:
-            return len(first), len(second)
-    problem = f"its mates do not follow in {second.file}, where '{theirs[0].decode()}' is next"
-    raise first.error(first.take(1), 0, problem)
+        first_names = first.next_names(n_compared)
+        second_names = second.next_names(n_compared)
+    if first_names == second_names:  # nearly always
+        return n_compared
+    for index, (name, other_name) in enumerate(zip(first_names, second_names, strict=True)):
+        if name != other_name:
+            return index
+    return n_compared
+
+
+def _weave(first_reads: _Reads, second_reads: _Reads, first: _Side, second: _Side) -> _Stream:
+    """Place each read of the second file behind its mate.
+
+    Raises:
+        InputError: A header says that a read is the other mate.
+    """
+    _refuse_other_mate(first, first_reads, mate=1)
+    _refuse_other_mate(second, second_reads, mate=2)
+    n_pairs = len(first_reads)
+    bases = zip(first_reads.bases, second_reads.bases, strict=True)
+    records = zip(first_reads.records, second_reads.records, strict=True)
+    lines = zip(first_reads.lines, second_reads.lines, strict=True)
+    return _Stream(
+        ids=[name + end for name in first_reads.names for end in MATE_ENDS],
+        bases=list(chain.from_iterable(bases)),
+        records=list(chain.from_iterable(records)),
+        lines=list(chain.from_iterable(lines)),
+        follows_mate=[False, True] * n_pairs,
+    )
+
+
+def _refuse_other_mate(side: _Side, reads: _Reads, mate: int) -> None:
+    """Raise an `InputError` if a header says that a read is not this mate but the other."""
+    other_mate = 3 - mate
+    index = reads.mates.find(other_mate)
+    if index >= 0:
+        raise side.error(
+            reads,
+            index,
+            f"is mate {other_mate}, mate {mate} belongs here",
+            hint="are the files swapped?",
+        )
+
+
+def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) -> _Stream:
+    """Take reads without their mates.
+
+    Args:
+        side: The file of the reads.
+        count: Their number.
+        other: The file that lacks their mates.
+        mate: The number of the mate that they are. If 0, their headers tell; if they do not, it is
+            the first.
+        log: Tells whether orphans are allowed.
+
+    Raises:
+        InputError: Orphans are not allowed, and there is one.
+    """
+    reads = side.take(count)
+    if count > 0 and log.on_error == "stop":
+        next_names = other.next_names(1)
+        if next_names:
+            where = f"where '{next_names[0].decode()}' is next, at line {other.next_line()}"
+        else:
+            where = "which ends"
+        raise side.error(reads, 0, f"has no mate in {other.file}, {where}")
+    ids: list[bytes] = []
+    for name, mate_of_header in zip(reads.names, reads.mates, strict=True):
+        ids.append(b"%b/%d" % (name, mate or mate_of_header or 1))
+    return _Stream(ids, reads.bases, reads.records, reads.lines, [False] * count)
+
+
+class _Gap(NamedTuple):
+    """The reads that stand before the next pair."""
+
+    n_first: int  # of the first file
+    n_second: int  # of the second file
+
+
+def _find_next_pair(first: _Side, second: _Side, had_pairs: bool) -> _Gap:
+    """Count the reads of each file that stand before the next pair.
+
+    Args:
+        first: The file of first mates.
+        second: The file of second mates.
+        had_pairs: There were pairs before. Then it is no error if no further one comes: all reads
+            that are left stand before the end.
+
+    Raises:
+        InputError: The files do not hold their reads in the same order.
+    """
+    for reach in (_NEAR, _FAR):
+        first_goes_on = first.fill(reach)
+        second_goes_on = second.fill(reach)
+        first_names = first.next_names(reach)
+        second_names = second.next_names(reach)
+        first_index_by_name: dict[bytes, int] = {}
+        for index, name in enumerate(second_names):
+            first_index_by_name.setdefault(name, index)
+        for n_first, name in enumerate(first_names):
+            if name not in first_index_by_name:
+                continue
+            n_second = first_index_by_name[name]
+            if set(second_names[:n_second]).isdisjoint(first_names):
+                return _Gap(n_first, n_second)
+            raise _order_error(first, second)
+    if had_pairs and not first_goes_on and not second_goes_on:
+        return _Gap(len(first), len(second))
+    raise _order_error(first, second)
+
+
+def _order_error(first: _Side, second: _Side) -> InputError:
+    """Describe the first read whose mate is not in its place."""
+    next_name = second.next_names(1)[0].decode()
+    return first.error(
+        first.take(1), 0, f"its mates do not follow in {second.file}, where '{next_name}' is next"
+    )

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from virnuc_core.config import ReadsSpec, read_small_text, refuse_unreadable
 from virnuc_core.errors import ConfigError, InputError, join_first
-from virnuc_core.reads.pairs import arranged
+from virnuc_core.reads.pairs import detect_pairs
 from virnuc_core.reads.sources import (
     ENDINGS,
     STDIN,
@@ -189,7 +189,7 @@ def by_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
         name for name in inputs.ignored if (told := ENDINGS.search(Path(name).name)) and told[1]
     )
     # as in a folder, files with mates are known by their names
-    inputs = arranged(
+    inputs = detect_pairs(
         spec.model_copy(update={"reads": ()}), inputs._replace(files=(*inputs.files, *named_so))
     )
     found, whole = defaultdict[str, list[tuple[str, ...]]](list), set[str]()

@@ -1,19 +1,20 @@
-"""Staging: files of reads to one ORF store, made once for the same reads and settings."""
+"""Stage reads: turn files into one ORF store, once for the same reads and settings."""
 
 import logging
 import re
 import shutil
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, OnError, ReadsSpec
@@ -30,12 +31,29 @@ from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.parse import BLOCK_BYTES, parse_by
 from virnuc_core.reads.sources import (
     Inputs,
+    ReadSpan,
     can_be_read_twice,
     find_alignment_format_of_file,
     find_inputs,
 )
-from virnuc_core.reads.store import STORES, OrfStore, StoreCounts, StoreWriter, is_intact
-from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, MATE, Segment, long_segments, process
+from virnuc_core.reads.store import (
+    STORES,
+    DuplicateId,
+    OrfStore,
+    StoreCounts,
+    StoreWriter,
+    is_intact,
+)
+from virnuc_core.reads.translate import (
+    DUPLICATE_ID,
+    EMPTY,
+    MATE,
+    BatchResult,
+    LongPart,
+    Segment,
+    translate_batch,
+    translate_long_read,
+)
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import atomic_file
 from virnuc_core.runfiles import (
@@ -49,18 +67,14 @@ from virnuc_core.runfiles import (
 )
 
 SKIPPED_LIST: Final = "skipped.tsv"
-MADE: Final = ".made.json"  # ending of the summary's file, beside the store
-REMARKS: Final = (
-    "short_for_model",
-    "ambiguous",
-    "duplicate_ids",
-    "skipped",
-)  # of the tally, what is told of reads
+SUMMARY_SUFFIX: Final = ".made.json"  # of the summary's file, beside the store
+# the counts of a tally that are remarks on the reads
+REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
 _log = logging.getLogger(__name__)
 
 
 class StageSpec(ReadsSpec):
-    """What is staged, and how."""
+    """The reads to stage, and the settings for it."""
 
     model_length: int = Field(
         DEFAULT_MODEL_LENGTH, ge=1, description="the head's model length: chunk size in bases"
@@ -71,16 +85,17 @@ class StageSpec(ReadsSpec):
 
 
 class StageSummary(RunFile):
-    """What staging read and made, kept beside the store. Seconds are those of making it, also where it is reused; what
-    several workers did at once counts as shared evenly among them."""
+    """What staging read and wrote, kept beside the store.
+
+    Times are those of the original staging, even if the store is reused. Parallel work is divided
+    by the number of workers.
+    """
 
     chunk_s: float = 0.0  # unpacking and cutting, which one process does for all, and reading
     translate_s: float = 0.0  # six frames of each chunk, into the store
     total_s: float = 0.0
     store: Path
-    reused: bool = (
-        False  # the store was there already, made from the same files with the same settings
-    )
+    reused: bool = False  # the store was there, made from the same files with the same settings
     fingerprint: str
     model_length: int
     counts: StoreCounts
@@ -94,287 +109,477 @@ class StageSummary(RunFile):
 
     @property
     def tally(self) -> dict[str, int]:
-        """The counts that say what became of the input, by name."""
+        """Return the counts that tell what became of the input, by name."""
         counts = self.counts
         return {
             "reads": counts.n_reads,
             "empty": counts.n_empty,
-            "skipped": sum(one.skipped for one in self.by_file),
+            "skipped": sum(file.skipped for file in self.by_file),
             "duplicate_ids": counts.n_duplicate_ids,
-            "duplicates": counts.n_rows
-            - counts.n_uniques,  # rows whose sequences an earlier row has
+            "duplicates": counts.n_rows - counts.n_uniques,  # rows that repeat an earlier one
             "ambiguous": counts.n_ambiguous,
             "short_for_model": counts.n_short,
             "no_open_frame": counts.n_reads - counts.n_open_reads - counts.n_empty,
         }
 
     def warnings(self) -> list[str]:
-        """What people should know about their files, a sentence each."""
-        told = (
-            ("skipped", "broken record", "left out"),
-            ("not_primary", "secondary or supplementary alignment", "left out"),
-            ("empty", "read", "without bases"),
-            ("orphans", "read", "without a mate, judged alone"),
-            (
-                "duplicate_ids",
-                "read",
-                "with the id of an earlier read, told apart by a number added to it",
-            ),
-        )
-        met = (
-            (one.file, getattr(one, name), what, end)
-            for one in self.by_file
-            for name, what, end in told
-        )
-        said = [
-            f"{file}: {count:,} {what}{'s' * (count != 1)} {end}"
-            for file, count, what, end in met
-            if count
-        ]
-        said += [
-            f"{one.file}: holds no reads"
-            for one in self.by_file
-            if self.counts.n_reads and not one.reads
-        ]
-        return said + [f"{name}: neither FASTA nor FASTQ, not read" for name in self.ignored_files]
+        """Return what people should know about their files, a sentence each."""
+        warnings: list[str] = []
+        for file in self.by_file:
+            warnings += _warnings_about(file)
+        for file in self.by_file:
+            if self.counts.n_reads > 0 and file.reads == 0:
+                warnings.append(f"{file.file}: holds no reads")
+        for name in self.ignored_files:
+            warnings.append(f"{name}: neither FASTA nor FASTQ, not read")
+        return warnings
+
+
+def _warnings_about(file: InputFile) -> list[str]:
+    """Return a sentence for each kind of oddity that was met in a file."""
+    oddities = (
+        (file.skipped, "broken record", "left out"),
+        (file.not_primary, "secondary or supplementary alignment", "left out"),
+        (file.empty, "read", "without bases"),
+        (file.orphans, "read", "without a mate, judged alone"),
+        (
+            file.duplicate_ids,
+            "read",
+            "with the id of an earlier read, told apart by a number added to it",
+        ),
+    )
+    warnings: list[str] = []
+    for count, noun, predicate in oddities:
+        if count == 0:
+            continue
+        plural = "" if count == 1 else "s"
+        warnings.append(f"{file.file}: {count:,} {noun}{plural} {predicate}")
+    return warnings
 
 
 def stage(
     spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord | None = None
 ) -> StageSummary:
-    """Read everything, cut it, translate it and write the store `out`; or find, unless it is to be made `anew`, that it
-    is there already, made from files of the same content, to the last bit. The store appears whole or not at all.
-    Skipped records are listed in `skipped.tsv` beside it. Errors: `InputError` for reads that cannot be used;
-    `ConfigError` when `out` cannot be written; `RunMismatchError` naming what is other, for reads not of the `expected`
-    run; `SpentInputError` for what another try might mend, where reads were piped."""
-    inputs = find_inputs(spec.named)
-    if len(inputs.files) != 1 or spec.interleaved or find_alignment_format_of_file(inputs.files[0]):
-        from virnuc_core.reads.pairs import arranged  # one file is the usual case
+    """Read all inputs, cut and translate the reads, and write the store.
 
-        inputs = arranged(spec, inputs)
+    A store that was made of files with the same content and settings, and is intact, is reused. The
+    store appears when it is complete. Records that were skipped are listed in `skipped.tsv` beside
+    it.
+
+    Args:
+        spec: The reads and the settings.
+        out: The store's file.
+        anew: Write the store again even if it could be reused.
+        expected: The record of a run that must have used the same reads.
+
+    Raises:
+        InputError: The reads cannot be used.
+        ConfigError: `out` cannot be written.
+        RunMismatchError: These are not the reads of the `expected` run. The message names what
+            differs.
+        SpentInputError: Another attempt might succeed, but the reads came through a pipe.
+    """
+    inputs = find_inputs(spec.named)
+    is_one_plain_file = (
+        len(inputs.files) == 1
+        and not spec.interleaved
+        and not find_alignment_format_of_file(inputs.files[0])
+    )
+    if not is_one_plain_file:
+        from virnuc_core.reads.pairs import detect_pairs  # one file is the usual case
+
+        inputs = detect_pairs(spec, inputs)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{out.name}.scratch"
-        for left in out.parent.glob(f"{prefix}*"):  # by killed ones: nobody stages beside us
-            shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(
-            "", prefix, out.parent, ignore_cleanup_errors=True
-        ) as folder:
-            if (summary := None if anew else _kept(spec, inputs, out)) is not None:
-                _accept(spec, inputs, out, summary.fingerprint, expected)
-            else:
-                with _log_of(spec, out) as log, Workers(spec.workers) as workers:
-                    seconds = _make(spec, inputs, out, Path(folder), log, workers, expected)
-                summary = _summary(spec, inputs, out, log, seconds)
-                write(out.with_suffix(MADE), summary)
-    except OSError as error:  # reading tells its troubles by InputError: this is the output's
-        said = f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
-        raise storage_error(error, out) or ConfigError(said) from error
+        summary = _reuse_or_build(spec, inputs, out, anew=anew, expected=expected)
+    except OSError as error:  # trouble of reading is an InputError: this is the output's
+        raise storage_error(error, out) or ConfigError(
+            f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
+        ) from error
     except (WorkerError, MemoryError) as error:
-        if not (spent := [name for name in inputs.files if not can_be_read_twice(name)]):
+        spent_inputs = [name for name in inputs.files if not can_be_read_twice(name)]
+        if not spent_inputs:
             raise
-        said = f"{error or 'out of memory'}; what came from {', '.join(spent)} is gone"
-        raise SpentInputError(f"{said}; send it again, or put it into a file") from error
+        raise SpentInputError(
+            f"{error or 'out of memory'}; what came from {', '.join(spent_inputs)} is gone; "
+            "send it again, or put it into a file"
+        ) from error
     for warning in summary.warnings():
         _log.warning("%s", warning)
     return summary
 
 
-def _make(
+def _reuse_or_build(
+    spec: StageSpec, inputs: Inputs, out: Path, *, anew: bool, expected: RunRecord | None
+) -> StageSummary:
+    """Return the summary of the store that is there, or build one; arguments as of `stage`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    scratch_prefix = f".{out.name}.scratch"
+    for leftover in out.parent.glob(f"{scratch_prefix}*"):  # of killed ones: we are alone here
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix=scratch_prefix, dir=out.parent, ignore_cleanup_errors=True
+    ) as folder:
+        summary = None if anew else _reusable_store(spec, inputs, out)
+        if summary is not None:
+            _require_same_reads(spec, inputs, out, summary.fingerprint, expected)
+        else:
+            with _create_log(spec, out) as log, Workers(spec.workers) as workers:
+                times = _build_store(spec, inputs, out, Path(folder), log, workers, expected)
+            summary = _summarize(spec, inputs, out, log, times)
+        write(out.with_suffix(SUMMARY_SUFFIX), summary)
+    return summary
+
+
+@dataclass
+class _StageTimes:
+    """Seconds of the parts of staging."""
+
+    chunk_s: float = 0.0
+    translate_s: float = 0.0
+    total_s: float = 0.0
+
+
+def _build_store(
     spec: StageSpec,
     inputs: Inputs,
     out: Path,
-    temp: Path,
+    folder: Path,
     log: ParseLog,
     workers: Workers,
     expected: RunRecord | None,
-) -> dict[str, float]:
-    """Read and translate everything, find what repeats, write the store; gives the seconds of each part."""
-    began, seconds = time.perf_counter(), defaultdict[str, float](float)
-    of_pairs = f" pairs, {len(inputs.singles)} other files" if inputs.pairs else ""
-    writer, fingerprint = (
-        StoreWriter(temp, spec.model_length),
-        Fingerprint(f"{STORES} {spec.model_length}{of_pairs}"),
-    )
-    work = partial(process, model_length=spec.model_length, folder=temp)
-    batches = parse_by(workers, work, inputs.singles, log, block_bytes=BLOCK_BYTES)
+) -> _StageTimes:
+    """Read and translate everything, find what repeats, and write the store.
+
+    Args:
+        spec: The settings.
+        inputs: The files.
+        out: The store's file.
+        folder: The folder for scratch files.
+        log: Takes the counts and errors of reading.
+        workers: Do the work.
+        expected: As of `stage`.
+
+    Raises:
+        InputError: The reads cannot be used.
+        RunMismatchError: These are not the reads of the `expected` run.
+    """
+    start_s = time.perf_counter()
+    times = _StageTimes()
+    writer = StoreWriter(folder, spec.model_length)
+    settings = f"{STORES} {spec.model_length}"
     if inputs.pairs:
-        from virnuc_core.reads.pairs import pair_batches
-
-        paired = workers.map(
-            work, pair_batches(inputs, log, text=False), lambda batch: len(batch.bases.data)
-        )
-        batches = chain(paired, batches)
-    ambiguous = False  # the long read whose parts are coming in
-    for made, leaves, taken in batches:
-        before = time.perf_counter()
-        fingerprint.add(leaves)
-        if isinstance(made, Segment):
-            writer.add(made)
+        settings += f" pairs, {len(inputs.singles)} other files"
+    fingerprint = Fingerprint(settings)
+    long_reads = _LongReads(spec.model_length, folder, workers)
+    for result in _translate_inputs(spec, inputs, folder, log, workers):
+        result_start_s = time.perf_counter()
+        fingerprint.add(result.leaves)
+        if isinstance(result.output, Segment):
+            writer.add(result.output)
         else:
-            ambiguous = made.ambiguous or (ambiguous and not made.part.is_first)
-            if made.part.is_dropped:
-                Path(made.path).unlink()
-            elif made.part.is_last:
-                for segment in long_segments(made, ambiguous, spec.model_length, temp, workers):
-                    writer.add(segment)
-        seconds["translate_s"] += time.perf_counter() - before
-        for part, part_s in taken.items():
-            seconds[part] += part_s / spec.workers  # side by side with those of others
-    seconds["chunk_s"] += log.cut_s + log.parse_s / spec.workers
-    if log.n_reads == 0 and (
-        spec.read_group or not all(can_be_read_twice(name) for name in inputs.files)
-    ):
-        of, hint = "", "did what writes to it fail?"
-        if spec.read_group:
-            of, hint = (
-                f" of read group {spec.read_group}",
-                "samtools view -H names those that there are",
-            )
-        raise InputError(f"no read{of} came in from {', '.join(inputs.files)}", hint=hint)
-    _accept(spec, inputs, out, fingerprint.hexdigest(), expected)
-    for name, first in log.first_broken.items():
-        if not log.reads_by_file[name]:
-            problem = f"none of its records can be read: {log.skipped_by_file[name]:,} broken, the first is {first}"
-            raise InputError(problem, file=name, hint="mend the file or leave it out")
-    before = time.perf_counter()
-    twice = writer.find_repeats(workers)
-    if spec.strict and twice is not None:
-        raise _shared_id(writer, inputs, log, *twice)
+            for segment in long_reads.add(result.output):
+                writer.add(segment)
+        times.translate_s += time.perf_counter() - result_start_s
+        # workers spend their time side by side
+        times.chunk_s += result.chunk_s / spec.workers
+        times.translate_s += result.translate_s / spec.workers
+    times.chunk_s += log.cut_s + log.parse_s / spec.workers
+
+    _require_reads(spec, inputs, log)
+    _require_same_reads(spec, inputs, out, fingerprint.hexdigest(), expected)
+    _require_good_records(log)
+    write_start_s = time.perf_counter()
+    duplicate = writer.find_repeats(workers)
+    if spec.strict and duplicate is not None:
+        raise _duplicate_id_error(writer, inputs, log, duplicate)
     writer.write(out, fingerprint.hexdigest(), workers, paired=bool(inputs.pairs))
-    seconds["translate_s"] += time.perf_counter() - before
-    return {**seconds, "total_s": time.perf_counter() - began}
+    end_s = time.perf_counter()
+    times.translate_s += end_s - write_start_s
+    times.total_s = end_s - start_s
+    return times
 
 
-def _summary(
-    spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, seconds: dict[str, float]
-) -> StageSummary:
-    store = OrfStore.open(out, check=False)
-    return StageSummary(
-        **seconds,
-        store=out,
-        **{name: getattr(store, name) for name in ("fingerprint", "model_length", "counts")},
-        files=inputs.files,
-        by_file=_by_file(inputs, log, store),
-        pairs=inputs.pairs,
-        n_pairs=int(np.count_nonzero(store.read_flags & MATE)) if inputs.pairs else 0,
-        ignored_files=inputs.ignored,
-        **{name: getattr(spec, name) for name in ("on_error", "read_group")},
-    )
+def _translate_inputs(
+    spec: StageSpec, inputs: Inputs, folder: Path, log: ParseLog, workers: Workers
+) -> Iterator[BatchResult]:
+    """Read and translate all files: those with mates first, then the others."""
+    work = partial(translate_batch, model_length=spec.model_length, folder=folder)
+    results = parse_by(workers, work, inputs.singles, log, block_bytes=BLOCK_BYTES)
+    if not inputs.pairs:
+        return results
+    from virnuc_core.reads.pairs import pair_batches
+
+    pairs = pair_batches(inputs, log, with_records=False)
+    paired_results = workers.map(work, pairs, lambda batch: len(batch.bases.data))
+    return chain(paired_results, results)
 
 
-def _accept(
-    spec: StageSpec, inputs: Inputs, out: Path, found: str, expected: RunRecord | None
-) -> None:
-    """Refuse reads, by the fingerprint `found`, of another run than the one beside `out`."""
-    if expected is not None and expected.fingerprints.get("reads", "") != found:
-        told: dict[str, tuple[object, ...]] = {
-            "model length": (expected.model_length, spec.model_length)
-        }
-        told |= {
-            name: (expected.spec.get(name), getattr(spec, name))
-            for name in ("on_error", "read_group")
-        }
-        if expected.spec:
-            told["pairs"] = tuple(
-                "yes" if some else "no" for some in (expected.pairs, inputs.pairs)
+class _LongReads:
+    """Collects the parts of long reads, and translates each read when its last part is there."""
+
+    def __init__(self, model_length: int, folder: Path, workers: Workers) -> None:
+        self._model_length = model_length
+        self._folder = folder
+        self._workers = workers
+        self._is_ambiguous = False  # a part of the current read has other letters than A, C, G, T
+
+    def add(self, long_part: LongPart) -> Iterator[Segment]:
+        """Take in the next part, and yield the segments of the read that it completes."""
+        part = long_part.part
+        if part.is_first:
+            self._is_ambiguous = False
+        self._is_ambiguous |= long_part.is_ambiguous
+        if part.is_dropped:
+            Path(long_part.path).unlink()
+        elif part.is_last:
+            yield from translate_long_read(
+                long_part, self._is_ambiguous, self._model_length, self._folder, self._workers
             )
-        others = [
-            f"{name} {was} → {now}" for name, (was, now) in told.items() if was not in (None, now)
-        ]
-        said = (
-            "; ".join([*changed_inputs(expected.inputs, inputs.files), *others])
-            or "the same files in another order"
+
+
+def _require_reads(spec: StageSpec, inputs: Inputs, log: ParseLog) -> None:
+    """Raise an `InputError` if a pipe or a read group gave no reads."""
+    if log.n_reads > 0:
+        return
+    files = ", ".join(inputs.files)
+    if spec.read_group:
+        raise InputError(
+            f"no read of read group {spec.read_group} came in from {files}",
+            hint="samtools view -H names those that there are",
         )
-        other = f"{out.parent} holds a run of other reads, or of reads cut otherwise ({said})"
-        raise RunMismatchError(f"{other}; choose another directory or --force")
+    if not all(can_be_read_twice(name) for name in inputs.files):
+        raise InputError(f"no read came in from {files}", hint="did what writes to it fail?")
 
 
-def _shared_id(
-    writer: StoreWriter, inputs: Inputs, log: ParseLog, read: int, first: int
+def _require_good_records(log: ParseLog) -> None:
+    """Raise an `InputError` if every record of a file is broken."""
+    for name, first_error in log.first_broken.items():
+        if log.reads_by_file[name] == 0:
+            raise InputError(
+                f"none of its records can be read: {log.skipped_by_file[name]:,} broken, "
+                f"the first is {first_error}",
+                file=name,
+                hint="mend the file or leave it out",
+            )
+
+
+def _summarize(
+    spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, times: _StageTimes
+) -> StageSummary:
+    """Describe the store that was just written."""
+    store = OrfStore.open(out, check=False)
+    n_pairs = 0
+    if inputs.pairs:
+        n_pairs = int(np.count_nonzero(store.read_flags & MATE))
+    return StageSummary(
+        chunk_s=times.chunk_s,
+        translate_s=times.translate_s,
+        total_s=times.total_s,
+        store=out,
+        fingerprint=store.fingerprint,
+        model_length=store.model_length,
+        counts=store.counts,
+        files=inputs.files,
+        by_file=_summarize_files(inputs, log, store),
+        ignored_files=inputs.ignored,
+        on_error=spec.on_error,
+        read_group=spec.read_group,
+        pairs=inputs.pairs,
+        n_pairs=n_pairs,
+    )
+
+
+def _require_same_reads(
+    spec: StageSpec, inputs: Inputs, out: Path, fingerprint: str, expected: RunRecord | None
+) -> None:
+    """Raise an error if the reads are not those of the run beside `out`.
+
+    Args:
+        spec: The settings now.
+        inputs: The files now.
+        out: The store's file.
+        fingerprint: That of the reads now.
+        expected: The record of the run; None if there is none.
+
+    Raises:
+        RunMismatchError: The message names the files and settings that differ.
+    """
+    if expected is None or expected.fingerprints.get("reads", "") == fingerprint:
+        return
+    differences = [
+        *changed_inputs(expected.inputs, inputs.files),
+        *_changed_settings(spec, inputs, expected),
+    ]
+    details = "; ".join(differences) or "the same files in another order"
+    raise RunMismatchError(
+        f"{out.parent} holds a run of other reads, or of reads cut otherwise ({details}); "
+        "choose another directory or --force"
+    )
+
+
+def _changed_settings(spec: StageSpec, inputs: Inputs, expected: RunRecord) -> list[str]:
+    """Describe the settings of reading that differ from those of a recorded run."""
+    changes: list[str] = []
+    if expected.model_length not in (None, spec.model_length):
+        changes.append(f"model length {expected.model_length} → {spec.model_length}")
+    recorded_on_error = expected.spec.get("on_error")
+    if recorded_on_error not in (None, spec.on_error):
+        changes.append(f"on_error {recorded_on_error} → {spec.on_error}")
+    recorded_read_group = expected.spec.get("read_group")
+    if recorded_read_group not in (None, spec.read_group):
+        changes.append(f"read_group {recorded_read_group} → {spec.read_group}")
+    if expected.spec:
+        recorded_pairs = "yes" if expected.pairs else "no"
+        current_pairs = "yes" if inputs.pairs else "no"
+        if recorded_pairs != current_pairs:
+            changes.append(f"pairs {recorded_pairs} → {current_pairs}")
+    return changes
+
+
+def _duplicate_id_error(
+    writer: StoreWriter, inputs: Inputs, log: ParseLog, duplicate: DuplicateId
 ) -> InputError:
+    """Describe a read whose id an earlier read has."""
+    read = writer.locate(duplicate.read)
+    first_read = writer.locate(duplicate.first_read)
     spans = inputs.spans(log.reads_by_file)
-    (name, line), (_, first_line) = writer.place(read), writer.place(first)
-    file, first_file = (
-        files[-name.endswith("/2")]
-        for place in (read, first)
-        for files, low, high in spans
-        if low <= place < high
+    first_file = _file_of_read(spans, duplicate.first_read, read.id)
+    return InputError(
+        f"this id stands also on {first_file}:{first_read.line}",
+        file=_file_of_read(spans, duplicate.read, read.id),
+        line=read.line,
+        read_id=read.id,
+        hint="ids must be unique in strict mode, rename one",
     )
-    problem, hint = (
-        f"this id stands also on {first_file}:{first_line}",
-        "ids must be unique in strict mode, rename one",
-    )
-    return InputError(problem, file=file, line=line, read_id=name, hint=hint)
 
 
-def _kept(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary | None:
-    """What was staged of these very files, with these settings, and lies in `out` still; None if something differs."""
+def _file_of_read(spans: list[ReadSpan], read: int, read_id: str) -> str:
+    """Return the file that holds a read; in two files of mates the id tells which."""
+    for span in spans:
+        if span.start <= read < span.end:
+            return span.files[-1] if read_id.endswith("/2") else span.files[0]
+    raise IndexError(f"read {read} is in no file")
+
+
+def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary | None:
+    """Return the summary of the store that is there, if it can be used again.
+
+    It can if the same files were staged with the same settings, and the store is intact.
+    """
     if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
         return None
-    made = read_or_set_aside(out.with_suffix(MADE), StageSummary)
-    asked = spec.model_length, spec.on_error, spec.read_group, inputs.pairs
-    if made is None or (made.model_length, made.on_error, made.read_group, made.pairs) != asked:
+    summary = read_or_set_aside(out.with_suffix(SUMMARY_SUFFIX), StageSummary)
+    if summary is None or not _has_same_settings(summary, spec, inputs):
         return None
-    unlisted = made.tally["skipped"] and not out.with_name(SKIPPED_LIST).is_file()
-    if unlisted or (spec.strict and made.counts.n_duplicate_ids):
+    lacks_skipped_list = summary.tally["skipped"] > 0 and not out.with_name(SKIPPED_LIST).is_file()
+    has_forbidden_ids = spec.strict and summary.counts.n_duplicate_ids > 0
+    if lacks_skipped_list or has_forbidden_ids:
         return None
-    if [(one.file, one.content) for one in made.by_file] != [
-        (name, digest(Path(name))) for name in inputs.files
-    ]:
+    if not _has_same_files(summary, inputs):
         return None
     if not is_intact(out):
         _log.warning("%s: not what was staged (checksum); the reads are staged again", out)
         return None
-    if OrfStore.open(out, check=False).fingerprint != made.fingerprint:  # it was replaced since
+    was_replaced = OrfStore.open(out, check=False).fingerprint != summary.fingerprint
+    if was_replaced:
         return None
-    return made.model_copy(update={"store": out, "reused": True, "ignored_files": inputs.ignored})
+    return summary.model_copy(
+        update={"store": out, "reused": True, "ignored_files": inputs.ignored}
+    )
 
 
-def _by_file(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile, ...]:
-    """What was met in each file; the reads of a file, or of two with mates, follow each other in the store."""
-    counted, paired = [], dict(inputs.pairs)
-    for files, low, high in inputs.spans(log.reads_by_file):
-        flags = store.read_flags[low:high]
-        second = (flags & MATE) > 0
-        mates = int(second.sum()) * (3 - len(files))  # in each file
-        if len(files) == 2:  # of a read without its mate the id tells which it is
-            alone = np.flatnonzero(~second & ~np.append(second[1:], False))
-            second[alone] = store.read_id_bytes[store.read_id_offsets[low + alone + 1] - 1] == ord(
-                "2"
+def _has_same_settings(summary: StageSummary, spec: StageSpec, inputs: Inputs) -> bool:
+    """Return True if a store was made with these settings."""
+    return (
+        summary.model_length == spec.model_length
+        and summary.on_error == spec.on_error
+        and summary.read_group == spec.read_group
+        and summary.pairs == inputs.pairs
+    )
+
+
+def _has_same_files(summary: StageSummary, inputs: Inputs) -> bool:
+    """Return True if the files have the names and the content of those that were staged."""
+    if tuple(file.file for file in summary.by_file) != inputs.files:
+        return False
+    return all(file.content == digest(Path(file.file)) for file in summary.by_file)
+
+
+def _summarize_files(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile, ...]:
+    """Count what was met in each file.
+
+    The reads of a file, or of two files with mates, stand together in the store.
+    """
+    first_mate_files = {first for first, _ in inputs.pairs}
+    summaries: list[InputFile] = []
+    for span in inputs.spans(log.reads_by_file):
+        flags = store.read_flags[span.start : span.end]
+        is_second_mate = (flags & MATE) > 0
+        n_second_mates = int(is_second_mate.sum())
+        if len(span.files) == 2:
+            n_mates_in_file = n_second_mates
+            is_in_second_file = is_second_mate | _find_second_orphans(store, span, is_second_mate)
+            flags_of_files = [flags[~is_in_second_file], flags[is_in_second_file]]
+        else:
+            n_mates_in_file = 2 * n_second_mates
+            flags_of_files = [flags]
+        for name, flags_of_file in zip(span.files, flags_of_files, strict=True):
+            n_orphans = 0
+            if span.files[0] in first_mate_files:
+                n_orphans = len(flags_of_file) - n_mates_in_file
+            summary = InputFile(
+                file=name,
+                reads=len(flags_of_file),
+                empty=int(np.count_nonzero(flags_of_file & EMPTY)),
+                skipped=log.skipped_by_file[name],
+                duplicate_ids=int(np.count_nonzero(flags_of_file & DUPLICATE_ID)),
+                orphans=n_orphans,
+                not_primary=log.not_primary[name],
+                content=log.contents[name] if Path(name).is_file() else None,
             )
-        for number, name in enumerate(files):
-            own = flags[second == number] if len(files) == 2 else flags
-            empty, again = (int(np.count_nonzero(own & bit)) for bit in (EMPTY, DUPLICATE_ID))
-            met = {"empty": empty, "skipped": log.skipped_by_file[name], "duplicate_ids": again}
-            met |= {
-                "not_primary": log.not_primary[name],
-                "orphans": len(own) - mates if files[0] in paired else 0,
-            }
-            content = log.contents[name] if Path(name).is_file() else None
-            counted.append(InputFile(file=name, reads=len(own), content=content, **met))
-    return tuple(counted)
+            summaries.append(summary)
+    return tuple(summaries)
+
+
+def _find_second_orphans(
+    store: OrfStore, span: ReadSpan, is_second_mate: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Find the reads without their mates that come from the second of two files.
+
+    Args:
+        store: The store.
+        span: The reads of the two files.
+        is_second_mate: Which of them follow their mates: bool [reads].
+
+    Returns:
+        bool [reads]. The id of such a read ends in `/2`.
+    """
+    is_first_mate = np.append(is_second_mate[1:], False)
+    orphans = np.flatnonzero(~is_second_mate & ~is_first_mate)
+    id_ends = store.read_id_offsets[span.start + orphans + 1]
+    last_letters = store.read_id_bytes[id_ends - 1]
+    is_second_orphan = np.zeros(len(is_second_mate), bool)
+    is_second_orphan[orphans] = last_letters == ord("2")
+    return is_second_orphan
 
 
 @contextmanager
-def _log_of(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
-    """The log of a reading; the records that it skips are listed beside `out` in the end."""
-    listed = out.with_name(SKIPPED_LIST)
+def _create_log(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
+    """Create the log of a reading; the records that are skipped are listed beside `out`."""
+    skipped_list = out.with_name(SKIPPED_LIST)
     if spec.on_error == "stop":
         yield ParseLog(read_group=spec.read_group)
-        listed.unlink(missing_ok=True)  # of an earlier store
+        skipped_list.unlink(missing_ok=True)  # of an earlier store
         return
     with (
-        atomic_file(listed) as aside,
-        aside.open("w", encoding="utf-8", errors="backslashreplace") as listing,
+        atomic_file(skipped_list) as temp_path,
+        temp_path.open("w", encoding="utf-8", errors="backslashreplace") as file,
     ):
 
-        def note(error: InputError) -> None:
-            cells = [
-                re.sub(r"\s", " ", str(cell))
-                for cell in (error.file, error.line or "", error.read_id, error)
-            ]
-            listing.write("\t".join(cells) + "\n")
+        def list_record(error: InputError) -> None:
+            cells = [error.file, error.line or "", error.read_id, error]
+            one_line_cells = [re.sub(r"\s", " ", str(cell)) for cell in cells]
+            file.write("\t".join(one_line_cells) + "\n")
 
-        listing.write("file\tline\tread\tproblem\n")
-        yield ParseLog(spec.on_error, note, spec.read_group)
+        file.write("file\tline\tread\tproblem\n")
+        yield ParseLog(spec.on_error, list_record, spec.read_group)

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from virnuc_core.reads import fingerprint
-from virnuc_core.reads.fingerprint import Bucket, digests, repeats_in
+from virnuc_core.reads.fingerprint import Bucket, digests, find_repeats
 
 
 def digest(strings: list[bytes]) -> list[tuple[int, int]]:
@@ -65,7 +65,14 @@ def test_repeats_are_found_whatever_the_stretches_and_buckets(
         patch.setattr(fingerprint, "BUCKET", bucket)
         patch.setattr(fingerprint, "_READ_AT_ONCE", stretch)
         found = sorted(
-            tuple(row) for one in Bucket.all_of(path) for row in repeats_in(one).tolist()
+            row
+            for repeats in map(find_repeats, Bucket.all_of(path))
+            for row in zip(
+                repeats.index.tolist(),
+                repeats.first_index.tolist(),
+                repeats.number.tolist(),
+                strict=True,
+            )
         )
     assert found == [
         (i, pairs.index(pair), pairs[:i].count(pair) + 1)

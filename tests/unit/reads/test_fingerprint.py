@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.reads.fast_parser import ReadBatch, Strings
-from virnuc_core.reads.fingerprint import Fingerprint, digests, leaves_of
+from virnuc_core.reads.fingerprint import Fingerprint, digests, hash_leaves
 
 Pairs = list[tuple[bytes, bytes]]
 
@@ -26,7 +26,7 @@ def fingerprint(reads: Pairs, cuts: list[int]) -> str:
     edges = [0, *sorted(cut % (len(reads) + 1) for cut in cuts), len(reads)]
     for low, high in pairwise(edges):
         batch = batch_of(reads[low:high])
-        made.add(leaves_of(batch))
+        made.add(hash_leaves(batch))
     return made.hexdigest()
 
 

@@ -26,7 +26,7 @@ from virnuc_core.reads.sources import Source
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore, StoreWriter
 from virnuc_core.reads.subsets import sample, write_reads
-from virnuc_core.reads.translate import _reads, _write
+from virnuc_core.reads.translate import _read_columns, _write_segment
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import RunDir
 
@@ -175,7 +175,9 @@ def test_more_bases_than_a_column_of_32_bits_holds(tmp_path: Path) -> None:
     ids = Strings.from_strings([b"wheat"])
     with Workers(1) as workers:
         writer = StoreWriter(tmp_path, 500)
-        writer.add(_write(tmp_path, _reads(ids, one, length, 500, one - 1, one < 0), 0))
+        writer.add(
+            _write_segment(tmp_path, _read_columns(ids, one, length, 500, one - 1, one < 0), 0)
+        )
         writer.find_repeats(workers)
         writer.write(tmp_path / "orfs.h5", "x", workers)
     store = OrfStore.open(tmp_path / "orfs.h5")

@@ -334,7 +334,7 @@ def test_mates_find_each_other_whatever_is_lost(
     for file, some in zip(files, kept, strict=True):
         file.write_text(fasta([f"r{i}" for i in some]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairs, "_AT_ONCE", at_once)
+        patch.setattr(pairs, "_COMPARED_AT_ONCE", at_once)
         patch.setattr(pairs, "_NEAR", 2)
         patch.setattr(pairs, "BATCH_READS", at_once)
         given = {"mates_1": (str(files[0]),), "mates_2": (str(files[1]),), "on_error": "skip"}
