@@ -22,11 +22,20 @@ from typing import Any, Final
 from unittest import mock
 
 import dask
-from distributed import Client, Security
+import psutil
+from distributed import Client, Scheduler
 from distributed.utils import get_ip
 
 import virnuc_core
 from virnuc_core.config import ClusterSpec, Devices, EngineSpec, read_small_text, refuse_unreadable
+from virnuc_core.engine.cluster_security import (
+    configured_security,
+    folder_for_jobs,
+    is_exposed,
+    private_folder,
+    temporary_security,
+    tls_options,
+)
 from virnuc_core.engine.devices import resolve_engine, visible_gpus
 from virnuc_core.engine.node import Facts
 from virnuc_core.engine.pool import Pool
@@ -49,8 +58,10 @@ SILENT_S: Final = 30.0  # a node answers every second
 SCHEDULER_S: Final = 10.0  # for an answer of one that is there
 START_S: Final = 60.0  # for one here
 LOOK_S: Final = 0.1
+TRACKER_S: Final = 5.0  # for the processes that remove the semaphores of those that were killed
 HERE: Final = "127.0.0.1"
 ENCRYPTED: Final = "distributed.comm.require-encryption"
+NO_HTTP: Final = "virnuc_core.engine.no_http"  # never imported here, for it changes Dask
 # a scheduler or nanny of our own; its words: which of them, and its options
 PROGRAM: Final = (
     'import importlib; importlib.import_module("distributed.cli.dask_" + sys.argv.pop(1)).main()'
@@ -71,6 +82,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._local, self._silence_s = (
             str(spec.cluster).startswith("local:"),
             min(SILENT_S, self._engine.silence_s),
+        )
+        # of the run directory's parents, which nodes see unless files are sent to them
+        self._shared = (
+            None if spec.transfer else next(path for path in out.resolve().parents if path.is_dir())
         )
         self._place = next(
             folder.resolve() for folder in (out, *out.absolute().parents) if folder.is_dir()
@@ -146,7 +161,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     async def _work(self) -> None:
         """Watch the nodes until the run is over."""
-        async with connect(self.spec) as (client, fewest, ask):
+        async with connect(self.spec, self._shared) as (client, fewest, ask):
             try:
                 while not self._over.is_set():
                     await self._watch(client, fewest)
@@ -353,22 +368,32 @@ class ClusterWorkers(LocalWorkers):
 
 
 @asynccontextmanager
-async def connect(spec: ClusterSpec) -> AsyncIterator[tuple[Any, int, Callable[[int], object]]]:
+async def connect(
+    spec: ClusterSpec, shared: Path | None = None
+) -> AsyncIterator[tuple[Any, int, Callable[[int], object]]]:
     """A client of the scheduler of a cluster; how many nodes are to be there at first; and what is told, now and then,
-    for how many there is work. Errors: `DeviceError`, `ConfigError`."""
+    for how many there is work. `shared`: a folder that nodes see. Errors: `DeviceError`, `ConfigError`."""
     name, fewest, most = spec.cluster or "", *([int(n) for n in spec.nodes.split(":")] * 2)[:2]
     async with AsyncExitStack() as held:
         where: dict[str, Any] = {"address": name}
         ask: Callable[[int], object] = int  # nothing is done with it, but by a batch system
         if name.startswith("local:"):
             fewest = int(name.partition(":")[2])
-            where = {"scheduler_file": str(await held.enter_async_context(_local(fewest)))}
+            where = await held.enter_async_context(_local(fewest))
         elif "://" not in name:
-            cluster = where["address"] = await held.enter_async_context(_batch_system(Path(name)))
+            cluster = await held.enter_async_context(_batch_system(Path(name), shared))
+            where["address"] = cluster
 
             def ask(wanted: int) -> None:
                 cluster.scale(jobs=max(fewest, min(wanted, most), len(cluster.worker_spec)))
 
+        elif is_exposed(name):
+            log.warning(
+                "cluster %s: this connection has no TLS. Anyone who reaches that address can run code "
+                "on its nodes, and read what is sent. Use tls:// with certificates, or a network that "
+                "nobody else reaches.",
+                name,
+            )
         told = {
             "asynchronous": True,
             "direct_to_workers": True,
@@ -387,7 +412,7 @@ async def connect(spec: ClusterSpec) -> AsyncIterator[tuple[Any, int, Callable[[
 
 
 @asynccontextmanager
-async def _batch_system(file: Path) -> AsyncIterator[Any]:
+async def _batch_system(file: Path, shared: Path | None) -> AsyncIterator[Any]:
     """The cluster of the batch system that the key `jobqueue` of a YAML file names, with all of Dask's settings in it.
     Errors: `ConfigError`; `DeviceError` of the batch system."""
     try:
@@ -411,41 +436,117 @@ async def _batch_system(file: Path) -> AsyncIterator[Any]:
         raise ConfigError(f"cluster {file}: {problem}")
     kind = next(iter(kinds))
     with dask.config.set(dask.config.merge(dask.config.config, found)):
-        settings, encrypted = dask.config.get(f"jobqueue.{kind}"), dask.config.get(ENCRYPTED, False)
-        options = {"dashboard": False, **(settings.get("scheduler-options") or {})}
-        if not settings.get("interface") and not {"host", "interface"} & set(options):
-            options["host"] = get_ip()  # and not every address of this machine
-        security = {"security": Security(), "protocol": "tls://"} if encrypted else {}
+        settings = dask.config.get(f"jobqueue.{kind}")
+        here = kind == "local"  # jobs are processes of this machine
         try:
-            async with known[kind](
-                asynchronous=True, scheduler_options=options, **security
-            ) as cluster:
-                yield cluster
+            base = folder_for_jobs(settings.get("shared-temp-directory"), shared)
+        except ConfigError as error:
+            raise ConfigError(f"cluster {file}: {error}") from error
+        try:
+            with private_folder(Path(tempfile.gettempdir()) if here else base) as folder:
+                arguments = _batch_arguments(file, settings, folder, HERE if here else get_ip())
+                if here and not settings.get("local-directory"):
+                    arguments["local_directory"] = str(folder)
+                with dask.config.set(
+                    {"temporary-directory": str(folder)}
+                ):  # of the scheduler, in this process
+                    async with known[kind](asynchronous=True, **arguments) as cluster:
+                        yield cluster
         except (OSError, ValueError, TypeError, RuntimeError) as error:
             raise DeviceError(
                 f"cluster {file}: {' '.join(str(error).split())}; mend its settings"
             ) from error
 
 
+class QuietScheduler(Scheduler):  # type: ignore[misc] # Dask has no types
+    """A scheduler of this process that starts no HTTP server."""
+
+    def start_http_server(self, *_: Any, **__: Any) -> None:
+        """Open no socket."""
+
+
+def _batch_arguments(
+    file: Path, settings: dict[str, Any], folder: Path, host: str
+) -> dict[str, Any]:
+    """Return the arguments of a batch system's cluster: who may connect, where it listens, and no HTTP server.
+
+    Args:
+        file: The YAML file, for messages.
+        settings: What it says of the batch system, with the defaults of dask-jobqueue.
+        folder: A private folder that the nodes see, for the files that they need.
+        host: The address on which the scheduler listens if no other is named.
+    """
+    own_options = settings.get("scheduler-options") or {}
+    options = {
+        "dashboard": bool(own_options.get("dashboard_address")),
+        "dashboard_address": None,
+        **own_options,
+    }
+    if not settings.get("interface") and not {"host", "interface"} & set(options):
+        options["host"] = host  # and not every address of this machine
+    arguments: dict[str, Any] = {"scheduler_options": options}
+    if not options["dashboard"] and not options["dashboard_address"]:
+        arguments["scheduler_cls"] = QuietScheduler
+
+    worker_words = settings.get("worker-extra-args") or settings.get("extra") or []
+    preloads = ["one_address.py"]
+    if not any(str(word).startswith("--dashboard") for word in worker_words):
+        preloads.append("no_http.py")
+    for name in preloads:
+        copy = folder / name
+        copy.write_text(Path(__file__).with_name(name).read_text())
+        worker_words = [*worker_words, "--preload", str(copy)]
+    arguments["worker_extra_args"] = worker_words
+
+    protocol = str(own_options.get("protocol") or "tls")
+    if protocol.startswith("tls") and dask.config.get(ENCRYPTED, None) is not False:
+        security = configured_security() or temporary_security(folder)
+        # Dask puts certificates of its settings that are not files there
+        arguments |= {
+            "security": security,
+            "protocol": "tls://",
+            "shared_temp_directory": str(folder),
+        }
+    else:
+        log.warning(
+            "cluster %s: its settings turn TLS off. Anyone who reaches it can run code on its nodes.",
+            file,
+        )
+    return arguments
+
+
 @asynccontextmanager
-async def _local(nodes: int) -> AsyncIterator[Path]:
-    """A scheduler and Dask workers of one thread each on this machine, as processes that end with this one; its GPUs
-    are dealt out to them. The scheduler's file."""
-    with tempfile.TemporaryDirectory(prefix="virnuc-cluster-") as folder:
-        file, said = Path(folder) / "scheduler.json", Path(folder) / "log"
-        common = ["--host", HERE, "--no-dashboard", "--scheduler-file", str(file)]
-        commands, gpus = [(["scheduler", *common, "--port", "0"], dict[str, str]())], visible_gpus()
+async def _local(nodes: int) -> AsyncIterator[dict[str, Any]]:
+    """Start a scheduler and Dask workers of one thread each on this machine; its GPUs are dealt out to them.
+
+    They are processes that end with this one. Yields what a client needs to connect."""
+    with private_folder(Path(tempfile.gettempdir())) as folder:
+        scheduler_tls, worker_tls = list[str](), list[str]()
+        security = configured_security()
+        if security is None:
+            security = temporary_security(folder)
+            scheduler_tls, worker_tls = (
+                tls_options(security, "scheduler"),
+                tls_options(security, "worker"),
+            )
+        file, said = folder / "scheduler.json", folder / "log"
+        common = [
+            "--host",
+            HERE,
+            "--protocol",
+            "tls",
+            "--no-dashboard",
+            "--scheduler-file",
+            str(file),
+        ]
+        common += ["--preload", NO_HTTP]
+        commands, gpus = (
+            [(["scheduler", *common, "--port", "0", *scheduler_tls], dict[str, str]())],
+            visible_gpus(),
+        )
         for node in range(nodes):
-            named = [
-                "--name",
-                f"local-{node}",
-                "--nthreads",
-                "1",
-                "--memory-limit",
-                "0",
-                "--local-directory",
-                folder,
-            ]
+            named = ["--name", f"local-{node}", "--nthreads", "1", "--memory-limit", "0"]
+            named += ["--local-directory", str(folder), *worker_tls]
             own = (
                 {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus[node::nodes])}
                 if gpus
@@ -457,10 +558,12 @@ async def _local(nodes: int) -> AsyncIterator[Path]:
             for words, own in commands:
                 with said.open("a") as log:
                     how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
+                    scratch = {
+                        "DASK_TEMPORARY_DIRECTORY": str(folder)
+                    }  # which Dask also imports from
+                    env = {**os.environ, **scratch, **own}
                     started.append(
-                        subprocess.Popen(
-                            parent_bound_command(PROGRAM, *words), env={**os.environ, **own}, **how
-                        )
+                        subprocess.Popen(parent_bound_command(PROGRAM, *words), env=env, **how)
                     )
             for _ in range(int(START_S / LOOK_S)):
                 if file.exists() or started[0].poll() is not None:
@@ -471,11 +574,39 @@ async def _local(nodes: int) -> AsyncIterator[Path]:
                 raise DeviceError(
                     f"a scheduler of this machine's own does not start: {' '.join(last)}"
                 )
-            yield file
+            yield {"scheduler_file": str(file), "security": security}
         finally:
-            for process in started:
-                with suppress(
-                    ProcessLookupError
-                ):  # a nanny's own is not ended by its death where it is stopped
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _kill_sessions(started)
+
+
+def _kill_sessions(leaders: list[subprocess.Popen[bytes]]) -> None:
+    """Kill processes with all that they started, but let Python's resource trackers remove their semaphores.
+
+    A nanny's own Dask worker does not end with it where it is stopped, so each is killed."""
+    for leader in leaders:
+        leader.kill()  # first, so that it starts no others
+    groups = {leader.pid for leader in leaders}
+    trackers = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getpgid(process.pid) not in groups:
+                continue
+            if "resource_tracker" in " ".join(process.cmdline()):
+                trackers.append(process)
+            else:
+                process.kill()
+    deadline_s = time.monotonic() + TRACKER_S
+    while any(map(_is_alive, trackers)) and time.monotonic() < deadline_s:
+        time.sleep(LOOK_S / 10)
+    for group in groups:
+        with suppress(ProcessLookupError, PermissionError):  # those started meanwhile
+            os.killpg(group, signal.SIGKILL)
+    for leader in leaders:
+        leader.wait()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False

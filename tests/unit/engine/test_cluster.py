@@ -267,6 +267,25 @@ def test_nodes_of_this_machine_give_the_bytes_of_one_core_though_one_is_killed(
     assert no_children()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # dask-jobqueue leaves its subprocesses
+def test_jobs_of_a_yaml_file_give_the_bytes_of_one_core(
+    tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
+) -> None:
+    file = tmp_path / "jobs.yaml"
+    file.write_text("jobqueue: {local: {cores: 1, processes: 1, memory: 1GB}}")
+    cluster = {"cluster": str(file), "nodes": "2"}
+    spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, **cluster)
+    with workers_for(spec, tmp_path) as pool:
+        summary = go(
+            tmp_path / "run", staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster
+        )
+    assert result_bytes(tmp_path / "run") == result_bytes(reference)
+    assert summary.shards_computed == summary.shards
+
+
 @pytest.fixture
 def scheduler(tmp_path: Path) -> Iterator[str]:
     words = [
