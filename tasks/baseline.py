@@ -10,7 +10,7 @@ from virnuc_core.engine.devices import resolve
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report import messages
-from virnuc_core.report.compare import take_results
+from virnuc_core.report.result_tables import take_results
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock
 from virnuc_core.tools.bench import Bench
 from virnuc_core.validation import BaselineSummary

@@ -241,8 +241,8 @@ def compare(
     as_json: Json = False,
 ) -> int:
     """Agreement of two results: run directories, folders with VirNucPro's two files, or one file each."""
+    from virnuc_core.report.agreement import meets
     from virnuc_core.report.compare import compare as hold
-    from virnuc_core.report.compare import meets
     from virnuc_core.report.text import cell
     from virnuc_core.report.views.correctness import correctness_section
 

@@ -35,7 +35,7 @@ class ValidateSettings(MeasureSettings):
 
     def inputs(self) -> tuple[str, ...]:
         """The files of local reads and of an earlier baseline. Errors: `InputError`, too for results that are none."""
-        from virnuc_core.report.compare import result_files
+        from virnuc_core.report.result_tables import result_files
 
         given = {} if self.baseline_results is None else result_files(self.baseline_results)
         return (*super().inputs(), *map(str, given.values()))

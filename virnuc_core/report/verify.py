@@ -27,7 +27,7 @@ from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FO
 from virnuc_core.reads.workers import Workers
 from virnuc_core.report import build, regression
 from virnuc_core.report.charts import GENERATOR
-from virnuc_core.report.compare import compare, load_results, result_pieces, sides
+from virnuc_core.report.compare import compare, compared_sides
 from virnuc_core.report.model import ABSENT, BASELINE, Verification
 from virnuc_core.report.raw_files import (
     COMPARISON,
@@ -38,6 +38,7 @@ from virnuc_core.report.raw_files import (
     run_names,
 )
 from virnuc_core.report.render import REPORT_JSON, render
+from virnuc_core.report.result_tables import iterate_results, load_results
 from virnuc_core.results import write_results
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import Attempt, FileDigest, RunRecord, RunSummary, digest, identity, read
@@ -166,7 +167,11 @@ def _report(found: Verification, raw: RawFolder, asked: str | None = None) -> No
     )
     compared = [[one.a, one.b, one.tolerance] for one in told.comparisons] if told else []
     tolerance = (began or report.profile).score_tolerance
-    found.same(f"{COMPARISON}: pairs", compared, [[*pair, tolerance] for pair in sides(out, whole)])
+    found.same(
+        f"{COMPARISON}: pairs",
+        compared,
+        [[pair.a, pair.b, tolerance] for pair in compared_sides(out, whole)],
+    )
     for form, content in render(fresh).items():
         path = folder / form
         if not path.is_file():
@@ -392,7 +397,9 @@ def verify_baseline(found: Verification, raw: RawFolder) -> None:
             f"{where}: subset.reads", summary.subset.reads, min(asked_reads, summary.n_reads)
         )
     if (predictions := RunDir(raw.root / BASELINE).predictions).is_file():
-        found.as_told(where, summary, {"measured_rows": sum(map(len, result_pieces(predictions)))})
+        found.as_told(
+            where, summary, {"measured_rows": sum(map(len, iterate_results(predictions)))}
+        )
 
 
 def verify_store(found: Verification, raw: RawFolder) -> None:

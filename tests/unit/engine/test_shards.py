@@ -21,7 +21,7 @@ from virnuc_core.config import EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.shards import ShardPlan, ShardResult, make_plan
 from virnuc_core.errors import InputError, ShardError, StorageError
-from virnuc_core.report.compare import cosines
+from virnuc_core.report.cosines import cosines
 from virnuc_core.rundir import RunDir
 
 
@@ -261,7 +261,7 @@ def test_every_row_is_read_whatever_the_limit_of_open_files(tmp_path: Path) -> N
 def test_a_limit_that_cannot_be_raised_is_named(tmp_path: Path) -> None:
     many_shards(RunDir(tmp_path), 60)
     program = (
-        "import resource, sys; from pathlib import Path; from virnuc_core.report.compare import cosines; "
+        "import resource, sys; from pathlib import Path; from virnuc_core.report.cosines import cosines; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); cosines(Path(sys.argv[1]), Path(sys.argv[1]))"
     )
     child = subprocess.run(

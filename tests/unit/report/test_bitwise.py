@@ -16,7 +16,8 @@ from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report import messages
 from virnuc_core.report.build import build_report
-from virnuc_core.report.compare import bitwise, compare, compare_runs, cosines
+from virnuc_core.report.compare import compare, compare_bytes, compare_runs
+from virnuc_core.report.cosines import cosines
 from virnuc_core.report.views.correctness import correctness_section
 
 from .validate_directory import edit_json
@@ -24,7 +25,7 @@ from .validate_directory import edit_json
 
 def test_equal_runs_are_identical(finished: tuple[Path, object]) -> None:
     out = finished[0]
-    found = bitwise(out / "devices-1", out / "devices-2")
+    found = compare_bytes(out / "devices-1", out / "devices-2")
     assert found.identical
     assert (found.files_compared, found.shards_compared, found.differing) == (4, 2, ())
 
@@ -35,7 +36,7 @@ def test_one_flipped_bit_in_a_shard_is_found(copied: tuple[Path, object]) -> Non
         values = file["embeddings"][:]
         values.view(np.uint32)[3, 4] ^= 1
         file["embeddings"][...] = values
-    found = bitwise(out / "devices-1", out / "devices-2")
+    found = compare_bytes(out / "devices-1", out / "devices-2")
     assert not found.identical
     assert found.differing == ("shards/00001.h5",)
 
@@ -45,21 +46,21 @@ def test_zero_and_minus_zero_are_not_the_same_bits(copied: tuple[Path, object]) 
     for name, zero in (("devices-1", 0.0), ("devices-2", -0.0)):
         with h5py.File(out / name / "shards" / "00000.h5", "r+") as file:
             file["scores"][0, 0] = zero
-    assert not bitwise(out / "devices-1", out / "devices-2").identical
+    assert not compare_bytes(out / "devices-1", out / "devices-2").identical
 
 
 @pytest.mark.parametrize("name", ["prediction_results.txt", "reads.tsv"])
 def test_a_changed_result_file_is_named(copied: tuple[Path, object], name: str) -> None:
     path = copied[0] / "devices-2" / name
     path.write_bytes(path.read_bytes().replace(b"read1", b"reaD1", 1))
-    assert bitwise(copied[0] / "devices-1", copied[0] / "devices-2").differing == (name,)
+    assert compare_bytes(copied[0] / "devices-1", copied[0] / "devices-2").differing == (name,)
 
 
 def test_a_missing_shard_and_a_broken_one_are_named(copied: tuple[Path, object]) -> None:
     shards = copied[0] / "devices-2" / "shards"
     (shards / "00000.h5").unlink()
     (shards / "00001.h5").write_bytes(b"no")
-    found = bitwise(copied[0] / "devices-1", copied[0] / "devices-2")
+    found = compare_bytes(copied[0] / "devices-1", copied[0] / "devices-2")
     assert found.differing[0] == "shards/00000.h5 is in one run only"
     assert found.differing[1] == "shards/00001.h5"
 

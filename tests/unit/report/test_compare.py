@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.compare import (
-    agreement,
-    compare,
-    derive_consensus,
-    load_results,
-    meets,
-    take_results,
-)
+from virnuc_core.report.agreement import RowPair, agreement, meets
+from virnuc_core.report.compare import compare
+from virnuc_core.report.result_tables import derive_consensus, load_results, take_results
 from virnuc_core.rundir import RunDir
 
 FRAMES_HEAD = "Sequence_ID\tPrediction\tscore1\tscore2\n"
@@ -194,7 +189,7 @@ def test_agreement_is_that_of_the_slow_count(a: dict[str, bool], b: dict[str, bo
         pd.DataFrame({"id": pd.Series(list(d), dtype="str"), "virus": list(d.values())})
         for d in (a, b)
     )
-    found = agreement([(left, right)], 0.01)
+    found = agreement([RowPair(left, right)], 0.01)
     every = a.keys() | b.keys()
     same = sum(a.get(name) == b.get(name) for name in every)
     assert found.total == len(every)
@@ -214,7 +209,7 @@ def test_results_read_in_pieces_agree_as_results_read_whole(
             frames(tmp_path / f"{place}.txt", [(n, s / 2) for n, s in other]),
         )
         whole = compare(a, b)
-        monkeypatch.setattr("virnuc_core.report.compare.BLOCK_LINES", 3)
+        monkeypatch.setattr("virnuc_core.report.result_tables.BLOCK_LINES", 3)
         assert compare(a, b) == whole
         monkeypatch.undo()
 

@@ -1,0 +1,224 @@
+"""Count how far two results agree. Rows are joined by id, never by position.
+
+An id that only one side has is a disagreement.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from virnuc_core.validation import ClassAgreement, Comparison, LabelAgreement, ScoreDifference
+
+STRICT_TOLERANCE: Final = 1e-3  # relative and absolute, of the strict score test
+NEAR_THRESHOLD: Final = 0.1  # the two scores of a row near the threshold are at most so far apart
+MAX_EXAMPLES: Final = 5
+SCORES: Final = ["score1", "score2"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPair:
+    """Rows of one result and of another, as `result_tables.load_results` reads them."""
+
+    a: pd.DataFrame
+    b: pd.DataFrame
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRows:
+    """The rows of a pair, joined by id."""
+
+    a: pd.DataFrame  # rows of side a that have a partner
+    b: pd.DataFrame  # their partners, in the same order
+    only_in_a: pd.DataFrame
+    only_in_b: pd.DataFrame
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was counted over pairs of rows. Two tallies can be added."""
+
+    in_both: int = 0
+    only_in_a: int = 0
+    only_in_b: int = 0
+    agreeing: int = 0
+    ids_of_class: Counter[str] = field(default_factory=Counter)
+    agreeing_of_class: Counter[str] = field(default_factory=Counter)
+    differing_examples: list[str] = field(default_factory=list)
+    unpaired_examples: list[str] = field(default_factory=list)
+    score_differences: list[NDArray[np.float64]] = field(default_factory=list)  # each [rows, 2]
+    are_scores_close: bool = True
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(
+            in_both=self.in_both + other.in_both,
+            only_in_a=self.only_in_a + other.only_in_a,
+            only_in_b=self.only_in_b + other.only_in_b,
+            agreeing=self.agreeing + other.agreeing,
+            ids_of_class=_add_counts(self.ids_of_class, other.ids_of_class),
+            agreeing_of_class=_add_counts(self.agreeing_of_class, other.agreeing_of_class),
+            differing_examples=self.differing_examples + other.differing_examples,
+            unpaired_examples=self.unpaired_examples + other.unpaired_examples,
+            score_differences=self.score_differences + other.score_differences,
+            are_scores_close=self.are_scores_close and other.are_scores_close,
+        )
+
+
+def _add_counts(a: Counter[str], b: Counter[str]) -> Counter[str]:
+    """Add two counters, and keep classes of which there is none, unlike `+` of counters."""
+    total = a.copy()
+    total.update(b)
+    return total
+
+
+def agreement(pairs: Iterable[RowPair], tolerance: float) -> LabelAgreement:
+    """Join the rows of each pair by id, and count how many labels and scores agree.
+
+    Args:
+        pairs: Pieces of two results. A row's partner is in the same piece.
+        tolerance: Score differences up to this count as within tolerance. They are differences of
+            `score2`, where both sides have scores.
+    """
+    tally = Tally()
+    for pair in pairs:
+        tally += count_pair(join_rows(pair))
+    n_ids = tally.in_both + tally.only_in_a + tally.only_in_b
+    classes = {}
+    for name, count in tally.ids_of_class.items():
+        classes[name] = ClassAgreement(ids=count, agreeing=tally.agreeing_of_class[name])
+    score = None
+    if tally.score_differences:
+        differences = np.concatenate(tally.score_differences)
+        score = _score_difference(differences, tolerance, allclose=tally.are_scores_close)
+    examples = [*tally.differing_examples, *tally.unpaired_examples][:MAX_EXAMPLES]
+    return LabelAgreement(
+        in_both=tally.in_both,
+        only_in_a=tally.only_in_a,
+        only_in_b=tally.only_in_b,
+        agreeing=tally.agreeing,
+        agreement=tally.agreeing / n_ids if n_ids else None,
+        score=score,
+        classes=classes,
+        examples=tuple(text.encode("utf-8", "replace").decode() for text in examples),
+    )
+
+
+def join_rows(pair: RowPair) -> JoinedRows:
+    """Find the partner of each row by its id.
+
+    Runs of the same reads have the same ids in the same order, so that is tried first.
+    """
+    row_numbers = np.arange(len(pair.a))
+    if np.array_equal(pair.a["id"].to_numpy(), pair.b["id"].to_numpy()):
+        row_in_a = row_numbers  # for each row of b
+    else:
+        row_in_a = _unique_ids(pair.a["id"]).get_indexer(_unique_ids(pair.b["id"]))
+    has_partner = row_in_a >= 0
+    return JoinedRows(
+        a=pair.a.iloc[row_in_a[has_partner]],
+        b=pair.b[has_partner],
+        only_in_a=pair.a[~np.isin(row_numbers, row_in_a)],
+        only_in_b=pair.b[~has_partner],
+    )
+
+
+def _unique_ids(ids: "pd.Series[str]") -> "pd.Index[str]":
+    """Return ids that are unique: each repetition of an id gets its number."""
+    if not ids.duplicated().any():
+        return pd.Index(ids)
+    number = ids.groupby(ids, sort=False).cumcount()
+    numbered = ids + "\x00" + number.astype(str)
+    return pd.Index(ids.where(number == 0, numbered))
+
+
+def count_pair(joined: JoinedRows) -> Tally:
+    """Count labels and scores of joined rows."""
+    is_same_label = joined.a["virus"].to_numpy() == joined.b["virus"].to_numpy()
+    # An id of one side only belongs to the class that it has there.
+    all_rows = pd.concat([joined.a, joined.only_in_a, joined.only_in_b])
+    n_unpaired = len(all_rows) - len(joined.a)
+    agrees = np.append(is_same_label, np.zeros(n_unpaired, dtype=bool))
+    classes = {"viral": all_rows["virus"].eq(True), "non-viral": all_rows["virus"].eq(False)}
+    if "score2" in all_rows:
+        distance = (all_rows["score1"] - all_rows["score2"]).abs()
+        classes["near threshold"] = distance <= NEAR_THRESHOLD
+
+    tally = Tally(
+        in_both=len(joined.a),
+        only_in_a=len(joined.only_in_a),
+        only_in_b=len(joined.only_in_b),
+        agreeing=int(is_same_label.sum()),
+        differing_examples=_differing_examples(joined.a[~is_same_label]),
+        unpaired_examples=_unpaired_examples(joined),
+    )
+    for name, is_member in classes.items():
+        tally.ids_of_class[name] = int(is_member.sum())
+        tally.agreeing_of_class[name] = int(agrees[is_member].sum())
+    if len(joined.a) and "score2" in joined.a and "score2" in joined.b:
+        scores_a = joined.a[SCORES].to_numpy()
+        scores_b = joined.b[SCORES].to_numpy()
+        tally.score_differences.append(np.abs(scores_a - scores_b))
+        tally.are_scores_close = np.allclose(
+            scores_a, scores_b, rtol=STRICT_TOLERANCE, atol=STRICT_TOLERANCE
+        )
+    return tally
+
+
+def _differing_examples(rows_of_a: pd.DataFrame) -> list[str]:
+    """Name a few ids whose labels differ, with what each side says."""
+    examples = []
+    for row in rows_of_a[:MAX_EXAMPLES].itertuples():
+        labels = "virus / others" if row.virus else "others / virus"
+        examples.append(f"{row.id}: {labels}")
+    return examples
+
+
+def _unpaired_examples(joined: JoinedRows) -> list[str]:
+    """Name a few ids that only one side has."""
+    in_a = [f"{name}: only in a" for name in joined.only_in_a["id"][:MAX_EXAMPLES]]
+    in_b = [f"{name}: only in b" for name in joined.only_in_b["id"][:MAX_EXAMPLES]]
+    return in_a + in_b
+
+
+def _score_difference(
+    differences: NDArray[np.float64], tolerance: float, *, allclose: bool
+) -> ScoreDifference | None:
+    """Describe the differences of the scores.
+
+    Args:
+        differences: Absolute differences of both scores [rows, 2].
+        tolerance: Differences up to this are within tolerance.
+        allclose: Whether all scores passed the strict test.
+
+    Returns:
+        `None` if a score is no number: it cannot be near another.
+    """
+    if np.isnan(differences).any():
+        return None
+    of_virus = differences[:, 1]
+    return ScoreDifference(
+        n=len(of_virus),
+        mean=of_virus.mean(),
+        median=np.median(of_virus),
+        p99=np.percentile(of_virus, 99),
+        max=of_virus.max(),
+        share_within_tolerance=(of_virus <= tolerance).mean(),
+        allclose=allclose,
+    )
+
+
+def meets(comparison: Comparison, minimum: float) -> bool:
+    """Return whether every agreement that was computed reaches a minimum.
+
+    Args:
+        comparison: Two results, compared. If nothing was compared, no minimum is reached.
+        minimum: A share, 0 to 1.
+    """
+    parts = [part for part in (comparison.frames, comparison.consensus) if part is not None]
+    if not parts:
+        return False
+    return all(part.agreement is not None and part.agreement >= minimum for part in parts)

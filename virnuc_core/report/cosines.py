@@ -1,0 +1,214 @@
+"""Compare the embeddings of two runs: the cosine of each sequence's embedding to its partner's.
+
+The mean embedding is taken off both first. What all embeddings have in common makes plain cosines
+0.99 and more, whatever the sequence.
+"""
+
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import h5py
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from virnuc_core.engine.loader import slices
+from virnuc_core.errors import InputError
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunRecord, find_mismatches, identity, read
+from virnuc_core.validation import CosineStats
+
+BLOCK_ROWS: Final = 1_024
+
+RowNumbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """The rows of two embeddings files that are of the same sequences, in the same order."""
+
+    in_a: RowNumbers
+    in_b: RowNumbers
+
+
+def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats, ...]:
+    """Compare the embeddings of each sequence that both runs have.
+
+    Both embeddings are less the mean embedding of `a`. Failed rows (NaN) are left out.
+
+    Args:
+        a: A run directory.
+        b: Another one.
+        dna_width: How many of the columns are DNABERT-S's. If it is given, each encoder is
+            compared by itself.
+
+    Returns:
+        A record for each encoder, or for both together. It is empty if there are no embeddings, or
+        no sequence in common.
+
+    Raises:
+        InputError: Embeddings cannot be read.
+    """
+    path_a = RunDir(a).embeddings
+    path_b = RunDir(b).embeddings
+    if not path_a.is_file() or not path_b.is_file():
+        return ()
+    try:
+        with _open_embeddings(path_a, path_b) as (file_a, file_b):
+            cosines_of_part = _cosines_of_parts(RunDir(a), RunDir(b), file_a, file_b, dna_width)
+    except (OSError, KeyError) as error:
+        raise InputError(f"embeddings of {a} or {b} cannot be read ({error})") from error
+    stats = []
+    for part, values in cosines_of_part.items():
+        known = values[~np.isnan(values)]
+        if len(known):
+            stats.append(
+                CosineStats(
+                    part=part,
+                    n=len(known),
+                    minimum=known.min(),
+                    p1=np.percentile(known, 1),
+                    mean=known.mean(),
+                )
+            )
+    return tuple(stats)
+
+
+def _cosines_of_parts(
+    a: RunDir, b: RunDir, file_a: h5py.File, file_b: h5py.File, dna_width: int | None
+) -> dict[str, NDArray[np.float64]]:
+    """Return the centred cosine of each shared sequence by part of the columns.
+
+    The rows are read block by block, first for the mean of `a`, and then for the cosines.
+
+    Returns:
+        Cosines [sequences]; NaN for a sequence that failed in one of the runs.
+    """
+    table_a = file_a["embeddings"]
+    table_b = file_b["embeddings"]
+    shared = _shared_rows(a, b, file_a, file_b)
+    n_rows = len(shared.in_a)
+    width = table_a.shape[1]
+    if n_rows == 0 or table_b.shape[1] != width:
+        return {}
+    parts = {"joined": slice(0, width)}
+    if dna_width is not None and 0 < dna_width < width:
+        parts = {"DNABERT-S": slice(0, dna_width), "ESM-2": slice(dna_width, width)}
+
+    blocks = [slice(start, start + BLOCK_ROWS) for start in range(0, n_rows, BLOCK_ROWS)]
+    total = np.zeros(width)
+    n_good = 0
+    for block in blocks:
+        rows_a = _read_rows(table_a, shared.in_a[block])
+        total += np.nansum(rows_a, axis=0)
+        n_good += int((~np.isnan(rows_a[:, 0])).sum())
+    mean = total / max(1, n_good)
+
+    cosines_of_part = {name: np.full(n_rows, np.nan) for name in parts}
+    for block in blocks:
+        centred_a = _read_rows(table_a, shared.in_a[block]) - mean
+        centred_b = _read_rows(table_b, shared.in_b[block]) - mean
+        for name, columns in parts.items():
+            _write_cosines(
+                centred_a[:, columns], centred_b[:, columns], out=cosines_of_part[name][block]
+            )
+    return cosines_of_part
+
+
+def _write_cosines(
+    a: NDArray[np.float64], b: NDArray[np.float64], out: NDArray[np.float64]
+) -> None:
+    """Write the cosine of each row of `a` and `b` to `out`. Rows of length 0 are left as they are."""
+    dot_products = np.einsum("ij,ij->i", a, b)
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    np.divide(dot_products, lengths, out=out, where=lengths > 0)
+
+
+@contextmanager
+def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5py.File]]:
+    """Open two embeddings files, and make sure that every row of them can be read.
+
+    An embeddings file shows the rows of many shards. HDF5 gives infinity for rows of a shard that it
+    cannot open, so all shards are opened here and held open, as many as the system allows.
+
+    Raises:
+        InputError: A shard cannot be read.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        file_a = stack.enter_context(h5py.File(path_a, "r"))
+        file_b = stack.enter_context(h5py.File(path_b, "r"))
+        shard_paths = [*_shards_of(path_a, file_a), *_shards_of(path_b, file_b)]
+        for shard_path in shard_paths:
+            try:
+                shard = stack.enter_context(h5py.File(shard_path, "r"))
+                len(shard["embeddings"])
+            except (OSError, KeyError, RuntimeError) as error:
+                raise InputError(
+                    f"cannot be read ({error})",
+                    file=shard_path,
+                    hint=f"run again to compute it; if {len(shard_paths)} files may not be open "
+                    "at once, raise `ulimit -n`",
+                ) from error
+        yield file_a, file_b
+
+
+def _shards_of(path: Path, file: h5py.File) -> list[Path]:
+    """Return the files of the shards whose rows an embeddings file shows."""
+    table = file["embeddings"]
+    if not table.is_virtual:
+        return []
+    return [path.parent / source.file_name for source in table.virtual_sources()]
+
+
+def _shared_rows(a: RunDir, b: RunDir, file_a: h5py.File, file_b: h5py.File) -> SharedRows:
+    """Find the rows that are of the same sequences.
+
+    Sequences have the same numbers if the reads are the same. Otherwise they are found by their
+    content.
+    """
+    record_a = _record_of(a)
+    record_b = _record_of(b)
+    keys_a: list[Any] = _sequence_numbers(file_a)
+    keys_b: list[Any] = _sequence_numbers(file_b)
+    if "reads" in find_mismatches(identity(record_a), identity(record_b)):
+        keys_a = _sequences(a, record_a, keys_a)
+        keys_b = _sequences(b, record_b, keys_b)
+    row_in_a = pd.Index(keys_a).get_indexer(pd.Index(keys_b))  # for each row of b
+    has_partner = row_in_a >= 0
+    return SharedRows(in_a=row_in_a[has_partner].astype(np.int64), in_b=np.flatnonzero(has_partner))
+
+
+def _record_of(run: RunDir) -> RunRecord:
+    """Return the record of a run; an empty one if there is none."""
+    if run.record.is_file():
+        return read(run.record, RunRecord)
+    return RunRecord(fingerprints={})
+
+
+def _sequence_numbers(file: h5py.File) -> Any:
+    """Return the number of the sequence of each row of an embeddings file."""
+    if "uniques" in file:
+        return file["uniques"][:]
+    return range(len(file["embeddings"]))
+
+
+def _sequences(run: RunDir, record: RunRecord, numbers: list[int]) -> list[bytes]:
+    """Return the DNA and protein of the sequences with these numbers."""
+    store = OrfStore.open(run.root / record.store)
+    dna = store.dna(0, store.n_uniques)
+    protein = store.protein(0, store.n_uniques)
+    return [dna[number] + b" " + protein[number] for number in numbers]
+
+
+def _read_rows(table: h5py.Dataset, rows: RowNumbers) -> NDArray[np.float64]:
+    """Read these rows of a table, in the stretches that they form."""
+    stretches = [table[start:end] for start, end in slices(rows)]
+    return np.concatenate([np.asarray(stretch, dtype=np.float64) for stretch in stretches])

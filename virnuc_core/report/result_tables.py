@@ -1,0 +1,194 @@
+"""Read result files of virnuc, of the original algorithm and of its successor.
+
+The consensus file of the original has two columns, that of its successor four.
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import pandas as pd
+
+from virnuc_core.config import refuse_unreadable
+from virnuc_core.errors import InputError, RunMismatchError
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.subsets import read_columns
+from virnuc_core.rundir import RunDir, atomic_file
+from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, find_mismatches, identity, read
+
+Part = Literal["frames", "consensus"]
+
+MAX_FOREIGN_SHARE: Final = 0.01  # of ids that only one side has, in results of the same reads
+BLOCK_LINES: Final = 1 << 16  # some 15 MB
+
+
+@dataclass(frozen=True, slots=True)
+class TableFormat:
+    """The columns of a result file, and the words for its two labels."""
+
+    columns: tuple[str, str, str, str]  # id, label, score of others, score of virus
+    virus: str
+    others: str
+
+
+FORMATS: Final[dict[Part, TableFormat]] = {
+    "frames": TableFormat(("Sequence_ID", "Prediction", "score1", "score2"), "virus", "others"),
+    "consensus": TableFormat(
+        ("Modified_ID", "Is_Virus", "max_score_0", "max_score_1"), "True", "False"
+    ),
+}
+OUR_COLUMNS: Final = ("id", "virus", "score1", "score2")
+OUR_TYPES: Final = ("str", "str", "float64", "float64")
+
+
+def load_results(path: Path) -> pd.DataFrame:
+    """Read the rows of a result file.
+
+    Returns:
+        Columns `id`, `virus` (bool), and `score1` and `score2` (float64, NaN where there is no
+        number). A consensus file of two columns has no scores.
+
+    Raises:
+        InputError: It is no result file. The message names the first line with another label.
+    """
+    return pd.concat(iterate_results(path), ignore_index=True)
+
+
+def iterate_results(path: Path) -> Iterator[pd.DataFrame]:
+    """Read what `load_results` reads, piece by piece. Row labels are those of the whole file."""
+    part, header = _identify(path)
+    table_format = FORMATS[part]
+    columns = list(table_format.columns)
+    if part == "consensus" and not set(columns) <= set(header):
+        columns = columns[:2]
+    missing = [name for name in columns if name not in header]
+    if missing:
+        raise InputError(
+            f"no column {', '.join(missing)}; columns are separated by tabs", file=path, line=1
+        )
+    label_column = columns[1]
+    labels = (table_format.virus, table_format.others)
+    types = dict(zip(columns, OUR_TYPES, strict=False))
+    missing_numbers = {name: ["", "nan", "NaN"] for name in columns[2:]}
+    try:
+        with read_columns(path, types, na_values=missing_numbers, chunksize=BLOCK_LINES) as pieces:
+            for piece in pieces:
+                rows = piece[columns]
+                rows.columns = pd.Index(OUR_COLUMNS[: len(columns)])
+                unknown = rows["virus"][~rows["virus"].isin(labels)]
+                if len(unknown):
+                    raise InputError(
+                        f"{label_column} is '{unknown.iloc[0]}', neither {' nor '.join(labels)}",
+                        file=path,
+                        line=int(unknown.index[0]) + 2,  # below the header, counted from 1
+                    )
+                yield rows.assign(virus=rows["virus"] == table_format.virus)
+    except ValueError as error:  # pandas' own errors are such
+        raise InputError(f"not a table of results ({error})", file=path) from error
+
+
+def _identify(path: Path) -> tuple[Part, list[str]]:
+    """Return what a result file holds, and the names of its columns."""
+    with (
+        refuse_unreadable(path, "text", InputError),
+        path.open(encoding="utf-8", errors="surrogateescape") as file,
+    ):
+        header = file.readline().rstrip("\r\n").split("\t")
+    for part, table_format in FORMATS.items():
+        if table_format.columns[0] in header:
+            return part, header
+    raise InputError(
+        "not a result file: its first line has neither Sequence_ID nor Modified_ID",
+        file=path,
+        line=1,
+    )
+
+
+def result_files(path: Path) -> dict[Part, Path]:
+    """Return the result files of a folder by what they hold, or the one file that is given.
+
+    Raises:
+        InputError: There is none.
+    """
+    if not path.is_dir():
+        part, _ = _identify(path)
+        return {part: path}
+    run = RunDir(path)
+    files: dict[Part, Path] = {}
+    if run.predictions.is_file():
+        files["frames"] = run.predictions
+    if run.consensus.is_file():
+        files["consensus"] = run.consensus
+    if not files:
+        names = f"neither {run.predictions.name} nor {run.consensus.name}"
+        raise InputError(f"{names} is in this folder", file=path)
+    return files
+
+
+def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
+    """Let the frames of each chunk vote, as the original algorithm does.
+
+    A chunk is viral if its largest `score2` is at least its largest `score1`. The id of a frame is
+    that of its chunk and two more letters.
+
+    Args:
+        frames: Rows of frames, as `load_results` reads them.
+
+    Returns:
+        The same columns for chunks, in the order of each chunk's first row.
+    """
+    chunk_ids = frames["id"].str.slice(stop=-2)
+    by_chunk = frames.groupby(chunk_ids, sort=False)
+    best = by_chunk[["score1", "score2"]].max().reset_index()
+    return best.assign(virus=best["score2"] >= best["score1"])
+
+
+def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
+    """Copy the result files of an earlier run of a baseline into a run directory.
+
+    Args:
+        path: The files, or one of them.
+        run: The run directory.
+        store: The reads that the results must be of.
+
+    Raises:
+        InputError: Over one in a hundred ids of either side is not among those of the other.
+        RunMismatchError: A run.json beside the files tells of other reads or another length.
+    """
+    record_path = RunDir(path if path.is_dir() else path.parent).record
+    if record_path.is_file():
+        expected = {"reads": store.fingerprint, MODEL_LENGTH: str(store.model_length)}
+        mismatches = find_mismatches(identity(read(record_path, RunRecord)), expected)
+        if mismatches:
+            names = ", ".join(mismatches)
+            raise RunMismatchError(
+                f"{record_path.parent} holds results of other {names}; give those of these reads"
+            )
+    files = result_files(path)
+    frame_ids = pd.Series(store.row_ids(0, store.n_rows, original=True), dtype="str")
+    for part, file in files.items():
+        ids = frame_ids if part == "frames" else frame_ids.str.slice(stop=-2)
+        _require_same_ids(file, pd.Index(ids).unique())
+    for part, target in (("frames", run.predictions), ("consensus", run.consensus)):
+        source = files.get(part)
+        if source is None:
+            target.unlink(missing_ok=True)  # of an earlier baseline
+            continue
+        with atomic_file(target) as temp_path:
+            shutil.copyfile(source, temp_path)
+
+
+def _require_same_ids(file: Path, expected: "pd.Index[str]") -> None:
+    """Raise an error if over one in a hundred ids is only in the file, or only expected."""
+    ids = pd.Index(load_results(file)["id"]).unique()
+    foreign = ids.difference(expected)
+    missing = expected.difference(ids)
+    if max(len(foreign), len(missing)) > MAX_FOREIGN_SHARE * len(expected):
+        raise InputError(
+            f"results of other reads: {len(foreign):,} of its {len(ids):,} ids are not among "
+            f"these reads, {len(missing):,} of the {len(expected):,} ids of these reads are missing",
+            file=file,
+            hint="give results of the very reads",
+        )
