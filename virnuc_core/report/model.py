@@ -1,15 +1,11 @@
-"""The report as data: every figure typed, frozen, and with the raw file it comes from; and what verifying it finds.
+"""The report as data: every figure is typed and frozen, and names the raw file that it comes from.
 
-Numbers that were not measured are `None`; nothing is zero, passed or agreed for want of data."""
+Numbers that were not measured are `None`. Nothing is zero, passed or agreed for want of data.
+"""
 
-import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile, zip_longest
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Literal, Self
-
-from pydantic import BaseModel
 
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, FileDigest, RunCounts, RunFile, RunRecord
@@ -24,8 +20,6 @@ from virnuc_core.validation import (
 )
 
 SCHEMA_VERSION = 5
-RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
-ABSENT: Final = "nothing"
 BASELINE: Final = "baseline"  # the folder of the baseline, and its name in comparisons
 
 Verdict = Literal["pass", "fail", "projected", "not run", "not asked"]
@@ -485,82 +479,3 @@ class Report(Record):
             if self.asked and self.met == len(self.asked)
             else "not judged"
         )
-
-
-@dataclass
-class Verification:
-    """What was compared, and what differs."""
-
-    figures: int = 0
-    differences: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)  # worth a word, but no difference
-
-    @property
-    def ok(self) -> bool:
-        """Whether numbers were compared and none differs."""
-        return self.figures > 0 and not self.differences
-
-    def same(self, where: str, said: object, found: object) -> None:
-        """Compare one value or a whole tree of them; each leaf counts."""
-        if isinstance(said, BaseModel) and isinstance(found, BaseModel):
-            self.same(where, said.model_dump(mode="json"), found.model_dump(mode="json"))
-        elif isinstance(said, dict) and isinstance(found, dict):
-            for key in dict.fromkeys((*said, *found)):
-                self.same(
-                    f"{where}.{key}" if where else str(key),
-                    said.get(key, ABSENT),
-                    found.get(key, ABSENT),
-                )
-        elif isinstance(said, list) and isinstance(found, list) and len(said) == len(found):
-            for place, (left, right) in enumerate(zip(said, found, strict=True)):
-                self.same(f"{where}[{place}]", left, right)
-        else:
-            self.figures += 1
-            numbers = [
-                one
-                for one in (said, found)
-                if isinstance(one, (int, float)) and not isinstance(one, bool)
-            ]
-            if said != found and not (
-                len(numbers) == 2 and math.isclose(*numbers, rel_tol=RELATIVE)
-            ):
-                self.differences.append(
-                    f"{where}: says {_brief(said)}, the raw files give {_brief(found)}"
-                )
-
-    def as_told(self, where: str, said: RunFile, counted: Mapping[str, object]) -> None:
-        """Compare what a file tells with what was counted; what one of the two does not tell is passed over."""
-        for key, value in counted.items():
-            if value is not None and (told := getattr(said, key, None)) is not None:
-                self.same(f"{where}: {key}", told, value)
-
-    def same_lines(
-        self, where: str, said: Iterable[bytes], found: Iterable[bytes], source: str
-    ) -> None:
-        """Compare two texts; the first line that differs is named."""
-        self.figures += 1
-        for number, (left, right) in enumerate(zip_longest(said, found, fillvalue=b""), start=1):
-            if left != right:
-                same = sum(
-                    1
-                    for _ in takewhile(
-                        lambda pair: pair[0] == pair[1], zip(left, right, strict=False)
-                    )
-                )
-                begin = max(0, same - 30)
-                told, true = (
-                    _brief(line[begin:].decode("utf-8", "replace").rstrip("\n"))
-                    for line in (left, right)
-                )
-                self.differences.append(f"{where}: line {number} says {told}, {source} give {true}")
-                return
-
-    def wrong(self, what: str) -> None:
-        """Note a difference that is not between two values."""
-        self.figures += 1
-        self.differences.append(what)
-
-
-def _brief(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 90 else f"{text[:87]}…"

@@ -26,9 +26,9 @@ from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
 from virnuc_core.pipeline import classify, prepare, read_summary, stage_reads
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.model import Verification
 from virnuc_core.report.raw_files import RawFolder
-from virnuc_core.report.verify import verify_run
+from virnuc_core.report.verification import Verification
+from virnuc_core.report.verify_runs import verify_run
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read_record, write
 from virnuc_core.telemetry.log import read_telemetry

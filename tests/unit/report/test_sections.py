@@ -11,10 +11,12 @@ import pytest
 from virnuc.tasks.run_tables import fate_rows
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, rerender, write_report
-from virnuc_core.report.model import EncoderMetrics, Report, Verification
+from virnuc_core.report.model import EncoderMetrics, Report
 from virnuc_core.report.raw_files import RawFolder
 from virnuc_core.report.render import further_text, render
-from virnuc_core.report.verify import verify_overhead, verify_report
+from virnuc_core.report.verification import Verification
+from virnuc_core.report.verify import verify_report
+from virnuc_core.report.verify_runs import verify_overhead
 from virnuc_core.report.views.reads import fate_rows as report_fate_rows
 from virnuc_core.report.views.tools import overhead_rows
 from virnuc_core.rundir import RunDir

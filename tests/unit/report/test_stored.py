@@ -14,9 +14,10 @@ from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore, seal
 from virnuc_core.reads.subsets import choose_reads
-from virnuc_core.report.model import Verification
 from virnuc_core.report.raw_files import RawFolder
-from virnuc_core.report.verify import baseline_tokens, count_store, verify_report, verify_store
+from virnuc_core.report.verification import Verification
+from virnuc_core.report.verify import verify_report
+from virnuc_core.report.verify_store import baseline_tokens, count_store, verify_store
 
 from .validate_directory import edit_json
 
@@ -107,7 +108,7 @@ def said_of_the_store(out: Path) -> tuple[list[str], list[str]]:
     try:
         verify_store(found, RawFolder(out))
     except InputError as error:
-        found.wrong(str(error))
+        found.add_difference(str(error))
     said, remarks = (
         [line for line in lines if "orfs.h5" in line]
         for lines in (found.differences, found.remarks)

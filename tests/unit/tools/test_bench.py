@@ -13,9 +13,9 @@ from virnuc_core.pipeline import classify
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.compare import compare_runs
-from virnuc_core.report.model import Verification
 from virnuc_core.report.raw_files import RawFolder
-from virnuc_core.report.verify import verify_overhead
+from virnuc_core.report.verification import Verification
+from virnuc_core.report.verify_runs import verify_overhead
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.log import open_frame
 from virnuc_core.tools.bench import Bench, embed_sample, measure_overhead, measure_precision

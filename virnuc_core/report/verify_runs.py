@@ -1,0 +1,362 @@
+"""Verify the runs of a validation: result files, summaries and telemetry against what is rawer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from virnuc_core.config import DEFAULT_THRESHOLD
+from virnuc_core.engine.shards import read_plan, read_scores
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.model import BASELINE
+from virnuc_core.report.raw_files import RECORD, SUMMARY, NamedTelemetry, RawFolder
+from virnuc_core.report.result_tables import iterate_results
+from virnuc_core.report.verification import Verification
+from virnuc_core.results import write_results
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import Attempt, FileDigest, RunRecord, RunSummary, digest, read
+from virnuc_core.telemetry.log import TelemetryFile, telemetry_file
+from virnuc_core.telemetry.statistics import committed_span_s
+from virnuc_core.telemetry.tables import STAGES
+from virnuc_core.validation import (
+    OVERHEAD,
+    BaselineSummary,
+    OverheadFile,
+    OverheadPair,
+    ValidationRecord,
+)
+
+CLOCK_S: Final = 1e-3  # by which times of two clocks may differ
+# What is left of a commit where it is switched off takes less than this for a shard
+MAX_UNCOMMITTED_S: Final = 0.01
+# Stages without a model; their time grows with the rows
+STAGES_OF_ROWS: Final = (*STAGES[:4], *STAGES[6:])
+RESULT_COUNTS: Final = ("fates", "rows_virus", "chunks_virus", "chunks_scored")
+
+
+def verify_results(verification: Verification, raw: RawFolder, name: str) -> None:
+    """Compare a run's result files with their digests, and with those that its shards give.
+
+    Args:
+        verification: Collects the differences.
+        raw: The validation's files.
+        name: The folder of the run.
+    """
+    summary = raw.read(RunSummary, name, SUMMARY)
+    if summary is None:
+        return
+    run = RunDir(raw.root / name)
+    _compare_digests(verification, run, summary.files)
+    store_path = RunDir(raw.root).store
+    if not run.plan.is_file() or not store_path.is_file():
+        verification.remarks.append(
+            f"{name}: its result files were not made again: its shards or orfs.h5 are not there"
+        )
+        return
+    store = OrfStore.open(store_path)
+    plan = read_plan(run)
+    scores, failed = read_scores(run)
+    counts = {
+        "shards": len(plan),
+        "n_uniques": plan.bounds[-1],
+        "rows_set_aside": int(failed.sum()),
+    }
+    where = f"{name}/{SUMMARY}"
+    verification.compare_fields(where, summary, counts)
+    threshold = DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
+    with TemporaryDirectory(prefix="virnuc-verify-") as folder:
+        new_run = RunDir(Path(folder))
+        results = write_results(
+            new_run, store, scores, failed, threshold=threshold, uncertain=summary.uncertain
+        )
+        for path, new_path in zip(run.tables, new_run.tables, strict=True):
+            _compare_table(verification, f"{name}/{path.name}", path, new_path)
+        result_counts = {key: getattr(results, key) for key in RESULT_COUNTS}
+        verification.compare_fields(where, summary, result_counts)
+
+
+def _compare_table(verification: Verification, where: str, path: Path, new_path: Path) -> None:
+    """Compare a result file with the one that was made again, if one was."""
+    if not new_path.is_file():
+        return
+    if not path.is_file():
+        verification.add_difference(f"{where}: missing")
+        return
+    with path.open("rb") as lines, new_path.open("rb") as new_lines:
+        verification.compare_lines(where, lines, new_lines, "its shards")
+
+
+def _compare_digests(
+    verification: Verification, run: RunDir, files: Mapping[str, FileDigest] | None
+) -> None:
+    """Compare files with the digests that the summary lists."""
+    for name, file_digest in (files or {}).items():
+        where = f"{run.root.name}/{name}, which {SUMMARY} lists"
+        verification.compare(where, file_digest, digest(run.root / name))
+
+
+def verify_run(verification: Verification, raw: RawFolder, name: str) -> None:
+    """Compare a run's summary with its attempts, and each attempt with its telemetry.
+
+    Args:
+        verification: Collects the differences.
+        raw: The validation's files.
+        name: The folder of the run.
+    """
+    summary = raw.read(RunSummary, name, SUMMARY)
+    if summary is None:
+        return
+    attempts = summary.attempts
+    if not attempts:  # a run that ended at its first attempt
+        attempts = (
+            Attempt(started="", devices=(), wall_s=summary.wall_s, telemetry=summary.telemetry),
+        )
+    total_s = None
+    if summary.staging_s is not None and summary.wall_s is not None:
+        total_s = summary.staging_s + summary.wall_s
+    counts = {
+        "total_s": total_s,
+        "n_reads": sum(summary.fates.values()) if summary.fates else None,
+        "restarts": None if summary.deaths is None else len(summary.deaths),
+        "wall_s": sum(attempt.wall_s or 0.0 for attempt in attempts),
+    }
+    verification.compare_fields(f"{name}/{SUMMARY}", summary, counts)
+    for attempt in attempts:
+        # an attempt that names no file has none, but a summary that names none may have one
+        if attempt.telemetry or not summary.attempts:
+            telemetry = raw.telemetry(name, attempt.telemetry)
+            if telemetry is not None:
+                is_newest = attempt is attempts[-1]
+                _verify_telemetry(
+                    verification, raw, telemetry, summary, attempt, is_newest=is_newest
+                )
+
+
+def _verify_telemetry(
+    verification: Verification,
+    raw: RawFolder,
+    file: NamedTelemetry,
+    summary: RunSummary,
+    attempt: Attempt,
+    *,
+    is_newest: bool,
+) -> None:
+    """Compare what is said of an attempt with its telemetry.
+
+    Args:
+        verification: Collects the differences.
+        raw: The validation's files.
+        file: The telemetry of the attempt.
+        summary: The summary of the run.
+        attempt: What the summary says of the attempt.
+        is_newest: The attempt is the last one. The stages and shards of the summary are its own.
+    """
+    name = file.name
+    telemetry = file.content
+    shards = telemetry.shards
+    stage_ends_s = [stage.finished_s or 0.0 for stage in telemetry.stages]
+    last_end_s = max([*stage_ends_s, float(shards.finished_s.max())]) - telemetry.origin_s
+    if attempt.wall_s is not None and last_end_s > attempt.wall_s + CLOCK_S:
+        verification.add_difference(
+            f"{name}: {SUMMARY}: wall_s says {attempt.wall_s:.3f}, "
+            f"the last stage ended after {last_end_s:.3f} s"
+        )
+    if is_newest and telemetry.stages:
+        stages = {stage.name: stage.seconds for stage in telemetry.stages}
+        verification.compare(f"{name}: stages of {SUMMARY}", summary.stages, stages)
+
+    computed = summary.shards_computed
+    counts = {
+        "shards_computed": len(shards) if is_newest else None,
+        "rows_set_aside": int(shards.skipped.sum()) if len(summary.attempts) < 2 else None,
+        "shards": None if computed is None else computed + (summary.shards_reused or 0),
+    }
+    verification.compare_fields(f"{name}: {SUMMARY}", summary, counts)
+    _verify_batches(verification, file)
+    _verify_telemetry_summary(verification, raw, file, summary, attempt, is_newest=is_newest)
+
+
+def _verify_batches(verification: Verification, file: NamedTelemetry) -> None:
+    """Look for impossible batches and samples, and compare the tokens of batches and shards."""
+    name = file.name
+    batches = file.content.batches
+    shards = file.content.shards
+    utilisation = file.content.samples.utilisation
+    impossible = {
+        "batches with more tokens than slots": batches.tokens > batches.slots,
+        "batches with a negative wait": batches.wait_ms < 0,
+        "utilisation samples outside 0 to 100": (utilisation < 0) | (utilisation > 100),
+    }
+    for what, is_impossible in impossible.items():
+        verification.compare(f"{name}: {what}", int(is_impossible.sum()), 0)
+    if len(shards) and not shards.skipped.any():
+        tokens_of_shards = {"esm2": shards.protein_tokens, "dnabert_s": shards.dna_tokens}
+        for encoder, tokens in tokens_of_shards.items():
+            of_batches = int(batches.tokens[batches.encoder == encoder].sum())
+            verification.compare(f"{name}: tokens of {encoder}", of_batches, int(tokens.sum()))
+
+
+def _verify_telemetry_summary(
+    verification: Verification,
+    raw: RawFolder,
+    file: NamedTelemetry,
+    summary: RunSummary,
+    attempt: Attempt,
+    *,
+    is_newest: bool,
+) -> None:
+    """Compare the JSON file beside a telemetry file with what its tables add up to.
+
+    The arguments are those of `_verify_telemetry`.
+    """
+    json_name = Path(file.name).with_suffix(".json").as_posix()
+    content = read(raw.root / json_name, TelemetryFile)
+    n_reads = content.summary.total_sequences
+    wall_s = content.summary.wall_s
+    # an earlier attempt may have been whole until a shard was lost
+    speed_of = summary if is_newest else content.summary
+    computed = telemetry_file(
+        file.content,
+        n_reads=n_reads,
+        wall_s=wall_s,
+        window_s=content.window_s,
+        sequences_per_hour=speed_of.sequences_per_hour,
+    )
+    verification.compare(json_name, content, computed)
+    verification.compare_fields(f"{file.name}: {SUMMARY}", summary, {"n_reads": n_reads})
+    if attempt.wall_s is not None:
+        verification.compare(f"{file.name}: wall_s of {SUMMARY}", attempt.wall_s, wall_s)
+
+
+def verify_baseline(verification: Verification, raw: RawFolder) -> None:
+    """Compare the baseline's time with its stages, its rows with its file, its reads with the profile's."""
+    summary = raw.read(BaselineSummary, BASELINE, SUMMARY)
+    record = raw.read(ValidationRecord, RECORD)
+    if summary is None or summary.measured_s is None:
+        return
+    run = RunDir(raw.root / BASELINE)
+    where = f"{BASELINE}/{SUMMARY}"
+    _compare_digests(verification, run, summary.files)
+    _verify_baseline_time(verification, where, summary, summary.measured_s)
+    subset = summary.subset
+    if subset is not None:
+        _verify_scaled_stages(verification, where, summary)
+        profile = None if record is None else record.profile
+        asked_reads = None if profile is None else profile.baseline.reads
+        if asked_reads is not None and summary.n_reads is not None:
+            expected = min(asked_reads, summary.n_reads)
+            verification.compare(f"{where}: subset.reads", subset.reads, expected)
+    if run.predictions.is_file():
+        n_rows = sum(len(rows) for rows in iterate_results(run.predictions))
+        verification.compare_fields(where, summary, {"measured_rows": n_rows})
+
+
+def _verify_baseline_time(
+    verification: Verification, where: str, summary: BaselineSummary, measured_s: float
+) -> None:
+    """Compare the baseline's time with the sum of its stages.
+
+    Args:
+        verification: Collects the differences.
+        where: The name of the summary.
+        summary: The baseline's summary.
+        measured_s: The seconds that really passed.
+    """
+    total_s = measured_s
+    if summary.subset is not None and summary.wall_s is not None:
+        total_s = summary.wall_s
+    verification.compare_fields(where, summary, {"wall_s": total_s})
+    stages_s = sum(summary.stages.values())
+    measured_stages_s = sum(summary.measured_stages.values())
+    if not stages_s or not measured_stages_s:
+        return
+    # Processes are started only once, however many the reads are.
+    start_s = max(0.0, measured_s - measured_stages_s)
+    if not stages_s - CLOCK_S <= total_s <= stages_s + start_s + CLOCK_S:
+        verification.add_difference(
+            f"{where}: {total_s:.3f} s is not what its stages add up to "
+            f"({stages_s:.3f} s and the start)"
+        )
+
+
+def _verify_scaled_stages(verification: Verification, where: str, summary: BaselineSummary) -> None:
+    """Compare the scaled time of stages without a model with what their rows make of it."""
+    if not summary.measured_rows or summary.n_rows is None:
+        return
+    growth = summary.n_rows / summary.measured_rows
+    for stage in STAGES_OF_ROWS:
+        if stage in summary.measured_stages and stage in summary.stages:
+            expected_s = summary.measured_stages[stage] * growth
+            verification.compare(f"{where}: stages.{stage}", summary.stages[stage], expected_s)
+
+
+def verify_overhead(verification: Verification, raw: RawFolder) -> None:
+    """Compare pairs of runs, with what is switched and without, with their telemetry and records."""
+    file = raw.read(OverheadFile, OVERHEAD)
+    if file is None:
+        return
+    for pair in file.pairs:
+        with_s = _verify_overhead_run(verification, raw, file, pair, is_switched_on=True)
+        without_s = _verify_overhead_run(verification, raw, file, pair, is_switched_on=False)
+        where = f"{OVERHEAD}: {pair.with_run} and its pair: seconds"
+        verification.compare(where, pair.seconds, min(with_s, without_s))
+
+
+def _verify_overhead_run(
+    verification: Verification,
+    raw: RawFolder,
+    file: OverheadFile,
+    pair: OverheadPair,
+    *,
+    is_switched_on: bool,
+) -> float:
+    """Compare one run of a pair with its telemetry and its record.
+
+    Args:
+        verification: Collects the differences.
+        raw: The validation's files.
+        file: The file of all pairs.
+        pair: The pair.
+        is_switched_on: Look at the run with what is switched, else at the one without.
+
+    Returns:
+        The seconds of the run that its speed is over.
+    """
+    name, tokens_per_s = pair.without_run, pair.without_tokens_per_s
+    if is_switched_on:
+        name, tokens_per_s = pair.with_run, pair.with_tokens_per_s
+    where = f"{OVERHEAD}: {name}"
+    record = raw.read(RunRecord, name, RECORD)
+    spec = {} if record is None else record.spec
+    has_commits = is_switched_on or pair.of != "commits"
+    recorded_commits = spec.get("engine", spec).get("commit")
+    verification.compare(f"{where}: commits", has_commits, recorded_commits)
+
+    telemetry = []
+    for path in sorted((raw.root / name).glob("telemetry/telemetry_*.h5")):
+        part = raw.telemetry(name, path.name)
+        if part is not None:
+            telemetry.append(part)
+    if pair.of == "models":
+        span_s = sum(_wall_s(raw, part) for part in telemetry)
+    else:
+        span_s = sum(
+            committed_span_s(part.content.batches, part.content.shards) for part in telemetry
+        )
+    tokens = sum(float(part.content.batches.tokens.sum()) for part in telemetry)
+    rate = tokens / span_s if span_s else None
+    verification.compare(f"{where}: tokens/s", tokens_per_s, rate)
+    n_shards = sum(len(part.content.shards) for part in telemetry)
+    verification.compare(f"{where}: shards", file.shards, n_shards)
+    commit_s = sum(float(part.content.shards.commit_s.sum()) for part in telemetry)
+    if not has_commits and commit_s > MAX_UNCOMMITTED_S * file.shards:
+        verification.add_difference(
+            f"{where} spent {commit_s:.3f} s on commits although they were off"
+        )
+    return span_s
+
+
+def _wall_s(raw: RawFolder, telemetry: NamedTelemetry) -> float:
+    """Return the whole time of a run, as the JSON beside its telemetry has it."""
+    path = (raw.root / telemetry.name).with_suffix(".json")
+    return read(path, TelemetryFile).summary.wall_s

@@ -1,0 +1,182 @@
+"""Verify the store of a validation: what it holds, and that its reads give it again."""
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from virnuc_core.errors import InputError
+from virnuc_core.reads.parse import BLOCK_BYTES
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import COLUMNS, OrfStore
+from virnuc_core.reads.subsets import choose_reads
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
+from virnuc_core.report.model import BASELINE
+from virnuc_core.report.raw_files import RECORD, SUMMARY, RawFolder, run_names
+from virnuc_core.report.result_tables import load_results
+from virnuc_core.report.verification import Verification
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunFile, RunSummary
+from virnuc_core.validation import BaselineSummary, ValidationRecord
+
+SPECIAL_TOKENS: Final = 2  # the start and end tokens of a row
+
+
+def verify_store(verification: Verification, raw: RawFolder) -> None:
+    """Compare reads, rows, uniques and tokens with the store, if the validation still has it."""
+    path = RunDir(raw.root).store
+    if not path.is_file():
+        return
+    store = OrfStore.open(path)
+    counts = count_store(store)
+    record = raw.read(ValidationRecord, RECORD)
+    baseline = raw.read(BaselineSummary, BASELINE, SUMMARY)
+    if record is not None and "reads" in record.fingerprints:
+        where = f"{RECORD}: fingerprint of the reads"
+        verification.compare(where, record.fingerprints["reads"], store.fingerprint)
+
+    files: dict[str, RunFile | None] = {}
+    for name in run_names(raw.root):
+        files[f"{name}/{SUMMARY}"] = raw.read(RunSummary, name, SUMMARY)
+    files[f"{RECORD}: staging"] = None if record is None else record.staging
+    files[f"{BASELINE}/{SUMMARY}"] = baseline
+    for where, file in files.items():
+        if file is not None:
+            verification.compare_fields(where, file, counts)
+
+    predictions = RunDir(raw.root / BASELINE).predictions
+    if baseline is not None and baseline.subset is not None and predictions.is_file():
+        subset = baseline.subset
+        tokens = {
+            "tokens": baseline_tokens(store, predictions, subset.reads, subset.seed),
+            "total_tokens": counts["row_tokens"],
+        }
+        verification.compare_fields(f"{BASELINE}/{SUMMARY}: subset", subset, tokens)
+    _stage_again(verification, store, record)
+
+
+def count_store(store: OrfStore) -> dict[str, int]:
+    """Count what a store holds.
+
+    Returns:
+        Counts by the names that summaries and staging have for them. Tokens are those of ESM-2,
+        start and end tokens included.
+    """
+    flags = np.asarray(store.read_flags)
+
+    def count_flag(flag: int) -> int:
+        return int(((flags & flag) > 0).sum())
+
+    lengths = np.diff(store.protein_offsets)
+    return {
+        "reads": len(flags),
+        "empty": count_flag(EMPTY),
+        "duplicate_ids": count_flag(DUPLICATE_ID),
+        "ambiguous": count_flag(AMBIGUOUS),
+        "short_for_model": count_flag(SHORT_FOR_MODEL),
+        "n_reads": len(store.read_length),
+        "n_chunks": int(np.asarray(store.read_chunks).sum(dtype=np.int64)),
+        "n_rows": len(store.row_read),
+        "n_uniques": len(lengths),
+        "protein_tokens": int(lengths.sum()) + SPECIAL_TOKENS * len(lengths),
+        "row_tokens": int(lengths[store.row_unique].sum()) + SPECIAL_TOKENS * len(store.row_read),
+    }
+
+
+def baseline_tokens(store: OrfStore, predictions: Path, n_reads: int, seed: int) -> int:
+    """Count the ESM-2 tokens of the rows that a baseline ran on.
+
+    Args:
+        store: The store.
+        predictions: The baseline's result file.
+        n_reads: The number of reads that were drawn for the baseline.
+        seed: The seed that they were drawn by.
+
+    Raises:
+        InputError: The rows of the result file are not those of the reads that the seed gives.
+    """
+    # The reads are drawn again, and not found by their ids: mates may share one.
+    is_drawn = np.zeros(store.n_reads, dtype=np.bool_)
+    is_drawn[choose_reads(store.n_reads, n_reads, seed)] = True
+    rows = np.flatnonzero(is_drawn[np.asarray(store.row_read)])
+    ids = [store.row_ids(row, row + 1, original=True)[0] for row in rows.tolist()]
+    if load_results(predictions)["id"].tolist() != ids:
+        raise InputError("its rows are not those of the reads the baseline drew", file=predictions)
+    uniques = np.asarray(store.row_unique)[rows]
+    lengths = np.diff(store.protein_offsets)[uniques]
+    return int(lengths.sum()) + SPECIAL_TOKENS * len(uniques)
+
+
+def _stage_again(
+    verification: Verification, store: OrfStore, record: ValidationRecord | None
+) -> None:
+    """Compare the store with one that is staged again from its reads, or say why it is not."""
+    reason = _why_not_staged_again(record)
+    if reason:
+        verification.remarks.append(f"orfs.h5 was not made again from its reads: {reason}")
+        return
+    assert record is not None
+    with TemporaryDirectory(prefix="virnuc-verify-") as folder:
+        summary = stage(_staging_settings(record, store), Path(folder, "orfs.h5"))
+        new_store = OrfStore.open(summary.store, check=False)
+        where = "orfs.h5: fingerprint of its reads"
+        verification.compare(where, store.fingerprint, new_store.fingerprint)
+        if store.fingerprint == new_store.fingerprint:
+            unequal = []
+            for name in COLUMNS:
+                if not _are_equal(getattr(store, name), getattr(new_store, name)):
+                    unequal.append(name)
+            verification.compare("orfs.h5: columns that its reads do not give", unequal, [])
+
+
+def _why_not_staged_again(record: ValidationRecord | None) -> str:
+    """Say why the reads cannot be staged again, or nothing if they can."""
+    files = () if record is None or record.staging is None else record.staging.files
+    for name in files:
+        if not Path(name).is_file():
+            return f"{name} is not there"
+    if not files:
+        return "run.json does not tell where they are"
+    return ""
+
+
+def _staging_settings(record: ValidationRecord, store: OrfStore) -> StageSpec:
+    """Return the settings that a store was staged with.
+
+    Args:
+        record: The validation's record, with the files of its reads.
+        store: Gives the model's length.
+    """
+    files = () if record.staging is None else record.staging.files
+    pairs = record.pairs or ()
+    pairs_of_files = [pair for pair in pairs if pair[0] != pair[1]]  # others are in one file
+    paired_files = {name for pair in pairs_of_files for name in pair}
+    single_files = tuple(name for name in files if name not in paired_files)
+    # If every file that is no mate's is a pair by itself, the mates alternate in it. If not, flags
+    # of alignments tell the mates again.
+    is_interleaved = len(pairs_of_files) + len(single_files) == len(pairs)
+    return StageSpec(
+        reads=single_files,
+        mates_1=tuple(first for first, _ in pairs_of_files),
+        mates_2=tuple(second for _, second in pairs_of_files),
+        interleaved=is_interleaved,
+        pairs=bool(pairs),
+        model_length=store.model_length,
+        read_group=str(record.spec.get("read_group", "")),
+        on_error="skip" if record.spec.get("on_error") == "skip" else "stop",
+        stage_workers=len(os.sched_getaffinity(0)),
+    )
+
+
+def _are_equal(a: NDArray[np.generic], b: NDArray[np.generic]) -> bool:
+    """Return whether two columns are equal; they are read block by block."""
+    if len(a) != len(b):
+        return False
+    for start in range(0, len(a), BLOCK_BYTES):
+        block = slice(start, start + BLOCK_BYTES)
+        if not np.array_equal(a[block], b[block]):
+            return False
+    return True
