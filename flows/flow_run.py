@@ -22,6 +22,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Failed
 
 from virnuc.flows.exit_deadline import ended_in_time
+from virnuc.flows.outcome import NotMetError
 from virnuc.flows.parameters import WITHOUT, build, described, within_roots
 from virnuc.flows.settings.shared import FlowSettings, RunSettings
 from virnuc.tasks.artifacts import publish_table
@@ -36,7 +37,7 @@ from virnuc.tasks.server_connection import (
     without_server,
 )
 from virnuc.tasks.staging import stage
-from virnuc.tasks.task import NotMetError, core_logs
+from virnuc.tasks.task import core_logs
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError, printable

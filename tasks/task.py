@@ -41,12 +41,6 @@ _attempt: contextvars.ContextVar[int] = contextvars.ContextVar(
 logger = logging.getLogger(__name__)
 
 
-class NotMetError(VirnucError):
-    """A run that ended well, but not as was asked: a criterion was missed, or a reviewer said no."""
-
-    exit_code = 5
-
-
 def retrying_task(
     name: str, run_name: str
 ) -> Callable[[Callable[P, State[T]]], "RetryingTask[P, State[T]]"]:

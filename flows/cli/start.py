@@ -26,7 +26,6 @@ from pydantic_core import to_jsonable_python
 from virnuc.flows.cli.options import Flag, OnTerminal, command
 from virnuc.flows.parameters import WITHOUT
 from virnuc.flows.preflight import preflight, writable
-from virnuc.flows.settings.measured import NOT_MET, REJECTED
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc_core.config import (
     INPUT_FIELDS,
@@ -89,6 +88,8 @@ def starts(name: str, model: type[BaseModel], *positional: str) -> Callable[...,
 
 def exit_code(state: "State[Any]") -> int:
     """A flow's, by how it ended: 0, or one of those above."""
+    from virnuc.flows.outcome import NOT_MET, REJECTED  # it imports Prefect
+
     if state.name in (NOT_MET, REJECTED):
         return CRITERION_FAILED
     found = state.result()

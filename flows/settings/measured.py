@@ -35,9 +35,6 @@ SHAPE: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]T[0-9][0-9][0-9][0-9]"
 LATEST: Final = "latest"
 
 
-# names of the states of runs that ended well, but not as was asked
-NOT_MET: Final = "Criteria not met"
-REJECTED: Final = "Rejected"
 PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from virnuc.flows.validate import ask, validate
+from virnuc.flows.approval import wait_for_approval
+from virnuc.flows.validate import validate
 from virnuc_core.report.verify import verify_report
 
 pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
@@ -33,7 +34,7 @@ def validated(
 
 @pytest.fixture(autouse=True)
 def _asked_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ask.__kwdefaults__, "poll_s", 1)
+    monkeypatch.setitem(wait_for_approval.__kwdefaults__, "poll_s", 1)
 
 
 def test_without_an_answer_the_report_says_pending_and_a_repetition_computes_nothing(

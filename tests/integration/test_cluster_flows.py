@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from prefect.artifacts import Artifact
 
-from virnuc.flows.validate import scale, validate
+from virnuc.flows.scale import scale
+from virnuc.flows.validate import validate
 from virnuc.tasks.artifacts import host_key
 from virnuc_core.config import Devices
 from virnuc_core.errors import ConfigError, DeviceError
@@ -64,7 +65,7 @@ def test_scaling_goes_node_by_node_without_a_device_here(
     def none_here(_: Devices) -> tuple[Device, ...]:
         raise DeviceError("no such device")
 
-    monkeypatch.setattr("virnuc.flows.validate.resolve", none_here)
+    monkeypatch.setattr("virnuc.flows.machines.resolve", none_here)
     out = tmp_path / "curve"
     given: dict[str, Any] = {
         "reads": [str(few_reads)],

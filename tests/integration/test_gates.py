@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from virnuc.flows.cli import main
-from virnuc.flows.validate import scale, validate
+from virnuc.flows.scale import scale
+from virnuc.flows.validate import validate
 from virnuc_core.engine import devices
 from virnuc_core.report.build import read_report
 from virnuc_core.report.regression import read_history

@@ -18,9 +18,9 @@ from prefect.client.orchestration import get_client
 from prefect.context import SyncClientContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from virnuc.flows.approval import wait_for_approval
 from virnuc.flows.cli import main
 from virnuc.flows.predict import predict
-from virnuc.flows.validate import ask
 from virnuc.tasks.approval import Approval
 from virnuc.tasks.server_connection import route_through_connection
 
@@ -228,7 +228,7 @@ def test_nobody_is_asked_at_a_server_that_hangs(
         route_through_connection(context.client)
         with monkeypatch.context() as here:
             here.setattr(httpcore.ConnectionPool, "handle_request", in_vain)
-            return ask(tmp_path, Approval, timeout_s=1, poll_s=1).model_dump()
+            return wait_for_approval(tmp_path, Approval, timeout_s=1, poll_s=1).model_dump()
 
     assert gated()["verdict"] == "pending"
 

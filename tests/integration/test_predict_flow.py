@@ -16,8 +16,8 @@ from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 
 from tests.columns import documented
+from virnuc.flows.inbox import predict_inbox
 from virnuc.flows.predict import predict
-from virnuc.flows.predict_many import predict_inbox
 from virnuc.tasks.artifacts import host_key
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.inbox import Ledger
@@ -123,7 +123,7 @@ def test_each_file_of_an_inbox_is_predicted_once(
     def emit(event: str, _resource: str, name: str, payload: dict[str, Any]) -> None:
         sent.append((event, name, payload["reason"]))
 
-    monkeypatch.setattr("virnuc.flows.predict_many.emit", emit)
+    monkeypatch.setattr("virnuc.flows.inbox.emit", emit)
     inbox, out = tmp_path / "inbox", tmp_path / "out"
     inbox.mkdir()
     for number in (1, 2):
@@ -188,7 +188,7 @@ def test_a_file_of_an_inbox_replaced_before_it_is_read_does_not_pass_for_what_it
         return seen[-1]
 
     monkeypatch.setattr("virnuc_core.inbox.sha256_of", hashed)
-    monkeypatch.setattr("virnuc.flows.predict_many.kept_workers", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("virnuc.flows.inbox.shared_workers", lambda *_, **__: nullcontext())
     given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
     assert predict_inbox(**given, return_state=True).message == "1 waiting"
     fate = Ledger(inbox, out).fate(seen[0])

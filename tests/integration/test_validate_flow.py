@@ -173,8 +173,8 @@ def test_a_missed_speed_is_tuned_and_judged_again(
         "devices": "cpu:1",
     }
     given |= {"profile": profile, "fail_on_criteria": False}
-    monkeypatch.setattr("virnuc.flows.validate.KNOBS", {"packing": {"token_budget": (2048,)}})
-    monkeypatch.setattr("virnuc.flows.tools.recommend", first_other)
+    monkeypatch.setattr("virnuc.flows.tuning_rounds.KNOBS", {"packing": {"token_budget": (2048,)}})
+    monkeypatch.setattr("virnuc.flows.sweep.recommend", first_other)
     state = validate(**given, tune_rounds=1, return_state=True)
     assert state.is_completed(), state.message
     rounds = read(out / "tuning.json", TuningFile).rounds
@@ -187,7 +187,7 @@ def test_a_missed_speed_is_tuned_and_judged_again(
     )
     assert verify_report(out).ok
 
-    monkeypatch.setattr("virnuc.flows.validate.KNOBS", {})
+    monkeypatch.setattr("virnuc.flows.tuning_rounds.KNOBS", {})
     again = validate(**given, tune_rounds=2, return_state=True)
     assert "nothing had to be computed" in (again.message or "")
     rounds = read(out / "tuning.json", TuningFile).rounds

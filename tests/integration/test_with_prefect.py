@@ -27,11 +27,11 @@ from prefect.logging.loggers import flow_run_logger
 from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL
 from prefect.states import Cancelled, Running
 
+from virnuc.flows.approval import wait_for_approval
 from virnuc.flows.cli import main
 from virnuc.flows.flow_run import with_parameters
 from virnuc.flows.predict import predict
 from virnuc.flows.settings.shared import FlowSettings
-from virnuc.flows.validate import ask
 from virnuc.tasks.approval import Approval
 from virnuc.tasks.artifacts import Markdown, progress_artifact, publish_markdown, publish_table
 from virnuc.tasks.server_connection import BEGAN, PLACE, PROCESS, announce, device_slots
@@ -336,7 +336,7 @@ def test_cores_need_no_slot() -> None:
 @flow
 def gated(report_dir: Path, timeout_s: int) -> dict[str, Any]:
     """Asks, and returns the answer."""
-    return ask(report_dir, Approval, timeout_s=timeout_s, poll_s=1).model_dump()
+    return wait_for_approval(report_dir, Approval, timeout_s=timeout_s, poll_s=1).model_dump()
 
 
 def in_thread(report_dir: Path, timeout_s: int) -> tuple[threading.Thread, list[State[Any]]]:

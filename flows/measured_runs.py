@@ -1,0 +1,222 @@
+"""The steps that a validation and a scaling curve share: runs on several numbers of devices, and their report."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from virnuc.flows.machines import Machines, find_machines
+from virnuc.flows.settings.measured import MeasureSettings
+from virnuc.flows.tuning_rounds import tuned_engine
+from virnuc.tasks.ceiling import measure_ceiling
+from virnuc.tasks.comparison import compare_results
+from virnuc.tasks.embedding import embed
+from virnuc.tasks.overhead import measure_costs
+from virnuc.tasks.precision import embed_in_fp32
+from virnuc.tasks.report import publish_report, report_validation
+from virnuc.tasks.time_limit import TimeLimitError
+from virnuc_core.config import ClassifySpec
+from virnuc_core.engine.embedding import RunMonitor
+from virnuc_core.pipeline import nodes_of, read_summary
+from virnuc_core.profiles import Profile
+from virnuc_core.reads.sources import sample_name
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.report.raw_files import RUN_PREFIX, SUMMARY, run_names
+from virnuc_core.report.model import Report
+from virnuc_core.rundir import RUN_FILES, SHARD_FILES, RunDir, discard
+from virnuc_core.runfiles import ModelFlops
+from virnuc_core.tools.bench import Bench
+from virnuc_core.validation import TUNING, record_validation
+
+LOCAL_MEASUREMENTS: Final = "baseline, fp32 sample, ceilings and the cost of commits"
+NO_LOCAL_DEVICE: Final = (
+    f"this machine has no device as the nodes have: {LOCAL_MEASUREMENTS} were not run"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredWork:
+    """What the steps of one validation, or of one scaling curve, have in common.
+
+    Attributes:
+        out: The directory of the runs and of the report.
+        label: The name of the sample, for names in the UI.
+        profile: Sizes, thresholds and time limits.
+        spec: Settings of the runs. Their `force` drops the results of earlier runs.
+        machines: The devices to run on.
+        staging: What was staged.
+    """
+
+    out: Path
+    label: str
+    profile: Profile
+    spec: ClassifySpec
+    machines: Machines
+    staging: StageSummary
+
+    @property
+    def bench(self) -> Bench:
+        """The same reads and models on this machine's own devices, for what is measured here only."""
+        return Bench(RunDir(self.out).store, self.spec.models, self.machines.local)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A report, and whether all of it was there before: then nothing had to be computed."""
+
+    report: Report
+    reused: bool
+
+    @property
+    def note(self) -> str:
+        """The words that keep readers from taking old figures for new ones; empty for new figures."""
+        return "; nothing had to be computed" if self.reused else ""
+
+
+@contextmanager
+def connected_machines(settings: MeasureSettings) -> Iterator[tuple[ClassifySpec, Machines]]:
+    """Yield the settings of the runs and their devices.
+
+    A cluster stays connected until the body ends.
+    """
+    out = settings.out
+    if settings.force:
+        (out / TUNING).unlink(missing_ok=True)
+    spec = settings.spec(sample_name(settings.named))
+    spec = spec.model_copy(update={"engine": tuned_engine(out, spec.engine)})
+    with nodes_of(spec, out) if spec.cluster else nullcontext() as cluster:
+        yield spec, find_machines(spec, cluster)
+
+
+def record_work(work: MeasuredWork) -> None:
+    """Write the record of the validation: settings, profile, devices and what cannot be measured."""
+    remarks = []
+    if not work.machines.has_local_devices:
+        remarks.append(NO_LOCAL_DEVICE)
+    record_validation(
+        work.out, work.spec, work.profile, work.staging, work.machines.devices, *remarks
+    )
+
+
+def run_on_each(work: MeasuredWork, device_counts: Sequence[int]) -> tuple[str, ...]:
+    """Run the reads on each number of devices.
+
+    The ceilings of the GPUs are measured first, unless all runs are complete.
+
+    Args:
+        work: What is run.
+        device_counts: Numbers of devices. A number that occurs again is a repetition, of which only
+            the measurements are kept.
+
+    Returns:
+        Names of the runs that came to an end.
+    """
+    ceilings = _measure_ceilings(work, device_counts)
+    if work.spec.force:
+        _discard_runs(work.out)
+    times_run: dict[int, int] = {}
+    for count in device_counts:
+        repetition = times_run.get(count, 0)
+        times_run[count] = repetition + 1
+        run_on_devices(work, count, repetition, ceilings)
+    names = run_names(work.out, max_devices=len(work.machines.devices))
+    return tuple(name for name in names if _is_finished(work.out / name))
+
+
+def run_on_devices(
+    work: MeasuredWork, count: int, repetition: int, ceilings: ModelFlops | None
+) -> None:
+    """Run the reads on the first `count` devices.
+
+    A run over the profile's time limit is ended; its summary says so and the report counts it as a
+    failure.
+
+    Args:
+        work: What is run.
+        count: Number of devices.
+        repetition: 0 for the run whose results are kept, 1 for its first repetition, and so on.
+        ceilings: The measured ceilings of the GPUs, if there are any.
+    """
+    name = f"{RUN_PREFIX}{count}"
+    if repetition:
+        name = f"{name}.{repetition + 1}"
+        if _is_finished(work.out / name):
+            return
+    profile = work.profile
+    spec = work.spec.model_copy(update={"devices": work.machines.subset(count)})
+    with suppress(TimeLimitError), work.machines.workers(count) as pool:
+        embed(
+            RunDir(work.out / name),
+            work.staging,
+            spec,
+            label=work.label,
+            watch=RunMonitor(sample_s=profile.sample_s, window_s=profile.window_s),
+            time_limit_s=profile.time_limit_s,
+            pool=pool,
+            flops=ceilings,
+        ).result()
+        if repetition:
+            discard(work.out / name, *SHARD_FILES, "embeddings.h5")
+
+
+def measure_on_this_machine(work: MeasuredWork) -> None:
+    """Embed a sample in fp32 and measure the cost of commits, where this machine can do so."""
+    machines = work.machines
+    engine = work.spec.engine
+    if machines.has_local_gpus:  # cores compute in fp32 anyway
+        n_sequences = work.profile.fp32_sequences
+        embed_in_fp32(work.out, work.bench, engine, n_sequences, label=work.label).result()
+
+    has_rows = work.staging.counts.n_rows > 0
+    if machines.has_local_devices and "checkpoint_overhead" in work.profile.targets and has_rows:
+        force = work.spec.force
+        measure_costs(work.out, work.bench, engine, label=work.label, force=force).result()
+
+
+def compare_and_report(
+    work: MeasuredWork, names: tuple[str, ...], history: Path, *, is_subset: bool = False
+) -> Report:
+    """Compare the runs with each other and with the baseline, judge them, and publish the report.
+
+    Args:
+        work: What was run.
+        names: Names of the runs.
+        history: The file to which the line of this validation is added.
+        is_subset: Whether the baseline covers only a part of the reads.
+    """
+    tolerance = work.profile.score_tolerance
+    compare_results(
+        work.out, names, tolerance=tolerance, subset=is_subset, label=work.label
+    ).result()
+    report = report_validation(work.out, work.profile, history=history, label=work.label).result()
+    publish_report(report, work.out, work.label)
+    return report
+
+
+def finished_runs(out: Path) -> dict[str, int]:
+    """Return when each complete run in `out` ended, in ns. A run that is reused keeps its time."""
+    summaries = out.glob(f"{RUN_PREFIX}*/{SUMMARY}")
+    return {str(path): path.stat().st_mtime_ns for path in summaries}
+
+
+def _measure_ceilings(work: MeasuredWork, device_counts: Sequence[int]) -> ModelFlops | None:
+    """Measure the ceilings of this machine's GPUs; None without GPUs or if nothing is to be run."""
+    names = [f"{RUN_PREFIX}{count}" for count in device_counts]
+    is_complete = all(_is_finished(work.out / name) for name in names)
+    if not work.machines.has_local_gpus or (is_complete and not work.spec.force):
+        return None
+    bench = Bench(work.staging.store, work.spec.models, work.machines.local)
+    return measure_ceiling(work.out, bench, work.spec.engine).result()
+
+
+def _discard_runs(out: Path) -> None:
+    """Remove the results of all earlier runs, also of those that no new run will replace."""
+    for name in run_names(out):
+        for run in (name, *run_names(out, f"{name}.")):
+            discard(out / run, *RUN_FILES)
+
+
+def _is_finished(run: Path) -> bool:
+    """Tell whether a run came to an end."""
+    return read_summary(RunDir(run)) is not None

@@ -1,0 +1,190 @@
+"""Predictions for many samples, each with a run directory of its own. The `predict` flow calls it."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from prefect.client.schemas.objects import State
+
+from virnuc.flows.preflight import preflight
+from virnuc.flows.settings.predict import PredictSettings
+from virnuc.flows.shared_workers import predict_with, shared_workers
+from virnuc.tasks.artifacts import progress_artifact, publish_table
+from virnuc.tasks.server_connection import announce, without_server
+from virnuc.tasks.task import completed
+from virnuc_core.engine.pool import Pool
+from virnuc_core.errors import VirnucError, is_machine_error
+from virnuc_core.reads.samples import SampleRow, log, row_of, write_samples
+from virnuc_core.reads.sources import sample_name
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.rundir import SAMPLES
+from virnuc_core.runfiles import RunSummary
+
+# one sample is computed while the next are staged and the last is written
+N_PARALLEL: Final = 4
+
+Prediction = tuple[RunSummary, StageSummary]
+
+
+@dataclass
+class SampleTable:
+    """`samples.tsv`: one row for each sample, filled in as the samples end.
+
+    Attributes:
+        path: The file.
+        rows: Rows by name of the sample, in the order of the table.
+        fates: Reads of all finished samples by fate.
+        errors: What went wrong, by name of the sample.
+    """
+
+    path: Path
+    rows: dict[str, SampleRow]
+    fates: Counter[str] = field(default_factory=Counter)
+    errors: dict[str, Exception] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """Write the file as a whole."""
+        write_samples(self.path, self.rows.values())
+
+    def add_result(self, name: str, summary: RunSummary, staging: StageSummary) -> None:
+        """Note the result of a sample."""
+        self.rows[name] = row_of(name, summary, staging)
+        self.fates.update(summary.fates)
+
+    def add_error(self, name: str, error: Exception) -> None:
+        """Note that a sample failed."""
+        note = str(error) or type(error).__name__
+        self.errors[name] = error
+        self.rows[name] = SampleRow(sample=name, fate="failed", note=note)
+        log.error("sample %s failed: %s", name, note)
+
+
+def predict_samples(settings: PredictSettings) -> State[RunSummary]:
+    """Predict every sample, several at a time, with workers that load the weights once.
+
+    Args:
+        settings: The settings of the `predict` flow, which name the samples.
+
+    Returns:
+        A state with the counts of all samples together.
+
+    Raises:
+        VirnucError: Some samples failed. It is raised after the others are done, with the exit code
+            of the first that failed. An error that every other sample would meet, too, is raised at
+            once.
+    """
+    preflight(settings)
+    runs = settings.by_sample()
+    label = _label_of(settings)
+    announce("samples", label)
+    rows = {name: SampleRow(sample=name) for name in runs}
+    table = SampleTable(settings.out / SAMPLES, rows)
+    table.write()
+    with progress_artifact(f"progress-{label}-samples", f"Samples of {label}") as show:
+        _predict_all(settings, runs, table, show)
+    publish_table(
+        f"samples-{label}",
+        [row.model_dump() for row in table.rows.values()],
+        f"Samples of {label}: {table.path}",
+    )
+    if table.errors:
+        raise _error_of_samples(table)
+    n_reads = table.fates.total()
+    summary = RunSummary(n_reads=n_reads, fates=dict(table.fates))
+    viral = table.fates["viral"]
+    return completed(summary, f"{len(runs)} samples: {viral:,} of {n_reads:,} reads are viral")
+
+
+def _label_of(settings: PredictSettings) -> str:
+    """Return the name of the whole set of samples, for names in the UI."""
+    if settings.samples:
+        return sample_name([str(settings.samples)])
+    return sample_name(settings.named)
+
+
+def _predict_all(
+    settings: PredictSettings,
+    runs: Mapping[str, PredictSettings],
+    table: SampleTable,
+    show: Callable[[float], None],
+) -> None:
+    """Predict all samples and note each result in the table.
+
+    Args:
+        settings: The settings of the flow, for the workers.
+        runs: The settings of each sample's run by its name.
+        table: The table of the samples.
+        show: Takes the share of samples that are done, 0 to 1.
+    """
+    is_complete = {name: run.is_done() for name, run in runs.items()}
+    must_compute = not all(is_complete.values())
+    with (
+        ThreadPoolExecutor(N_PARALLEL, "sample") as threads,
+        shared_workers(settings, warm=must_compute) as pool,
+    ):
+        futures: dict[Future[Prediction], str] = {}
+        for name, run in runs.items():
+            # a copy for each: threads do not inherit the context, which names the flow run
+            context = copy_context()
+            future = threads.submit(
+                context.run, _predict_sample, name, run, pool, is_complete=is_complete[name]
+            )
+            futures[future] = name
+        try:
+            for n_done, future in enumerate(as_completed(futures), start=1):
+                name = futures[future]
+                _note_result(table, name, future, n_done)
+                if not is_complete[name] or n_done == len(runs):
+                    table.write()
+                show(n_done / len(runs))
+        finally:  # samples that have not begun need not begin
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _predict_sample(
+    name: str, settings: PredictSettings, pool: Pool, *, is_complete: bool
+) -> Prediction:
+    """Predict one sample. A complete one is only read again, which the server need not hear of."""
+    work = partial(predict_with, pool, settings, name, n_parallel=N_PARALLEL)
+    if is_complete:
+        return without_server(work)
+    return work()
+
+
+def _note_result(table: SampleTable, name: str, future: Future[Prediction], n_done: int) -> None:
+    """Note how a sample ended. An error that every other sample would meet, too, is raised."""
+    try:
+        summary, staging = future.result()
+    except Exception as error:
+        if is_machine_error(error):
+            raise
+        table.add_error(name, error)
+        return
+    table.add_result(name, summary, staging)
+    row = table.rows[name]
+    log.info(
+        "sample %s: %s of %s reads are viral (%d of %d samples done)",
+        name,
+        f"{row.viral:,}",
+        f"{row.reads:,}",
+        n_done,
+        len(table.rows),
+    )
+
+
+def _error_of_samples(table: SampleTable) -> VirnucError:
+    """Return the error that says how many samples failed, with the exit code of the first."""
+    first = next(name for name in table.rows if name in table.errors)
+    error = table.errors[first]
+    reason = str(error) or type(error).__name__
+    problem = VirnucError(
+        f"{len(table.errors)} of {len(table.rows)} samples failed, the others are done "
+        f"({table.path} tells of each); {first}: {reason}"
+    )
+    problem.exit_code = getattr(error, "exit_code", VirnucError.exit_code)
+    return problem

@@ -1,0 +1,68 @@
+"""The profile of a run: where its time goes, down to the kernels of the GPU."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+
+from virnuc.flows.flow_run import named, with_parameters
+from virnuc.flows.settings.profile import ProfileSettings
+from virnuc.flows.staged_run import staged_run
+from virnuc.tasks.artifacts import Rows, host_key, publish_markdown, publish_table
+from virnuc.tasks.run_tables import stage_rows
+from virnuc.tasks.task import completed
+from virnuc.tasks.trace import record_traces
+from virnuc_core.config import TraceOptions, TraceSpec
+from virnuc_core.report.render import message, render_rows, templates
+from virnuc_core.rundir import write_text_atomically
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.trace import TraceTable
+
+
+@flow(name="profile", flow_run_name=named("reads", "devices"))
+@with_parameters(ProfileSettings)
+def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
+    """Records a few shards with torch's profiler, after a run of all reads that tells the seconds of the nine stages.
+
+    The run is a prediction like any other and is not repeated when it is there; the recording is always made anew.
+    """
+    with staged_run(settings) as staged:
+        run, label = staged.run, staged.label
+        devices = staged.spec.devices
+        summary = staged.embed().result()
+
+        folder = (run.telemetry / "traces").resolve()
+        options = settings.model_dump(include={*TraceOptions.model_fields})
+        spec = TraceSpec(folder=str(folder), **options)
+        bench = Bench(run.store, settings.models, devices)
+        tables = record_traces(run, bench, staged.spec.engine, spec, label=label).result()
+
+        marks = render_rows("marks.view.j2", tables=tables)
+        operations = render_rows("operations.view.j2", tables=tables, limit=settings.operations)
+        subject = f"{label}-{devices}"
+        publish_table(
+            host_key(f"operations-{subject}"),
+            operations,
+            f"Operations that took most time: {label}",
+        )
+        publish_table(host_key(f"marks-{subject}"), marks, f"Recorded stages of {label}: {folder}")
+        page = _write_page(folder, tables, stage_rows(summary), marks, operations)
+        publish_markdown(
+            host_key(f"profile-{subject}"),
+            page.read_text(encoding="utf-8"),
+            message("traced", tables),
+            page,
+        )
+    return completed(tables, message("profiled", tables, spec.folder))
+
+
+def _write_page(
+    folder: Path, traces: Sequence[TraceTable], stages: Rows, marks: Rows, operations: Rows
+) -> Path:
+    """Write `profile.md`, a page with all tables, to the folder of the traces."""
+    template = templates().get_template("profile.md.j2")
+    text = template.render(traces=traces, stages=stages, marks=marks, operations=operations)
+    page = folder / "profile.md"
+    write_text_atomically(page, text)
+    return page

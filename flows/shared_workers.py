@@ -1,0 +1,83 @@
+"""Many predictions by one loading of the weights: workers that stay up, and a run that uses them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from virnuc.flows.flow_run import publish_prediction, stage_input
+from virnuc.flows.settings.predict import PredictSettings
+from virnuc.flows.settings.shared import FlowSettings
+from virnuc.tasks.embedding import embed
+from virnuc.tasks.server_connection import device_slots
+from virnuc_core.engine.devices import resolve_here
+from virnuc_core.engine.embedding import RunMonitor
+from virnuc_core.engine.pool import Pool
+from virnuc_core.errors import InputError, VirnucError
+from virnuc_core.pipeline import workers_for
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.runfiles import RunSummary
+
+
+@contextmanager
+def shared_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
+    """Yield workers that stay up for all runs in the body, with their devices.
+
+    Args:
+        settings: Where and how to compute.
+        warm: Load the weights now. If false, the first run loads them.
+    """
+    spec = settings.spec()
+    slots = device_slots(resolve_here(spec))
+    with slots, workers_for(spec, settings.out, keep=True, warm=warm) as pool:
+        yield pool
+
+
+def predict_with(
+    pool: Pool | None,
+    settings: PredictSettings,
+    label: str,
+    *,
+    n_parallel: int = 1,
+    expected_sha256: str = "",
+) -> tuple[RunSummary, StageSummary]:
+    """Make one prediction, as the `predict` flow does, with workers that are already there.
+
+    Args:
+        pool: The workers; None starts some for this run.
+        settings: The settings of the prediction.
+        label: The name of the sample.
+        n_parallel: How many predictions are made at a time. They share the cores for staging.
+        expected_sha256: The content that the file of reads must have; empty accepts any.
+
+    Raises:
+        InputError: The file holds no reads.
+        VirnucError: The file has another content by now.
+    """
+    settings.check_place()
+    with run_lock(settings.out):
+        run = RunDir(settings.out)
+        if n_parallel > 1 and not settings.stage_workers:
+            n_cores = len(os.sched_getaffinity(0))
+            n_workers = max(1, n_cores // n_parallel)
+            settings = settings.model_copy(update={"stage_workers": n_workers})
+        spec = settings.spec(label)
+        staging = stage_input(settings, label)
+        if expected_sha256:
+            _require_content(staging, expected_sha256)
+        if not staging.counts.n_reads:
+            file = staging.files[0]
+            raise InputError("holds no reads", file=file, hint="was it written to the end?")
+        monitor = RunMonitor(alone=n_parallel == 1)
+        summary = embed(run, staging, spec, label=label, pool=pool, watch=monitor).result()
+        publish_prediction(run, label, summary, staging)
+    return summary, staging
+
+
+def _require_content(staging: StageSummary, expected_sha256: str) -> None:
+    """Raise an error if the file that was staged is not the one that was looked at before."""
+    content = staging.by_file[0].content
+    if content and content.sha256 != expected_sha256:
+        raise VirnucError(
+            f"{staging.files[0]}: was replaced before it was read; the next run takes it as it is"
+        )

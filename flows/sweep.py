@@ -1,0 +1,68 @@
+"""A sweep over engine settings, as `tune` and the rounds of tuning of a validation make it."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from virnuc.flows.settings.tune import SWEPT
+from virnuc.tasks.artifacts import Markdown, host_key, publish_table, table_cell
+from virnuc.tasks.trial import run_trial
+from virnuc_core.engine.devices import resolve
+from virnuc_core.report.render import render_rows, templates
+from virnuc_core.rundir import write_text_atomically
+from virnuc_core.runfiles import now, versions
+from virnuc_core.tools.tune import Candidate, Recommendation, Sweep, recommend, rounds
+
+
+def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommendation:
+    """Measure all candidates and recommend one.
+
+    Writes `tune.json` and `settings.toml` to the directory of the sweep, and shows a table.
+
+    Args:
+        sweep: How the candidates are measured.
+        tried: The candidates; their measurements are added to them.
+        label: The name of the sample, for names in the UI.
+    """
+    halving = sweep.search == "halving"
+    for candidate, repeat, name in rounds(tried, sweep.repeats, halving=halving):
+        trial = run_trial(sweep, candidate, repeat, name=name).result()
+        candidate.add(trial)
+    recommendation = recommend(tried, tolerance=sweep.profile.score_tolerance)
+    _publish_trials(sweep, tried, recommendation, label)
+    _write_files(sweep, tried, recommendation)
+    return recommendation
+
+
+def _publish_trials(
+    sweep: Sweep, tried: Sequence[Candidate], recommendation: Recommendation, label: str
+) -> None:
+    """Show the candidates as a table, the fastest first. Those that cannot run stand last."""
+    rows = render_rows(
+        "tune.view.j2",
+        candidates=sorted(tried, key=lambda candidate: candidate.rate, reverse=True),
+        chosen=recommendation.candidate,
+        recommended=Markdown("**recommended**"),
+        tolerance=sweep.profile.score_tolerance,
+    )
+    devices = sweep.bench.devices
+    reason = table_cell(recommendation.reason)
+    description = Markdown(f"**{reason}** — {table_cell(label)} on {devices}")
+    publish_table(host_key(f"tune-{label}-{devices}"), rows, description)
+
+
+def _write_files(sweep: Sweep, tried: Sequence[Candidate], recommendation: Recommendation) -> None:
+    """Write all measurements to `tune.json`, and the recommended settings to `settings.toml`."""
+    facts: dict[str, Any] = {
+        "sweep": sweep,
+        "candidates": tried,
+        "chosen": recommendation,
+        "cores": len(os.sched_getaffinity(0)),
+        "created": now(),
+        "versions": versions(),
+        "devices": resolve(sweep.bench.devices),
+        "swept": sorted(SWEPT.values()),
+    }
+    for name in ("tune.json", "settings.toml"):
+        text = templates().get_template(f"{name}.j2").render(facts)
+        write_text_atomically(sweep.out / name, text)

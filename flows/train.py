@@ -1,0 +1,82 @@
+"""The training of a classifier head on reads whose origin is known."""
+
+from pathlib import Path
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+
+from virnuc.flows.flow_run import named, with_parameters
+from virnuc.flows.settings.train import TrainSettings
+from virnuc.flows.staged_run import StagedRun, staged_run
+from virnuc.tasks.embedding import embed
+from virnuc.tasks.split import choose_examples
+from virnuc.tasks.staging import stage
+from virnuc.tasks.task import completed
+from virnuc.tasks.training import fit_head
+from virnuc_core.encoders.checkpoint import check_models
+from virnuc_core.encoders.models_directory import install_head
+from virnuc_core.reads.stage import StageSpec
+from virnuc_core.rundir import RunDir
+from virnuc_core.training.evaluation import Examples
+from virnuc_core.training.training import (
+    NO_GENOMES,
+    TrainFile,
+    remove_results,
+    stand_in,
+    write_cuts,
+)
+
+
+@flow(name="train", flow_run_name=named("reads", "devices"))
+@with_parameters(TrainSettings)
+def train(settings: TrainSettings) -> State[TrainFile]:
+    """Fits a head on reads whose origin is known; no genome, nor one of its kin, is on both sides of a split.
+
+    The figures are of genomes that the head has never met, with intervals and baselines: `OUT/train.json` and
+    `OUT/train.html`. The head is written to `OUT/head`; with `install` it takes the place of the models directory's
+    own, which is kept (`virnuc models heads`).
+    """
+    head_shape = check_models(settings.models, settings.model_length)
+    # embeddings need no head; a models directory without one gets an untrained head for the run
+    models = stand_in(settings.models, settings.out, head_shape)
+    embedding_settings = settings.model_copy(update={"models": models, "model_length": None})
+    with staged_run(embedding_settings) as staged:
+        examples = choose_examples(staged.run, settings, label=staged.label).result()
+        staged.embed().result()
+        remove_results(staged.run)  # they are of a head that is about to be replaced
+        fragments_run: RunDir | str = NO_GENOMES
+        if settings.genomes is not None:
+            fragments_run = _embed_fragments(staged, examples, settings.genomes)
+        fitted = fit_head(staged.run, examples, settings, fragments_run, label=staged.label)
+        record = fitted.result()
+        summary = str(fitted.message)
+        if settings.install or settings.install_anyway:
+            head = staged.run.root / "head"
+            installed = install_head(head, settings.models, anyway=settings.install_anyway)
+            summary = f"{summary}; {installed}"
+    return completed(record, summary)
+
+
+def _embed_fragments(staged: StagedRun, examples: Examples, genomes: Path) -> RunDir | str:
+    """Embed fragments of several lengths, cut from the genomes of the test set.
+
+    Args:
+        staged: The run over the training reads.
+        examples: The split, which names the genomes of the test set.
+        genomes: The file of genomes.
+
+    Returns:
+        The finished run, which is always made anew; or the reason why there is none.
+    """
+    run = RunDir(staged.run.root / "lengths")
+    label = f"{staged.label}-lengths"
+    fragments = run.root / "cuts.fasta"
+    reason = write_cuts(examples, genomes, fragments)
+    if reason:
+        return reason
+    stage_spec = StageSpec(reads=(str(fragments),), model_length=staged.staging.model_length)
+    staging = stage(stage_spec, run.store, label=label, force=True).result()
+    spec = staged.spec.model_copy(update={"force": True})
+    embed(run, staging, spec, label=label).result()
+    remove_results(run)
+    return run

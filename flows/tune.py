@@ -1,0 +1,46 @@
+"""The sweep over engine settings: which are fastest on this machine, with these weights and reads."""
+
+from prefect import flow
+from prefect.client.schemas.objects import State
+
+from virnuc.flows.flow_run import named, stage_input, with_parameters
+from virnuc.flows.preflight import preflight
+from virnuc.flows.settings.tune import TuneSettings
+from virnuc.flows.sweep import sweep_all
+from virnuc.tasks.server_connection import announce
+from virnuc.tasks.task import completed
+from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.profiles import load_profile
+from virnuc_core.reads.sources import sample_name
+from virnuc_core.rundir import RunDir, discard
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.tune import Recommendation, Sweep, candidates
+
+
+@flow(name="tune", flow_run_name=named("reads", "profile", "devices"))
+@with_parameters(TuneSettings)
+def tune(settings: TuneSettings) -> State[Recommendation]:
+    """Finds the fastest engine settings for this machine, weights and reads that leave the results as they are.
+
+    Measurements are kept: a sweep that stopped goes on where it was, and one that is complete measures nothing again.
+    """
+    profile = load_profile(settings.profile)
+    devices = preflight(settings)
+    base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
+    tried = candidates(base, settings.swept())
+    label = sample_name(settings.named)
+    announce(label, profile.name, devices.kind)
+    stage_input(settings, label)
+
+    bench = Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s)
+    sweep = Sweep(settings.out, bench, base, profile, settings.repeats, settings.search)
+    if settings.force:
+        discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
+    recommendation = sweep_all(sweep, tried, label)
+
+    trials = [trial for candidate in tried for trial in candidate.trials]
+    all_reused = all(trial.reused for trial in trials)
+    summary = recommendation.reason
+    if all_reused:
+        summary += "; nothing had to be measured"
+    return completed(recommendation, summary, reused=all_reused)

@@ -1,0 +1,105 @@
+"""Rounds of tuning within a validation: when a speed was missed, the settings that it depends on are swept."""
+
+from pathlib import Path
+from typing import Final
+
+from virnuc.flows.settings.tune import KNOBS
+from virnuc.flows.settings.validate import ValidateSettings
+from virnuc.flows.sweep import sweep_all
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.reads.sources import sample_name
+from virnuc_core.report.raw_files import run_names
+from virnuc_core.report.model import Report
+from virnuc_core.rundir import RUN_FILES, RunDir, discard
+from virnuc_core.runfiles import RunRecord, write
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.tune import Recommendation, Sweep, candidates
+from virnuc_core.validation import TUNING, TuningFile, TuningRound, read_usable
+
+TUNED_TOKENS: Final = 4_000_000  # of each trial; a minute or so on a GPU
+TUNED_REPEATS: Final = 2
+NOT_ABOUT_SPEED: Final = ("consensus", "same_bytes")  # criteria that no engine setting changes
+
+
+def tuned_engine(out: Path, engine: EngineSpec) -> EngineSpec:
+    """Return the engine settings with which a validation goes on.
+
+    Args:
+        out: The directory of the validation. Runs in it with other settings are removed.
+        engine: The settings that were asked for.
+
+    Returns:
+        What the last successful round of tuning recommended; `engine` if there was none.
+    """
+    recommended = None
+    for tuning_round in _earlier_rounds(out):
+        if tuning_round.engine:
+            recommended = tuning_round.engine
+    if recommended is None:
+        return engine
+    for name in run_names(out):
+        record = read_usable(RunDir(out / name).record, RunRecord)
+        if record is not None and record.spec.get("engine") != recommended:
+            discard(out / name, *RUN_FILES)
+    return EngineSpec.model_validate(recommended)
+
+
+def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None:
+    """Sweep the settings that may lessen the largest loss of time, on a part of the reads.
+
+    The round is added to `tuning.json`.
+
+    Args:
+        settings: The settings of the validation.
+        report: The report on the runs so far.
+
+    Returns:
+        The round. None if no criterion of speed was missed, if the round before found nothing
+        better, or if all rounds that were asked for are done.
+    """
+    out = settings.out
+    earlier = _earlier_rounds(out)
+    missed = [criterion for criterion in report.failed if criterion.id not in NOT_ABOUT_SPEED]
+    if not missed or len(earlier) >= settings.tune_rounds:
+        return None
+    if earlier and earlier[-1].engine is None:
+        return None
+
+    remarks = []
+    engine = None
+    loss = next((loss for loss in report.losses if loss.kind in KNOBS), None)
+    if loss is not None:
+        recommendation = _sweep_knobs(settings, report, loss.kind)
+        knobs = ", ".join(KNOBS[loss.kind])
+        remarks.append(f"against {loss.kind}, {knobs} were swept: {recommendation.reason}")
+        if recommendation.candidate.number:  # 0 are the present settings
+            engine = recommendation.candidate.engine.model_dump(mode="json")
+    for other in report.losses:
+        if other.kind not in KNOBS:
+            remarks.append(f"no setting mends {other.kind} ({other.advice})")
+
+    titles = tuple(criterion.title for criterion in missed)
+    tuning_round = TuningRound(missed=titles, said="; ".join(remarks), engine=engine)
+    write(out / TUNING, TuningFile(rounds=(*earlier, tuning_round)))
+    return tuning_round
+
+
+def _earlier_rounds(out: Path) -> tuple[TuningRound, ...]:
+    """Return the rounds that `tuning.json` holds."""
+    file = read_usable(out / TUNING, TuningFile)
+    if file is None:
+        return ()
+    return file.rounds
+
+
+def _sweep_knobs(settings: ValidateSettings, report: Report, loss_kind: str) -> Recommendation:
+    """Measure the settings that may lessen a loss of this kind, and recommend the fastest."""
+    out = settings.out
+    devices = Devices.parse(settings.devices)
+    device_kind = resolve(devices)[0].kind
+    base = resolve_engine(tuned_engine(out, settings.engine()), device_kind)
+    bench = Bench(RunDir(out).store, settings.models, devices, report.profile.sample_s)
+    sweep = Sweep(out, bench, base, report.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
+    tried = candidates(base, KNOBS[loss_kind])
+    return sweep_all(sweep, tried, sample_name(settings.named))
