@@ -20,7 +20,7 @@ from virnuc.tasks.background import background_thread
 from virnuc.tasks.server_connection import REPORTING_ERRORS, connection
 from virnuc_core.report.build import APPROVAL, rerender
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import render_template
+from virnuc_core.report.render import answer_markdown
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import write
 from virnuc_core.validation import ApprovalRecord
@@ -42,7 +42,7 @@ def ask_reviewer(settings: ValidateSettings, report: Report) -> ApprovalRecord:
     form = approval_form(report)
     approval = wait_for_approval(folder, form, timeout_s=settings.approval_timeout_s)
     answered = rerender(settings.out)
-    text = render_template("sections.md.j2", answered, only="Approval")
+    text = answer_markdown(answered)
     description = f"{approval.verdict} by {approval.reviewer}"
     publish_markdown(host_key(f"approval-{report.profile.name}"), text, description, folder)
     return approval

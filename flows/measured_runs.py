@@ -22,8 +22,8 @@ from virnuc_core.pipeline import nodes_of, read_summary
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
-from virnuc_core.report.raw_files import RUN_PREFIX, SUMMARY, run_names
 from virnuc_core.report.model import Report
+from virnuc_core.report.raw_files import RUN_PREFIX, SUMMARY, run_names
 from virnuc_core.rundir import RUN_FILES, SHARD_FILES, RunDir, discard
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.tools.bench import Bench

@@ -14,7 +14,10 @@ from virnuc.tasks.run_tables import stage_rows
 from virnuc.tasks.task import completed
 from virnuc.tasks.trace import record_traces
 from virnuc_core.config import TraceOptions, TraceSpec
-from virnuc_core.report.render import message, render_rows, templates
+from virnuc_core.report import messages
+from virnuc_core.report.profile_page import profile_markdown
+from virnuc_core.report.sections import Row
+from virnuc_core.report.views.tools import mark_rows, operation_rows
 from virnuc_core.rundir import write_text_atomically
 from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.trace import TraceTable
@@ -38,8 +41,8 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
         bench = Bench(run.store, settings.models, devices)
         tables = record_traces(run, bench, staged.spec.engine, spec, label=label).result()
 
-        marks = render_rows("marks.view.j2", tables=tables)
-        operations = render_rows("operations.view.j2", tables=tables, limit=settings.operations)
+        marks = mark_rows(tables)
+        operations = operation_rows(tables, limit=settings.operations)
         subject = f"{label}-{devices}"
         publish_table(
             host_key(f"operations-{subject}"),
@@ -51,18 +54,21 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
         publish_markdown(
             host_key(f"profile-{subject}"),
             page.read_text(encoding="utf-8"),
-            message("traced", tables),
+            messages.traced(tables),
             page,
         )
-    return completed(tables, message("profiled", tables, spec.folder))
+    return completed(tables, messages.profiled(tables, spec.folder))
 
 
 def _write_page(
-    folder: Path, traces: Sequence[TraceTable], stages: Rows, marks: Rows, operations: Rows
+    folder: Path,
+    traces: Sequence[TraceTable],
+    stages: Rows,
+    marks: list[Row],
+    operations: list[Row],
 ) -> Path:
     """Write `profile.md`, a page with all tables, to the folder of the traces."""
-    template = templates().get_template("profile.md.j2")
-    text = template.render(traces=traces, stages=stages, marks=marks, operations=operations)
+    text = profile_markdown(traces, stages=stages, marks=marks, operations=operations)
     page = folder / "profile.md"
     write_text_atomically(page, text)
     return page

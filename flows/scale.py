@@ -20,7 +20,7 @@ from virnuc.flows.settings.scale import ScaleSettings
 from virnuc.tasks.server_connection import announce
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_name
-from virnuc_core.report.render import message
+from virnuc_core.report import messages
 
 
 @flow(name="scale", flow_run_name=named("reads", "profile", "devices", "cluster"))
@@ -29,7 +29,7 @@ def scale(settings: ScaleSettings) -> State[ValidationResult]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
     judgement = run_steps(settings)
     report = judgement.report
-    return final_state(settings, report, message("scaling", report) + judgement.note)
+    return final_state(settings, report, messages.scaling(report) + judgement.note)
 
 
 def run_steps(settings: ScaleSettings) -> Judgement:

@@ -2,15 +2,14 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from virnuc.flows.settings.tune import SWEPT
 from virnuc.tasks.artifacts import Markdown, host_key, publish_table, table_cell
 from virnuc.tasks.trial import run_trial
 from virnuc_core.engine.devices import resolve
-from virnuc_core.report.render import render_rows, templates
+from virnuc_core.report.views.tools import candidate_rows
 from virnuc_core.rundir import write_text_atomically
-from virnuc_core.runfiles import now, versions
+from virnuc_core.tools.sweep_files import settings_toml, tune_file, tune_json
 from virnuc_core.tools.tune import Candidate, Recommendation, Sweep, recommend, rounds
 
 
@@ -38,9 +37,8 @@ def _publish_trials(
     sweep: Sweep, tried: Sequence[Candidate], recommendation: Recommendation, label: str
 ) -> None:
     """Show the candidates as a table, the fastest first. Those that cannot run stand last."""
-    rows = render_rows(
-        "tune.view.j2",
-        candidates=sorted(tried, key=lambda candidate: candidate.rate, reverse=True),
+    rows = candidate_rows(
+        sorted(tried, key=lambda candidate: candidate.rate, reverse=True),
         chosen=recommendation.candidate,
         recommended=Markdown("**recommended**"),
         tolerance=sweep.profile.score_tolerance,
@@ -53,16 +51,9 @@ def _publish_trials(
 
 def _write_files(sweep: Sweep, tried: Sequence[Candidate], recommendation: Recommendation) -> None:
     """Write all measurements to `tune.json`, and the recommended settings to `settings.toml`."""
-    facts: dict[str, Any] = {
-        "sweep": sweep,
-        "candidates": tried,
-        "chosen": recommendation,
-        "cores": len(os.sched_getaffinity(0)),
-        "created": now(),
-        "versions": versions(),
-        "devices": resolve(sweep.bench.devices),
-        "swept": sorted(SWEPT.values()),
-    }
-    for name in ("tune.json", "settings.toml"):
-        text = templates().get_template(f"{name}.j2").render(facts)
-        write_text_atomically(sweep.out / name, text)
+    devices = resolve(sweep.bench.devices)
+    n_cores = len(os.sched_getaffinity(0))
+    results = tune_file(sweep, tried, recommendation, devices=devices, cores=n_cores)
+    write_text_atomically(sweep.out / "tune.json", tune_json(results))
+    settings = settings_toml(recommendation, sorted(SWEPT.values()))
+    write_text_atomically(sweep.out / "settings.toml", settings)

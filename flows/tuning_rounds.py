@@ -9,8 +9,8 @@ from virnuc.flows.sweep import sweep_all
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.reads.sources import sample_name
-from virnuc_core.report.raw_files import run_names
 from virnuc_core.report.model import Report
+from virnuc_core.report.raw_files import run_names
 from virnuc_core.rundir import RUN_FILES, RunDir, discard
 from virnuc_core.runfiles import RunRecord, write
 from virnuc_core.tools.bench import Bench

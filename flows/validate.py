@@ -28,9 +28,9 @@ from virnuc.tasks.report import emit_outcome
 from virnuc.tasks.server_connection import announce
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_name
+from virnuc_core.report import messages
 from virnuc_core.report.build import write_report
 from virnuc_core.report.model import BASELINE
-from virnuc_core.report.render import message
 from virnuc_core.rundir import RunDir
 
 
@@ -45,7 +45,7 @@ def validate(settings: ValidateSettings) -> State[ValidationResult]:
     judgement = tune_and_run_again(settings, judgement)
     report = judgement.report
     emit_outcome(report, settings.out)
-    summary = message("met", report) + judgement.note
+    summary = messages.met(report) + judgement.note
     if not settings.approval:
         return final_state(settings, report, summary)
 

@@ -1,4 +1,4 @@
-"""Approval."""
+"""The form that a reviewer of a validation fills in."""
 
 from typing import Any, Final, Literal
 
@@ -28,16 +28,22 @@ class Approval(Review, RunInput):
     reviewer: str = Field(min_length=1, max_length=200, description="Who decides")
 
 
-def approval_form(judged: Report) -> type[Approval]:
-    """What the reviewer is asked, each question with its figures; the UI may hide the table above the form, and renders
-    what it asks as Markdown, in which a number at the start would become a list of its own."""
-    criteria = with_verdict_marks(criteria_section(judged).rows)
-    above = approval_markdown(judged, criteria)
-    hints = messages.question_hints(judged)
-    asked: dict[str, Any] = {}
+def approval_form(report: Report) -> type[Approval]:
+    """Return the form for a reviewer.
+
+    Each question stands with its figures, because the UI may hide the table above the form. The
+    question comes first: the UI renders it as Markdown, in which a number at the start would become
+    a list.
+
+    Args:
+        report: What the reviewer is to judge.
+    """
+    criteria = with_verdict_marks(criteria_section(report).rows)
+    introduction = approval_markdown(report, criteria)
+    hints = messages.question_hints(report)
+    questions: dict[str, Any] = {}
     for name, question in QUESTIONS.items():
-        asked[name] = (
-            Answer,
-            Field("not answered", description=f"{question} {hints[name]}".strip()),
-        )
-    return create_model("Approval", __base__=Approval, **asked).with_initial_data(description=above)
+        description = f"{question} {hints[name]}".strip()
+        questions[name] = (Answer, Field("not answered", description=description))
+    form = create_model("Approval", __base__=Approval, **questions)
+    return form.with_initial_data(description=introduction)

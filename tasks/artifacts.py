@@ -1,4 +1,9 @@
-"""Artifacts: the tables, texts and progress bars that Prefect shows of a run."""
+"""Artifacts: the tables, texts and progress bars that Prefect shows of a run.
+
+Prefect renders table cells as Markdown, so that `>= 0.9` would appear as a quotation that reads "= 0.9".
+One infinite number empties a whole table. The list of artifacts loads the body of each. Hence the
+rules of `table_cell`, and the limits on sizes.
+"""
 
 import math
 import platform
@@ -7,42 +12,41 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+from uuid import UUID
 
 from prefect import artifacts
 from prefect.context import FlowRunContext, TaskRunContext
 
 from virnuc.tasks.background import background_thread
 from virnuc.tasks.server_connection import connection, with_server
-from virnuc_core.errors import (
-    printable,
-)
+from virnuc_core.errors import printable
 
-MAX_BYTES: Final = 100 * 1024
+MAX_BYTES: Final = 100 * 1024  # of an artifact
+MAX_KEY_LENGTH: Final = 100
+CELL_MARKUP_BYTES: Final = 8  # what JSON adds to a cell, about
+MARKDOWN_SYNTAX: Final = re.compile(r"([\\`*~|<>\[\]]|^[#+-](?=\s)|^\d+\.(?=\s))")
 
-
-_MARKDOWN: Final = re.compile(r"([\\`*~|<>\[\]]|^[#+-](?=\s)|^\d+\.(?=\s))")
-
-
-Rows = Sequence[Mapping[str, object]]  # of equal keys
+Rows = Sequence[Mapping[str, object]]  # all rows have the same keys
 
 
 class Markdown(str):
-    """Text that is Markdown already; all other text in a table is shown as it stands."""
+    """Text that is Markdown already. All other text in a table is shown as it stands."""
 
 
 def artifact_key(name: str) -> str:
-    """A name as an artifact's key: lower-case letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:100].strip("-")
+    """Turn a name into the key of an artifact: lower-case letters, digits and dashes."""
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    return words.strip("-")[:MAX_KEY_LENGTH].strip("-")
 
 
 def host_key(name: str) -> str:
-    """The key of an artifact whose figures depend on this machine."""
+    """Return the key of an artifact whose figures depend on this machine."""
     return artifact_key(f"{name}-{platform.node()}")
 
 
 def table_cell(value: object) -> str:
-    """One value as a table cell's text: comparison signs as signs, no infinite number, nothing read as Markdown."""
+    """Return a value as the text of a table cell, with nothing that is taken for Markdown."""
     match value:
         case None:
             return "–"
@@ -50,51 +54,81 @@ def table_cell(value: object) -> str:
             return "yes" if value else "no"
         case int():
             return f"{value:,}"
-        case float() if math.isfinite(value):
-            return f"{value:.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
         case float():
-            return "–" if math.isnan(value) else "∞" if value > 0 else "-∞"
+            return _float_cell(value)
         case Markdown():
             return value
-    text = (
-        printable(str(value).replace("\r", " ").replace("\n", " "))
-        .replace("<=", "≤")
-        .replace(">=", "≥")
-    )
-    return _MARKDOWN.sub(r"\\\1", text)
+    text = str(value).replace("\r", " ").replace("\n", " ")
+    text = printable(text).replace("<=", "≤").replace(">=", "≥")
+    return MARKDOWN_SYNTAX.sub(r"\\\1", text)
+
+
+def _float_cell(value: float) -> str:
+    """Return a number as text, also one that is not finite."""
+    if math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if abs(value) < 1e6:
+        return f"{value:.4g}"
+    return f"{value:,.0f}"
 
 
 def bounded_rows(rows: Rows) -> list[dict[str, str]]:
-    """The cells of the first rows that stay below `MAX_BYTES`, and a last row that says how many were left out."""
+    """Return the cells of the first rows, so many that they stay below `MAX_BYTES`.
+
+    If rows had to be left out, a last row says how many.
+    """
     kept: list[dict[str, str]] = []
-    used = 0
+    n_bytes = 0
     for row in rows:
-        texts = {name: table_cell(value) for name, value in row.items()}
-        used += sum(len(name.encode()) + len(text.encode()) + 8 for name, text in texts.items())
-        if used > MAX_BYTES:
-            note = f"… {len(rows) - len(kept):,} more rows: see the files of the run"
-            return [*kept, dict.fromkeys(row, "") | {next(iter(row)): note}]
-        kept.append(texts)
+        cells = {column: table_cell(value) for column, value in row.items()}
+        for column, text in cells.items():
+            n_bytes += len(column.encode()) + len(text.encode()) + CELL_MARKUP_BYTES
+        if n_bytes > MAX_BYTES:
+            n_left_out = len(rows) - len(kept)
+            note = dict.fromkeys(row, "")
+            first_column = next(iter(row))
+            note[first_column] = f"… {n_left_out:,} more rows: see the files of the run"
+            kept.append(note)
+            break
+        kept.append(cells)
     return kept
 
 
 def publish_table(name: str, rows: Rows, description: str) -> None:
-    """Record a table under `name`, inside a run; a description that is not `Markdown` is shown as it stands."""
-    if inside_a_run():
-        with connection.reporting(f"table {name}"):
-            artifacts.create_table_artifact(
-                bounded_rows(rows), key=artifact_key(name), description=table_cell(description)
-            )
+    """Show a table. Outside a Prefect run nothing happens.
+
+    Args:
+        name: Becomes the artifact's key.
+        rows: Rows by column name.
+        description: What stands above the table. It is shown as it stands unless it is `Markdown`.
+    """
+    if not inside_a_run():
+        return
+    with connection.reporting(f"table {name}"):
+        artifacts.create_table_artifact(
+            bounded_rows(rows), key=artifact_key(name), description=table_cell(description)
+        )
 
 
 def publish_markdown(name: str, text: str, description: str, full_text: Path | str) -> None:
-    """Record a text under `name`, cut at a line's end below `MAX_BYTES` with a word on where the whole stands."""
+    """Show a text. Outside a Prefect run nothing happens.
+
+    Args:
+        name: Becomes the artifact's key.
+        text: The Markdown text. A long one is cut at the end of a line below `MAX_BYTES`.
+        description: What stands above the text.
+        full_text: Where the whole text stands; a text that was cut says so.
+    """
     if not inside_a_run():
         return
-    if len(text.encode()) > MAX_BYTES:
+    n_bytes = len(text.encode())
+    if n_bytes > MAX_BYTES:
         note = f"\n\n… cut here; the whole text is `{full_text}`\n"
-        head = text.encode()[: MAX_BYTES - len(note.encode())].decode("utf-8", "ignore")
-        text = head[: head.rfind("\n")] + note
+        beginning = text.encode()[: MAX_BYTES - len(note.encode())].decode("utf-8", "ignore")
+        whole_lines = beginning[: beginning.rfind("\n")]
+        text = whole_lines + note
     with connection.reporting(f"text {name}"):
         artifacts.create_markdown_artifact(
             text, key=artifact_key(name), description=table_cell(description)
@@ -103,37 +137,57 @@ def publish_markdown(name: str, text: str, description: str, full_text: Path | s
 
 def inside_a_run() -> bool:
     """Whether this code runs inside a Prefect flow or task."""
-    return with_server() and (FlowRunContext.get() is not None or TaskRunContext.get() is not None)
+    if not with_server():
+        return False
+    return FlowRunContext.get() is not None or TaskRunContext.get() is not None
 
 
 @contextmanager
 def progress_artifact(
     name: str, description: str, *, every_s: float = 5.0
 ) -> Iterator[Callable[[float], None]]:
-    """Gives what takes a share of work done, 0 to 1; in a run the newest is sent every `every_s` s, and at the end."""
+    """Yield a function that takes the share of work that is done, 0 to 1.
+
+    In a Prefect run the newest share is sent in intervals, and at the end.
+
+    Args:
+        name: Becomes the artifact's key.
+        description: What stands above the bar.
+        every_s: The interval.
+    """
     if not inside_a_run():
         yield lambda share: None
         return
-    newest = 0.0
+    newest_percent = 0.0
 
     def show(share: float) -> None:
-        nonlocal newest
-        newest = round(100 * min(max(share, 0.0), 1.0), 1)
+        nonlocal newest_percent
+        newest_percent = round(100 * min(max(share, 0.0), 1.0), 1)
 
     def publish(stop: threading.Event) -> None:
-        shown, ended = -1.0, False
-        made: Any = None  # Prefect's id of the artifact
-        while not ended:
-            ended = stop.wait(every_s)
-            if (percent := newest) != shown:
-                with connection.reporting(f"progress {name}"):
-                    if made is None:
-                        made = artifacts.create_progress_artifact(
-                            percent, key=artifact_key(name), description=description
-                        )
-                    else:
-                        artifacts.update_progress_artifact(made, progress=percent)
-                    shown = percent
+        sent_percent = -1.0
+        artifact_id: UUID | None = None
+        is_over = False
+        while not is_over:
+            is_over = stop.wait(every_s)
+            percent = newest_percent
+            if percent == sent_percent:
+                continue
+            with connection.reporting(f"progress {name}"):
+                artifact_id = _send_progress(artifact_id, percent, name, description)
+                sent_percent = percent
 
     with background_thread(publish):
         yield show
+
+
+def _send_progress(
+    artifact_id: UUID | None, percent: float, name: str, description: str
+) -> UUID | None:
+    """Create a progress artifact, or update the one with this id; return its id."""
+    if artifact_id is not None:
+        artifacts.update_progress_artifact(artifact_id, progress=percent)
+        return artifact_id
+    return artifacts.create_progress_artifact(  # type: ignore[return-value]
+        percent, key=artifact_key(name), description=description
+    )

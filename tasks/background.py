@@ -1,4 +1,4 @@
-"""A thread beside the work of a run."""
+"""A thread that works beside the body of a `with` statement."""
 
 import contextvars
 import threading
@@ -9,10 +9,17 @@ from virnuc.tasks.server_connection import REQUEST_TIMEOUT_S
 
 
 @contextmanager
-def background_thread(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Another thread does `work` for the current run while the body lasts; the event tells it of the body's end."""
-    stop, here = threading.Event(), contextvars.copy_context()
-    thread = threading.Thread(target=here.run, args=(work, stop), daemon=True)
+def background_thread(target: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `target` in another thread while the body lasts.
+
+    The thread belongs to the same Prefect run as the caller.
+
+    Args:
+        target: What the thread does. Its event is set when the body has ended.
+    """
+    stop = threading.Event()
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(target, stop), daemon=True)
     thread.start()
     try:
         yield

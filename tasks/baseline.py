@@ -1,4 +1,4 @@
-"""Baseline."""
+"""The step that runs the baseline, which is v1.0 or the original algorithm, or takes its recorded results."""
 
 from prefect.client.schemas.objects import State
 
@@ -20,12 +20,21 @@ from virnuc_core.validation import BaselineSummary
 def measure_baseline(
     run: RunDir, bench: Bench, spec: BaselineSpec, *, label: str, force: bool = False
 ) -> State[BaselineSummary]:
-    """The baseline's time and result files in `run`; one of the same reads, weights and devices is used as it is."""
+    """Measure the baseline's time and write its result files.
+
+    A baseline of the same reads, weights and devices that is already there is used.
+
+    Args:
+        run: The run directory of the baseline.
+        bench: The reads, models and devices.
+        spec: Which baseline, and how many reads of it.
+        label: The name of the sample, for names in the UI.
+        force: Measure again.
+    """
     if force and first_attempt():
+        # if an error stops here, old results must not be taken for the new ones
         with run_lock(run.root):
-            discard(
-                run.root, *RUN_FILES
-            )  # an error stops here: what stays must not be taken for the new one's
+            discard(run.root, *RUN_FILES)
     progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
     with device_slots(resolve(bench.devices)), progress as show:
         if spec.source == "recorded" and spec.results is not None:

@@ -1,4 +1,4 @@
-"""Ceiling."""
+"""The step that measures the ceilings of the devices: how fast their linear layers can be at most."""
 
 from pathlib import Path
 
@@ -15,10 +15,15 @@ from virnuc_core.tools.bench import Bench, measure_ceilings
 
 @retrying_task("ceiling", "ceiling of {bench.devices}")
 def measure_ceiling(out: Path, bench: Bench, engine: EngineSpec) -> State[ModelFlops]:
-    """The ceilings of these devices with these weights. Errors: those of `measure_ceilings`."""
-    found = resolve(bench.devices)
-    with device_slots(found):
-        flops = measure_ceilings(
-            bench.models, found, resolve_engine(engine, found[0].kind), out / "logs"
-        )
+    """Measure the ceilings of the devices with these weights.
+
+    Args:
+        out: The directory of the validation; logs are written to `out/logs`.
+        bench: The models and devices.
+        engine: Settings of the runs.
+    """
+    devices = resolve(bench.devices)
+    resolved_engine = resolve_engine(engine, devices[0].kind)
+    with device_slots(devices):
+        flops = measure_ceilings(bench.models, devices, resolved_engine, out / "logs")
     return completed(flops, messages.ceiling(flops.esm2_ceiling_tokens_s))

@@ -1,4 +1,4 @@
-"""Compare."""
+"""The step that compares the runs of a validation with each other and with the baseline."""
 
 from pathlib import Path
 
@@ -16,8 +16,16 @@ from virnuc_core.validation import Comparison
 def compare_results(
     out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool, label: str
 ) -> State[tuple[Comparison, ...]]:
-    """`comparison.json` of a validate directory. `subset`: the baseline covers a part of the reads only."""
-    found = compare_runs(out, names, tolerance=tolerance, subset=subset)
-    rows = agreement_rows(found)
+    """Compare the runs of a validation, and write `comparison.json`.
+
+    Args:
+        out: The directory of the validation.
+        names: Names of the runs.
+        tolerance: The difference of scores that counts as equal.
+        subset: Whether the baseline covers only a part of the reads.
+        label: The name of the sample, for names in the UI.
+    """
+    comparisons = compare_runs(out, names, tolerance=tolerance, subset=subset)
+    rows = agreement_rows(comparisons)
     publish_table(f"comparison-{label}", rows, f"Agreement of the runs of {label}")
-    return completed(found, messages.compared(found))
+    return completed(comparisons, messages.compared(comparisons))

@@ -1,8 +1,7 @@
-"""The step that embeds and scores."""
+"""The step that embeds and scores the staged reads, and writes the result files."""
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 from prefect.client.schemas.objects import State
 
@@ -34,57 +33,91 @@ def embed(
     pool: Pool | None = None,
     flops: ModelFlops | None = None,
 ) -> State[RunSummary]:
-    """Result files in `run`. Shards committed before are kept; `force` drops them, once. Errors: `TimeLimitError` after
-    `time_limit_s`, as the summary then says; those of `classify`."""
+    """Embed and score the staged reads, and write the result files of the run.
+
+    Shards that were committed before are kept. `spec.force` drops them, but a retry keeps what the
+    attempt before it committed.
+
+    Args:
+        run: The run directory.
+        staging: What was staged.
+        spec: Settings of the run.
+        label: The name of the sample, for names in the UI.
+        watch: How often to sample the devices, and whether the run has the terminal to itself.
+        time_limit_s: End the run after this time; its summary then says so.
+        pool: Workers that are already there. None starts workers for this run.
+        flops: The measured ceilings of the GPUs, for the report.
+
+    Raises:
+        TimeLimitError: The run was ended at its time limit.
+        VirnucError: The run failed; see `classify`.
+    """
     devices = spec.devices
-    watch = watch or RunMonitor()
-    progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})
+    monitor = watch or RunMonitor()
+    previous_summary = read_summary(run)
 
-    def write_stopped(
-        wall_s: float,
-    ) -> None:  # how long it had taken, and nothing that was not measured
-        told: dict[str, Any] = {
-            "staging_s": staging.total_s,
-            "total_s": staging.total_s + wall_s,
-            "wall_s": wall_s,
-        }
-        told |= {"n_reads": staging.counts.n_reads, "devices": resolve_here(spec)}
-        write(run.summary, RunSummary(stopped_at_limit=True, **told))
+    def write_stopped(wall_s: float) -> None:
+        stopped = _stopped_summary(staging, spec, wall_s)
+        write(run.summary, stopped)
 
-    before = read_summary(run)
-    with device_slots(resolve_here(spec)), progress if watch.alone else nullcontext() as show:
-        watch = replace(watch, on_progress=show)
+    progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
+    slots = device_slots(resolve_here(spec))
+    with slots, progress if monitor.alone else nullcontext() as show:
+        monitor = replace(monitor, on_progress=show)
         with time_limit(run.root, time_limit_s, write_stopped):
-            summary = classify(run, staging, spec, watch=watch, pool=pool, flops=flops)
+            summary = classify(run, staging, spec, watch=monitor, pool=pool, flops=flops)
         if show is not None:
             show(1.0)
+    _publish_tables(run, spec, summary, label)
+    if previous_summary is not None and _is_same_run(previous_summary, summary):
+        message = f"all {summary.shards} shards were committed: nothing to compute"
+        return completed(summary, message, reused=True)
+    return completed(summary, _describe(summary))
+
+
+def _stopped_summary(staging: StageSummary, spec: ClassifySpec, wall_s: float) -> RunSummary:
+    """Return the summary of a run that was ended: how long it took, and nothing not measured."""
+    return RunSummary(
+        stopped_at_limit=True,
+        staging_s=staging.total_s,
+        total_s=staging.total_s + wall_s,
+        wall_s=wall_s,
+        n_reads=staging.counts.n_reads,
+        devices=resolve_here(spec),
+    )
+
+
+def _is_same_run(previous: RunSummary, summary: RunSummary) -> bool:
+    """Tell whether a summary is still the one of before: nothing was computed since."""
+    return previous.total_s == summary.total_s and previous.telemetry == summary.telemetry
+
+
+def _publish_tables(run: RunDir, spec: ClassifySpec, summary: RunSummary, label: str) -> None:
+    """Show where the time went, and for a cluster what each device did."""
+    devices = spec.devices
     publish_table(
         host_key(f"stages-{label}-{devices}"),
         stage_rows(summary),
         f"Where the time went on {devices}",
     )
     if spec.cluster and summary.telemetry is not None:
-        rows = device_rows(
-            read(run.telemetry / summary.telemetry, TelemetryFile).summary.devices,
-            summary.deaths or (),
-        )
+        telemetry = read(run.telemetry / summary.telemetry, TelemetryFile)
         publish_table(
-            host_key(f"devices-{label}-{devices}"), rows, f"What the devices of {spec.cluster} did"
+            host_key(f"devices-{label}-{devices}"),
+            device_rows(telemetry.summary.devices, summary.deaths or ()),
+            f"What the devices of {spec.cluster} did",
         )
-    if before is not None and (summary.total_s, summary.telemetry) == (
-        before.total_s,
-        before.telemetry,
-    ):
-        return completed(
-            summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True
-        )
-    kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""
-    deaths = f"; {len(summary.deaths)} worker deaths survived" if summary.deaths else ""
-    again = (
-        f"; {summary.rows_repeated:,} rows near the threshold again in fp16"
-        if summary.rows_repeated
-        else ""
-    )
-    computed = f"{summary.shards_computed} of {summary.shards} shards computed{kept}"
-    return completed(summary, f"{computed} in {summary.wall_s:.1f} s{again}{deaths}")
+
+
+def _describe(summary: RunSummary) -> str:
+    """Say in one line what was computed."""
+    text = f"{summary.shards_computed} of {summary.shards} shards computed"
+    if summary.shards_reused:
+        text += f", {summary.shards_reused} were committed before"
+    text += f" in {summary.wall_s:.1f} s"
+    if summary.rows_repeated:
+        text += f"; {summary.rows_repeated:,} rows near the threshold again in fp16"
+    if summary.deaths:
+        text += f"; {len(summary.deaths)} worker deaths survived"
+    return text

@@ -1,4 +1,4 @@
-"""Events for automations."""
+"""Events that automations react to, and that the UI lists."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +9,16 @@ from virnuc.tasks.server_connection import connection, with_server
 
 
 def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> None:
-    """Send `virnuc.<event>` about `virnuc.<resource>`; Prefect adds the flow run as a related resource."""
-    if with_server():
-        with connection.reporting(f"event {event}"):
-            about = {"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name}
-            emit_event(event=f"virnuc.{event}", resource=about, payload=dict(payload))
+    """Send an event, if there is a Prefect server. Prefect adds the flow run as a related resource.
+
+    Args:
+        event: What happened; it is sent as `virnuc.<event>`.
+        resource: What it is about; it is sent as `virnuc.<resource>`.
+        name: The resource's name for people.
+        payload: Facts about the event.
+    """
+    if not with_server():
+        return
+    about = {"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name}
+    with connection.reporting(f"event {event}"):
+        emit_event(event=f"virnuc.{event}", resource=about, payload=dict(payload))

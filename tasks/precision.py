@@ -1,4 +1,4 @@
-"""fp32."""
+"""The step that embeds a sample of the sequences in fp32, which the embeddings are compared with."""
 
 from pathlib import Path
 
@@ -15,10 +15,23 @@ from virnuc_core.tools.bench import Bench, measure_precision
 def embed_in_fp32(
     out: Path, bench: Bench, engine: EngineSpec, sequences: int, *, label: str
 ) -> State[bool]:
-    """About so many sequences in fp32 in `out/fp32`, unless the runs compute in fp32 themselves."""
-    with device_slots(resolve(bench.devices)[:1]):
-        made = measure_precision(out, bench, engine, sequences)
-    return completed(
-        made,
-        f"a part of {label} was embedded in fp32" if made else "the runs are in fp32 themselves",
-    )
+    """Embed some sequences in fp32 on the first device, unless the runs compute in fp32 themselves.
+
+    Args:
+        out: The directory of the validation; the embeddings are written to `out/fp32`.
+        bench: The reads, models and devices.
+        engine: Settings of the runs.
+        sequences: How many sequences, about.
+        label: The name of the sample, for names in the UI.
+
+    Returns:
+        A state whose result says whether anything was embedded.
+    """
+    first_device = resolve(bench.devices)[:1]
+    with device_slots(first_device):
+        is_embedded = measure_precision(out, bench, engine, sequences)
+    if is_embedded:
+        text = f"a part of {label} was embedded in fp32"
+    else:
+        text = "the runs are in fp32 themselves"
+    return completed(is_embedded, text)

@@ -1,8 +1,8 @@
-"""The steps that measure, compare and judge runs; those that fit a head; and the reviewer's answer."""
+"""The step that judges a validation and writes its report; and how the report appears in the UI."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prefect.client.schemas.objects import State
 
@@ -21,7 +21,7 @@ from virnuc_core.profiles import Profile
 from virnuc_core.report import messages
 from virnuc_core.report.build import write_report
 from virnuc_core.report.charts import all_charts
-from virnuc_core.report.model import Report
+from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.regression import REGRESSION, RegressionFile, trend
 from virnuc_core.report.render import charts_markdown, report_body
 from virnuc_core.report.sections import Row
@@ -32,7 +32,7 @@ from virnuc_core.report.views.speed import scaling_rows
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import read
 
-# how the UI shows the verdicts; with signs that every font has, no emoji
+# how the UI shows the verdicts, with signs that every font has and without emoji
 VERDICT_MARKS: Final = {
     "pass": "✓ **PASS**",
     "fail": "✗ **FAIL**",
@@ -40,96 +40,149 @@ VERDICT_MARKS: Final = {
     "not run": "– not run",
     "not asked": "– not asked",
 }
-SHOWN: Final = (
-    "Stages over time",
-    "Utilisation",
-    "Throughput",
-    "History",
-)  # an artifact is below 100 KiB
-NIGHTS: Final = 20
+# charts that the UI shows; an artifact must stay below 100 KiB
+SHOWN_CHARTS: Final = ("Stages over time", "Utilisation", "Throughput", "History")
+MAX_NIGHTS: Final = 20  # rows of the trend
 
 
 @retrying_task("report", "report {label}")
 def report_validation(out: Path, profile: Profile, *, history: Path, label: str) -> State[Report]:
-    """Every form of the report in `out/report/`, and one event for each verdict."""
-    judged = write_report(out, profile, history)
-    common = {"profile": profile.name, "report": str(RunDir(out).report.absolute())}
-    for criterion in (*judged.criteria, *judged.further):
-        target = criterion.target
-        wanted = None if target is None else f"{target.op} {target.value:g} {criterion.unit}"
-        payload = {"value": criterion.value, "target": wanted, "reason": criterion.reason} | common
+    """Judge a validation, write every form of its report, and send an event for each verdict.
+
+    Args:
+        out: The directory of the validation; the report is written to `out/report/`.
+        profile: The thresholds.
+        history: The file of past validations, to which a line is added.
+        label: The name of the sample, for names in the UI.
+    """
+    report = write_report(out, profile, history)
+    facts = {"profile": profile.name, "report": _report_folder(out)}
+    for criterion in (*report.criteria, *report.further):
+        _emit_criterion(criterion, facts)
+    if report.regression is not None:
+        verdict = artifact_key(report.regression.verdict)
         emit(
-            f"criterion.{artifact_key(criterion.verdict)}",
-            f"criterion.{artifact_key(criterion.id)}",
-            criterion.title,
-            payload,
-        )
-    if (found := judged.regression) is not None:
-        payload = found.model_dump(mode="json") | common
-        emit(
-            f"regression.{artifact_key(found.verdict)}",
+            f"regression.{verdict}",
             f"regression.{artifact_key(profile.name)}",
             profile.title,
-            payload,
+            report.regression.model_dump(mode="json") | facts,
         )
-    return completed(judged, messages.met(judged))
+    return completed(report, messages.met(report))
 
 
-def publish_report(judged: Report, out: Path, label: str) -> None:
-    """The verdicts in the UI, under the same keys each time; on the flow's page they come before those of its tasks."""
-    name, folder = judged.profile.name, RunDir(out).report
-    told = Markdown(
-        f"**{table_cell(messages.met(judged))}** — {table_cell(label)}, {table_cell(name)}"
-    )
-    publish_table(
-        host_key(f"criteria-{name}"), with_verdict_marks(criteria_section(judged).rows), told
-    )
-    if judged.accounting is not None:
+def publish_report(report: Report, out: Path, label: str) -> None:
+    """Show the report in the UI, under the same keys each time.
+
+    Called by the flow itself: on a flow run's page its artifacts come before those of its tasks.
+
+    Args:
+        report: The judged report.
+        out: The directory of the validation.
+        label: The name of the sample.
+    """
+    profile_name = report.profile.name
+    _publish_verdicts(report, label)
+    if report.accounting is not None:
         publish_table(
-            f"reads-{name}",
-            fate_rows(judged),
+            f"reads-{profile_name}",
+            fate_rows(report),
             f"What became of the reads of {label}",
         )
-    if len(judged.scaling) > 1:
+    if len(report.scaling) > 1:
         publish_table(
-            host_key(f"scaling-{name}"),
-            with_verdict_marks(scaling_rows(judged)),
+            host_key(f"scaling-{profile_name}"),
+            with_verdict_marks(scaling_rows(report)),
             f"Scaling of {label}",
         )
-    text = report_body(judged)  # without the settings, which Prefect would show as headings
-    publish_markdown(host_key(f"report-{name}"), text, messages.met(judged), folder / "report.md")
-    charts = [chart for chart in all_charts(judged) if chart.title in SHOWN]
-    text = charts_markdown(charts)
-    publish_markdown(host_key(f"charts-{name}"), text, f"Charts of {label}", folder / "report.html")
-    if (kept := RunDir(out).root / REGRESSION).is_file():
-        compared = read(kept, RegressionFile)
-        nights = trend((*compared.history, compared.entry))[-NIGHTS:]
-        publish_table(
-            host_key(f"trend-{name}"),
-            nights[::-1],
-            f"Newest first, of the last {NIGHTS} on these devices",
-        )
+    _publish_texts(report, out, label)
+    _publish_trend(report, out)
 
 
-def emit_outcome(judged: Report, out: Path) -> None:
-    """One event for the validation as a whole."""
-    payload = {"met": judged.met, "asked": len(judged.asked), "failed": list(judged.missed)}
-    payload |= {"report": str(RunDir(out).report.absolute())}
+def emit_outcome(report: Report, out: Path) -> None:
+    """Send one event for the validation as a whole."""
+    payload = {
+        "met": report.met,
+        "asked": len(report.asked),
+        "failed": list(report.missed),
+        "report": _report_folder(out),
+    }
     emit(
-        f"validation.{artifact_key(judged.outcome)}",
-        f"validation.{artifact_key(judged.profile.name)}",
-        judged.profile.title,
+        f"validation.{artifact_key(report.outcome)}",
+        f"validation.{artifact_key(report.profile.name)}",
+        report.profile.title,
         payload,
     )
 
 
 def with_verdict_marks(rows: Sequence[Row]) -> Rows:
     """Return the rows of a table with verdicts as Prefect shows them."""
-    shown: list[dict[str, object]] = []
-    for row in rows:
-        cells: dict[str, object] = dict(row)
-        for column, value in row.items():
-            if isinstance(value, Mark):
-                cells[column] = Markdown(VERDICT_MARKS[value.verdict])
-        shown.append(cells)
-    return shown
+    return [{column: _marked(value) for column, value in row.items()} for row in rows]
+
+
+def _marked(value: object) -> object:
+    """Return a verdict as its mark, and any other value as it is."""
+    if isinstance(value, Mark):
+        return Markdown(VERDICT_MARKS[value.verdict])
+    return value
+
+
+def _report_folder(out: Path) -> str:
+    """Return the absolute path of the report of a validation."""
+    return str(RunDir(out).report.absolute())
+
+
+def _emit_criterion(criterion: Criterion, facts: dict[str, str]) -> None:
+    """Send an event about the verdict on one criterion."""
+    target = criterion.target
+    wanted = None
+    if target is not None:
+        wanted = f"{target.op} {target.value:g} {criterion.unit}"
+    payload: dict[str, Any] = {
+        "value": criterion.value,
+        "target": wanted,
+        "reason": criterion.reason,
+        **facts,
+    }
+    emit(
+        f"criterion.{artifact_key(criterion.verdict)}",
+        f"criterion.{artifact_key(criterion.id)}",
+        criterion.title,
+        payload,
+    )
+
+
+def _publish_verdicts(report: Report, label: str) -> None:
+    """Show the table of criteria."""
+    name = report.profile.name
+    summary = table_cell(messages.met(report))
+    description = Markdown(f"**{summary}** — {table_cell(label)}, {table_cell(name)}")
+    publish_table(
+        host_key(f"criteria-{name}"), with_verdict_marks(criteria_section(report).rows), description
+    )
+
+
+def _publish_texts(report: Report, out: Path, label: str) -> None:
+    """Show the report as a text, and its charts."""
+    name = report.profile.name
+    folder = RunDir(out).report
+    # without the settings, which Prefect would show as headings
+    text = report_body(report)
+    publish_markdown(host_key(f"report-{name}"), text, messages.met(report), folder / "report.md")
+    charts = [chart for chart in all_charts(report) if chart.title in SHOWN_CHARTS]
+    text = charts_markdown(charts)
+    publish_markdown(host_key(f"charts-{name}"), text, f"Charts of {label}", folder / "report.html")
+
+
+def _publish_trend(report: Report, out: Path) -> None:
+    """Show the newest validations on these devices, if this one was compared with earlier ones."""
+    regression = RunDir(out).root / REGRESSION
+    if not regression.is_file():
+        return
+    compared = read(regression, RegressionFile)
+    nights = trend((*compared.history, compared.entry))[-MAX_NIGHTS:]
+    newest_first = nights[::-1]
+    publish_table(
+        host_key(f"trend-{report.profile.name}"),
+        newest_first,
+        f"Newest first, of the last {MAX_NIGHTS} on these devices",
+    )

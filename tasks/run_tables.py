@@ -1,4 +1,4 @@
-"""The steps from reads to verdicts: stage and embed."""
+"""Tables of one run: its stages, its devices, and what became of its reads."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,66 +10,88 @@ from virnuc_core.telemetry.tables import OVERLAPPED, ROWS, STAGES
 
 
 def stage_rows(summary: RunSummary) -> Rows:
-    """The nine stages of a run and the other parts that were measured, in seconds and shares: together the whole."""
-    total_s, rows = summary.total_s or 0.0, []
-    for place, name in enumerate(row for row in ROWS if row in STAGES or row in summary.stages):
+    """Return a row for each stage of a run, and one for the total.
+
+    Columns: `stage`, `seconds` and `share` of the total time. Besides the nine stages, other parts
+    appear that were measured. Together they make up the total.
+    """
+    total_s = summary.total_s or 0.0
+    shown = [name for name in ROWS if name in STAGES or name in summary.stages]
+    rows: list[dict[str, object]] = []
+    for number, name in enumerate(shown, start=1):
+        title = f"Stage {number}: {name}" if name in STAGES else name
         seconds = summary.stages.get(name)
-        spent = (
-            f"{seconds:.2f}"
-            if seconds is not None
-            else "fused"
-            if name in summary.stages
-            else "not measured"
-        )
-        share = None if seconds is None else _share(seconds, total_s)
-        title = f"Stage {place + 1}: {name}" if name in STAGES else name
-        rows.append({"stage": title, "seconds": "-" * (name == OVERLAPPED) + spent, "share": share})
-    return [
-        *rows,
-        {"stage": Markdown("**Total wall time**"), "seconds": f"{total_s:.2f}", "share": "100 %"},
-    ]
+        if seconds is not None:
+            spent = f"{seconds:.2f}"
+        elif name in summary.stages:
+            spent = "fused"
+        else:
+            spent = "not measured"
+        if name == OVERLAPPED:
+            spent = f"-{spent}"  # counted twice, so it is subtracted from the total
+        share = None if seconds is None else _percent(seconds, total_s)
+        rows.append({"stage": title, "seconds": spent, "share": share})
+    title = Markdown("**Total wall time**")
+    rows.append({"stage": title, "seconds": f"{total_s:.2f}", "share": "100 %"})
+    return rows
 
 
-def device_rows(busy: Sequence[DeviceBusy], deaths: Sequence[str]) -> Rows:
-    """What each device did: shards, both encoders' tokens a second of computing, workers that died."""
+def device_rows(devices: Sequence[DeviceBusy], deaths: Sequence[str]) -> Rows:
+    """Return a row for each device of a cluster.
+
+    Args:
+        devices: What each device did.
+        deaths: The messages of workers that died, which begin with the device's name.
+
+    Returns:
+        Columns `node`, `device`, `shards`, `tokens/s` (of both encoders, while it computed) and
+        `restarts` (workers that died).
+    """
     rows = []
-    for one in busy:
-        (device, _, node), rate = (
-            one.device.partition("@"),
-            one.tokens / one.busy_s if one.busy_s else None,
-        )
-        died = sum(line.startswith(f"worker on {one.device} ") for line in deaths)
+    for busy in devices:
+        device, _, node = busy.device.partition("@")
+        rate = busy.tokens / busy.busy_s if busy.busy_s else None
+        beginning = f"worker on {busy.device} "
+        n_deaths = sum(message.startswith(beginning) for message in deaths)
         rows.append(
             {
                 "node": node,
                 "device": device,
-                "shards": one.shards,
+                "shards": busy.shards,
                 "tokens/s": rate,
-                "restarts": died,
+                "restarts": n_deaths,
             }
         )
     return rows
 
 
 def fate_rows(summary: RunSummary, tally: Mapping[str, int] | None = None) -> Rows:
-    """What became of the reads; the fates add up to the reads that came in. `tally` is what staging counted: its
-    remarks on reads, and the records that never became one, follow below the sum."""
+    """Return a row for each fate of reads, and one for their sum.
 
-    def row(what: str, count: int) -> dict[str, object]:
-        return {"fate": what, "reads": count, "share": _share(count, summary.n_reads)}
+    Args:
+        summary: The summary of the run. Its fates add up to the reads that came in.
+        tally: What staging counted. Its remarks on reads, and the records that never became a read,
+            follow below the sum.
 
-    total = {
-        "fate": Markdown("**all reads**"),
-        "reads": sum(summary.fates.values()),
-        "share": "100 %",
-    }
-    remarks = [
-        row(f"remark: {name}", tally[name])
-        for name in REMARKS
-        if tally is not None and name in tally
-    ]
-    return [*(row(*fate) for fate in summary.fates.items()), total, *remarks]
+    Returns:
+        Columns `fate`, `reads` and `share`.
+    """
+    rows = [_fate_row(fate, count, summary.n_reads) for fate, count in summary.fates.items()]
+    n_reads = sum(summary.fates.values())
+    rows.append({"fate": Markdown("**all reads**"), "reads": n_reads, "share": "100 %"})
+    for name in REMARKS:
+        if tally is not None and name in tally:
+            rows.append(_fate_row(f"remark: {name}", tally[name], summary.n_reads))
+    return rows
 
 
-def _share(part: float, whole: float | None) -> str | None:
-    return f"{100 * part / whole:,.1f} %" if whole else None
+def _fate_row(fate: str, count: int, n_reads: int | None) -> dict[str, object]:
+    """Return one row of the table of fates."""
+    return {"fate": fate, "reads": count, "share": _percent(count, n_reads)}
+
+
+def _percent(part: float, whole: float | None) -> str | None:
+    """Return a share as text; None if there is no whole."""
+    if not whole:
+        return None
+    return f"{100 * part / whole:,.1f} %"

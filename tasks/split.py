@@ -1,4 +1,4 @@
-"""Split."""
+"""The step that splits labelled reads into training, validation and test sets."""
 
 from prefect.client.schemas.objects import State
 
@@ -12,6 +12,15 @@ from virnuc_core.training.evaluation import Examples, choose
 
 @retrying_task("split", "split {label}")
 def choose_examples(run: RunDir, spec: TrainSpec, *, label: str) -> State[Examples]:
-    """The rows to learn from and to be judged by. Errors: `InputError` where truth and reads do not fit each other."""
-    found = choose(OrfStore.open(run.store), spec)
-    return completed(found, messages.split(found))
+    """Choose the rows that the head learns from, and those that it is tested on.
+
+    Args:
+        run: The run directory with the staged reads.
+        spec: The table of origins, and how to split.
+        label: The name of the sample, for names in the UI.
+
+    Raises:
+        InputError: The table of origins and the reads do not fit each other.
+    """
+    examples = choose(OrfStore.open(run.store), spec)
+    return completed(examples, messages.split(examples))

@@ -1,4 +1,4 @@
-"""The step that stages reads."""
+"""The step that stages reads: files in, a store of open reading frames out."""
 
 from pathlib import Path
 
@@ -12,10 +12,32 @@ from virnuc_core.reads.stage import StageSpec, StageSummary
 
 @retrying_task("stage", "stage {label}")
 def stage(spec: StageSpec, store: Path, *, label: str, force: bool = False) -> State[StageSummary]:
-    """The store at `store` holds the reads of `spec`; one that does is used as it is. Errors: of `stage_reads`."""
+    """Stage reads, or use a store that already holds them.
+
+    Args:
+        spec: The reads, and how to cut them.
+        store: The file to write.
+        label: The name of the sample, for names in the UI.
+        force: Stage again even if the store holds these reads.
+
+    Raises:
+        InputError: The reads cannot be used; see `stage_reads`.
+    """
     summary = stage_reads(spec, store, force=force)
-    counts, how = summary.counts, "reused, content unchanged" if summary.reused else "staged"
-    text = f"{counts.n_reads:,} reads {how}: {counts.n_rows:,} open frames, {counts.n_uniques:,} distinct"
-    text += f"; {summary.n_pairs:,} pairs" if summary.n_pairs else ""
-    text += f"; {join_first(remarks)}" if (remarks := summary.warnings()) else ""
-    return completed(summary, text, reused=summary.reused)
+    return completed(summary, _describe(summary), reused=summary.reused)
+
+
+def _describe(summary: StageSummary) -> str:
+    """Say in one line what was staged."""
+    counts = summary.counts
+    how = "reused, content unchanged" if summary.reused else "staged"
+    text = (
+        f"{counts.n_reads:,} reads {how}: "
+        f"{counts.n_rows:,} open frames, {counts.n_uniques:,} distinct"
+    )
+    if summary.n_pairs:
+        text += f"; {summary.n_pairs:,} pairs"
+    remarks = summary.warnings()
+    if remarks:
+        text += f"; {join_first(remarks)}"
+    return text

@@ -1,13 +1,10 @@
-"""What every task of ours is: tried again where that can help, heard in its run's log; and what Prefect shows of it.
-
-Prefect renders table cells as Markdown, so that `>= 0.9` would appear as a quotation that reads "= 0.9"; one infinite
-number empties a whole table; and the list of artifacts loads every body. Hence the rules of `cell` and the limits."""
+"""The decorator of every task: it retries what a retry can help, and shows the core's log lines in the run."""
 
 import contextvars
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from typing import Final, ParamSpec, TypeVar
 
@@ -31,10 +28,10 @@ from virnuc_core.errors import (
 
 P = ParamSpec("P")
 T = TypeVar("T")
-PERMANENT_ERRORS: Final = (FileNotFoundError, PermissionError, IsADirectoryError, IncapableError)
 RETRYABLE_ERRORS: Final = (WorkerError, ShardError, DeviceError, OSError, MemoryError)
+PERMANENT_ERRORS: Final = (FileNotFoundError, PermissionError, IsADirectoryError, IncapableError)
 RETRIES: Final = 3
-BACKOFF_S: Final = 10  # 10 s, 20 s, 40 s
+BACKOFF_S: Final = 10  # retries come after 10 s, 20 s and 40 s
 _attempt: contextvars.ContextVar[int] = contextvars.ContextVar(
     "attempt of a task without Prefect", default=1
 )
@@ -44,7 +41,15 @@ logger = logging.getLogger(__name__)
 def retrying_task(
     name: str, run_name: str
 ) -> Callable[[Callable[P, State[T]]], "RetryingTask[P, State[T]]"]:
-    """Makes a function a task; an error of ours that no retry can help becomes the sentence of its failed state."""
+    """Make a function a task that is tried again after errors that may pass.
+
+    An error of ours that no retry can help becomes a failed state with one sentence, without a
+    traceback.
+
+    Args:
+        name: The name of the task in the UI.
+        run_name: The pattern of a task run's name, with the function's parameters in braces.
+    """
 
     def decorate(function: Callable[P, State[T]]) -> "RetryingTask[P, State[T]]":
         @wraps(function)
@@ -64,7 +69,7 @@ def retrying_task(
             cache_policy=NO_CACHE,
             retries=RETRIES,
             retry_delay_seconds=exponential_backoff(backoff_factor=BACKOFF_S),
-            retry_jitter_factor=0.2,  # tasks felled together do not come back together
+            retry_jitter_factor=0.2,  # tasks that failed together do not come back together
             retry_condition_fn=lambda _task, _run, state: is_retryable(
                 state.result(raise_on_failure=False)
             ),
@@ -74,9 +79,10 @@ def retrying_task(
 
 
 class RetryingTask(Task[P, T]):
-    """A task that does the same without Prefect where there is no server to tell."""
+    """A task that runs, with the same retries, also where there is no Prefect server."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:  # type: ignore[override]
+        """Run the task."""
         if with_server():
             return super().__call__(*args, **kwargs)
         for attempt in range(1, RETRIES + 1):
@@ -86,54 +92,81 @@ class RetryingTask(Task[P, T]):
             except RETRYABLE_ERRORS as error:
                 if not is_retryable(error):
                     raise
-                delay_s = BACKOFF_S << (attempt - 1)
+                delay_s = BACKOFF_S * 2 ** (attempt - 1)
                 logger.warning("%s: %s; tried again in %d s", self.name, error, delay_s)
                 time.sleep(delay_s)
         return self.fn(*args, **kwargs)
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether the same call may succeed later: a dead worker or a busy disk may, a wrong setting or bad input never."""
-    return (
-        isinstance(error, RETRYABLE_ERRORS)
-        and not isinstance(error, PERMANENT_ERRORS)
-        and storage_error(error) is None
-    )
+    """Tell whether the same call may succeed later.
+
+    A worker that died or a busy disk may recover. A wrong setting, bad input or a full disk does not.
+    """
+    if isinstance(error, PERMANENT_ERRORS) or storage_error(error) is not None:
+        return False
+    return isinstance(error, RETRYABLE_ERRORS)
 
 
 def first_attempt() -> bool:
-    """Whether this is not a retry; a retry must go on from what the attempt before it committed."""
-    return _attempt.get() <= 1 if not with_server() else (runtime.task_run.run_count or 1) <= 1
+    """Tell whether the current task run is not a retry.
+
+    A retry goes on from what the attempt before it committed, so it must not discard anything.
+    """
+    if not with_server():
+        return _attempt.get() <= 1
+    return (runtime.task_run.run_count or 1) <= 1
 
 
-def completed(data: T, message: str, *, reused: bool = False) -> State[T]:
-    """Completed, with a message; named `Reused` when no work had to be done."""
-    return Completed(name="Reused" if reused else None, message=message, data=data)
+def completed(result: T, message: str, *, reused: bool = False) -> State[T]:
+    """Return a completed state.
+
+    Args:
+        result: The result of the flow or task.
+        message: What the UI shows.
+        reused: Whether no work had to be done. The state is then named `Reused`.
+    """
+    name = "Reused" if reused else None
+    return Completed(name=name, message=message, data=result)
 
 
 @contextmanager
 def core_logs() -> Iterator[None]:
-    """Hear the core's records from INFO up while the body runs; those of a run are sent to its server, too."""
-    core = logging.getLogger("virnuc_core")
-    with ExitStack() as undone:
-        undone.callback(core.setLevel, core.level)
-        core.setLevel(min(core.getEffectiveLevel(), logging.INFO))
+    """Let the core log from INFO up while the body runs. In a flow run the server gets the lines, too."""
+    core_logger = logging.getLogger("virnuc_core")
+    previous_level = core_logger.level
+    core_logger.setLevel(min(core_logger.getEffectiveLevel(), logging.INFO))
+    try:
         if FlowRunContext.get() is None:
             yield
-            return
-        ids = {"flow_run_id": runtime.flow_run.id, "task_run_id": runtime.task_run.id}
+        else:
+            with _logs_sent_to_server(core_logger):
+                yield
+    finally:
+        core_logger.setLevel(previous_level)
 
-        def named(
-            record: logging.LogRecord,
-        ) -> bool:  # threads of the core know no run, those of other tasks their own
-            if (own := TaskRunContext.get()) is None or str(own.task_run.id) == ids["task_run_id"]:
-                vars(record).update(ids)
-            return True
 
-        handler = next((one for one in core.handlers if isinstance(one, APILogHandler)), None)
-        if handler is None:
-            core.addHandler(handler := APILogHandler())
-            undone.callback(core.removeHandler, handler)
-        undone.callback(handler.removeFilter, named)
-        handler.addFilter(named)
+@contextmanager
+def _logs_sent_to_server(core_logger: logging.Logger) -> Iterator[None]:
+    """Send the core's log lines to the server, under the current flow run and task run."""
+    run_ids = {"flow_run_id": runtime.flow_run.id, "task_run_id": runtime.task_run.id}
+
+    def add_run_ids(record: logging.LogRecord) -> bool:
+        # threads of the core know no run; those of other tasks know their own
+        context = TaskRunContext.get()
+        if context is None or str(context.task_run.id) == run_ids["task_run_id"]:
+            vars(record).update(run_ids)
+        return True
+
+    handlers = [item for item in core_logger.handlers if isinstance(item, APILogHandler)]
+    is_new = not handlers
+    handler = APILogHandler() if is_new else handlers[0]
+    if is_new:
+        core_logger.addHandler(handler)
+    handler.addFilter(add_run_ids)
+    try:
         yield
+    finally:
+        handler.removeFilter(add_run_ids)
+        if is_new:
+            core_logger.removeHandler(handler)

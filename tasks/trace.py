@@ -1,4 +1,4 @@
-"""Step trace."""
+"""The step that records profiler traces of a few shards."""
 
 from prefect.client.schemas.objects import State
 
@@ -8,16 +8,26 @@ from virnuc_core.config import EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.report import messages
 from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.tools import trace as tracer
 from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.trace import TraceTable
-from virnuc_core.tools.trace import trace as record
 
 
 @retrying_task("trace", "trace {label} on {bench.devices}")
 def record_traces(
     run: RunDir, bench: Bench, engine: EngineSpec, spec: TraceSpec, *, label: str
 ) -> State[tuple[TraceTable, ...]]:
-    """Traces and their tables in `spec.folder`. Some of the run's shards are computed again for it and thrown away."""
+    """Record traces, and tables of what they show, in `spec.folder`.
+
+    Some of the run's shards are computed again for it, and the results are thrown away.
+
+    Args:
+        run: The finished run.
+        bench: The reads, models and devices.
+        engine: Settings of the run.
+        spec: What to record, and where.
+        label: The name of the sample, for names in the UI.
+    """
     with device_slots(resolve(bench.devices)), run_lock(run.root):
-        found = record(bench, engine, spec)
-    return completed(found, messages.traced(found))
+        tables = tracer.trace(bench, engine, spec)
+    return completed(tables, messages.traced(tables))

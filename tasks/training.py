@@ -1,4 +1,4 @@
-"""Train."""
+"""The step that fits a classifier head, and writes its card and the report on its training."""
 
 from prefect.client.schemas.objects import State
 
@@ -17,11 +17,24 @@ from virnuc_core.training.training import TrainFile, train_head
 def fit_head(
     run: RunDir, examples: Examples, spec: TrainSpec, cuts: RunDir | str, *, label: str
 ) -> State[TrainFile]:
-    """The head in `run/head` with its card, and `train.json` and `train.html`: how well it does on unknown genomes."""
-    found = train_head(run, OrfStore.open(run.store), examples, spec, cuts)
-    write_text_atomically(run.root / "train.html", training_page(found))
-    write_text_atomically(run.root / "head" / "README.md", model_card(found, with_charts=False))
-    summary = messages.trained(found)
-    card = model_card(found, with_charts=True)
-    publish_markdown(host_key(f"head-{label}"), card, summary, run.root / "train.html")
-    return completed(found, summary)
+    """Fit a head on the embeddings of a run, and measure it on genomes that it does not know.
+
+    Writes `head/` with the head and its card, `train.json` and `train.html` to the run directory.
+
+    Args:
+        run: The run directory with the embeddings.
+        examples: The split.
+        spec: Settings of the training.
+        cuts: The run over fragments of several lengths; or the reason why there is none.
+        label: The name of the sample, for names in the UI.
+    """
+    record = train_head(run, OrfStore.open(run.store), examples, spec, cuts)
+    page = run.root / "train.html"
+    write_text_atomically(page, training_page(record))
+    card = model_card(record, with_charts=False)
+    write_text_atomically(run.root / "head" / "README.md", card)
+
+    card_with_charts = model_card(record, with_charts=True)
+    summary = messages.trained(record)
+    publish_markdown(host_key(f"head-{label}"), card_with_charts, summary, page)
+    return completed(record, summary)

@@ -1,4 +1,4 @@
-"""Trial."""
+"""The step that measures one candidate of a sweep once."""
 
 from prefect.client.schemas.objects import State
 
@@ -11,9 +11,19 @@ from virnuc_core.tools.tune import Candidate, Sweep, Trial
 
 @retrying_task("measure", "{name}")
 def run_trial(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> State[Trial | str]:
-    """One trial of a candidate, or why it cannot run; a trial that was made before, over the same all, is reused."""
+    """Measure a candidate. A trial of the same work that is already there is used.
+
+    Args:
+        sweep: How candidates are measured.
+        candidate: The settings to measure.
+        repeat: Which of its measurements this is.
+        name: The name of the task run.
+
+    Returns:
+        A state with the trial, or with the reason why the candidate cannot run.
+    """
     with device_slots(resolve(sweep.bench.devices)):
-        found = sweep.trial(candidate, repeat)
-    if isinstance(found, str):
-        return completed(found, f"cannot run: {found}")
-    return completed(found, messages.trial(found), reused=found.reused)
+        outcome = sweep.trial(candidate, repeat)
+    if isinstance(outcome, str):
+        return completed(outcome, f"cannot run: {outcome}")
+    return completed(outcome, messages.trial(outcome), reused=outcome.reused)
