@@ -1,6 +1,7 @@
-"""The charts of the report: their series, thinned to a few hundred points, and the SVG text drawn of them.
+"""The charts of a report: their series, thinned to a few hundred points, and their drawings as SVG.
 
-The series stand in the report's data; the same data gives the same bytes of SVG."""
+The series are part of the report's data. The same data gives the same bytes of SVG.
+"""
 
 import io
 from collections.abc import Callable, Iterable, Sequence
@@ -35,11 +36,9 @@ from virnuc_core.telemetry.tables import GPU_STAGES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FAINT: Final = "#8c959f"
-GENERATOR: Final = (
-    f"virnuc, matplotlib {version('matplotlib')}"  # other versions draw the same in other bytes
-)
-LINES: Final = (
+GREY: Final = "#8c959f"
+RED: Final = "#cf222e"
+COLOURS: Final = (
     "#0969da",
     "#bc4c00",
     "#1a7f37",
@@ -49,96 +48,137 @@ LINES: Final = (
     "#0550ae",
     "#6e7781",
 )
-SECONDS: Final = "seconds since the start"
+BLUE, ORANGE, GREEN = COLOURS[:3]
+OCHRE: Final = COLOURS[5]
+# part of the page, because another version of matplotlib draws the same in other bytes
+GENERATOR: Final = f"virnuc, matplotlib {version('matplotlib')}"
+TIME_LABEL: Final = "seconds since the start"
+CPU: Final = "CPU"
+MAX_POINTS: Final = 240  # of a line
+MAX_LENGTH_BINS: Final = 30
+SCORE_EDGES: Final = 21
+MIN_WINDOW_S: Final = 0.05
+LABEL_WIDTH: Final = 14  # characters
+
+
+# --- Series ---------------------------------------------------------------------------------------
 
 
 def charts(
-    raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, profile: Profile
+    raw: RawFolder, run: RunMetrics | None, telemetry: Telemetry | None, profile: Profile
 ) -> Charts:
-    """All series of the judged run; what was not measured is empty."""
+    """Return all series of the judged run; what was not measured is empty.
+
+    Args:
+        raw: The raw files of the validation.
+        run: The judged run.
+        telemetry: The telemetry of that run.
+        profile: The profile, for the length of a window.
+    """
     if run is None:
         return Charts()
     folder = RunDir(raw.root / run.name)
-    lengths, scores = (
-        _column(raw, folder.reads_table, "length"),
-        _column(raw, folder.predictions, "score2"),
+    lengths = _column(raw, folder.reads_table, "length")
+    scores = _column(raw, folder.predictions, "score2")
+    series = Charts(
+        read_lengths=None if lengths is None else _length_histogram(lengths),
+        scores=None if scores is None else _histogram(scores, np.linspace(0.0, 1.0, SCORE_EDGES)),
     )
-    found: dict[str, Any] = {}
-    if lengths is not None:  # in bins of whole bases, over their range
-        low, high = int(lengths.min()), int(lengths.max())
-        width = max(1, -(-(high - low + 1) // 30))
-        found["read_lengths"] = _histogram(lengths, np.arange(low, high + width + 1, width))
-    if scores is not None:
-        found["scores"] = _histogram(scores, np.linspace(0.0, 1.0, 21))
-    if measured is not None:
-        devices, host = measured.samples.groupby("device", observed=True), measured.host
-        used = {str(name): (own.time_s, own.utilisation) for name, own in devices}
-        used |= {"CPU": (host.time_s, host.cpu_percent)} if len(host) else {}
-        found["utilisation"] = tuple(
-            _thin(name, x - measured.origin_s, y) for name, (x, y) in used.items()
-        )
-        found["gantt"] = _gantt(measured)
-    if measured is not None and (span := embedding_span(measured.batches)) is not None:
-        length_s = min(profile.window_s, max((span[1] - span[0]) / 20, 0.05))
-        cut = windows(measured.batches, length_s, measured.origin_s)
-        middles = pd.Series([(w.start_s + w.end_s) / 2 for w in cut])
-        found["throughput"] = _thin("tokens/s", middles, pd.Series([w.tokens_per_s for w in cut]))
-    return Charts(**found)
-
-
-def _thin(label: str, x: "pd.Series[float]", y: "pd.Series[float]") -> Line:
-    """Means over at most 240 stretches of equal count; a stretch with nothing known is `None`."""
-    points = min(240, len(x))
-    sizes = [len(part) for part in np.array_split(np.arange(len(x)), points)]
-    means = (
-        pd.DataFrame({"x": x, "y": y}).groupby(np.repeat(np.arange(points), sizes)).mean().round(3)
-    )
-    return Line(
-        label=label,
-        x=tuple(means["x"]),
-        y=tuple(None if np.isnan(mean) else mean for mean in means["y"]),
-    )
-
-
-def _gantt(measured: Telemetry) -> tuple[Bar, ...]:
-    """Rows of the stage table that have a start and an end, encoders by device, in seconds since the run's start."""
-    titles, zero_s = GPU_STAGES.values(), measured.origin_s
-    spans = [
-        (one.name, one.started_s, one.finished_s)
-        for one in measured.stages
-        if one.name not in titles
-    ]
-    for place, (_, own) in enumerate(measured.batches.groupby("device", observed=True), start=1):
-        for encoder, title in GPU_STAGES.items():
-            spans.append(
-                (
-                    f"{title} on device {place}",
-                    *(embedding_span(own[own.encoder == encoder]) or (None, None)),
-                )
-            )
-    known = (
-        (name, start, end)
-        for name, start, end in spans
-        if start is not None and end is not None and start <= end
-    )
-    bars = (
-        Bar(label=name, start_s=start - zero_s, end_s=end - zero_s) for name, start, end in known
-    )
-    return tuple(sorted(bars, key=lambda bar: bar.start_s))
+    if telemetry is None:
+        return series
+    measured = {
+        "utilisation": _utilisation_lines(telemetry),
+        "gantt": _stage_bars(telemetry),
+        "throughput": _throughput_line(telemetry, profile.window_s),
+    }
+    return series.model_copy(update=measured)
 
 
 def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | None:
-    """A column of a table of the run; `None` when the table is not there or holds no number."""
+    """Return the numbers of a column of a table; `None` if there is no table, or no number."""
     table = raw.attempt(path, lambda path: read_table(path, {column: "float64"}))
-    known = None if table is None else table[column].dropna().to_numpy()
-    return None if known is None or not len(known) else known
+    if table is None:
+        return None
+    numbers = table[column].dropna().to_numpy()
+    return numbers if len(numbers) else None
+
+
+def _length_histogram(lengths: NDArray[np.float64]) -> Histogram:
+    """Count reads by length, in bins of whole bases over their range."""
+    shortest = int(lengths.min())
+    longest = int(lengths.max())
+    num_lengths = longest - shortest + 1
+    width = max(1, -(-num_lengths // MAX_LENGTH_BINS))
+    return _histogram(lengths, np.arange(shortest, longest + width + 1, width))
 
 
 def _histogram(values: NDArray[np.float64], edges: NDArray[Any]) -> Histogram:
-    return Histogram(
-        edges=tuple(np.round(edges, 6).tolist()),
-        counts=tuple(np.histogram(values, edges)[0].tolist()),
-    )
+    counts, _ = np.histogram(values, edges)
+    return Histogram(edges=tuple(np.round(edges, 6).tolist()), counts=tuple(counts.tolist()))
+
+
+def _utilisation_lines(telemetry: Telemetry) -> tuple[Line, ...]:
+    """Return a line for each GPU, then one for the processor."""
+    lines = []
+    for name, samples in telemetry.samples.groupby("device", observed=True):
+        time_s = samples.time_s - telemetry.origin_s
+        lines.append(_thin(str(name), time_s, samples.utilisation))
+    host = telemetry.host
+    if len(host):
+        lines.append(_thin(CPU, host.time_s - telemetry.origin_s, host.cpu_percent))
+    return tuple(lines)
+
+
+def _throughput_line(telemetry: Telemetry, window_s: float) -> Line | None:
+    """Return the tokens per second over the run; short runs have shorter windows."""
+    span = embedding_span(telemetry.batches)
+    if span is None:
+        return None
+    twentieth_s = (span[1] - span[0]) / 20
+    length_s = min(window_s, max(twentieth_s, MIN_WINDOW_S))
+    parts = windows(telemetry.batches, length_s, telemetry.origin_s)
+    middles_s = pd.Series([(part.start_s + part.end_s) / 2 for part in parts])
+    rates = pd.Series([part.tokens_per_s for part in parts])
+    return _thin("tokens/s", middles_s, rates)
+
+
+def _thin(label: str, x: "pd.Series[float]", y: "pd.Series[float]") -> Line:
+    """Return means over at most `MAX_POINTS` parts of equal count; unknown ones are `None`."""
+    num_points = min(MAX_POINTS, len(x))
+    parts = np.array_split(np.arange(len(x)), num_points)
+    part_of_row = np.repeat(np.arange(num_points), [len(part) for part in parts])
+    means = pd.DataFrame({"x": x, "y": y}).groupby(part_of_row).mean().round(3)
+    known_y = tuple(None if np.isnan(mean) else mean for mean in means["y"])
+    return Line(label=label, x=tuple(means["x"]), y=known_y)
+
+
+def _stage_bars(telemetry: Telemetry) -> tuple[Bar, ...]:
+    """Return when each stage ran, in seconds since the run's start; encoders by device.
+
+    Rows of the stage table without a start and an end have no bar.
+    """
+    bars = []
+    for stage in telemetry.stages:
+        if stage.name not in GPU_STAGES.values():
+            bars.append(_bar(stage.name, stage.started_s, stage.finished_s, telemetry.origin_s))
+    devices = telemetry.batches.groupby("device", observed=True)
+    for place, (_, batches) in enumerate(devices, start=1):
+        for encoder, title in GPU_STAGES.items():
+            span = embedding_span(batches[batches.encoder == encoder])
+            if span is not None:
+                bars.append(_bar(f"{title} on device {place}", *span, telemetry.origin_s))
+    known_bars = [bar for bar in bars if bar is not None]
+    return tuple(sorted(known_bars, key=lambda bar: bar.start_s))
+
+
+def _bar(label: str, start_s: float | None, end_s: float | None, origin_s: float) -> Bar | None:
+    """Return a bar; `None` if its start or end is not known, or the clock ran backwards."""
+    if start_s is None or end_s is None or start_s > end_s:
+        return None
+    return Bar(label=label, start_s=start_s - origin_s, end_s=end_s - origin_s)
+
+
+# --- Drawings -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,45 +192,73 @@ class Chart:
 
 def all_charts(report: Report) -> list[Chart]:
     """Return every chart there is data for."""
-    series, telemetry = report.charts, report.run.telemetry if report.run else None
-    used = tuple(line for line in series.utilisation if any(value is not None for value in line.y))
-    tokens, several = (series.throughput,) if series.throughput else (), report.scaling[1:]
-    runs = tuple(run for run in report.history if run.total_s is not None)
+    series = report.charts
+    utilisation = tuple(line for line in series.utilisation if any(_known_values(line)))
+    throughput = () if series.throughput is None else (series.throughput,)
+    scaling = report.scaling[1:]  # the first is on one device
     bands = tuple(sorted((int(n), *band) for n, band in report.profile.scaling_bands.items()))
-    found = (
-        ("Stages over time", "When each stage ran", _svg(_draw_gantt, series.gantt)),
-        ("Utilisation", "GPU and CPU utilisation over the run", _svg(_draw_lines, used, "percent")),
-        ("Throughput", "Tokens per second over the run", _svg(_draw_lines, tokens, "tokens/s")),
-        ("Scaling", "Speed-up against number of devices", _svg(_draw_scaling, several, bands)),
-        (
-            "Queue states",
-            "How ready the next batch was",
-            _svg(_draw_queue, telemetry.queue if telemetry else None),
+    queue = None
+    if report.run is not None and report.run.telemetry is not None:
+        queue = report.run.telemetry.queue
+    history = tuple(entry for entry in report.history if entry.total_s is not None)
+    if len(history) < 2:
+        history = ()
+    charts = [
+        _chart("Stages over time", "When each stage ran", _draw_gantt, series.gantt),
+        _chart(
+            "Utilisation",
+            "GPU and CPU utilisation over the run",
+            _draw_lines,
+            utilisation,
+            "percent",
         ),
-        (
+        _chart("Throughput", "Tokens per second over the run", _draw_lines, throughput, "tokens/s"),
+        _chart("Scaling", "Speed-up against number of devices", _draw_scaling, scaling, bands),
+        _chart("Queue states", "How ready the next batch was", _draw_queue, queue),
+        _chart(
             "Read lengths",
             "Reads by length",
-            _svg(_draw_histogram, series.read_lengths, "read length (bases)", "reads"),
+            _draw_histogram,
+            series.read_lengths,
+            "read length (bases)",
+            "reads",
         ),
-        (
+        _chart(
             "Scores",
             "Rows by score of virus",
-            _svg(_draw_histogram, series.scores, "score of virus", "rows"),
+            _draw_histogram,
+            series.scores,
+            "score of virus",
+            "rows",
         ),
-        (
-            "History",
-            "Earlier runs like this one",
-            _svg(_draw_history, runs if len(runs) > 1 else ()),
-        ),
-    )
-    return [Chart(title, what, svg) for title, what, svg in found if svg is not None]
+        _chart("History", "Earlier runs like this one", _draw_history, history),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+def _known_values(line: Line) -> list[bool]:
+    """Return for each point of a line whether its value is known."""
+    return [value is not None for value in line.y]
+
+
+def _chart(
+    title: str, description: str, draw: Callable[..., float], data: object, *options: object
+) -> Chart | None:
+    """Return a chart of data; `None` without data."""
+    if not data:
+        return None
+    return Chart(title, description, _svg(draw, data, *options))
 
 
 @lru_cache(maxsize=32)  # drawing is pure and slow, and a report is rendered several times
-def _svg(draw: Callable[..., float], data: object, *more: object) -> str | None:
-    """What `draw(axes, data, *more)` draws; it returns the height in inches. `None` without data."""
-    if not data:
-        return None
+def _svg(draw: Callable[..., float], data: object, *options: object) -> str:
+    """Draw something as SVG.
+
+    Args:
+        draw: Draws `data` on axes, with `options`, and returns the height of the figure in inches.
+        data: What is drawn.
+        options: Further arguments of `draw`.
+    """
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -200,7 +268,7 @@ def _svg(draw: Callable[..., float], data: object, *more: object) -> str | None:
         figure = Figure(figsize=(4.8, 4.8), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
-        figure.set_figheight(draw(axes, data, *more))
+        figure.set_figheight(draw(axes, data, *options))
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, borderaxespad=0.2)
         buffer = io.BytesIO()
@@ -208,24 +276,31 @@ def _svg(draw: Callable[..., float], data: object, *more: object) -> str | None:
     return buffer.getvalue().decode("utf-8")
 
 
-def _from_zero(axes: "Axes", values: Iterable[float | None]) -> None:
-    axes.set_ylim(0, 1.08 * max((value or 0.0 for value in values), default=0.0) or 1.0)
+def _scale_from_zero(axes: "Axes", values: Iterable[float | None]) -> None:
+    """Let the y axis begin at 0 and end a little above the highest value."""
+    highest = max((value or 0.0 for value in values), default=0.0)
+    axes.set_ylim(0, 1.08 * highest or 1.0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def _draw_lines(axes: "Axes", lines: Sequence[Line], unit: str) -> float:
-    """Values over the seconds of a run; of percentages one line a device, and the CPU in grey."""
+    """Draw values over the seconds of a run.
+
+    Of percentages there is one line for each device, with its name, and a grey one for the CPU.
+    """
+    is_percent = unit == "percent"
     for place, line in enumerate(lines):
         values = [float("nan") if value is None else value for value in line.y]
-        label = (
-            ""
-            if unit != "percent"
-            else line.label
-            if len(line.label) <= 14
-            else f"{line.label[:12]}…"
-        )
-        colour, style = (FAINT, "--") if line.label == "CPU" else (LINES[place % len(LINES)], "-")
-        marker = "o" if len(values) < 3 else None
+        label = ""
+        if is_percent:
+            label = line.label
+            if len(label) > LABEL_WIDTH:
+                label = f"{label[: LABEL_WIDTH - 2]}…"
+        colour = COLOURS[place % len(COLOURS)]
+        style = "-"
+        if line.label == CPU:
+            colour = GREY
+            style = "--"
         axes.plot(
             line.x,
             values,
@@ -233,68 +308,85 @@ def _draw_lines(axes: "Axes", lines: Sequence[Line], unit: str) -> float:
             color=colour,
             label=label,
             linewidth=1.4,
-            marker=marker,
+            marker="o" if len(values) < 3 else None,
             markersize=4,
         )
-    axes.set(xlabel=SECONDS, ylabel=unit)
-    if unit == "percent":
+    axes.set(xlabel=TIME_LABEL, ylabel=unit)
+    if is_percent:
         axes.set_ylim(0, 105)
         return 2.6
-    _from_zero(axes, lines[0].y)
+    _scale_from_zero(axes, lines[0].y)
     return 2.2
 
 
 def _draw_gantt(axes: "Axes", bars: tuple[Bar, ...]) -> float:
-    """One line a stage, from its start to its end."""
+    """Draw one line for each stage, from its start to its end."""
     labels = list(dict.fromkeys(bar.label for bar in bars))
     for bar in bars:
-        colour = (
-            LINES[0] if "ESM-2" in bar.label else LINES[1] if "DNABERT-S" in bar.label else FAINT
-        )
         axes.barh(
             labels.index(bar.label),
             bar.end_s - bar.start_s,
             left=bar.start_s,
-            color=colour,
+            color=_stage_colour(bar.label),
             height=0.62,
         )
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlim(left=min(0.0, *(bar.start_s for bar in bars)))
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(SECONDS)
+    axes.set_xlabel(TIME_LABEL)
     return 0.9 + 0.26 * len(labels)
 
 
+def _stage_colour(label: str) -> str:
+    """Return the colour of a stage: the encoders have one of their own."""
+    if GPU_STAGES["esm2"] in label:
+        return BLUE
+    if GPU_STAGES["dnabert_s"] in label:
+        return ORANGE
+    return GREY
+
+
 def _draw_scaling(
-    axes: "Axes", found: Sequence[ScalingMetrics], bands: Iterable[tuple[int, float, float]]
+    axes: "Axes", figures: Sequence[ScalingMetrics], bands: Iterable[tuple[int, float, float]]
 ) -> float:
-    """Measured speed-up by number of devices, with the ideal and what people expect."""
-    counts, speedups = [1, *(one.num_gpus for one in found)], [1.0, *(one.speedup for one in found)]
-    axes.plot([1, max(counts)], [1, max(counts)], "--", color=FAINT, linewidth=1, label="ideal")
-    for place, (n, low, high) in enumerate(band for band in bands if band[0] <= counts[-1]):
-        name = "expected" if place == 0 else None
+    """Draw the measured speed-up by number of devices, with the ideal and the expected ones.
+
+    Args:
+        axes: Where to draw.
+        figures: The measurements on more than one device.
+        bands: Number of devices with the lowest and the highest expected speed-up.
+    """
+    counts = [1] + [figure.num_gpus for figure in figures]
+    speedups = [1.0] + [figure.speedup for figure in figures]
+    most_devices = max(counts)
+    axes.plot([1, most_devices], [1, most_devices], "--", color=GREY, linewidth=1, label="ideal")
+    label: str | None = "expected"  # of the first band alone, as the legend needs it once
+    for num_devices, low, high in bands:
+        if num_devices > counts[-1]:
+            continue
         axes.plot(
-            [n, n],
+            [num_devices, num_devices],
             [low, high],
-            color=LINES[2],
+            color=GREEN,
             alpha=0.35,
             linewidth=9,
             solid_capstyle="butt",
-            label=name,
+            label=label,
         )
-    axes.plot(counts, speedups, "o-", color=LINES[0], label="measured")
-    for n, speedup in zip(counts, speedups, strict=True):
+        label = None
+    axes.plot(counts, speedups, "o-", color=BLUE, label="measured")
+    for num_devices, speedup in zip(counts, speedups, strict=True):
         axes.annotate(
             f"{speedup:.2f}x",
-            (n, speedup),
+            (num_devices, speedup),
             textcoords="offset points",
             xytext=(0, -16),
             ha="center",
         )
     axes.set(
         xticks=sorted(set(counts)),
-        xlim=(0.6, max(counts) + 0.3),
+        xlim=(0.6, most_devices + 0.3),
         xlabel="devices",
         ylabel="speed-up",
     )
@@ -302,30 +394,43 @@ def _draw_scaling(
     return 2.8
 
 
-def _draw_queue(axes: "Axes", found: QueueShares) -> float:
+def _draw_queue(axes: "Axes", queue: QueueShares) -> float:
+    """Draw the shares of batches by how ready they were, one after the other."""
     left = 0.0
-    for name, colour in (("full", LINES[2]), ("normal", LINES[5]), ("starved", "#cf222e")):
-        percent = 100 * getattr(found, name)
+    states = (
+        ("full", queue.full, GREEN),
+        ("normal", queue.normal, OCHRE),
+        ("starved", queue.starved, RED),
+    )
+    for name, share, colour in states:
+        percent = 100 * share
         axes.barh(0, percent, left=left, color=colour, label=f"{name} {percent:.1f} %", height=0.5)
         left += percent
     axes.set(yticks=[], xlim=(0, 100), xlabel="percent of batches")
     return 1.25
 
 
-def _draw_histogram(axes: "Axes", found: Histogram, xlabel: str, ylabel: str) -> float:
+def _draw_histogram(axes: "Axes", histogram: Histogram, xlabel: str, ylabel: str) -> float:
+    """Draw counts between edges."""
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.stairs(found.counts, found.edges, fill=True, color=LINES[0])
-    _from_zero(axes, found.counts)
-    if len(found.counts) == 1:  # one bar would fill the width and say nothing
-        axes.set_xlim(found.edges[0] - 10, found.edges[1] + 10)
+    axes.stairs(histogram.counts, histogram.edges, fill=True, color=BLUE)
+    _scale_from_zero(axes, histogram.counts)
+    if len(histogram.counts) == 1:  # one bar would fill the width and say nothing
+        axes.set_xlim(histogram.edges[0] - 10, histogram.edges[1] + 10)
     return 2.2
 
 
-def _draw_history(axes: "Axes", known: tuple[HistoryEntry, ...]) -> float:
-    totals = [point.total_s or 0.0 for point in known]
-    axes.plot(range(len(known)), totals, "o-", color=LINES[0])
-    places = list(range(0, len(known), -(-len(known) // 4)))
-    axes.set_xticks(places, [f"{known[p].created[:10]}\n{known[p].commit[:7]}" for p in places])
-    _from_zero(axes, totals)
+def _draw_history(axes: "Axes", entries: tuple[HistoryEntry, ...]) -> float:
+    """Draw the times of past runs, with date and commit at four of them."""
+    totals_s = [entry.total_s or 0.0 for entry in entries]
+    axes.plot(range(len(entries)), totals_s, "o-", color=BLUE)
+    step = -(-len(entries) // 4)
+    places = list(range(0, len(entries), step))
+    labels = []
+    for place in places:
+        entry = entries[place]
+        labels.append(f"{entry.created[:10]}\n{entry.commit[:7]}")
+    axes.set_xticks(places, labels)
+    _scale_from_zero(axes, totals_s)
     axes.set_ylabel("total time (s)")
     return 2.4

@@ -1,141 +1,281 @@
-"""What other tools read of a run: MultiQC's custom content, Kraken's two tables, and verdicts on contigs."""
+"""Write files of a run that other tools read.
+
+These are sections for MultiQC, Kraken's two tables, and verdicts on contigs.
+"""
 
 import json
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.engine.shards import read_scores, store_of
 from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import read_summary
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.reads.translate import chunk
 from virnuc_core.rundir import RunDir, atomic_file, require_absent, write_text_atomically
-from virnuc_core.runfiles import read_record
+from virnuc_core.runfiles import RunSummary, read_record
 
-VIRUSES: Final = 10239  # in NCBI's taxonomy
-BINS: Final = 50  # of the histogram of scores
-PIECE_READS: Final = 65_536
-READ: Final = ("id", "length", "open_frames", "fate", "viral_score")
-CONTIGS: Final = "id\tlength\tchunks\tscored_chunks\tviral_chunks\tscored_bases\tviral_bases\tviral_score\tlabel\n"
-SECTIONS: Final = Path(__file__).with_name("templates") / "multiqc.json"
+VIRUSES_TAXON: Final = 10239  # "Viruses" in NCBI's taxonomy
+SCORE_BINS: Final = 50  # of the histogram of scores
+PIECE_READS: Final = 65_536  # reads that are held in memory together
+READ_COLUMNS: Final = ("id", "length", "open_frames", "fate", "viral_score")
+CONTIG_COLUMNS: Final = (
+    "id",
+    "length",
+    "chunks",
+    "scored_chunks",
+    "viral_chunks",
+    "scored_bases",
+    "viral_bases",
+    "viral_score",
+    "label",
+)
+MULTIQC_SECTIONS: Final = Path(__file__).with_name("templates") / "multiqc.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFiles:
+    """The files that an export writes."""
+
+    contigs: Path
+    kraken_reads: Path
+    kraken_report: Path
+    multiqc: dict[str, Path]  # by the name of the section
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """Return every file."""
+        return (self.contigs, self.kraken_reads, self.kraken_report, *self.multiqc.values())
 
 
 def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[Path, ...]:
-    """Write `virnuc_*_mqc.json` for MultiQC, both tables of Kraken under nf-core's names and `contigs.tsv` to `out`,
-    and give them. Errors: `ConfigError` for an incomplete run, or files there without `force`; of store and shards."""
-    if (summary := read_summary(run)) is None or not run.reads_table.is_file():
+    """Write what other tools read of a finished run.
+
+    These are `virnuc_*_mqc.json` for MultiQC, both tables of Kraken under nf-core's names, and
+    `contigs.tsv`.
+
+    Args:
+        run: The run directory.
+        out: The folder to write to.
+        sample: The name of the sample in MultiQC.
+        force: Write over existing files.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: The run is not complete, or a file exists and `force` is not set.
+        InputError: The run's store cannot be read.
+        ShardError: The run's shards cannot be read.
+    """
+    summary = read_summary(run)
+    if summary is None or not run.reads_table.is_file():
         raise ConfigError(f"{run.root}: holds no complete run; finish it first")
-    fates, scores = Counter(summary.fates), np.zeros(BINS, np.int64)
-    stem, sections = (
-        re.sub(r"[^\w.-]", "_", sample),
-        json.loads(SECTIONS.read_text(encoding="utf-8")),
+    sections = json.loads(MULTIQC_SECTIONS.read_text(encoding="utf-8"))
+    files = _export_files(out, sample, sections)
+    require_absent(*files.all, force=force)
+
+    score_counts = _write_kraken_reads(run, files.kraken_reads)
+    num_reads = sum(summary.fates.values())
+    num_viral = summary.fates.get("viral", 0)
+    _write_kraken_report(files.kraken_report, num_reads=num_reads, num_viral=num_viral)
+    data = _multiqc_data(summary, score_counts)
+    for name, section in sections.items():
+        content = section | {"data": {sample: data[name]}}
+        write_text_atomically(files.multiqc[name], json.dumps(content, indent=1) + "\n")
+    threshold = DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
+    _write_contigs(run, files.contigs, threshold)
+    return files.all
+
+
+def _export_files(out: Path, sample: str, sections: Mapping[str, object]) -> ExportFiles:
+    """Return the files of an export; the sample's name loses what no file name should have."""
+    stem = re.sub(r"[^\w.-]", "_", sample)
+    return ExportFiles(
+        contigs=out / "contigs.tsv",
+        kraken_reads=out / f"{stem}.kraken2.classifiedreads.txt",
+        kraken_report=out / f"{stem}.kraken2.report.txt",
+        multiqc={name: out / f"virnuc_{name}_mqc.json" for name in sections},
     )
-    lines, report = out / f"{stem}.kraken2.classifiedreads.txt", out / f"{stem}.kraken2.report.txt"
-    files = (
-        out / "contigs.tsv",
-        lines,
-        report,
-        *(out / f"virnuc_{name}_mqc.json" for name in sections),
-    )
-    require_absent(*files, force=force)
-    with atomic_file(lines) as table:
+
+
+# --- Kraken ---------------------------------------------------------------------------------------
+
+
+def _write_kraken_reads(run: RunDir, path: Path) -> NDArray[np.int64]:
+    """Write Kraken's table of reads.
+
+    Returns:
+        How many reads have a viral score in each of `SCORE_BINS` bins from 0 to 1.
+    """
+    score_counts = np.zeros(SCORE_BINS, np.int64)
+    columns = dict.fromkeys(READ_COLUMNS, "str")
+    with atomic_file(path) as table:
         table.touch()
-        for reads in read_columns(
-            run.reads_table, dict.fromkeys(READ, "str"), chunksize=PIECE_READS
-        ):
-            found = (reads.fate == "viral").to_numpy()
-            taxon = pd.Series(np.where(found, str(VIRUSES), "0"), reads.index, dtype=str)
-            _add(
+        for reads in read_columns(run.reads_table, columns, chunksize=PIECE_READS):
+            is_viral = (reads.fate == "viral").to_numpy()
+            taxon = pd.Series(np.where(is_viral, str(VIRUSES_TAXON), "0"), reads.index, dtype=str)
+            _append_rows(
                 table,
-                np.where(found, "C", "U"),
+                np.where(is_viral, "C", "U"),  # classified or not
                 reads.id,
                 taxon,
                 reads.length,
                 taxon + ":" + reads.open_frames,
             )
-            scores += np.histogram(pd.to_numeric(reads.viral_score).dropna(), BINS, (0.0, 1.0))[0]
-    total, viral = fates.total(), fates["viral"]
-    with atomic_file(report) as table:
-        clade, own = np.array([total - viral, viral, viral]), np.array([total - viral, 0, viral])
-        percent = [f"{100 * count / max(total, 1):6.2f}" for count in clade]
-        _add(
-            table,
-            percent,
-            clade,
-            own,
-            ["U", "R", "D"],
-            [0, 1, VIRUSES],
-            ["unclassified", "root", "  Viruses"],
-        )
-    shares = {"viral_percent": viral, "scored_percent": int(scores.sum())}
-    general = {"viral": viral, "reads": total} | {
-        name: 100 * n / max(total, 1) for name, n in shares.items()
+            scores = pd.to_numeric(reads.viral_score).dropna()
+            score_counts += np.histogram(scores, SCORE_BINS, (0.0, 1.0))[0]
+    return score_counts
+
+
+def _write_kraken_report(path: Path, *, num_reads: int, num_viral: int) -> None:
+    """Write Kraken's table of taxa: what is unclassified, the root, and the viruses."""
+    num_others = num_reads - num_viral
+    in_clade = np.array([num_others, num_viral, num_viral])
+    in_taxon = np.array([num_others, 0, num_viral])
+    percent = [f"{100 * count / max(num_reads, 1):6.2f}" for count in in_clade]
+    ranks = ["U", "R", "D"]
+    taxa = [0, 1, VIRUSES_TAXON]
+    names = ["unclassified", "root", "  Viruses"]
+    with atomic_file(path) as table:
+        _append_rows(table, percent, in_clade, in_taxon, ranks, taxa, names)
+
+
+# --- MultiQC --------------------------------------------------------------------------------------
+
+
+def _multiqc_data(
+    summary: RunSummary, score_counts: NDArray[np.int64]
+) -> dict[str, Mapping[Any, float]]:
+    """Return the data of each of MultiQC's sections, by its name."""
+    num_reads = sum(summary.fates.values())
+    num_viral = summary.fates.get("viral", 0)
+    num_scored = int(score_counts.sum())
+    general = {
+        "viral": num_viral,
+        "reads": num_reads,
+        "viral_percent": 100 * num_viral / max(num_reads, 1),
+        "scored_percent": 100 * num_scored / max(num_reads, 1),
     }
-    middles = {(place + 0.5) / BINS: count for place, count in enumerate(scores.tolist())}
-    data: dict[str, Mapping[Any, float]] = {"general": general, "fates": fates, "scores": middles}
-    for path, (name, section) in zip(files[3:], sections.items(), strict=True):
-        write_text_atomically(
-            path, json.dumps(section | {"data": {sample: data[name]}}, indent=1) + "\n"
-        )
-    _write_contigs(
-        run, files[0], DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
-    )
-    return files
+    reads_by_score = {}
+    for place, count in enumerate(score_counts.tolist()):
+        middle_of_bin = (place + 0.5) / SCORE_BINS
+        reads_by_score[middle_of_bin] = count
+    return {"general": general, "fates": summary.fates, "scores": reads_by_score}
+
+
+# --- Contigs --------------------------------------------------------------------------------------
 
 
 def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
-    """Each read of several chunks with their vote: the mean margin as in reads.tsv, weighed by the bases that the next
-    chunk does not hold; they add up to the read. One with a failed row has no vote."""
-    store, (scores, failed) = store_of(run, read_record(run)), read_scores(run)
+    """Write `contigs.tsv`: each read of several chunks with the vote of its chunks."""
+    store = store_of(run, read_record(run))
+    scores, has_failed = read_scores(run)
     with atomic_file(path) as table:
-        table.write_text(CONTIGS)
-        for low in range(0, store.n_reads, PIECE_READS):
-            reads = slice(low, min(low + PIECE_READS, store.n_reads))
-            rows = slice(*np.searchsorted(store.row_read, (reads.start, reads.stop)))
-            unique = np.asarray(store.row_unique[rows])
-            found = pd.DataFrame(scores[unique].astype(np.float64), columns=["others", "virus"])
-            found["read"], found["chunk"] = (
-                np.asarray(store.row_read[rows]) - low,
-                np.asarray(store.row_chunk[rows]),
+        table.write_text("\t".join(CONTIG_COLUMNS) + "\n")
+        for reads in _pieces(store.n_reads):
+            frames = _frame_scores(store, reads, scores, has_failed)
+            chunks = _chunk_votes(frames)
+            lengths = np.asarray(store.read_length[reads], np.int64)
+            num_chunks = np.asarray(store.read_chunks[reads], np.int64)
+            own_bases = _own_bases(lengths, num_chunks, store.model_length)
+            first_chunks = np.cumsum(num_chunks) - num_chunks  # place of each read's first chunk
+            chunks["bases"] = own_bases[first_chunks[chunks.read] + chunks.chunk]
+            is_contig = num_chunks > 1
+            votes = _contig_votes(chunks, len(lengths), threshold)[is_contig]
+            names = np.array(store.read_ids(reads.start, reads.stop), dtype=object)
+            _append_rows(
+                table,
+                names[is_contig],
+                lengths[is_contig],
+                num_chunks[is_contig],
+                *(votes[column] for column in CONTIG_COLUMNS[3:]),
             )
-            found["lost"] = failed[unique]
-            best = found.groupby(["read", "chunk"], as_index=False).max()
-            length, counts = (
-                np.asarray(column[reads], np.int64)
-                for column in (store.read_length, store.read_chunks)
-            )
-            cut = chunk(length, store.model_length)
-            ends = np.where(np.diff(cut.read, append=-1) == 0, np.roll(cut.start, -1), cut.end)
-            best["scored"] = best.virus.notna().astype(
-                np.int64
-            )  # a chunk of which every row failed is not
-            best["bases"] = (ends - cut.start)[
-                (np.cumsum(counts) - counts)[best.read] + best.chunk
-            ] * best.scored
-            best["viral"] = (best.virus >= best.others).astype(np.int64)  # a tie is a virus
-            best["viral_bases"], best["margin"] = (
-                best.bases * best.viral,
-                best.bases * (best.virus - best.others),
-            )
-            sums = best.groupby("read").sum().reindex(range(len(length)), fill_value=0)[counts > 1]
-            voted = (sums.scored > 0) & (sums.lost == 0)
-            score = (0.5 + sums.margin / sums.bases / 2).astype(np.float32).where(voted)
-            label = np.where(voted, np.where(score >= threshold, "virus", "others"), "")
-            ids = np.array(store.read_ids(reads.start, reads.stop), dtype=object)[counts > 1]
-            told = (sums[name] for name in ("scored", "viral", "bases", "viral_bases"))
-            _add(table, ids, length[counts > 1], counts[counts > 1], *told, score, label)
 
 
-def _add(table: Path, *columns: object) -> None:
+def _pieces(num_reads: int) -> Iterator[slice]:
+    """Yield the ranges of reads that are held in memory together."""
+    for first in range(0, num_reads, PIECE_READS):
+        yield slice(first, min(first + PIECE_READS, num_reads))
+
+
+def _frame_scores(
+    store: OrfStore, reads: slice, scores: NDArray[np.float32], has_failed: NDArray[np.bool_]
+) -> pd.DataFrame:
+    """Return read (from 0 within the piece), chunk and scores of each open frame of some reads.
+
+    Args:
+        store: The store of open frames.
+        reads: The range of reads.
+        scores: Scores of the distinct sequences, [n, 2] with others first.
+        has_failed: Which distinct sequences have no score, [n].
+    """
+    rows = slice(*np.searchsorted(store.row_read, (reads.start, reads.stop)))
+    unique = np.asarray(store.row_unique[rows])
+    frames = pd.DataFrame(scores[unique].astype(np.float64), columns=["others", "virus"])
+    frames["read"] = np.asarray(store.row_read[rows]) - reads.start
+    frames["chunk"] = np.asarray(store.row_chunk[rows])
+    frames["has_failed"] = has_failed[unique]
+    return frames
+
+
+def _own_bases(
+    lengths: NDArray[np.int64], num_chunks: NDArray[np.int64], model_length: int
+) -> NDArray[np.int64]:
+    """Return for each chunk how many bases the next one does not hold; they add up to the read."""
+    chunks = chunk(lengths, model_length)
+    is_followed = np.diff(chunks.read, append=-1) == 0  # by a chunk of the same read
+    ends = np.where(is_followed, np.roll(chunks.start, -1), chunks.end)
+    return ends - chunks.start
+
+
+def _chunk_votes(frames: pd.DataFrame) -> pd.DataFrame:
+    """Return the highest score of each class over the frames of a chunk."""
+    return frames.groupby(["read", "chunk"], as_index=False).max()
+
+
+def _contig_votes(chunks: pd.DataFrame, num_reads: int, threshold: float) -> pd.DataFrame:
+    """Return the vote of the chunks of each read, as in reads.tsv but weighed by bases.
+
+    The score comes from the mean margin of the chunks, weighed by the bases that the next chunk
+    does not hold. A chunk of which every row failed is not scored. A read with a failed row has no
+    vote.
+
+    Args:
+        chunks: Columns `read`, `others`, `virus`, `bases` and `has_failed` of each chunk.
+        num_reads: The number of reads, which are counted from 0.
+        threshold: The score from which a read is a virus.
+
+    Returns:
+        The columns of `contigs.tsv` that follow `chunks`, a row for each read.
+    """
+    votes = pd.DataFrame({"read": chunks.read, "has_failed": chunks.has_failed})
+    votes["scored_chunks"] = chunks.virus.notna().astype(np.int64)
+    votes["viral_chunks"] = (chunks.virus >= chunks.others).astype(np.int64)  # a tie is a virus
+    votes["scored_bases"] = chunks.bases * votes.scored_chunks
+    votes["viral_bases"] = votes.scored_bases * votes.viral_chunks
+    votes["margin"] = votes.scored_bases * (chunks.virus - chunks.others)
+    sums = votes.groupby("read").sum().reindex(range(num_reads), fill_value=0)
+    has_vote = (sums.scored_chunks > 0) & (sums.has_failed == 0)
+    score = 0.5 + sums.margin / sums.scored_bases / 2
+    sums["viral_score"] = score.astype(np.float32).where(has_vote)
+    label = np.where(sums.viral_score >= threshold, "virus", "others")
+    sums["label"] = np.where(has_vote, label, "")
+    return sums
+
+
+def _append_rows(table: Path, *columns: object) -> None:
     """Write columns at the end of a table as TAB-separated lines."""
-    lines = pd.DataFrame({str(place): np.asarray(column) for place, column in enumerate(columns)})
-    lines.to_csv(
+    rows = pd.DataFrame({str(place): np.asarray(column) for place, column in enumerate(columns)})
+    rows.to_csv(
         table, mode="a", sep="\t", header=False, index=False, quoting=3, lineterminator="\n"
     )

@@ -1,4 +1,4 @@
-"""Views of what the tools measure: sweeps of settings, overheads, and recordings of the profiler."""
+"""Views of what the tools measure: sweeps of settings, overheads, and recorded traces."""
 
 from collections.abc import Sequence
 from typing import Final
