@@ -66,8 +66,9 @@ def preflight(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices
                 process.WORKER, process.worker_specs(settings.models, found, engine)
             )
         )
-    from virnuc_core.encoders.checkpoint import check_models, fingerprint
-    from virnuc_core.encoders.model_config import verdict
+    from virnuc_core.encoders.checkpoint import check_models
+    from virnuc_core.encoders.digests import fingerprint
+    from virnuc_core.encoders.head_card import score_thresholds
     from virnuc_core.reads.sources import is_remote
 
     head, rows = check_models(settings.models, getattr(settings, "model_length", None)), 0
@@ -76,7 +77,7 @@ def preflight(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices
     ):  # the digest of new weights takes seconds
         threading.Thread(target=fingerprint, args=(settings.models,), daemon=True).start()
     if isinstance(settings, VerdictSpec):
-        verdict(head, settings)
+        score_thresholds(head, settings)
     if isinstance(settings, RunSettings) and not getattr(settings, "many", False):
         local = tuple(name for name in settings.named if not is_remote(name))
         if local:

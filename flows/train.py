@@ -14,7 +14,7 @@ from virnuc.tasks.staging import stage
 from virnuc.tasks.task import completed
 from virnuc.tasks.training import fit_head
 from virnuc_core.encoders.checkpoint import check_models
-from virnuc_core.encoders.models_directory import install_head
+from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.reads.stage import StageSpec
 from virnuc_core.rundir import RunDir
 from virnuc_core.training.evaluation import Examples

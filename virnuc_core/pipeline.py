@@ -17,8 +17,11 @@ import numpy as np
 
 from virnuc_core import runfiles
 from virnuc_core.config import INPUT_FIELDS, ClassifySpec, ReadsSpec, RunSpec
-from virnuc_core.encoders.checkpoint import fingerprint, shape_of
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
+from virnuc_core.encoders.checkpoint import shape_of
+from virnuc_core.encoders.digests import fingerprint
+from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
+from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.registry import ENCODERS
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
@@ -146,11 +149,16 @@ def nodes_of(spec: ClassifySpec, out: Path) -> "Cluster":
 
 
 def model_flops(models: Path) -> ModelFlops:
-    """FLOPs of a token in the linear layers, with no ceiling measured. Errors: `WeightsError`."""
-    esm2, dnabert_s = shape_of(models, Esm2Shape), shape_of(models, DnabertShape)
-    return ModelFlops(
-        esm2_per_token=2.0 * esm2.linear_weights, dnabert_s_per_token=2.0 * dnabert_s.linear_weights
-    )
+    """Return the operations that a token takes in each encoder's linear layers; no ceilings.
+
+    Raises:
+        WeightsError: The models directory cannot be used.
+    """
+    flops = {}
+    for encoder in ENCODERS:
+        shape = shape_of(models, encoder.shape_type)
+        flops[encoder.flops_field] = 2.0 * shape.linear_weights
+    return ModelFlops.model_validate(flops)
 
 
 def classify(
@@ -176,14 +184,14 @@ def classify(
             before.devices if before else tuple(one.device for one in pool.specs) if pool else None
         )
         head = shape_of(spec.models, HeadShape)
-        threshold, uncertain = verdict(head, spec)
+        threshold, uncertain = score_thresholds(head, spec)
         spec = spec.model_copy(update={"threshold": threshold})
         job = prepare(
             run, staging.store, spec, staging=staging, devices=devices if spec.cluster else None
         )
         digests = read_record(run).fingerprints
         said = (
-            *remarks(head, np.asarray(job.store.read_length), digests),
+            *training_mismatches(head, np.asarray(job.store.read_length), digests),
             *[MIXED] * spec.mixed_devices,
         )
         job = replace(

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from virnuc_core import runfiles
 from virnuc_core.config import BaselineName, ClassifySpec, Switch
-from virnuc_core.encoders.checkpoint import fingerprint
+from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.profiles import Profile, Review
 from virnuc_core.reads.stage import StageSummary

@@ -29,10 +29,11 @@ from virnuc.flows.preflight import nearest
 from virnuc_core import gpus
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.backends import triton_problem
-from virnuc_core.encoders.checkpoint import check_models, load_all
+from virnuc_core.encoders.checkpoint import check_models, load_models
 from virnuc_core.encoders.convert import init_random
-from virnuc_core.encoders.models_directory import Check, Verdict, embed
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.encoders.models import embed_sequences
+from virnuc_core.encoders.registry import ENCODERS
+from virnuc_core.encoders.verify import Check, Verdict
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
@@ -363,13 +364,13 @@ def together(found: Mapping[Device, Scores]) -> Iterator[Check]:
 
 def _reference(models: Path, orfs: OrfStore) -> Scores:
     """Scores in float32 in this process, by the plain attention, one sequence a batch: nothing packed, no worker."""
-    cpu, parts = torch.device("cpu"), []
-    esm2, dnabert_s, head = load_all(
-        models, cpu, EngineSpec(precision="fp32", attention="reference")
-    )
-    sides = (dnabert_s, DnabertTokenizer(models), orfs.dna), (esm2, Esm2Tokenizer(), orfs.protein)
-    for encoder, tokenizer, rows in sides:
-        parts.append(
-            torch.cat([embed(encoder, tokenizer, [row], cpu) for row in rows(0, orfs.n_uniques)])
-        )
-    return np.asarray(head.scores(torch.cat(parts, dim=1)))
+    cpu = torch.device("cpu")
+    loaded = load_models(models, cpu, EngineSpec(precision="fp32", attention="reference"))
+    parts = []  # [rows, width] of each encoder
+    for encoder in ENCODERS:
+        network, tokenizer = loaded.encoders[encoder.name], encoder.open_tokenizer(models)
+        rows = []
+        for sequence in encoder.sequences(orfs, 0, orfs.n_uniques):
+            rows.append(embed_sequences(network, tokenizer, [sequence], cpu))
+        parts.append(torch.cat(rows))
+    return np.asarray(loaded.head.scores(torch.cat(parts, dim=1)))

@@ -167,7 +167,8 @@ def quantize(out: Path, reads: str | Path, /, *, device: str = "cuda:0") -> None
         out: models directory
         reads: FASTA or FASTQ file or folder, like those to come
         device: where: cuda:0 or cpu"""
-    from virnuc_core.encoders.models_directory import quantise, torch_device
+    from virnuc_core.encoders.backends import torch_device
+    from virnuc_core.encoders.quantise import quantise
 
     path, rows = quantise(out, str(reads), torch_device(device))
     print(f"{path}: of {rows:,} frames of reads; --precision int8 can be used now")
@@ -180,8 +181,8 @@ def verify_models(out: Path, /, *, device: str = "cpu") -> None:
     Args:
         out: models directory
         device: where the anchors are computed: cpu or cuda:0"""
-    from virnuc_core.encoders.models_directory import torch_device
-    from virnuc_core.encoders.models_directory import verify as examine
+    from virnuc_core.encoders.backends import torch_device
+    from virnuc_core.encoders.verify import verify as examine
 
     for check in (checks := examine(out, torch_device(device))):
         print(f"{check.verdict:<8} {check.name}: {check.detail}")
@@ -192,7 +193,7 @@ def verify_models(out: Path, /, *, device: str = "cpu") -> None:
 @models.command
 def heads(*, models: ModelsDir) -> None:
     """The heads of a models directory: each that was ever installed, and what its card says."""
-    from virnuc_core.encoders.models_directory import kept_heads
+    from virnuc_core.encoders.kept_heads import kept_heads
 
     rows = []
     for head in kept_heads(models):
@@ -214,7 +215,7 @@ def heads(*, models: ModelsDir) -> None:
 @models.command(name="use-head")
 def use_head(number: str, /, *, models: ModelsDir) -> None:
     """Go back to a head that was installed before; the present one is kept."""
-    from virnuc_core.encoders.models_directory import use_head as put
+    from virnuc_core.encoders.kept_heads import use_head as put
 
     if not number.isdecimal():
         raise ConfigError(f"{number!r} is no number of a head; see virnuc models heads")

@@ -39,9 +39,9 @@ from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.layers import InputStatistics
 from virnuc_core.encoders.model_config import ESM2_SIZES, PRODUCTS, Esm2Shape
 from virnuc_core.encoders.models import TOKEN_DROPOUT_SCALE, Esm2
-from virnuc_core.encoders.models_directory import Seen
 from virnuc_core.encoders.positions import rotary_frequencies
 from virnuc_core.encoders.precision import Resolved
+from virnuc_core.encoders.quantise import CalibrationRecorder
 from virnuc_core.encoders.reference import segment_mean
 from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer, PackedBatch
 
@@ -136,7 +136,7 @@ def ours(task: Task, precision: Resolved, way: BackendName) -> Engine:
     found = None
     if precision == "int8":
         probe = build(precision="fp16" if way == "fused" else "fp32", attention="reference")
-        probe.dense = seen = Seen(probe)
+        probe.dense = seen = CalibrationRecorder(probe)
         probe.embed(packed(task, proteins((50, 300), task.slots // 2), fixed=True)[0][1])
         tables = seen.tensors()
         layers = range(task.shape.layers)

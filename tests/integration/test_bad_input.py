@@ -16,7 +16,7 @@ import torch
 
 from virnuc.flows import cli, preflight
 from virnuc.flows.settings.predict import PredictSettings
-from virnuc_core.encoders.models_directory import quantise
+from virnuc_core.encoders.quantise import quantise
 from virnuc_core.errors import InputError, StorageError, WeightsError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("prefect_backend")
 
 @pytest.mark.slow
 def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
-    from virnuc_core.encoders.checkpoint import part_digest
     from virnuc_core.encoders.convert import init_random
+    from virnuc_core.encoders.digests import part_digest
     from virnuc_core.tools.rescore import rescore
 
     folder, out = tmp_path / "models", tmp_path / "run"

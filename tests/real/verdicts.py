@@ -21,12 +21,12 @@ from scipy.stats import binomtest
 from torch import Tensor
 
 from virnuc_core.config import DEFAULT_THRESHOLD
-from virnuc_core.encoders.checkpoint import calibration, load_encoder, open_folder, open_part
+from virnuc_core.encoders.calibration import read_calibration
+from virnuc_core.encoders.checkpoint import load_encoder, open_folder, open_part
 from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.layers import Layer, as_calibration
 from virnuc_core.encoders.model_config import PRODUCTS, Esm2Shape, HeadShape
-from virnuc_core.encoders.models import DnabertS, Esm2
-from virnuc_core.encoders.models_directory import embed
+from virnuc_core.encoders.models import DnabertS, Esm2, embed_sequences
 from virnuc_core.encoders.precision import Resolved
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine import repeats
@@ -112,7 +112,7 @@ def embedded(
     order = np.argsort([len(text) for text in texts], kind="stable")
     out = torch.zeros(len(texts), encoder.width)
     for some in np.array_split(order, -(-len(order) // AT_ONCE)):
-        out[some] = embed(encoder, tokenizer, [texts[one] for one in some], CPU).float()
+        out[some] = embed_sequences(encoder, tokenizer, [texts[one] for one in some], CPU).float()
     return out
 
 
@@ -202,7 +202,9 @@ def main() -> None:
     shape, weights = open_part(given.models, Esm2Shape)
 
     def net(precision: Resolved) -> Esm2:
-        seen = as_calibration(calibration(given.models)[0]) if precision == "int8" else None
+        seen = (
+            as_calibration(read_calibration(given.models).layers) if precision == "int8" else None
+        )
         return Esm2(
             shape, weights, CPU, precision=precision, attention="reference", calibration=seen
         )

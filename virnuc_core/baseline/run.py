@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from virnuc_core.baseline import worker
 from virnuc_core.config import Devices, EngineSpec, OnShare
-from virnuc_core.encoders.checkpoint import fingerprint
+from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import slices
 from virnuc_core.engine.process import (

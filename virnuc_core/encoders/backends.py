@@ -36,7 +36,7 @@ from torch import Tensor
 
 from virnuc_core.config import Attention
 from virnuc_core.encoders.positions import RowLayout
-from virnuc_core.errors import ConfigError, IncapableError
+from virnuc_core.errors import ConfigError, DeviceError, IncapableError, join_first
 
 BackendName = Literal["fused", "reference"]
 Affine = tuple[Tensor, Tensor]  # weight and bias of a norm, [width] each
@@ -153,3 +153,17 @@ def triton_problem() -> str:
             "install gcc and python3-dev"
         )
     return ""
+
+
+def torch_device(name: str) -> torch.device:
+    """Return the device that torch calls by this name.
+
+    Raises:
+        DeviceError: It is not there, or cannot be used.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).cpu()
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"device {name} cannot be used: {join_first([error])}") from error
+    return device

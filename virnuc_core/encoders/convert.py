@@ -28,14 +28,7 @@ from torch import Tensor
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, refuse_unreadable
 from virnuc_core.encoders import model_config
-from virnuc_core.encoders.checkpoint import (
-    PARTS,
-    WEIGHTS,
-    match_tensors,
-    open_safetensors,
-    our_name,
-    tensor_files,
-)
+from virnuc_core.encoders.checkpoint import WEIGHTS, open_safetensors, tensor_files
 from virnuc_core.encoders.layers import Read
 from virnuc_core.encoders.model_config import (
     DnabertShape,
@@ -47,6 +40,8 @@ from virnuc_core.encoders.model_config import (
 )
 from virnuc_core.encoders.positions import rotary_frequencies
 from virnuc_core.encoders.precision import DTYPES
+from virnuc_core.encoders.registry import PARTS
+from virnuc_core.encoders.tensor_names import match_tensors, our_name
 from virnuc_core.encoders.tokenize import read_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.rundir import atomic_file

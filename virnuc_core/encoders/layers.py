@@ -37,7 +37,7 @@ Calibration = Sequence[Mapping[str, InputStatistics]]  # of each layer, by the n
 
 
 def as_calibration(layers: Sequence[Mapping[str, NDArray[np.float32]]]) -> Calibration:
-    """Convert the arrays that `checkpoint.calibration` read, [2, in] each, to tensors."""
+    """Convert the arrays that `calibration.read_calibration` read to tensors."""
     calibration = []
     for layer in layers:
         statistics = {}

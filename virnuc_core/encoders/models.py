@@ -13,7 +13,7 @@ from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.positions import RowLayout, alibi_slopes, rotary_tables
 from virnuc_core.encoders.precision import DTYPES, hadamard_rotation
 from virnuc_core.encoders.registry import DNABERT_S, ESM2, EncoderName
-from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch
+from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Tokenizer
 
 MAX_POOLED_RESIDUES: Final = 1024  # attention sees the residues behind these, the mean does not
 MASKED_SHARE: Final = 0.15 * 0.8  # of the residues, hidden in training; none is hidden here
@@ -195,3 +195,17 @@ class DnabertS(Encoder):
 NETWORKS: Final[dict[EncoderName, type[Encoder]]] = {
     network.INFO.name: network for network in (DnabertS, Esm2)
 }
+
+
+def embed_sequences(
+    encoder: Encoder, tokenizer: Tokenizer, sequences: list[bytes], device: torch.device
+) -> Tensor:
+    """Embed a few sequences in one batch.
+
+    Returns:
+        float32 [sequences, width].
+    """
+    tokens, offsets = tokenizer.encode(sequences)
+    longest = int(offsets.diff().max())
+    batch = PackedBatch(tokens, offsets.int(), len(sequences), longest, len(tokens))
+    return encoder.embed(batch.to(device))

@@ -13,86 +13,112 @@ import tokenizers
 from virnuc_core.config import read_small_text
 from virnuc_core.errors import WeightsError
 
-if (
-    TYPE_CHECKING
-):  # who looks at a tokenizer alone does without torch, which takes seconds to import
+if TYPE_CHECKING:  # torch takes seconds to import: to look at a tokenizer, nobody needs it
     import torch
     from torch import Tensor
 
-SPECIAL: Final = ("[CLS]", "[SEP]", "[PAD]")
+BEGIN, END, PAD = "[CLS]", "[SEP]", "[PAD]"
 ESM2_BEGIN, ESM2_PAD, ESM2_END, ESM2_UNKNOWN, ESM2_FIRST = range(5)
 ESM2_SYMBOLS: Final = b"LAGVSERTIDPKQNFYMHWCXBUZO.-"  # ids from ESM2_FIRST on
-_ESM2_IDS: Final = bytes(
-    ESM2_FIRST + at if (at := ESM2_SYMBOLS.find(byte)) >= 0 else ESM2_UNKNOWN for byte in range(256)
-)
+ESM2_VOCAB: Final = 33
+
+
+def _esm2_ids() -> bytes:
+    """Return the token id of each byte, for `bytes.translate`."""
+    ids = bytearray([ESM2_UNKNOWN] * 256)
+    for i, symbol in enumerate(ESM2_SYMBOLS):
+        ids[symbol] = ESM2_FIRST + i
+    return bytes(ids)
+
+
+_ESM2_IDS: Final = _esm2_ids()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Sequences end to end in a fixed number of token slots, without padding between them. Shapes are fixed by (slots,
-    row_capacity); `rows` counts the real ones."""
+    """Sequences end to end in a fixed number of token slots, without padding between them.
 
-    tokens: Tensor  # int64 [slots]; slots past cu_seqlens[rows] are dead and hold the pad token
+    Its shapes depend only on the number of slots and on the row capacity.
+    """
+
+    tokens: Tensor  # int64 [slots]; slots from cu_seqlens[rows] on are dead and hold the pad token
     cu_seqlens: (
-        Tensor  # int32 [row_capacity + 1]; starts at 0; entries past `rows` repeat the total
+        Tensor  # int32 [row_capacity + 1]: 0, then the end of each row; the last end repeats
     )
-    rows: int
-    max_seqlen: int  # an upper bound on the longest row, fixed for a shard so that kernels are not re-specialised
+    rows: int  # the real ones
+    max_seqlen: int  # bound on the longest row, the same for many batches: kernels depend on it
     real_tokens: int
 
     @property
     def slots(self) -> int:
+        """Token slots of the batch."""
         return int(self.tokens.shape[0])
 
     def to(self, device: torch.device) -> Self:
-        """The same batch on `device`; asynchronous when the source is page-locked."""
-        tokens, bounds = (
-            one.to(device, non_blocking=True) for one in (self.tokens, self.cu_seqlens)
-        )
-        return replace(self, tokens=tokens, cu_seqlens=bounds)
+        """Return the same batch on a device; copied asynchronously if it is in page-locked memory."""
+        tokens = self.tokens.to(device, non_blocking=True)
+        cu_seqlens = self.cu_seqlens.to(device, non_blocking=True)
+        return replace(self, tokens=tokens, cu_seqlens=cu_seqlens)
 
     def pin(self) -> Self:
-        """The same batch in page-locked host memory."""
-        return replace(
-            self, tokens=self.tokens.pin_memory(), cu_seqlens=self.cu_seqlens.pin_memory()
-        )
+        """Return the same batch in page-locked host memory."""
+        tokens, cu_seqlens = self.tokens.pin_memory(), self.cu_seqlens.pin_memory()
+        return replace(self, tokens=tokens, cu_seqlens=cu_seqlens)
 
 
 class Esm2Tokenizer:
-    """One token a residue, between a start and an end token; a byte that is no residue becomes the unknown token."""
+    """One token for each residue, between a start and an end token.
+
+    A byte that is no residue becomes the unknown token.
+    """
 
     pad_id: Final = ESM2_PAD
+    vocab: Final = ESM2_VOCAB
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
-        """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
+        """Tokenise proteins.
+
+        Returns:
+            All tokens end to end, int64 [total], and where each row begins, int64 [n + 1].
+        """
         import torch
 
-        offsets = np.cumsum([0, *(len(sequence) + 2 for sequence in sequences)], dtype=np.int64)
         begin, end = bytes([ESM2_BEGIN]), bytes([ESM2_END])
-        ids = b"".join([begin + sequence.translate(_ESM2_IDS) + end for sequence in sequences])
-        return torch.from_numpy(np.frombuffer(ids, np.uint8).astype(np.int64)), torch.from_numpy(
-            offsets
-        )
+        rows = [begin + sequence.translate(_ESM2_IDS) + end for sequence in sequences]
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        tokens = np.frombuffer(b"".join(rows), np.uint8).astype(np.int64)
+        return torch.from_numpy(tokens), torch.from_numpy(offsets)
 
 
 class DnabertTokenizer:
-    """Byte pairs as `dnabert_s/tokenizer.json` of a models directory says, between [CLS] and [SEP]. It normalises
-    nothing: a lower-case base, an N or another ambiguity letter each becomes [UNK]."""
+    """Byte pairs, as `tokenizer.json` of a models directory says, between [CLS] and [SEP].
+
+    Nothing is normalised: a lower-case base, an N or another ambiguity letter becomes [UNK].
+    """
 
     def __init__(self, models: Path) -> None:
+        """Read the tokenizer of a models directory.
+
+        Raises:
+            WeightsError: Its file is missing or not a tokenizer of DNA.
+        """
         self._bpe = read_tokenizer(models / "dnabert_s" / "tokenizer.json")
         vocabulary = self._bpe.get_vocab()  # added tokens included; ids may have gaps
-        self.pad_id: Final[int] = vocabulary["[PAD]"]
+        self.pad_id: Final[int] = vocabulary[PAD]
         self.vocab: Final[int] = 1 + max(vocabulary.values())
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
-        """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
+        """Tokenise DNA.
+
+        Returns:
+            All tokens end to end, int64 [total], and where each row begins, int64 [n + 1].
+        """
         import torch
 
-        texts = [
-            sequence.decode("latin-1") for sequence in sequences
-        ]  # any byte is some letter; odd ones are [UNK]
-        rows = [row.ids for row in self._bpe.encode_batch_fast(texts, add_special_tokens=True)]
+        # Any byte is some letter in Latin 1; letters that are no base become [UNK].
+        texts = [sequence.decode("latin-1") for sequence in sequences]
+        encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=True)
+        rows = [encoding.ids for encoding in encodings]
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(offsets[-1]))
         return torch.from_numpy(tokens), torch.from_numpy(offsets)
@@ -102,30 +128,41 @@ Tokenizer = Esm2Tokenizer | DnabertTokenizer
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """A `tokenizer.json` with [CLS], [SEP] and [PAD]; its own padding and truncation, if any, are switched off."""
+    """Read a `tokenizer.json`. Its own padding and truncation are switched off.
+
+    Raises:
+        WeightsError: The file is missing, no tokenizer, or not one of DNA between [CLS] and [SEP].
+    """
     if not path.is_file():
         raise WeightsError(
             f"{path}: no such file; a models directory needs the tokenizer of its DNABERT-S"
         )
     try:
-        bpe = tokenizers.Tokenizer.from_str(read_small_text(path))
+        tokenizer = tokenizers.Tokenizer.from_str(read_small_text(path))
     except Exception as error:  # the library raises plain Exception
         raise WeightsError(f"{path}: not a tokenizer file: {error}") from error
-    begin, end, _ = special = [bpe.token_to_id(name) for name in SPECIAL]
-    if None in special:
-        raise WeightsError(f"{path}: has no {SPECIAL[special.index(None)]} token")
-    bpe.no_padding()
-    bpe.no_truncation()
-    if dropout := getattr(bpe.model, "dropout", None):
+    for token in (BEGIN, END, PAD):
+        if tokenizer.token_to_id(token) is None:
+            raise WeightsError(f"{path}: has no {token} token")
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    dropout = getattr(tokenizer.model, "dropout", None)
+    if dropout:
         raise WeightsError(
             f"{path}: with a dropout of {dropout:g} the same read gives other tokens each time"
         )
-    for text in ("", "ACGTN" * 8):  # what is packed into a batch is counted by letters
-        ids = bpe.encode(text).ids
-        if len(ids) > len(text) + 2:
-            raise WeightsError(
-                f"{path}: makes {len(ids)} tokens of {len(text)} letters; not a tokenizer of DNA"
-            )
-        if [*ids[:1], *ids[1:][-1:]] != [begin, end]:
-            raise WeightsError(f"{path}: does not put a sequence between [CLS] and [SEP]")
-    return bpe
+    _check_encoding(path, tokenizer, "")
+    _check_encoding(path, tokenizer, "ACGTN" * 8)
+    return tokenizer
+
+
+def _check_encoding(path: Path, tokenizer: tokenizers.Tokenizer, text: str) -> None:
+    """Raise `WeightsError` if a text becomes too many tokens, or lies not between [CLS] and [SEP]."""
+    ids = tokenizer.encode(text).ids
+    if len(ids) > len(text) + 2:  # the room in batches is counted by letters
+        raise WeightsError(
+            f"{path}: makes {len(ids)} tokens of {len(text)} letters; not a tokenizer of DNA"
+        )
+    ends = [tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)]
+    if len(ids) < 2 or [ids[0], ids[-1]] != ends:
+        raise WeightsError(f"{path}: does not put a sequence between [CLS] and [SEP]")

@@ -157,7 +157,7 @@ class Node:
         Raises:
             WeightsError: The copy is not what it should be.
         """
-        from virnuc_core.encoders.checkpoint import fingerprint
+        from virnuc_core.encoders.digests import fingerprint
 
         source = self.folder / models
         copy = self._place_of_copy(self.folder / local, digests)

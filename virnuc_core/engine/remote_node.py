@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.config import Precision
-from virnuc_core.encoders.checkpoint import fingerprint
+from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.registry import PARTS
 from virnuc_core.engine.node import (
     REPORT_S,

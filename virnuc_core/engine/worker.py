@@ -24,13 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import (
-    check_finite,
-    fingerprint,
-    load_models,
-    open_part,
-    shape_of,
-)
+from virnuc_core.encoders.checkpoint import check_finite, load_models, open_part, shape_of
+from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.registry import (

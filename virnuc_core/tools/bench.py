@@ -21,9 +21,11 @@ from torch import Tensor
 
 from virnuc_core.baseline.run import expect
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, OnShare, Switch
-from virnuc_core.encoders.checkpoint import fingerprint, load_all
+from virnuc_core.encoders.checkpoint import load_models
+from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.layers import Layer
 from virnuc_core.encoders.precision import quantise_rows
+from virnuc_core.encoders.registry import ENCODERS, encoder_named
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
 from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs
@@ -52,7 +54,6 @@ SHARDS_A_DEVICE: Final = (
 EXACT_TOKENS: Final = 4_096  # of a batch in fp32, whose activations are large; of a shard at least
 STRETCHES: Final = 64  # of neighbouring sequences, so that no part of the reads speaks for all
 AHEAD: Final = 4  # passes launched before the oldest is waited for
-SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
 NEVER_S: Final = 86_400.0  # between samples: none is taken
 
 
@@ -267,27 +268,32 @@ def measure_ceilings(
                     worker.device,
                 )
             for encoder, rate in event.record.items():
-                found[f"{encoder}_ceiling_tokens_s"][worker.device] = rate
+                found[encoder_named(encoder).ceiling_field][worker.device] = rate
     return model_flops(models).model_copy(update=found)
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:
-    """Tell the parent the tokens/s of each encoder's linear layers on this process's GPU, and stay until it ends this.
-    Both encoders are run once before, for the kernels of the first run that follows to be compiled, too."""
-    device, engine, found = torch.device("cuda:0"), spec.engine, {}
+    """Measure the rate of each encoder's linear layers on this process's GPU and tell the parent.
+
+    Every encoder is run once before, so that the kernels of the first run that follows are compiled,
+    too. The process stays until the parent ends it.
+    """
+    device, engine = torch.device("cuda:0"), spec.engine
+    rates: dict[str, float] = {}  # tokens/s by encoder
     try:
-        esm2, dnabert_s, head = load_all(Path(spec.models), device, engine)
-        budgets = {"esm2": engine.token_budget, "dnabert_s": engine.dna_token_budget}
-        for encoder, name in ((dnabert_s, "dnabert_s"), (esm2, "esm2")):
-            warm_up(encoder, budgets[name], device, head.shape.model_length // 3 + 2)
-        for name, layers in (("esm2", esm2.layers), ("dnabert_s", dnabert_s.layers)):
-            passes, elapsed_s = sustained_passes(
-                linear_pass(layers, budgets[name], device), SECONDS[name]
-            )
-            found[name] = budgets[name] * passes / elapsed_s
+        loaded = load_models(Path(spec.models), device, engine)
+        longest_row = loaded.head.shape.model_length // 3 + 2
+        for encoder in ENCODERS:
+            network, budget = loaded.encoders[encoder.name], encoder.token_budget(engine)
+            warm_up(network, budget, device, longest_row)
+        for encoder in reversed(ENCODERS):
+            layers, budget = loaded.encoders[encoder.name].layers, encoder.token_budget(engine)
+            step = linear_pass(layers, budget, device)
+            passes, elapsed_s = sustained_passes(step, encoder.ceiling_s)
+            rates[encoder.name] = budget * passes / elapsed_s
     except torch.OutOfMemoryError:
-        found = {}  # the runs will halve the budgets
-    parent.send(Ready(record=found))
+        rates = {}  # the runs will halve the budgets
+    parent.send(Ready(record=rates))
     parent.receive()
 
 

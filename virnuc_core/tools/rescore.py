@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from virnuc_core.config import Share, VerdictSpec
-from virnuc_core.encoders.checkpoint import open_folder, part_digest
+from virnuc_core.encoders.checkpoint import open_folder
 from virnuc_core.encoders.classifier import Head
-from virnuc_core.encoders.model_config import HeadShape, remarks, verdict
+from virnuc_core.encoders.digests import part_digest
+from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
 from virnuc_core.results import ResultSummary, write_results
@@ -72,8 +74,10 @@ def rescore(
             its = f"{shape.dna_width} (DNA) + {shape.protein_width} (protein)"
             problem = f"is for embeddings of {its}, the run has {dna} + {protein}; it belongs to other encoders"
             raise ConfigError(f"the head in {folder} {problem}")
-        threshold, uncertain = verdict(shape, asked)
-        for remark in remarks(shape, np.asarray(store.read_length), record.fingerprints):
+        threshold, uncertain = score_thresholds(shape, asked)
+        for remark in training_mismatches(
+            shape, np.asarray(store.read_length), record.fingerprints
+        ):
             log.warning("%s", remark)
         head, digest = Head(shape, read, torch.device("cpu")), part_digest(folder)
         for shard in range(len(plan)):

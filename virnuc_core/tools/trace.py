@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from virnuc_core.config import EngineSpec, TraceSpec
+from virnuc_core.encoders.registry import ENCODER_NAMES, HEAD
 from virnuc_core.engine.loader import Batch, Item, Take
 from virnuc_core.engine.process import Parent, WorkerSpec
 from virnuc_core.engine.shards import ShardTask
@@ -26,7 +27,7 @@ from virnuc_core.tools.bench import Bench, measure
 TABLE: Final = "{}.operations.json"  # of a device
 WAIT: Final = "dataloader_fetch"
 SHAPES_WIDTH: Final = 200
-MARKS: Final = (WAIT, "dnabert_s", "esm2", "head")  # the launch loop's own ranges, in its order
+MARKS: Final = (WAIT, *ENCODER_NAMES, HEAD)  # the launch loop's own ranges, in its order
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ never met it, and of the final head's own test. Beside them stand two baselines,
 is seen. `train.json` keeps everything."""
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
@@ -26,16 +25,18 @@ from torch import Tensor, nn
 
 import virnuc_core
 from virnuc_core.config import TrainSpec
-from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, fingerprint, part_digest, shape_of
+from virnuc_core.encoders.checkpoint import WEIGHTS, shape_of
+from virnuc_core.encoders.classifier import Classifier, probabilities
 from virnuc_core.encoders.convert import random_tensor, write_part, write_tensors
+from virnuc_core.encoders.digests import fingerprint, part_digest
 from virnuc_core.encoders.model_config import (
-    KINDS,
     RANDOM_ORIGIN,
     HeadCard,
     HeadShape,
     read_shape,
     write_shape,
 )
+from virnuc_core.encoders.registry import ENCODER_PARTS, PART_SHAPES
 from virnuc_core.engine import shards
 from virnuc_core.errors import VirnucError
 from virnuc_core.reads.simulate import LABELS
@@ -149,12 +150,12 @@ def stand_in(models: Path, out: Path, shape: HeadShape) -> Path:
     """A models directory in `out` with the encoders of `models` and a random head: embeddings depend on no head. So
     training needs none, and no result can be mistaken for one of an earlier head."""
     folder = out / ENCODERS
-    discard(folder, *PARTS[:2], "head/config.json", f"head/{WEIGHTS}")
+    discard(folder, *ENCODER_PARTS, "head/config.json", f"head/{WEIGHTS}")
     shape = shape.model_copy(update={"hidden": 1, "card": None})
     write_part(
         folder, shape, partial(random_tensor, shape), f"{RANDOM_ORIGIN}, for training", "fp32"
     )
-    for part in PARTS[:2]:
+    for part in ENCODER_PARTS:
         (folder / part).symlink_to((models / part).resolve())
     return folder
 
@@ -244,7 +245,7 @@ def train_head(
         settings=spec.model_dump(mode="json", include=set(TrainSpec.model_fields)),
         model_length=store.model_length,
         encoders="; ".join(
-            f"{part}: {shape_of(encoders, KINDS[part]).origin}" for part in PARTS[:2]
+            f"{part}: {shape_of(encoders, PART_SHAPES[part]).origin}" for part in ENCODER_PARTS
         ),
         digests=digests | {HEAD: part_digest(run.root / HEAD)},
         realised={
@@ -374,7 +375,7 @@ def learn(
 
     def by_head(of: Inputs) -> Floats:
         with torch.inference_mode():
-            return torch.softmax(network(of.vectors), dim=-1)[:, 1].double().numpy()
+            return probabilities(network(of.vectors))[:, 1].double().numpy()
 
     scorers: dict[str, Scorer] = {HEAD: by_head}
     few = own.part(np.arange(min(len(own.rows), 2 * BASELINE_ROWS)))
@@ -393,15 +394,10 @@ def _fit(
     """The head that was best when the validation loss had stayed up for `patience` epochs, to be used and not to learn,
     and what its training tells. It learns from columns of equal spread, as steps of one size want them, and its first
     layer then takes them as they are; one that hardly varies stays small."""
-    hidden, output = nn.Linear(shape.width, shape.hidden), nn.Linear(shape.hidden, len(LABELS))
-    for layer in (hidden, output):
+    network = Classifier(shape)
+    for layer in (network.hidden_layer, network.output_layer):
         nn.init.xavier_uniform_(layer.weight)
         nn.init.zeros_(layer.bias)
-    bn1, relu, dropout = nn.BatchNorm1d(shape.hidden, shape.norm_eps), nn.ReLU(), nn.Dropout(0.5)
-    parts = OrderedDict(
-        hidden_layer=hidden, bn1=bn1, relu=relu, dropout=dropout, output_layer=output
-    )
-    network = nn.Sequential(parts)  # the names of its tensors are those of the head file
     middle, spread = learnt.vectors.mean(0), learnt.vectors.std(0, correction=0).clamp_min(1e-3)
     own, asked = ((of.vectors - middle) / spread for of in (learnt, held))
     labels, answers = (torch.tensor(of.rows["label"].to_numpy(np.int64)) for of in (learnt, held))

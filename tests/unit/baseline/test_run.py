@@ -23,8 +23,9 @@ from virnuc_core.baseline import run as baseline_run
 from virnuc_core.baseline.run import fetch, run_baseline
 from virnuc_core.baseline.worker import embed_rows, load
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import fingerprint, open_part
+from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.classifier import Head
+from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import ConfigError, InputError, WeightsError, WorkerError

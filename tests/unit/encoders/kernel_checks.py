@@ -22,7 +22,6 @@ from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.layers import Calibration, Dense, InputStatistics, dense
 from virnuc_core.encoders.model_config import PRODUCTS, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
-from virnuc_core.encoders.models_directory import Seen
 from virnuc_core.encoders.positions import (
     RowLayout,
     alibi_slopes,
@@ -30,6 +29,7 @@ from virnuc_core.encoders.positions import (
     rotary_tables,
 )
 from virnuc_core.encoders.precision import Resolved, hadamard_rotation, quantise_rows, rotated
+from virnuc_core.encoders.quantise import CalibrationRecorder
 from virnuc_core.encoders.reference import reference_attention, segment_mean
 from virnuc_core.encoders.tokenize import PackedBatch
 
@@ -185,7 +185,7 @@ def check_span_means(device: torch.device, dtype: torch.dtype) -> None:
 
 def seen(esm2: Esm2, batch: PackedBatch) -> Calibration:
     """What the products of an ESM-2 by plain torch take of a batch."""
-    esm2.dense = found = Seen(esm2)
+    esm2.dense = found = CalibrationRecorder(esm2)
     esm2.embed(batch)
     tensors = {name: InputStatistics(*both) for name, both in found.tensors().items()}
     return [

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import load_encoder, match_tensors
+from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.models import DnabertS
 from virnuc_core.encoders.positions import alibi_slopes
+from virnuc_core.encoders.tensor_names import match_tensors
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 
 from .encoder_batches import dnas, packed

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from virnuc_core.encoders.checkpoint import load_encoder, match_tensors
+from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.encoders.precision import Resolved
+from virnuc_core.encoders.tensor_names import match_tensors
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 
 from .encoder_batches import packed, proteins

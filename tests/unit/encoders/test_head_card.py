@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from virnuc_core.config import VerdictSpec
-from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, remarks, verdict
+from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
+from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape
 from virnuc_core.errors import ConfigError
 
 CARD = HeadCard(
@@ -37,7 +38,7 @@ HEAD = BARE.model_copy(update={"card": CARD})
 def test_the_card_gives_what_is_asked_and_nothing_else(
     asked: dict[str, float], expected: tuple[object, ...]
 ) -> None:
-    assert verdict(HEAD, VerdictSpec(**asked)) == expected
+    assert score_thresholds(HEAD, VerdictSpec(**asked)) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_what_the_card_does_not_tell_is_one_line(
     head: HeadShape, asked: dict[str, float], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        verdict(head, VerdictSpec(**asked))
+        score_thresholds(head, VerdictSpec(**asked))
 
 
 def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
@@ -61,9 +62,9 @@ def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
         update={"card": CARD.model_copy(update={"thresholds": {}, "uncertain": None})}
     )
     with pytest.raises(ConfigError, match="it has those for none"):
-        verdict(empty, VerdictSpec(fdr=0.01))
+        score_thresholds(empty, VerdictSpec(fdr=0.01))
     with pytest.raises(ConfigError, match="names no uncertain scores"):
-        verdict(empty, VerdictSpec(abstain=True))
+        score_thresholds(empty, VerdictSpec(abstain=True))
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,10 @@ def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
 def test_reads_far_from_those_of_training_are_remarked_in_one_line(
     lengths: list[int], far: bool
 ) -> None:
-    said = remarks(HEAD, np.array(lengths, np.int64), {})
+    said = training_mismatches(HEAD, np.array(lengths, np.int64), {})
     assert (len(said) == 1) == far
     assert all("60 to 300 bases" in line and "\n" not in line for line in said)
-    assert remarks(BARE, np.array(lengths, np.int64), {}) == ()
+    assert training_mismatches(BARE, np.array(lengths, np.int64), {}) == ()
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,6 @@ def test_encoders_that_are_not_those_of_training_are_remarked(
     here: dict[str, str], others: str | None
 ) -> None:
     card = CARD.model_copy(update={"encoders": {"esm2": "e", "dnabert_s": "d"}})
-    said = remarks(BARE.model_copy(update={"card": card}), np.array([150]), here)
+    said = training_mismatches(BARE.model_copy(update={"card": card}), np.array([150]), here)
     assert len(said) == (others is not None)
     assert all(others in line for line in said if others)

@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from virnuc.flows.cli import main
-from virnuc_core.encoders.checkpoint import calibration, fingerprint, load_encoder, open_part
+from virnuc_core.encoders.backends import torch_device
+from virnuc_core.encoders.calibration import read_calibration
+from virnuc_core.encoders.checkpoint import load_encoder, open_part
+from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.layers import (
     Dense,
     InputStatistics,
@@ -21,9 +24,9 @@ from virnuc_core.encoders.layers import (
     quantise_layer,
 )
 from virnuc_core.encoders.model_config import PRODUCTS, Esm2Shape
-from virnuc_core.encoders.models import DnabertS, Esm2
-from virnuc_core.encoders.models_directory import embed, quantise, torch_device
+from virnuc_core.encoders.models import DnabertS, Esm2, embed_sequences
 from virnuc_core.encoders.precision import quantise_rows, resolve_precision
+from virnuc_core.encoders.quantise import quantise
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.errors import DeviceError, IncapableError, WeightsError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
@@ -93,10 +96,15 @@ def calibrated(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_int8_by_plain_torch_is_close_to_float32(calibrated: Path) -> None:
     shape, read = open_part(calibrated, Esm2Shape)
-    way: Any = {"attention": "reference", "calibration": as_calibration(calibration(calibrated)[0])}
+    way: Any = {
+        "attention": "reference",
+        "calibration": as_calibration(read_calibration(calibrated).layers),
+    }
     rows = proteins([49, 50, 48, 20, 33], seed=1)
     exact, rounded = (
-        embed(Esm2(shape, read, CPU, precision=precision, **way), Esm2Tokenizer(), rows, CPU)
+        embed_sequences(
+            Esm2(shape, read, CPU, precision=precision, **way), Esm2Tokenizer(), rows, CPU
+        )
         for precision in ("fp32", "int8")
     )
     alike = torch.nn.functional.cosine_similarity(exact, rounded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,12 @@ from Bio.Seq import Seq
 from safetensors.torch import load_file, save_file
 
 from virnuc_core.encoders import convert as converting
-from virnuc_core.encoders import model_config
-from virnuc_core.encoders.checkpoint import fingerprint
+from virnuc_core.encoders import verify as verifying
 from virnuc_core.encoders.convert import fetch
-from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
-from virnuc_core.encoders.models_directory import ANCHORS, judge, verify
+from virnuc_core.encoders.digests import fingerprint
+from virnuc_core.encoders.registry import ENCODERS, EncoderName
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
+from virnuc_core.encoders.verify import REFERENCE_ROWS, check_reference_row, verify
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")
@@ -70,35 +71,42 @@ def test_anchors_run_where_the_sizes_fit_and_fail_for_other_numbers(
     for part in ("esm2", "dnabert_s", "head"):
         path = copied / part / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"origin": "elsewhere"}))
-    monkeypatch.setattr(model_config, "ESM2_SIZES", {"t36_3B": ESM2_SIZES["tiny"]})
-    monkeypatch.setattr(model_config, "DNABERT_SIZES", {"base": DNABERT_SIZES["tiny"]})
+    tiny_encoders = tuple(replace(encoder, reference_size="tiny") for encoder in ENCODERS)
+    monkeypatch.setattr(verifying, "ENCODERS", tiny_encoders)
     found = [check for check in verify(copied, CPU) if check.name.startswith("anchor")]
-    assert [check.name for check in found] == [f"anchor {anchor.name}" for anchor in ANCHORS]
+    assert [check.name for check in found] == [f"anchor {row.name}" for row in REFERENCE_ROWS]
     assert {check.verdict for check in found} == {"fail"}
 
 
-def test_an_anchor_passes_for_its_own_numbers_only() -> None:
-    anchor = ANCHORS[0]
+def test_a_reference_row_passes_for_its_own_numbers_only() -> None:
+    row = REFERENCE_ROWS[0]
 
-    def embedding(norm: float, first: float) -> torch.Tensor:
+    def embedding(name: EncoderName) -> torch.Tensor:
+        """A vector with the norm and the first entry that are expected."""
+        norm, first = row.embeddings[name].norm, row.embeddings[name].first
         return torch.tensor([first, (norm**2 - first**2) ** 0.5])
 
-    dna, protein = (
-        embedding(anchor.dna_norm, anchor.dna_first),
-        embedding(anchor.protein_norm, anchor.protein_first),
-    )
-    scores = torch.tensor([1 - anchor.virus, anchor.virus])
-    assert judge(anchor, dna, protein, scores).verdict == "ok"
-    assert judge(anchor, dna * 1.001, protein, scores).verdict == "fail"
-    assert judge(anchor, dna, protein.flip(0), scores).verdict == "fail"
-    assert judge(anchor, dna, protein, scores.flip(0)).verdict == "fail"
+    dna, protein = embedding("dnabert_s"), embedding("esm2")
+    scores = torch.tensor([1 - row.virus, row.virus])
+
+    def verdict(dna: torch.Tensor, protein: torch.Tensor, scores: torch.Tensor) -> str:
+        embeddings: dict[EncoderName, torch.Tensor] = {"dnabert_s": dna, "esm2": protein}
+        return check_reference_row(row, embeddings, scores).verdict
+
+    assert verdict(dna, protein, scores) == "ok"
+    assert verdict(dna * 1.001, protein, scores) == "fail"
+    assert verdict(dna, protein.flip(0), scores) == "fail"
+    assert verdict(dna, protein, scores.flip(0)) == "fail"
 
 
-def test_anchors_are_frames_without_a_stop() -> None:
-    assert ANCHORS[0].protein == "LFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFFNRFFQFCNTFTFASH"
-    for anchor in ANCHORS:
-        assert anchor.protein == str(Seq(anchor.dna[: len(anchor.dna) // 3 * 3]).translate())  # type: ignore[no-untyped-call]
-        tokens, _ = Esm2Tokenizer().encode([anchor.protein.encode()])
+def test_reference_rows_are_frames_without_a_stop() -> None:
+    proteins = [row.embeddings["esm2"].sequence for row in REFERENCE_ROWS]
+    assert proteins[0] == "LFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFFNRFFQFCNTFTFASH"
+    for row, protein in zip(REFERENCE_ROWS, proteins, strict=True):
+        dna = row.embeddings["dnabert_s"].sequence
+        whole_codons = dna[: len(dna) // 3 * 3]
+        assert protein == str(Seq(whole_codons).translate())  # type: ignore[no-untyped-call]
+        tokens, _ = Esm2Tokenizer().encode([protein.encode()])
         assert (tokens[1:-1] >= 4).all()
 
 

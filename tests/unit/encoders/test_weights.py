@@ -18,20 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from virnuc_core.encoders import checkpoint
-from virnuc_core.encoders.checkpoint import (
-    check_models,
-    digest_of,
-    fingerprint,
-    load_encoder,
-    match_tensors,
-    open_part,
-    shape_of,
-)
+from virnuc_core.encoders import checkpoint, digests
+from virnuc_core.encoders.checkpoint import check_models, load_encoder, open_part, shape_of
 from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.convert import init_random, random_tensor, write_part, write_tensors
+from virnuc_core.encoders.digests import digest_of, fingerprint
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
 from virnuc_core.encoders.models import DnabertS, Esm2
+from virnuc_core.encoders.tensor_names import match_tensors
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.errors import WeightsError
 
@@ -310,7 +304,7 @@ def test_the_digest_of_a_large_file_is_remembered_until_the_file_changes(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(checkpoint, "LARGE_BYTES", 1)
+    monkeypatch.setattr(digests, "LARGE_BYTES", 1)
     hashed: list[str] = []
 
     def counted(path: Path) -> str:
@@ -318,11 +312,11 @@ def test_the_digest_of_a_large_file_is_remembered_until_the_file_changes(
         return digest_of(path)
 
     def asked(*, anew: bool = False) -> tuple[dict[str, str], int]:
-        checkpoint._digest.cache_clear()  # as in another process
+        digests._cached_digest.cache_clear()  # as in another process
         hashed.clear()
         return fingerprint(copied, anew=anew), len(hashed)
 
-    monkeypatch.setattr(checkpoint, "digest_of", counted)
+    monkeypatch.setattr(digests, "digest_of", counted)
     before, files = asked()
     assert files == 7
     assert asked() == (before, 0)
@@ -343,7 +337,7 @@ def test_a_part_is_looked_at_once_while_its_files_stay_the_same(
 ) -> None:
     found = shape_of(copied, HeadShape)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_open", None)
+        patched.setattr(checkpoint, "_open_tensors", None)
         assert shape_of(copied, HeadShape) == found
     weights = copied / "head" / "model.safetensors"
     tensors = load_file(weights)
@@ -356,7 +350,7 @@ def test_a_part_is_looked_at_once_while_its_files_stay_the_same(
 def test_every_stretch_of_a_file_is_in_its_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "STRETCH_BYTES", 8)
+    monkeypatch.setattr(digests, "STRETCH_BYTES", 8)
     path, content, found = tmp_path / "file", bytes(range(30)), set[str]()
     orders = (content, content[8:16] + content[:8] + content[16:])
     for one in (
@@ -378,7 +372,7 @@ def test_every_stretch_of_a_file_is_in_its_digest(
 
 def test_digests_need_no_home(copied: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/proc/nowhere")
-    monkeypatch.setattr(checkpoint, "LARGE_BYTES", 1)
+    monkeypatch.setattr(digests, "LARGE_BYTES", 1)
     assert fingerprint(copied) == fingerprint(models)
 
 
@@ -406,7 +400,8 @@ def test_a_command_checks_weights_and_loads_its_flow_without_torch(models: Path)
 import sys
 from pathlib import Path
 import virnuc.flows.predict
-from virnuc_core.encoders.checkpoint import check_models, fingerprint
+from virnuc_core.encoders.checkpoint import check_models
+from virnuc_core.encoders.digests import fingerprint
 fingerprint(models := Path(sys.argv[1])), check_models(models)
 assert "torch" not in sys.modules, "the workers alone need it; importing it takes seconds"
 """

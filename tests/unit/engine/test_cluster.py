@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from virnuc_core.config import ClassifySpec, ClusterSpec, Devices, EngineSpec, Precision
-from virnuc_core.encoders.checkpoint import fingerprint
-from virnuc_core.encoders.models_directory import quantise
+from virnuc_core.encoders.digests import fingerprint
+from virnuc_core.encoders.quantise import quantise
 from virnuc_core.engine import shards
 from virnuc_core.engine.node import Node
 from virnuc_core.engine.pool import Pool

@@ -24,7 +24,7 @@ from virnuc_core.encoders.checkpoint import load_encoder, open_part, shape_of
 from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
 from virnuc_core.encoders.models import Esm2
-from virnuc_core.encoders.models_directory import quantise
+from virnuc_core.encoders.quantise import quantise
 from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer, PackedBatch
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve

@@ -122,9 +122,9 @@ def test_encoders_warm_up_at_once_or_if_they_do_not_fit_one_after_the_other(
     monkeypatch.setattr(classifier, "Head", lambda *_: None)
     given: Any = (Path(), torch.device("cpu"), EngineSpec(), Heavy.warm)
     if fits:
-        checkpoint.load_all(*given)
+        checkpoint.load_models(*given)
         assert Heavy.most == 2 * needs, "they were never there at once"
         assert Heavy.warmed == 2
     else:
         with pytest.raises(torch.OutOfMemoryError):
-            checkpoint.load_all(*given)
+            checkpoint.load_models(*given)

@@ -17,7 +17,7 @@ from virnuc.flows.cli import main
 from virnuc.flows.cli.app import app
 from virnuc.flows.cli.plain_commands import show
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
-from virnuc_core.encoders.checkpoint import fingerprint
+from virnuc_core.encoders.digests import fingerprint
 
 
 @pytest.mark.parametrize(

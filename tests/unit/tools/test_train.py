@@ -16,9 +16,10 @@ from threadpoolctl import threadpool_limits
 from torch import nn
 
 from virnuc_core.config import TrainSpec
-from virnuc_core.encoders.checkpoint import check_models, fingerprint, open_part
+from virnuc_core.encoders.checkpoint import check_models, open_part
 from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.convert import init_random
+from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.model_config import (
     DNABERT_SIZES,
     ESM2_SIZES,

@@ -1,0 +1,153 @@
+"""Checks of a models directory: is it complete and sound, and does it give VirNucPro's numbers?"""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.encoders.checkpoint import check_finite, load_models, open_part, shape_of
+from virnuc_core.encoders.digests import fingerprint
+from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
+from virnuc_core.encoders.models import embed_sequences
+from virnuc_core.encoders.registry import ENCODERS, PART_SHAPES, EncoderName
+from virnuc_core.errors import WeightsError
+
+Verdict = Literal["ok", "warn", "fail", "not run"]
+
+REFERENCE_LENGTH: Final = 500  # model length of the head that the reference rows were scored with
+TOLERANCE: Final = 2e-4  # float32 on another machine; half precision is off by ten times as much
+NORM_TOLERANCE: Final = 1e-4  # relative
+
+
+class Check(NamedTuple):
+    """One question about a models directory or a machine, and its answer in one line."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceEmbedding:
+    """A sequence, and two numbers of the embedding that VirNucPro has for it."""
+
+    sequence: str
+    norm: float
+    first: float  # first entry
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRow:
+    """One row of VirNucPro's public test reads, and what it gives for it in float32."""
+
+    name: str
+    virus: float  # viral score, with the head for 500 bases
+    embeddings: dict[EncoderName, ReferenceEmbedding]
+
+
+def _read_reference_rows() -> tuple[ReferenceRow, ...]:
+    path = Path(__file__).with_name("reference_rows.toml")
+    rows = []
+    for row in tomllib.loads(path.read_text(encoding="utf-8"))["rows"]:
+        embeddings = {encoder.name: ReferenceEmbedding(**row[encoder.name]) for encoder in ENCODERS}
+        rows.append(ReferenceRow(row["name"], row["virus"], embeddings))
+    return tuple(rows)
+
+
+REFERENCE_ROWS: Final = _read_reference_rows()
+
+
+def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
+    """Check a models directory.
+
+    All tensors of each part must be there, have their shape and hold finite numbers. Then the
+    digests are listed, and the reference rows are computed if the weights are those of VirNucPro.
+
+    Args:
+        models: Models directory.
+        device: Where the reference rows are computed.
+
+    Returns:
+        The checks in order. A part that cannot be opened is a `fail`, not an exception.
+    """
+    checks = []
+    for part, shape_type in PART_SHAPES.items():
+        try:
+            shape, read = open_part(models, shape_type)
+            count = check_finite(models / part, shape, read)
+        except WeightsError as error:
+            checks.append(Check(part, "fail", str(error)))
+            continue
+        origin = shape.origin or "of unknown origin"
+        checks.append(Check(part, "ok", f"{count:,} numbers, {origin}"))
+    if any(check.verdict == "fail" for check in checks):
+        return (*checks, Check("anchors", "not run", "a part is not sound"))
+    for part, digest in fingerprint(models, anew=True).items():
+        checks.append(Check(f"{part} sha256", "ok", digest))
+    obstacle = _why_not_comparable(models)
+    if obstacle:
+        return (*checks, Check("anchors", "not run", obstacle))
+    return (*checks, *_check_reference_rows(models, device))
+
+
+def _why_not_comparable(models: Path) -> str:
+    """Say why VirNucPro's numbers do not apply to a models directory; empty if they do."""
+    head = shape_of(models, HeadShape)
+    shapes = {encoder.name: shape_of(models, encoder.shape_type) for encoder in ENCODERS}
+    if any(shape.origin.startswith(RANDOM_ORIGIN) for shape in (head, *shapes.values())):
+        return "random weights"
+    for encoder in ENCODERS:
+        shape = shapes[encoder.name]
+        original = encoder.sizes[encoder.reference_size]
+        if (shape.width, shape.layers) != (original.width, original.layers):
+            return "not ESM-2 3B and DNABERT-S"
+    if head.model_length != REFERENCE_LENGTH:
+        return f"the head is for {head.model_length} bases, not 500"
+    return ""
+
+
+def _check_reference_rows(models: Path, device: torch.device) -> list[Check]:
+    """Embed and score the reference rows in float32, and compare them with VirNucPro's numbers."""
+    loaded = load_models(models, device, EngineSpec(precision="fp32"))
+    embeddings: dict[EncoderName, Tensor] = {}
+    for encoder in ENCODERS:
+        sequences = [row.embeddings[encoder.name].sequence.encode() for row in REFERENCE_ROWS]
+        tokenizer = encoder.open_tokenizer(models)
+        network = loaded.encoders[encoder.name]
+        embeddings[encoder.name] = embed_sequences(network, tokenizer, sequences, device)
+    joined = torch.cat([embeddings[encoder.name] for encoder in ENCODERS], dim=1)
+    scores = loaded.head.scores(joined)
+    checks = []
+    for i, row in enumerate(REFERENCE_ROWS):
+        row_embeddings = {name: values[i] for name, values in embeddings.items()}
+        checks.append(check_reference_row(row, row_embeddings, scores[i]))
+    return checks
+
+
+def check_reference_row(
+    row: ReferenceRow, embeddings: dict[EncoderName, Tensor], scores: Tensor
+) -> Check:
+    """Compare what was computed for a reference row with VirNucPro's numbers.
+
+    Args:
+        row: The row.
+        embeddings: Its embedding by each encoder, [width].
+        scores: P(others) and P(virus), [2].
+    """
+    virus = float(scores[1])
+    is_equal = np.isclose(virus, row.virus, rtol=0, atol=TOLERANCE)
+    details = [f"virus {virus:.7f} (original {row.virus})"]
+    for encoder in ENCODERS:
+        expected = row.embeddings[encoder.name]
+        embedding = embeddings[encoder.name]
+        norm, first = float(embedding.norm()), float(embedding[0])
+        is_equal &= np.isclose(first, expected.first, rtol=0, atol=TOLERANCE)
+        is_equal &= np.isclose(norm, expected.norm, rtol=NORM_TOLERANCE, atol=0)
+        details.append(f"{encoder.title} norm {norm:.6f} ({expected.norm})")
+    verdict: Verdict = "ok" if is_equal else "fail"
+    return Check(f"anchor {row.name}", verdict, ", ".join(details))
