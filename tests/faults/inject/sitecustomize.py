@@ -69,7 +69,7 @@ def infect(module: object) -> None:
 
 def without_seals(module: object) -> None:
     """Every shard counts as what was committed."""
-    module._seal = lambda _file: b"seal".ljust(module.SEAL_BYTES, b"\0")  # type: ignore[attr-defined]
+    module.is_sealed = lambda _path: True  # type: ignore[attr-defined]
     module._checksum = lambda *_: "sum"  # type: ignore[attr-defined]
 
 

@@ -45,8 +45,8 @@ def reference(
     tmp_path_factory: pytest.TempPathFactory, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> Path:
     """A finished run on one core."""
-    from .test_runs import go
+    from .runs import classify_store
 
     root = tmp_path_factory.mktemp("reference") / "run"
-    go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
     return root

@@ -13,7 +13,7 @@ from virnuc_core.errors import WorkerError
 from virnuc_core.runfiles import Device
 from virnuc_core.tools.bench import measure_ceilings
 
-from .test_runs import no_children
+from .runs import no_workers_left
 
 
 def test_a_cpu_has_no_ceiling_but_the_model_has_its_flops(
@@ -29,4 +29,4 @@ def test_a_device_that_cannot_be_measured_is_an_error(tiny_models: Path, tmp_pat
     absent = Device(kind="cuda", id="GPU-00000000-absent", name="absent")
     with pytest.raises(WorkerError, match="GPU-00000000-absent"):
         measure_ceilings(tiny_models, [absent], EngineSpec(precision="fp16"), tmp_path)
-    assert no_children()
+    assert no_workers_left()

@@ -47,7 +47,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import ShardDone
 
-from .test_runs import SMALL, go, no_children, result_bytes
+from .runs import SMALL, classify_store, no_workers_left, result_bytes
 
 pytest.importorskip("distributed")
 Staged = tuple[Path, StageSummary]
@@ -248,7 +248,7 @@ def test_nodes_of_this_machine_give_the_bytes_of_one_core_though_one_is_killed(
     with workers_for(spec, tmp_path) as pool:
         killed = dask_workers()[0]
         killed.kill()
-        summary = go(
+        summary = classify_store(
             tmp_path / "run",
             staged,
             tiny_models,
@@ -264,7 +264,7 @@ def test_nodes_of_this_machine_give_the_bytes_of_one_core_though_one_is_killed(
         "local-1",
     }
     assert not [path for path in tmp_path.iterdir() if "probe" in path.name]
-    assert no_children()
+    assert no_workers_left()
 
 
 @pytest.mark.slow
@@ -418,7 +418,9 @@ def test_nodes_that_see_neither_run_nor_models_give_the_same_bytes(
             models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, **cluster
         )
         with workers_for(spec, run) as pool:
-            found = go(run, staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster)
+            found = classify_store(
+                run, staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster
+            )
     assert result_bytes(run) == result_bytes(reference)
     assert len(asked) > found.shards_computed == found.shards
     assert "import time" in next((run / "logs").glob("worker-cpu-core-*@*.log")).read_text()
@@ -460,7 +462,9 @@ def test_a_node_that_is_stopped_as_it_is_given_the_models_is_not_waited_for(
         if count == 1:
             held.enter_context(pytest.raises(DeviceError, match="no node has answered in 15 s"))
         with workers_for(spec, run) as pool:
-            found = go(run, staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster)
+            found = classify_store(
+                run, staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster
+            )
         assert result_bytes(run) == result_bytes(reference)
         assert {worker["device"].partition("@")[0] for worker in found.workers} == {"cpu-core-0"}
 

@@ -23,7 +23,7 @@ from virnuc_core.telemetry.log import Telemetry, journal, latest, read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, windows
 from virnuc_core.telemetry.tables import OVERLAPPED, HostSample
 
-from .test_runs import SMALL, go
+from .runs import SMALL, classify_store
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_worker_logs_are_searched_for_errors(
         "bye",
     )
     (root / "logs" / "worker-cpu-core-0.log").write_text("\n".join(lines))
-    again = go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    again = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert again.log_errors == 2
     found = run_metrics(RawFolder(tmp_path), root.name, load_profile("ci-smoke"))
     assert found is not None

@@ -21,7 +21,7 @@ from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 
-from .test_runs import go, no_children
+from .runs import classify_store, no_workers_left
 
 Staged = tuple[Path, StageSummary]
 ONE = Devices.parse("cpu:1")
@@ -59,7 +59,9 @@ def test_one_row_is_set_aside_by_name_and_the_rest_is_unchanged(
 ) -> None:
     store, places = OrfStore.open(staged[0]), uniques_by_token(staged, tiny_models)
     token, (lost,) = next((token, found) for token, found in places.items() if len(found) == 1)
-    summary = go(tmp_path / "run", staged, spoilt("dnabert_s", "embed.weight", token, LARGE), ONE)
+    summary = classify_store(
+        tmp_path / "run", staged, spoilt("dnabert_s", "embed.weight", token, LARGE), ONE
+    )
     names = [store.row_ids(row, row + 1)[0] for row in np.flatnonzero(store.row_unique[:] == lost)]
     assert (tmp_path / "run" / "failed.tsv").read_text().splitlines() == ["Sequence_ID", *names]
     assert (summary.rows_set_aside, summary.restarts) == (1, 0)
@@ -67,7 +69,7 @@ def test_one_row_is_set_aside_by_name_and_the_rest_is_unchanged(
     lines = (reference / "prediction_results.txt").read_text().splitlines()
     kept = [line for line in lines if line.split("\t")[0] not in names]
     assert (tmp_path / "run" / "prediction_results.txt").read_text().splitlines() == kept
-    again = go(tmp_path / "run", staged, tmp_path / "models", ONE)
+    again = classify_store(tmp_path / "run", staged, tmp_path / "models", ONE)
     assert (again.shards_computed, again.rows_set_aside) == (summary.shards_computed, 1), (
         "nothing is computed anew"
     )
@@ -102,10 +104,12 @@ def test_more_than_a_hundredth_of_the_rows_stop_the_run_and_name_the_model(
     with pytest.raises(
         NotFiniteError, match=r"dnabert_s: of \d+ rows .* \(read.* though its weights are finite"
     ):
-        go(tmp_path / "run", staged, spoilt("dnabert_s", "embed.weight", token, LARGE), ONE)
+        classify_store(
+            tmp_path / "run", staged, spoilt("dnabert_s", "embed.weight", token, LARGE), ONE
+        )
     assert not list((tmp_path / "run" / "shards").glob("0*.h5"))
     assert not (tmp_path / "run" / "summary.json").exists()
-    assert no_children()
+    assert no_workers_left()
 
 
 @pytest.mark.slow
@@ -118,11 +122,11 @@ def test_rows_of_several_shards_are_counted_together_also_over_attempts(
     token = max(spread, key=lambda one: np.ptp(list(spread[one])))
     models, run = spoilt("dnabert_s", "embed.weight", token, LARGE), RunDir(tmp_path / "run")
     with pytest.raises(NotFiniteError, match="rows are not finite, more than 1 % of the run's"):
-        go(run.root, staged, models, ONE)
+        classify_store(run.root, staged, models, ONE)
     last = max(run.shards.glob("0*.h5"))
     last.unlink()
     with pytest.raises(NotFiniteError, match=r"its weights are finite|are not finite"):
-        go(run.root, staged, models, ONE)
+        classify_store(run.root, staged, models, ONE)
     assert max(run.shards.glob("0*.h5")) <= last, "those of the attempt before count"
 
 
@@ -139,7 +143,7 @@ def test_weights_that_are_not_finite_are_named(
 ) -> None:
     models = spoilt(part, tensor, 1 if part == "head" else 5, torch.nan)
     with pytest.raises(WeightsError, match=f"{part}: tensor {tensor} holds NaN or infinity"):
-        go(tmp_path / "run", staged, models, ONE)
+        classify_store(tmp_path / "run", staged, models, ONE)
     assert not list((tmp_path / "run" / "shards").glob("0*.h5"))
 
 
@@ -150,4 +154,4 @@ def test_a_head_of_finite_weights_that_gives_no_scores_is_named(
     with pytest.raises(
         NotFiniteError, match=r"head: of \d+ rows of a shard it gives NaN or infinity for \d+"
     ):
-        go(tmp_path / "run", staged, spoilt("head", "bn1.running_var", 3, -1.0), ONE)
+        classify_store(tmp_path / "run", staged, spoilt("head", "bn1.running_var", 3, -1.0), ONE)

@@ -16,7 +16,7 @@ from virnuc_core.reads.stage import StageSpec
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, read
 
-from .test_runs import SMALL
+from .runs import SMALL
 
 VIRAL = tuple(
     f"{kind}viral_{mate}.fastq.gz" for kind in ("", "non") for mate in ("R1", "R2", "orphans")
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def go(root: Path, models: Path, reads: dict[str, object], **more: object) -> RunSummary:
+def predict_pairs(root: Path, models: Path, reads: dict[str, object], **more: object) -> RunSummary:
     run, force = RunDir(root), bool(more.get("force"))
     staging = stage_reads(StageSpec(model_length=300, **reads), run.store, force=force)
     spec = ClassifySpec(models=models, devices=Devices.parse("cpu:1"), **{"engine": SMALL, **more})
@@ -56,11 +56,11 @@ def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
         sorted(map(str, folder.iterdir())),
         {"reads": (str(folder),)},
     )
-    go(root, tiny_models, given)
+    predict_pairs(root, tiny_models, given)
     scores = [line.split("\t")[3] for line in (root / "pairs.tsv").read_text().splitlines()[1:]]
     median = sorted(float(score) for score in scores if score)[15]
     low = {"write_viral": True, "write_nonviral": True, "threshold": median}
-    summary = go(root, tiny_models, given, **low)
+    summary = predict_pairs(root, tiny_models, given, **low)
     assert documented(root / "pairs.tsv") == 30
     assert documented(root / "reads.tsv") == 60
     assert sum(summary.pairs.values()) == 30
@@ -79,7 +79,7 @@ def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
     (root / "pairs.tsv").write_bytes(before["pairs.tsv"][:-20])
     (root / VIRAL[1]).unlink()
     caplog.clear()
-    go(root, tiny_models, {"mates_1": named[:1], "mates_2": named[1:]}, **low)
+    predict_pairs(root, tiny_models, {"mates_1": named[:1], "mates_2": named[1:]}, **low)
     assert {name: (root / name).read_bytes() for name in before} == before, (
         "mended, and -1 -2 are the same run"
     )
@@ -92,16 +92,16 @@ def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
         with pytest.raises(
             RunMismatchError, match=r"pairs yes → no\); choose another directory or --force"
         ):
-            go(root, tiny_models, single)
-    go(root, tiny_models, given, threshold=median)
+            predict_pairs(root, tiny_models, single)
+    predict_pairs(root, tiny_models, given, threshold=median)
     assert (root / VIRAL[0]).exists()
-    go(root, tiny_models, given, threshold=0.99)
+    predict_pairs(root, tiny_models, given, threshold=0.99)
     assert not [*root.glob("viral*")], "those of another judgement do not stay"
-    summary = go(root, tiny_models, {"reads": tuple(named)}, force=True)
+    summary = predict_pairs(root, tiny_models, {"reads": tuple(named)}, force=True)
     assert not (root / "pairs.tsv").exists()
     assert summary.pairs == {}
     caplog.clear()
-    go(root, tiny_models, {"reads": tuple(named)})
+    predict_pairs(root, tiny_models, {"reads": tuple(named)})
     assert not any("not as the run left it" in record.message for record in caplog.records)
     with pytest.raises(RunMismatchError, match=r"pairs no → yes\)"):
-        go(root, tiny_models, given)
+        predict_pairs(root, tiny_models, given)

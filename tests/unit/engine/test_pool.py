@@ -24,10 +24,10 @@ from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
 
-from .test_runs import MOST, SMALL, go, no_children, result_bytes, workers_alive
+from .runs import ALL_CORES, SMALL, classify_store, no_workers_left, result_bytes, running_workers
 
 Staged = tuple[Path, StageSummary]
-DEVICES = Devices.parse(MOST)
+DEVICES = Devices.parse(ALL_CORES)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def kept(tiny_models: Path) -> Iterator[Pool]:
         ClassifySpec(models=tiny_models, devices=DEVICES, engine=SMALL), Path(), keep=True
     ) as pool:
         yield pool
-    assert no_children()
+    assert no_workers_left()
     assert "pool" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -58,15 +58,15 @@ def test_runs_at_once_have_the_bytes_of_each_alone_by_the_same_workers(
     roots = [tmp_path / name for name in ("first", "second", "alone")]
     with ThreadPoolExecutor() as threads:
         both = [
-            threads.submit(go, root, one, tiny_models, DEVICES, pool=kept)
+            threads.submit(classify_store, root, one, tiny_models, DEVICES, pool=kept)
             for root, one in zip(roots, (staged, other), strict=False)
         ]
         done = [one.result() for one in both]
-    at_work = {child.pid for child in workers_alive()}
-    alone = go(roots[2], other, tiny_models, DEVICES, pool=kept)
+    at_work = {child.pid for child in running_workers()}
+    alone = classify_store(roots[2], other, tiny_models, DEVICES, pool=kept)
     assert result_bytes(roots[0]) == result_bytes(reference)
     assert result_bytes(roots[1]) == result_bytes(roots[2])
-    assert {child.pid for child in workers_alive()} == at_work
+    assert {child.pid for child in running_workers()} == at_work
     assert len(at_work) == len(DEVICES.ids)
     assert pids(*done, alone) <= at_work
     assert alone.stages["Start-up: weights"] == alone.stages["Overlapped"] == 0, (
@@ -86,25 +86,27 @@ def test_what_lies_with_one_run_fails_it_alone_and_a_dead_worker_is_replaced(
 ) -> None:
     """A store that is gone when a worker opens it, between two good runs; then a kill while nothing is to be done."""
 
-    first = go(tmp_path / "first", other, tiny_models, DEVICES, pool=kept)
+    first = classify_store(tmp_path / "first", other, tiny_models, DEVICES, pool=kept)
     with ThreadPoolExecutor() as threads:
-        good = threads.submit(go, tmp_path / "good", staged, tiny_models, DEVICES, pool=kept)
+        good = threads.submit(
+            classify_store, tmp_path / "good", staged, tiny_models, DEVICES, pool=kept
+        )
         bad = threads.submit(go_without_a_plan, tmp_path / "bad", other, tiny_models, kept)
         with pytest.raises(ConfigError, match="no longer the store"):
             bad.result()
         good.result()
     assert result_bytes(tmp_path / "good") == result_bytes(reference)
-    for child in workers_alive():
+    for child in running_workers():
         child.kill()
         child.wait(60)
-    again = go(tmp_path / "again", other, tiny_models, DEVICES, pool=kept)
+    again = classify_store(tmp_path / "again", other, tiny_models, DEVICES, pool=kept)
     assert result_bytes(tmp_path / "again") == result_bytes(tmp_path / "first")
     assert again.restarts == first.restarts == 0, "nothing was lost by it"
     assert pids(first).isdisjoint(pids(again))
 
 
 def go_without_a_plan(root: Path, staged: Staged, models: Path, pool: Pool) -> None:
-    """What `go` does, of a store that was replaced after the plan was made."""
+    """Compute as `classify_store` does, from a store that was replaced after the plan was made."""
     job = prepare(
         RunDir(root), staged[0], ClassifySpec(models=models, devices=DEVICES, engine=SMALL)
     )
@@ -119,14 +121,14 @@ def test_a_worker_that_is_stopped_while_it_waits_is_ended_and_replaced(
     engine = SMALL.model_copy(update={"heartbeat_s": 0.1, "silence_s": 2.0})
     spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu:1"), engine=engine)
     with workers_for(spec, tmp_path, keep=True) as pool:
-        first = go(
+        first = classify_store(
             tmp_path / "first", other, tiny_models, Devices.parse("cpu:1"), engine=engine, pool=pool
         )
         (pid,) = pids(first)
         os.kill(pid, signal.SIGSTOP)
         psutil.Process(pid).wait(60)
         assert (
-            go(
+            classify_store(
                 tmp_path / "next",
                 other,
                 tiny_models,
@@ -154,9 +156,9 @@ def test_models_that_change_under_kept_workers_are_loaded_anew_and_never_mixed(
 
     spec = ClassifySpec(models=models, devices=one, engine=SMALL)
     with workers_for(spec, Path(), keep=True) as pool:
-        first = go(tmp_path / "first", other, models, one, pool=pool)
+        first = classify_store(tmp_path / "first", other, models, one, pool=pool)
         exchange()
-        second = go(tmp_path / "second", other, models, one, pool=pool)
+        second = classify_store(tmp_path / "second", other, models, one, pool=pool)
         exchange()
         job = prepare(RunDir(tmp_path / "third"), other[0], spec)
         exchange()
@@ -164,7 +166,7 @@ def test_models_that_change_under_kept_workers_are_loaded_anew_and_never_mixed(
             RunMismatchError, match="models: head is no longer what the run began with; put it back"
         ):
             pool.compute(job.tasks(job.todo), tmp_path / "logs", lambda _: None)
-    go(tmp_path / "alone", other, models, one)
+    classify_store(tmp_path / "alone", other, models, one)
     assert (
         result_bytes(tmp_path / "second")
         == result_bytes(tmp_path / "alone")

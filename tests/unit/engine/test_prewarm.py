@@ -18,7 +18,7 @@ from virnuc_core.pipeline import predict, workers_for
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.telemetry.tables import OVERLAPPED
 
-from .test_runs import SMALL, go, no_children, result_bytes, workers_alive
+from .runs import SMALL, classify_store, no_workers_left, result_bytes, running_workers
 
 ONE = Devices.parse("cpu:1")
 
@@ -29,11 +29,11 @@ def prewarmed(tiny_models: Path) -> Iterator[Pool]:
         ClassifySpec(models=tiny_models, devices=ONE, engine=SMALL), Path(), warm=True
     ) as made:
         yield made
-    assert no_children()
+    assert no_workers_left()
 
 
 def only_child() -> int:
-    while not (found := workers_alive()):
+    while not (found := running_workers()):
         time.sleep(0.01)
     (child,) = found
     return child.pid
@@ -56,7 +56,7 @@ def test_the_worker_that_waited_does_the_job(
         if worker.memory_info().rss > 250 << 20 and used_s - before_s < 0.05:
             break
         time.sleep(2)
-    summary = go(tmp_path / "run", staged, tiny_models, ONE, pool=prewarmed)
+    summary = classify_store(tmp_path / "run", staged, tiny_models, ONE, pool=prewarmed)
     assert [worker["pid"] for worker in summary.workers] == [pid]
     assert summary.workers[0]["waited_s"] > 0
     spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
@@ -77,7 +77,7 @@ def test_a_worker_that_died_while_it_waited_is_replaced(
     pid = only_child()
     os.kill(pid, signal.SIGKILL)
     psutil.Process(pid).wait(120)
-    summary = go(tmp_path / "run", staged, tiny_models, ONE, pool=prewarmed)
+    summary = classify_store(tmp_path / "run", staged, tiny_models, ONE, pool=prewarmed)
     assert summary.workers[0]["pid"] != pid
     assert summary.restarts == 0  # no work was lost
 
@@ -88,7 +88,9 @@ def test_a_worker_started_with_other_settings_is_not_used(
 ) -> None:
     pid = only_child()
     other = SMALL.model_copy(update={"token_budget": 2048})
-    summary = go(tmp_path / "run", staged, tiny_models, ONE, engine=other, pool=prewarmed)
+    summary = classify_store(
+        tmp_path / "run", staged, tiny_models, ONE, engine=other, pool=prewarmed
+    )
     assert summary.workers[0]["pid"] != pid
 
 
@@ -107,5 +109,5 @@ def test_reads_that_cannot_be_staged_leave_no_worker_and_no_folder(
                 engine=SMALL,
             )
         )
-    assert no_children()
+    assert no_workers_left()
     assert not (tmp_path / "out").exists()

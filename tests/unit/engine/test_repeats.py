@@ -42,7 +42,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, read_record
 
-from .test_runs import SMALL, go, result_bytes
+from .runs import SMALL, classify_store, result_bytes
 
 CPU = torch.device("cpu")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -347,7 +347,7 @@ def test_a_run_keeps_its_threshold_and_says_how_many_rows_were_repeated(
         specs = worker_specs(weights, resolve(one), EIGHT)
         with Pool(specs, LocalWorkers("int8_on_cpu")) as pool:
             more: dict[str, Any] = {"engine": EIGHT, "threshold": threshold, "pool": pool}
-            return go(tmp_path / name, staged, weights, one, **more)
+            return classify_store(tmp_path / name, staged, weights, one, **more)
 
     summary, plain = run("run", models, OTHER), run("plain", undecided, OTHER)
     scores = shards.read_scores(RunDir(tmp_path / "plain"))[0]

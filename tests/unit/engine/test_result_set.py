@@ -20,7 +20,7 @@ from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read
 
-from .test_runs import copy_of, go, result_bytes
+from .runs import classify_store, copy_run, result_bytes
 
 ONE = Devices.parse("cpu:1")
 FILES = (
@@ -41,9 +41,9 @@ def contents(root: Path) -> dict[str, bytes]:
 def test_the_summary_lists_every_result_file(
     tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
+    root = copy_run(reference, tmp_path / "run")
     assert set(read(root / "summary.json", RunSummary).files or {}) == set(FILES)
-    go(root, staged, tiny_models, ONE, write_viral=True)
+    classify_store(root, staged, tiny_models, ONE, write_viral=True)
     listed = read(root / "summary.json", RunSummary).files or {}
     assert set(listed) == {*FILES, "viral.fasta.gz"}
     assert listed["reads.tsv"].size == (root / "reads.tsv").stat().st_size
@@ -58,7 +58,7 @@ def test_a_complete_run_whose_file_is_cut_edited_or_missing_is_repaired(
     reference: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
+    root = copy_run(reference, tmp_path / "run")
     body = (root / name).read_bytes()
     if name == "reads.tsv":
         (root / name).unlink()
@@ -69,20 +69,22 @@ def test_a_complete_run_whose_file_is_cut_edited_or_missing_is_repaired(
     else:
         (root / name).write_bytes(body[:-9] + bytes([body[-9] ^ 1]) + body[-8:])
     with caplog.at_level(logging.WARNING):
-        go(root, staged, tiny_models, ONE)
+        classify_store(root, staged, tiny_models, ONE)
     assert contents(root) == contents(reference)
     (said,) = [record.message for record in caplog.records if name in record.message]
     assert str(root) in said
     caplog.clear()
-    go(root, staged, tiny_models, ONE)
+    classify_store(root, staged, tiny_models, ONE)
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING], "once is enough"
 
 
 def test_a_run_killed_while_it_judged_anew_mixes_nothing(
     tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
-    program = "from tests.unit.engine.test_result_set import judge_and_die; judge_and_die()"
+    root = copy_run(reference, tmp_path / "run")
+    program = (
+        "from tests.unit.engine.runs import change_threshold_and_die; change_threshold_and_die()"
+    )
     arguments = [str(root), str(staged[0]), str(tiny_models), *staged[1].files]
     child = subprocess.run(
         [sys.executable, "-c", program, *arguments], cwd=Path(__file__).parents[3], check=False
@@ -92,23 +94,10 @@ def test_a_run_killed_while_it_judged_anew_mixes_nothing(
         "killed after it was written"
     )
     assert not (root / "summary.json").exists()
-    again = go(root, staged, tiny_models, ONE)
+    again = classify_store(root, staged, tiny_models, ONE)
     assert contents(root) == contents(reference)
     assert again == read_summary(RunDir(reference)), "what was measured is not lost"
     assert not list(root.glob("summary.json.*"))
-
-
-def judge_and_die() -> None:
-    """Judge a complete run at another threshold, and be killed before its last file."""
-    import os
-
-    from virnuc_core.engine import shards
-    from virnuc_core.reads.stage import StageSpec, stage
-
-    root, store, models, reads = map(Path, sys.argv[1:])
-    staging = stage(StageSpec(reads=(str(reads),), model_length=300), store)
-    shards.write_virtual_embeddings = lambda run: os.kill(os.getpid(), signal.SIGKILL)
-    go(root, (store, staging), models, ONE, threshold=0.2)
 
 
 def test_viral_reads_of_another_threshold_do_not_stay(
@@ -118,25 +107,25 @@ def test_viral_reads_of_another_threshold_do_not_stay(
     reference: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
+    root = copy_run(reference, tmp_path / "run")
     viral = root / "viral.fasta.gz"
     low = {"threshold": 0.43}
-    summary = go(root, staged, tiny_models, ONE, write_viral=True, **low)
+    summary = classify_store(root, staged, tiny_models, ONE, write_viral=True, **low)
     first = viral.read_bytes()
     assert gzip.decompress(first).count(b">") == summary.fates["viral"] > 0
     (root / "reads.tsv").unlink()
-    go(root, staged, tiny_models, ONE, **low)
+    classify_store(root, staged, tiny_models, ONE, **low)
     assert viral.read_bytes() == first, "they are of this threshold, and stay"
     viral.write_bytes(first[:-20])
-    go(root, staged, tiny_models, ONE, write_viral=True, **low)
+    classify_store(root, staged, tiny_models, ONE, write_viral=True, **low)
     assert viral.read_bytes() == first
     viral.unlink()
     before = (root / "reads.tsv").stat().st_mtime_ns
-    go(root, staged, tiny_models, ONE, **low)
+    classify_store(root, staged, tiny_models, ONE, **low)
     assert (root / "reads.tsv").stat().st_mtime_ns == before, "they may be taken elsewhere"
-    go(root, staged, tiny_models, ONE, write_viral=True, **low)
+    classify_store(root, staged, tiny_models, ONE, write_viral=True, **low)
     assert viral.read_bytes() == first
-    go(root, staged, tiny_models, ONE, threshold=0.5)
+    classify_store(root, staged, tiny_models, ONE, threshold=0.5)
     assert not viral.exists(), (
         "they are of another threshold, and nobody asked for those of this one"
     )
@@ -151,13 +140,13 @@ def test_viral_reads_of_another_threshold_do_not_stay(
 def test_a_run_of_an_older_version_lists_its_files_from_now_on(
     tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
+    root = copy_run(reference, tmp_path / "run")
     path = root / "summary.json"
     path.write_text(
         read(path, RunSummary).model_copy(update={"files": None}).model_dump_json(exclude={"files"})
     )
     (root / "reads.tsv").write_text("of another threshold\n")
-    again = go(root, staged, tiny_models, ONE)
+    again = classify_store(root, staged, tiny_models, ONE)
     assert contents(root) == contents(reference)
     assert again == read_summary(RunDir(reference))
 
@@ -178,10 +167,10 @@ def test_a_damaged_file_is_set_aside_and_the_run_goes_on(
     reference: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
+    root = copy_run(reference, tmp_path / "run")
     (root / name).write_bytes(text)
     with caplog.at_level(logging.WARNING):
-        again = go(root, staged, tiny_models, ONE)
+        again = classify_store(root, staged, tiny_models, ONE)
     assert again.shards_computed in (0, again.shards), "no shard was computed again"
     assert result_bytes(root) == result_bytes(reference)
     assert contents(root) == contents(reference)
@@ -189,34 +178,34 @@ def test_a_damaged_file_is_set_aside_and_the_run_goes_on(
     (said,) = [record.message for record in caplog.records if f"{name}.damaged" in record.message]
     assert str(root / name) in said
     assert read_summary(RunDir(root)) == again
-    go(root, staged, tiny_models, ONE)
+    classify_store(root, staged, tiny_models, ONE)
 
 
 def test_shards_of_another_run_without_a_readable_record_are_refused(
     tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
 ) -> None:
     """Nothing says what they are of: they are not moved, not mixed, and only force starts over."""
-    from .test_runs import SMALL
+    from .runs import SMALL
 
-    root = copy_of(reference, tmp_path / "run")
+    root = copy_run(reference, tmp_path / "run")
     (root / "run.json").write_text("{")
     other = SMALL.model_copy(update={"token_budget": 2048})
     for _ in range(2):
         with pytest.raises(RunMismatchError, match=r"run\.json.*--force"):
-            go(root, staged, tiny_models, ONE, engine=other)
+            classify_store(root, staged, tiny_models, ONE, engine=other)
     assert result_bytes(root) == result_bytes(reference)
-    go(root, staged, tiny_models, ONE)
+    classify_store(root, staged, tiny_models, ONE)
     assert result_bytes(root) == result_bytes(reference)
 
 
 def test_a_record_that_cannot_be_opened_is_not_called_damaged(
     tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
+    root = copy_run(reference, tmp_path / "run")
     (root / "run.json").unlink()
     (root / "run.json").mkdir()
     with pytest.raises(ConfigError, match=r"run\.json"):
-        go(root, staged, tiny_models, ONE)
+        classify_store(root, staged, tiny_models, ONE)
     assert (root / "run.json").is_dir()
     shutil.rmtree(root / "run.json")
 
@@ -235,7 +224,7 @@ def test_the_heads_card_tells_threshold_uncertain_scores_and_lengths(
     digests = {name: name * 8 for name in ("reads", "truth", "test")}
     card = {**digests, **told, "auroc": {"value": 0.9, "low": 0.8, "high": 1.0}}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"card": card}))
-    summary = go(root, staged, models, ONE, fdr=0.01)
+    summary = classify_store(root, staged, models, ONE, fdr=0.01)
     assert (summary.threshold, summary.uncertain, "uncertain" in summary.fates) == (
         0.7,
         None,
@@ -244,13 +233,13 @@ def test_the_heads_card_tells_threshold_uncertain_scores_and_lengths(
     assert "the head was trained on reads of 900 to 990 bases" in caplog.text
     assert [warning for warning in summary.warnings if "900 to 990" in warning]
     plain = contents(root)
-    unsure = go(root, staged, models, ONE, fdr=0.01, abstain=True)
+    unsure = classify_store(root, staged, models, ONE, fdr=0.01, abstain=True)
     assert unsure.uncertain == (0.2, 0.8)
     assert unsure.fates["uncertain"] > 0
     assert read_summary(RunDir(root)) == unsure
     assert unsure.telemetry == summary.telemetry, "nothing was computed anew"
-    assert go(root, staged, models, ONE, threshold=0.7).fates == summary.fates
+    assert classify_store(root, staged, models, ONE, threshold=0.7).fates == summary.fates
     assert contents(root) == plain
     with pytest.raises(ConfigError, match=r"has those for 0\.01"):
-        go(root, staged, models, ONE, fdr=0.05)
+        classify_store(root, staged, models, ONE, fdr=0.05)
     assert contents(root) == plain

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from contextvars import Context
 from pathlib import Path
 
@@ -19,11 +19,11 @@ import psutil
 import pytest
 
 from virnuc_core import pipeline
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices
 from virnuc_core.engine import process, shards
 from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
-from virnuc_core.pipeline import classify, prepare, read_summary, stage_reads
+from virnuc_core.pipeline import prepare, read_summary, stage_reads
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.raw_files import RawFolder
@@ -33,56 +33,27 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read_record, write
 from virnuc_core.telemetry.log import read_telemetry
 
-SMALL = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.2)
-MOST_AT_WORK = min(2, len(os.sched_getaffinity(0)))
-MOST = f"cpu:{MOST_AT_WORK}"
-RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
-
-
-def go(
-    root: Path, staged: tuple[Path, StageSummary], models: Path, devices: Devices, **more: object
-):
-    observed = {name: more.pop(name) for name in ("watch", "pool") if name in more}
-    spec = ClassifySpec(models=models, devices=devices, **{"engine": SMALL, **more})
-    return classify(RunDir(root), staged[1], spec, **observed)
-
-
-def result_bytes(root: Path) -> dict[str, bytes]:
-    files = [*(root / name for name in RESULTS), *sorted((root / "shards").glob("*.h5"))]
-    return {str(f.relative_to(root)): f.read_bytes() for f in files}
-
-
-def workers_alive() -> list[psutil.Process]:
-    """Our workers among the child processes: other tests leave a Prefect server, or the standard library's tracker."""
-    found = []
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is waited for by nobody
-            while not (words := child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.01)  # just started: its program is being loaded, and has no words yet
-            if any(word.startswith("virnuc_core.") for word in words):
-                found.append(child)
-    return found
-
-
-def no_children() -> bool:
-    return not workers_alive()
-
-
-def copy_of(reference: Path, root: Path) -> Path:
-    """A finished run that may be tampered with."""
-    shutil.copytree(reference, root)
-    return root
+from .runs import (
+    ALL_CORES,
+    N_CORES,
+    SMALL,
+    classify_store,
+    copy_run,
+    no_workers_left,
+    result_bytes,
+    running_workers,
+)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine lends one core")
 def test_one_and_two_workers_agree_byte_for_byte(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:
-    summary = go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:2"))
+    summary = classify_store(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:2"))
     assert result_bytes(tmp_path / "run") == result_bytes(reference)
     assert summary.shards_computed == summary.shards > 4
     assert len(summary.workers) == 2
-    assert no_children()
+    assert no_workers_left()
 
 
 def test_each_read_has_one_fate_and_each_row_a_score(
@@ -133,8 +104,8 @@ def test_embeddings_stand_on_the_rows_they_belong_to(
 def test_a_finished_run_is_not_computed_again(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
-    again = go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    root = copy_run(reference, tmp_path / "run")
+    again = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert again == read_summary(RunDir(reference))
     assert len(list((tmp_path / "run" / "telemetry").glob("*.json"))) == 1
 
@@ -151,8 +122,10 @@ def test_as_many_processes_as_stage_write_the_results(
     heard = []
     writing = pipeline.write_results
     monkeypatch.setattr(pipeline, "write_results", lambda *a: heard.append(a[-1]) or writing(*a))
-    root = copy_of(reference, tmp_path / "run")
-    go(root, staged, tiny_models, Devices.parse("cpu:1"), threshold=0.4, stage_workers=asked)
+    root = copy_run(reference, tmp_path / "run")
+    classify_store(
+        root, staged, tiny_models, Devices.parse("cpu:1"), threshold=0.4, stage_workers=asked
+    )
     assert heard == [asked or min(8, len(os.sched_getaffinity(0)))]
 
 
@@ -167,19 +140,19 @@ def test_killed_workers_cost_nothing_but_time(
         for count in (2, 4):
             while len(list((root / "shards").glob("0*.h5"))) < count and not stop.is_set():
                 time.sleep(0.005)
-            for child in workers_alive()[:1]:
+            for child in running_workers()[:1]:
                 child.kill()
                 child.wait(60)
 
     killer = threading.Thread(target=kill_now_and_then)
     killer.start()
-    summary = go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    summary = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
     stop.set()
     killer.join()
     assert summary.restarts >= 1
     assert summary.rows_set_aside == 0
     assert result_bytes(root) == result_bytes(reference)
-    assert no_children()
+    assert no_workers_left()
 
 
 @pytest.mark.slow
@@ -191,13 +164,13 @@ def test_a_run_killed_half_way_goes_on_with_fewer_devices_to_the_same_bytes(
     reference: Path,
 ) -> None:
     root = tmp_path / "run"
-    program = "from tests.unit.engine.test_runs import child_main; child_main()"
+    program = "from tests.unit.engine.runs import classify_in_child; classify_in_child()"
     arguments = [
         str(root),
         str(staged[0]),
         str(tiny_models),
         str(reads_file),
-        MOST,
+        ALL_CORES,
         SMALL.model_dump_json(),
     ]
     run = subprocess.Popen(
@@ -223,7 +196,7 @@ def test_a_run_killed_half_way_goes_on_with_fewer_devices_to_the_same_bytes(
     _, alive = psutil.wait_procs(family, timeout=120)
     assert not alive
     before = len(list((root / "shards").glob("0*.h5")))
-    summary = go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    summary = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert summary.resumed
     assert 0 < summary.shards_computed <= summary.shards - before
     assert result_bytes(root) == result_bytes(reference)
@@ -245,7 +218,7 @@ def attempts_are_summed(root: Path, summary: RunSummary, before: int) -> None:
         None,
     )
     assert first.shards
-    assert before - MOST_AT_WORK <= first.shards <= before, (
+    assert before - N_CORES <= first.shards <= before, (
         "a shard may have been committed and not been told of yet"
     )
     for attempt in (first, second):
@@ -269,30 +242,13 @@ def told_otherwise(root: Path) -> list[str]:
     return found.differences
 
 
-def child_main() -> None:
-    """A run in a process of its own: `root store models reads devices engine`."""
-    from virnuc_core.reads.stage import StageSpec, stage
-
-    root, store, models, reads, devices, engine = sys.argv[1:]
-    staging = stage(StageSpec(reads=(reads,), model_length=300), Path(store))
-    classify(
-        RunDir(Path(root)),
-        staging,
-        ClassifySpec(
-            models=Path(models),
-            devices=Devices.parse(devices),
-            engine=EngineSpec.model_validate_json(engine),
-        ),
-    )
-
-
 def test_a_run_whose_earlier_attempt_left_no_shard_tells_no_time_of_one_run(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
+    root = copy_run(reference, tmp_path / "run")
     for path in (RunDir(root).summary, *(root / "shards").glob("0*.h5")):
         path.unlink()
-    summary = go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    summary = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
     first, second = summary.attempts
     assert summary.wall_s == pytest.approx((first.wall_s or 0.0) + (second.wall_s or 0.0))
     assert (summary.shards_reused, summary.resumed, summary.sequences_per_hour) == (0, True, None)
@@ -302,13 +258,13 @@ def test_a_run_whose_earlier_attempt_left_no_shard_tells_no_time_of_one_run(
 def test_damaged_shards_are_computed_again(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
+    root = copy_run(reference, tmp_path / "run")
     victims = sorted((root / "shards").glob("0*.h5"))[:2]
     victims[0].write_bytes(victims[0].read_bytes()[:100])
     body = bytearray(victims[1].read_bytes())
     body[len(body) // 2] ^= 255
     victims[1].write_bytes(body)
-    summary = go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    summary = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert summary.shards_computed == 2
     assert len(summary.damaged) == 2
     assert result_bytes(root) == result_bytes(reference)
@@ -322,10 +278,10 @@ def test_another_setting_weights_or_reads_are_refused_by_name(
     tiny_models: Path,
     reference: Path,
 ) -> None:
-    root = copy_of(reference, tmp_path / "run")
+    root = copy_run(reference, tmp_path / "run")
     other = SMALL.model_copy(update={"token_budget": 2048})
     with pytest.raises(RunMismatchError, match="token_budget 1024 → 2048"):
-        go(root, staged, tiny_models, Devices.parse("cpu:1"), engine=other)
+        classify_store(root, staged, tiny_models, Devices.parse("cpu:1"), engine=other)
     names = (
         "shards/notes.txt",
         "logs/app.log",
@@ -337,7 +293,9 @@ def test_another_setting_weights_or_reads_are_refused_by_name(
     for path in theirs:
         path.write_text("precious")
     old = (root / "shards" / "00000.h5").stat().st_ino
-    summary = go(root, staged, tiny_models, Devices.parse("cpu:1"), engine=other, force=True)
+    summary = classify_store(
+        root, staged, tiny_models, Devices.parse("cpu:1"), engine=other, force=True
+    )
     assert summary.shards_computed == summary.shards
     assert [path.read_text() for path in theirs] == ["precious"] * len(theirs)
     assert (root / "shards" / "00000.h5").stat().st_ino != old
@@ -355,7 +313,7 @@ def test_a_directory_at_work_is_refused(
     with ExitStack() as other:
         Context().run(other.enter_context, run_lock(tmp_path / "run"))
         with pytest.raises(ConfigError, match=f"process {os.getpid()} is working here"):
-            go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
+            classify_store(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
 
 
 def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
@@ -366,7 +324,9 @@ def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
 
     def run() -> None:
         try:
-            go(root, staged, tiny_models, Devices.parse("cpu:1"), watch=RunMonitor(sample_s=0.1))
+            classify_store(
+                root, staged, tiny_models, Devices.parse("cpu:1"), watch=RunMonitor(sample_s=0.1)
+            )
         except WorkerError as error:
             seen.append(error)
 
@@ -378,8 +338,8 @@ def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
     thread.join(120)
     assert not thread.is_alive()
     assert "interrupted" in str(seen[0])
-    assert no_children()
-    summary = go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    assert no_workers_left()
+    summary = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert result_bytes(root) == result_bytes(reference)
     assert [bool(attempt.wall_s and attempt.telemetry) for attempt in summary.attempts] == [
         True,
@@ -409,7 +369,7 @@ def test_other_reads_never_replace_the_store_of_a_run(
 
     run, other = RunDir(tmp_path / "run"), tmp_path / "other.fasta"
     other.write_text(">x\n" + "ACGGT" * 40 + "\n")
-    shutil.copy(staged[0], copy_of(reference, run.root) / "orfs.h5")
+    shutil.copy(staged[0], copy_run(reference, run.root) / "orfs.h5")
     before = run.store.read_bytes()
     with pytest.raises(RunMismatchError, match="other reads"):
         stage_reads(StageSpec(reads=(str(other),), model_length=300), run.store)
@@ -432,7 +392,7 @@ def test_a_store_that_was_replaced_after_staging_is_refused(
     other.write_text(">x\n" + "ACGGT" * 40 + "\n")
     stage(StageSpec(reads=(str(other),), model_length=300), store)
     with pytest.raises(RunMismatchError, match="no longer holds the reads"):
-        go(tmp_path / "run", (store, own), tiny_models, Devices.parse("cpu:1"))
+        classify_store(tmp_path / "run", (store, own), tiny_models, Devices.parse("cpu:1"))
     assert not RunDir(tmp_path / "run").record.exists()
 
 

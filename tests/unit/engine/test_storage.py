@@ -18,7 +18,7 @@ from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.rundir import RunDir, atomic_file
 
-from .test_runs import copy_of, go, no_children, result_bytes
+from .runs import classify_store, copy_run, no_workers_left, result_bytes
 
 ONE = Devices.parse("cpu:1")
 
@@ -46,30 +46,30 @@ def test_a_commit_the_disk_refuses_ends_the_run_at_once_and_it_goes_on_later(
             StorageError, match=r"shards/\d+\.h5: File too large.* to come take about"
         ) as caught,
     ):
-        go(root, staged, tiny_models, ONE)
+        classify_store(root, staged, tiny_models, ONE)
     assert not is_retryable(caught.value)
     assert caught.value.exit_code == 1
     logs = "".join(path.read_text() for path in (root / "logs").glob("worker-*.log"))
     assert "Traceback" not in logs
     assert not list((root / "shards").glob(".*"))
-    assert no_children()
-    go(root, staged, tiny_models, ONE)
+    assert no_workers_left()
+    classify_store(root, staged, tiny_models, ONE)
     assert result_bytes(root) == result_bytes(reference)
 
 
 def test_results_the_disk_refuses_are_named_and_no_summary_says_they_are_there(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:
-    run = RunDir(copy_of(reference, tmp_path / "run"))
+    run = RunDir(copy_run(reference, tmp_path / "run"))
     run.predictions.unlink()
     size = RunDir(reference).predictions.stat().st_size
     with (
         largest_file(size - 1),
         pytest.raises(StorageError, match=r"prediction_results\.txt: File too large"),
     ):
-        go(run.root, staged, tiny_models, ONE)
+        classify_store(run.root, staged, tiny_models, ONE)
     assert not run.predictions.exists()
-    go(run.root, staged, tiny_models, ONE)
+    classify_store(run.root, staged, tiny_models, ONE)
     assert result_bytes(run.root) == result_bytes(reference)
     assert read_summary(run) is not None
 
@@ -83,7 +83,7 @@ def test_a_run_the_disk_cannot_hold_is_refused_before_it_computes(
 ) -> None:
     """By what is left to do: the shards that lie there need no more room."""
     root, held = (
-        copy_of(reference, tmp_path / "run"),
+        copy_run(reference, tmp_path / "run"),
         sum(p.stat().st_size for p in reference.rglob("*.h5")),
     )
     free = SimpleNamespace(free=held // 2)
@@ -92,11 +92,11 @@ def test_a_run_the_disk_cannot_hold_is_refused_before_it_computes(
     with pytest.raises(
         StorageError, match=r"fresh: \d+ shards and the result files need about .* MB are free"
     ):
-        go(fresh.root, staged, tiny_models, ONE)
+        classify_store(fresh.root, staged, tiny_models, ONE)
     assert not list(fresh.shards.glob("0*"))
     last = max((root / "shards").glob("0*"))
     last.unlink()
-    go(root, staged, tiny_models, ONE)
+    classify_store(root, staged, tiny_models, ONE)
     assert last.exists()
 
 

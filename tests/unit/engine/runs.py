@@ -1,0 +1,114 @@
+"""Runs over a staged store, for the tests of the engine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.engine import shards
+from virnuc_core.pipeline import classify
+from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunSummary
+
+SMALL = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.2)
+N_CORES = min(2, len(os.sched_getaffinity(0)))
+ALL_CORES = f"cpu:{N_CORES}"
+ONE_CORE = Devices.parse("cpu:1")
+RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
+
+Staged = tuple[Path, StageSummary]
+
+
+def classify_store(
+    root: Path, staged: Staged, models: Path, devices: Devices, **options: Any
+) -> RunSummary:
+    """Classify a staged store into `root`.
+
+    Args:
+        root: The run directory.
+        staged: The store, and what staging said of it.
+        models: Models directory.
+        devices: Devices of the run.
+        options: Fields of `ClassifySpec`; `watch` and `pool` go to `classify`.
+    """
+    observers = {name: options.pop(name) for name in ("watch", "pool") if name in options}
+    settings = {"engine": SMALL, **options}
+    spec = ClassifySpec(models=models, devices=devices, **settings)
+    _, staging = staged
+    return classify(RunDir(root), staging, spec, **observers)
+
+
+def result_bytes(root: Path) -> dict[str, bytes]:
+    """Return the bytes of result files and shards, by their path in the run directory."""
+    paths = [root / name for name in RESULTS]
+    paths += sorted((root / "shards").glob("*.h5"))
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+
+def running_workers() -> list[psutil.Process]:
+    """Return virnuc's workers among the child processes.
+
+    Other tests leave a Prefect server, or the standard library's resource tracker.
+    """
+    workers = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is waited for by nobody
+            if any(word.startswith("virnuc_core.") for word in _command_line(child)):
+                workers.append(child)
+    return workers
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """Return a process's command line, which is empty while its program is being loaded."""
+    while True:
+        words: list[str] = process.cmdline()
+        if words or process.status() == psutil.STATUS_ZOMBIE:
+            return words
+        time.sleep(0.01)
+
+
+def no_workers_left() -> bool:
+    """Return whether no worker of virnuc runs."""
+    return not running_workers()
+
+
+def copy_run(reference: Path, root: Path) -> Path:
+    """Copy a finished run, so that it may be tampered with; return the copy."""
+    shutil.copytree(reference, root)
+    return root
+
+
+# --- programs of child processes: python -c "from tests.unit.engine.runs import NAME; NAME()" ---
+
+
+def classify_in_child() -> None:
+    """Classify; arguments: root, store, models, reads, devices, engine."""
+    root, store, models, reads, devices, engine = sys.argv[1:]
+    staging = stage(StageSpec(reads=(reads,), model_length=300), Path(store))
+    spec = ClassifySpec(
+        models=Path(models),
+        devices=Devices.parse(devices),
+        engine=EngineSpec.model_validate_json(engine),
+    )
+    classify(RunDir(Path(root)), staging, spec)
+
+
+def change_threshold_and_die() -> None:
+    """Classify a complete run at another threshold, and be killed before its last result file.
+
+    Arguments: root, store, models, reads.
+    """
+    root, store, models, reads = map(Path, sys.argv[1:])
+    staging = stage(StageSpec(reads=(str(reads),), model_length=300), store)
+    shards.write_virtual_embeddings = lambda _run: os.kill(os.getpid(), signal.SIGKILL)
+    classify_store(root, (store, staging), models, ONE_CORE, threshold=0.2)
