@@ -279,7 +279,7 @@ def test_jobs_of_a_yaml_file_give_the_bytes_of_one_core(
     cluster = {"cluster": str(file), "nodes": "2"}
     spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, **cluster)
     with workers_for(spec, tmp_path) as pool:
-        summary = go(
+        summary = classify_store(
             tmp_path / "run", staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster
         )
     assert result_bytes(tmp_path / "run") == result_bytes(reference)
