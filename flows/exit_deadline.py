@@ -1,4 +1,4 @@
-"""A process that is told to end has ended within ten seconds, whatever holds its ending; its children die with it."""
+"""A process that is told to end has ended within ten seconds, whatever holds it up; its children die with it."""
 
 import os
 import signal
@@ -11,70 +11,119 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from traceback import walk_stack
 from types import FrameType
-from typing import Final
+from typing import Final, NoReturn
 
 ENDING_S: Final = 6.0
-AGAIN_S: Final = 0.05
-TELLING: Final = (signal.SIGTERM, signal.SIGINT)
-IMPORTING: Final = "<frozen importlib._bootstrap>"
-_timed: ContextVar[bool] = ContextVar("whether an ending has its time", default=False)
+POLL_S: Final = 0.05
+TERMINATION_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+INTERRUPTED: Final = 130  # exit code
+IMPORT_SYSTEM: Final = "<frozen importlib._bootstrap>"  # file name of its frames
+_has_deadline: ContextVar[bool] = ContextVar("an exit deadline is set", default=False)
 
 
 @contextmanager
-def ended_in_time(*, by_hand: bool = False, final: bool = False) -> Iterator[None]:
-    """Once SIGTERM or SIGINT is heard in the body, this process is gone within `ENDING_S`, unless the body is sooner.
-    Signals are heard beside their handlers, which may be Prefect's, and also while the main thread cannot run one.
-    `by_hand`: SIGTERM does what Ctrl-C does, once no module is half imported, and pressing again does not disturb the
-    ending. `final`: the process ends with the body, and what is done after that counts, too."""
-    if _timed.get() or threading.current_thread() is not threading.main_thread():
+def exit_deadline(*, by_hand: bool = False, final: bool = False) -> Iterator[None]:
+    """End this process `ENDING_S` after SIGTERM or SIGINT, unless the body ends sooner.
+
+    A thread of its own hears the signals, beside their handlers, which may be Prefect's. So it
+    hears them also while the main thread cannot run a handler. Within another deadline, or outside
+    of the main thread, nothing happens.
+
+    Args:
+        by_hand: SIGTERM does what Ctrl-C does, and pressing Ctrl-C again does not disturb the
+            ending. A signal during an import takes effect after it.
+        final: The process ends with the body, and what it does afterwards counts, too.
+    """
+    if _has_deadline.get() or threading.current_thread() is not threading.main_thread():
         yield
         return
-    (ours, pythons), ended, put_off = socket.socketpair(), threading.Event(), list[int]()
-    main = threading.get_ident()
-
-    def cut_off() -> None:
-        with ours:
-            while heard := ours.recv(1):
-                until_s = time.monotonic() + ENDING_S
-                if heard[0] not in TELLING:
-                    continue
-                while not ended.wait(AGAIN_S) and time.monotonic() < until_s:
-                    if put_off:
-                        signal.pthread_kill(main, put_off.pop())
-                if not ended.is_set():
-                    sys.stderr.write(
-                        "virnuc: interrupted; what was committed stays, run again to go on\n"
-                    )
-                elif final:
-                    time.sleep(max(0.0, until_s - time.monotonic()))
-                else:
-                    return
-                os._exit(130)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if any(one.f_code.co_filename == IMPORTING for one, _ in walk_stack(frame)):
-            put_off.append(
-                number
-            )  # libraries in C do not stand it: torch aborts, NumPy cannot be loaded again
-            return
-        for told in TELLING:
-            signal.signal(told, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    pythons.setblocking(False)
-    threading.Thread(target=cut_off, daemon=True).start()
-    before, within = (
-        signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False),
-        _timed.set(True),
-    )
-    handlers = {number: signal.signal(number, interrupt) for number in TELLING} if by_hand else {}
+    deadline = _Deadline(is_final=final)
+    threading.Thread(target=deadline.watch, daemon=True).start()
+    token = _has_deadline.set(True)
+    previous_fd = signal.set_wakeup_fd(deadline.wakeup_fd, warn_on_full_buffer=False)
+    previous_handlers = {}
+    if by_hand:
+        for number in TERMINATION_SIGNALS:
+            previous_handlers[number] = signal.signal(number, deadline.interrupt)
     try:
         yield
     finally:
-        ended.set()
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is interrupt:  # once told, it stays told
+        deadline.body_has_ended.set()
+        for number, handler in previous_handlers.items():
+            if signal.getsignal(number) == deadline.interrupt:  # an interrupted process stays one
                 signal.signal(number, handler)
-        _timed.reset(within)
-        signal.set_wakeup_fd(before)
-        pythons.close()
+        _has_deadline.reset(token)
+        signal.set_wakeup_fd(previous_fd)
+        deadline.close()
+
+
+class _Deadline:
+    """What the watching thread and the signal handler of one `exit_deadline` share.
+
+    Args:
+        is_final: Whether the process ends with the body.
+    """
+
+    def __init__(self, *, is_final: bool) -> None:
+        self.body_has_ended = threading.Event()
+        self._is_final = is_final
+        self._deferred_signals: list[int] = []
+        self._main_thread = threading.get_ident()
+        # Python writes the number of each signal that arrives to one end
+        self._watched_end, self._python_end = socket.socketpair()
+        self._python_end.setblocking(False)
+
+    @property
+    def wakeup_fd(self) -> int:
+        """The file descriptor for `signal.set_wakeup_fd`."""
+        return self._python_end.fileno()
+
+    def close(self) -> None:
+        """End the watching thread."""
+        self._python_end.close()
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt in the main thread, once. This is a signal handler."""
+        if any(caller.f_code.co_filename == IMPORT_SYSTEM for caller, _ in walk_stack(frame)):
+            # C libraries do not survive it: torch aborts, NumPy cannot be imported again
+            self._deferred_signals.append(number)
+            return
+        for termination_signal in TERMINATION_SIGNALS:
+            signal.signal(termination_signal, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def watch(self) -> None:
+        """Wait for a termination signal, and end the process if the body does not end in time.
+
+        Runs in a thread of its own until the body ends.
+        """
+        with self._watched_end:
+            while True:
+                received = self._watched_end.recv(1)
+                if not received:  # closed: the body has ended
+                    return
+                if received[0] in TERMINATION_SIGNALS:
+                    break
+            deadline_s = time.monotonic() + ENDING_S
+            self._wait_for_body(deadline_s)
+            if not self.body_has_ended.is_set():
+                sys.stderr.write(
+                    "virnuc: interrupted; what was committed stays, run again to go on\n"
+                )
+                _end_process()
+            if self._is_final:
+                time.sleep(max(0.0, deadline_s - time.monotonic()))
+                _end_process()
+
+    def _wait_for_body(self, deadline_s: float) -> None:
+        """Wait until the body has ended or the deadline is over. Send deferred signals again."""
+        while time.monotonic() < deadline_s:
+            if self.body_has_ended.wait(POLL_S):
+                return
+            if self._deferred_signals:
+                signal.pthread_kill(self._main_thread, self._deferred_signals.pop())
+
+
+def _end_process() -> NoReturn:
+    """End this process without waiting for its threads."""
+    os._exit(INTERRUPTED)

@@ -21,9 +21,9 @@ from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Failed
 
-from virnuc.flows.exit_deadline import ended_in_time
+from virnuc.flows.exit_deadline import exit_deadline
 from virnuc.flows.outcome import NotMetError
-from virnuc.flows.parameters import WITHOUT, build, described, within_roots
+from virnuc.flows.parameters import WITHOUT, build, require_within_roots, with_flow_signature
 from virnuc.flows.settings.shared import FlowSettings, RunSettings
 from virnuc.tasks.artifacts import publish_table
 from virnuc.tasks.background import background_thread
@@ -78,17 +78,17 @@ def with_parameters(
     def decorate(function: Callable[[Settings], State[T]]) -> Callable[..., State[T]]:
         def body(**values: Any) -> State[T]:
             settings = build(model, values)
-            within_roots(settings)
+            require_within_roots(settings)
             if (client := SyncClientContext.get()) is not None:
                 route_through_connection(client.client)
-            settings = settings.placed(
+            settings = settings.for_start_time(
                 (runtime.flow_run.scheduled_start_time or datetime.now(UTC)).astimezone(UTC)
             )
             with (
-                ended_in_time(final="PREFECT__FLOW_RUN_ID" in os.environ),  # a worker's child
+                exit_deadline(final="PREFECT__FLOW_RUN_ID" in os.environ),  # a worker's child
                 core_logs(),
                 _ended_when_cancelled(),
-                settings.hold(),
+                settings.locked_output(),
             ):
                 try:
                     return function(_without_queries(settings))
@@ -106,7 +106,7 @@ def with_parameters(
             except VirnucError as error:  # its sentence is all that the failed state says
                 return Failed(message=str(error), data=error)
 
-        return described(called, function, model)
+        return with_flow_signature(called, function, model)
 
     return decorate
 

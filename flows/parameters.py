@@ -1,15 +1,16 @@
-"""What flows take: one flat model a flow, here those of predictions. From it come UI form, options and checks.
+"""Settings models as parameters: of a flow, whose form the UI shows, and of the command that starts it.
 
-Prefect replaces a model-typed parameter as a whole when one of its fields is given, so that a deployment's other
-settings would silently fall back to the model's defaults. A flow therefore has its model's fields as parameters of its
-own, and so has the command that starts it."""
+Prefect replaces a model-typed parameter as a whole when one of its fields is given, so that a
+deployment's other settings would silently fall back to the model's defaults. A flow therefore has
+its model's fields as parameters of its own, and so has the command that starts it.
+"""
 
 import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -19,87 +20,141 @@ from virnuc_core.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Result = TypeVar("Result")
-WITHOUT = "virnuc predict --no-prefect, which needs no server"
-ROOTS = "VIRNUC_ROOTS"  # folders, as PATH has them, in one of which every path of a flow must lie
+WITHOUT: Final = "virnuc predict --no-prefect, which needs no server"
+# environment variable: folders, separated as in PATH, in one of which every path of a flow must lie
+ROOTS: Final = "VIRNUC_ROOTS"
 
 
 def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True) -> Settings:
-    """The model made of `values`; `ConfigError` says in one line what is wrong with which; `quoted`: and its value."""
-    for name, text in _texts(values.items()):
-        if "\0" in text or text.encode("utf-8", "replace").decode() != text:
-            raise ConfigError(
-                f"{name}: {repr(text) if quoted else 'this'} is no text (UTF-8); rename the file"
-            )
+    """Return the settings that these values make.
+
+    Args:
+        model: The settings model.
+        values: Values by name of the setting.
+        quoted: Whether messages may quote a value.
+
+    Raises:
+        ConfigError: A value cannot be used. The message is one line and names the setting.
+    """
+    for name, text in _texts_of(values.items()):
+        if not _is_utf8(text):
+            shown = repr(text) if quoted else "this"
+            raise ConfigError(f"{name}: {shown} is no text (UTF-8); rename the file")
     try:
         return model.model_validate(values)
     except ValidationError as error:
         raise ConfigError(config.explain(error, quoted=quoted, model=model)) from error
 
 
-def _texts(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Each text and path among settings, lists of them opened up, with its setting's name."""
+def _is_utf8(text: str) -> bool:
+    """Tell if a text can be written to a file and passed to other programs."""
+    return "\0" not in text and text.encode("utf-8", "replace").decode() == text
+
+
+def _texts_of(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each setting with each text or path in it, also of those in lists."""
     for name, value in settings:
         parts = value if isinstance(value, (tuple, list)) else (value,)
-        yield from ((name, str(part)) for part in parts if isinstance(part, (str, Path)))
+        for part in parts:
+            if isinstance(part, (str, Path)):
+                yield name, str(part)
 
 
-def within_roots(settings: BaseModel) -> None:
-    """Refuse a path among the settings that lies in no folder of `VIRNUC_ROOTS`, where that is set; links followed."""
-    if not (
-        roots := [
-            Path(root).resolve() for root in os.environ.get(ROOTS, "").split(os.pathsep) if root
-        ]
-    ):
+def require_within_roots(settings: BaseModel) -> None:
+    """Raise an error for a path in the settings that lies in none of the folders of `VIRNUC_ROOTS`.
+
+    Links are followed. Without the variable every path is allowed.
+
+    Raises:
+        ConfigError: A path is not allowed.
+    """
+    folders = os.environ.get(ROOTS, "").split(os.pathsep)
+    roots = [Path(folder).resolve() for folder in folders if folder]
+    if not roots:
         return
-    from virnuc_core.reads.sources import STDIN, is_remote
-
-    of_paths = {name for name, value in settings if isinstance(value, Path)}
-    named = [(name, Path(text)) for name, text in _texts(settings) if name in of_paths]
-    named += [
-        ("profile", Path(text))
-        for name, text in _texts(settings)
-        if name == "profile" and text[-5:] == ".toml"
-    ]
-    reads = [
-        Path(text)
-        for text in getattr(settings, "named", ())
-        if text != STDIN and not is_remote(text)
-    ]
-    named += [("reads", path) for path in reads]
-    named += [("reads", entry) for path in filter(os.path.isdir, reads) for entry in path.iterdir()]
-    if getattr(settings, "history", ...) is None:
-        named += [("history", path.absolute().parent) for name, path in named if name == "out"]
-    for name, path in named:
-        if not any(path.resolve().is_relative_to(root) for root in roots):
+    for name, path in _paths_of(settings):
+        resolved = path.resolve()
+        if not any(resolved.is_relative_to(root) for root in roots):
             raise ConfigError(
                 f"{name}: {path} lies in none of the folders that {ROOTS} names; choose one that does"
             )
 
 
+def _paths_of(settings: BaseModel) -> Iterator[tuple[str, Path]]:
+    """Yield every path that a flow with these settings reads or writes, with the setting's name."""
+    for name, value in settings:
+        if isinstance(value, Path):
+            yield name, value
+    profile = getattr(settings, "profile", None)
+    if isinstance(profile, str) and profile.endswith(".toml"):
+        yield "profile", Path(profile)
+    yield from _paths_of_reads(settings)
+    out = getattr(settings, "out", None)
+    if isinstance(out, Path) and getattr(settings, "history", ...) is None:
+        yield "history", out.absolute().parent  # it is written beside the output
+
+
+def _paths_of_reads(settings: BaseModel) -> Iterator[tuple[str, Path]]:
+    """Yield the local files and folders of reads, and then what the folders hold."""
+    from virnuc_core.reads.sources import STDIN, is_remote
+
+    names = getattr(settings, "named", ())
+    paths = [Path(name) for name in names if name != STDIN and not is_remote(name)]
+    for path in paths:
+        yield "reads", path
+    # unlike Path.is_dir, os.path.isdir says no to a name that is too long
+    for folder in filter(os.path.isdir, paths):
+        for entry in folder.iterdir():
+            yield "reads", entry
+
+
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The model's fields: those that must be given first, then its own before those it inherits."""
-    own_first = {name: None for base in model.__mro__ for name in inspect.get_annotations(base)}
-    fields = {name: model.model_fields[name] for name in own_first if name in model.model_fields}
-    return dict(
-        sorted(fields.items(), key=lambda item: item[0] != "reads" and not item[1].is_required())
-    )
+    """Return the fields of a model in the order in which forms show them.
+
+    The reads and the required fields come first. Then a model's own fields come before those that
+    it inherits.
+    """
+    names: dict[str, None] = {}
+    for base in model.__mro__:
+        names |= dict.fromkeys(inspect.get_annotations(base))
+    fields = {name: model.model_fields[name] for name in names if name in model.model_fields}
+    first = {}
+    others = {}
+    for name, field in fields.items():
+        if name == "reads" or field.is_required():
+            first[name] = field
+        else:
+            others[name] = field
+    return first | others
 
 
 def set_signature(
-    called: Callable[..., Result], like: Callable[..., Any], parameters: list[inspect.Parameter]
+    function: Callable[..., Result], like: Callable[..., Any], parameters: list[inspect.Parameter]
 ) -> None:
-    """Give `called` the name of `like` and this signature, where whoever inspects it looks."""
-    functools.update_wrapper(called, like)
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it
-    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    """Give a function the name of another one, and these parameters, for whoever inspects it."""
+    functools.update_wrapper(function, like)
+    signature = inspect.Signature(parameters)
+    function.__signature__ = signature  # type: ignore[attr-defined] # `inspect` reads it
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-def described(
-    called: Callable[..., Result], like: Callable[..., Any], model: type[BaseModel]
+def with_flow_signature(
+    function: Callable[..., Result], like: Callable[..., Any], model: type[BaseModel]
 ) -> Callable[..., Result]:
-    """`called` by the name of `like`, with the model's fields as parameters and in its text, where Prefect looks."""
-    fields, own = fields_of(model), inspect.signature(model).parameters
-    set_signature(called, like, [own[name] for name in fields])
-    lines = [f"    {name}: {field.description}" for name, field in fields.items()]
-    called.__doc__ = "\n".join([inspect.getdoc(like) or "", "", "Args:", *lines])
-    return called
+    """Describe a function as a flow with the fields of a model as its parameters.
+
+    Prefect makes the form of the UI from the signature and from the list in the docstring.
+
+    Args:
+        function: The function to describe; it takes the fields as keyword arguments.
+        like: The function whose name and docstring it gets.
+        model: The settings model.
+    """
+    fields = fields_of(model)
+    parameters_of_model = inspect.signature(model).parameters
+    set_signature(function, like, [parameters_of_model[name] for name in fields])
+    lines = [inspect.getdoc(like) or "", "", "Args:"]
+    for name, field in fields.items():
+        lines.append(f"    {name}: {field.description}")
+    function.__doc__ = "\n".join(lines)
+    return function

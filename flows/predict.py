@@ -14,7 +14,7 @@ from virnuc_core.runfiles import RunSummary
 @with_parameters(PredictSettings)
 def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""
-    if settings.many:
+    if settings.has_samples:
         from virnuc.flows.predict_samples import predict_samples  # few runs need it
 
         return predict_samples(settings)

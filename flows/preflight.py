@@ -1,13 +1,11 @@
-"""Checks before a flow begins: what would only fail later is refused at once. Nothing is started here."""
+"""Checks before a flow begins: what could only fail later is refused at once. Nothing is started here."""
 
-import os
-import tempfile
-import threading
-from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from virnuc.flows.output_folder import require_writable
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.shared import FlowSettings, RunSettings
 from virnuc_core.config import (
@@ -18,143 +16,185 @@ from virnuc_core.config import (
     read_small_text,
     refuse_unreadable,
 )
-from virnuc_core.errors import (
-    ConfigError,
-    InputError,
-    storage_error,
-)
-from virnuc_core.rundir import SAMPLES, RunDir, check_room
+from virnuc_core.errors import InputError
+from virnuc_core.rundir import RunDir
 
 if TYPE_CHECKING:
     from virnuc_core.config import OnError
+    from virnuc_core.encoders.model_config import HeadShape
+    from virnuc_core.runfiles import Device
+
+BATCH_BYTES: Final = 1 << 16  # unpacked bytes of a batch that is looked at, about
+# batches of a file; what is wrong in a small file shows only after its good reads
+N_BATCHES: Final = 2
+# bytes of a packed file for a base of a read that occurs once, at most; FASTQ has 2 to 3 a base
+MAX_BYTES_PER_BASE: Final = 6
+BYTES_PER_VALUE: Final = 4  # of an embedding
 
 
-LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
+def preflight(settings: FlowSettings) -> Devices:
+    """Check what a flow needs: reads, weights, devices, settings, its own files and the output.
 
+    Args:
+        settings: The settings of the flow.
 
-BASES_IN_FILE: Final = (
-    6  # bytes of a file for a base of a read that occurs once, at most: FASTQ has 2 to 3 a base
-)
+    Returns:
+        The devices that the flow computes on, each by its name. For a cluster, whose nodes are not
+        known yet, what the settings say.
 
+    Raises:
+        VirnucError: The flow could not work. The error names the setting or file.
+    """
+    from virnuc_core.engine.devices import resolve, resolve_engine
 
-LOOKED_AT: Final = (
-    2  # batches of a file: what is wrong in a small one shows after its good reads only
-)
+    cluster = getattr(settings, "cluster", None)
+    if cluster:
+        _require_readable(Path(cluster))
+    devices: tuple[Device, ...] = ()
+    engine = EngineSpec()
+    if not cluster:
+        devices = resolve(Devices.parse(settings.devices))
+        engine = resolve_engine(settings.engine(), devices[0].kind)
 
-
-def preflight(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
-    """The devices by name, `auto` too, of a flow that can work. Errors: what could only fail later, of reads, weights'
-    headers, devices, settings and output, and of the files one flow alone takes. Workers of a prediction that may have
-    something to compute load meanwhile; `ahead` keeps them."""
-    from virnuc_core.engine import devices, process
-
-    run, remote = RunDir(settings.out), getattr(settings, "cluster", None)
-    if (file := Path(remote or "")).suffix in (".yaml", ".yml"):
-        with refuse_unreadable(f"cluster {file}", "YAML"):
-            read_small_text(file)
-    found = () if remote else devices.resolve(Devices.parse(settings.devices))
-    engine = devices.resolve_engine(settings.engine(), found[0].kind) if found else EngineSpec()
-    over = any(map(os.path.exists, (run.summary, run.former_summary, settings.out / SAMPLES)))
-    if (
-        ahead is not None
-        and found
-        and isinstance(settings, PredictSettings)
-        and (settings.force or not over)
-    ):
-        ahead.enter_context(
-            process.LocalWorkers(
-                process.WORKER, process.worker_specs(settings.models, found, engine)
-            )
-        )
-    from virnuc_core.encoders.checkpoint import check_models
-    from virnuc_core.encoders.digests import fingerprint
-    from virnuc_core.encoders.head_card import score_thresholds
-    from virnuc_core.reads.sources import is_remote
-
-    head, rows = check_models(settings.models, getattr(settings, "model_length", None)), 0
-    if ahead is not None and isinstance(
-        settings, PredictSettings
-    ):  # the digest of new weights takes seconds
-        threading.Thread(target=fingerprint, args=(settings.models,), daemon=True).start()
-    if isinstance(settings, VerdictSpec):
-        score_thresholds(head, settings)
-    if isinstance(settings, RunSettings) and not getattr(settings, "many", False):
-        local = tuple(name for name in settings.named if not is_remote(name))
-        if local:
-            rows = readable(
-                local, settings.on_error, head.model_length, alone=len(local) == len(settings.named)
-            )
-            rows *= not settings.read_group  # nothing tells how many of them are of it
-        if local and isinstance(settings, PredictSettings) and settings.written:
-            from virnuc_core.reads.subsets import readable_twice  # few runs need it
-
-            readable_twice(local)
+    head = _check_models(settings)
+    n_rows = _check_reads(settings, head.model_length)
     settings.check_place()
     settings.check_own_files()
-    if found and engine.precision == "int8":
-        fingerprint(settings.models, "int8")
-    room = 0 if run.plan.exists() else 4 * head.width * rows
-    writable(settings.out, room, "the embeddings of these reads, by their first,")
-    if remote:  # its nodes are looked at once they are asked for
+    if devices and engine.precision == "int8":
+        from virnuc_core.encoders.digests import fingerprint
+
+        fingerprint(settings.models, "int8")  # raises an error for weights that were not calibrated
+    is_planned = RunDir(settings.out).plan.exists()
+    nbytes = 0 if is_planned else BYTES_PER_VALUE * head.width * n_rows
+    require_writable(settings.out, nbytes, "the embeddings of these reads, by their first,")
+
+    if cluster:  # its nodes are checked once they are asked for
         return Devices.parse(settings.devices)
-    return Devices(kind=found[0].kind, ids=tuple(device.id for device in found))
+    return Devices(kind=devices[0].kind, ids=tuple(device.id for device in devices))
 
 
-def readable(
+def _require_readable(cluster: Path) -> None:
+    """Raise an error if the cluster is described by a YAML file that cannot be read."""
+    if cluster.suffix in (".yaml", ".yml"):
+        with refuse_unreadable(f"cluster {cluster}", "YAML"):
+            read_small_text(cluster)
+
+
+def _check_models(settings: FlowSettings) -> "HeadShape":
+    """Check the headers of the weights, and the verdict that the head can give; return the head."""
+    from virnuc_core.encoders.checkpoint import check_models
+    from virnuc_core.encoders.head_card import score_thresholds
+
+    head = check_models(settings.models, getattr(settings, "model_length", None))
+    if isinstance(settings, VerdictSpec):
+        score_thresholds(head, settings)
+    return head
+
+
+def _check_reads(settings: FlowSettings, model_length: int) -> int:
+    """Check the beginning of every local file of reads.
+
+    Returns:
+        A lower bound of the rows that the reads have. 0 if nothing is known.
+    """
+    from virnuc_core.reads.sources import is_remote
+
+    if not isinstance(settings, RunSettings) or getattr(settings, "has_samples", False):
+        return 0
+    local = tuple(name for name in settings.named if not is_remote(name))
+    if not local:
+        return 0
+    are_all_local = len(local) == len(settings.named)
+    n_rows = count_rows(local, settings.on_error, model_length, are_all=are_all_local)
+    if isinstance(settings, PredictSettings) and settings.written:
+        from virnuc_core.reads.subsets import readable_twice  # few runs need it
+
+        readable_twice(local)
+    if settings.read_group:  # nothing tells how many of the rows belong to it
+        return 0
+    return n_rows
+
+
+def count_rows(
     reads: tuple[str, ...],
     on_error: "OnError",
     model_length: int = DEFAULT_MODEL_LENGTH,
     *,
-    alone: bool = True,
+    are_all: bool = True,
 ) -> int:
-    """The rows that reads surely have, by the beginning of every file; `alone`: there are no others. Pipes and standard
-    input are left for staging, and empty files among others. Errors: those of `parse`; `InputError` when all are
-    empty."""
-    from virnuc_core.reads.fast_parser import ParseLog
-    from virnuc_core.reads.parse import parse
-    from virnuc_core.reads.sources import find_inputs
-    from virnuc_core.reads.translate import chunk, translate
+    """Estimate how many rows reads have at least, from the beginning of every file.
 
-    files, empty, least = find_inputs(reads).files, [], 0
-    for name in files:
-        if Path(name).is_file():
-            log, bases, rows, found = ParseLog(on_error), 1, 0, 0
-            for batch in islice(parse((name,), log, block_bytes=LOOKED_AT_BYTES), LOOKED_AT):
-                chunks, found = chunk(batch.bases.lengths, model_length), found + len(batch)
-                begin = batch.bases.offsets[chunks.read]
-                rows += len(
-                    translate(batch.bases.data, begin + chunks.start, begin + chunks.end).chunk
-                )
-                bases += len(batch.bases.data)
-            least += Path(name).stat().st_size * rows // (BASES_IN_FILE * bases)
-            empty += [name] * (not found and not log.skipped_by_file)
-    if alone and empty and len(empty) == len(files):
+    Pipes and standard input are left for staging. So are empty files if others hold reads.
+
+    Args:
+        reads: Files and folders.
+        on_error: What to do with damaged records.
+        model_length: Bases of a chunk.
+        are_all: Whether there are no other reads, as on another host.
+
+    Returns:
+        A lower bound of the number of rows (open reading frames).
+
+    Raises:
+        InputError: A file cannot be read, or none holds reads.
+    """
+    from virnuc_core.reads.sources import find_inputs
+
+    names = find_inputs(reads).files
+    n_rows = 0
+    empty = []
+    for name in names:
+        if not Path(name).is_file():
+            continue
+        beginning = _read_beginning(name, on_error, model_length)
+        file_bytes = Path(name).stat().st_size
+        n_rows += file_bytes * beginning.n_rows // (MAX_BYTES_PER_BASE * beginning.n_bases)
+        if beginning.is_empty:
+            empty.append(name)
+    if are_all and empty and len(empty) == len(names):
         raise InputError(
             "holds no reads",
             file=empty[0],
             hint="was it written to the end? name a file with reads",
         )
-    return least
+    return n_rows
 
 
-def nearest(out: Path) -> Path:
-    """`out`, or what is there nearest above it."""
-    return next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What the first batches of a file hold.
+
+    Attributes:
+        n_bases: Bases, and one more, so that it can be divided by.
+        n_rows: Open reading frames.
+        is_empty: Whether there was no read, and no damaged record either.
+    """
+
+    n_bases: int
+    n_rows: int
+    is_empty: bool
 
 
-def writable(out: Path, nbytes: int = 0, what: str = "") -> None:
-    """Check that `out` is or can become a directory to write `nbytes` in; leaves nothing behind."""
-    place = nearest(out)
-    if not place.is_dir():
-        raise ConfigError(f"{out}: {place} is a file; choose another directory")
-    try:
-        with tempfile.TemporaryFile(
-            dir=place
-        ) as file:  # permission bits know nothing of full or read-only disks
-            file.write(b"virnuc")
-            file.flush()
-    except OSError as error:
-        raise storage_error(error, out) or ConfigError(
-            f"{out}: cannot write in {place}: {error.strerror or error}; make room or choose another directory"
-        ) from error
-    check_room(place, nbytes, what)
+def _read_beginning(name: str, on_error: "OnError", model_length: int) -> Beginning:
+    """Read and translate the first batches of a file.
+
+    Raises:
+        InputError: The file cannot be read.
+    """
+    from virnuc_core.reads.fast_parser import ParseLog
+    from virnuc_core.reads.parse import parse
+    from virnuc_core.reads.translate import chunk, translate
+
+    log = ParseLog(on_error)
+    n_reads = 0
+    n_rows = 0
+    n_bases = 1
+    batches = parse((name,), log, block_bytes=BATCH_BYTES)
+    for batch in islice(batches, N_BATCHES):
+        chunks = chunk(batch.bases.lengths, model_length)
+        read_starts = batch.bases.offsets[chunks.read]
+        rows = translate(batch.bases.data, read_starts + chunks.start, read_starts + chunks.end)
+        n_reads += len(batch)
+        n_rows += len(rows.chunk)
+        n_bases += len(batch.bases.data)
+    return Beginning(n_bases, n_rows, is_empty=not n_reads and not log.skipped_by_file)

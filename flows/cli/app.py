@@ -27,7 +27,7 @@ from cyclopts import (
     ValidationError,
 )
 
-from virnuc.flows.exit_deadline import ended_in_time
+from virnuc.flows.exit_deadline import exit_deadline
 from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.rundir import relax_garbage_collection
 
@@ -70,7 +70,7 @@ for _name, (_module, _help) in COMMANDS.items():
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, this process's own where none is given; returns the exit code."""
     relax_garbage_collection()
-    with ended_in_time(by_hand=True, final=arguments is None):
+    with exit_deadline(by_hand=True, final=arguments is None):
         code = _outcome(list(sys.argv[1:] if arguments is None else arguments))
     if arguments is None:
         gc.freeze()  # what is there now need not be taken apart before the end

@@ -24,8 +24,8 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from virnuc.flows.cli.start import prepare_prefect
+from virnuc.flows.output_folder import nearest_existing
 from virnuc.flows.parameters import ROOTS
-from virnuc.flows.preflight import nearest
 from virnuc_core import gpus
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.backends import triton_problem
@@ -258,7 +258,7 @@ def gpu_finding(name: str, gpu: gpus.Gpu, occupancy: gpus.Occupancy) -> Check:
 
 def room(folder: Path) -> Iterator[Check]:
     """Room where results would go."""
-    free = shutil.disk_usage(nearest(folder)).free
+    free = shutil.disk_usage(nearest_existing(folder)).free
     more = "; a million reads of 150 bases leave some 13 GiB" if free < DISK_WARN else ""
     verdict: Verdict = "fail" if free < DISK_FAIL else "warn" if more else "ok"
     yield Check("disk", verdict, f"{free / GIB:.1f} GiB free for {folder}{more}")
@@ -266,7 +266,9 @@ def room(folder: Path) -> Iterator[Check]:
 
 def file_system(folder: Path) -> Iterator[Check]:
     """Does a run directory's lock exclude, and is a file flushed and renamed like a shard, where results would go?"""
-    with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=nearest(folder)) as name:
+    with tempfile.TemporaryDirectory(
+        prefix=".virnuc-doctor-", dir=nearest_existing(folder)
+    ) as name:
         excludes, place = True, Path(name)
         with run_lock(place), suppress(ConfigError), ExitStack() as again:
             Context().run(again.enter_context, run_lock(place))  # as another thread would hold it

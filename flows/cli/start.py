@@ -24,8 +24,10 @@ from pydantic import BaseModel, Field, create_model
 from pydantic_core import to_jsonable_python
 
 from virnuc.flows.cli.options import Flag, OnTerminal, command
+from virnuc.flows.cli.prestart import prestart_digest, prestart_workers
+from virnuc.flows.output_folder import require_writable
 from virnuc.flows.parameters import WITHOUT
-from virnuc.flows.preflight import preflight, writable
+from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc_core.config import (
     INPUT_FIELDS,
@@ -143,10 +145,12 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
         ready, named = lambda: None, PREFECT_API_URL.value() is not None
         if not named:
             ready = None if settings.is_done() else own_server(tell, debug=settings.debug)
-    with ExitStack() as ahead:
-        devices = preflight(
-            settings, None if named else ahead
-        )  # a named server says whose turn it is
+    with ExitStack() as prestarted:
+        if not named:  # a named server says whose turn it is on the devices
+            prestart_workers(settings, prestarted)
+        devices = preflight(settings)
+        if not named:
+            prestart_digest(settings)
         on = getattr(settings, "cluster", None) or devices
         tell(f"{name} into {printable(str(settings.out))} on {on}: reads and weights will do")
         from virnuc.flows import flow_run
@@ -180,7 +184,7 @@ def usable_home() -> None:
     home = PREFECT_HOME.value()
     database, way_out = home / "prefect.db", f"set another PREFECT_HOME, or use {WITHOUT}"
     try:
-        writable(home, HOME_BYTES, "a server's records")
+        require_writable(home, HOME_BYTES, "a server's records")
         if database.exists():
             with closing(sqlite3.connect(database, timeout=1.0)) as there:
                 there.execute("PRAGMA schema_version")

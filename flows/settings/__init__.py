@@ -1,1 +1,1 @@
-"""One settings model for each flow. Nothing here imports Prefect, so that the command line can read them."""
+"""One settings model for each flow. Nothing here imports Prefect, so that the command line can use them quickly."""

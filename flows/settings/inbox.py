@@ -5,9 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from virnuc.flows.settings.shared import FlowSettings
-from virnuc_core.config import (
-    VerdictSpec,
-)
+from virnuc_core.config import VerdictSpec
 
 
 class InboxSettings(VerdictSpec, FlowSettings):
@@ -25,7 +23,11 @@ class InboxSettings(VerdictSpec, FlowSettings):
     retry_failed: bool = Field(False, description="predict again what failed before")
 
     def check_own_files(self) -> None:
-        """Refuse an inbox that is no folder. Errors: those of `Ledger`."""
+        """Refuse an inbox that is not a folder.
+
+        Raises:
+            ConfigError: The inbox or its results cannot be used; see `Ledger`.
+        """
         from virnuc_core.inbox import Ledger
 
         Ledger(self.inbox, self.out)

@@ -1,4 +1,4 @@
-"""What flows take whose figures are judged: where their runs lie, and the profile."""
+"""What flows take whose figures are judged by a profile: where their runs lie, and how many are kept."""
 
 import logging
 import os
@@ -10,11 +10,9 @@ from typing import Final, Self
 
 from pydantic import Field
 
-from virnuc.flows.preflight import writable
+from virnuc.flows.output_folder import require_writable
 from virnuc.flows.settings.shared import RunSettings
-from virnuc_core.config import (
-    ClusterSpec,
-)
+from virnuc_core.config import ClusterSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import (
     ALL_FILES,
@@ -25,46 +23,13 @@ from virnuc_core.rundir import (
     run_lock,
 )
 
-# of the moment, UTC, for which a run was planned: a run tried again goes on where it was
-DATED: Final = "%Y-%m-%dT%H%M"
-
-
-SHAPE: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]T[0-9][0-9][0-9][0-9]"
-
-
+# Names of dated directories: the moment, in UTC, for which a run was planned. A run that is tried
+# again has the same one, so it goes on where it was.
+DATE_FORMAT: Final = "%Y-%m-%dT%H%M"
+DATE_PATTERN: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]T[0-9][0-9][0-9][0-9]"
 LATEST: Final = "latest"
-
-
 PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
-
-
 log = logging.getLogger(__name__)
-
-
-def keep_newest(night: Path, keep: int) -> None:
-    """Let `latest` beside a night's directory point to it, and remove all but the `keep` newest beside it: only those
-    that a date names and that are ours, by the names of our files, and that nobody works in. Errors: `OSError`."""
-    root = night.parent
-    latest, aside = root / LATEST, root / f".{LATEST}.{os.getpid()}.part"
-    if latest.is_symlink() or not latest.exists():
-        aside.unlink(missing_ok=True)
-        aside.symlink_to(night.name)
-        os.replace(aside, latest)
-    else:
-        log.warning("%s is no link and stays as it is; the newest run is %s", latest, night.name)
-    dated = sorted(
-        path
-        for path in root.glob(SHAPE)
-        if path.is_dir() and not path.is_symlink() and is_ours(path)
-    )
-    for old in set(dated[:-keep]) - {night}:
-        try:
-            with run_lock(old):
-                discard(
-                    old, *ALL_FILES, MARKER_FILE, *(f"{run}/{MARKER_FILE}*" for run in NESTED_RUNS)
-                )
-        except ConfigError as error:
-            log.warning("%s; it is kept", error)
 
 
 class MeasureSettings(ClusterSpec, RunSettings):
@@ -81,41 +46,89 @@ class MeasureSettings(ClusterSpec, RunSettings):
     keep: int | None = Field(
         None,
         ge=1,
-        description="each run in a dated directory in OUT, the newest also as OUT/latest; so many are kept",
+        description="write each run to OUT/date (OUT/latest links to the newest), keep only the newest N",
     )
 
     @property
     def newest(self) -> Path:
-        """Where the newest run lies."""
-        return self.out if self.keep is None else self.out / LATEST
+        """The directory of the newest run."""
+        if self.keep is None:
+            return self.out
+        return self.out / LATEST
 
-    def placed(self, moment: datetime) -> Self:
-        """The settings of a run that starts at this moment: in a directory of that date, if runs are kept apart."""
-        return (
-            self
-            if self.keep is None
-            else self.model_copy(update={"out": self.out / f"{moment:{DATED}}"})
-        )
+    def for_start_time(self, moment: datetime) -> Self:
+        """Return the settings of a run that was planned for this moment.
+
+        If runs are kept apart, the output directory is one with this date.
+        """
+        if self.keep is None:
+            return self
+        return self.model_copy(update={"out": self.out / f"{moment:{DATE_FORMAT}}"})
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold the output directory; of dated ones the oldest go once this one has a verdict."""
-        with super().hold():
+    def locked_output(self) -> Iterator[None]:
+        """Check and lock the output directory.
+
+        If runs are kept apart, the oldest are removed once this one has a verdict.
+        """
+        with super().locked_output():
             yield
         if self.keep is not None:
             keep_newest(self.out, self.keep)
 
     @property
     def history_file(self) -> Path:
-        """Where the run's line goes."""
+        """The file to which the run's line is added."""
         return self.history or self.out.absolute().parent / "virnuc-history.jsonl"
 
     def check_own_files(self) -> None:
-        """Refuse a history to which no line can be added; the runs before it may take hours."""
+        """Refuse a history to which no line can be added; the runs before it may take hours.
+
+        Raises:
+            ConfigError: The history is no file, or cannot be written.
+        """
         path = self.history_file
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             raise ConfigError(
                 f"history {path}: no file that can be written; choose another with --history"
             )
-        if self.history or self.keep is None:  # else it is in OUT
-            writable(path.parent)
+        if self.history or self.keep is None:  # else it is inside OUT, which is checked anyway
+            require_writable(path.parent)
+
+
+def keep_newest(night: Path, keep: int) -> None:
+    """Point the link `latest` to a dated directory, and remove the oldest ones beside it.
+
+    Removed are only directories with a date as their name that hold nothing but our files and that
+    no process works in.
+
+    Args:
+        night: The newest dated directory.
+        keep: How many dated directories are kept.
+    """
+    _link_latest(night)
+    dated = []
+    for path in night.parent.glob(DATE_PATTERN):
+        if path.is_dir() and not path.is_symlink() and is_ours(path):
+            dated.append(path)
+    markers_of_nested = [f"{run}/{MARKER_FILE}*" for run in NESTED_RUNS]
+    for old in sorted(dated)[:-keep]:
+        if old == night:
+            continue
+        try:
+            with run_lock(old):
+                discard(old, *ALL_FILES, MARKER_FILE, *markers_of_nested)
+        except ConfigError as error:
+            log.warning("%s; it is kept", error)
+
+
+def _link_latest(night: Path) -> None:
+    """Let the link `latest` beside a dated directory point to it. A file of that name stays."""
+    latest = night.parent / LATEST
+    if latest.exists() and not latest.is_symlink():
+        log.warning("%s is no link and stays as it is; the newest run is %s", latest, night.name)
+        return
+    temp_link = night.parent / f".{LATEST}.{os.getpid()}.part"
+    temp_link.unlink(missing_ok=True)
+    temp_link.symlink_to(night.name)
+    os.replace(temp_link, latest)

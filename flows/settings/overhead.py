@@ -5,15 +5,10 @@ from pathlib import Path
 from pydantic import Field
 
 from virnuc.flows.settings.shared import FlowSettings
-from virnuc_core.config import (
-    SWITCHES,
-    Switch,
-)
+from virnuc_core.config import SWITCHES, Switch
 from virnuc_core.errors import ConfigError
 from virnuc_core.profiles import Profile
-from virnuc_core.rundir import (
-    RunDir,
-)
+from virnuc_core.rundir import RunDir
 
 
 class OverheadSettings(FlowSettings):
@@ -29,7 +24,11 @@ class OverheadSettings(FlowSettings):
 
     @property
     def profile(self) -> Profile:
-        """That the validation was started with. Errors: `ConfigError` for a directory without one."""
+        """The profile that the validation was started with.
+
+        Raises:
+            ConfigError: The directory holds no validation.
+        """
         from virnuc_core.validation import ValidationRecord, read_usable  # it brings torch along
 
         record = read_usable(RunDir(self.out).record, ValidationRecord)
@@ -40,5 +39,9 @@ class OverheadSettings(FlowSettings):
         return record.profile
 
     def check_place(self) -> None:
-        """Refuse what is no validation. Errors: those of `profile`."""
+        """Refuse a directory that holds no validation.
+
+        Raises:
+            ConfigError: The directory holds no validation.
+        """
         _ = self.profile

@@ -6,13 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from virnuc.flows.parameters import within_roots
+from virnuc.flows.parameters import require_within_roots
 from virnuc.flows.settings.shared import RunSettings
 from virnuc_core import config
-from virnuc_core.config import (
-    ClusterSpec,
-    VerdictSpec,
-)
+from virnuc_core.config import ClusterSpec, ReadsSpec, VerdictSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import SAMPLES, RunDir
 
@@ -26,53 +23,72 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
     )
     sample_from: Literal["none", "name", "read-group"] = Field(
         "none",
-        description="each file, or pair, is a sample by its name, or each SM, else ID, of a BAM: runs OUT/sample",
+        description="one run per sample, named by file name or by the read groups of a BAM (SM, else ID)",
     )
 
     @property
-    def many(self) -> bool:
-        """Whether these are samples, each with a run of its own."""
+    def has_samples(self) -> bool:
+        """Whether the reads are of several samples, each with a run of its own."""
         return self.samples is not None or self.sample_from != "none"
 
     def check_own_files(self) -> None:
-        """Refuse samples that cannot be told apart, and a place for them that is a run's own."""
-        other = (
-            RunDir(self.out).record if self.many else self.out / SAMPLES
-        )  # each would stop the other's resuming
-        if other.exists():
-            raise ConfigError(
-                f"{self.out} holds {'a single run' if self.many else 'samples'}; choose another directory"
-            )
-        if self.many:
+        """Refuse samples that cannot be told apart, and a directory with runs of the other kind.
+
+        A single run and samples would each stop the other from being resumed.
+
+        Raises:
+            ConfigError: The directory or the samples cannot be used.
+        """
+        if self.has_samples:
+            file_of_others = RunDir(self.out).record
+            others = "a single run"
+        else:
+            file_of_others = self.out / SAMPLES
+            others = "samples"
+        if file_of_others.exists():
+            raise ConfigError(f"{self.out} holds {others}; choose another directory")
+        if self.has_samples:
             self.by_sample()
 
     def by_sample(self) -> dict[str, Self]:
-        """The settings of each sample's own run. Errors: those of `read_sheet` and `by_name`; `ConfigError`."""
-        from virnuc_core.reads.samples import by_name, by_read_group, read_sheet  # few runs need it
+        """Return the settings of each sample's own run, by its name.
 
+        Raises:
+            ConfigError: Samples are named in two ways, or a path is not allowed.
+            InputError: The sample sheet or the names of the files cannot be used.
+        """
         if self.samples is not None and (self.named or self.sample_from != "none"):
             raise ConfigError("samples: the sheet names all reads; give none beside it")
         if self.read_group:
             raise ConfigError("read_group: one is named; several samples have their own")
-        told_by = {"name": by_name, "read-group": by_read_group}
-        found = (
-            told_by[self.sample_from](self) if self.samples is None else read_sheet(self.samples)
-        )
         runs = {}
-        for name, reads in found.items():
-            own = {"samples": None, "sample_from": "none", "out": self.out / name}
-            runs[name] = self.model_copy(
-                update=reads.model_dump(include={*config.INPUT_FIELDS, "read_group"}) | own
-            )
-            within_roots(runs[name])
+        for name, reads in self._reads_by_sample().items():
+            fields = reads.model_dump(include={*config.INPUT_FIELDS, "read_group"})
+            fields |= {"samples": None, "sample_from": "none", "out": self.out / name}
+            run = self.model_copy(update=fields)
+            require_within_roots(run)
+            runs[name] = run
         return runs
 
+    def _reads_by_sample(self) -> dict[str, ReadsSpec]:
+        """Return the reads of each sample, from the sheet, the file names or the read groups."""
+        from virnuc_core.reads.samples import by_name, by_read_group, read_sheet  # few runs need it
+
+        if self.samples is not None:
+            return read_sheet(self.samples)
+        if self.sample_from == "name":
+            return by_name(self)
+        return by_read_group(self)
+
     def is_done(self) -> bool:
-        """Whether the directory holds a complete run, which is not to be made anew."""
+        """Tell if the directory holds a complete run that is not to be made anew."""
         run = RunDir(self.out)
-        if self.force or self.many or not os.access(run.summary, os.R_OK):
+        if self.force or self.has_samples or not os.access(run.summary, os.R_OK):
             return False
         from virnuc_core.pipeline import read_summary  # it brings the engine along
 
         summary = read_summary(run)
-        return summary is not None and len(list(run.shards.glob("0*.h5"))) == summary.shards
+        if summary is None:
+            return False
+        n_committed = len(list(run.shards.glob("0*.h5")))
+        return n_committed == summary.shards

@@ -1,4 +1,4 @@
-"""What several flows take: devices and engine settings, reads and directories."""
+"""Settings that several flows share: devices and engine, reads and directories."""
 
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
@@ -9,20 +9,11 @@ from pydantic import Field, field_validator
 
 from virnuc.flows.parameters import build
 from virnuc_core import config
-from virnuc_core.config import (
-    ClassifySpec,
-    Devices,
-    EngineSpec,
-    ReadingSpec,
-    ReadsSpec,
-    Spec,
-)
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, ReadingSpec, ReadsSpec, Spec
 from virnuc_core.rundir import check_output, run_lock
 
-# one list of words each, so that the UI shows a choice; an optional type would show as a switch between types
+# lists of words, so that the UI shows a choice; an optional type would show as a switch between types
 PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "int8"]
-
-
 AttentionChoice = Literal["default", "auto", "fused", "reference"]
 
 
@@ -63,25 +54,39 @@ class ComputeSettings(Spec):
     @field_validator("devices", mode="before")
     @classmethod
     def _devices_readable(cls, value: object) -> object:
+        """Say which part of a list of devices is wrong. The pattern is for the form of the UI."""
         if isinstance(value, str):
-            Devices.parse(
-                value
-            )  # says which part is wrong; the pattern is what the UI's form can check
+            Devices.parse(value)
         return value
 
     def engine(self) -> EngineSpec:
-        """The profile's settings, or the engine's own, with what the file of settings says, and what was set here.
-        Errors: those of `load_profile` and `read_settings`."""
-        profile = getattr(self, "profile", None)
-        if isinstance(profile, str):
-            from virnuc_core.profiles import load_profile  # few runs need it
+        """Return the settings of the engine.
 
-            profile = load_profile(profile)
-        stock = EngineSpec() if profile is None else profile.engine
-        from_file = {} if self.settings is None else config.read_settings(self.settings)
-        own = {name: value for name, value in self if name in EngineSpec.model_fields}
-        given = {name: value for name, value in own.items() if value not in (None, "default")}
-        return build(EngineSpec, stock.model_dump() | from_file | given, quoted=not from_file)
+        Settings given here win over those of the settings file, which win over the profile's. What
+        nobody sets is the engine's own default.
+
+        Raises:
+            ConfigError: The profile or the settings file cannot be used.
+        """
+        defaults = self._default_engine().model_dump()
+        from_file = {}
+        if self.settings is not None:
+            from_file = config.read_settings(self.settings)
+        own = {}
+        for name, value in self:
+            if name in EngineSpec.model_fields and value not in (None, "default"):
+                own[name] = value
+        # no message may quote what stands in a file
+        return build(EngineSpec, defaults | from_file | own, quoted=not from_file)
+
+    def _default_engine(self) -> EngineSpec:
+        """Return the profile's engine settings, or the engine's own where there is no profile."""
+        profile_name = getattr(self, "profile", None)
+        if not isinstance(profile_name, str):
+            return EngineSpec()
+        from virnuc_core.profiles import load_profile  # few runs need it
+
+        return load_profile(profile_name).engine
 
 
 class FlowSettings(ComputeSettings, ReadingSpec):
@@ -91,37 +96,48 @@ class FlowSettings(ComputeSettings, ReadingSpec):
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
 
     def check_own_files(self) -> None:
-        """Refuse files that this flow alone takes and that are not fit; most flows take none."""
+        """Refuse files that only this flow takes and that it cannot use. Most flows take none."""
 
     def spec(self, sample: str = "") -> ClassifySpec:
-        """A run with these settings, of what the sample's name says."""
-        own = self.model_dump(include={*ClassifySpec.model_fields})
-        return ClassifySpec(
-            **own,
-            engine=self.engine(),
-            parameters=self.model_dump(mode="json") | {"sample": sample},
-        )
+        """Return the settings of a run.
+
+        Args:
+            sample: The name of the sample, which the record of the run holds.
+        """
+        fields = self.model_dump(include={*ClassifySpec.model_fields})
+        parameters = self.model_dump(mode="json") | {"sample": sample}
+        return ClassifySpec(**fields, engine=self.engine(), parameters=parameters)
 
     def inputs(self) -> tuple[str, ...]:
-        """Local files that are read, and must not be written over. Errors: `InputError` for those not there."""
+        """Return the local files that are read, which nothing may be written over.
+
+        Raises:
+            InputError: A file does not exist.
+        """
         return ()
 
-    def placed(self, moment: datetime) -> Self:
-        """The settings of a run that starts at this moment."""
+    def for_start_time(self, moment: datetime) -> Self:
+        """Return the settings of a run that was planned for this moment."""
         return self
 
     def is_done(self) -> bool:
-        """Whether, at a glance at the output directory, there is nothing left to compute."""
+        """Tell, at a glance at the output directory, if there is nothing left to compute."""
         return False
 
     def check_place(self) -> None:
-        """Refuse an output directory in which something of others could be lost. Errors: those of `check_output`."""
-        check_output(
-            self.out, models=self.models, reads=self.inputs(), force=getattr(self, "force", False)
-        )
+        """Refuse an output directory in which something of others could be lost.
 
-    def hold(self) -> AbstractContextManager[None]:
-        """Hold the output directory, checked; flows that share it with others hold parts of it themselves."""
+        Raises:
+            ConfigError: The directory cannot be used; see `check_output`.
+        """
+        force = getattr(self, "force", False)
+        check_output(self.out, models=self.models, reads=self.inputs(), force=force)
+
+    def locked_output(self) -> AbstractContextManager[None]:
+        """Check the output directory, and lock it for the body of a `with` statement.
+
+        Flows that share the directory with others lock parts of it themselves.
+        """
         self.check_place()
         return nullcontext()
 
@@ -134,12 +150,20 @@ class RunSettings(ReadsSpec, FlowSettings):
     )
 
     def inputs(self) -> tuple[str, ...]:
-        """The files of local reads. Errors: `InputError`."""
+        """Return the files of local reads.
+
+        Raises:
+            InputError: A file does not exist.
+        """
         from virnuc_core.reads.sources import local_files
 
         return local_files(self.named)
 
-    def hold(self) -> AbstractContextManager[None]:
-        """Hold the output directory, checked and locked. Errors: those of `run_lock`, too."""
+    def locked_output(self) -> AbstractContextManager[None]:
+        """Check the output directory, and lock it for the body of a `with` statement.
+
+        Raises:
+            ConfigError: Another process is working in the directory.
+        """
         self.check_place()
         return run_lock(self.out)

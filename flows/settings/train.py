@@ -5,9 +5,7 @@ from pathlib import Path
 from pydantic import Field
 
 from virnuc.flows.settings.shared import RunSettings
-from virnuc_core.config import (
-    TrainSpec,
-)
+from virnuc_core.config import TrainSpec
 from virnuc_core.errors import ConfigError
 
 
@@ -34,14 +32,21 @@ class TrainSettings(TrainSpec, RunSettings):
     )
 
     def inputs(self) -> tuple[str, ...]:
-        """The files of local reads, and those that tell of the genomes."""
-        return (
-            *super().inputs(),
-            *map(str, filter(None, (self.truth, self.groups, self.genomes, self.coding_only))),
-        )
+        """Return the files of local reads, and those about the genomes that the reads are from.
+
+        Raises:
+            InputError: A file of reads does not exist.
+        """
+        tables = (self.truth, self.groups, self.genomes, self.coding_only)
+        return (*super().inputs(), *(str(path) for path in tables if path))
 
     def check_own_files(self) -> None:
-        """Refuse a table of origins that is not fit. Errors: those of `read_truth`; `ConfigError`."""
+        """Refuse a table of origins that cannot be used.
+
+        Raises:
+            InputError: The table of origins cannot be read.
+            ConfigError: An annotation is given without the genomes.
+        """
         from virnuc_core.training.evaluation import read_truth  # it brings scikit-learn along
 
         read_truth(self.truth)

@@ -1,6 +1,5 @@
-"""What `tune` takes, and what sweeps try."""
+"""What `tune` takes, and the values that sweeps try."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -9,27 +8,53 @@ from pydantic import Field
 
 from virnuc.flows.settings.measured import PROFILE_HELP
 from virnuc.flows.settings.shared import RunSettings
-from virnuc_core.config import (
-    Attention,
-    Precision,
-)
+from virnuc_core.config import Attention, Precision
 
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]
-
-
 Loaders = Annotated[int, Field(ge=0, le=64)]
-
-
 Batches = Annotated[int, Field(ge=1, le=64)]
+ShardSize = Annotated[int, Field(ge=64)]
 
-
-_SWEEPS: Final = tomllib.loads(Path(__file__).with_name("sweeps.toml").read_text(encoding="utf-8"))
-
-
-SWEPT: Final[dict[str, str]] = _SWEEPS["settings"]
-
-
-KNOBS: Final[dict[str, dict[str, list[Any]]]] = _SWEEPS["knobs"]
+# settings of `tune`, each a list of values, and the engine's settings that the values are for
+SWEPT: Final = {
+    "token_budgets": "token_budget",
+    "dna_token_budgets": "dna_token_budget",
+    "attentions": "attention",
+    "precisions": "precision",
+    "loader_workers": "num_workers",
+    "prefetch_factors": "prefetch_factor",
+    "shard_sizes": "shard_tokens",
+}
+# values of a named grid; each is tried with every other
+GRIDS: Final[dict[str, dict[str, list[int]]]] = {
+    "quick": {
+        "num_workers": [4, 8, 12],
+        "prefetch_factor": [2, 4, 8],
+    },
+    "full": {
+        "num_workers": [4, 8, 12, 16],
+        "prefetch_factor": [2, 4, 8],
+        "token_budget": [4096, 8192, 12288],
+    },
+}
+# kinds of loss in a report, and the values to try that may lessen them
+KNOBS: Final[dict[str, dict[str, list[int]]]] = {
+    "loader": {
+        "num_workers": [4, 8, 12],
+        "prefetch_factor": [2, 4, 8],
+    },
+    "packing": {
+        "token_budget": [8192, 16384, 32768],
+        "dna_token_budget": [8192, 16384, 32768],
+    },
+    "GPU compute": {
+        "token_budget": [8192, 16384, 32768],
+        "dna_token_budget": [8192, 16384, 32768],
+    },
+    "commits": {
+        "shard_tokens": [262144, 524288, 1048576],
+    },
+}
 
 
 class TuneSettings(RunSettings):
@@ -63,13 +88,17 @@ class TuneSettings(RunSettings):
     prefetch_factors: tuple[Batches, ...] = Field(
         (2, 4), description="batches kept ready for each loader to try"
     )
-    shard_sizes: tuple[Annotated[int, Field(ge=64)], ...] = Field(
-        (), description="ESM-2 tokens of one shard to try"
-    )
+    shard_sizes: tuple[ShardSize, ...] = Field((), description="ESM-2 tokens of one shard to try")
 
     def swept(self) -> Mapping[str, Sequence[Any]]:
-        """Engine settings and the values to try, without those that are not swept; a named grid goes first."""
-        lists = _SWEEPS["grids"].get(self.grid) or {
-            engine: getattr(self, own) for own, engine in SWEPT.items()
-        }
-        return {name: values for name, values in lists.items() if values}
+        """Return the values to try by engine setting.
+
+        Those of a named grid are taken if one is given, else the lists. Empty lists are left out.
+        """
+        if self.grid != "lists":
+            return GRIDS[self.grid]
+        values = {}
+        for option, engine_setting in SWEPT.items():
+            if getattr(self, option):
+                values[engine_setting] = getattr(self, option)
+        return values

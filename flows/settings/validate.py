@@ -24,7 +24,10 @@ class ValidateSettings(MeasureSettings):
         None, description="what that run was on: 2x RTX 4090", pattern=r"^[1-9]\d*x \S"
     )
     tune_rounds: int = Field(
-        0, ge=0, le=10, description="times to tune what a missed speed hangs on, and judge again"
+        0,
+        ge=0,
+        le=10,
+        description="if a speed target is missed, tune the settings behind it and re-run, at most N times",
     )
     approval: bool = Field(
         False, description="pause after the report until a reviewer has answered"
@@ -34,14 +37,26 @@ class ValidateSettings(MeasureSettings):
     )
 
     def inputs(self) -> tuple[str, ...]:
-        """The files of local reads and of an earlier baseline. Errors: `InputError`, too for results that are none."""
+        """Return the files of local reads and of an earlier baseline.
+
+        Raises:
+            InputError: A file does not exist, or holds no results.
+        """
         from virnuc_core.report.result_tables import result_files
 
-        given = {} if self.baseline_results is None else result_files(self.baseline_results)
-        return (*super().inputs(), *map(str, given.values()))
+        files = super().inputs()
+        if self.baseline_results is not None:
+            result_paths = result_files(self.baseline_results).values()
+            files += tuple(str(path) for path in result_paths)
+        return files
 
     def check_own_files(self) -> None:
-        """Refuse a time without a device, rounds of tuning on a cluster, and a history of no use."""
+        """Refuse settings that do not fit each other, and a history that cannot be written.
+
+        Raises:
+            ConfigError: A time is given without its device, rounds of tuning are asked for on a
+                cluster, or the history cannot be written.
+        """
         super().check_own_files()
         if self.tune_rounds and self.cluster:
             raise ConfigError(
@@ -53,12 +68,20 @@ class ValidateSettings(MeasureSettings):
             )
 
     def with_baseline(self, profile: Profile, reads: int) -> Profile:
-        """The profile with the earlier baseline over these `reads` in place of its own, where one was given."""
-        given: dict[str, Any] = {"source": "recorded", "results": self.baseline_results}
+        """Return the profile with the earlier baseline in place of its own, if one was given.
+
+        Args:
+            profile: The profile that judges the validation.
+            reads: How many reads the earlier baseline was run on.
+        """
+        if self.baseline_results is None and self.baseline_device is None:
+            return profile
+        recorded: dict[str, Any] = {"source": "recorded", "results": self.baseline_results}
         if self.baseline_device is not None:
             count, _, device = self.baseline_device.partition("x ")
-            given |= {"recorded_seconds": self.baseline_seconds, "recorded_device": device}
-            given |= {"recorded_devices": int(count), "recorded_reads": reads}
-        elif self.baseline_results is None:
-            return profile
-        return profile.model_copy(update={"baseline": profile.baseline.model_copy(update=given)})
+            recorded["recorded_seconds"] = self.baseline_seconds
+            recorded["recorded_device"] = device
+            recorded["recorded_devices"] = int(count)
+            recorded["recorded_reads"] = reads
+        baseline = profile.baseline.model_copy(update=recorded)
+        return profile.model_copy(update={"baseline": baseline})

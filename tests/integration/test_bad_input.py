@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from virnuc.flows import cli, preflight
+from virnuc.flows import cli, output_folder, preflight
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc_core.encoders.quantise import quantise
 from virnuc_core.errors import InputError, StorageError, WeightsError
@@ -377,18 +377,18 @@ def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse
     tmp_path: Path,
 ) -> None:
     good, empty = file(tmp_path, "good.fa"), file(tmp_path, "empty.fa", b"")
-    preflight.readable((str(good), str(empty)), "stop")
-    preflight.readable((str(empty),), "stop", alone=False)  # the others are fetched later
+    preflight.count_rows((str(good), str(empty)), "stop")
+    preflight.count_rows((str(empty),), "stop", are_all=False)  # the others are fetched later
     broken = file(tmp_path, "broken.fastq", b"@r1\nACGT\n+\nII\n")
-    preflight.readable((str(broken),), "skip")
+    preflight.count_rows((str(broken),), "skip")
     with pytest.raises(InputError, match=r"broken\.fastq:1"):
-        preflight.readable((str(broken),), "stop")
+        preflight.count_rows((str(broken),), "stop")
 
 
 @pytest.mark.timeout(20)
 def test_pipes_are_not_drawn_from(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.fq")
-    preflight.readable((str(tmp_path / "pipe.fq"), "-"), "stop")
+    preflight.count_rows((str(tmp_path / "pipe.fq"), "-"), "stop")
 
 
 def test_only_the_beginning_of_a_file_is_read(
@@ -407,7 +407,7 @@ def test_only_the_beginning_of_a_file_is_read(
 
     monkeypatch.setattr(Source, "read", counted)
     big = file(tmp_path, "big.fa", FASTA * 400_000)
-    preflight.readable((str(big),), "stop")
+    preflight.count_rows((str(big),), "stop")
     assert 0 < drawn < big.stat().st_size / 4
 
 
@@ -415,9 +415,9 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("virnuc.flows.preflight.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("virnuc.flows.output_folder.tempfile.TemporaryFile", full)
     with pytest.raises(StorageError, match=r"No space left on device; .* free there; make room"):
-        preflight.writable(tmp_path / "out")
+        output_folder.require_writable(tmp_path / "out")
 
 
 def test_samples_that_cannot_be_told_apart_are_refused(

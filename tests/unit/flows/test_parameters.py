@@ -13,7 +13,7 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import Field
 
 from virnuc.flows.cli import main, start
-from virnuc.flows.parameters import build, described, fields_of, within_roots
+from virnuc.flows.parameters import build, fields_of, require_within_roots, with_flow_signature
 from virnuc.flows.settings.inbox import InboxSettings
 from virnuc.flows.settings.overhead import OverheadSettings
 from virnuc.flows.settings.predict import PredictSettings
@@ -33,10 +33,10 @@ def flow_parameters(model: type[Any]) -> Callable[[Callable[[Any], Any]], Callab
     def decorate(function: Callable[[Any], Any]) -> Callable[..., Any]:
         def called(**values: Any) -> Any:
             settings = build(model, values)
-            within_roots(settings)
+            require_within_roots(settings)
             return function(settings)
 
-        return described(called, function, model)
+        return with_flow_signature(called, function, model)
 
     return decorate
 
@@ -216,7 +216,7 @@ def test_a_name_too_long_for_a_file_is_not_looked_into(roots: Path) -> None:
     long = PredictSettings(
         reads=(str(roots / "reads" / ("x" * 300)),), out=roots / "results", models=roots / "reads"
     )
-    within_roots(long)
+    require_within_roots(long)
 
 
 def test_links_and_what_is_made_beside_the_output_stay_within_the_roots(

@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import State
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Completed
 
-from virnuc.flows import exit_deadline, preflight
+from virnuc.flows import exit_deadline, output_folder, preflight
 from virnuc.flows.cli import start
 from virnuc.flows.cli.options import OnTerminal
 from virnuc.flows.flow_run import run_flow, run_name, with_parameters
@@ -204,11 +204,11 @@ def test_no_thread_is_left_behind() -> None:
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    preflight.writable(tmp_path / "new" / "deep")
+    output_folder.require_writable(tmp_path / "new" / "deep")
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
-        preflight.writable(tmp_path / "file" / "out")
+        output_folder.require_writable(tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize("form", ["fasta", "fastq", "fastq.gz"])
@@ -226,12 +226,14 @@ def test_the_room_that_reads_surely_need_is_known_before_they_are_staged(
     found = stage(
         StageSpec(reads=(str(reads),), model_length=300), tmp_path / "orfs.h5"
     ).counts.n_uniques
-    rows = preflight.readable((str(reads),), "stop", 300)
+    rows = preflight.count_rows((str(reads),), "stop", 300)
     assert found / 20 < rows < found
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100 * rows - 1))
     with pytest.raises(StorageError, match=r"the embeddings of these reads .* are free; make room"):
-        preflight.writable(tmp_path / "new", 100 * rows, "the embeddings of these reads")
-    assert preflight.readable(("/dev/stdin",), "stop", 300) == 0
+        output_folder.require_writable(
+            tmp_path / "new", 100 * rows, "the embeddings of these reads"
+        )
+    assert preflight.count_rows(("/dev/stdin",), "stop", 300) == 0
 
 
 STUCK = """
@@ -269,8 +271,8 @@ def test_what_prefect_counts_of_its_queues_is_not_shown(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "started",
     [
-        "exit_deadline.ended_in_time(by_hand=True)",
-        "capture_sigterm(), exit_deadline.ended_in_time(final=True)",
+        "exit_deadline.exit_deadline(by_hand=True)",
+        "capture_sigterm(), exit_deadline.exit_deadline(final=True)",
     ],
     ids=["hand", "worker"],
 )
@@ -307,7 +309,7 @@ def test_a_module_that_is_being_imported_is_imported_whole(
     monkeypatch.syspath_prepend(tmp_path)
 
     def wants_it() -> None:
-        with exit_deadline.ended_in_time(by_hand=True):
+        with exit_deadline.exit_deadline(by_hand=True):
             importlib.import_module("interrupted_module")
             threading.Event().wait(30)
 
@@ -319,7 +321,7 @@ def test_a_module_that_is_being_imported_is_imported_whole(
 @pytest.mark.slow
 def test_what_a_run_does_after_its_last_words_is_ended_too() -> None:
     """Threads of libraries, servers that do not go: they had their time, and the message is there already."""
-    program = STUCK.format("exit_deadline.ended_in_time(by_hand=True, final=True)").replace(
+    program = STUCK.format("exit_deadline.exit_deadline(by_hand=True, final=True)").replace(
         "    finally:\n        ", "    except:\n        pass\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=-1, stderr=-1, text=True) as run:

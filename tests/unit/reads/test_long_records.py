@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from virnuc.flows.preflight import readable
+from virnuc.flows.preflight import count_rows
 from virnuc_core.errors import InputError
 from virnuc_core.reads import subsets
 from virnuc_core.reads.fast_parser import Strings
@@ -337,7 +337,7 @@ def test_before_a_run_little_is_unpacked_of_what_swells(
     monkeypatch.setattr("virnuc_core.reads.parse.LONGEST_LINE", 1 << 20)
     path = write(gzip.compress(head + b"a\n" + b"A" * (1 << 24)), "swells.gz")
     with pytest.raises(InputError, match="too long") if head == b"@" else nullcontext():
-        readable((path,), "stop")
+        count_rows((path,), "stop")
     assert 0 < taken[0] < 8 << 20
 
 

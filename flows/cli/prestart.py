@@ -1,0 +1,53 @@
+"""Work that a prediction by hand begins before its flow is loaded, so that the first batch comes sooner."""
+
+import os
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+from virnuc.flows.settings.predict import PredictSettings
+from virnuc.flows.settings.shared import FlowSettings
+from virnuc_core.config import Devices
+from virnuc_core.rundir import SAMPLES, RunDir
+
+
+def prestart_workers(settings: FlowSettings, prestarted: ExitStack) -> None:
+    """Start the worker processes of a prediction that may have something to compute.
+
+    They import torch while the command checks its settings.
+
+    Args:
+        settings: The settings of the flow. Only predictions on this machine start workers.
+        prestarted: Ends the workers when it is closed, if no run has taken them.
+
+    Raises:
+        DeviceError: A device that the settings name cannot be used.
+        ConfigError: The settings of the engine cannot be used.
+    """
+    if not isinstance(settings, PredictSettings) or settings.cluster:
+        return
+    from virnuc_core.engine.devices import resolve, resolve_engine
+    from virnuc_core.engine.process import WORKER, LocalWorkers, worker_specs
+
+    devices = resolve(Devices.parse(settings.devices))
+    engine = resolve_engine(settings.engine(), devices[0].kind)
+    if settings.force or not _has_results(settings.out):
+        specs = worker_specs(settings.models, devices, engine)
+        prestarted.enter_context(LocalWorkers(WORKER, specs))
+
+
+def prestart_digest(settings: FlowSettings) -> None:
+    """Begin to compute the digest of the weights, which takes seconds if they are new."""
+    if not isinstance(settings, PredictSettings):
+        return
+    from virnuc_core.encoders.digests import fingerprint
+
+    threading.Thread(target=fingerprint, args=(settings.models,), daemon=True).start()
+
+
+def _has_results(out: Path) -> bool:
+    """Tell if a directory holds the results of a run, or of samples."""
+    run = RunDir(out)
+    result_files = (run.summary, run.former_summary, out / SAMPLES)
+    # unlike Path.exists, os.path.exists says no to a name that is too long
+    return any(map(os.path.exists, result_files))
