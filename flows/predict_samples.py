@@ -19,7 +19,7 @@ from virnuc.tasks.server_connection import announce, without_server
 from virnuc.tasks.task import completed
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import VirnucError, is_machine_error
-from virnuc_core.reads.samples import SampleRow, log, row_of, write_samples
+from virnuc_core.reads.samples import SampleRow, log, summarize_sample, write_samples
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import SAMPLES
@@ -53,7 +53,7 @@ class SampleTable:
 
     def add_result(self, name: str, summary: RunSummary, staging: StageSummary) -> None:
         """Note the result of a sample."""
-        self.rows[name] = row_of(name, summary, staging)
+        self.rows[name] = summarize_sample(name, summary, staging)
         self.fates.update(summary.fates)
 
     def add_error(self, name: str, error: Exception) -> None:

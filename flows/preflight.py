@@ -107,9 +107,9 @@ def _check_reads(settings: FlowSettings, model_length: int) -> int:
     are_all_local = len(local) == len(settings.named)
     n_rows = count_rows(local, settings.on_error, model_length, are_all=are_all_local)
     if isinstance(settings, PredictSettings) and settings.written:
-        from virnuc_core.reads.subsets import readable_twice  # few runs need it
+        from virnuc_core.reads.subsets import require_rereadable  # few runs need it
 
-        readable_twice(local)
+        require_rereadable(local)
     if settings.read_group:  # nothing tells how many of the rows belong to it
         return 0
     return n_rows

@@ -72,13 +72,17 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
 
     def _reads_by_sample(self) -> dict[str, ReadsSpec]:
         """Return the reads of each sample, from the sheet, the file names or the read groups."""
-        from virnuc_core.reads.samples import by_name, by_read_group, read_sheet  # few runs need it
+        from virnuc_core.reads.samples import (  # few runs need it
+            read_sheet,
+            samples_by_file_name,
+            samples_by_read_group,
+        )
 
         if self.samples is not None:
             return read_sheet(self.samples)
         if self.sample_from == "name":
-            return by_name(self)
-        return by_read_group(self)
+            return samples_by_file_name(self)
+        return samples_by_read_group(self)
 
     def is_done(self) -> bool:
         """Tell if the directory holds a complete run that is not to be made anew."""

@@ -1,14 +1,17 @@
-"""Samples: which reads are whose, by a sheet or by the names of files; and the table of what became of them."""
+"""Find out which reads belong to which sample, and write the table of the samples' results.
+
+A sample sheet tells the samples, or the names of files, or the read groups of alignments.
+"""
 
 import csv
 import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from virnuc_core.config import ReadsSpec, read_small_text, refuse_unreadable
 from virnuc_core.errors import ConfigError, InputError, join_first
@@ -16,6 +19,7 @@ from virnuc_core.reads.pairs import detect_pairs
 from virnuc_core.reads.sources import (
     ENDINGS,
     STDIN,
+    Inputs,
     find_alignment_format_of_file,
     find_inputs,
     is_remote,
@@ -26,183 +30,279 @@ from virnuc_core.reads.stage import REMARKS, StageSummary
 from virnuc_core.rundir import GUARDED_FILES, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary
 
-COLUMNS: Final = ("sample", "fastq_1", "fastq_2")  # nf-core's
-SHEET_BYTES: Final = 1 << 22
-NAME: Final = re.compile(r"(?![ .-])[\w.+=@,() -]{1,100}(?<![ .])")
+COLUMNS: Final = ("sample", "fastq_1", "fastq_2")  # the names that nf-core uses
+MAX_SHEET_BYTES: Final = 1 << 22
+NAME: Final = re.compile(r"(?![ .-])[\w.+=@,() -]{1,100}(?<![ .])")  # of a sample
 LANE: Final = re.compile(r"(?<=.)_L\d{3}\Z")
+_SCORED_FATES: Final = ("viral", "others", "uncertain")
 log = logging.getLogger(__name__)
+
+Lane = tuple[str, ...]  # one file of reads, or a file of first mates and one of second mates
 
 
 class SampleRow(RunFile):
     """One line of samples.tsv."""
 
-    sample: str  # its run directory's name, too
+    sample: str  # also the name of its run directory
     fate: Literal["predicted", "failed", "waiting"] = "waiting"
     reads: int | None = None
     scored: int | None = None  # reads with a viral score
     viral: int | None = None
     share: float | None = None  # of all reads, those that are viral
-    flags: str = ""  # what was met among the reads, `name=count` joined by commas
+    flags: str = ""  # remarks on the reads: `name=count`, joined by commas
     note: str = ""  # why it failed
 
 
-def row_of(sample: str, summary: RunSummary, staging: StageSummary) -> SampleRow:
-    """What a sample that was predicted came to."""
-    fates, reads = summary.fates, staging.counts.n_reads
-    met = {name: staging.tally[name] for name in REMARKS} | {"failed": fates.get("failed", 0)}
-    met["orphans"] = sum(one.orphans for one in staging.by_file)
-    scored, share = (
-        sum(fates.get(one, 0) for one in ("viral", "others", "uncertain")),
-        fates["viral"] / max(1, reads),
+def summarize_sample(sample: str, summary: RunSummary, staging: StageSummary) -> SampleRow:
+    """Describe the result of a sample that was predicted."""
+    fates = summary.fates
+    n_reads = staging.counts.n_reads
+    remarks = {name: staging.tally[name] for name in REMARKS}
+    remarks["failed"] = fates.get("failed", 0)
+    remarks["orphans"] = sum(file.orphans for file in staging.by_file)
+    return SampleRow(
+        sample=sample,
+        fate="predicted",
+        reads=n_reads,
+        scored=sum(fates.get(fate, 0) for fate in _SCORED_FATES),
+        viral=fates["viral"],
+        share=round(fates["viral"] / max(1, n_reads), 6),
+        flags=",".join(f"{name}={count}" for name, count in remarks.items() if count),
     )
-    flags = ",".join(f"{name}={count}" for name, count in met.items() if count)
-    told = {
-        "reads": reads,
-        "scored": scored,
-        "viral": fates["viral"],
-        "share": round(share, 6),
-        "flags": flags,
-    }
-    return SampleRow.model_validate({"sample": sample, "fate": "predicted", **told})
 
 
 def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
-    """Write samples.tsv whole."""
-    lines = [
-        [*SampleRow.model_fields],
-        *(["" if cell is None else cell for _, cell in row] for row in rows),
-    ]
-    write_text_atomically(
-        path,
-        "".join("\t".join(" ".join(str(cell).split()) for cell in line) + "\n" for line in lines),
-    )
+    """Write samples.tsv; it appears when it is complete."""
+    lines = ["\t".join(SampleRow.model_fields)]
+    for row in rows:
+        cells = ["" if value is None else " ".join(str(value).split()) for _, value in row]
+        lines.append("\t".join(cells))
+    write_text_atomically(path, "".join(line + "\n" for line in lines))
+
+
+class _SheetLine(NamedTuple):
+    """The cells of one line of a sample sheet."""
+
+    sample: str
+    first_file: str
+    second_file: str
+    surplus: str  # text beyond the last column
+
+    @property
+    def is_blank(self) -> bool:
+        """Return True for a line of empty cells, as spreadsheets leave it."""
+        return not any(self)
 
 
 def read_sheet(path: Path) -> dict[str, ReadsSpec]:
-    """The reads of each sample of a sheet, comma- or TAB-separated; a sample's rows are its lanes, joined. Paths are
-    those of the working directory, or else of the sheet's. Whether they are there shows when they are read. Errors:
-    `InputError` names the sheet and the line."""
+    """Read the samples of a sheet, which is comma- or TAB-separated.
+
+    A sample may have several lines: they are its lanes, and are joined. Paths begin in the working
+    directory or, if there is no such file, in the sheet's. Whether the files exist is checked when
+    they are read.
+
+    Returns:
+        The reads of each sample, by its name.
+
+    Raises:
+        InputError: The sheet cannot be used. The message names the line.
+    """
     with refuse_unreadable(path, "UTF-8", InputError):
-        lines = read_small_text(path, SHEET_BYTES).removeprefix("\ufeff").splitlines()
+        text = read_small_text(path, MAX_SHEET_BYTES)
+    lines = text.removeprefix("\ufeff").splitlines()
+    is_tab_separated = bool(lines) and "\t" in lines[0]
     table = csv.DictReader(
-        lines, delimiter="\t" if "\t" in "".join(lines[:1]) else ",", skipinitialspace=True
+        lines, delimiter="\t" if is_tab_separated else ",", skipinitialspace=True
     )
-    found = defaultdict[str, list[tuple[str, ...]]](list)
+    lanes_by_sample = defaultdict[str, list[Lane]](list)
     try:
-        table.fieldnames = columns = [name.strip() for name in table.fieldnames or ()]
-        # beside others a column of mates may be empty, and must be there: by another name it would be passed over
-        if missing := [
-            name for name in COLUMNS[: 3 if len(columns) > 2 else 2] if name not in columns
-        ]:
-            raise InputError(
-                f"no column {missing[0]}; the first line names {', '.join(COLUMNS)}",
-                file=path,
-                line=1,
-            )
+        table.fieldnames = _check_columns(path, table.fieldnames or ())
         for row in table:
-            sample, *cells = ((row.get(name) or "").strip() for name in COLUMNS)
-            beyond = "".join(row.get(None, ())).strip()
-            if not (sample or any(cells) or beyond):
-                continue  # as a spreadsheet leaves it
-            names = tuple(_found(path, name) for name in cells if name)
-            wrong = _unfit(sample) or _wrong(cells[0], names, found[sample])
-            if problem := "more cells than columns" if beyond else wrong:
+            line = _parse_line(row)
+            if line.is_blank:
+                continue
+            cells = (line.first_file, line.second_file)
+            lane = tuple(_resolve(path, cell) for cell in cells if cell)
+            problem = _find_problem(line, lane, lanes_by_sample[line.sample])
+            if problem:
                 raise InputError(
-                    f"sample '{join_first([sample])}': {problem}", file=path, line=table.line_num
+                    f"sample '{join_first([line.sample])}': {problem}",
+                    file=path,
+                    line=table.line_num,
                 )
-            found[sample].append(names)
-    except (
-        csv.Error
-    ) as error:  # of a cell beyond any name of a file; `table` counts the lines that it gave
+            lanes_by_sample[line.sample].append(lane)
+    except csv.Error as error:  # a cell is longer than any name of a file
+        # the reader of the table counts all lines, the table those that it gave
         raise InputError(
             f"{error}; is a quotation mark left open?", file=path, line=table.reader.line_num
         ) from error
-    if not found:
+    if not lanes_by_sample:
         raise InputError(
             "names no sample", file=path, hint="write a line for each, below that of the columns"
         )
-    return {sample: _spec(lanes) for sample, lanes in found.items()}
+    return {sample: _join_lanes(lanes) for sample, lanes in lanes_by_sample.items()}
 
 
-def _unfit(sample: str) -> str:
-    """Why a name is none for a run directory, and the way out; "" if it is one."""
+def _check_columns(path: Path, names: Sequence[str]) -> list[str]:
+    """Return the names of a sheet's columns.
+
+    Raises:
+        InputError: One is missing. The column of second mates may be empty beside further columns,
+            but must be there: under another name it would be passed over.
+    """
+    columns = [name.strip() for name in names]
+    required = COLUMNS if len(columns) > 2 else COLUMNS[:2]
+    for name in required:
+        if name not in columns:
+            raise InputError(
+                f"no column {name}; the first line names {', '.join(COLUMNS)}", file=path, line=1
+            )
+    return columns
+
+
+def _parse_line(row: dict[Any, Any]) -> _SheetLine:
+    """Return the cells of a row of `csv.DictReader`, without blanks around them."""
+    sample, first_file, second_file = ((row.get(name) or "").strip() for name in COLUMNS)
+    surplus = "".join(row.get(None, ())).strip()
+    return _SheetLine(sample, first_file, second_file, surplus)
+
+
+def _find_problem(line: _SheetLine, lane: Lane, earlier_lanes: list[Lane]) -> str:
+    """Return what is wrong with a line of a sheet, and the way out; empty if it is good.
+
+    Args:
+        line: The line.
+        lane: Its files.
+        earlier_lanes: Those of the same sample on earlier lines.
+    """
+    if line.surplus:
+        return "more cells than columns"
+    problem = _find_name_problem(line.sample)
+    if problem:
+        return problem
+    if not line.first_file or STDIN in lane:
+        return "no file in fastq_1; name one, of pairs that of the first mates"
+    files = list(lane)
+    for earlier_lane in earlier_lanes:
+        files += earlier_lane
+    for file in lane:
+        if files.count(file) > 1:
+            return f"{file} is named twice; name it once"
+    if earlier_lanes and len(earlier_lanes[0]) != len(lane):
+        return (
+            "has lanes with fastq_2 and without; name both mates of each, or give it another name"
+        )
+    return ""
+
+
+def _find_name_problem(sample: str) -> str:
+    """Return why a name is not fit for a run directory, and the way out; empty if it is fit."""
     if not NAME.fullmatch(sample):
         return "not the name of a directory; use letters, digits and _ . - + = @"
-    ours = any(fnmatch(sample, pattern.split("/")[0]) for pattern in GUARDED_FILES)
-    return "a name of virnuc's own in a results directory; use another" if ours else ""
+    for pattern in GUARDED_FILES:
+        first_part = pattern.split("/")[0]
+        if fnmatch(sample, first_part):
+            return "a name of virnuc's own in a results directory; use another"
+    return ""
 
 
-def _wrong(first: str, names: tuple[str, ...], before: list[tuple[str, ...]]) -> str:
-    """What is wrong with the files of a line, and the way out; "" for nothing."""
-    if not first or STDIN in names:
-        return "no file in fastq_1; name one, of pairs that of the first mates"
-    if len(named := [*sum(before, ()), *names]) > len({*named}):
-        return f"{max(names, key=named.count)} is named twice; name it once"
-    mixed = before and len(before[0]) != len(names)
-    return (
-        "has lanes with fastq_2 and without; name both mates of each, or give it another name"
-        if mixed
-        else ""
-    )
+def _resolve(sheet: Path, name: str) -> str:
+    """Return the path, or the redacted address, that a cell of a sheet names."""
+    path_beside_sheet = str(sheet.parent / name)
+    # unlike Path.exists, this gives False for a name that is too long
+    is_here = os.path.exists(name)  # noqa: PTH110
+    is_beside_sheet = os.path.exists(path_beside_sheet)  # noqa: PTH110
+    if is_beside_sheet and not is_here and not is_remote(name):
+        return path_beside_sheet
+    return redact_url(name)
 
 
-def _found(sheet: Path, name: str) -> str:
-    beside = str(sheet.parent / name)
-    here, there = map(os.path.exists, (name, beside))  # False where a name is too long
-    return beside if there and not here and not is_remote(name) else redact_url(name)
+def _join_lanes(lanes: list[Lane]) -> ReadsSpec:
+    """Return the reads of a sample, whose lanes are all of single reads or all of pairs."""
+    first_files = tuple(lane[0] for lane in lanes)
+    if len(lanes[0]) == 1:
+        return ReadsSpec(reads=first_files)
+    second_files = tuple(lane[1] for lane in lanes)
+    return ReadsSpec(mates_1=first_files, mates_2=second_files)
 
 
-def _spec(lanes: list[tuple[str, ...]]) -> ReadsSpec:
-    sides = [tuple(side) for side in zip(*lanes, strict=True)]
-    return ReadsSpec(
-        **dict(zip(("reads",) if len(sides) == 1 else ("mates_1", "mates_2"), sides, strict=True))
-    )
+def samples_by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
+    """Find the samples of BAM, CRAM and SAM files by their read groups.
 
+    Reads of no read group are a sample with the name of the file.
 
-def by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
-    """The samples of BAM, CRAM and SAM files, by their read groups; what is of none is a sample by its file's name.
-    Errors: those of `find_inputs` and `find_samples`; `InputError` for other files; `ConfigError` for unfit names."""
+    Returns:
+        The reads of each sample, by its name.
+
+    Raises:
+        InputError: A file is no such file, or as of `find_inputs` and `find_samples`.
+        ConfigError: The name of a sample is not fit for a run directory.
+    """
     from virnuc_core.reads.alignments import find_samples  # few files are such
 
-    files_of = defaultdict[str, list[str]](list)
+    files_by_sample = defaultdict[str, list[str]](list)
     for file in find_inputs(spec.named).files:
-        if not (form := find_alignment_format_of_file(file)):
+        format_ = find_alignment_format_of_file(file)
+        if not format_:
             raise InputError("not a BAM, CRAM or SAM file, which alone have read groups", file=file)
-        for sample in find_samples(file, form, sample_name((file,)), Path(file).stat().st_mtime_ns):
-            if problem := _unfit(sample):
+        changed_ns = Path(file).stat().st_mtime_ns
+        for sample in find_samples(file, format_, sample_name((file,)), changed_ns):
+            problem = _find_name_problem(sample)
+            if problem:
                 raise ConfigError(
-                    f"{file}: read groups of '{sample}': {problem} in their SM (samtools addreplacerg)"
+                    f"{file}: read groups of '{sample}': {problem} in their SM "
+                    "(samtools addreplacerg)"
                 )
-            files_of[sample].append(file)
+            files_by_sample[sample].append(file)
     return {
         sample: ReadsSpec(reads=tuple(files), read_group=sample)
-        for sample, files in files_of.items()
+        for sample, files in files_by_sample.items()
     }
 
 
-def by_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
-    """The inputs as samples, each file or pair of files by its name; those that differ by lane (`_L001`) are joined.
-    Errors: those of `find_inputs`; `ConfigError` for names that are not fit, or the same though no lane tells why."""
-    inputs = find_inputs(spec.named)
-    # what a folder holds under the name of reads without being any, empty files above all, is a sample that fails
-    named_so = (
-        name for name in inputs.ignored if (told := ENDINGS.search(Path(name).name)) and told[1]
-    )
-    # as in a folder, files with mates are known by their names
-    inputs = detect_pairs(
-        spec.model_copy(update={"reads": ()}), inputs._replace(files=(*inputs.files, *named_so))
-    )
-    found, whole = defaultdict[str, list[tuple[str, ...]]](list), set[str]()
-    for names in (
-        *(tuple(dict.fromkeys(pair)) for pair in inputs.pairs),
-        *((name,) for name in inputs.singles),
-    ):
-        named = sample_name(names)
-        before, problem = found[LANE.sub("", named)], _unfit(LANE.sub("", named))
-        if named in whole or (before and len(before[0]) != len(names)):
-            problem = f"named as {before[0][0]} is; rename one"
+def samples_by_file_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
+    """Find the samples by the names of their files.
+
+    Each file, or pair of files, is a sample. Those whose names differ by the lane (`_L001`) are
+    joined.
+
+    Returns:
+        The reads of each sample, by its name.
+
+    Raises:
+        InputError: As of `find_inputs`.
+        ConfigError: A name is not fit for a run directory, or two samples have the same.
+    """
+    lanes_by_sample = defaultdict[str, list[Lane]](list)
+    lane_names = set[str]()
+    for files in _find_named_reads(spec).groups:
+        lane_name = sample_name(files)
+        sample = LANE.sub("", lane_name)
+        lanes = lanes_by_sample[sample]
+        is_mixed = bool(lanes) and len(lanes[0]) != len(files)  # of pairs and single files
+        if lane_name in lane_names or is_mixed:
+            problem = f"named as {lanes[0][0]} is; rename one"
+        else:
+            problem = _find_name_problem(sample)
         if problem:
-            raise ConfigError(f"{names[0]}: {problem}, or write a sample sheet")
-        whole.add(named)
-        before.append(names)
-    return {sample: _spec(lanes) for sample, lanes in found.items()}
+            raise ConfigError(f"{files[0]}: {problem}, or write a sample sheet")
+        lane_names.add(lane_name)
+        lanes.append(files)
+    return {sample: _join_lanes(lanes) for sample, lanes in lanes_by_sample.items()}
+
+
+def _find_named_reads(spec: ReadsSpec) -> Inputs:
+    """Find all files that are named like reads, and their pairs.
+
+    A file of a folder that has such a name but holds no reads, mostly an empty one, is a sample
+    that fails.
+    """
+    inputs = find_inputs(spec.named)
+    files = list(inputs.files)
+    for name in inputs.ignored:
+        match = ENDINGS.search(Path(name).name)
+        if match is not None and match[1]:
+            files.append(name)
+    # as in a folder, mates are known by their names even if they were named one by one
+    spec_without_names = spec.model_copy(update={"reads": ()})
+    return detect_pairs(spec_without_names, inputs._replace(files=tuple(files)))

@@ -1,13 +1,17 @@
-"""Labelled genomes and reads out of nothing: to try virnuc, to train a first head, to measure at any size.
+"""Simulate labelled genomes and reads: to try virnuc, train a first head, or measure at any size.
 
-The two kinds of genome differ as a classifier can learn it: viral ones are rich in A and T and nearly all coding, with
-a codon usage of their own; the others are rich in G and C, with genes far between. No real organism is imitated."""
+The two kinds of genome differ in ways that a classifier can learn. Viral genomes are rich in A and
+T and nearly all coding, with a codon usage of their own. The others are rich in G and C, with genes
+far apart. No real organism is imitated.
+"""
 
 import re
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, Self
+from typing import Annotated, BinaryIO, Final, NamedTuple, Self, TextIO
 
 import numpy as np
 from Bio.Data import CodonTable
@@ -32,15 +36,16 @@ PRESETS: Final = {
 LABELS: Final = ("others", "virus")
 TRUTH_HEADER: Final = ("read", "label", "genome", "start", "strand", "copy_of")
 
-_BATCH: Final = 20_000  # reads made at a time
-_LETTERS: Final = np.frombuffer(b"ACGTN", np.uint8)
+_BATCH: Final = 20_000  # reads that are made at a time
+_LETTERS: Final = np.frombuffer(b"ACGTN", np.uint8)  # by code
+_N_CODE: Final = 4
 _SUFFIX: Final = re.compile(r"\.(fastq|fq|fasta|fa|fna)(\.gz)?$")
-_GC: Final = (0.58, 0.38)  # mean of a kind of genome: others, virus
-_CODING: Final = (0.35, 0.95)  # share of the genome within genes
+_MEAN_GC: Final = (0.58, 0.38)  # of genomes: others, virus
+_CODING_SHARE: Final = (0.35, 0.95)  # of the genome: others, virus
 
 
 class SimulateSpec(Spec):
-    """How many reads, of what, and how faulty."""
+    """The number of reads, and what they are like."""
 
     reads: Annotated[int, BeforeValidator(lambda given: PRESETS.get(given, given))] = Field(
         1000, ge=0, description=f"how many, or {', '.join(PRESETS)}"
@@ -59,13 +64,14 @@ class SimulateSpec(Spec):
     def _reads_fit(self) -> Self:
         if self.read_length > self.genome_length // 2:
             raise ValueError(
-                f"read_length {self.read_length} needs a genome_length of {2 * self.read_length} or more"
+                f"read_length {self.read_length} needs a genome_length of "
+                f"{2 * self.read_length} or more"
             )
         return self
 
 
 class SimulateSummary(NamedTuple):
-    """What was written, and where."""
+    """The files that were written."""
 
     viral_reads: int
     reads_file: Path
@@ -74,130 +80,249 @@ class SimulateSummary(NamedTuple):
 
 
 class _Genomes(NamedTuple):
-    """All genomes end to end, in codes 0..3 of ACGT; others first."""
+    """All genomes end to end, others first."""
 
-    codes: NDArray[np.uint8]
+    codes: NDArray[np.uint8]  # [bases] 0..3 of ACGT
     starts: NDArray[np.int64]  # [n]
     lengths: NDArray[np.int64]  # [n]
     kinds: NDArray[np.int64]  # [n], places in LABELS
     names: list[str]
 
+    def fasta_records(self) -> Iterator[bytes]:
+        """Yield each genome as a record of FASTA."""
+        letters = _LETTERS[self.codes].tobytes()
+        for name, start, length in zip(
+            self.names, self.starts.tolist(), self.lengths.tolist(), strict=True
+        ):
+            yield b">%b\n%b\n" % (name.encode(), letters[start : start + length])
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """Simulated reads, as columns."""
+
+    letters: NDArray[np.uint8]  # [n, read_length]
+    genome: NDArray[np.int64]  # [n] index of the genome
+    start: NDArray[np.int64]  # [n] first base within the genome
+    is_reverse: NDArray[np.bool_]  # [n] on the reverse strand
+    source: NDArray[np.int64]  # [n] the read that it copies, or itself
+
 
 def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSummary:
-    """Write reads to `out` (.fastq, .fasta, either with .gz), and beside it `….truth.tsv` and `….genomes.fasta.gz`: the
-    same bytes for the same spec. Errors: `ConfigError` for another suffix and, without `force`, for files there."""
+    """Write simulated reads, their truth and their genomes; equal settings give equal bytes.
+
+    Args:
+        spec: The reads to make.
+        out: The file for the reads: .fastq or .fasta, either with .gz. `<name>.truth.tsv` and
+            `<name>.genomes.fasta.gz` are written beside it.
+        force: Replace files that exist.
+
+    Raises:
+        ConfigError: `out` has another suffix, or a file exists and `force` is false.
+    """
     match = _SUFFIX.search(out.name)
     if match is None:
         raise ConfigError(f"{out}: the name must end in .fastq, .fastq.gz, .fasta or .fasta.gz")
-    stem, fastq = out.name[: match.start()], match[1] in ("fastq", "fq")
-    truth_file, genomes_file = (
-        out.with_name(f"{stem}.truth.tsv"),
-        out.with_name(f"{stem}.genomes.fasta.gz"),
-    )
+    stem = out.name[: match.start()]
+    is_fastq = match[1] in ("fastq", "fq")
+    truth_file = out.with_name(f"{stem}.truth.tsv")
+    genomes_file = out.with_name(f"{stem}.genomes.fasta.gz")
     require_absent(out, truth_file, genomes_file, force=force)
-    quality = b"+\n%b\n" % (b"I" * spec.read_length) if fastq else b""
     rng = np.random.default_rng(spec.seed)
-    genomes, viral_reads = _make_genomes(spec, rng), 0
-    with ExitStack() as files:
-        reads_out, genomes_out = (
-            files.enter_context(create_reads_file(path)) for path in (out, genomes_file)
-        )
-        truth_out = files.enter_context(
-            files.enter_context(atomic_file(truth_file)).open("w", encoding="utf-8")
-        )
-        letters = _LETTERS[genomes.codes].tobytes()
-        for name, start, length in zip(
-            genomes.names, genomes.starts.tolist(), genomes.lengths.tolist(), strict=True
-        ):
-            genomes_out.write(b">%b\n%b\n" % (name.encode(), letters[start : start + length]))
+    genomes = _make_genomes(spec, rng)
+    viral_reads = 0
+    with ExitStack() as stack:
+        reads_out = stack.enter_context(create_reads_file(out))
+        genomes_out = stack.enter_context(create_reads_file(genomes_file))
+        truth_path = stack.enter_context(atomic_file(truth_file))
+        truth_out = stack.enter_context(truth_path.open("w", encoding="utf-8"))
+        for record in genomes.fasta_records():
+            genomes_out.write(record)
         truth_out.write("\t".join(TRUTH_HEADER) + "\n")
-        for made in range(0, spec.reads, _BATCH):
-            size = min(_BATCH, spec.reads - made)
-            rng.random(size)  # once for their lengths; a seed goes on giving what it gave
-            rows, genome_of, *places = _make_reads(spec, genomes, size, rng)
-            ids = [f"sim_{number:07d}" for number in range(made + 1, made + size + 1)]
-            pieces, mark = [], b"@" if fastq else b">"
-            columns = (column.tolist() for column in (genome_of, *places))
-            for name, row, genome, start, reverse, source in zip(ids, rows, *columns, strict=True):
-                pieces.append(b"%b%b\n%b\n%b" % (mark, name.encode(), row.tobytes(), quality))
-                strand, copied = "-" if reverse else "+", ids[source] if ids[source] != name else ""
-                label, of = LABELS[genomes.kinds[genome]], genomes.names[genome]
-                truth_out.write(f"{name}\t{label}\t{of}\t{start}\t{strand}\t{copied}\n")
-            reads_out.write(b"".join(pieces))
-            viral_reads += int(genomes.kinds[genome_of].sum())
+        for n_written in range(0, spec.reads, _BATCH):
+            n = min(_BATCH, spec.reads - n_written)
+            rng.random(n)  # once the lengths were drawn here; so seeds go on giving equal reads
+            reads = _make_reads(spec, genomes, n, rng)
+            ids = [f"sim_{number:07d}" for number in range(n_written + 1, n_written + n + 1)]
+            _write_reads(reads_out, ids, reads, is_fastq=is_fastq)
+            _write_truth(truth_out, ids, reads, genomes)
+            viral_reads += int(genomes.kinds[reads.genome].sum())
     return SimulateSummary(viral_reads, out, truth_file, genomes_file)
 
 
+def _write_reads(file: BinaryIO, ids: list[str], reads: _Reads, *, is_fastq: bool) -> None:
+    """Write reads as FASTQ, with the same quality for all bases, or as FASTA."""
+    read_length = reads.letters.shape[1]
+    mark = b"@" if is_fastq else b">"
+    quality = b"+\n%b\n" % (b"I" * read_length) if is_fastq else b""
+    records: list[bytes] = []
+    for read_id, letters in zip(ids, reads.letters, strict=True):
+        records.append(b"%b%b\n%b\n%b" % (mark, read_id.encode(), letters.tobytes(), quality))
+    file.write(b"".join(records))
+
+
+def _write_truth(file: TextIO, ids: list[str], reads: _Reads, genomes: _Genomes) -> None:
+    """Write a line for each read: where it comes from, and which read it copies."""
+    for read_id, genome, start, is_reverse, source in zip(
+        ids,
+        reads.genome.tolist(),
+        reads.start.tolist(),
+        reads.is_reverse.tolist(),
+        reads.source.tolist(),
+        strict=True,
+    ):
+        label = LABELS[genomes.kinds[genome]]
+        strand = "-" if is_reverse else "+"
+        copy_of = ids[source] if ids[source] != read_id else ""
+        cells = (read_id, label, genomes.names[genome], str(start), strand, copy_of)
+        file.write("\t".join(cells) + "\n")
+
+
 def _make_genomes(spec: SimulateSpec, rng: np.random.Generator) -> _Genomes:
-    counts, mean = (spec.other_genomes, spec.viral_genomes), spec.genome_length
-    names = [
-        f"{name}_{i + 1:04d}"
-        for name, count in zip(LABELS, counts, strict=True)
-        for i in range(count)
-    ]
-    kinds = np.repeat([0, 1], counts)
-    pieces = [
-        _genome(kind, max(int(mean * rng.uniform(0.5, 1.5)), spec.read_length), rng)
-        for kind in kinds.tolist()
-    ]
-    lengths = np.array([len(piece) for piece in pieces], np.int64)
-    return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, kinds, names)
+    """Make all genomes. Their lengths are between a half and one and a half of the mean."""
+    names: list[str] = []
+    for label, count in zip(LABELS, (spec.other_genomes, spec.viral_genomes), strict=True):
+        names += [f"{label}_{number:04d}" for number in range(1, count + 1)]
+    kinds = np.repeat([0, 1], (spec.other_genomes, spec.viral_genomes))
+    genomes: list[NDArray[np.uint8]] = []
+    for kind in kinds.tolist():
+        length = int(spec.genome_length * rng.uniform(0.5, 1.5))
+        genomes.append(_make_genome(kind, max(length, spec.read_length), rng))
+    lengths = np.array([len(genome) for genome in genomes], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    return _Genomes(np.concatenate(genomes), starts, lengths, kinds, names)
 
 
-def _genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Genes of a codon usage of the genome's own, on either strand, with random bases between. Codes 0..3."""
-    gc = float(np.clip(rng.normal(_GC[kind], 0.02), 0.1, 0.9))
+def _make_genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Make a genome: genes on either strand, with random bases between them.
+
+    Args:
+        kind: The place of its kind in LABELS.
+        length: Bases.
+        rng: The source of chance.
+
+    Returns:
+        Codes 0..3 of ACGT: uint8 [length].
+    """
+    gc = float(np.clip(rng.normal(_MEAN_GC[kind], 0.02), 0.1, 0.9))
     base_shares = np.array([1 - gc, gc, gc, 1 - gc]) / 2
-    stops = CodonTable.unambiguous_dna_by_id[1].stop_codons
-    words = [
-        codon for codon in map("".join, product("ACGT", repeat=3)) if codon not in stops
-    ]  # the 61
-    codons = np.array([[*map("ACGT".index, word)] for word in words], np.uint8)
+    codons = _coding_codons()
+    # a codon usage of the genome's own, around that of its base shares
     usage = base_shares[codons].prod(axis=1) * rng.gamma(8, 1 / 8, len(codons))
     usage /= usage.sum()
-    pieces, size = list[NDArray[np.uint8]](), 0
-    while size < length:
-        gene = int(rng.integers(100, 600))  # codons
-        coding = codons[rng.choice(len(codons), gene, p=usage)].reshape(-1)
-        pieces.append(coding if rng.random() < 0.5 else (3 - coding)[::-1])
-        pieces.append(
-            rng.choice(4, int(3 * gene * (1 / _CODING[kind] - 1)), p=base_shares).astype(np.uint8)
-        )
-        size += len(pieces[-2]) + len(pieces[-1])
+    noncoding_per_coding = 1 / _CODING_SHARE[kind] - 1
+    pieces: list[NDArray[np.uint8]] = []
+    n_bases = 0
+    while n_bases < length:
+        n_codons = int(rng.integers(100, 600))
+        gene = codons[rng.choice(len(codons), n_codons, p=usage)].reshape(-1)
+        is_forward = rng.random() < 0.5
+        n_between = int(3 * n_codons * noncoding_per_coding)
+        between = rng.choice(4, n_between, p=base_shares).astype(np.uint8)
+        pieces.append(gene if is_forward else _reverse_complement(gene))
+        pieces.append(between)
+        n_bases += len(gene) + len(between)
     return np.concatenate(pieces)[:length]
 
 
-def _make_reads(
+def _coding_codons() -> NDArray[np.uint8]:
+    """Return the 61 codons that are no stops, as codes 0..3 of ACGT: uint8 [61, 3]."""
+    stop_codons = CodonTable.unambiguous_dna_by_id[1].stop_codons
+    codons: list[list[int]] = []
+    for bases in product("ACGT", repeat=3):
+        if "".join(bases) not in stop_codons:
+            codons.append(["ACGT".index(base) for base in bases])
+    return np.array(codons, np.uint8)
+
+
+def _reverse_complement(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the other strand: the codes of a base and its complement add up to 3."""
+    return (3 - codes)[::-1]
+
+
+def _make_reads(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator) -> _Reads:
+    """Make reads. A copy has everything of another read but its place in the file."""
+    genome = _draw_genomes(spec, genomes, n, rng)
+    n_starts = genomes.lengths[genome] - spec.read_length + 1
+    start = (rng.random(n) * n_starts).astype(np.int64)
+    is_reverse = rng.random(n) < 0.5
+    codes = _cut_windows(genomes, genomes.starts[genome] + start, is_reverse, spec.read_length)
+    _add_errors(spec, codes, rng)
+    source = _draw_sources(spec, n, rng)
+    return _Reads(
+        letters=_LETTERS[codes[source]],
+        genome=genome[source],
+        start=start[source],
+        is_reverse=is_reverse[source],
+        source=source,
+    )
+
+
+def _draw_genomes(
     spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator
-) -> tuple[NDArray[Any], ...]:
-    """Letters [n, read_length] of some reads, and of each [n] its genome, start, strand and the read that it copies, or
-    itself. A copy has all of another read but its place."""
-    length = spec.read_length
-    # a kind by the viral share, within it a genome by length; both kinds occur if there are two reads
-    viral = rng.random(n) < spec.viral_share
-    if n >= 2 and 0 < spec.viral_share < 1 and viral.all() | ~viral.any():
-        viral[0] = ~viral[0]
+) -> NDArray[np.int64]:
+    """Draw the genome of each read: its kind by the viral share, within the kind by length.
+
+    Both kinds occur if there are two reads or more.
+    """
+    is_viral = rng.random(n) < spec.viral_share
+    is_mixed = 0 < spec.viral_share < 1
+    has_one_kind = bool(is_viral.all() or not is_viral.any())
+    if n >= 2 and is_mixed and has_one_kind:
+        is_viral[0] = ~is_viral[0]
     genome = np.empty(n, np.int64)
-    for kind in (0, 1):
+    for kind in range(len(LABELS)):
         members = np.flatnonzero(genomes.kinds == kind)
         weights = genomes.lengths[members] / genomes.lengths[members].sum()
-        genome[viral == kind] = rng.choice(members, int(np.count_nonzero(viral == kind)), p=weights)
-    start = (rng.random(n) * (genomes.lengths[genome] - length + 1)).astype(np.int64)
-    reverse = rng.random(n) < 0.5
-    # a read of the other strand is a window of the reversed complement of everything
-    at, back = genomes.starts[genome] + start, 3 - genomes.codes[::-1]
-    codes = np.empty((n, length), np.uint8)
-    codes[~reverse] = sliding_window_view(genomes.codes, length)[at[~reverse]]
-    codes[reverse] = sliding_window_view(back, length)[(len(genomes.codes) - at - length)[reverse]]
-    flat = codes.reshape(-1)
-    wrong = rng.integers(0, flat.size, rng.binomial(flat.size, spec.error_rate))
-    flat[wrong] = (flat[wrong] + rng.integers(1, 4, len(wrong))) % 4
-    flat[rng.integers(0, flat.size, rng.binomial(flat.size, spec.n_rate))] = 4
-    # a copy repeats a read before it that is none itself
+        is_of_kind = is_viral == kind
+        genome[is_of_kind] = rng.choice(members, int(np.count_nonzero(is_of_kind)), p=weights)
+    return genome
+
+
+def _cut_windows(
+    genomes: _Genomes, start: NDArray[np.int64], is_reverse: NDArray[np.bool_], length: int
+) -> NDArray[np.uint8]:
+    """Cut reads out of the genomes.
+
+    Args:
+        genomes: All genomes end to end.
+        start: The first base of each read among all: int64 [n].
+        is_reverse: Whether it is on the reverse strand: bool [n].
+        length: Bases of a read.
+
+    Returns:
+        Codes 0..3 of ACGT: uint8 [n, length].
+    """
+    codes = np.empty((len(start), length), np.uint8)
+    forward_windows = sliding_window_view(genomes.codes, length)
+    codes[~is_reverse] = forward_windows[start[~is_reverse]]
+    # a read of the reverse strand is a window of the reverse complement of everything
+    reverse_windows = sliding_window_view(_reverse_complement(genomes.codes), length)
+    reverse_start = len(genomes.codes) - start - length
+    codes[is_reverse] = reverse_windows[reverse_start[is_reverse]]
+    return codes
+
+
+def _add_errors(spec: SimulateSpec, codes: NDArray[np.uint8], rng: np.random.Generator) -> None:
+    """Substitute some bases, and make some N, in place."""
+    flat_codes = codes.reshape(-1)
+    n_substituted = rng.binomial(flat_codes.size, spec.error_rate)
+    substituted = rng.integers(0, flat_codes.size, n_substituted)
+    shifts = rng.integers(1, 4, len(substituted))
+    flat_codes[substituted] = (flat_codes[substituted] + shifts) % 4
+    n_unknown = rng.binomial(flat_codes.size, spec.n_rate)
+    flat_codes[rng.integers(0, flat_codes.size, n_unknown)] = _N_CODE
+
+
+def _draw_sources(spec: SimulateSpec, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Draw which read each read copies, or itself: int64 [n].
+
+    A copy repeats an earlier read that is no copy itself.
+    """
     source = np.arange(n)
     copies = np.flatnonzero(rng.random(n) < spec.duplicate_share)
     copies = copies[copies > 0]
     originals = (rng.random(len(copies)) * copies).astype(np.int64)
-    fine = ~np.isin(originals, copies)
-    source[copies[fine]] = originals[fine]
-    return _LETTERS[codes[source]], genome[source], start[source], reverse[source], source
+    is_original = ~np.isin(originals, copies)
+    source[copies[is_original]] = originals[is_original]
+    return source

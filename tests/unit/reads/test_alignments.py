@@ -16,7 +16,7 @@ import pytest
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads import alignments
-from virnuc_core.reads.samples import by_read_group
+from virnuc_core.reads.samples import samples_by_read_group
 from virnuc_core.reads.sources import Source, find_inputs
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -156,7 +156,7 @@ def test_each_read_is_of_the_sample_of_its_read_group(tmp_path: Path, form: str)
     again = written(
         tmp_path / f"lane3.{form}", [("y", 4, bases(3))], groups=GROUPS[:2], group_of=lambda _: "l1"
     )
-    found = by_read_group(ReadsSpec(reads=(str(path), str(other), str(again))))
+    found = samples_by_read_group(ReadsSpec(reads=(str(path), str(other), str(again))))
     three = (str(path), str(other), str(again))
     samples = {
         "lung": three,
@@ -207,7 +207,7 @@ def test_mates_of_a_read_group_follow_each_other_among_those_of_others(tmp_path:
 
 def test_read_groups_that_cannot_be_samples_are_told_of(tmp_path: Path) -> None:
     def told(file: Path) -> None:
-        by_read_group(ReadsSpec(reads=(str(file),)))
+        samples_by_read_group(ReadsSpec(reads=(str(file),)))
 
     with pytest.raises(InputError, match=r"a\.bam: has no read groups \(@RG\); --sample-from name"):
         told(written(tmp_path / "a.bam", SINGLE))
@@ -231,7 +231,7 @@ def test_a_file_whose_header_is_damaged_fails_alone(tmp_path: Path) -> None:
         written(tmp_path / name, SINGLE, groups=GROUPS[:1]) for name in ("a.bam", "c.cram")
     )
     broken.write_bytes(broken.read_bytes()[:30])
-    found = by_read_group(ReadsSpec(reads=(str(broken), str(whole))))
+    found = samples_by_read_group(ReadsSpec(reads=(str(broken), str(whole))))
     assert found.pop("c") == ReadsSpec(reads=(str(broken),), read_group="c")
     assert [one.reads for one in found.values()] == [(str(whole),)] * len(found)
     with pytest.raises(InputError, match=r"c\.cram: the CRAM data is damaged, or ends early"):

@@ -10,7 +10,7 @@ import pytest
 from tests.columns import documented
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.reads.samples import SampleRow, by_name, read_sheet, write_samples
+from virnuc_core.reads.samples import SampleRow, read_sheet, samples_by_file_name, write_samples
 from virnuc_core.reads.sources import find_inputs
 
 HEADER = "sample,fastq_1,fastq_2\n"
@@ -130,13 +130,13 @@ def files(folder: Path, *names: str) -> list[str]:
 def test_files_are_samples_by_their_names(tmp_path: Path) -> None:
     names = ("lung_S1_L001_R1_001.fastq", "lung_S1_L001_R2_001.fastq", "lung_S1_L002_R1_001.fastq")
     made = files(tmp_path, *names, "lung_S1_L002_R2_001.fastq", "gut.fq")
-    found = by_name(ReadsSpec(reads=(str(tmp_path),)))
+    found = samples_by_file_name(ReadsSpec(reads=(str(tmp_path),)))
     assert found == {
         "lung_S1": ReadsSpec(mates_1=(made[0], made[2]), mates_2=(made[1], made[3])),
         "gut": ReadsSpec(reads=(made[4],)),
     }
-    assert by_name(ReadsSpec(reads=tuple(made))) == found, "as the shell names them"
-    assert list(by_name(ReadsSpec(reads=(made[4], made[0]), pairs=False))) == [
+    assert samples_by_file_name(ReadsSpec(reads=tuple(made))) == found, "as the shell names them"
+    assert list(samples_by_file_name(ReadsSpec(reads=(made[4], made[0]), pairs=False))) == [
         "gut",
         "lung_S1_L001_R1_001",
     ]
@@ -151,7 +151,7 @@ def test_a_sample_whose_file_in_the_folder_is_empty_or_gone_is_not_forgotten(
         path.write_bytes(gzip.compress(b"") if path.suffix == ".gz" else b"")
     (tmp_path / "away.fq").symlink_to(tmp_path / "nothing.fq")
     (tmp_path / "counts.tsv.gz").write_bytes(b"no reads, and not called so")
-    found = by_name(ReadsSpec(reads=(str(tmp_path),)))
+    found = samples_by_file_name(ReadsSpec(reads=(str(tmp_path),)))
     assert set(found) == {"gut", "blank", "none", "away"}
     assert found["blank"] == ReadsSpec(mates_1=(str(empty[0]),), mates_2=(str(empty[1]),))
 
@@ -161,11 +161,11 @@ def test_names_that_are_the_same_or_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"b/x\.fq: named as .*a/x\.fq is; rename one, or write a sample sheet"
     ):
-        by_name(ReadsSpec(reads=tuple(same)))
+        samples_by_file_name(ReadsSpec(reads=tuple(same)))
     with pytest.raises(
         ConfigError, match="a name of virnuc's own in a results directory; use another, or write"
     ):
-        by_name(ReadsSpec(reads=tuple(files(tmp_path, "shards.fq"))))
+        samples_by_file_name(ReadsSpec(reads=tuple(files(tmp_path, "shards.fq"))))
 
 
 def test_the_table_is_as_documented(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_every_length_keeps_its_share(write: WriteReads, tmp_path: Path) -> None
     summary = sample(write(fastq(lengths)), 100, tmp_path / "out.fastq")
     assert Counter(lengths_of(tmp_path / "out.fastq")) == {75: 10, 150: 60, 151: 30}
     assert (summary.reads_before, summary.reads_after, summary.distance) == (5000, 100, 0.0)
-    assert [(part.shortest, part.n_bases_before, part.after) for part in summary.bins.itertuples()] == [
+    assert [(part.shortest, part.before, part.after) for part in summary.bins.itertuples()] == [
         (75, 500, 10), (150, 3000, 60), (151, 1500, 30)
     ]  # fmt: skip
 
