@@ -151,7 +151,7 @@ def run_on_devices(
             work.staging,
             spec,
             label=work.label,
-            watch=RunMonitor(sample_s=profile.sample_s, window_s=profile.window_s),
+            monitor=RunMonitor(sample_s=profile.sample_s, window_s=profile.window_s),
             time_limit_s=profile.time_limit_s,
             pool=pool,
             flops=ceilings,

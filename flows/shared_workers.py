@@ -69,7 +69,7 @@ def predict_with(
             file = staging.files[0]
             raise InputError("holds no reads", file=file, hint="was it written to the end?")
         monitor = RunMonitor(alone=n_parallel == 1)
-        summary = embed(run, staging, spec, label=label, pool=pool, watch=monitor).result()
+        summary = embed(run, staging, spec, label=label, pool=pool, monitor=monitor).result()
         publish_prediction(run, label, summary, staging)
     return summary, staging
 

@@ -28,7 +28,7 @@ def embed(
     spec: ClassifySpec,
     *,
     label: str,
-    watch: RunMonitor | None = None,
+    monitor: RunMonitor | None = None,
     time_limit_s: float | None = None,
     pool: Pool | None = None,
     flops: ModelFlops | None = None,
@@ -43,7 +43,7 @@ def embed(
         staging: What was staged.
         spec: Settings of the run.
         label: The name of the sample, for names in the UI.
-        watch: How often to sample the devices, and whether the run has the terminal to itself.
+        monitor: How often to sample the devices, and whether the run has the terminal to itself.
         time_limit_s: End the run after this time; its summary then says so.
         pool: Workers that are already there. None starts workers for this run.
         flops: The measured ceilings of the GPUs, for the report.
@@ -54,7 +54,7 @@ def embed(
     """
     devices = spec.devices
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})
-    monitor = watch or RunMonitor()
+    monitor = monitor or RunMonitor()
     previous_summary = read_summary(run)
 
     def write_stopped(wall_s: float) -> None:
@@ -66,7 +66,7 @@ def embed(
     with slots, progress if monitor.alone else nullcontext() as show:
         monitor = replace(monitor, on_progress=show)
         with time_limit(run.root, time_limit_s, write_stopped):
-            summary = classify(run, staging, spec, watch=monitor, pool=pool, flops=flops)
+            summary = classify(run, staging, spec, monitor=monitor, pool=pool, flops=flops)
         if show is not None:
             show(1.0)
     _publish_tables(run, spec, summary, label)

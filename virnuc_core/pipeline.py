@@ -1,15 +1,18 @@
-"""The nine stages composed, without Prefect: reads in, a run directory out.
+"""The whole method without Prefect: reads in, a run directory out.
 
-`predict` is all of it. `stage_reads` (reads → store) runs once for any number of runs over the store; `classify` (store
-→ verdicts) is one run: it prepares a `Job`, embeds what is not committed yet, writes the result files, and measures."""
+`predict` does everything. It calls `stage_reads` (reads → store), which runs once for any number of
+runs over the store, and `classify` (store → verdicts), which is one run. `classify` prepares a
+`Job`, embeds the shards that are not committed yet, writes the result files, and records what was
+measured.
+"""
 
 import logging
 import os
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +38,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RUN_FILES, RunDir, check_output, check_room, discard, run_lock
 from virnuc_core.runfiles import (
+    Attempt,
     Device,
     ModelFlops,
     RunSummary,
@@ -51,94 +55,138 @@ if TYPE_CHECKING:
     from virnuc_core.engine.cluster import Cluster
 
 LINE_BYTES: Final = 40  # of a line in the result files, without the id
-ERROR: Final = re.compile(
+MAX_SHOWN_LINE: Final = 200  # characters of a log line that a warning quotes
+ERROR_WORDS: Final = re.compile(
     r"error\b|\b(critical|fatal|traceback|segmentation fault|core dumped)\b", re.IGNORECASE
 )
-MIXED: Final = (
+MIXED_DEVICES: Final = (
     "nodes of other GPU models or versions of torch were allowed: not reproducible to the last bit"
 )
 log = logging.getLogger(__name__)
 
 
 def read_summary(run: RunDir) -> RunSummary | None:
-    """The summary of a complete run; None when it is not complete. A damaged one is set aside."""
-    summary = read_or_set_aside(
-        run.summary if run.summary.exists() else run.former_summary, RunSummary
-    )
-    if summary is None:
+    """Return the summary of a complete run, or None. A damaged summary is set aside."""
+    path = run.summary if run.summary.exists() else run.former_summary
+    summary = read_or_set_aside(path, RunSummary)
+    if summary is None or summary.stopped_at_limit:
         return None
-    told = (summary.total_s, summary.n_reads, summary.threshold, summary.shards)
-    return None if summary.stopped_at_limit or None in told else summary
+    required = (summary.total_s, summary.n_reads, summary.threshold, summary.shards)
+    if None in required:
+        return None
+    return summary
 
 
-def predict(spec: RunSpec, watch: RunMonitor | None = None) -> RunSummary:
-    """Reads to result files in `spec.out`, which is held from before staging until the last file: stage and classify.
+def predict(spec: RunSpec, monitor: RunMonitor | None = None) -> RunSummary:
+    """Decide which reads are viral.
 
-    Workers load the weights while the reads are staged. Returns counts of reads by fate and times in seconds. In
-    `spec.out` are then the tables of docs/results.md, scores from 0 to 1, and `embeddings.h5` with `embeddings`,
-    float32 [distinct sequences, DNA width + protein width]. A run that is complete is not computed again. `watch`
-    hears of progress. Raises `InputError` for reads, `WeightsError`, `DeviceError`, `ConfigError` for settings and
-    output, `RunMismatchError` where another run lies, `WorkerError`, `StorageError`; each says what to do."""
-    run, spec = (
-        RunDir(spec.out),
-        spec.model_copy(update={n: tuple(map(redact_url, getattr(spec, n))) for n in INPUT_FIELDS}),
-    )
+    Reads are staged while the workers load the weights. A complete run is not computed again, and
+    an interrupted one continues with its unfinished shards.
+
+    Args:
+        spec: Reads, models, devices and settings. The directory `spec.out` is held until the end.
+        monitor: How the run is observed; it is told of the progress.
+
+    Returns:
+        Counts of reads by fate, and times in seconds. `spec.out` then has the tables described in
+        docs/results.md, with scores from 0 to 1, and `embeddings.h5` with the dataset `embeddings`,
+        float32 [distinct sequences, DNA width + protein width].
+
+    Raises:
+        InputError: Reads cannot be used.
+        WeightsError: The models cannot be used.
+        DeviceError: A device cannot be used.
+        ConfigError: Settings or the output directory cannot be used.
+        RunMismatchError: The directory has another run.
+        WorkerError: The workers failed for good.
+        StorageError: The disk refuses.
+    """
+    run = RunDir(spec.out)
+    redacted = {name: tuple(map(redact_url, getattr(spec, name))) for name in INPUT_FIELDS}
+    spec = spec.model_copy(update=redacted)
     check_output(spec.out, models=spec.models, reads=local_files(spec.named), force=spec.force)
-    with ExitStack() as held:
-        held.enter_context(run_lock(run.root))
+    with ExitStack() as resources:
+        resources.enter_context(run_lock(run.root))
         pool = None
         if read_summary(run) is None:
-            pool = held.enter_context(workers_for(spec, spec.out, warm=True))
+            pool = resources.enter_context(workers_for(spec, spec.out, warm=True))
         staging = stage_reads(stage_spec(spec, spec.models), run.store, force=spec.force)
-        return classify(run, staging, spec, watch=watch, pool=pool)
+        return classify(run, staging, spec, monitor=monitor, pool=pool)
 
 
 def stage_spec(spec: ReadsSpec, models: Path) -> StageSpec:
-    """What is staged of these inputs for the head of a models directory."""
-    of = {name: getattr(spec, name) for name in ReadsSpec.model_fields}
-    return StageSpec(model_length=shape_of(models, HeadShape).model_length, **of)
+    """Return how these reads are staged for the classifier of a models directory."""
+    fields = {name: getattr(spec, name) for name in ReadsSpec.model_fields}
+    return StageSpec(model_length=shape_of(models, HeadShape).model_length, **fields)
 
 
 def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
-    """Reads to the ORF store at `out`; reused, unless by `force`, when it already holds the same content, undamaged.
-    Remote reads are fetched into `downloads` beside it.
+    """Stage reads into a store of open reading frames.
 
-    Errors: those of `stage`; `ConfigError` when a run is at work beside the store, `RunMismatchError` when a run of
-    other reads was recorded there: its shards refer to its store."""
-    beside = RunDir(out.parent)
+    An undamaged store of the same content is used again. Remote reads are downloaded into the
+    folder `downloads` beside the store.
+
+    Args:
+        spec: The reads, and how they are read.
+        out: Path of the store.
+        force: Stage again in any case.
+
+    Raises:
+        InputError: Reads cannot be used.
+        ConfigError: Another run is at work beside the store.
+        RunMismatchError: A run of other reads was recorded there; its shards refer to its store.
+    """
+    run = RunDir(out.parent)
     if any(map(is_remote, spec.named)):
         from virnuc_core.reads.remote import fetch_all  # few runs need it
 
-        to = beside.root / "downloads"
-        local = {
-            name: fetch_all(getattr(spec, name), to, email=spec.email) for name in INPUT_FIELDS
-        }
-        spec = spec.model_copy(update=local)
-    with run_lock(beside.root):
-        return stage(spec, out, anew=force, expected=None if force else _recorded(beside))
+        downloads = run.root / "downloads"
+        local_inputs = {}
+        for name in INPUT_FIELDS:
+            local_inputs[name] = fetch_all(getattr(spec, name), downloads, email=spec.email)
+        spec = spec.model_copy(update=local_inputs)
+    with run_lock(run.root):
+        expected = None if force else _recorded(run)
+        return stage(spec, out, anew=force, expected=expected)
 
 
 def _recorded(run: RunDir) -> runfiles.RunRecord | None:
-    """What a run was made from, as its record or else its store tells; None where nothing does."""
+    """Return what a run was made from, by its record or else by its store, or None."""
     record = runfiles.read_or_set_aside(run.record, runfiles.RunRecord)
     if record is None and run.plan.exists() and run.store.exists():
-        with suppress(InputError):  # a damaged one, which proves nothing
+        with suppress(InputError):  # a damaged store proves nothing
             return runfiles.RunRecord(fingerprints={"reads": OrfStore.open(run.store).fingerprint})
     return record
 
 
 def workers_for(spec: ClassifySpec, out: Path, *, keep: bool = False, warm: bool = False) -> Pool:
-    """Workers for runs that are not staged yet, `warm` or not; `keep`: for several of them. Those of a cluster must see
-    the folder `out`, or what is to hold it. Errors: `DeviceError`, `ConfigError`."""
+    """Start workers for runs that are not staged yet.
+
+    Args:
+        spec: Models, devices and settings.
+        out: The run directory. Nodes of a cluster must see it, or the folder that will contain it.
+        keep: Keep the workers after a run, for the next one.
+        warm: Let the workers load the weights at once.
+
+    Raises:
+        DeviceError: A device or a cluster cannot be used.
+        ConfigError: The cluster's settings cannot be used.
+    """
     if spec.cluster is not None:
         return nodes_of(spec, out).pool(keep=keep, warm=warm)
-    found = resolve(spec.devices)
-    specs = worker_specs(spec.models, found, resolve_engine(spec.engine, found[0].kind))
+    devices = resolve(spec.devices)
+    engine = resolve_engine(spec.engine, devices[0].kind)
+    specs = worker_specs(spec.models, devices, engine)
     return Pool(specs, local_workers(WORKER, specs), keep=keep, warm=warm)
 
 
 def nodes_of(spec: ClassifySpec, out: Path) -> "Cluster":
-    """The nodes of the cluster of runs. Errors: `DeviceError`, `ConfigError`."""
+    """Connect to the cluster that the settings name.
+
+    Raises:
+        DeviceError: The cluster cannot be used.
+        ConfigError: Its settings cannot be used, or a package is missing.
+    """
     try:
         from virnuc_core.engine.cluster import Cluster  # few runs need it
     except ModuleNotFoundError as error:
@@ -149,7 +197,7 @@ def nodes_of(spec: ClassifySpec, out: Path) -> "Cluster":
 
 
 def model_flops(models: Path) -> ModelFlops:
-    """Return the operations that a token takes in each encoder's linear layers; no ceilings.
+    """Return the FLOPs per token in the linear layers of each encoder, without ceilings.
 
     Raises:
         WeightsError: The models directory cannot be used.
@@ -157,7 +205,7 @@ def model_flops(models: Path) -> ModelFlops:
     flops = {}
     for encoder in ENCODERS:
         shape = shape_of(models, encoder.shape_type)
-        flops[encoder.flops_field] = 2.0 * shape.linear_weights
+        flops[encoder.flops_field] = 2.0 * shape.linear_weights  # a product and a sum each
     return ModelFlops.model_validate(flops)
 
 
@@ -166,198 +214,299 @@ def classify(
     staging: StageSummary,
     spec: ClassifySpec,
     *,
-    watch: RunMonitor | None = None,
+    monitor: RunMonitor | None = None,
     pool: Pool | None = None,
     flops: ModelFlops | None = None,
 ) -> RunSummary:
-    """One run over a staged store: embed what is not committed, write the result files, telemetry and summary.json.
+    """Run over a staged store: embed, judge, write result files, telemetry and summary.json.
 
-    A run that is complete is not computed again: its summary comes back. Its result files are written again from the
-    shards when the threshold is another, or one of them is not as the summary lists it. Workers of `pool` are used if
-    they fit; `flops` has the devices' ceilings where they were measured. Errors: those of `predict`; `InputError` also
-    when reads are to be written and the input is not what was staged. Whatever was committed stays."""
-    with run_lock(run.root), ExitStack() as held:
-        started_s, before = time.monotonic(), None if spec.force else read_summary(run)
-        if spec.cluster and pool is None and before is None:
-            pool = held.enter_context(workers_for(spec, run.root))
-        devices = (
-            before.devices if before else tuple(one.device for one in pool.specs) if pool else None
-        )
+    Shards that are committed are not computed again. A complete run returns its summary; its result
+    files are written again from the shards if the threshold is another, or if one of them is not as
+    the summary lists it.
+
+    Args:
+        run: The run directory.
+        staging: The staged reads.
+        spec: Models, devices and settings.
+        monitor: How the run is observed.
+        pool: Running workers, which are used if they fit.
+        flops: The devices' ceilings, where they were measured.
+
+    Raises:
+        InputError: Reads are to be written, and the input is not what was staged.
+        VirnucError: Those of `predict`. Whatever was committed stays.
+    """
+    with run_lock(run.root), ExitStack() as resources:
+        started_s = time.monotonic()
+        summary = None if spec.force else read_summary(run)
+        if spec.cluster and pool is None and summary is None:
+            pool = resources.enter_context(workers_for(spec, run.root))
         head = shape_of(spec.models, HeadShape)
         threshold, uncertain = score_thresholds(head, spec)
         spec = spec.model_copy(update={"threshold": threshold})
-        job = prepare(
-            run, staging.store, spec, staging=staging, devices=devices if spec.cluster else None
-        )
-        digests = read_record(run).fingerprints
-        said = (
-            *training_mismatches(head, np.asarray(job.store.read_length), digests),
-            *[MIXED] * spec.mixed_devices,
-        )
+        devices = _cluster_devices(summary, pool) if spec.cluster else None
+        job = prepare(run, staging.store, spec, staging=staging, devices=devices)
         job = replace(
-            job, flops=flops or model_flops(spec.models), uncertain=uncertain, remarks=said
+            job,
+            flops=flops or model_flops(spec.models),
+            uncertain=uncertain,
+            remarks=_remarks(job, head),
         )
-        for remark in said:
+        for remark in job.remarks:
             log.warning("%s", remark)
-        if before is None or job.todo:
+        if summary is None or job.todo:
             run.summary.unlink(missing_ok=True)
             run.former_summary.unlink(missing_ok=True)
-            return _compute(job, staging, watch or RunMonitor(), started_s, pool)
+            return _compute(job, staging, monitor or RunMonitor(), started_s, pool)
         log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
-        sound, as_asked = _sound_files(job, before)
-        if not as_asked:
-            before = before.model_copy(update=_write_results(job, staging, StageClock(), sound))
-            write(run.summary, before)
+        files = _check_files(job, summary)
+        if not files.are_complete:
+            changes = _write_results(job, staging, StageClock(), files.sound)
+            summary = summary.model_copy(update=changes)
+            write(run.summary, summary)
         run.former_summary.unlink(missing_ok=True)
-        return before
+        return summary
 
 
-def _sound_files(job: Job, summary: RunSummary) -> tuple[set[Path], bool]:
-    """The result files that are what a summary lists, and whether they are all that is asked for."""
-    run, spec = job.run, job.spec
-    if summary.files is None or (summary.threshold, summary.uncertain) != (
-        spec.threshold,
-        job.uncertain,
-    ):
-        return set(), False
-    sound, wrong = set(), []
+def _cluster_devices(summary: RunSummary | None, pool: Pool | None) -> tuple[Device, ...] | None:
+    """Return the devices of a run on a cluster: those of the complete run, or of the workers."""
+    if summary is not None:
+        return summary.devices
+    if pool is not None:
+        return tuple(spec.device for spec in pool.specs)
+    return None
+
+
+def _remarks(job: Job, head: HeadShape) -> tuple[str, ...]:
+    """Return what the summary must say of the classifier, the reads and the devices."""
+    digests = read_record(job.run).fingerprints
+    sentences = training_mismatches(head, np.asarray(job.store.read_length), digests)
+    if job.spec.mixed_devices:
+        sentences = (*sentences, MIXED_DEVICES)
+    return sentences
+
+
+@dataclass(frozen=True, slots=True)
+class _ResultFiles:
+    """The result files of a complete run, held against its summary."""
+
+    sound: set[Path]  # those that are as the summary lists them
+    are_complete: bool  # nothing has to be written again
+
+
+def _check_files(job: Job, summary: RunSummary) -> _ResultFiles:
+    """Find the result files that are as the summary lists them, and whether any are missing."""
+    run = job.run
+    spec = job.spec
+    verdicts = (summary.threshold, summary.uncertain)
+    if summary.files is None or verdicts != (spec.threshold, job.uncertain):
+        return _ResultFiles(set(), are_complete=False)
+    sound = set()
+    wrong = []
     for path in run.listed:
-        told, found = summary.files.get(path.name), digest(path)
-        if found == told and (
-            told or path == run.pairs_table
-        ):  # which is not there where reads are single
+        recorded = summary.files.get(path.name)
+        actual = digest(path)
+        # There is no table of pairs where reads are single.
+        may_be_absent = path == run.pairs_table
+        if actual == recorded and (recorded or may_be_absent):
             sound.add(path)
-        elif path not in run.reads_of() or (told and (found or path in run.reads_of(spec.written))):
-            # reads that were listed may have been taken elsewhere
+            continue
+        is_read_file = path in run.reads_of()
+        is_requested = path in run.reads_of(spec.written)
+        # Files of reads may have been moved elsewhere; they count only if they were changed, or if
+        # they are asked for again.
+        if not is_read_file or (recorded and (actual or is_requested)):
             wrong.append(path.name)
     if wrong:
-        said = "%s: %s not as the run left it; the result files are written again from its shards"
-        log.warning(said, run.root, ", ".join(wrong))
-    return sound, not wrong and not any(
-        sound.isdisjoint(run.reads_of((verdict,))) for verdict in spec.written
-    )
+        log.warning(
+            "%s: %s not as the run left it; the result files are written again from its shards",
+            run.root,
+            ", ".join(wrong),
+        )
+    has_requested = all(not sound.isdisjoint(run.reads_of((name,))) for name in spec.written)
+    return _ResultFiles(sound, are_complete=not wrong and has_requested)
 
 
 def prepare(
     run: RunDir,
-    store: Path,
+    store_path: Path,
     spec: ClassifySpec,
     *,
     staging: StageSummary | None = None,
     devices: tuple[Device, ...] | None = None,
 ) -> Job:
-    """Decide all that a run depends on, write run.json and the plan, find out what is left to do. `staging`, if that
-    is known: what the store was made of, and must still be. `devices`: of a cluster."""
-    models, orfs = spec.models, OrfStore.open(store)
-    if staging is not None and staging.fingerprint != orfs.fingerprint:
+    """Decide all that a run depends on, write run.json and the plan, and find what is left to do.
+
+    Args:
+        run: The run directory.
+        store_path: The staged reads.
+        spec: Models, devices and settings.
+        staging: How the store was made, if known. It must still have the same content.
+        devices: Devices of a cluster. If absent, those of this machine that `spec` names.
+
+    Raises:
+        ConfigError: The store was staged for another classifier.
+        RunMismatchError: The directory has another run, or the store was replaced.
+        StorageError: There is no room for the results.
+    """
+    store = OrfStore.open(store_path)
+    if staging is not None and staging.fingerprint != store.fingerprint:
         raise RunMismatchError(
-            f"{store} no longer holds the reads that were staged for this run; run it again"
+            f"{store_path} no longer holds the reads that were staged for this run; run it again"
         )
-    head = shape_of(models, HeadShape)
-    if (length := head.model_length) != orfs.model_length:
-        cut = f"{store} was cut at {orfs.model_length}; stage again"
-        raise ConfigError(f"the head in {models} is for length {length}, but {cut}")
-    found = devices or resolve(spec.devices)
-    resolved = resolve_engine(spec.engine, found[0].kind)
-    fingerprints = {"reads": orfs.fingerprint, **fingerprint(models, resolved.precision)}
+    head = shape_of(spec.models, HeadShape)
+    if head.model_length != store.model_length:
+        raise ConfigError(
+            f"the head in {spec.models} is for length {head.model_length}, "
+            f"but {store_path} was cut at {store.model_length}; stage again"
+        )
+    if devices is None:
+        devices = resolve(spec.devices)
+    kind = devices[0].kind
+    engine = resolve_engine(spec.engine, kind)
+    fingerprints = {"reads": store.fingerprint, **fingerprint(spec.models, engine.precision)}
     widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
-        discard(
-            run.root, *RUN_FILES
-        )  # what cannot be removed must not be mistaken for the new run's
-    near = spec.threshold if shards.repeats_near_threshold(resolved, head) else None
-    resolved, plan = shards.plan_run(
-        orfs.protein_offsets, resolved, fingerprints, found[0].kind, near
+        # A file that cannot be removed must not be mistaken for one of the new run.
+        discard(run.root, *RUN_FILES)
+    repeat_threshold = None
+    if shards.repeats_near_threshold(engine, head):
+        repeat_threshold = spec.threshold
+    engine, plan = shards.plan_run(
+        store.protein_offsets, engine, fingerprints, kind, repeat_threshold
     )
-    fresh = runfiles.new_record(
+    new_record = runfiles.new_record(
         runfiles.RunRecord,
-        found,
+        devices,
         spec=spec.parameters | spec.model_dump(mode="json", exclude={"parameters"}),
         inputs=() if staging is None else staging.by_file,
         pairs=None if staging is None else staging.pairs,
-        model_length=length,
+        model_length=head.model_length,
         widths=widths,
         fingerprints=fingerprints,
-        resolved={**shards.result_settings(resolved, near), "kind": found[0].kind},
-        store=os.path.relpath(store, run.root),
+        resolved={**shards.result_settings(engine, repeat_threshold), "kind": kind},
+        store=os.path.relpath(store_path, run.root),
     )
-    record = runfiles.resume_or_refuse(run, fresh)
-    if (
-        len(record.attempts) > 1 and (noted := read_journal(run.journal)) is not None
-    ):  # of one that was killed
-        written = write_telemetry(run.telemetry, noted[0], n_reads=orfs.n_reads, wall_s=noted[1])
-        before, now = ended(record.attempts[-2], *noted, written), record.attempts[-1]
-        record = record.model_copy(update={"attempts": (*record.attempts[:-2], before, now)})
-    with suppress(ShardError):  # there is no plan, or a damaged one
-        if not run.record.exists() and shards.read_plan(run).fingerprint != plan.fingerprint:
-            problem = "has no readable run.json, and its plan is of another run; choose another directory or --force"
-            raise RunMismatchError(f"{run.root} {problem}")
+    record = _record_killed_attempt(run, runfiles.resume_or_refuse(run, new_record), store)
+    _require_same_plan(run, plan)
     shards.write_plan(run, plan)
-    done, damaged = shards.committed(run, plan)
+    committed_shards, damaged = shards.committed(run, plan)
     for line in damaged:
         log.warning("%s; it will be computed again", line)
-    left = tuple(sorted(set(range(len(plan))) - set(done)))
-    if left or not (
-        run.record.exists() and run.summary.exists()
-    ):  # to look at what is complete is no attempt
+    todo = tuple(sorted(set(range(len(plan))) - set(committed_shards)))
+    is_complete = not todo and run.record.exists() and run.summary.exists()
+    if not is_complete:  # to look at a complete run is no attempt
         write(run.record, record)
-        run.journal.unlink(missing_ok=True)  # the record has what it told
-    lost = int(shards.read_scores(run, done)[1].sum())
+        run.journal.unlink(missing_ok=True)  # the record has its content now
+    failed_rows = shards.read_scores(run, committed_shards)[1]
     job = Job(
-        run,
-        orfs,
-        found,
-        resolved,
-        plan,
-        left,
-        tuple(damaged),
-        lost,
-        spec,
-        4 * (sum(widths.values()) + 2),
+        run=run,
+        store=store,
+        devices=devices,
+        engine=engine,
+        plan=plan,
+        todo=todo,
+        damaged=tuple(damaged),
+        lost=int(failed_rows.sum()),
+        spec=spec,
+        unique_bytes=4 * (sum(widths.values()) + 2),  # float32: an embedding and two scores
     )
-    if left and resolved.commit:  # refused now rather than at the last shard
-        lines = (2 * orfs.n_rows + orfs.n_reads) * (
-            len(orfs.read_id_bytes) // max(1, orfs.n_reads) + LINE_BYTES
-        )
-        check_room(
-            run.root, job.shard_bytes(left) + lines, f"{len(left)} shards and the result files"
-        )
+    if todo and engine.commit:
+        _check_room_for_results(job)
     return job
 
 
-def _compute(
-    job: Job, staging: StageSummary, watch: RunMonitor, started_s: float, pool: Pool | None
-) -> RunSummary:
-    """Embed, judge, write: the rest of a run that is not complete."""
-    clock, span = StageClock(), None if staging.reused else (started_s - staging.total_s, started_s)
+def _record_killed_attempt(
+    run: RunDir, record: runfiles.RunRecord, store: OrfStore
+) -> runfiles.RunRecord:
+    """Complete the record of the attempt before this one, if it was killed, from its journal."""
+    if len(record.attempts) < 2:
+        return record
+    journal = read_journal(run.journal)
+    if journal is None:
+        return record
+    measured, wall_s, deaths = journal
+    path = write_telemetry(run.telemetry, measured, n_reads=store.n_reads, wall_s=wall_s)
+    *earlier, killed, current = record.attempts
+    killed = ended(killed, measured, wall_s, deaths, path)
+    return record.model_copy(update={"attempts": (*earlier, killed, current)})
+
+
+def _require_same_plan(run: RunDir, plan: shards.ShardPlan) -> None:
+    """Raise a `RunMismatchError` if a run without a record has the plan of another run."""
+    if run.record.exists():
+        return
+    with suppress(ShardError):  # there is no plan, or a damaged one
+        if shards.read_plan(run).fingerprint != plan.fingerprint:
+            raise RunMismatchError(
+                f"{run.root} has no readable run.json, and its plan is of another run; "
+                "choose another directory or --force"
+            )
+
+
+def _check_room_for_results(job: Job) -> None:
+    """Raise a `StorageError` now, not at the last shard, if the results have no room."""
+    store = job.store
+    mean_id_bytes = len(store.read_id_bytes) // max(1, store.n_reads)
+    n_lines = 2 * store.n_rows + store.n_reads
+    table_bytes = n_lines * (mean_id_bytes + LINE_BYTES)
+    check_room(
+        job.run.root,
+        job.shard_bytes(job.todo) + table_bytes,
+        f"{len(job.todo)} shards and the result files",
+    )
+
+
+def _staging_clock(staging: StageSummary, started_s: float) -> StageClock:
+    """Return a clock with the stages of staging, which ended at `started_s` unless reused."""
+    clock = StageClock()
+    span = None if staging.reused else (started_s - staging.total_s, started_s)
+    rest_s = max(0.0, staging.total_s - staging.chunk_s - staging.translate_s)
     clock.add("Sequence Chunking", staging.chunk_s, span)
     clock.add("Six-Frame Translation", staging.translate_s, span)
-    clock.add("Rest of staging", max(0.0, staging.total_s - staging.chunk_s - staging.translate_s))
+    clock.add("Rest of staging", rest_s)
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
-    embedding = Embedding(job, watch, started_s)
+    return clock
+
+
+def _compute(
+    job: Job, staging: StageSummary, monitor: RunMonitor, started_s: float, pool: Pool | None
+) -> RunSummary:
+    """Embed, judge and write: the rest of a run that is not complete."""
+    clock = _staging_clock(staging, started_s)
+    embedding = Embedding(job, monitor, started_s)
     computed = embedding.run(pool)
     embedding.record_times(clock, computed)
-    errors, orfs, said = (
-        _log_errors(job.run),
-        job.store,
-        "lines of the workers' logs tell of errors; the first",
-    )
+    log_errors = _log_errors(job.run)
     verdicts = _write_results(job, staging, clock, since_s=embedding.ended_s)
-    own_s, record = time.monotonic() - started_s, runfiles.read_record(job.run)
+    own_s = time.monotonic() - started_s
+    record = runfiles.read_record(job.run)
     earlier = [attempt for attempt in record.attempts[:-1] if attempt.wall_s is not None]
+    earlier_s = 0.0
+    deaths: list[str] = []
     for attempt in earlier:
+        attempt_s = attempt.wall_s or 0.0
         clock.add("Earlier attempts: committed", attempt.worked_s)
-        clock.add("Earlier attempts: lost", (attempt.wall_s or 0.0) - attempt.worked_s)
-    wall_s = own_s + sum(attempt.wall_s or 0.0 for attempt in earlier)
-    deaths = (*(line for attempt in earlier for line in attempt.deaths), *computed.deaths)
+        clock.add("Earlier attempts: lost", attempt_s - attempt.worked_s)
+        earlier_s += attempt_s
+        deaths += attempt.deaths
+    deaths += computed.deaths
+    wall_s = own_s + earlier_s
+    warnings = list(job.remarks)
+    if log_errors:
+        warnings.append(
+            f"{len(log_errors)} lines of the workers' logs tell of errors; "
+            f"the first: {log_errors[0]}"
+        )
+    store = job.store
     summary = RunSummary(
         wall_s=wall_s,
         staging_s=staging.total_s,
         total_s=staging.total_s + wall_s,
         stages={stage.name: stage.seconds for stage in clock.times()},
-        **asdict(orfs.counts),  # of which it tells some
-        protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
+        **asdict(store.counts),  # the summary has fields for some of them
+        protein_tokens=int(store.protein_offsets[-1]) + 2 * store.n_uniques,
         **verdicts,
         devices=job.devices,
         workers=tuple(computed.records.values()),
@@ -367,47 +516,51 @@ def _compute(
         shards_reused=len(job.plan) - len(job.todo),
         rows_repeated=computed.n_repeated,
         restarts=len(deaths),
-        deaths=deaths,
-        telemetry=next((one.telemetry for one in reversed(earlier) if one.telemetry), None),
+        deaths=tuple(deaths),
+        telemetry=_newest_telemetry(earlier),
         damaged=job.damaged,
-        log_errors=len(errors),
-        warnings=(*job.remarks, *(f"{len(errors)} {said}: {error}" for error in errors[:1])),
-        reduced_budgets={
-            str(shard): divisor for shard, divisor in computed.reduced_budgets.items()
-        },
+        log_errors=len(log_errors),
+        warnings=tuple(warnings),
+        reduced_budgets={str(shard): n for shard, n in computed.reduced_budgets.items()},
         flops=job.flops,
     )
-    written = (
-        embedding.write(clock.times(), own_s, summary.sequences_per_hour) if job.todo else None
+    telemetry_path = None
+    if job.todo:
+        telemetry_path = embedding.write(clock.times(), own_s, summary.sequences_per_hour)
+    current = ended(record.attempts[-1], embedding.measured, own_s, computed.deaths, telemetry_path)
+    attempts = (*record.attempts[:-1], current)
+    write(job.run.record, record.model_copy(update={"attempts": attempts}))
+    summary = summary.model_copy(
+        update={
+            "telemetry": current.telemetry or summary.telemetry,
+            "attempts": (*earlier, current),
+        }
     )
-    own = ended(record.attempts[-1], embedding.measured, own_s, computed.deaths, written)
-    write(job.run.record, record.model_copy(update={"attempts": (*record.attempts[:-1], own)}))
-    newest = own.telemetry or summary.telemetry
-    summary = summary.model_copy(update={"telemetry": newest, "attempts": (*earlier, own)})
     job.run.journal.unlink(missing_ok=True)
     write(job.run.summary, summary)
-    for line in (
-        pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines()
-        if watch.alone
-        else ()
-    ):
-        log.info("%s", line)
+    if monitor.alone:
+        for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
+            log.info("%s", line)
     return summary
 
 
+def _newest_telemetry(attempts: Sequence[Attempt]) -> str | None:
+    """Return the telemetry file of the newest attempt that has one."""
+    for attempt in reversed(attempts):
+        if attempt.telemetry:
+            return attempt.telemetry
+    return None
+
+
 def _log_errors(run: RunDir) -> list[str]:
-    """Lines of the workers' logs that tell of errors, each with its file."""
-    logs = {
-        path.name: path.read_text("utf-8", "replace")
-        for path in sorted((run.root / "logs").glob("worker-*.log"))
-    }
-    lines = (
-        (name, line)
-        for name, text in logs.items()
-        for line in text.splitlines()
-        if ERROR.search(line)
-    )
-    return [f"{name}: {' '.join(line.split())[:200]}" for name, line in lines]
+    """Return the lines of the workers' logs that report errors, each with the name of its file."""
+    lines = []
+    for path in sorted((run.root / "logs").glob("worker-*.log")):
+        for line in path.read_text("utf-8", "replace").splitlines():
+            if ERROR_WORDS.search(line):
+                text = " ".join(line.split())[:MAX_SHOWN_LINE]
+                lines.append(f"{path.name}: {text}")
+    return lines
 
 
 def _write_results(
@@ -417,24 +570,31 @@ def _write_results(
     kept: Collection[Path] = (),
     since_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Write the result files; returns what a summary says of them: another threshold changes nothing else.
+    """Write the result files. Meanwhile there is no summary.json.
 
-    There is no summary.json meanwhile. Files of reads in `kept` stay. `since_s`: when the embedding ended."""
-    run, spec = job.run, job.spec
+    Args:
+        job: The run.
+        staging: The staged reads.
+        clock: Is given the time that this takes.
+        kept: Files of reads that stay as they are.
+        since_s: When the embedding ended.
+
+    Returns:
+        The fields of the summary that depend on the verdicts. Another threshold changes no other.
+    """
+    run = job.run
+    spec = job.spec
     if not job.engine.commit:
         raise ConfigError(
-            "commits are off, so there are no results; this setting is for measuring what commits cost"
+            "commits are off, so there are no results; "
+            "this setting is for measuring what commits cost"
         )
     scores, failed = shards.read_scores(run)
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     require_lease(run.root)
     if run.summary.exists():
         run.summary.replace(run.former_summary)
-    for path in {*run.reads_of()} - {*kept}:
-        if path.exists() and path not in run.reads_of(spec.written):
-            said = "%s is of an earlier judgement and is removed; --write-viral, --write-nonviral write such anew"
-            log.warning(said, path)
-        path.unlink(missing_ok=True)
+    _remove_read_files(job, kept)
     results = write_results(
         run, job.store, scores, failed, spec.threshold, job.uncertain, spec.workers
     )
@@ -443,11 +603,33 @@ def _write_results(
         from virnuc_core.reads.subsets import write_reads  # few runs need it
 
         write_reads(run, job.store, staging, spec.written)
-    judged_s = began_s + results.predict_s
-    clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
-    clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))
-    names = ("fates", "pairs", "threshold", "rows_virus", "chunks_virus", "chunks_scored")
-    files = {path.name: found for path in run.listed if (found := digest(path)) is not None}
-    clock.add("Result files", time.monotonic() - since_s - results.predict_s - results.consensus_s)
-    counted = {"files": files, "rows_set_aside": int(failed.sum()), "uncertain": job.uncertain}
-    return {name: getattr(results, name) for name in names} | counted
+    predicted_s = started_s + results.predict_s
+    judged_s = predicted_s + results.consensus_s
+    clock.add("Model Prediction", results.predict_s, (started_s, predicted_s))
+    clock.add("Consensus Scoring", results.consensus_s, (predicted_s, judged_s))
+    digests = {path.name: digest(path) for path in run.listed}
+    rest_s = time.monotonic() - since_s - results.predict_s - results.consensus_s
+    clock.add("Result files", rest_s)
+    return {
+        "fates": results.fates,
+        "pairs": results.pairs,
+        "threshold": results.threshold,
+        "rows_virus": results.rows_virus,
+        "chunks_virus": results.chunks_virus,
+        "chunks_scored": results.chunks_scored,
+        "files": {name: content for name, content in digests.items() if content is not None},
+        "rows_set_aside": int(failed.sum()),
+        "uncertain": job.uncertain,
+    }
+
+
+def _remove_read_files(job: Job, kept: Collection[Path]) -> None:
+    """Remove the files of reads by verdict that an earlier judgement wrote."""
+    for path in set(job.run.reads_of()) - set(kept):
+        if path.exists() and path not in job.run.reads_of(job.spec.written):
+            log.warning(
+                "%s is of an earlier judgement and is removed; "
+                "--write-viral, --write-nonviral write such anew",
+                path,
+            )
+        path.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ def main() -> int:
                 devices=Devices.parse(devices),
                 engine=EngineSpec.model_validate_json(engine),
             ),
-            watch=RunMonitor(sample_s=0.2),
+            monitor=RunMonitor(sample_s=0.2),
         )
     except VirnucError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

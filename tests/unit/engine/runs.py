@@ -41,7 +41,7 @@ def classify_store(
         devices: Devices of the run.
         options: Fields of `ClassifySpec`; `watch` and `pool` go to `classify`.
     """
-    observers = {name: options.pop(name) for name in ("watch", "pool") if name in options}
+    observers = {name: options.pop(name) for name in ("monitor", "pool") if name in options}
     settings = {"engine": SMALL, **options}
     spec = ClassifySpec(models=models, devices=devices, **settings)
     _, staging = staged

@@ -325,7 +325,7 @@ def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
     def run() -> None:
         try:
             classify_store(
-                root, staged, tiny_models, Devices.parse("cpu:1"), watch=RunMonitor(sample_s=0.1)
+                root, staged, tiny_models, Devices.parse("cpu:1"), monitor=RunMonitor(sample_s=0.1)
             )
         except WorkerError as error:
             seen.append(error)
