@@ -23,6 +23,7 @@ from prefect.states import Cancelled, Failed
 
 from virnuc.flows.exit_deadline import exit_deadline
 from virnuc.flows.outcome import NotMetError
+from virnuc.flows.own_outcome import current_outcome, recorded_outcome
 from virnuc.flows.parameters import WITHOUT, build, require_within_roots, with_flow_signature
 from virnuc.flows.settings.shared import FlowSettings, RunSettings
 from virnuc.tasks.artifacts import publish_table
@@ -101,10 +102,16 @@ def with_parameters(
                 "prefect.engine",
             ):  # once: a filter that is there is not added again
                 logging.getLogger(name).addFilter(_is_news)
+            outcome = current_outcome()
             try:
-                return body(**values)
+                state = body(**values)
             except VirnucError as error:  # its sentence is all that the failed state says
-                return Failed(message=str(error), data=error)
+                state = Failed(message=str(error), data=error)
+            except BaseException as error:
+                outcome.error = error
+                raise
+            outcome.keep(state)
+            return state
 
         return with_flow_signature(called, function, model)
 
@@ -202,7 +209,9 @@ def run_flow(
                 handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     if ready is not None:
         ready()
-        state = _told(flow, parameters)
+        with recorded_outcome() as outcome:
+            recorded = _told(flow, parameters)
+        state = outcome.final_state(recorded)
     else:  # the flow's function as it is
         state = without_server(flow.fn, **parameters)
     found = None if state.is_completed() else state.result(raise_on_failure=False)

@@ -36,6 +36,7 @@ from prefect.settings import (
 from prefect.states import Crashed
 from prefect.utilities import callables
 
+from virnuc.tasks.result_references import without_result_references
 from virnuc_core.lease import is_alive, process_namespace, process_start_ticks
 from virnuc_core.runfiles import Device
 
@@ -128,7 +129,10 @@ class Connection:
             raise ServerLostError("the Prefect server did not answer before")
         request.extensions["timeout"] = httpx.Timeout(REQUEST_TIMEOUT_S).as_dict()
         try:
-            response = ask(request)
+            if self.embedded is not None and self.embedded.poll() is not None:
+                # whoever has its port now is not asked
+                raise httpx.ConnectError("its process has ended")
+            response = without_result_references(request, ask(request))
         except httpx.TransportError as error:
             self._silent_until_s = time.monotonic() + SILENT_S
             if self.answered and not self.lost:

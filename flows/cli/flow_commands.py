@@ -2,12 +2,13 @@
 
 import getpass
 import re
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 
 from virnuc.flows.cli.options import Flag, command
 from virnuc.flows.cli.start import prepare_prefect, say, starts
+from virnuc.flows.cli.temporary_server import start_temporary_server
 from virnuc.flows.settings.inbox import InboxSettings
 from virnuc.flows.settings.overhead import OverheadSettings
 from virnuc.flows.settings.profile import ProfileSettings
@@ -17,6 +18,8 @@ from virnuc.flows.settings.tune import TuneSettings
 from virnuc.flows.settings.validate import ValidateSettings
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.profiles import Review
+
+NAME_THE_SERVER: Final = "name the server of the run with PREFECT_API_URL"
 
 predict_inbox = starts("predict-inbox", InboxSettings)
 
@@ -64,7 +67,12 @@ def approve(answer: ApprovalOptions) -> None:
     }  # as the paused run takes it
     prepare_prefect()
     from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE
 
+    if PREFECT_API_URL.value() is None and PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
+        # The run may wait at a temporary server, whose database is ours, too. Prefect would start a
+        # server that answers every user of the machine.
+        start_temporary_server(debug=False, alternative=NAME_THE_SERVER).wait()
     with get_client(sync_client=True) as client:
         flow_run = _find(client, answer.run)
         if flow_run.state is None or not flow_run.state.is_paused():

@@ -2,21 +2,15 @@
 
 Nothing heavy is imported before it is needed, so that `virnuc predict --help` answers at once."""
 
-import atexit
 import importlib
 import inspect
 import json
 import os
-import re
-import socket
-import sqlite3
-import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Callable, MutableMapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,21 +19,16 @@ from pydantic_core import to_jsonable_python
 
 from virnuc.flows.cli.options import Flag, OnTerminal, command
 from virnuc.flows.cli.prestart import prestart_digest, prestart_workers
-from virnuc.flows.output_folder import require_writable
-from virnuc.flows.parameters import WITHOUT
+from virnuc.flows.cli.temporary_server import start_temporary_server
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc_core.config import (
     INPUT_FIELDS,
 )
 from virnuc_core.errors import (
-    ConfigError,
-    StorageError,
-    VirnucError,
     printable,
 )
 from virnuc_core.lease import command_start_s
-from virnuc_core.rundir import parent_bound_command
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -53,11 +42,6 @@ PARTIAL, CRITERION_FAILED, NOT_JUDGED = (
 FLOWS: Final = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))[
     "flows"
 ]
-HOME_BYTES: Final = 1 << 24  # of an own server's database and results, at least
-APP: Final = "prefect.server.api.server:create_app"
-SERVER: Final = (
-    f"import uvicorn; uvicorn.run('{APP}', factory=True, fd=int(sys.argv[1]), log_level='error')"
-)
 
 
 def starts(name: str, model: type[BaseModel], *positional: str) -> Callable[..., int]:
@@ -144,7 +128,9 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
 
         ready, named = lambda: None, PREFECT_API_URL.value() is not None
         if not named:
-            ready = None if settings.is_done() else own_server(tell, debug=settings.debug)
+            ready = None
+            if not settings.is_done():
+                ready = _start_server(tell, debug=settings.debug)
     with ExitStack() as prestarted:
         if not named:  # a named server says whose turn it is on the devices
             prestart_workers(settings, prestarted)
@@ -167,92 +153,23 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
     return state
 
 
+def _start_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None]:
+    """Start a temporary server. Return the function that waits for it and then tells of it."""
+    server = start_temporary_server(debug=debug)
+
+    def wait() -> None:
+        server.wait()
+        tell("its server answers")
+
+    return wait
+
+
 def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what the user has not set himself; Prefect reads it on import, and a server of our own inherits it."""
     for name, value in tomllib.loads(
         Path(__file__).with_name("prefect.toml").read_text(encoding="utf-8")
     ).items():
         environment.setdefault(name, value)
-
-
-def usable_home() -> None:
-    """Refuse a home in which a server of our own could not keep its database."""
-    from prefect.settings import PREFECT_HOME
-
-    if os.environ.get("PREFECT_SERVER_DATABASE_CONNECTION_URL"):
-        return
-    home = PREFECT_HOME.value()
-    database, way_out = home / "prefect.db", f"set another PREFECT_HOME, or use {WITHOUT}"
-    try:
-        require_writable(home, HOME_BYTES, "a server's records")
-        if database.exists():
-            with closing(sqlite3.connect(database, timeout=1.0)) as there:
-                there.execute("PRAGMA schema_version")
-    except (ConfigError, StorageError) as error:
-        raise ConfigError(f"Prefect's home {error}; {way_out}") from error
-    except sqlite3.DatabaseError as error:
-        raise ConfigError(f"Prefect's database {database}: {error}; {way_out}") from error
-
-
-def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None]:
-    """Start a Prefect server of this process's own, which from then on is the named one; returns what waits for it and
-    tells of it.
-
-    A Ctrl-C at the terminal does not reach it, and it ends with this process, however that ends. Prefect's own would
-    be imported here, and start later. Errors: those of `usable_home`; of what is returned `VirnucError`: no answer."""
-    usable_home()
-    from prefect.context import refresh_global_settings_context
-    from prefect.settings import (
-        PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
-        get_current_settings,
-    )
-
-    log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this process
-    own = {
-        "PREFECT_UI_ENABLED": "0",
-        "PREFECT__SERVER_EPHEMERAL": "1",
-        "PREFECT__SERVER_FINAL": "1",
-    }
-    own |= get_current_settings().to_environment_variables(exclude_unset=True)
-    with (
-        socket.socket() as door
-    ):  # bound before the server is there: who knocks waits, and no other has its port
-        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        door.bind(("127.0.0.1", 0))
-        door.listen(128)
-        os.environ["PREFECT_API_URL"] = url = f"http://127.0.0.1:{door.getsockname()[1]}/api"
-        how: dict[str, Any] = {"start_new_session": True, "stderr": None if debug else log}
-        words, env = parent_bound_command(SERVER, str(door.fileno())), {**os.environ, **own}
-        server = subprocess.Popen(words, env=env, pass_fds=[door.fileno()], **how)
-
-    def end() -> None:  # what Prefect's threads still had to tell has been told
-        server.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(timeout=5)
-        server.kill()
-
-    atexit.register(end)
-    refresh_global_settings_context()
-
-    def wait() -> None:
-        import httpx
-
-        from virnuc.tasks.server_connection import connection
-
-        connection.embedded = server
-        try:
-            limit_s = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
-            httpx.get(f"{url}/health", timeout=limit_s).raise_for_status()
-        except httpx.HTTPError as error:
-            log.seek(0)
-            text = log.read().decode(errors="replace")
-            said = re.findall(r"^[\w.]+(?:Error|Exception): .*", text, re.MULTILINE) or [error]
-            raise VirnucError(
-                f"Prefect's own server does not start: {said[-1]}; mend it, or use {WITHOUT}"
-            ) from error
-        tell("its server answers")
-
-    return wait
 
 
 def say(*lines: object) -> None:

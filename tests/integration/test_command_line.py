@@ -183,7 +183,7 @@ def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
     def in_vain(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr("virnuc.flows.cli.start.own_server", in_vain)
+    monkeypatch.setattr("virnuc.flows.cli.start.start_temporary_server", in_vain)
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # where no server is named
         code, printed, said = inside(capsys, *words[:-1], "--quiet")
     assert printed.splitlines()[0].endswith("; nothing had to be computed")

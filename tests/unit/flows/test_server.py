@@ -13,7 +13,7 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
-from virnuc.flows.cli.start import usable_home
+from virnuc.flows.cli.temporary_server import require_usable_home
 from virnuc.tasks import server_connection, task
 from virnuc.tasks.server_connection import Connection, ServerLostError, device_slots, without_server
 from virnuc_core.errors import ConfigError, InputError, VirnucError, WorkerError
@@ -153,7 +153,7 @@ def test_a_home_that_no_server_can_use_is_named_with_the_way_out(
     monkeypatch.setattr("shutil.disk_usage", shutil.disk_usage)  # put back in the end
     home = tmp_path / "home"
     with temporary_settings(updates={PREFECT_HOME: home}, restore_defaults={PREFECT_API_URL}):
-        usable_home()
+        require_usable_home()
         spoil(home)
         with pytest.raises(ConfigError, match=rf"Prefect's .*{home}.*--no-prefect"):
-            usable_home()
+            require_usable_home()

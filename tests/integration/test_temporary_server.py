@@ -1,0 +1,474 @@
+"""The temporary server of a run by hand serves its own command alone, and no server chooses a result."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import psutil
+import pytest
+from prefect import flow
+from prefect._internal.result_records import ResultRecord, ResultRecordMetadata
+from prefect.client.schemas.objects import State
+from prefect.serializers import PickleSerializer
+from prefect.settings import PREFECT_API_URL
+
+from virnuc.flows.cli.options import OnTerminal
+from virnuc.flows.flow_run import run_flow, with_parameters
+from virnuc.flows.settings.predict import PredictSettings
+from virnuc.tasks.task import completed
+from virnuc_core.errors import VirnucError
+
+from .conftest import answers
+from .processes import PATIENCE_S, PREFECT, VIRNUC, background, committed, own_server, wait_for
+from .test_ending import SERVER, SIZES, flow_run_of, running
+
+pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
+OUTSIDER = Path(__file__).with_name("outsider.py")
+TOKEN = "0nly-for-this-test-0123456789abcdefghijklmn"
+SECRET = f"virnuc:{TOKEN}"
+TEAM = "team:words"  # of another server; the user has set it for good
+# the command, with a secret that the test knows
+KNOWN_SECRET = f"""
+import secrets, sys
+secrets.token_urlsafe = lambda _: {TOKEN!r}
+from virnuc.flows.cli import main
+sys.exit(main())
+"""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a run with a temporary server left, and what others were answered while it went on."""
+
+    port: int
+    outsider: dict[str, tuple[int, bool]]  # status and CORS headers by request
+    with_secret: dict[str, httpx.Response]
+    leaks: list[str]  # files and processes that show the secret
+    code: int
+    log: str
+    home: Path
+
+
+def server_routes() -> list[tuple[str, str]]:
+    """Method and path of every HTTP route of Prefect's server, and of the pages beside its API."""
+    from prefect.server.api.server import create_app
+
+    schema = create_app(ephemeral=True).openapi()
+    routes = [
+        (method.upper(), f"/api{path}".replace("/api/api/", "/api/"))
+        for path, methods in schema["paths"].items()
+        for method in methods
+    ]
+    assert len(routes) > 150, "Prefect's routes were not found"
+    named = [(method, path.replace("{", "").replace("}", "")) for method, path in routes]
+    pages = [
+        "/",
+        "/docs",
+        "/openapi.json",
+        "/ui-settings",
+        "/api/health",
+        "/api/ready",
+        "/api/docs",
+    ]
+    return [*named, *(("GET", page) for page in pages), ("OPTIONS", "/api/flow_runs/filter")]
+
+
+def outsiders_answers(port: int) -> dict[str, tuple[int, bool]]:
+    if os.getuid() != 0:
+        pytest.skip(
+            "only root can ask as another user; run this test as root, in a container for example"
+        )
+    asked = subprocess.run(
+        [sys.executable, "-I", str(OUTSIDER), str(port)],
+        input=json.dumps(server_routes()),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    report = json.loads(asked.stdout)
+    assert report["uid"] == 65534
+    return {name: (status, cors) for name, (status, cors) in report["answers"].items()}
+
+
+def leaks_of_secret(*folders: Path) -> list[str]:
+    """Files of the folders, and command lines and environments of all processes, that show the secret."""
+    forms = [TOKEN.encode(), base64.b64encode(SECRET.encode())]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    processes = [
+        path for name in ("cmdline", "environ") for path in Path("/proc").glob(f"[0-9]*/{name}")
+    ]
+    found = []
+    for path in [*files, *processes]:
+        try:
+            content = path.read_bytes()
+        except OSError:  # a process that is gone
+            continue
+        # the command under test has the token in its program, which makes it known to this test
+        if KNOWN_SECRET.encode() not in content and any(form in content for form in forms):
+            found.append(str(path))
+    return found
+
+
+@pytest.fixture(scope="module")
+def evidence(
+    tmp_path_factory: pytest.TempPathFactory, some_reads: Path, models: Path, database: Path
+) -> Evidence:
+    """One run: asked by an outsider while its worker is stopped, then brought to its end."""
+    folder = tmp_path_factory.mktemp("temporary")
+    home, out, log, temporary = (folder / name for name in ("home", "run", "log", "tmp"))
+    temporary.mkdir()
+    environment = own_server(home, database) | {
+        "TMPDIR": str(temporary),
+        "http_proxy": "http://127.0.0.1:9",
+        "PREFECT_API_KEY": "of-the-cloud",
+        "PREFECT_API_AUTH_STRING": TEAM,
+        "PREFECT_SERVER_API_AUTH_STRING": TEAM,
+        "PREFECT_CLIENT_CUSTOM_HEADERS": json.dumps({"Authorization": "Bearer of-the-team"}),
+        "PREFECT_LOGGING_LEVEL": "DEBUG",
+        "PREFECT_LOGGING_ROOT_LEVEL": "DEBUG",
+    }
+    sizes = [
+        word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))
+    ]
+    words = (
+        "predict",
+        str(some_reads),
+        "-o",
+        str(out),
+        "--models",
+        str(models),
+        "--devices",
+        "cpu:1",
+    )
+    command = (sys.executable, "-c", KNOWN_SECRET, *words, *sizes, "--debug")
+    with background(command, environment, log) as process:
+        wait_for(lambda: committed(out) >= 2 or process.poll() is not None, "two shards")
+        assert process.poll() is None, log.read_text()
+        family = psutil.Process(process.pid).children(recursive=True)
+        server = next(child for child in family if SERVER in " ".join(child.cmdline()))
+        worker = next(child for child in family if "virnuc_core.engine.worker" in child.cmdline())
+        worker.suspend()
+        port = next(
+            door.laddr.port
+            for door in server.net_connections()
+            if door.status == psutil.CONN_LISTEN
+        )
+        outsider = outsiders_answers(port)
+        leaks = leaks_of_secret(folder)
+        url, auth = (
+            f"http://127.0.0.1:{port}/api/flow_runs/filter",
+            httpx.BasicAuth("virnuc", TOKEN),
+        )
+        headers: dict[str, dict[str, str]] = {
+            "own": {},
+            "foreign host": {"Host": "evil.example"},
+            "foreign origin": {"Origin": "https://evil.example"},
+        }
+        with httpx.Client(auth=auth, trust_env=False, timeout=PATIENCE_S) as client:
+            with_secret = {
+                name: client.post(url, json={}, headers=given) for name, given in headers.items()
+            }
+        worker.resume()
+        code = process.wait(PATIENCE_S)
+    leaks += leaks_of_secret(folder)
+    return Evidence(port, outsider, with_secret, leaks, code, log.read_text(), home)
+
+
+def test_another_user_is_answered_nothing_on_any_route(evidence: Evidence) -> None:
+    http = {
+        name: answer
+        for name, answer in evidence.outsider.items()
+        if not name.startswith("websocket")
+    }
+    assert {status for status, _ in http.values()} == {401}
+    assert not any(has_cors for _, has_cors in evidence.outsider.values())
+
+
+def test_another_user_is_let_into_no_websocket(evidence: Evidence) -> None:
+    statuses = [
+        status for name, (status, _) in evidence.outsider.items() if name.startswith("websocket")
+    ]
+    assert statuses == [403] * 4
+
+
+def test_even_the_secret_is_of_no_use_to_a_web_page(evidence: Evidence) -> None:
+    assert {name: answer.status_code for name, answer in evidence.with_secret.items()} == {
+        "own": 200,
+        "foreign host": 421,
+        "foreign origin": 403,
+    }
+    assert not any(
+        "access-control-allow-origin" in answer.headers for answer in evidence.with_secret.values()
+    )
+
+
+def test_the_secret_is_in_no_command_line_environment_file_or_log(evidence: Evidence) -> None:
+    assert evidence.leaks == []
+    assert "virnuc_core" in evidence.log or "reads" in evidence.log, "the log holds the run"
+
+
+def test_events_logs_and_states_reach_the_temporary_server(evidence: Evidence) -> None:
+    """Events go through a WebSocket, logs through threads of Prefect's own; both must know the secret."""
+    assert evidence.code == 0, evidence.log
+    with closing(sqlite3.connect(evidence.home / "prefect.db")) as records:
+        events = {name for (name,) in records.execute("SELECT event FROM events")}
+        messages = [message for (message,) in records.execute("SELECT message FROM log")]
+        tasks = dict(records.execute("SELECT name, state_type FROM task_run"))
+        runs = [state for (state,) in records.execute("SELECT state_type FROM flow_run")]
+    assert "virnuc.prediction.done" in events
+    assert any("shard" in message for message in messages), messages
+    assert set(tasks.values()) == {"COMPLETED"}
+    assert len(tasks) == 2  # stage and embed
+    assert runs == ["COMPLETED"]
+    assert "not reported" not in evidence.log
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A result as Prefect stores it, which creates a file when it is loaded."""
+
+    metadata: dict[str, Any]
+    proof: Path
+
+
+class Malicious:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (str(self.proof), "w")
+
+
+@pytest.fixture
+def payload(tmp_path: Path) -> Payload:
+    proof, stored = tmp_path / "loaded", tmp_path / "stored"
+    metadata = ResultRecordMetadata(storage_key=str(stored), serializer=PickleSerializer())
+    stored.write_bytes(ResultRecord(result=Malicious(proof), metadata=metadata).serialize())
+    return Payload(metadata.model_dump(mode="json", serialize_as_any=True), proof)
+
+
+def forged_state(payload: Payload) -> dict[str, Any]:
+    return {
+        "type": "COMPLETED",
+        "name": "Completed",
+        "message": "as the attacker says",
+        "data": payload.metadata,
+    }
+
+
+def test_the_payload_is_one_that_prefect_would_load(payload: Payload) -> None:
+    """Else the tests below would show nothing."""
+    opened: Any = State.model_validate(forged_state(payload)).result()
+    opened.close()
+    assert payload.proof.exists()
+
+
+def test_a_run_that_another_ended_with_a_pickle_ends_as_its_own_flow_did(
+    tmp_path: Path,
+    some_reads: Path,
+    models: Path,
+    child_environment: dict[str, str],
+    payload: Payload,
+) -> None:
+    """The attack on a server that answers anybody: the state is set through its API while the run goes on."""
+    reads = tmp_path / "attacked.fastq.gz"
+    reads.symlink_to(some_reads)
+    with running(tmp_path, reads, models, child_environment) as run:
+        run.worker().suspend()
+        flow_run = flow_run_of("attacked · cpu:1")
+        url = f"{PREFECT_API_URL.value()}/flow_runs/{flow_run.id}/set_state"
+        answer = httpx.post(
+            url, json={"state": forged_state(payload), "force": True}
+        ).raise_for_status()
+        assert answer.json()["status"] == "ACCEPT"
+        run.worker().resume()
+        assert run.ends() == 0, run.log.read_text()
+        log = run.log.read_text()
+    assert not payload.proof.exists()
+    assert "as the attacker says" not in log
+    assert " of 2,500 reads are viral" in log
+    assert "sent a result with a state; it is ignored" in log
+
+
+@pytest.fixture
+def forging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, Any]], None]:
+    """Makes the server answer a proposed state of this type with another one."""
+
+    def forge(proposed_type: str, state: dict[str, Any]) -> None:
+        ask = httpx.HTTPTransport.handle_request
+
+        def handle(transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+            if request.url.path.endswith("/set_state"):
+                proposed = json.loads(request.content)["state"]["type"]
+                if proposed == proposed_type:
+                    body = {
+                        "status": "REJECT",
+                        "details": {"type": "reject_details", "reason": "no"},
+                    }
+                    return httpx.Response(200, json=body | {"state": {"id": str(uuid4()), **state}})
+            return ask(transport, request)
+
+        monkeypatch.setattr(httpx.HTTPTransport, "handle_request", handle)
+
+    return forge
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Callable[[], State[Any]]:
+    """Runs a flow that does nothing on the tests' server, as the command does."""
+    reads = tmp_path / "reads.fa"
+    reads.write_text(">r1\nACGT\n")
+
+    @flow
+    @with_parameters(PredictSettings)
+    def harmless(settings: PredictSettings) -> State[str]:
+        """Does nothing."""
+        return completed("own result", "own message")
+
+    parameters = {
+        "reads": (str(reads),),
+        "out": tmp_path / "out",
+        "models": tmp_path,
+        "devices": "cpu:1",
+    }
+    return lambda: run_flow(harmless, parameters, OnTerminal(), lambda: None)
+
+
+@pytest.mark.parametrize("kind", ["COMPLETED", "FAILED", "CRASHED"])
+def test_a_state_that_a_server_puts_in_place_of_ours_does_not_count(
+    forging: Callable[[str, dict[str, Any]], None],
+    payload: Payload,
+    probe: Callable[[], State[Any]],
+    kind: str,
+) -> None:
+    forging("COMPLETED", forged_state(payload) | {"type": kind})
+    state = probe()
+    assert (state.type.value, state.message, state.result()) == (
+        "COMPLETED",
+        "own message",
+        "own result",
+    )
+    assert not payload.proof.exists()
+
+
+def test_a_run_that_a_server_ends_before_it_begins_is_an_error(
+    forging: Callable[[str, dict[str, Any]], None],
+    payload: Payload,
+    probe: Callable[[], State[Any]],
+) -> None:
+    forging("RUNNING", forged_state(payload))
+    with pytest.raises(
+        VirnucError, match=r"ended before it did anything: .* Completed \(as the attacker says\)"
+    ):
+        probe()
+    assert not payload.proof.exists()
+
+
+def test_no_module_that_a_server_names_is_imported(
+    tmp_path: Path,
+    forging: Callable[[str, dict[str, Any]], None],
+    probe: Callable[[], State[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prefect imports the pickle library of a serializer when it parses a state, before any result is asked for."""
+    proof = tmp_path / "imported"
+    (tmp_path / "chosen_by_server.py").write_text(f"open({str(proof)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    serializer = {"type": "pickle", "picklelib": "chosen_by_server"}
+    data = {"storage_key": "anything", "serializer": serializer, "prefect_version": "3.8.8"}
+    forging("COMPLETED", {"type": "COMPLETED", "name": "Completed", "data": data})
+    assert probe().result() == "own result"
+    assert not proof.exists()
+
+
+def test_a_server_that_the_user_named_is_used_with_his_own_settings(
+    tmp_path: Path, few_reads: Path, models: Path, database: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/api"
+    environment = own_server(tmp_path / "prefect", database) | {
+        "PREFECT_API_URL": url,
+        "PREFECT_API_AUTH_STRING": TEAM,
+        "PREFECT_SERVER_API_AUTH_STRING": TEAM,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+    start = (*PREFECT, "server", "start", "--port", str(port), "--no-ui")
+    words = (
+        "predict",
+        str(few_reads),
+        "-o",
+        str(tmp_path / "run"),
+        "--models",
+        str(models),
+        "--devices",
+        "cpu:1",
+    )
+    with background(start, environment, tmp_path / "server.log"):
+        wait_for(lambda: answers(f"{url}/health"), "the server")
+        with background((*VIRNUC, *words), environment, tmp_path / "log") as process:
+            assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
+        assert "its server answers" not in (tmp_path / "log").read_text()
+        runs = (
+            httpx.post(f"{url}/flow_runs/filter", json={}, auth=("team", "words"))
+            .raise_for_status()
+            .json()
+        )
+    assert [run["state_name"] for run in runs] == ["Completed"]
+
+
+def test_an_answer_to_a_validation_starts_no_server_without_a_secret(
+    tmp_path: Path, database: Path
+) -> None:
+    """`virnuc approve` without a named server looks into the database that temporary servers share."""
+    # Prefect would start a server that answers anybody with this module
+    program = "import sys; sys.modules['prefect.server.api.server'] = None; from virnuc.flows.cli import main; sys.exit(main())"
+    answered = subprocess.run(
+        [sys.executable, "-c", program, "approve", "nobody", "--yes"],
+        env=own_server(tmp_path / "prefect", database),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (answered.returncode, answered.stderr) == (
+        2,
+        "virnuc: no flow run has the name 'nobody'\n",
+    )
+
+
+def test_an_answer_that_cannot_have_a_server_is_told_how_to_name_one(tmp_path: Path) -> None:
+    home = tmp_path / "prefect"
+    home.write_text("a file")
+    environment = {name: value for name, value in os.environ.items() if "PREFECT" not in name}
+    answered = subprocess.run(
+        [*VIRNUC, "approve", "nobody", "--yes"],
+        env=environment | {"PREFECT_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert answered.returncode == 2
+    (line,) = answered.stderr.splitlines()
+    assert line.startswith(f"virnuc: Prefect's home {home}: ")
+    assert line.endswith(
+        "; set another PREFECT_HOME, or name the server of the run with PREFECT_API_URL"
+    )

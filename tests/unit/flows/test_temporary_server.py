@@ -1,0 +1,129 @@
+"""Who is let into a temporary server, and what is taken from a server's answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import json
+import subprocess
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from virnuc.flows.cli.server_guard import Message, OwnerOnly, Receive, Send
+from virnuc.tasks.result_references import without_result_references
+from virnuc.tasks.server_connection import Connection, ServerLostError
+
+HOST = (b"host", b"127.0.0.1:4321")
+SECRET = (b"authorization", b"Basic " + base64.b64encode(b"virnuc:secret"))
+WRONG = (b"authorization", b"Basic " + base64.b64encode(b"virnuc:secrets"))
+ORIGIN = (b"origin", b"http://127.0.0.1:4321")
+REFERENCE = {"storage_key": "/tmp/theirs", "serializer": {"type": "pickle"}}
+STATE = {"type": "COMPLETED", "name": "Completed", "state_details": {}, "data": REFERENCE}
+
+
+def sent_to(kind: str, *headers: tuple[bytes, bytes]) -> list[Message]:
+    """What a guarded application sends for one connection; the application itself sends `let in`."""
+    sent: list[Message] = []
+
+    async def app(_scope: Message, _receive: Receive, send: Send) -> None:
+        await send({"type": "let in"})
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read of what is refused")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    guarded = OwnerOnly(app, "127.0.0.1:4321", "virnuc:secret")
+    asyncio.run(guarded({"type": kind, "headers": list(headers)}, receive, send))
+    return sent
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_who_knows_the_secret_is_let_in(kind: str) -> None:
+    assert sent_to(kind, HOST, SECRET) == [{"type": "let in"}]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([], 401),
+        ([HOST], 401),
+        ([HOST, WRONG], 401),
+        ([HOST, SECRET, WRONG], 401),
+        ([HOST, (b"authorization", b"Bearer " + SECRET[1].split()[1])], 401),
+        ([HOST, (b"authorization", "Basic ümlaut".encode())], 401),
+        ([SECRET], 421),
+        ([(b"host", b"evil.example:4321"), SECRET], 421),
+        ([HOST, (b"host", b"evil.example"), SECRET], 421),
+        ([HOST, SECRET, ORIGIN], 403),
+        ([HOST, SECRET, (b"origin", b"null")], 403),
+    ],
+)
+def test_all_others_are_refused(headers: list[tuple[bytes, bytes]], status: int) -> None:
+    start, body = sent_to("http", *headers)
+    assert (start["status"], body["body"]) == (status, b"")
+    assert not any(name.startswith(b"access-control") for name, _ in start["headers"])
+    assert sent_to("websocket", *headers) == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_the_server_itself_may_start_and_stop() -> None:
+    assert sent_to("lifespan") == [{"type": "let in"}]
+
+
+def answer_of(path: str, body: object, **headers: str) -> Any:
+    """The parsed answer to a request for `path`, after the connection has seen it."""
+    request = httpx.Request("POST", f"http://server/api{path}")
+    content = json.dumps(body).encode()
+    if headers:
+        content = gzip.compress(content)
+    response = httpx.Response(200, content=content, headers=headers)
+    return without_result_references(request, response).json()
+
+
+@pytest.mark.parametrize(
+    ("path", "wrap"),
+    [
+        ("/flow_runs/1/set_state", lambda state: {"status": "REJECT", "state": state}),
+        ("/flow_runs/1", lambda state: {"id": "1", "state": state, "parameters": {"data": [1]}}),
+        ("/flow_runs/filter", lambda state: [{"state": state}, {"state": None}]),
+        ("/task_runs/1/set_state", lambda state: {"state": state}),
+        ("/flow_run_states/", lambda state: [state]),
+        ("/deployments/1/create_flow_run", lambda state: {"state": state}),
+    ],
+)
+def test_results_are_removed_from_every_state_that_a_server_sends(path: str, wrap: Any) -> None:
+    bare = {name: value for name, value in STATE.items() if name != "data"}
+    assert answer_of(path, wrap(STATE)) == wrap(bare)
+    assert answer_of(path, wrap(STATE), **{"content-encoding": "gzip"}) == wrap(bare)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/artifacts/", {"type": "table", "data": "[]"}),
+        ("/flow_runs/1", {"state": {"type": "RUNNING", "data": None}}),
+        ("/flow_runs/filter", []),
+    ],
+)
+def test_other_answers_are_left_as_they_are(path: str, body: object) -> None:
+    assert answer_of(path, body) == body
+
+
+def test_nobody_is_asked_at_the_port_of_a_temporary_server_that_has_ended() -> None:
+    """Another user may have taken it."""
+    asked: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200)
+
+    connection = Connection()
+    connection.embedded = cast("subprocess.Popen[Any]", SimpleNamespace(poll=lambda: -9))
+    with pytest.raises(ServerLostError, match="its process has ended"):
+        connection.send(httpx.Request("GET", "http://server/api/flow_runs/1"), handle)
+    assert asked == []
