@@ -19,9 +19,7 @@ from rich.table import Table
 from virnuc.flows.cli.options import ENVIRONMENT, Flag, Json, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, VerdictSpec
 from virnuc_core.encoders.model_config import (
-    DnabertShape,
     DnabertSize,
-    Esm2Shape,
     Esm2Size,
     Storage,
 )
@@ -131,13 +129,14 @@ def convert(
 ) -> None:
     """Turn public checkpoints on disk into a models directory."""
     from virnuc_core.encoders.convert import convert_encoder, convert_head
+    from virnuc_core.encoders.registry import DNABERT_S, ESM2
 
     if not (esm2 or dnabert_s or head):
         raise ConfigError("nothing to convert; give --esm2, --dnabert-s or --head")
-    for kind, source in ((Esm2Shape, esm2), (DnabertShape, dnabert_s)):
+    for encoder, source in ((ESM2, esm2), (DNABERT_S, dnabert_s)):
         if source is not None:
-            convert_encoder(kind, source, out, dtype, drop_extra)
-            print(out / kind.part())
+            convert_encoder(encoder, source, out, dtype, drop_extra)
+            print(out / encoder.name)
     if head is not None:
         convert_head(head, out, model_length)
         print(out / "head")

@@ -27,7 +27,7 @@ import virnuc_core
 from virnuc_core.config import TrainSpec
 from virnuc_core.encoders.checkpoint import WEIGHTS, shape_of
 from virnuc_core.encoders.classifier import Classifier, probabilities
-from virnuc_core.encoders.convert import random_tensor, write_part, write_tensors
+from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.digests import fingerprint, part_digest
 from virnuc_core.encoders.model_config import (
     RANDOM_ORIGIN,
@@ -36,6 +36,7 @@ from virnuc_core.encoders.model_config import (
     read_shape,
     write_shape,
 )
+from virnuc_core.encoders.model_files import write_part, write_tensors
 from virnuc_core.encoders.registry import ENCODER_PARTS, PART_SHAPES
 from virnuc_core.engine import shards
 from virnuc_core.errors import VirnucError

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from virnuc.flows.cli import main
 from virnuc_core.encoders.checkpoint import check_models
-from virnuc_core.encoders.convert import init_random, random_tensor, write_part
+from virnuc_core.encoders.convert import init_random, random_tensor
 from virnuc_core.encoders.digests import part_digest
 from virnuc_core.encoders.kept_heads import install_head, kept_heads, use_head
 from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, read_shape, write_shape
+from virnuc_core.encoders.model_files import write_part
 from virnuc_core.errors import ConfigError, WeightsError
 
 from .test_head_card import CARD

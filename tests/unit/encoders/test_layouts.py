@@ -27,6 +27,7 @@ from virnuc_core.encoders.convert import (
 )
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.models import DnabertS, Esm2
+from virnuc_core.encoders.registry import DNABERT_S, ESM2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 from virnuc_core.errors import ConfigError, WeightsError
 
@@ -190,7 +191,7 @@ def test_every_esm2_layout_gives_the_same_embeddings(
             else {"cfg": {"model": settings}, "args": settings, "model": state}
         )
         torch.save(content, source, _use_new_zipfile_serialization="old" not in layout)
-    shape = convert_encoder(Esm2Shape, source, tmp_path / "out")
+    shape = convert_encoder(ESM2, source, tmp_path / "out")
     assert (shape.layers, shape.width, shape.heads, shape.ffn_width) == (2, 64, 2, 256)
     got = load_encoder(Esm2, tmp_path / "out", CPU)
     assert torch.equal(got.embed(esm2_batch()), load_encoder(Esm2, models, CPU).embed(esm2_batch()))
@@ -223,10 +224,10 @@ def test_every_dnabert_layout_gives_the_same_embeddings(
     else:
         save_file(tensors, source / "model.safetensors")
     with pytest.raises(WeightsError, match=r"tokenizer\.json: no such file"):
-        convert_encoder(DnabertShape, source, tmp_path / "out")
+        convert_encoder(DNABERT_S, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     shutil.copy(models / "dnabert_s" / "tokenizer.json", source)
-    convert_encoder(DnabertShape, source, tmp_path / "out")
+    convert_encoder(DNABERT_S, source, tmp_path / "out")
     batch = packed(DnabertTokenizer(models), dnas([150, 9]))
     got = load_encoder(DnabertS, tmp_path / "out", CPU)
     assert torch.equal(got.embed(batch), load_encoder(DnabertS, models, CPU).embed(batch))
@@ -251,7 +252,7 @@ def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
         128,
         33,
     )
-    convert_encoder(Esm2Shape, tmp_path / "esm2.pt", tmp_path / "out")
+    convert_encoder(ESM2, tmp_path / "esm2.pt", tmp_path / "out")
     tokens = esm2_batch()
     with torch.no_grad():
         expected = model(tokens.tokens[None, :11], repr_layers=[1])["representations"][1][
@@ -263,7 +264,7 @@ def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
 
 
 def test_stored_narrower_on_request(models: Path, tmp_path: Path) -> None:
-    convert_encoder(Esm2Shape, models / "esm2", tmp_path, dtype="fp16")
+    convert_encoder(ESM2, models / "esm2", tmp_path, dtype="fp16")
     _, read = open_part(tmp_path, Esm2Shape)
     assert read("layers.0.fc1.weight").dtype == torch.float16
     assert read("inv_freq").dtype == torch.float32
@@ -280,19 +281,19 @@ def test_a_task_head_is_left_out_with_a_remark_and_more_only_when_asked(
     }
     (tmp_path / "config.json").write_text(json.dumps(HF_ESM2))
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
+    convert_encoder(ESM2, tmp_path, tmp_path / "out")
     assert "left out classifier.dense.weight, which such a model does not have" in caplog.text
     want = load_encoder(Esm2, models, CPU).embed(esm2_batch())
     assert torch.equal(load_encoder(Esm2, tmp_path / "out", CPU).embed(esm2_batch()), want)
     torch.save(tensors | {"surprise": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightsError, match=r"unexpected tensor surprise;.*--drop-extra"):
-        convert_encoder(Esm2Shape, tmp_path, tmp_path / "more")
-    convert_encoder(Esm2Shape, tmp_path, tmp_path / "more", drop_extra=True)
+        convert_encoder(ESM2, tmp_path, tmp_path / "more")
+    convert_encoder(ESM2, tmp_path, tmp_path / "more", drop_extra=True)
     assert "left out classifier.dense.weight, surprise" in caplog.text
     del tensors["esm.encoder.layer.1.attention.self.key.weight"]
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightsError, match=r"no tensor layers\.1\.qkv\.weight"):
-        convert_encoder(Esm2Shape, tmp_path, tmp_path / "none", drop_extra=True)
+        convert_encoder(ESM2, tmp_path, tmp_path / "none", drop_extra=True)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_what_does_not_fit_is_named(
     spoil(tensors)
     torch.save({"model": tensors}, tmp_path / "esm2.pt")
     with pytest.raises(WeightsError, match=says):
-        convert_encoder(Esm2Shape, tmp_path / "esm2.pt", tmp_path / "out")
+        convert_encoder(ESM2, tmp_path / "esm2.pt", tmp_path / "out")
     assert not list((tmp_path / "out").glob("*"))
     assert not list((tmp_path / "out").glob(".*"))
 
@@ -337,25 +338,25 @@ def test_an_esm1_model_is_refused(tmp_path: Path) -> None:
         json.dumps(HF_ESM2 | {"position_embedding_type": "absolute"})
     )
     with pytest.raises(WeightsError, match="ESM-1 style"):
-        convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
+        convert_encoder(ESM2, tmp_path, tmp_path / "out")
     (tmp_path / "config.json").write_text(json.dumps({"position_embedding_type": "rotary"}))
     with pytest.raises(WeightsError, match="no num_hidden_layers, hidden_size"):
-        convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
+        convert_encoder(ESM2, tmp_path, tmp_path / "out")
 
 
 def test_sources_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no such file or directory"):
-        convert_encoder(Esm2Shape, tmp_path / "nowhere", tmp_path / "out")
+        convert_encoder(ESM2, tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(WeightsError, match=r"no model\.safetensors and no pytorch_model\.bin"):
-        convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
+        convert_encoder(ESM2, tmp_path, tmp_path / "out")
     (tmp_path / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "../elsewhere.safetensors"}}'
     )
     with pytest.raises(WeightsError, match=r"names \.\./elsewhere\.safetensors, which is not in"):
-        convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
+        convert_encoder(ESM2, tmp_path, tmp_path / "out")
     (tmp_path / "garbage.pt").write_bytes(b"garbage")
     with pytest.raises(WeightsError, match=r"garbage\.pt: refused"):
-        convert_encoder(Esm2Shape, tmp_path / "garbage.pt", tmp_path / "out")
+        convert_encoder(ESM2, tmp_path / "garbage.pt", tmp_path / "out")
 
 
 def test_a_checkpoint_with_code_in_it_is_refused_unexecuted(tmp_path: Path) -> None:
@@ -367,7 +368,7 @@ def test_a_checkpoint_with_code_in_it_is_refused_unexecuted(tmp_path: Path) -> N
         path = tmp_path / f"{i}.bin"
         torch.save({"model": Payload()}, path, _use_new_zipfile_serialization=not old)
         with pytest.raises(WeightsError, match="refused"):
-            convert_encoder(Esm2Shape, path, tmp_path / "out")
+            convert_encoder(ESM2, path, tmp_path / "out")
     assert not (tmp_path / "executed").exists()
 
 
@@ -395,7 +396,7 @@ def test_what_a_checkpoint_claims_is_bounded_before_it_is_made(
                 file.writestr("a/data.pkl", program)
                 file.writestr("a/version", b"3\n")
         with pytest.raises(WeightsError, match=says):
-            convert_encoder(Esm2Shape, path, tmp_path / "out")
+            convert_encoder(ESM2, path, tmp_path / "out")
 
 
 def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
@@ -406,7 +407,7 @@ def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
         with pytest.raises(
             WeightsError, match=r"claims 4,398,046,511,104 bytes of numbers, the file has"
         ):
-            convert_encoder(Esm2Shape, path, tmp_path / "out")
+            convert_encoder(ESM2, path, tmp_path / "out")
     torch.save({"hidden_layer.weight": one.expand(1 << 40)}, tmp_path / "300_model.pth")
     with pytest.raises(
         WeightsError, match="claims 4,398,046,511,104 bytes of numbers, the file has"
@@ -420,7 +421,7 @@ def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
         for name in file.namelist():
             small.writestr(name, file.read(name))
     with pytest.raises(WeightsError, match="compressed"):
-        convert_encoder(Esm2Shape, path, tmp_path / "out")
+        convert_encoder(ESM2, path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -442,7 +443,7 @@ def test_sizes_of_tensors_that_make_no_model(
 ) -> None:
     torch.save({"embed_tokens.weight": torch.ones(33, 8)} | tensors, tmp_path / "model.pt")
     with pytest.raises(WeightsError, match="not the layout of fair-esm's ESM-2"):
-        convert_encoder(Esm2Shape, tmp_path / "model.pt", tmp_path / "out")
+        convert_encoder(ESM2, tmp_path / "model.pt", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

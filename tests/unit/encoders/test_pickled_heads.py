@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from virnuc_core.encoders import convert
+from virnuc_core.encoders import pickles
 from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.classifier import Head
-from virnuc_core.encoders.convert import HEAD_MAX_BYTES, convert_head, read_pickled
+from virnuc_core.encoders.convert import convert_head
 from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.pickles import HEAD_MAX_BYTES, read_pickled
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")
@@ -220,7 +221,7 @@ def test_a_pickle_cannot_change_the_reader_for_the_next_file(
     program = b"ctorch._utils\n_rebuild_tensor_v2\n(N(S'__defaults__'\n(I1\ntdtb."
     with pytest.raises(WeightsError):
         read_pickled(archive(tmp_path / "evil.pth", program))
-    assert convert.ModuleState.__setstate__.__qualname__ == "ModuleState.__setstate__"
+    assert pickles.ModuleState.__setstate__.__qualname__ == "ModuleState.__setstate__"
     torch.save(trained.state_dict(), tmp_path / "500_model.pth")
     assert read_pickled(tmp_path / "500_model.pth").keys() == trained.state_dict().keys()
 

@@ -12,11 +12,10 @@ import torch
 from Bio.Seq import Seq
 from safetensors.torch import load_file, save_file
 
-from virnuc_core.encoders import convert as converting
 from virnuc_core.encoders import verify as verifying
 from virnuc_core.encoders.convert import fetch
 from virnuc_core.encoders.digests import fingerprint
-from virnuc_core.encoders.registry import ENCODERS, EncoderName
+from virnuc_core.encoders.registry import DNABERT_S, ENCODERS, ESM2, EncoderName
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.encoders.verify import REFERENCE_ROWS, check_reference_row, verify
 from virnuc_core.errors import WeightsError
@@ -131,7 +130,8 @@ def test_fetch_downloads_pinned_revisions_and_converts_them(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     fetch(tmp_path / "out", head_file)
-    assert asked == [converting.DNABERT_REPOSITORY, converting.ESM2_REPOSITORY]
+    published = [encoder.public for encoder in (DNABERT_S, ESM2)]
+    assert asked == [(weights.repository, weights.revision) for weights in published]
     assert all(len(revision) == 40 for _, revision in asked)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "dnabert_s",

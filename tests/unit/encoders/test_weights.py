@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from virnuc_core.encoders import checkpoint, digests
 from virnuc_core.encoders.checkpoint import check_models, load_encoder, open_part, shape_of
 from virnuc_core.encoders.classifier import Head
-from virnuc_core.encoders.convert import init_random, random_tensor, write_part, write_tensors
+from virnuc_core.encoders.convert import init_random, random_tensor
 from virnuc_core.encoders.digests import digest_of, fingerprint
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
+from virnuc_core.encoders.model_files import write_part, write_tensors
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tensor_names import match_tensors
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer

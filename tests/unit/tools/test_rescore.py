@@ -17,9 +17,10 @@ from virnuc_core import runfiles
 from virnuc_core.config import VerdictSpec
 from virnuc_core.encoders.checkpoint import check_models, open_part
 from virnuc_core.encoders.classifier import Head
-from virnuc_core.encoders.convert import init_random, random_tensor, write_part
+from virnuc_core.encoders.convert import init_random, random_tensor
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, read_shape, write_shape
+from virnuc_core.encoders.model_files import write_part
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, ShardError, WeightsError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
