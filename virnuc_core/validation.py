@@ -5,7 +5,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
-import torch
 from pydantic import Field
 
 from virnuc_core import runfiles
@@ -52,6 +51,8 @@ def record_validation(
 ) -> None:
     """`run.json` of the validation: what it was started with, and when it first was. Errors: `RunMismatchError` names
     the weights or reads that differ from those of the validation that lies there."""
+    import torch  # takes seconds, and commands that only check do not need it
+
     read = {
         "files": [str(Path(name).absolute()) for name in staging.files],
         "ignored_files": staging.ignored_files,
