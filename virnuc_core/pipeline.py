@@ -193,7 +193,7 @@ def nodes_of(spec: ClassifySpec, out: Path) -> "Cluster":
         raise ConfigError(
             f"cluster {spec.cluster} needs {error.name}; install virnuc[cluster]"
         ) from error
-    return Cluster(spec, (spec.models, spec.devices, spec.engine), out)
+    return Cluster(spec, spec.models, spec.devices, spec.engine, out)
 
 
 def model_flops(models: Path) -> ModelFlops:

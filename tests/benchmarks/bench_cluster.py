@@ -161,7 +161,7 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
         init_random(folder / "models", "tiny", "tiny", seed=1)
         engine, run = EngineSpec(precision="fp16"), folder / "run"
         spec = ClusterSpec(cluster=(folder / "address").read_text(), nodes=str(options.nodes))
-        pool = Cluster(spec, (folder / "models", Devices.parse("auto"), engine), run).pool()
+        pool = Cluster(spec, folder / "models", Devices.parse("auto"), engine, run).pool()
         told: dict[str, Any] = {"run": str(run), "store": "none", "reads": "none"}
         tasks = [ShardTask(**told, shard=i, lo=i, hi=i + 1) for i in range(options.shards)]
         specs, heard, began_s = pool.specs, list[float](), time.process_time()

@@ -1,44 +1,29 @@
 """Worker processes on many machines: those of a pool, started and heard through Dask.
 
-What a pool does with them stays in `pool`. Here a thread of its own watches which Dask workers there are. On each, an
-actor (`node.Node`) starts the same worker processes as on one machine, and what they say comes back in the same words.
-A node that dies, or does not answer, takes its devices along, and brings them when it comes back."""
+What a pool does with them stays in `pool`. Here, a thread of its own watches which Dask workers
+have joined. On each of them, an actor (`node.Node`) starts the same worker processes as on one
+machine, and their messages come back unchanged. A node that dies, or does not answer, takes its
+devices along. It brings them again when it comes back.
+"""
 
 import asyncio
 import logging
 import math
-import os
 import secrets
-import signal
-import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
-from unittest import mock
-
-import dask
-import psutil
-from distributed import Client, Scheduler
-from distributed.utils import get_ip
+from typing import Any, Final, Literal
 
 import virnuc_core
-from virnuc_core.config import ClusterSpec, Devices, EngineSpec, read_small_text, refuse_unreadable
-from virnuc_core.engine.cluster_security import (
-    configured_security,
-    folder_for_jobs,
-    is_exposed,
-    private_folder,
-    temporary_security,
-    tls_options,
-)
-from virnuc_core.engine.devices import resolve_engine, visible_gpus
+from virnuc_core.config import ClusterSpec, Devices, EngineSpec
+from virnuc_core.engine.dask_clusters import Connection, connect
+from virnuc_core.engine.devices import resolve_engine
 from virnuc_core.engine.node import Facts
-from virnuc_core.engine.pool import Pool
+from virnuc_core.engine.pool import TASKS_PER_WORKER, Pool
 from virnuc_core.engine.process import (
     WORKER,
     Child,
@@ -47,68 +32,73 @@ from virnuc_core.engine.process import (
     WorkerSpec,
     worker_specs,
 )
-from virnuc_core.engine.remote_node import ANSWER_S, PROBE, RemoteChild, RemoteNode
-from virnuc_core.errors import ConfigError, DeviceError, VirnucError
-from virnuc_core.rundir import parent_bound_command
+from virnuc_core.engine.remote_node import ANSWER_S, FIX_NODE, PROBE, RemoteChild, RemoteNode
+from virnuc_core.errors import DeviceError, VirnucError
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
 
 WATCH_S: Final = 0.5
 SILENT_S: Final = 30.0  # a node answers every second
-SCHEDULER_S: Final = 10.0  # for an answer of one that is there
-START_S: Final = 60.0  # for one here
-LOOK_S: Final = 0.1
-TRACKER_S: Final = 5.0  # for the processes that remove the semaphores of those that were killed
-HERE: Final = "127.0.0.1"
-ENCRYPTED: Final = "distributed.comm.require-encryption"
-NO_HTTP: Final = "virnuc_core.engine.no_http"  # never imported here, for it changes Dask
-# a scheduler or nanny of our own; its words: which of them, and its options
-PROGRAM: Final = (
-    'import importlib; importlib.import_module("distributed.cli.dask_" + sys.argv.pop(1)).main()'
-)
-MEND: Final = "mend it, or take it out of the cluster"
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """What decides whether two nodes give the same bytes."""
+
+    name: str  # of the GPU or the processor
+    torch: str
+
+
 class Cluster(AbstractContextManager["Cluster"]):
-    """The nodes of a Dask scheduler, and a thread that watches them; the connection is gone when the `with` block ends.
-    Errors: `DeviceError` names the node that cannot be used; `ConfigError`."""
+    """The nodes of a Dask scheduler, and a thread that watches them.
+
+    The connection is gone when the `with` block ends.
+
+    Attributes:
+        spec: Settings of the cluster.
+        loop: The event loop of the thread.
+        samples: By device, what was last measured of it.
+        waiting_shards: Shards for which there is no device yet; set by the pool.
+        error: Why the thread has ended, if it has.
+    """
 
     def __init__(
-        self, spec: ClusterSpec, given: tuple[Path, Devices, EngineSpec], out: Path
+        self, spec: ClusterSpec, models: Path, devices: Devices, engine: EngineSpec, out: Path
     ) -> None:
-        """`given`: models, devices, engine; `out`: the run's directory, which nodes must see."""
-        (self._models, self._wanted_devices, self._engine), self.spec = given, spec
-        self._local, self._silence_s = (
-            str(spec.cluster).startswith("local:"),
-            min(SILENT_S, self._engine.silence_s),
-        )
-        # of the run directory's parents, which nodes see unless files are sent to them
-        self._shared = (
-            None if spec.transfer else next(path for path in out.resolve().parents if path.is_dir())
-        )
-        self._place = next(
-            folder.resolve() for folder in (out, *out.absolute().parents) if folder.is_dir()
-        )
-        self._nodes, self._mute = (
-            dict[str, RemoteNode](),
-            set[str](),
-        )  # nobody waits for those that did not answer
-        self._kind, self._alike = (
-            "",
-            ("", ""),
-        )  # of devices; name and torch of the first, that others must be like
-        self.waiting_shards, self._began_s, self.samples = (
-            0,
-            time.monotonic(),
-            dict[str, DeviceSample](),
-        )
+        """Connect, and wait for nodes.
+
+        Args:
+            spec: Settings of the cluster.
+            models: Models directory.
+            devices: Devices to use of each node.
+            engine: Settings of the engine.
+            out: The run directory, which nodes must see unless files are sent to them.
+
+        Raises:
+            DeviceError: A node cannot be used, and which; or none has come in time.
+            ConfigError: The cluster's settings cannot be used.
+        """
+        self.spec = spec
+        self._models = models
+        self._wanted_devices = devices
+        self._engine = engine
+        self._is_local = str(spec.cluster).startswith("local:")
+        self._silence_s = min(SILENT_S, engine.silence_s)
+        # Where files for nodes can lie. None if they share no file system with us.
+        self._shared = None if spec.transfer else _first_folder(out.resolve().parents)
+        self._place = _first_folder([out, *out.absolute().parents]).resolve()
+        self._nodes: dict[str, RemoteNode] = {}  # by address
+        self._unresponsive: set[str] = set()  # addresses of nodes that are not waited for
+        self._kind: Literal["", "cuda", "cpu"] = ""  # of the devices, once it is decided
+        self._model: DeviceModel | None = None  # of the first node, which others must be like
+        self._waiting_since_s = time.monotonic()
+        self.waiting_shards = 0
+        self.samples: dict[str, DeviceSample] = {}
         self.error: VirnucError | None = None
-        self._ready, self._over, self.loop = (
-            threading.Event(),
-            asyncio.Event(),
-            asyncio.new_event_loop(),
-        )
+        self._ready = threading.Event()
+        self._over = asyncio.Event()
+        self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="virnuc-cluster", daemon=True)
         self._thread.start()
         try:
@@ -120,493 +110,363 @@ class Cluster(AbstractContextManager["Cluster"]):
             raise
 
     def __exit__(self, *_: object) -> None:
-        with suppress(RuntimeError):  # it has ended
+        with suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
 
     @property
     def used(self) -> list[RemoteNode]:
-        """The nodes that have devices for us, by name."""
-        return sorted((node for node in list(self._nodes.values()) if node.devices), key=str)
+        """Return the nodes that have devices for us, by name."""
+        used = [node for node in list(self._nodes.values()) if node.devices]
+        return sorted(used, key=str)
 
     def pool(
         self, devices: Collection[Device] | None = None, *, keep: bool = False, warm: bool = False
     ) -> Pool:
-        """A pool of all devices, those of nodes still to come too, which ends the connection; or of some `devices`."""
-        workers = ClusterWorkers(self, devices)
-        found = workers.joined(0)
-        if gone := [one.id for one in devices or () if one not in found]:
-            raise self.problem(
-                f"{', '.join(gone)} is gone; start nodes and run again, what was committed stays"
-            )
-        engine = resolve_engine(self._engine, found[0].kind)
-        return Pool(worker_specs(self._models, found, engine), workers, keep=keep, warm=warm)
+        """Return a pool of workers on the nodes.
 
-    def problem(self, what: str) -> DeviceError:
-        """The error that says what is wrong with it."""
-        return DeviceError(f"cluster {self.spec.cluster}: {what}")
+        Args:
+            devices: Devices of the pool. If None, all of them, also those of nodes that join
+                later; the connection then ends with the pool.
+            keep: Keep workers between jobs.
+            warm: Let workers load the weights before there is a job.
+
+        Raises:
+            DeviceError: A device is gone.
+        """
+        workers = ClusterWorkers(self, devices)
+        present = list(workers.new_devices(0))
+        gone = [device.id for device in devices or () if device not in present]
+        if gone:
+            problem = f"{', '.join(gone)} is gone"
+            raise self.problem(f"{problem}; start nodes and run again, what was committed stays")
+        engine = resolve_engine(self._engine, present[0].kind)
+        specs = worker_specs(self._models, present, engine)
+        return Pool(specs, workers, keep=keep, warm=warm)
+
+    def problem(self, problem: str) -> DeviceError:
+        """Return the error that names this cluster and what is wrong with it."""
+        return DeviceError(f"cluster {self.spec.cluster}: {problem}")
 
     def _serve(self) -> None:
+        """Run the thread: watch the nodes until the run is over."""
         try:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self._work())
+        except VirnucError as error:
+            self.error = error
         except Exception as error:  # noqa: BLE001 - whatever Dask raises, who waits must hear of it
-            self.error = (
-                error
-                if isinstance(error, VirnucError)
-                else self.problem(f"{type(error).__name__}: {error}")
-            )
+            self.error = self.problem(f"{type(error).__name__}: {error}")
         finally:
             self._ready.set()
 
     async def _work(self) -> None:
-        """Watch the nodes until the run is over."""
-        async with connect(self.spec, self._shared) as (client, fewest, ask):
+        """Watch the nodes, and ask for as many as there is work, until the run is over."""
+        async with connect(self.spec, self._shared) as connection:
             try:
                 while not self._over.is_set():
-                    await self._watch(client, fewest)
-                    each = 2 * max(
-                        (len(node.devices) for node in self.used), default=1
-                    )  # are in hand of a node
-                    ask(len(self.used) + math.ceil(self.waiting_shards / each))
+                    await self._watch(connection)
+                    connection.request_nodes(self._count_useful_nodes())
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._over.wait(), WATCH_S)
             finally:
                 for node in self._nodes.values():
                     node.lose()
 
-    async def _watch(self, client: Any, fewest: int) -> None:
+    def _count_useful_nodes(self) -> int:
+        """Return for how many nodes there is work: those in use, and more for waiting shards."""
+        used = self.used
+        n_devices = max((len(node.devices) for node in used), default=1)  # of a node
+        tasks_per_node = TASKS_PER_WORKER * n_devices
+        return len(used) + math.ceil(self.waiting_shards / tasks_per_node)
+
+    async def _watch(self, connection: Connection) -> None:
+        """Drop nodes that are gone, and take up those that have joined.
+
+        Raises:
+            DeviceError: The scheduler is gone, or a node cannot be used.
+        """
         try:
             async with asyncio.timeout(SILENT_S):
-                there = (await client.scheduler.identity(n_workers=-1))["workers"]
+                identity = await connection.client.scheduler.identity(n_workers=-1)
         except (OSError, TimeoutError) as error:
-            raise self.problem(
-                "its scheduler is gone; start it and run again, what was committed stays"
-            ) from error
+            problem = "its scheduler is gone; start it and run again, what was committed stays"
+            raise self.problem(problem) from error
+        workers = identity["workers"]  # of Dask, by address
         for address, node in list(self._nodes.items()):
-            quiet = not node.problem and time.monotonic() - node.heard_s > self._silence_s
-            if address not in there or quiet or (node.task.done() and not node.problem):
-                log.warning("%s is lost%s", node, " (it does not answer)" if quiet else "")
+            is_served = node.problem is None  # else it need not answer
+            is_silent = is_served and time.monotonic() - node.heard_s > self._silence_s
+            has_ended = is_served and node.task.done()
+            if address not in workers or is_silent or has_ended:
+                cause = " (it does not answer)" if is_silent else ""
+                log.warning("%s is lost%s", node, cause)
                 self._nodes.pop(address).lose()
-        for address in there.keys() - self._nodes.keys():
-            node = RemoteNode(
-                address, str(there[address]["name"]), there[address]["nthreads"], self.spec.transfer
-            )
-            self._nodes[address], node.task = node, asyncio.create_task(self._use(client, node))
+        for address in workers.keys() - self._nodes.keys():
+            name = str(workers[address]["name"])
+            node = RemoteNode(address, name, workers[address]["nthreads"], self.spec.transfer)
+            self._nodes[address] = node
+            node.task = asyncio.create_task(self._use(connection.client, node))
         if not self._ready.is_set():
-            self._settle(fewest)
+            self._begin_if_complete(connection.min_nodes)
 
-    def _settle(self, fewest: int) -> None:
-        """Begin once enough nodes are there and all of them are known to be of use."""
-        nodes = [node for node in self._nodes.values() if node.address not in self._mute]
-        waited_s = time.monotonic() - self._began_s
+    def _begin_if_complete(self, min_nodes: int) -> None:
+        """Begin once enough nodes have joined and all of them are known to be usable.
+
+        First the kind of the devices is decided, when each node has said what it has. Then each
+        node is checked. After that, the run is ready.
+
+        Args:
+            min_nodes: Nodes to wait for, as long as `node_wait_s`.
+
+        Raises:
+            DeviceError: A node cannot be used, or none has come in time.
+        """
+        nodes = [node for node in self._nodes.values() if node.address not in self._unresponsive]
         for node in nodes:
             if node.problem is not None:
                 raise node.problem
-        wait_s = min(self.spec.node_wait_s, ANSWER_S if self._local else math.inf)
         if self.used and all(node.heard_s < math.inf for node in nodes):
             self._ready.set()
-        elif self._kind and nodes:
-            self._began_s = time.monotonic()  # from now on: since when there is none
-        elif waited_s > wait_s and not nodes:
-            raise self.problem(
-                f"no node has answered in {wait_s:.0f} s; start Dask workers, or use --node-wait-s"
-            )
-        elif (len(nodes) >= fewest or waited_s > wait_s) and all(node.facts for node in nodes):
-            if len(nodes) < fewest:
-                log.warning(
-                    "%d of %d nodes have come in %.0f s; they begin", len(nodes), fewest, wait_s
-                )
-            gpus = (
-                any(node.facts.gpus for node in nodes if node.facts)
-                and self._wanted_devices.kind != "cpu"
-            )
-            self._kind = "cuda" if gpus else "cpu"
+            return
+        if self._kind and nodes:  # they are being checked
+            self._waiting_since_s = time.monotonic()
+            return
+        wait_s = self.spec.node_wait_s
+        if self._is_local:
+            wait_s = min(wait_s, ANSWER_S)
+        waited_enough = time.monotonic() - self._waiting_since_s > wait_s
+        if not nodes:
+            if waited_enough:
+                problem = f"no node has answered in {wait_s:.0f} s"
+                raise self.problem(f"{problem}; start Dask workers, or use --node-wait-s")
+            return
+        has_enough = len(nodes) >= min_nodes
+        if (has_enough or waited_enough) and all(node.facts for node in nodes):
+            if not has_enough:
+                text = "%d of %d nodes have come in %.0f s; they begin"
+                log.warning(text, len(nodes), min_nodes, wait_s)
+            self._kind = self._choose_kind(nodes)
+
+    def _choose_kind(self, nodes: list[RemoteNode]) -> Literal["cuda", "cpu"]:
+        """Return the kind of devices to use: GPUs if any node has one, unless cores are wanted."""
+        if self._wanted_devices.kind == "cpu":
+            return "cpu"
+        has_gpu = any(node.facts.gpus for node in nodes if node.facts)
+        return "cuda" if has_gpu else "cpu"
 
     async def _use(self, client: Any, node: RemoteNode) -> None:
-        """Start the actor on a node, see whether it is of use, and serve its worker processes as long as it lasts."""
+        """Check a node, and serve its worker processes as long as it lasts."""
+        try:
+            await self._start_actor(client, node)
+            await self._prepare(node)
+            await node.serve(self.samples)
+        except Exception as caught:  # noqa: BLE001 - whatever Dask raises of a node
+            error = caught.exceptions[0] if isinstance(caught, ExceptionGroup) else caught
+            self._handle_failure(node, error)
 
-        def actor() -> (
-            object
-        ):  # within, and so sent by value: that a node has no virnuc is its own error
+    async def _start_actor(self, client: Any, node: RemoteNode) -> None:
+        """Start the actor on a node, and ask what the node is."""
+
+        # Defined here so that Dask pickles it by value: a node without virnuc then fails with its
+        # own ImportError.
+        def make_actor() -> object:
             from distributed import get_worker
 
             from virnuc_core.engine.node import Node
 
             return Node(WORKER, get_worker().local_directory)
 
-        mend = MEND
-        try:
-            where = {"workers": [node.address], "allow_other_workers": False}
-            future = client.submit(actor, actor=True, key=f"{PROBE}{secrets.token_hex(8)}", **where)
-            async with asyncio.timeout(ANSWER_S):
-                node.actor = await future
-                node.facts = Facts.model_validate_json(
-                    await node.actor.facts(str(self._wanted_devices))
-                )
-            while not self._kind:
-                await asyncio.sleep(WATCH_S / 5)
-            devices, models = self._checked(node.facts), self._models.resolve()
-            if not self.spec.transfer:
-                mend = "share it with this node, or use --transfer"
-                async with asyncio.timeout(ANSWER_S):
-                    await node.share(self._place, models)
-                mend = MEND
-            if self.spec.transfer or self.spec.models_local:
-                await node.install_models(models, self.spec.models_local, self._engine.precision)
-            self._admit(node, devices)
-            await node.serve(self.samples)
-        except Exception as found:  # noqa: BLE001 - whatever Dask raises of a node
-            error = found.exceptions[0] if isinstance(found, ExceptionGroup) else found
-            passing = (
-                isinstance(error, OSError)
-                if node.devices
-                else not isinstance(error, VirnucError | ImportError)
-            )
-            if isinstance(error, TimeoutError):
-                self._mute.add(node.address)
-            if passing and (self._ready.is_set() or node.address in self._mute):
-                log.warning("%s: %r; it is tried again while it is there", node, error)
-                return
-            way_out = (
-                f"install virnuc {virnuc_core.__version__} there"
-                if isinstance(error, ImportError)
-                else mend
-            )
-            node.problem = DeviceError(f"{node}: {str(error) or repr(error)}; {way_out}")
-            if self._ready.is_set():
-                log.warning("%s; it is left out", node.problem)
-            node.lose()
+        future = client.submit(
+            make_actor,
+            actor=True,
+            key=f"{PROBE}{secrets.token_hex(8)}",
+            workers=[node.address],
+            allow_other_workers=False,
+        )
+        async with asyncio.timeout(ANSWER_S):
+            node.actor = await future
+            facts = await node.actor.facts(str(self._wanted_devices))
+            node.facts = Facts.model_validate_json(facts)
 
-    def _checked(self, facts: Facts) -> tuple[Device, ...]:
-        """The devices of a node. Errors: `DeviceError` for one that would not give the same bytes."""
+    async def _prepare(self, node: RemoteNode) -> None:
+        """Check a node's devices and files, and give it devices, once their kind is decided.
+
+        Raises:
+            DeviceError: The node cannot be used.
+            WeightsError: It holds other models than this machine.
+        """
+        assert node.facts is not None
+        while not self._kind:
+            await asyncio.sleep(WATCH_S / 5)
+        devices = self._usable_devices(node.facts)
+        models = self._models.resolve()
+        if not self.spec.transfer:
+            await self._require_shared_files(node, models)
+        if self.spec.transfer or self.spec.models_local:
+            await node.install_models(models, self.spec.models_local, self._engine.precision)
+        self._admit(node, devices)
+
+    async def _require_shared_files(self, node: RemoteNode, models: Path) -> None:
+        """Check that the node sees the run directory and the models.
+
+        Raises:
+            DeviceError: It does not see them.
+        """
+        node.way_out = "share it with this node, or use --transfer"
+        async with asyncio.timeout(ANSWER_S):
+            await node.share(self._place, models)
+        node.way_out = FIX_NODE
+
+    def _handle_failure(self, node: RemoteNode, error: BaseException) -> None:
+        """Give up a node that failed, or leave it to be tried again."""
+        if isinstance(error, TimeoutError):
+            self._unresponsive.add(node.address)
+        if node.devices:
+            is_passing = isinstance(error, OSError)  # of its connection
+        else:
+            is_passing = not isinstance(error, VirnucError | ImportError)
+        others_go_on = self._ready.is_set() or node.address in self._unresponsive
+        if is_passing and others_go_on:
+            log.warning("%s: %r; it is tried again while it is there", node, error)
+            return
+        way_out = node.way_out
+        if isinstance(error, ImportError):
+            way_out = f"install virnuc {virnuc_core.__version__} there"
+        node.problem = DeviceError(f"{node}: {str(error) or repr(error)}; {way_out}")
+        if self._ready.is_set():
+            log.warning("%s; it is left out", node.problem)
+        node.lose()
+
+    def _usable_devices(self, facts: Facts) -> tuple[Device, ...]:
+        """Return the devices of a node that are of the chosen kind.
+
+        Raises:
+            DeviceError: The node would not give the same bytes as the others, or has no such
+                device.
+        """
         if facts.virnuc != virnuc_core.__version__:
             raise DeviceError(f"has virnuc {facts.virnuc}, here is {virnuc_core.__version__}")
-        if not (devices := facts.gpus if self._kind == "cuda" else facts.cores):
+        devices = facts.gpus if self._kind == "cuda" else facts.cores
+        if not devices:
             raise DeviceError("has no GPU; use --devices cpu")
-        own = devices[0].name, facts.torch
-        self._alike = self._alike if any(self._alike) else own
-        if own != self._alike and not self.spec.mixed_devices:
-            told = "has {} and torch {}, another {} and torch {}".format(*own, *self._alike)
-            raise DeviceError(f"{told}: results would not be bit-exact; use --mixed-devices")
+        model = DeviceModel(devices[0].name, facts.torch)
+        if self._model is None:
+            self._model = model
+        if model != self._model and not self.spec.mixed_devices:
+            problem = f"has {model.name} and torch {model.torch}"
+            other = f"another {self._model.name} and torch {self._model.torch}"
+            effect = "results would not be bit-exact; use --mixed-devices"
+            raise DeviceError(f"{problem}, {other}: {effect}")
         return devices
 
-    def _admit(self, node: RemoteNode, found: tuple[Device, ...]) -> None:
-        """Give a node the devices of its machine that no other Dask worker there has."""
-        most, at = len(found), node.facts.host if node.facts else ""
+    def _admit(self, node: RemoteNode, devices: tuple[Device, ...]) -> None:
+        """Give a node the devices of its machine that no other Dask worker there has.
+
+        Args:
+            node: The node, which has been checked.
+            devices: The devices of its machine, of the chosen kind.
+        """
+        assert node.facts is not None
+        host = node.facts.host
+        max_devices = len(devices)
         if self._kind == "cpu":
-            most = len(self._wanted_devices.ids) or node.threads
-        if self._local:
-            at, turn = (
-                node.name,
-                int(node.name.partition("-")[2]) % len(found) if self._kind == "cpu" else 0,
-            )
-            found = (*found[turn:], *found[:turn])
+            max_devices = len(self._wanted_devices.ids) or node.threads
+        if self._is_local:
+            # All nodes are on this machine, and each counts as a host. Its GPUs are its own; of the
+            # cores, each node begins with another one.
+            host = node.name
+            if self._kind == "cpu":
+                number = int(host.removeprefix("local-"))
+                first = number % len(devices)
+                devices = devices[first:] + devices[:first]
         taken = {device.id for other in self.used for device in other.devices}
-        named = [device.model_copy(update={"id": f"{device.local}@{at}"}) for device in found]
-        node.devices = tuple([device for device in named if device.id not in taken][:most])
+        free = []
+        for device in devices:
+            device_id = f"{device.local}@{host}"
+            if device_id not in taken:
+                free.append(device.model_copy(update={"id": device_id}))
+        node.devices = tuple(free[:max_devices])
         node.heard_s = time.monotonic()
-        log.info(
-            "%s: %s", node, ", ".join(device.id for device in node.devices) or "no device is left"
-        )
+        names = ", ".join(device.id for device in node.devices)
+        log.info("%s: %s", node, names or "no device is left")
+
+
+def _first_folder(paths: Iterable[Path]) -> Path:
+    """Return the first of some paths that is a folder."""
+    return next(path for path in paths if path.is_dir())
 
 
 class ClusterWorkers(LocalWorkers):
-    """Worker processes on a cluster's nodes: on some `devices`, or on all, and then the connection ends with them."""
+    """Worker processes on a cluster's nodes."""
 
     def __init__(self, cluster: Cluster, devices: Collection[Device] | None) -> None:
+        """Choose the devices.
+
+        Args:
+            cluster: The cluster.
+            devices: Devices to use. If None, all of them; the connection then ends with the
+                workers.
+        """
         super().__init__(WORKER)
-        self._cluster, self._devices, self._used_s = cluster, devices, time.monotonic()
-        self._known = set[RemoteNode]()
+        self._cluster = cluster
+        self._devices = devices
+        self._last_used_s = time.monotonic()  # when there was last a node with devices for us
+        self._known: set[RemoteNode] = set()
 
-    def _of(self, node: RemoteNode) -> list[Device]:
-        return [
-            device for device in node.devices if self._devices is None or device in self._devices
-        ]
+    def _own_devices(self, node: RemoteNode) -> list[Device]:
+        if self._devices is None:
+            return list(node.devices)
+        return [device for device in node.devices if device in self._devices]
 
-    def joined(self, waiting: int) -> list[Device]:
-        """Devices that have come since this was last asked; for so many shards there is none yet."""
-        self._cluster.waiting_shards = waiting if self._devices is None else 0
+    def new_devices(self, n_waiting: int) -> list[Device]:
+        """Return the devices that have joined since the last call.
+
+        Args:
+            n_waiting: Shards for which there is no device yet.
+        """
+        self._cluster.waiting_shards = n_waiting if self._devices is None else 0
         nodes = [node for node in self._cluster.used if node not in self._known]
         self._known.update(nodes)
-        return [device for node in nodes for device in self._of(node)]
+        return [device for node in nodes for device in self._own_devices(node)]
 
     def _make(self, spec: WorkerSpec) -> Child:
         child = RemoteChild(spec, self._inbox, self._cluster.loop)
-        node = next((one for one in self._cluster.used if spec.device in one.devices), None)
-        if node is not None:
-            child.orders, node.children[child.number] = node.orders, child
-        if node is None or spec.device not in node.devices:  # by now
+        nodes = [node for node in self._cluster.used if spec.device in node.devices]
+        if nodes:
+            child.orders = nodes[0].orders
+            nodes[0].children[child.number] = child
+        if not nodes or spec.device not in nodes[0].devices:  # the node was lost meanwhile
             child.close(lost=True)
         return child
 
     def receive(self, timeout_s: float) -> tuple[Child, Message] | None:
-        """The next message; None when none comes in time. Errors: `DeviceError` when there is no node any more."""
-        if (received := super().receive(timeout_s)) is None:
-            now, wait_s = time.monotonic(), self._cluster.spec.node_wait_s
-            if self._cluster.error is not None:
-                raise self._cluster.error
-            if any(self._of(node) for node in self._cluster.used):
-                self._used_s = now
-            elif now - self._used_s > wait_s:
-                none = f"no node is left, and none has come for {wait_s:.0f} s"
-                raise self._cluster.problem(
-                    f"{none}; start nodes and run again, what was committed stays"
-                )
-        return received
+        """Return the next message; None if none comes in time.
+
+        Raises:
+            DeviceError: There has been no node for too long.
+            VirnucError: The connection has failed.
+        """
+        received = super().receive(timeout_s)
+        if received is not None:
+            return received
+        if self._cluster.error is not None:
+            raise self._cluster.error
+        now_s = time.monotonic()
+        wait_s = self._cluster.spec.node_wait_s
+        if any(self._own_devices(node) for node in self._cluster.used):
+            self._last_used_s = now_s
+        elif now_s - self._last_used_s > wait_s:
+            problem = f"no node is left, and none has come for {wait_s:.0f} s"
+            way_out = "start nodes and run again, what was committed stays"
+            raise self._cluster.problem(f"{problem}; {way_out}")
+        return None
 
     def reader(self, device: str, time_s: float) -> DeviceSample:
-        """What a node last measured of its device."""
-        return replace(
-            self._cluster.samples.get(device, DeviceSample(time_s, device)), time_s=time_s
-        )
+        """Return what a node last measured of its device, as of `time_s`."""
+        sample = self._cluster.samples.get(device, DeviceSample(time_s, device))
+        return replace(sample, time_s=time_s)
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
         if self._devices is None:
             self._cluster.__exit__()
-
-
-@asynccontextmanager
-async def connect(
-    spec: ClusterSpec, shared: Path | None = None
-) -> AsyncIterator[tuple[Any, int, Callable[[int], object]]]:
-    """A client of the scheduler of a cluster; how many nodes are to be there at first; and what is told, now and then,
-    for how many there is work. `shared`: a folder that nodes see. Errors: `DeviceError`, `ConfigError`."""
-    name, fewest, most = spec.cluster or "", *([int(n) for n in spec.nodes.split(":")] * 2)[:2]
-    async with AsyncExitStack() as held:
-        where: dict[str, Any] = {"address": name}
-        ask: Callable[[int], object] = int  # nothing is done with it, but by a batch system
-        if name.startswith("local:"):
-            fewest = int(name.partition(":")[2])
-            where = await held.enter_async_context(_local(fewest))
-        elif "://" not in name:
-            cluster = await held.enter_async_context(_batch_system(Path(name), shared))
-            where["address"] = cluster
-
-            def ask(wanted: int) -> None:
-                cluster.scale(jobs=max(fewest, min(wanted, most), len(cluster.worker_spec)))
-
-        elif is_exposed(name):
-            log.warning(
-                "cluster %s: this connection has no TLS. Anyone who reaches that address can run code "
-                "on its nodes, and read what is sent. Use tls:// with certificates, or a network that "
-                "nobody else reaches.",
-                name,
-            )
-        told = {
-            "asynchronous": True,
-            "direct_to_workers": True,
-            "set_as_default": False,
-            "timeout": SCHEDULER_S,
-        }
-        try:
-            client = await held.enter_async_context(Client(**where, **told))
-        except (OSError, TimeoutError, TypeError, ValueError) as error:
-            problem = f"no Dask scheduler answers there ({type(error).__name__}: {error})"
-            raise DeviceError(
-                f"cluster {name}: {problem}; start one, or mend the address"
-            ) from error
-        held.enter_context(client.as_current())  # by which actors find it
-        yield client, fewest, ask
-
-
-@asynccontextmanager
-async def _batch_system(file: Path, shared: Path | None) -> AsyncIterator[Any]:
-    """The cluster of the batch system that the key `jobqueue` of a YAML file names, with all of Dask's settings in it.
-    Errors: `ConfigError`; `DeviceError` of the batch system."""
-    try:
-        with mock.patch(
-            "signal.signal"
-        ):  # a part of it takes Ctrl-C for itself, and fails but in the main thread
-            import dask_jobqueue
-            import dask_jobqueue.local  # jobs as processes of this machine
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"cluster {file} needs {error.name}; install virnuc[cluster]") from error
-    with refuse_unreadable(f"cluster {file}", "YAML"):
-        read_small_text(file)
-        (found,) = dask.config.collect_yaml([str(file)])
-    kinds, named = found.get("jobqueue"), {**vars(dask_jobqueue), **vars(dask_jobqueue.local)}
-    known = {name[:-7].lower(): one for name, one in named.items() if name.endswith("Cluster")}
-    del known["jobqueue"]  # what they have in common
-    if not isinstance(kinds, dict) or len(kinds) != 1 or not kinds.keys() <= known.keys():
-        problem = (
-            f"its key jobqueue must hold one of {', '.join(sorted(known))}; see docs/cluster.md"
-        )
-        raise ConfigError(f"cluster {file}: {problem}")
-    kind = next(iter(kinds))
-    with dask.config.set(dask.config.merge(dask.config.config, found)):
-        settings = dask.config.get(f"jobqueue.{kind}")
-        here = kind == "local"  # jobs are processes of this machine
-        try:
-            base = folder_for_jobs(settings.get("shared-temp-directory"), shared)
-        except ConfigError as error:
-            raise ConfigError(f"cluster {file}: {error}") from error
-        try:
-            with private_folder(Path(tempfile.gettempdir()) if here else base) as folder:
-                arguments = _batch_arguments(file, settings, folder, HERE if here else get_ip())
-                if here and not settings.get("local-directory"):
-                    arguments["local_directory"] = str(folder)
-                with dask.config.set(
-                    {"temporary-directory": str(folder)}
-                ):  # of the scheduler, in this process
-                    async with known[kind](asynchronous=True, **arguments) as cluster:
-                        yield cluster
-        except (OSError, ValueError, TypeError, RuntimeError) as error:
-            raise DeviceError(
-                f"cluster {file}: {' '.join(str(error).split())}; mend its settings"
-            ) from error
-
-
-class QuietScheduler(Scheduler):  # type: ignore[misc] # Dask has no types
-    """A scheduler of this process that starts no HTTP server."""
-
-    def start_http_server(self, *_: Any, **__: Any) -> None:
-        """Open no socket."""
-
-
-def _batch_arguments(
-    file: Path, settings: dict[str, Any], folder: Path, host: str
-) -> dict[str, Any]:
-    """Return the arguments of a batch system's cluster: who may connect, where it listens, and no HTTP server.
-
-    Args:
-        file: The YAML file, for messages.
-        settings: What it says of the batch system, with the defaults of dask-jobqueue.
-        folder: A private folder that the nodes see, for the files that they need.
-        host: The address on which the scheduler listens if no other is named.
-    """
-    own_options = settings.get("scheduler-options") or {}
-    options = {
-        "dashboard": bool(own_options.get("dashboard_address")),
-        "dashboard_address": None,
-        **own_options,
-    }
-    if not settings.get("interface") and not {"host", "interface"} & set(options):
-        options["host"] = host  # and not every address of this machine
-    arguments: dict[str, Any] = {"scheduler_options": options}
-    if not options["dashboard"] and not options["dashboard_address"]:
-        arguments["scheduler_cls"] = QuietScheduler
-
-    worker_words = settings.get("worker-extra-args") or settings.get("extra") or []
-    preloads = ["one_address.py"]
-    if not any(str(word).startswith("--dashboard") for word in worker_words):
-        preloads.append("no_http.py")
-    for name in preloads:
-        copy = folder / name
-        copy.write_text(Path(__file__).with_name(name).read_text())
-        worker_words = [*worker_words, "--preload", str(copy)]
-    arguments["worker_extra_args"] = worker_words
-
-    protocol = str(own_options.get("protocol") or "tls")
-    if protocol.startswith("tls") and dask.config.get(ENCRYPTED, None) is not False:
-        security = configured_security() or temporary_security(folder)
-        # Dask puts certificates of its settings that are not files there
-        arguments |= {
-            "security": security,
-            "protocol": "tls://",
-            "shared_temp_directory": str(folder),
-        }
-    else:
-        log.warning(
-            "cluster %s: its settings turn TLS off. Anyone who reaches it can run code on its nodes.",
-            file,
-        )
-    return arguments
-
-
-@asynccontextmanager
-async def _local(nodes: int) -> AsyncIterator[dict[str, Any]]:
-    """Start a scheduler and Dask workers of one thread each on this machine; its GPUs are dealt out to them.
-
-    They are processes that end with this one. Yields what a client needs to connect."""
-    with private_folder(Path(tempfile.gettempdir())) as folder:
-        scheduler_tls, worker_tls = list[str](), list[str]()
-        security = configured_security()
-        if security is None:
-            security = temporary_security(folder)
-            scheduler_tls, worker_tls = (
-                tls_options(security, "scheduler"),
-                tls_options(security, "worker"),
-            )
-        file, said = folder / "scheduler.json", folder / "log"
-        common = [
-            "--host",
-            HERE,
-            "--protocol",
-            "tls",
-            "--no-dashboard",
-            "--scheduler-file",
-            str(file),
-        ]
-        common += ["--preload", NO_HTTP]
-        commands, gpus = (
-            [(["scheduler", *common, "--port", "0", *scheduler_tls], dict[str, str]())],
-            visible_gpus(),
-        )
-        for node in range(nodes):
-            named = ["--name", f"local-{node}", "--nthreads", "1", "--memory-limit", "0"]
-            named += ["--local-directory", str(folder), *worker_tls]
-            own = (
-                {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus[node::nodes])}
-                if gpus
-                else {}
-            )
-            commands.append((["worker", *common, *named], own))
-        started = []
-        try:
-            for words, own in commands:
-                with said.open("a") as log:
-                    how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
-                    scratch = {
-                        "DASK_TEMPORARY_DIRECTORY": str(folder)
-                    }  # which Dask also imports from
-                    env = {**os.environ, **scratch, **own}
-                    started.append(
-                        subprocess.Popen(parent_bound_command(PROGRAM, *words), env=env, **how)
-                    )
-            for _ in range(int(START_S / LOOK_S)):
-                if file.exists() or started[0].poll() is not None:
-                    break
-                await asyncio.sleep(LOOK_S)
-            if not file.exists():
-                last = said.read_text(errors="replace").strip().splitlines()[-1:]
-                raise DeviceError(
-                    f"a scheduler of this machine's own does not start: {' '.join(last)}"
-                )
-            yield {"scheduler_file": str(file), "security": security}
-        finally:
-            _kill_sessions(started)
-
-
-def _kill_sessions(leaders: list[subprocess.Popen[bytes]]) -> None:
-    """Kill processes with all that they started, but let Python's resource trackers remove their semaphores.
-
-    A nanny's own Dask worker does not end with it where it is stopped, so each is killed."""
-    for leader in leaders:
-        leader.kill()  # first, so that it starts no others
-    groups = {leader.pid for leader in leaders}
-    trackers = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, ProcessLookupError):
-            if os.getpgid(process.pid) not in groups:
-                continue
-            if "resource_tracker" in " ".join(process.cmdline()):
-                trackers.append(process)
-            else:
-                process.kill()
-    deadline_s = time.monotonic() + TRACKER_S
-    while any(map(_is_alive, trackers)) and time.monotonic() < deadline_s:
-        time.sleep(LOOK_S / 10)
-    for group in groups:
-        with suppress(ProcessLookupError, PermissionError):  # those started meanwhile
-            os.killpg(group, signal.SIGKILL)
-    for leader in leaders:
-        leader.wait()
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False

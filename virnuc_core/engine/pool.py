@@ -259,7 +259,7 @@ class Pool(AbstractContextManager["Pool"]):
 
     def _add_new_devices(self) -> None:
         """Add a slot for each device that has joined the cluster."""
-        for device in self._workers.joined(len(self._todo)):
+        for device in self._workers.new_devices(len(self._todo)):
             spec = self.specs[0].model_copy(update={"device": device})
             self._slots.append(WorkerSlot(spec))
 

@@ -326,7 +326,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     def _make(self, spec: WorkerSpec) -> Child:
         return Child(self.module, spec, self._inbox)
 
-    def joined(self, n_waiting: int) -> Iterable[Device]:
+    def new_devices(self, n_waiting: int) -> Iterable[Device]:
         """Return the devices that have joined since the last call. Only a cluster has any.
 
         Args:

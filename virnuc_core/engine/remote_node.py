@@ -51,6 +51,7 @@ ANSWER_S: Final = 60.0  # for a new node's first answer, and for a chunk of a fi
 END_S: Final = 5.0  # for word that a worker process has ended
 # Fields of messages that are moments of the node's clock.
 MOMENTS: Final = ("started_s", "finished_s", "arrived_s", "launched_s")
+FIX_NODE: Final = "mend it, or take it out of the cluster"
 PROBE: Final = ".virnuc-probe-"
 CHUNK_BYTES: Final = 4 << 20
 MAX_FETCHES: Final = 2  # to get a shard's file undamaged
@@ -132,6 +133,7 @@ class RemoteNode:
     actor: Any = None  # its `Node`
     facts: Facts | None = None
     problem: VirnucError | None = None  # why it is not used
+    way_out: str = FIX_NODE  # what the user can do if its present step fails
     # Once it is used; none if other Dask workers of its machine have them all.
     devices: tuple[Device, ...] = ()
     children: dict[int, RemoteChild] = field(default_factory=dict)

@@ -100,8 +100,8 @@ class Coming(LocalWorkers):
         self.began.append(spec.device.id)
         return OneOf(spec, self._inbox, self.last[spec.device.id])
 
-    def joined(self, waiting: int) -> list[Device]:
-        return [self.later.popleft()] if waiting < 30 and self.later else []
+    def new_devices(self, n_waiting: int) -> list[Device]:
+        return [self.later.popleft()] if n_waiting < 30 and self.later else []
 
 
 def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_moments_of_a_node_are_told_by_the_clock_here() -> None:
     [("jobqueue: {slurmy: {}}", "slurm"), ("[", "not valid YAML"), ("x: 1", "jobqueue")],
 )
 def test_a_file_that_names_no_batch_system_is_refused(tmp_path: Path, text: str, word: str) -> None:
-    from virnuc_core.engine.cluster import connect
+    from virnuc_core.engine.dask_clusters import connect
 
     (tmp_path / "c.yaml").write_text(text)
 
@@ -472,7 +472,7 @@ def test_a_node_that_is_stopped_as_it_is_given_the_models_is_not_waited_for(
 def test_a_scheduler_that_is_not_there_is_said(
     tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("virnuc_core.engine.cluster.SCHEDULER_S", 0.3)
+    monkeypatch.setattr("virnuc_core.engine.dask_clusters.SCHEDULER_S", 0.3)
     with pytest.raises(DeviceError, match="no Dask scheduler answers there"):
         workers_for(ClassifySpec(models=tiny_models, cluster="tcp://127.0.0.1:9"), tmp_path)
     assert ClassifySpec(models=tiny_models).cluster is None

@@ -26,7 +26,6 @@ from cryptography import x509
 from distributed.utils import get_ip
 
 from virnuc_core.config import ClusterSpec
-from virnuc_core.engine.cluster import connect
 from virnuc_core.engine.cluster_security import (
     OWNER,
     PREFIX,
@@ -37,6 +36,7 @@ from virnuc_core.engine.cluster_security import (
     private_folder,
     temporary_security,
 )
+from virnuc_core.engine.dask_clusters import connect
 from virnuc_core.errors import ConfigError, DeviceError
 
 NOBODY = 65534
@@ -112,8 +112,9 @@ def with_cluster(cluster: str, look: Callable[[Any], Awaitable[None]], nodes: in
     """Start a cluster, wait for its nodes, and pass its client on."""
 
     async def run() -> None:
-        async with connect(ClusterSpec(cluster=cluster, nodes=str(nodes))) as (client, _, ask):
-            ask(nodes)
+        async with connect(ClusterSpec(cluster=cluster, nodes=str(nodes))) as connection:
+            client = connection.client
+            connection.request_nodes(nodes)
             await client.wait_for_workers(nodes, timeout=120)
             await look(client)
 
@@ -255,11 +256,11 @@ def test_a_killed_local_cluster_leaves_nothing_after_the_next_start(
     program = """
         import asyncio
         from virnuc_core.config import ClusterSpec
-        from virnuc_core.engine.cluster import connect
+        from virnuc_core.engine.dask_clusters import connect
 
         async def run():
-            async with connect(ClusterSpec(cluster="local:1")) as (client, _, ask):
-                await client.wait_for_workers(1)
+            async with connect(ClusterSpec(cluster="local:1")) as connection:
+                await connection.client.wait_for_workers(1)
                 print("ready", flush=True)
                 await asyncio.sleep(600)
 
@@ -336,7 +337,7 @@ def test_a_scheduler_without_tls_is_used_with_one_warning(
 ) -> None:
     if warnings and host.startswith("127."):
         pytest.skip("this machine has no other address")
-    monkeypatch.setattr("virnuc_core.engine.cluster.SCHEDULER_S", 0.3)
+    monkeypatch.setattr("virnuc_core.engine.dask_clusters.SCHEDULER_S", 0.3)
     address = f"tcp://{host}:9"
 
     async def unused(_: Any) -> None:
