@@ -131,6 +131,17 @@ def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> N
     assert "<script>alert" not in drawn
 
 
+def test_a_device_named_in_the_verdict_never_becomes_markup(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name=EVIL))
+    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(stopped_at_limit=True))
+    forms = render(build_report(out, profile))
+    assert "not met: time limit on 1x &lt;script&gt;" in forms["report.html"]
+    assert not {tag for tag, _ in Page(forms["report.html"]).tags} & {"script"}
+    outside_code = re.sub(r"^```$.*?^```$", "", forms["report.md"], flags=re.MULTILINE | re.DOTALL)
+    assert "<script" not in outside_code
+
+
 def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     edit_json(

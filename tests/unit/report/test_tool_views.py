@@ -1,0 +1,111 @@
+"""What the tables of the tools show: sweeps, overheads and recordings."""
+
+from __future__ import annotations
+
+import pytest
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.report.profile_page import profile_markdown
+from virnuc_core.report.views.tools import (
+    candidate_rows,
+    mark_rows,
+    operation_rows,
+    overhead_rows,
+)
+from virnuc_core.tools.trace import WAIT, Operation, TraceTable
+from virnuc_core.tools.tune import Candidate
+from virnuc_core.validation import OverheadPair
+
+
+def operation(name: str, **changes: object) -> Operation:
+    base = Operation(name=name, on="host", calls=4, host_ms=10.0, device_ms=40.0)
+    return base.model_copy(update=changes)
+
+
+def recording(kind: str = "cuda", **changes: object) -> TraceTable:
+    """Return a recording of 100 ms: a wait, an encoder, a kernel and what launched it."""
+    base = TraceTable(
+        device="GPU-1",
+        kind=kind,
+        shards=1,
+        batches=12,
+        tokens=12_345,
+        window_ms=100.0,
+        marks=(operation(WAIT), operation("esm2")),
+        operations=(operation("k" * 300, on="device"), operation("launch"), operation("copy")),
+        trace="GPU-1.json.gz",
+        trace_bytes=1 << 20,
+    )
+    return base.model_copy(update=changes)
+
+
+def test_a_stage_counts_the_time_of_the_device_and_a_wait_that_of_the_host() -> None:
+    wait, esm2 = mark_rows([recording()])
+    assert (wait["stage"], wait["share of the recording"]) == ("(waiting for a batch)", "10.0 %")
+    assert (esm2["stage"], esm2["share of the recording"]) == ("ESM-2", "40.0 %")
+
+
+def test_on_a_cpu_there_is_no_time_of_the_device() -> None:
+    _, esm2 = mark_rows([recording("cpu")])
+    assert esm2["device ms"] is None
+    assert esm2["share of the recording"] == "10.0 %"
+
+
+def test_operations_are_cut_to_the_limit_and_long_names_to_a_width() -> None:
+    kernel, launch = operation_rows([recording()], limit=2)
+    assert kernel["operation"] == "k" * 90
+    assert (kernel["ms"], kernel["ms a call"]) == (40.0, 10.0)
+    assert (launch["ms"], launch["ms a call"]) == (10.0, 2.5)
+    assert "shapes" not in kernel
+
+
+def test_shapes_are_a_column_if_they_were_recorded() -> None:
+    shaped = recording(operations=(operation("matmul", shapes="[[4, 4]]"), operation("copy")))
+    matmul, copy = operation_rows([shaped], limit=9)
+    assert (matmul["shapes"], copy["shapes"]) == ("[[4, 4]]", "")
+
+
+def test_the_page_of_a_recording_names_its_traces() -> None:
+    tables = [recording(), recording(trace=None, shards=2_000)]
+    text = profile_markdown(
+        tables,
+        stages=[{"stage": "all", "seconds": "1.0"}],
+        marks=mark_rows(tables),
+        operations=operation_rows(tables, limit=1),
+    )
+    assert "- `GPU-1.json.gz`: 1 shard, 12 batches, 12,345 tokens in 0.10 s\n" in text
+    assert "- `not kept: too large`: 2,000 shards, 12 batches, 12,345 tokens in 0.10 s\n" in text
+    assert "| ESM-2 | 4 | 10.0 | 40.0 | 40.0 % |" in text
+
+
+def test_a_pair_of_runs_shows_what_is_lost() -> None:
+    pair = OverheadPair(
+        with_run="a",
+        without_run="b",
+        with_tokens_per_s=98.4,
+        without_tokens_per_s=100.0,
+        seconds=20.0,
+        restarts=0,
+    )
+    (row,) = overhead_rows([pair])
+    assert (row["tokens/s with"], row["tokens/s without"], row["overhead"]) == (98, 100, "1.6 %")
+
+
+@pytest.mark.parametrize(
+    ("refused", "dropped", "reason"),
+    [("no memory", True, "no memory"), ("", True, "slower, dropped by halving"), ("", False, "")],
+)
+def test_a_candidate_says_why_it_is_out(refused: str, dropped: bool, reason: str) -> None:
+    engine = EngineSpec(num_workers=0, prefetch_factor=4)
+    candidate = Candidate(1, {"num_workers": 0}, engine, refused=refused, dropped=dropped)
+    base = Candidate(0, {}, EngineSpec())
+    (row,) = candidate_rows([candidate], chosen=base, recommended="yes", tolerance=0.01)
+    assert row["why"] == reason
+    assert row["verdict"] == "cannot run", "nothing was measured of it"
+    assert row["queue depth"] == 4, "without workers the loop itself keeps batches ready"
+
+
+def test_the_chosen_candidate_is_marked() -> None:
+    base = Candidate(0, {}, EngineSpec())
+    (row,) = candidate_rows([base], chosen=base, recommended="**yes**", tolerance=0.01)
+    assert (row["settings"], row["verdict"]) == ("base", "**yes**")

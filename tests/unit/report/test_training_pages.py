@@ -1,0 +1,164 @@
+"""The pages on a new head: how far its figures may be believed, and nothing becomes markup."""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import Any
+
+import pytest
+
+from virnuc_core.encoders.model_config import Estimate, HeadCard
+from virnuc_core.report.training_pages import (
+    METRICS,
+    model_card,
+    training_charts,
+    training_notes,
+    training_page,
+)
+from virnuc_core.training.evaluation import Figures
+from virnuc_core.training.training import TrainFile
+
+GOOD = Estimate(value=0.98, low=0.95, high=0.99)
+CHANCE = Estimate(value=0.5, low=0.4, high=0.6)
+
+
+def figures(method: str, estimate: Estimate | None = GOOD, **changes: Any) -> Figures:
+    base = Figures(
+        method=method,
+        asked="cross-validation",
+        level="read",
+        prevalence=0.5,
+        natural=True,
+        rows=1_000,
+        clusters=30,
+        metrics=dict.fromkeys(METRICS, estimate),
+    )
+    return base.model_copy(update=changes)
+
+
+def card(**changes: Any) -> HeadCard:
+    base = HeadCard(
+        reads="ab" * 32,
+        truth="cd" * 32,
+        test="ef" * 32,
+        lengths=(100, 250, 500),
+        prevalence=0.01,
+        auroc=GOOD,
+        thresholds={0.01: 0.98765},
+        uncertain=(0.4, 0.6),
+    )
+    return base.model_copy(update=changes)
+
+
+def training(**changes: Any) -> TrainFile:
+    """Return a training on enough genomes, whose head does better than its baseline."""
+    base = TrainFile(
+        created="2026-01-01T00:00:00+00:00",
+        virnuc_version="1.2.3",
+        settings={"similarity": 0.05},
+        model_length=500,
+        encoders="esm2: real; dnabert_s: real",
+        digests={"esm2": "1" * 64, "dnabert_s": "2" * 64, "head": "3" * 64},
+        realised={0.01: 0.0123},
+        card=card(),
+        clusters={
+            "train": {"others": 30, "virus": 40},
+            "validation": {"others": 10, "virus": 12},
+            "test": {"others": 11, "virus": 15},
+        },
+        shared_sequences=0,
+        genomes={"g<1>": {"label": "virus", "cluster": 1, "side": "test", "frames": 10}},
+        left_out={},
+        learnt_from=1_000,
+        epochs=20,
+        best_epoch=10,
+        validation_loss=0.5,
+        figures=(figures("head"), figures("4-mers", CHANCE)),
+        curves={"ROC": ((0.0, 0.5, 1.0), (0.0, 1.0, 1.0))},
+        histograms={"test": ((4, 0), (1, 2))},
+        not_run={},
+    )
+    return base.model_copy(update=changes)
+
+
+FEW = {"train": {"others": 1, "virus": 2}, "test": {"others": 3, "virus": 20}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"encoders": "esm2: random; dnabert_s: random"}, "The encoders are stand-ins"),
+        ({"encoders": "esm2: random; dnabert_s: real"}, "One encoder is a stand-in"),
+        ({"clusters": FEW}, "The test has only 3 clusters"),
+        ({"clusters": FEW}, "All genomes together make 4 clusters"),
+        (
+            {"figures": (figures("head", CHANCE), figures("4-mers"))},
+            "The head does no better than 4-mers "
+            "(AUROC 0.500 (0.400 to 0.600) against 0.980 (0.950 to 0.990)).",
+        ),
+        ({"not_run": {"1000 bases": "no genomes"}}, "Not run: 1000 bases, no genomes."),
+        ({"left_out": {"short frames": 1_234}}, "Left out: 1,234 short frames."),
+    ],
+)
+def test_limits_of_the_figures_are_named(changes: dict[str, Any], words: str) -> None:
+    assert training_notes(training()) == []
+    notes = training_notes(training(**changes))
+    assert any(note.startswith(words) for note in notes), notes
+
+
+def test_the_page_shows_each_metric_with_its_interval() -> None:
+    page = training_page(training())
+    assert '<td class="n">0.980<br><small>0.950 to 0.990</small></td>' in page
+    assert "<td>0.01</td>" in page
+    assert "Uncertain: scores from 0.400 to below 0.600." in page
+
+
+def test_a_metric_that_is_not_defined_is_a_dash() -> None:
+    page = training_page(training(figures=(figures("head", None),)))
+    assert '<td class="n">–</td>' in page
+
+
+def test_names_of_genomes_never_become_markup() -> None:
+    page = training_page(training())
+    assert "g&lt;1&gt;" in page
+    assert "g<1>" not in page
+
+
+def test_a_long_list_of_genomes_is_cut_and_says_so() -> None:
+    genome = {"label": "virus", "cluster": 1, "side": "", "frames": 0}
+    page = training_page(training(genomes={f"g{number}": genome for number in range(501)}))
+    assert page.count("<td>not used</td>") == 500
+    assert "All 501 stand in train.json." in page
+
+
+def test_the_card_tells_thresholds_sides_and_digests() -> None:
+    text = model_card(training(), with_charts=False)
+    assert "from reads of 100 to 500 bases (half of them up to 250)." in text
+    assert "0.01 from a score of 0.9877 (in the test of this very head 1.23 %)." in text
+    assert "| test | 10 | 11 | 15 |" in text
+    assert f"head {'3' * 16}." in text
+    assert "data:image" not in text
+
+
+def test_reads_of_one_length_and_a_head_without_thresholds() -> None:
+    one_length = card(lengths=(150, 150, 150), thresholds={}, uncertain=(0.5, 0.5))
+    text = model_card(training(card=one_length), with_charts=False)
+    assert "from reads of 150 bases." in text
+    assert "nothing that any threshold could hold." in text
+    assert "No score is uncertain." in text
+
+
+def test_curves_and_histograms_are_drawn_to_scale() -> None:
+    roc, scores = training_charts(training())
+    assert roc.title == "ROC, cross-validation"
+    assert 'points="40.0,210.0 160.0,20.0 280.0,20.0 "' in roc.svg
+    assert scores.title == "Scores of reads, test"
+    assert 'points="40.0,20.0 160.0,20.0 160.0,210.0 280.0,210.0 "' in scores.svg
+    assert "reads, of 4" in scores.svg
+
+
+def test_the_card_in_the_ui_holds_its_charts() -> None:
+    text = model_card(training(), with_charts=True)
+    drawings = re.findall(r"base64,([A-Za-z0-9+/=]+)", text)
+    assert [base64.b64decode(drawing)[:4] for drawing in drawings] == [b"<svg", b"<svg"]
