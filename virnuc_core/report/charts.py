@@ -80,18 +80,17 @@ def charts(
     folder = RunDir(raw.root / run.name)
     lengths = _column(raw, folder.reads_table, "length")
     scores = _column(raw, folder.predictions, "score2")
-    series = Charts(
-        read_lengths=None if lengths is None else _length_histogram(lengths),
-        scores=None if scores is None else _histogram(scores, np.linspace(0.0, 1.0, SCORE_EDGES)),
-    )
+    length_counts = None if lengths is None else _length_histogram(lengths)
+    score_counts = None if scores is None else _score_histogram(scores)
     if telemetry is None:
-        return series
-    measured = {
-        "utilisation": _utilisation_lines(telemetry),
-        "gantt": _stage_bars(telemetry),
-        "throughput": _throughput_line(telemetry, profile.window_s),
-    }
-    return series.model_copy(update=measured)
+        return Charts(read_lengths=length_counts, scores=score_counts)
+    return Charts(
+        utilisation=_utilisation_lines(telemetry),
+        gantt=_stage_bars(telemetry),
+        read_lengths=length_counts,
+        scores=score_counts,
+        throughput=_throughput_line(telemetry, profile.window_s),
+    )
 
 
 def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | None:
@@ -110,6 +109,11 @@ def _length_histogram(lengths: NDArray[np.float64]) -> Histogram:
     num_lengths = longest - shortest + 1
     width = max(1, -(-num_lengths // MAX_LENGTH_BINS))
     return _histogram(lengths, np.arange(shortest, longest + width + 1, width))
+
+
+def _score_histogram(scores: NDArray[np.float64]) -> Histogram:
+    """Count rows by score, from 0 to 1."""
+    return _histogram(scores, np.linspace(0.0, 1.0, SCORE_EDGES))
 
 
 def _histogram(values: NDArray[np.float64], edges: NDArray[Any]) -> Histogram:
@@ -145,11 +149,15 @@ def _throughput_line(telemetry: Telemetry, window_s: float) -> Line | None:
 def _thin(label: str, x: "pd.Series[float]", y: "pd.Series[float]") -> Line:
     """Return means over at most `MAX_POINTS` parts of equal count; unknown ones are `None`."""
     num_points = min(MAX_POINTS, len(x))
-    parts = np.array_split(np.arange(len(x)), num_points)
-    part_of_row = np.repeat(np.arange(num_points), [len(part) for part in parts])
-    means = pd.DataFrame({"x": x, "y": y}).groupby(part_of_row).mean().round(3)
-    known_y = tuple(None if np.isnan(mean) else mean for mean in means["y"])
-    return Line(label=label, x=tuple(means["x"]), y=known_y)
+    rows = np.arange(len(x))
+    sizes = [len(part) for part in np.array_split(rows, num_points)]
+    part_of_row = np.repeat(np.arange(num_points), sizes)
+    table = pd.DataFrame({"x": x, "y": y})
+    means = table.groupby(part_of_row).mean().round(3)
+    heights: list[float | None] = []
+    for mean in means["y"]:
+        heights.append(None if np.isnan(mean) else mean)
+    return Line(label=label, x=tuple(means["x"]), y=tuple(heights))
 
 
 def _stage_bars(telemetry: Telemetry) -> tuple[Bar, ...]:
@@ -426,11 +434,14 @@ def _draw_history(axes: "Axes", entries: tuple[HistoryEntry, ...]) -> float:
     axes.plot(range(len(entries)), totals_s, "o-", color=BLUE)
     step = -(-len(entries) // 4)
     places = list(range(0, len(entries), step))
-    labels = []
-    for place in places:
-        entry = entries[place]
-        labels.append(f"{entry.created[:10]}\n{entry.commit[:7]}")
-    axes.set_xticks(places, labels)
+    axes.set_xticks(places, [_entry_label(entries[place]) for place in places])
     _scale_from_zero(axes, totals_s)
     axes.set_ylabel("total time (s)")
     return 2.4
+
+
+def _entry_label(entry: HistoryEntry) -> str:
+    """Return the date and the commit of a past run."""
+    date = entry.created[:10]
+    commit = entry.commit[:7]
+    return f"{date}\n{commit}"

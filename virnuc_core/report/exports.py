@@ -219,9 +219,11 @@ def _frame_scores(
         scores: Scores of the distinct sequences, [n, 2] with others first.
         has_failed: Which distinct sequences have no score, [n].
     """
-    rows = slice(*np.searchsorted(store.row_read, (reads.start, reads.stop)))
+    first_row, end_row = np.searchsorted(store.row_read, (reads.start, reads.stop))
+    rows = slice(first_row, end_row)
     unique = np.asarray(store.row_unique[rows])
-    frames = pd.DataFrame(scores[unique].astype(np.float64), columns=["others", "virus"])
+    frame_scores = scores[unique].astype(np.float64)
+    frames = pd.DataFrame(frame_scores, columns=["others", "virus"])
     frames["read"] = np.asarray(store.row_read[rows]) - reads.start
     frames["chunk"] = np.asarray(store.row_chunk[rows])
     frames["has_failed"] = has_failed[unique]
@@ -258,18 +260,25 @@ def _contig_votes(chunks: pd.DataFrame, num_reads: int, threshold: float) -> pd.
     Returns:
         The columns of `contigs.tsv` that follow `chunks`, a row for each read.
     """
+    is_scored = chunks.virus.notna()
+    is_viral = chunks.virus >= chunks.others  # a tie is a virus
+    scored_bases = chunks.bases * is_scored
     votes = pd.DataFrame({"read": chunks.read, "has_failed": chunks.has_failed})
-    votes["scored_chunks"] = chunks.virus.notna().astype(np.int64)
-    votes["viral_chunks"] = (chunks.virus >= chunks.others).astype(np.int64)  # a tie is a virus
-    votes["scored_bases"] = chunks.bases * votes.scored_chunks
-    votes["viral_bases"] = votes.scored_bases * votes.viral_chunks
-    votes["margin"] = votes.scored_bases * (chunks.virus - chunks.others)
-    sums = votes.groupby("read").sum().reindex(range(num_reads), fill_value=0)
+    votes["scored_chunks"] = is_scored.astype(np.int64)
+    votes["viral_chunks"] = is_viral.astype(np.int64)
+    votes["scored_bases"] = scored_bases
+    votes["viral_bases"] = scored_bases * is_viral
+    votes["margin"] = scored_bases * (chunks.virus - chunks.others)
+
+    sums = votes.groupby("read").sum()
+    sums = sums.reindex(range(num_reads), fill_value=0)  # reads without an open frame
     has_vote = (sums.scored_chunks > 0) & (sums.has_failed == 0)
-    score = 0.5 + sums.margin / sums.scored_bases / 2
+    mean_margin = sums.margin / sums.scored_bases  # -1 to 1
+    score = 0.5 + mean_margin / 2
     sums["viral_score"] = score.astype(np.float32).where(has_vote)
-    label = np.where(sums.viral_score >= threshold, "virus", "others")
-    sums["label"] = np.where(has_vote, label, "")
+    is_virus = sums.viral_score >= threshold
+    sums["label"] = np.where(is_virus, "virus", "others")
+    sums.loc[~has_vote, "label"] = ""
     return sums
 
 

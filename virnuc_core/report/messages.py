@@ -36,9 +36,12 @@ def met(report: Report) -> str:
     parts = [f"{report.met} of {len(report.asked)} asked criteria met"]
     if report.missed:
         parts.append(f"not met: {', '.join(report.missed)}")
-    unjudged = [c.title for c in report.asked if c.verdict in ("not run", "projected")]
-    if unjudged or not report.asked:
-        parts.append(f"not judged here: {', '.join(unjudged)}")
+    open_titles = []
+    for criterion in report.asked:
+        if criterion.verdict in ("not run", "projected"):
+            open_titles.append(criterion.title)
+    if open_titles or not report.asked:
+        parts.append(f"not judged here: {', '.join(open_titles)}")
     if report.outcome == "not judged":
         parts.reverse()
     return _in_one_line("; ".join(parts))
@@ -93,8 +96,8 @@ def baseline(summary: BaselineSummary, results: Path | None) -> str:
         message = f"{number(summary.wall_s)} s measured on all reads"
     else:
         reads = cell(summary.subset.reads)
-        scaled = f"{number(summary.wall_s)} s scaled by tokens"
-        message = f"{number(summary.measured_s)} s measured on {reads} reads, {scaled}"
+        message = f"{number(summary.measured_s)} s measured on {reads} reads"
+        message += f", {number(summary.wall_s)} s scaled by tokens"
     return _in_one_line(f"{summary.name}: {message}")
 
 
@@ -134,8 +137,8 @@ def traced(tables: Sequence[TraceTable]) -> str:
     num_shards = sum(table.shards for table in tables)
     shards = "shard" if num_shards == 1 else "shards"
     devices = "device" if len(tables) == 1 else "devices"
-    batches = f"{num_batches} batches of {cell(num_shards)} {shards}"
-    return f"{batches} on {len(tables)} {devices} recorded"
+    extent = f"{num_batches} batches of {cell(num_shards)} {shards}"
+    return f"{extent} on {len(tables)} {devices} recorded"
 
 
 def profiled(tables: Sequence[TraceTable], folder: str) -> str:
@@ -150,9 +153,10 @@ def profiled(tables: Sequence[TraceTable], folder: str) -> str:
 
 def split(examples: Examples) -> str:
     """Say how many rows a head is fitted on and judged by, and what was left out."""
+    num_frames = cell(len(examples.rows))
+    num_genomes = len(examples.genomes)
     num_clusters = examples.genomes["cluster"].nunique()
-    frames = f"{cell(len(examples.rows))} frames"
-    message = f"{frames} of {len(examples.genomes)} genomes in {num_clusters} clusters"
+    message = f"{num_frames} frames of {num_genomes} genomes in {num_clusters} clusters"
     for reason, count in examples.left_out.items():
         message += f"; left out: {cell(count)} {reason}"
     return _in_one_line(message)

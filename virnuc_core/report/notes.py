@@ -52,8 +52,9 @@ def notes(report: Report, tuning: Sequence[TuningRound]) -> tuple[str, ...]:
             sentences.append(_repeated_in_fp16_note(run.rows_repeated))
         sentences += _read_length_notes(report, run)
     for number_of_round, tuning_round in enumerate(tuning, start=1):
-        missed = ", ".join(tuning_round.missed)
-        sentences.append(f"Tuning round {number_of_round}, {missed} missed: {tuning_round.said}.")
+        criteria = ", ".join(tuning_round.missed)
+        result = tuning_round.said
+        sentences.append(f"Tuning round {number_of_round}, {criteria} missed: {result}.")
     return tuple(sentences)
 
 
@@ -63,15 +64,17 @@ def _size_notes(run: RunMetrics, profile: Profile) -> Iterator[str]:
         return
     reads = cell(run.n_reads)
     if run.n_reads < profile.min_reads:
-        asked = f"the {cell(profile.min_reads)} that profile {profile.name} asks for"
-        yield f"Not evidence: {reads} reads are fewer than {asked}."
+        limit = f"the {profile.min_reads:,} that profile {profile.name} asks for"
+        yield f"Not evidence: {reads} reads are fewer than {limit}."
     num_devices = len(run.devices)
     if run.n_reads < MIN_READS_OF_SEVERAL_DEVICES and num_devices > 1:
         yield f"Overhead-dominated: {reads} reads are too few for {num_devices} devices to help."
     if run.hours_projected is not None and run.n_reads < profile.projection_reads:
-        projected = f"{cell(profile.projection_reads)} reads would take {run.hours_projected:.2f} h"
         rate = number(run.reads_per_s or 0.0, 0)
-        yield f"Projection, not a measurement: {projected} at this run's {rate} reads/s."
+        yield (
+            f"Projection, not a measurement: {profile.projection_reads:,} reads would take "
+            f"{run.hours_projected:.2f} h at this run's {rate} reads/s."
+        )
 
 
 def _asks_no_performance(profile: Profile) -> bool:
@@ -83,9 +86,11 @@ def _silent_reads_notes(run: RunMetrics) -> Iterator[str]:
     """Say how many reads get no score because they have no open frame."""
     silent_reads = run.fates.get("no_open_frame", 0)
     if run.n_reads and silent_reads:
-        share = f"{100 * silent_reads / run.n_reads:.1f} %"
-        reads = f"{cell(silent_reads)} of {cell(run.n_reads)} reads ({share})"
-        yield f"{reads} have no open frame and get no score."
+        percent_of_reads = 100 * silent_reads / run.n_reads
+        yield (
+            f"{silent_reads:,} of {run.n_reads:,} reads ({percent_of_reads:.1f} %) "
+            "have no open frame and get no score."
+        )
 
 
 def _baseline_notes(run: RunMetrics | None, baseline: BaselineMetrics) -> Iterator[str]:
@@ -99,12 +104,12 @@ def _baseline_notes(run: RunMetrics | None, baseline: BaselineMetrics) -> Iterat
     if run is None or not run.n_rows or not run.n_uniques or not baseline.seconds:
         return
     if run.repeated_rows:
-        share = f"{100 * run.repeated_rows / run.n_rows:.1f} %"
-        repeats = f"{cell(run.repeated_rows)} of {cell(run.n_rows)} open frames ({share})"
-        part_of_speedup = f"{run.n_rows / run.n_uniques:.2f}x of the speed-up"
+        percent_of_rows = 100 * run.repeated_rows / run.n_rows
+        speedup = run.n_rows / run.n_uniques
         yield (
-            f"Repeats: {repeats} equal others and are embedded once; the baseline embeds all. "
-            f"That alone is {part_of_speedup}."
+            f"Repeats: {run.repeated_rows:,} of {run.n_rows:,} open frames "
+            f"({percent_of_rows:.1f} %) equal others and are embedded once; the baseline embeds "
+            f"all. That alone is {speedup:.2f}x of the speed-up."
         )
 
 

@@ -252,9 +252,11 @@ def _reads_text(accounting: Accounting | None) -> str:
     """Return the sum of the fates of the reads."""
     if accounting is None:
         return "not run"
-    fates = " + ".join(f"{count:,} {fate}" for fate, count in accounting.fates.items())
-    doubt = "" if accounting.adds_up else " (does NOT add up with the run)"
-    return f"{accounting.reads:,} = {fates}{doubt}"
+    fates = [f"{count:,} {fate}" for fate, count in accounting.fates.items()]
+    text = f"{accounting.reads:,} = {' + '.join(fates)}"
+    if not accounting.adds_up:
+        text += " (does NOT add up with the run)"
+    return text
 
 
 def _sample_text(report: Report) -> str:

@@ -178,12 +178,16 @@ def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
 
 def _duration_target_text(target: Target) -> str:
     """Return a limit of seconds in hours or minutes, where it is a whole number of them."""
-    for length_s, name in ((3600, "hour"), (60, "min")):
-        count, rest = divmod(target.value, length_s)
-        if count and not rest:
-            plural = "s" if name == "hour" and count > 1 else ""
-            return f"{target.op}{count:.0f} {name}{plural}"
-    return f"{target.op}{target.value:g} s"
+    seconds = target.value
+    if seconds == 0:
+        return f"{target.op}0 s"
+    if seconds % 3600 == 0:
+        hours = seconds / 3600
+        unit = "hours" if hours > 1 else "hour"
+        return f"{target.op}{hours:.0f} {unit}"
+    if seconds % 60 == 0:
+        return f"{target.op}{seconds / 60:.0f} min"
+    return f"{target.op}{seconds:g} s"
 
 
 def stage_text(run: RunMetrics, stage: str) -> str:
@@ -196,7 +200,9 @@ def stage_text(run: RunMetrics, stage: str) -> str:
     seconds = run.total_s if stage == "Total" else run.stages.get(stage)
     if seconds is None:
         return "0s (fused)" if stage in run.stages else "n/a (not measured)"
-    digits = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
-    sign = "-" if stage == OVERLAPPED and seconds > 0 else ""  # it is subtracted from the total
-    share = percent(run.share_of_time(seconds), unit="%")
-    return f"{sign}{digits}s ({cell(share)})"
+    decimals = 0 if seconds >= 10 else 1
+    share = cell(percent(run.share_of_time(seconds), unit="%"))
+    text = f"{seconds:.{decimals}f}s ({share})"
+    if stage == OVERLAPPED and seconds > 0:
+        text = f"-{text}"  # it is subtracted from the total
+    return text

@@ -20,16 +20,20 @@ from virnuc_core.telemetry.tables import GPU_STAGES
 
 def utilisation_section(telemetry: TelemetryMetrics, criterion: Criterion) -> Section:
     """Return the section on the use of each device, which begins with the criterion's verdict."""
+    value = format_value(criterion)
     target = target_text(criterion.target, criterion.unit)
-    lowest = f"lowest device {format_value(criterion)}, required {target}"
-    verdict = f"{Mark(criterion.verdict)} {criterion.reason}"
-    sentence = f"{criterion.perf_id}: {lowest}: {verdict}".strip()
-    return Section("GPU Utilization", sentences=[sentence], tables=[Table(device_rows(telemetry))])
+    verdict = Mark(criterion.verdict)
+    sentence = (
+        f"{criterion.perf_id}: lowest device {value}, required {target}: "
+        f"{verdict} {criterion.reason}"
+    )
+    table = Table(device_rows(telemetry))
+    return Section("GPU Utilization", sentences=[sentence.rstrip()], tables=[table])
 
 
 def device_rows(telemetry: TelemetryMetrics) -> list[Row]:
     """Return utilisation, memory, power and temperature of each device."""
-    allocated = {busy.device: busy.allocated_peak_bytes for busy in telemetry.busy}
+    peak_bytes = {busy.device: busy.allocated_peak_bytes for busy in telemetry.busy}
     rows: list[Row] = []
     for device in telemetry.devices:
         lowest = cell(number(device.gpu_util_min, 0))
@@ -42,7 +46,7 @@ def device_rows(telemetry: TelemetryMetrics) -> list[Row]:
                 "ESM-2 %": number(device.esm2_percent),
                 "DNABERT-S %": number(device.dnabert_s_percent),
                 "Peak Mem (GB)": gibibytes(device.mem_used_peak),
-                "Allocated (GB)": gibibytes(allocated.get(device.device)),
+                "Allocated (GB)": gibibytes(peak_bytes.get(device.device)),
                 "Power (W)": number(device.power_avg_w, 0),
                 "Max °C": number(device.temperature_max_c, 0),
                 "kWh": number(device.energy_kwh, 4),

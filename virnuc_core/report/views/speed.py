@@ -81,7 +81,7 @@ def unmeasured_device_counts(report: Report) -> dict[int, str]:
 
 def run_rows(report: Report) -> list[Row]:
     """Return times and counts of each run."""
-    projected = f"Projected {report.profile.projection_reads:,}"
+    projection_column = f"Projected {report.profile.projection_reads:,}"
     return [
         {
             "Run": run.name,
@@ -93,7 +93,7 @@ def run_rows(report: Report) -> list[Row]:
             "Rows": run.n_rows,
             "Distinct": run.n_uniques,
             "Reads/s": number(run.reads_per_s),
-            projected: number(run.hours_projected, 2, " h"),
+            projection_column: number(run.hours_projected, 2, " h"),
             "Precision": run.precision,
             "Resumed": "yes" if run.resumed else "no",
             "Restarts": run.restarts,
@@ -133,12 +133,12 @@ def stage_time_rows(runs: Sequence[RunMetrics]) -> list[Row]:
         return []
     labels = [run.label for run in runs]
     labels_are_unique = len(set(labels)) == len(labels)
-    shown = {*STAGES, "Total"}
+    stages = {*STAGES, "Total"}
     for run in runs:
-        shown.update(run.stages)
+        stages.update(run.stages)
     rows: list[Row] = []
     for stage in (*ROWS, "Total"):
-        if stage not in shown:
+        if stage not in stages:
             continue
         row: Row = {"Stage": stage}
         for run in runs:
