@@ -58,12 +58,12 @@ def own_server(home: Path, database: Path) -> dict[str, str]:
 
 @contextmanager
 def background(
-    command: tuple[str, ...], environment: dict[str, str], log: Path
+    command: tuple[str, ...], environment: dict[str, str], log: Path, *, cwd: Path = ROOT
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The command in a session of its own; it and all it started are killed afterwards."""
     with log.open("ab") as handle:
         process = subprocess.Popen(
-            command, stdout=handle, stderr=handle, env=environment, cwd=ROOT, start_new_session=True
+            command, stdout=handle, stderr=handle, env=environment, cwd=cwd, start_new_session=True
         )
     try:
         yield process
