@@ -1,10 +1,12 @@
-"""`make alerts BLOCK=slack-webhook/oncall`: the automations of alerts.yaml, each sending a message by that block.
+"""Automations that notify people. `make alerts BLOCK=slack-webhook/oncall` creates those of `alerts.yaml`.
 
-An automation of the same name is replaced, so that the command can be given again with another block."""
+An automation of the same name is replaced, so the command can be given again with another block.
+"""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -12,37 +14,59 @@ from prefect.events.actions import PauseDeployment, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 
-PAUSING: Final = "virnuc.criterion.fail"
+MISSED_CRITERION: Final = "virnuc.criterion.fail"  # the event that may pause a deployment
 
 
 def create(client: SyncPrefectClient, slug: str, *, pause: bool) -> None:
-    """Make and name automations that send `subject` and `body` by the block `TYPE/NAME` each time their event comes.
-    Raises: `ObjectNotFound` where there is no such block."""
-    kind, _, name = slug.partition("/")
-    block = client.read_block_document_by_name(name, kind).id
-    for row in yaml.safe_load(Path(__file__).with_name("alerts.yaml").read_text()):
+    """Create the automations on a server, and print their names.
+
+    Args:
+        client: A client of the server.
+        slug: The block that sends the messages, as `TYPE/NAME`.
+        pause: Also pause the deployment whose run missed a criterion.
+
+    Raises:
+        ObjectNotFound: The server has no such block.
+    """
+    block_type, _, block_name = slug.partition("/")
+    block = client.read_block_document_by_name(block_name, block_type)
+    for automation in _automations(block.id, pause=pause):
+        for previous in client.read_automations_by_name(automation.name):
+            client.delete_automation(previous.id)
+        client.create_automation(automation)
+        print(automation.name)
+
+
+def _automations(block_id: Any, *, pause: bool) -> Iterator[AutomationCore]:
+    """Yield the automations of `alerts.yaml`. Each acts every time its event comes."""
+    text = Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8")
+    for fields in yaml.safe_load(text):
         trigger = EventTrigger(
-            **row.pop("trigger"), posture=Posture.Reactive, threshold=1, within=0
+            **fields.pop("trigger"), posture=Posture.Reactive, threshold=1, within=0
         )
-        send = SendNotification(
-            block_document_id=block, subject=row.pop("subject"), body=row.pop("body")
-        )
-        paused = [PauseDeployment(source="inferred", deployment_id=None)] * (
-            pause and PAUSING in trigger.expect
-        )
-        made = AutomationCore(**row, trigger=trigger, actions=[send, *paused])
-        for old in client.read_automations_by_name(made.name):
-            client.delete_automation(old.id)
-        client.create_automation(made)
-        print(made.name)
+        subject = fields.pop("subject")
+        body = fields.pop("body")
+        actions: list[Any] = [
+            SendNotification(block_document_id=block_id, subject=subject, body=body)
+        ]
+        if pause and MISSED_CRITERION in trigger.expect:
+            actions.append(PauseDeployment(source="inferred", deployment_id=None))
+        yield AutomationCore(**fields, trigger=trigger, actions=actions)
 
 
-if __name__ == "__main__":
-    slug, pause = sys.argv[1], sys.argv[2:] == ["--pause"]
+def main() -> None:
+    """Run the command `python -m virnuc.deployments.alerts TYPE/NAME [--pause]`."""
+    slug = sys.argv[1]
+    pause = sys.argv[2:] == ["--pause"]
     with get_client(sync_client=True) as server:
         try:
             create(server, slug, pause=pause)
         except ObjectNotFound:
             sys.exit(
-                f"{slug} is no block of this server; `prefect block ls` names them (as slack-webhook/oncall)"
+                f"{slug} is no block of this server; "
+                "`prefect block ls` names them (as slack-webhook/oncall)"
             )
+
+
+if __name__ == "__main__":
+    main()

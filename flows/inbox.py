@@ -16,7 +16,7 @@ from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.shared_workers import predict_with, shared_workers
 from virnuc.tasks.artifacts import artifact_key, publish_table
 from virnuc.tasks.events import emit
-from virnuc.tasks.server_connection import announce
+from virnuc.tasks.running_mark import announce
 from virnuc.tasks.task import completed
 from virnuc_core.engine.pool import Pool
 from virnuc_core.inbox import Ledger, Row, RowFate

@@ -7,7 +7,7 @@ from virnuc.flows.flow_run import named, with_parameters
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.overhead import OverheadSettings
 from virnuc.tasks.overhead import measure_costs
-from virnuc.tasks.server_connection import announce
+from virnuc.tasks.running_mark import announce
 from virnuc.tasks.task import completed
 from virnuc_core.report.build import write_report
 from virnuc_core.rundir import RunDir, run_lock

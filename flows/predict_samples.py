@@ -15,7 +15,8 @@ from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.shared_workers import predict_with, shared_workers
 from virnuc.tasks.artifacts import progress_artifact, publish_table
-from virnuc.tasks.server_connection import announce, without_server
+from virnuc.tasks.running_mark import announce
+from virnuc.tasks.server_connection import without_server
 from virnuc.tasks.task import completed
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import VirnucError, is_machine_error

@@ -17,7 +17,7 @@ from virnuc.flows.measured_runs import (
 from virnuc.flows.outcome import ValidationResult, final_state
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.scale import ScaleSettings
-from virnuc.tasks.server_connection import announce
+from virnuc.tasks.running_mark import announce
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.report import messages

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from virnuc.flows.flow_run import publish_prediction, stage_input
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.shared import FlowSettings
+from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.embedding import embed
-from virnuc.tasks.server_connection import device_slots
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.engine.pool import Pool

@@ -10,8 +10,9 @@ from prefect.client.schemas.objects import State
 from virnuc.flows.flow_run import stage_input
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.shared import RunSettings
+from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.embedding import embed
-from virnuc.tasks.server_connection import announce, device_slots
+from virnuc.tasks.running_mark import announce
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.pool import Pool

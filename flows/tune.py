@@ -7,7 +7,7 @@ from virnuc.flows.flow_run import named, stage_input, with_parameters
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.tune import TuneSettings
 from virnuc.flows.sweep import sweep_all
-from virnuc.tasks.server_connection import announce
+from virnuc.tasks.running_mark import announce
 from virnuc.tasks.task import completed
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.profiles import load_profile

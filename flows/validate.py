@@ -25,7 +25,7 @@ from virnuc.flows.settings.validate import ValidateSettings
 from virnuc.flows.tuning_rounds import tune_round
 from virnuc.tasks.baseline import measure_baseline
 from virnuc.tasks.report import emit_outcome
-from virnuc.tasks.server_connection import announce
+from virnuc.tasks.running_mark import announce
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.report import messages

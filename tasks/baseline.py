@@ -3,7 +3,7 @@
 from prefect.client.schemas.objects import State
 
 from virnuc.tasks.artifacts import progress_artifact
-from virnuc.tasks.server_connection import device_slots
+from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.task import completed, first_attempt, retrying_task
 from virnuc_core.baseline.run import run_baseline
 from virnuc_core.engine.devices import resolve

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from prefect.client.schemas.objects import State
 
-from virnuc.tasks.server_connection import device_slots
+from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.task import completed, retrying_task
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine

@@ -6,8 +6,8 @@ from dataclasses import replace
 from prefect.client.schemas.objects import State
 
 from virnuc.tasks.artifacts import host_key, progress_artifact, publish_table
+from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.run_tables import device_rows, stage_rows
-from virnuc.tasks.server_connection import device_slots
 from virnuc.tasks.task import completed, first_attempt, retrying_task
 from virnuc.tasks.time_limit import time_limit
 from virnuc_core.config import ClassifySpec

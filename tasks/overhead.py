@@ -7,7 +7,7 @@ from typing import Any
 from prefect.client.schemas.objects import State
 
 from virnuc.tasks.artifacts import host_key, progress_artifact, publish_table
-from virnuc.tasks.server_connection import device_slots
+from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.task import completed, first_attempt, retrying_task
 from virnuc_core.config import EngineSpec, Switch
 from virnuc_core.engine.devices import resolve

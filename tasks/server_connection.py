@@ -13,43 +13,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
 from uuid import uuid4
 
 import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import State
-from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
-from prefect.concurrency.sync import concurrency
-from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectAlreadyExists, PrefectException
-from prefect.settings import (
-    PREFECT_API_REQUEST_TIMEOUT,
-    PREFECT_CLIENT_MAX_RETRIES,
-    temporary_settings,
-)
-from prefect.states import Crashed
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.exceptions import PrefectException
 from prefect.utilities import callables
 
 from virnuc.tasks.result_references import without_result_references
-from virnuc_core.lease import is_alive, process_namespace, process_start_ticks
-from virnuc_core.runfiles import Device
 
 T = TypeVar("T")
 Ask = Callable[[httpx.Request], httpx.Response]
 REQUEST_TIMEOUT_S: Final = 15.0  # for one request; a busy server has needed some seconds
 SILENT_S: Final = 30.0  # after a request that was not answered
-PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.ticks"  # labels
-LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
 REPORTING_ERRORS: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
-_held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
-    "slots this flow run holds", default=frozenset()
-)
 logger = logging.getLogger(__name__)
 
 
@@ -187,98 +169,6 @@ def route_through_connection(client: SyncPrefectClient) -> None:
     for way in filter(None, (own._transport, *own._mounts.values())):
         if not isinstance(way.handle_request, partial):
             way.handle_request = partial(connection.send, ask=way.handle_request)  # type: ignore[method-assign]
-
-
-@contextmanager
-def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> Iterator[None]:
-    """Hold one slot of the server for each GPU of `devices` that is not held already. Without a server (an embedded one
-    is seen by nobody else), or a lost one, the worker's own lock does it. Errors: `TimeoutError` after `wait_s`."""
-    # a GPU's UUID names it on every machine
-    names = sorted(
-        {f"virnuc-{gpu.id}".lower() for gpu in devices if gpu.kind == "cuda"} - _held.get()
-    )
-    if not names or not with_server() or connection.embedded is not None:
-        yield
-        return
-    with ExitStack() as slots:
-        try:
-            _take(slots, names, wait_s)
-        except ConcurrencySlotAcquisitionError as error:
-            if not isinstance(error.__cause__, httpx.TransportError):
-                raise
-            connection.unreported.append(f"slots of {', '.join(names)}")
-        before = _held.set(_held.get() | set(names))
-        try:
-            yield
-        finally:
-            _held.reset(before)
-            with (
-                connection.reporting(f"that {', '.join(names)} are free"),
-                short_timeouts(retries=0),
-            ):
-                slots.close()
-
-
-def short_timeouts(retries: int) -> AbstractContextManager[object]:
-    """Clients that Prefect makes for itself in the body wait no longer than others."""
-    return temporary_settings(
-        {PREFECT_API_REQUEST_TIMEOUT: REQUEST_TIMEOUT_S, PREFECT_CLIENT_MAX_RETRIES: retries}
-    )
-
-
-def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
-    with (
-        connection.reporting(f"limits of {', '.join(names)}"),
-        get_client(sync_client=True) as client,
-    ):
-        for name in names:
-            with suppress(ObjectAlreadyExists):  # another run made it just now
-                client.upsert_global_concurrency_limit_by_name(name, limit=1)
-    if connection.lost:
-        return
-    logger.info("waiting for %s", ", ".join(names))
-    with short_timeouts(retries=2):  # a server that starts again while we wait keeps our place
-        # strict: a limit that is missing is an error, never a free pass
-        held = concurrency(
-            names,
-            strict=True,
-            timeout_seconds=wait_s,
-            lease_duration=LEASE_S,
-            raise_on_lease_renewal_failure=False,
-        )
-        slots.enter_context(held)
-
-
-def announce(*tags: str) -> None:
-    """Write on the current flow run its process and tags; then end the runs of this machine whose process is gone:
-    Prefect learns of a killed one from nobody, and its run would stay "Running" for ever."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None or not with_server():
-        return
-    labels: dict[str, Any] = {
-        PLACE: process_namespace(),
-        PROCESS: os.getpid(),
-        BEGAN: process_start_ticks(os.getpid()),
-    }
-    running = {"type": {"any_": ["RUNNING", "CANCELLING"]}}
-    ours = FlowRunFilter.model_validate({"tags": {"all_": ["virnuc"]}, "state": running})
-    gone: State[Any] = Crashed(message="its process is gone, and had not told how it ended")
-    with connection.reporting("its process and tags"), get_client(sync_client=True) as client:
-        client.update_flow_run_labels(context.flow_run.id, labels)
-        client.update_flow_run(
-            context.flow_run.id, tags=sorted({*context.flow_run.tags, "virnuc", *tags})
-        )
-        for flow_run in client.read_flow_runs(flow_run_filter=ours):
-            number, then = (str(flow_run.labels.get(name, "")) for name in (PROCESS, BEGAN))
-            if (
-                flow_run.labels.get(PLACE) == process_namespace()
-                and then
-                and is_alive(int(number), then) is False
-            ):
-                logger.warning(
-                    "flow run %s: its process is gone; it is called crashed", flow_run.name
-                )
-                client.set_flow_run_state(flow_run.id, gone, force=True)
 
 
 _alone: contextvars.ContextVar[bool] = contextvars.ContextVar("runs without Prefect", default=False)

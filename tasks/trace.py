@@ -2,7 +2,7 @@
 
 from prefect.client.schemas.objects import State
 
-from virnuc.tasks.server_connection import device_slots
+from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.task import completed, retrying_task
 from virnuc_core.config import EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve

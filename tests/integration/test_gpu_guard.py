@@ -23,7 +23,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
-from virnuc.tasks.server_connection import LEASE_S
+from virnuc.tasks.device_slots import LEASE_S
 from virnuc_core.errors import DeviceError
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
@@ -52,7 +52,7 @@ FLOW = """
 import os, sys
 from pathlib import Path
 from prefect import flow
-from virnuc.tasks.server_connection import device_slots
+from virnuc.tasks.device_slots import device_slots
 from virnuc_core.config import EngineSpec
 from virnuc_core.runfiles import Device
 from virnuc_core.engine.process import Closed, LocalWorkers, WorkerSpec

@@ -34,7 +34,8 @@ from virnuc.flows.predict import predict
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.approval import Approval
 from virnuc.tasks.artifacts import Markdown, progress_artifact, publish_markdown, publish_table
-from virnuc.tasks.server_connection import BEGAN, PLACE, PROCESS, announce, device_slots
+from virnuc.tasks.device_slots import device_slots
+from virnuc.tasks.running_mark import NAMESPACE_LABEL, PROCESS_LABEL, START_LABEL, announce
 from virnuc.tasks.task import completed, core_logs, retrying_task
 from virnuc_core.errors import InputError, VirnucError, WorkerError
 from virnuc_core.lease import process_namespace, process_start_ticks
@@ -250,12 +251,12 @@ def test_a_run_whose_process_is_gone_is_called_crashed() -> None:
     with get_client(sync_client=True) as client:
         runs = {}
         for name, labels in {
-            "killed": {PLACE: process_namespace(), PROCESS: 1, BEGAN: "1"},
-            "elsewhere": {PLACE: "another machine", PROCESS: 1, BEGAN: "1"},
+            "killed": {NAMESPACE_LABEL: process_namespace(), PROCESS_LABEL: 1, START_LABEL: "1"},
+            "elsewhere": {NAMESPACE_LABEL: "another machine", PROCESS_LABEL: 1, START_LABEL: "1"},
             "alive": {
-                PLACE: process_namespace(),
-                PROCESS: os.getpid(),
-                BEGAN: process_start_ticks(os.getpid()),
+                NAMESPACE_LABEL: process_namespace(),
+                PROCESS_LABEL: os.getpid(),
+                START_LABEL: process_start_ticks(os.getpid()),
             },
         }.items():
             made = client.create_flow_run(

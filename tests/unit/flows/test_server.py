@@ -15,7 +15,8 @@ from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from virnuc.flows.cli.temporary_server import require_usable_home
 from virnuc.tasks import server_connection, task
-from virnuc.tasks.server_connection import Connection, ServerLostError, device_slots, without_server
+from virnuc.tasks.device_slots import device_slots
+from virnuc.tasks.server_connection import Connection, ServerLostError, without_server
 from virnuc_core.errors import ConfigError, InputError, VirnucError, WorkerError
 from virnuc_core.runfiles import Device
 

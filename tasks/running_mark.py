@@ -1,0 +1,72 @@
+"""The mark of a running flow run: which process it is. By it, runs whose process was killed are found.
+
+Prefect hears from nobody that a process was killed, and its run would stay "Running" for ever.
+"""
+
+import logging
+import os
+from typing import Any, Final
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext
+from prefect.states import Crashed
+
+from virnuc.tasks.server_connection import connection, with_server
+from virnuc_core.lease import is_alive, process_namespace, process_start_ticks
+
+# labels of a flow run
+NAMESPACE_LABEL: Final = "virnuc.place"  # of process numbers: a machine or container
+PROCESS_LABEL: Final = "virnuc.process"
+START_LABEL: Final = "virnuc.ticks"  # when the process began, which tells it from a later one
+logger = logging.getLogger(__name__)
+
+
+def announce(*tags: str) -> None:
+    """Write this process and some tags on the current flow run. Then end runs of killed processes.
+
+    Only runs of this machine are ended. Outside a flow run nothing happens.
+
+    Args:
+        tags: Tags besides `virnuc`.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or not with_server():
+        return
+    flow_run = context.flow_run
+    labels: dict[str, Any] = {
+        NAMESPACE_LABEL: process_namespace(),
+        PROCESS_LABEL: os.getpid(),
+        START_LABEL: process_start_ticks(os.getpid()),
+    }
+    all_tags = sorted({*flow_run.tags, "virnuc", *tags})
+    with connection.reporting("its process and tags"), get_client(sync_client=True) as client:
+        client.update_flow_run_labels(flow_run.id, labels)
+        client.update_flow_run(flow_run.id, tags=all_tags)
+        _end_orphans(client)
+
+
+def _end_orphans(client: SyncPrefectClient) -> None:
+    """Set the state of all running flow runs of ours whose process is gone to crashed."""
+    is_running = {"type": {"any_": ["RUNNING", "CANCELLING"]}}
+    ours = {"tags": {"all_": ["virnuc"]}, "state": is_running}
+    runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(ours))
+    for flow_run in runs:
+        if _is_orphan(flow_run):
+            logger.warning("flow run %s: its process is gone; it is called crashed", flow_run.name)
+            crashed: State[Any] = Crashed(
+                message="its process is gone, and had not told how it ended"
+            )
+            client.set_flow_run_state(flow_run.id, crashed, force=True)
+
+
+def _is_orphan(flow_run: FlowRun) -> bool:
+    """Tell if a flow run belongs to a process of this machine that no longer exists."""
+    if flow_run.labels.get(NAMESPACE_LABEL) != process_namespace():
+        return False
+    start_ticks = str(flow_run.labels.get(START_LABEL, ""))
+    if not start_ticks:
+        return False
+    process_id = int(str(flow_run.labels.get(PROCESS_LABEL, "")))
+    return is_alive(process_id, start_ticks) is False
