@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from virnuc_core import consensus
 from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.engine.shards import read_scores, store_of
 from virnuc_core.errors import ConfigError
@@ -246,10 +247,9 @@ def _chunk_votes(frames: pd.DataFrame) -> pd.DataFrame:
 
 
 def _contig_votes(chunks: pd.DataFrame, num_reads: int, threshold: float) -> pd.DataFrame:
-    """Return the vote of the chunks of each read, as in reads.tsv but weighed by bases.
+    """Return the vote of the chunks of each read, weighted by bases (see `consensus`).
 
-    The score comes from the mean margin of the chunks, weighed by the bases that the next chunk
-    does not hold. A chunk of which every row failed is not scored. A read with a failed row has no
+    A chunk of which every row failed is not scored. A read with a failed row has no
     vote.
 
     Args:
@@ -261,23 +261,27 @@ def _contig_votes(chunks: pd.DataFrame, num_reads: int, threshold: float) -> pd.
         The columns of `contigs.tsv` that follow `chunks`, a row for each read.
     """
     is_scored = chunks.virus.notna()
-    is_viral = chunks.virus >= chunks.others  # a tie is a virus
+    is_viral = consensus.is_viral_chunk(chunks.others.to_numpy(), chunks.virus.to_numpy())
     scored_bases = chunks.bases * is_scored
     votes = pd.DataFrame({"read": chunks.read, "has_failed": chunks.has_failed})
     votes["scored_chunks"] = is_scored.astype(np.int64)
     votes["viral_chunks"] = is_viral.astype(np.int64)
     votes["scored_bases"] = scored_bases
     votes["viral_bases"] = scored_bases * is_viral
-    votes["margin"] = scored_bases * (chunks.virus - chunks.others)
 
     sums = votes.groupby("read").sum()
     sums = sums.reindex(range(num_reads), fill_value=0)  # reads without an open frame
+    margins = (chunks.virus - chunks.others)[is_scored]
+    mean_margins = consensus.mean_margins(
+        margins.to_numpy(),
+        chunks.read[is_scored].to_numpy(),
+        num_reads,
+        weights=scored_bases[is_scored].to_numpy(),
+    )
+    scores = consensus.viral_scores(mean_margins)
     has_vote = (sums.scored_chunks > 0) & (sums.has_failed == 0)
-    mean_margin = sums.margin / sums.scored_bases  # -1 to 1
-    score = 0.5 + mean_margin / 2
-    sums["viral_score"] = score.astype(np.float32).where(has_vote)
-    is_virus = sums.viral_score >= threshold
-    sums["label"] = np.where(is_virus, "virus", "others")
+    sums["viral_score"] = pd.Series(scores, sums.index).where(has_vote)
+    sums["label"] = np.where(consensus.is_viral(scores, threshold), "virus", "others")
     sums.loc[~has_vote, "label"] = ""
     return sums
 

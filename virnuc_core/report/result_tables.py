@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 import pandas as pd
 
+from virnuc_core import consensus
 from virnuc_core.config import refuse_unreadable
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.store import OrfStore
@@ -130,8 +131,7 @@ def result_files(path: Path) -> dict[Part, Path]:
 def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
     """Let the frames of each chunk vote, as the original algorithm does.
 
-    A chunk is viral if its largest `score2` is at least its largest `score1`. The id of a frame is
-    that of its chunk and two more letters.
+    The rule stands in `consensus`. The id of a frame is that of its chunk and two more letters.
 
     Args:
         frames: Rows of frames, as `load_results` reads them.
@@ -142,7 +142,8 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
     chunk_ids = frames["id"].str.slice(stop=-2)
     by_chunk = frames.groupby(chunk_ids, sort=False)
     best = by_chunk[["score1", "score2"]].max().reset_index()
-    return best.assign(virus=best["score2"] >= best["score1"])
+    is_viral = consensus.is_viral_chunk(best["score1"].to_numpy(), best["score2"].to_numpy())
+    return best.assign(virus=is_viral)
 
 
 def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
