@@ -33,7 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from virnuc_core.baseline.worker import BATCHES, PaddedEsm2, embed_rows, placed
+from virnuc_core.baseline.batches import BATCHES
+from virnuc_core.baseline.networks import PaddedEsm2, embed_rows, load_tensors
 from virnuc_core.encoders.backends import BackendName
 from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.layers import InputStatistics
@@ -154,7 +155,7 @@ def ours(task: Task, precision: Resolved, way: BackendName) -> Engine:
 def original(task: Task, dtype: torch.dtype, slower: int) -> Engine:
     """The method to beat, as virnuc's baseline has it: the original in float32, v1.0 in float16."""
     method = "vanilla" if dtype == torch.float32 else "v1"
-    tensors = placed(task.weights.__getitem__, task.shape.tensors(), task.device, dtype)
+    tensors = load_tensors(task.weights.__getitem__, task.shape.tensors(), task.device, dtype)
     network = PaddedEsm2(tensors, task.shape, Esm2Tokenizer())
 
     def batches(rows: list[bytes]) -> Batches:

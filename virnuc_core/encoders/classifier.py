@@ -2,7 +2,7 @@
 
 The engine, rescoring and the tools score with `Head`. Training fits a `Classifier` and evaluates
 it. There is one deliberate twin: the baseline computes the scores with operations of its own
-(`baseline.worker.plain_scores`), because the engine is compared with it.
+(`baseline.networks.plain_scores`), because the engine is compared with it.
 """
 
 from typing import Final

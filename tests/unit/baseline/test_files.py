@@ -11,18 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from virnuc_core.baseline.batches import BATCHES, assign, cut, filled_batches, sorted_batches
 from virnuc_core.baseline.run import scaled_seconds
-from virnuc_core.baseline.worker import (
-    BATCHES,
-    FileDone,
-    assign,
-    cut,
-    file_path,
-    filled_batches,
-    merge_file,
-    sorted_batches,
-    write_fasta,
-)
+from virnuc_core.baseline.worker import FileDone, file_path, merge_file, write_fasta
 from virnuc_core.reads.subsets import choose_reads
 
 lengths = st.lists(st.integers(1, 166), max_size=200)

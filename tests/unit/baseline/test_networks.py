@@ -9,10 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.baseline.worker import embed_rows, load, placed, plain_scores
+from virnuc_core.baseline.networks import (
+    embed_rows,
+    load_network,
+    load_tensors,
+    plain_scores,
+)
 from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
+from virnuc_core.encoders.registry import EncoderName
 
 CPU = torch.device("cpu")
 PROTEINS = [b"MKV", b"ACDEFGHIKLMNPQRSTVWY", b"G", b"MLXBZUOKK" * 7, b"WW" * 40]
@@ -65,7 +71,7 @@ def test_esm2_is_fair_esms(models: Path) -> None:
     with torch.inference_mode():
         hidden = model(tokens, repr_layers=[shape.layers])["representations"][shape.layers]
     wanted = torch.stack([hidden[i, 1 : 1 + len(p)].mean(0) for i, p in enumerate(PROTEINS)])
-    ours = embed_rows(load(models, "esm2", CPU, torch.float32), PROTEINS, [[0, 1, 2, 3, 4]])
+    ours = embed_rows(load_network(models, "esm2", CPU, torch.float32), PROTEINS, [[0, 1, 2, 3, 4]])
     assert wanted.std() > 0.05, "the comparison needs numbers that differ from row to row"
     torch.testing.assert_close(
         ours, wanted, atol=2e-5, rtol=0
@@ -113,7 +119,7 @@ def slow_dnabert(models: Path, tokens: list[int]) -> Tensor:
 
 
 def test_dnabert_s_is_the_slow_one(models: Path) -> None:
-    reader = load(models, "dnabert_s", CPU, torch.float32)
+    reader = load_network(models, "dnabert_s", CPU, torch.float32)
     ours = embed_rows(reader, DNAS, [[0, 1, 2, 3, 4]])
     wanted = [slow_dnabert(models, reader.tokenizer.encode([s])[0].tolist()) for s in DNAS]
     assert torch.stack(wanted).std() > 0.05
@@ -123,8 +129,8 @@ def test_dnabert_s_is_the_slow_one(models: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["esm2", "dnabert_s"])
-def test_padding_changes_nothing(models: Path, which: str) -> None:
-    reader = load(models, which, CPU, torch.float32)
+def test_padding_changes_nothing(models: Path, which: EncoderName) -> None:
+    reader = load_network(models, which, CPU, torch.float32)
     rows = PROTEINS if which == "esm2" else DNAS
     alone = embed_rows(reader, rows, [[row] for row in range(len(rows))])
     together = embed_rows(reader, rows, [[4, 2], [3, 0, 1]])
@@ -135,7 +141,7 @@ def test_padding_changes_nothing(models: Path, which: str) -> None:
 
 
 def test_esm2_mean_leaves_out_the_ends_and_what_is_beyond_the_limit(models: Path) -> None:
-    reader = load(models, "esm2", CPU, torch.float32)
+    reader = load_network(models, "esm2", CPU, torch.float32)
     protein = b"MKVLAGWY" * 130  # 1040 residues
     tokens = reader.tokenizer.encode([protein])[0][None]
     with torch.inference_mode():
@@ -153,21 +159,23 @@ def test_head_is_written_out(models: Path) -> None:
     ] + w["bn1.bias"]
     x = x.clamp(min=0) @ w["output_layer.weight"].T + w["output_layer.bias"]
     wanted = x.exp() / x.exp().sum(-1, keepdim=True)
-    ours = plain_scores(placed(read, shape.tensors(), CPU, torch.float32), features, shape.norm_eps)
+    ours = plain_scores(
+        load_tensors(read, shape.tensors(), CPU, torch.float32), features, shape.norm_eps
+    )
     torch.testing.assert_close(ours.double(), wanted, atol=1e-6, rtol=0)  # float32 against float64
 
 
 def test_half_precision_weights_keep_the_rotary_frequencies(models: Path) -> None:
-    network = load(models, "esm2", CPU, torch.float16)
-    assert network.w["embed.weight"].dtype == torch.float16
-    assert network.w["inv_freq"].dtype == torch.float32
+    network = load_network(models, "esm2", CPU, torch.float16)
+    assert network.tensors["embed.weight"].dtype == torch.float16
+    assert network.tensors["inv_freq"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("which", ["esm2", "dnabert_s"])
-def test_half_precision_stays_close_to_single(models: Path, which: str) -> None:
+def test_half_precision_stays_close_to_single(models: Path, which: EncoderName) -> None:
     rows = PROTEINS if which == "esm2" else DNAS
-    half = embed_rows(load(models, which, CPU, torch.float16), rows, [[4, 2], [3, 0, 1]])
-    single = embed_rows(load(models, which, CPU, torch.float32), rows, [[4, 2], [3, 0, 1]])
+    half = embed_rows(load_network(models, which, CPU, torch.float16), rows, [[4, 2], [3, 0, 1]])
+    single = embed_rows(load_network(models, which, CPU, torch.float32), rows, [[4, 2], [3, 0, 1]])
     assert half.dtype == torch.float32
     assert not torch.equal(half, single)
     assert (

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from virnuc_core.baseline import run as baseline_run
+from virnuc_core.baseline.networks import embed_rows, load_network
 from virnuc_core.baseline.run import fetch, run_baseline
-from virnuc_core.baseline.worker import embed_rows, load
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.classifier import Head
@@ -79,7 +79,7 @@ def test_vanilla_is_the_method_row_by_row(
     dna, protein = fetch(store.dna, unique), fetch(store.protein, unique)
     rows = {"dnabert_s": dna, "esm2": protein}
     each = [
-        embed_rows(load(models, op, CPU, torch.float32), s, [[i] for i in range(len(s))])
+        embed_rows(load_network(models, op, CPU, torch.float32), s, [[i] for i in range(len(s))])
         for op, s in rows.items()
     ]
     scores = Head(*open_part(models, HeadShape), CPU).scores(torch.cat(each, dim=1)).numpy()
@@ -118,7 +118,7 @@ def test_v1_gives_the_same_bytes_on_any_number_of_devices_and_vanillas_scores(
     models: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(baseline_run.worker, "FILE_ROWS", 60)
+    monkeypatch.setattr(baseline_run.batches, "FILE_ROWS", 60)
     runs = []
     for count in (1, 2):
         runs.append(RunDir(tmp_path / str(count)))
@@ -281,7 +281,7 @@ def kill_once(found: list[int]) -> Callable[[float], None]:
 def test_a_killed_worker_ends_the_baseline_and_leaves_nothing(
     tmp_path: Path, store: OrfStore, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(baseline_run.worker, "FILE_ROWS", 30)
+    monkeypatch.setattr(baseline_run.batches, "FILE_ROWS", 30)
     killed: list[int] = []
     run = RunDir(tmp_path)
     with pytest.raises(WorkerError, match=r"ended \(status -9\)"):

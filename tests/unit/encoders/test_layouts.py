@@ -237,9 +237,9 @@ def test_every_dnabert_layout_gives_the_same_embeddings(
 def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from esm.model.esm2 import ESM2
+        from esm.model import esm2 as fair_esm
 
-    model = ESM2(num_layers=1, embed_dim=32, attention_heads=2, alphabet="ESM-1b").eval()
+    model = fair_esm.ESM2(num_layers=1, embed_dim=32, attention_heads=2, alphabet="ESM-1b").eval()
     torch.save(
         {"model": model.state_dict(), "cfg": {"model": argparse.Namespace(a=1)}},
         tmp_path / "esm2.pt",
