@@ -12,12 +12,12 @@ from .scene import Scene, prepared
 
 @pytest.fixture(scope="session")
 def core_scene(tmp_path_factory: pytest.TempPathFactory) -> injected.Scene:
-    """Reads, a store, models and an undisturbed run of the core."""
+    """Prepare reads, a store, models and an undisturbed run of the core."""
     return injected.prepare(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """What rounds of the real command share."""
+    """Prepare what rounds of the real command share."""
     with prepared(tmp_path_factory.mktemp("rounds") / "scene") as made:
         yield made

@@ -38,42 +38,46 @@ ENDS_IN_S: Final = 60.0  # what a job has for the processes of a round that is b
 class Job:
     """A process that plays one round after the other with a server of its own."""
 
+    index: int
     process: BaseProcess
     line: Connection
     number: int = -1
 
 
 def cores(job: int, jobs: int) -> set[int]:
-    """The cores of one of so many jobs: apart from the others' while there are enough."""
-    mine = sorted(os.sched_getaffinity(0))
-    each = min(len(mine), max(CORES, len(mine) // jobs))
-    return {mine[(job * each + i) % len(mine)] for i in range(each)}
+    """Return the cores of one of so many jobs: apart from the others' while there are enough."""
+    available = sorted(os.sched_getaffinity(0))
+    n_cores = min(len(available), max(CORES, len(available) // jobs))
+    first = job * n_cores
+    return {available[(first + i) % len(available)] for i in range(n_cores)}
 
 
 def works(kinds: Sequence[Plan]) -> set[Work]:
-    """What undisturbed runs have to show for these kinds of rounds; a few more are made where they are needed."""
-    other = {
-        Work(plan.command, threshold=1)
-        for plan in kinds
-        if plan.how == "rewrite" or "threshold" in plan.whom
-    }
-    return (
-        {replace(plan.work, nodes=0) for plan in kinds}
-        | other
-        | {Work(p.command, "b") for p in kinds if "other reads" in p.whom}
-    )
+    """Return the work of which undisturbed runs are needed for these kinds of rounds.
+
+    A few more are made when a round needs them.
+    """
+    needed = set()
+    for plan in kinds:
+        needed.add(replace(plan.work, nodes=0))
+        if plan.how == "rewrite" or "threshold" in plan.whom:
+            needed.add(Work(plan.command, threshold=1))
+        if "other reads" in plan.whom:
+            needed.add(Work(plan.command, "b"))
+    return needed
 
 
-def make_truths(scene: Scene, wanted: set[Work], jobs: int) -> None:
+def make_truths(scene: Scene, needed: set[Work], jobs: int) -> None:
     """Play the undisturbed runs, some side by side."""
 
-    def one(job: int, work: Work) -> None:
+    def play_undisturbed(job: int, work: Work) -> None:
         os.sched_setaffinity(0, cores(job, jobs))  # of this thread and its child
         if scene.url or work.command == "predict":
             scene.truth(work)
 
-    with ThreadPoolExecutor(max(1, min(jobs, len(wanted)))) as pool:
-        list(pool.map(one, range(len(wanted)), sorted(wanted, key=str)))
+    with ThreadPoolExecutor(max(1, min(jobs, len(needed)))) as pool:
+        done = pool.map(play_undisturbed, range(len(needed)), sorted(needed, key=str))
+        list(done)  # raise what one of them raised
 
 
 def serve(
@@ -85,7 +89,7 @@ def serve(
     line: Connection,
     parent: int,
 ) -> None:
-    """Of a job's process: play the rounds whose numbers come, until there are no more."""
+    """Play the rounds whose numbers come, until there are no more; the program of a job's process."""
     die_with_parent(parent)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     os.sched_setaffinity(0, cores(job, jobs))
@@ -108,41 +112,48 @@ def rounds(
     jobs: int,
     late: Callable[[], bool],
 ) -> Iterator[Round]:
-    """Rounds of these kinds in turn, as they end; none begins when it is `late`."""
-    to_do, context, playing = iter(numbers), multiprocessing.get_context("spawn"), list[Job]()
+    """Yield rounds of these kinds in turn, as they end; none begins when it is `late`."""
+    numbers_left = iter(numbers)
+    context = multiprocessing.get_context("spawn")
+    jobs = min(jobs, len(numbers))
+    playing: list[Job] = []
 
     def begin(index: int) -> Job:
-        mine, its = context.Pipe()
-        arguments = (index, jobs, scene, seed, tuple(kinds), its, os.getpid())
+        connection, child_connection = context.Pipe()
+        arguments = (index, jobs, scene, seed, tuple(kinds), child_connection, os.getpid())
         process = context.Process(target=serve, args=arguments, name=f"job {index}")
         process.start()
-        its.close()
-        return Job(process, mine)
+        child_connection.close()
+        return Job(index, process, connection)
 
-    def give(job: Job) -> bool:
-        number = None if late() else next(to_do, None)
+    def give_next_round(job: Job) -> bool:
+        number = None if late() else next(numbers_left, None)
         job.number = -1 if number is None else number
         job.line.send(number)
         return number is not None
 
+    def report_dead_job(job: Job) -> Round:
+        job.process.join()
+        problem = f"the harness failed: its process ended with {job.process.exitcode}"
+        left_over(mark_of(job.number, scene), 0.0)  # ends what still runs of it
+        return Round(job.number, kinds[job.number % len(kinds)], problems=[problem])
+
     try:
-        jobs = min(jobs, len(numbers))
-        playing = [begin(index) for index in range(jobs)]
-        busy = {job.line: (index, job) for index, job in enumerate(playing) if give(job)}
+        playing += [begin(index) for index in range(jobs)]
+        busy: dict[object, Job] = {job.line: job for job in playing if give_next_round(job)}
         while busy:
-            for connection in wait(list(busy)):
-                index, job = busy.pop(connection)  # type: ignore[call-overload]
+            lines = [job.line for job in busy.values()]
+            for connection in wait(lines):
+                job = busy.pop(connection)
                 try:
-                    one = job.line.recv()
+                    result = job.line.recv()
                 except (EOFError, ConnectionResetError):
-                    job.process.join()
-                    why = f"the harness failed: its process ended with {job.process.exitcode}"
-                    one = Round(job.number, kinds[job.number % len(kinds)], problems=[why])
-                    left_over(mark_of(job.number, scene), 0.0)  # ends what still runs of it
-                    playing[index] = job = begin(index)
-                yield one
-                if give(job):
-                    busy[job.line] = (index, job)
+                    result = report_dead_job(job)
+                    job = begin(job.index)
+                    playing[job.index] = job
+                yield result
+                if give_next_round(job):
+                    busy[job.line] = job
     finally:
         for job in playing:
             job.line.close()
@@ -154,7 +165,7 @@ def rounds(
 
 
 def main() -> int:
-    """The long form. Exit code 0: rounds were played, and all of them were good."""
+    """Play many rounds; exit code 0 if rounds were played, and all of them were good."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--first", type=int, default=0)
@@ -168,20 +179,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
     kinds = [plan for plan in plans() if re.search(options.only, plan.name)]
-    if not kinds or options.jobs < 1:
-        parser.error(
-            f"no kind of round is named like {options.only!r}"
-            if not kinds
-            else "--jobs is 1 or more"
-        )
-    began_s, played = time.monotonic(), list[Round]()
+    if not kinds:
+        parser.error(f"no kind of round is named like {options.only!r}")
+    if options.jobs < 1:
+        parser.error("--jobs is 1 or more")
+    began_s = time.monotonic()
+    results: list[Round] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what runs is ended
 
-    def told() -> str:
-        text = f"{table(played)}\n\nseed {options.seed}, {time.monotonic() - began_s:.0f} s, {options.jobs} at a time\n"
+    def write_table() -> str:
+        elapsed_s = time.monotonic() - began_s
+        circumstances = f"seed {options.seed}, {elapsed_s:.0f} s, {options.jobs} at a time"
+        text = f"{table(results)}\n\n{circumstances}\n"
         if options.out:
             options.out.write_text(text)
         return text
+
+    def is_late() -> bool:
+        return time.monotonic() - began_s > options.minutes * 60
 
     numbers = range(options.first, options.first + options.rounds)
     try:
@@ -189,18 +204,17 @@ def main() -> int:
             tempfile.TemporaryDirectory(prefix="virnuc-faults-", dir=options.folder) as name,
             prepared(Path(name) / "scene") as scene,
         ):
-            make_truths(
-                scene, works([kinds[number % len(kinds)] for number in numbers]), options.jobs
-            )
-            late = lambda: time.monotonic() - began_s > options.minutes * 60  # noqa: E731
-            for one in rounds(numbers, scene, options.seed, kinds, options.jobs, late):
-                played.append(one)
-                print(line(one), flush=True)
-                told()
+            kinds_to_play = [kinds[number % len(kinds)] for number in numbers]
+            make_truths(scene, works(kinds_to_play), options.jobs)
+            for result in rounds(numbers, scene, options.seed, kinds, options.jobs, is_late):
+                results.append(result)
+                print(line(result), flush=True)
+                write_table()
     finally:  # also of what was played when somebody ends it
-        print(told())
-    bad = any(one.problems for one in played)
-    return 0 if not bad and any(one.good for one in played) else 1
+        print(write_table())
+    has_bad = any(result.problems for result in results)
+    has_good = any(result.good for result in results)
+    return 0 if has_good and not has_bad else 1
 
 
 if __name__ == "__main__":

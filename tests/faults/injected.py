@@ -36,15 +36,16 @@ class Scene:
 
 
 def write_reads(path: Path, count: int, seed: int) -> None:
-    """Random reads of 60 to 400 bases."""
+    """Write random reads of 60 to 400 bases."""
     rng = random.Random(seed)
     with path.open("w") as file:
         for i in range(count):
-            file.write(f">r{i}\n{''.join(rng.choices('ACGT', k=rng.randint(60, 400)))}\n")
+            bases = "".join(rng.choices("ACGT", k=rng.randint(60, 400)))
+            file.write(f">r{i}\n{bases}\n")
 
 
 def command(root: Path, scene: Scene, devices: str, engine: EngineSpec) -> list[str]:
-    """The run as a process of its own."""
+    """Return the command of a run as a process of its own."""
     arguments = (
         root,
         scene.store,
@@ -58,13 +59,13 @@ def command(root: Path, scene: Scene, devices: str, engine: EngineSpec) -> list[
 
 
 def result_bytes(root: Path) -> dict[str, bytes]:
-    """Every byte that is a result."""
+    """Return every byte that is a result, by path."""
     files = [*(root / name for name in RESULTS), *sorted((root / "shards").glob("0*.h5"))]
     return {str(file.relative_to(root)): file.read_bytes() for file in files}
 
 
 def prepare(folder: Path, reads: int = 250, seed: int = 11) -> Scene:
-    """Reads, models, store and the undisturbed run."""
+    """Prepare reads, models, a store and the undisturbed run."""
     scene = Scene(folder / "reads.fasta", folder / "orfs.h5", folder / "models", {})
     write_reads(scene.reads, reads, seed)
     init_random(scene.models, "tiny", "tiny", model_length=LENGTH, seed=3)
@@ -77,5 +78,5 @@ def prepare(folder: Path, reads: int = 250, seed: int = 11) -> Scene:
 
 
 def committed(root: Path) -> int:
-    """Shards that are there."""
+    """Count the shards that are committed."""
     return len(list((root / "shards").glob("0*.h5")))

@@ -43,7 +43,7 @@ class Play:
         self.runs = 0
 
     def play(self) -> Round:
-        """The round, with what was wrong in it."""
+        """Play the round, and return it with what was wrong in it."""
         self.out.parent.mkdir(parents=True)
         began_s = time.monotonic()
         with self.servers:
@@ -89,7 +89,7 @@ class Play:
     def start(
         self, work: Work | None = None, *more: str, room: int | None = None, server: str = ""
     ) -> Running:
-        """A command of this round."""
+        """Start a command of this round."""
         self.runs += 1
         if "loader" in self.plan.whom:
             more = (*more, "--num-workers=1")
@@ -117,34 +117,33 @@ class Play:
         if any("unexpected" in line for line in lines):
             self._say(f"{what}: {lines[-1][:160]}")
         if code == 0:
-            right, told = (truth or self.truth).said, said(run.printed())
-            if told != right:
-                self._say(f"{what}: told {told!r} for {right!r}")
+            expected = (truth or self.truth).said
+            counts = said(run.printed())
+            if counts != expected:
+                self._say(f"{what}: told {counts!r} for {expected!r}")
         return code
 
     def compare(self, what: str, truth: Truth | None = None) -> None:
-        """Every file a user reads, with those of an undisturbed run."""
-        right, found = (truth or self.truth).files, leaves(self.out)
-        for name in sorted(right.keys() | found.keys()):
-            if name in STRANGERS or (self.plan.how == "odd" and name not in right):
+        """Compare every file that a user reads with that of an undisturbed run."""
+        expected = (truth or self.truth).files
+        actual = leaves(self.out)
+        for name in sorted(expected.keys() | actual.keys()):
+            is_foreign = self.plan.how == "odd" and name not in expected
+            if name in STRANGERS or is_foreign or expected.get(name) == actual.get(name):
                 continue
-            if right.get(name) != found.get(name):
-                fault = (
-                    "missing"
-                    if name not in found
-                    else "left over"
-                    if name not in right
-                    else "differs"
-                )
-                more = (
-                    f" ({found[name]})"
-                    if "cannot" in found.get(name, "") or "NaN" in found.get(name, "")
-                    else ""
-                )
-                self._say(f"{what}: {name} {fault}{more}")
+            if name not in actual:
+                fault = "missing"
+            elif name not in expected:
+                fault = "left over"
+            else:
+                fault = "differs"
+            contents = actual.get(name, "")
+            if "cannot" in contents or "NaN" in contents:
+                fault += f" ({contents})"
+            self._say(f"{what}: {name} {fault}")
 
     def resume(self, truth: Truth | None = None, work: Work | None = None) -> None:
-        """The same command again, undisturbed: it must end with 0 in the right files."""
+        """Run the same command again, undisturbed: it must end with 0 in the right files."""
         self.round.resumed = True
         strangers = self._strangers() if self.rng.random() < 0.3 else {}
         healthy = self.scene.url if self.plan.server == "own" else ""
@@ -178,21 +177,11 @@ class Play:
             _, struck_s = strike(first, how, "main", 0.0, self.rng)
         else:
             at_s, struck_s = self._strike(first, how, whom)
-        self.round.at_s, self.round.hit = at_s, at_s is not None
-        mine = whom == "all" or (whom.startswith(("main", "after ")) and how == "kill")
-        fatal = mine or how in ("terminate", "interrupt")
-        allowed = {"terminate": (0, 130), "interrupt": (0, 130)}.get(how, (0, 1))
-        if whom in ("server", "worker", "loader", *NODE) or (how, whom) == ("stop", "main"):
-            allowed = (0,)  # replaced, or nothing that the results need
-        if whom == "scheduler" or (how == "stop" and whom in NODE):
-            allowed = (0, 4)  # nothing is begun on a node that does not answer
-        if mine:
-            allowed = (0, -9)
-        if whom == "server" and first.ends() is not None:
-            allowed = (
-                (1,) if any(said in first.complained() for said in NO_SERVER) else (0,)
-            )  # the first before there was a run
-        if at_s is not None and fatal and at_s < 2.0:
+        self.round.at_s = at_s
+        self.round.hit = at_s is not None
+        allowed = self._allowed_codes(first)
+        is_ended = how in ("terminate", "interrupt") or -9 in allowed
+        if at_s is not None and is_ended and at_s < 2.0:
             allowed = (*allowed, -15, -2, -9)  # before it could hear
         code = self.ends(first, allowed, "struck")
         if how in ("terminate", "interrupt") and at_s is not None:
@@ -203,9 +192,34 @@ class Play:
             self.compare("struck")
         self.resume()
 
+    def _allowed_codes(self, run: Running) -> tuple[int, ...]:
+        """Return the exit codes that a struck command may end with."""
+        how = self.plan.how
+        whom = self.plan.whom
+        if whom == "server" and run.ends() is not None:
+            # The server may have gone before there was a run.
+            is_without_server = any(text in run.complained() for text in NO_SERVER)
+            return (1,) if is_without_server else (0,)
+        is_command_killed = how == "kill" and whom.startswith(("main", "after "))
+        if whom == "all" or is_command_killed:
+            return (0, -9)
+        if whom == "scheduler" or (how == "stop" and whom in NODE):
+            return (0, 4)  # nothing is begun on a node that does not answer
+        if whom in ("server", "worker", "loader", *NODE) or (how, whom) == ("stop", "main"):
+            return (0,)  # replaced, or nothing that the results need
+        if how in ("terminate", "interrupt"):
+            return (0, 130)
+        return (0, 1)
+
     def _strike(self, run: Running, how: str, whom: str) -> tuple[float | None, float]:
-        parts = 1 if whom in ("main", "all", "server") else 20 if "staging" in whom else 4
-        parts = 3 if self.plan.nodes else parts  # the first of its nodes is there late
+        """Hit a process of this round; return when, as `strike` does."""
+        parts = 4
+        if whom in ("main", "all", "server"):
+            parts = 1
+        elif "staging" in whom:
+            parts = 20
+        if self.plan.nodes:
+            parts = 3  # the first of its nodes is there late
         spread_s = self.truth.seconds / parts
         if whom == "server" and self.plan.server == "own":
             time.sleep(self.rng.random() * spread_s)
@@ -216,7 +230,7 @@ class Play:
     _kill = _stop = _terminate = _interrupt = _struck
 
     def _disk(self) -> None:
-        """A disk that is full sooner or later."""
+        """Play on a disk that is full sooner or later."""
         with small_disk(
             self.folder / "disk", int(self.rng.uniform(8_192, self.truth.nbytes * 1.1))
         ) as mounted:
@@ -228,7 +242,7 @@ class Play:
             self.resume()
 
     def _filesize(self) -> None:
-        """No file may become longer than a random one of those it makes."""
+        """Play with a limit: no file may become longer than a random one of those it makes."""
         room = int(4096 * (self.truth.largest / 4096) ** self.rng.random())
         self._full(self.start(room=room))
         self.resume()
@@ -236,16 +250,15 @@ class Play:
     def _full(self, run: Running) -> None:
         code = self.ends(run, (0, 1), "full")
         self.round.hit = code != 0
-        line = next(
-            (line for line in run.complained().splitlines() if line.startswith("virnuc: ")), ""
-        )
-        if code == 1 and str(self.out) not in line:
-            self._say(f"full: does not name what could not be written: {line[:160]}")
+        messages = [line for line in run.complained().splitlines() if line.startswith("virnuc: ")]
+        message = messages[0] if messages else ""
+        if code == 1 and str(self.out) not in message:
+            self._say(f"full: does not name what could not be written: {message[:160]}")
         if code == 0:
             self.compare("full")
 
     def _flip(self) -> None:
-        """A complete run, or one that was killed, of which one file is damaged."""
+        """Damage one file of a complete run, or of one that was killed."""
         first = self.start()
         unfinished = (
             self.plan.whom in ("store", "shard", "plan", "record") and self.rng.random() < 0.3
@@ -271,7 +284,10 @@ class Play:
     _cut = _zero = _remove = _flip
 
     def _twin(self) -> None:
-        """A second run in the same directory, some time after the first; what stays is of the last that ended well."""
+        """Start a second run in the same directory, some time after the first.
+
+        What stays must be of the last run that ended well.
+        """
         other = Work(
             self.plan.command,
             "b" if "reads" in self.plan.whom else "a",
@@ -280,7 +296,8 @@ class Play:
         truths = self.truth, self.scene.truth(other)
         more = ["--force"] if "--force" in self.plan.whom else []
         first = self.start()
-        if rests := "rests" in self.plan.whom:  # at a moment at which it surely works
+        rests = "rests" in self.plan.whom
+        if rests:  # at a moment at which it surely works
             while first.alive and not self.out.exists():
                 time.sleep(0.001)
             self._while_it_writes(first, 2)  # its lease is there
@@ -288,9 +305,7 @@ class Play:
         else:
             time.sleep(self.rng.random() * self.truth.seconds)
         self.round.at_s = time.monotonic() - first.began_s
-        works = not (
-            self.out / "summary.json"
-        ).exists()  # the first, still: its last file is missing
+        first_works = not (self.out / "summary.json").exists()  # its last file is missing
         second = self.start(other, *more)
         if rests:
             second.ends()
@@ -309,21 +324,24 @@ class Play:
         if not well:
             self._say("neither of the two runs ended well")
             return
-        if rests and works and codes[1] == 0:
+        if rests and first_works and codes[1] == 0:
             self._say("the second wrote where the first was at work")
         self.compare("both", truths[well[-1]])
         self.resume(truths[well[-1]], (self.work, other)[well[-1]])
 
     def _while_it_writes(self, run: Running, least: int = 0) -> None:
         """Wait until some of the files that appear and go one after the other have done so."""
-        changes, seen = self.rng.randint(least, 10), self.out.stat().st_mtime_ns
-        while changes and run.alive:
-            if (now := self.out.stat().st_mtime_ns) != seen:
-                changes, seen = changes - 1, now
+        n_changes = self.rng.randint(least, 10)
+        last_change = self.out.stat().st_mtime_ns
+        while n_changes and run.alive:
+            change = self.out.stat().st_mtime_ns
+            if change != last_change:
+                n_changes -= 1
+                last_change = change
             time.sleep(0.001)
 
     def _rewrite(self) -> None:
-        """A complete run that is judged at another threshold, and killed while it is."""
+        """Judge a complete run at another threshold, and kill it meanwhile."""
         other = Work(self.plan.command, threshold=1)
         self.ends(self.start(), (0,), "first")
         second = self.start(other)
@@ -334,7 +352,7 @@ class Play:
         self.resume(self.scene.truth(other), other)
 
     def _odd(self) -> None:
-        """An inbox with files nobody can predict among good ones."""
+        """Predict an inbox with files that nobody can predict among good ones."""
         name = f"odd-{self.round.number}"
         inbox = shutil.copytree(self.scene.reads("inbox"), self.scene.reads(name))
         (inbox / "bad.fasta").write_text("no reads\n")
@@ -350,11 +368,11 @@ class Play:
 
 
 def mark_of(number: int, scene: Scene) -> str:
-    """What every process of a round bears."""
+    """Return the mark that every process of a round bears."""
     return f"{scene.folder.parent.name}-{number}"
 
 
 def play(number: int, scene: Scene, seed: int, plan: Plan | None = None) -> Round:
-    """Round `number`; the kind is its turn's unless one is given."""
+    """Play round `number`; the kind is its turn's unless one is given."""
     every = plans()
     return Play(number, plan or every[number % len(every)], scene, seed).play()

@@ -1,19 +1,36 @@
-"""Which kinds of rounds there are, and what is written of one that was played."""
+"""Which kinds of rounds there are, and the texts about rounds that were played."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .scene import Work
+
+# Kinds of files that a run reads again.
+FILE_KINDS = (
+    "store",
+    "made",
+    "shard",
+    "plan",
+    "record",
+    "summary",
+    "results",
+    "viral",
+    "embeddings",
+    "telemetry",
+    "mark",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One kind of round."""
 
-    how: str  # kill, stop, terminate, interrupt, disk, filesize, flip, cut, zero, remove, twin, rewrite, odd
+    # kill, stop, terminate, interrupt, disk, filesize, flip, cut, zero, remove, twin, rewrite, odd
+    how: str
     whom: str  # a kind of process, of file, of second run
     command: str = "predict"
     server: str = "any"  # any, none, embedded, own (a server of this round's own)
@@ -22,108 +39,125 @@ class Plan:
 
     @property
     def work(self) -> Work:
-        """What an undisturbed round does."""
+        """Return what an undisturbed round does."""
         reads = "inbox" if self.command == "predict-inbox" else "a"
         return Work(self.command, reads, nodes=self.nodes, transfer=self.transfer)
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
-        where = f" ({self.server} server)" if self.server != "any" else ""
-        where += " of a cluster" * bool(self.nodes) + " by transfer" * self.transfer
-        return f"{self.command}: {self.how} {self.whom}{where}"
+        """Return the name that the table shows."""
+        name = f"{self.command}: {self.how} {self.whom}"
+        if self.server != "any":
+            name += f" ({self.server} server)"
+        if self.nodes:
+            name += " of a cluster"
+        if self.transfer:
+            name += " by transfer"
+        return name
 
 
 def plans() -> tuple[Plan, ...]:
-    """Every kind of round, those of one kind apart from each other."""
-    found = [Plan("kill", whom) for whom in ("main", "all", "worker", "staging")]
-    found += [Plan("kill", f"main while {kind}") for kind in ("staging", "worker")]
-    found += [
+    """Return every kind of round, mixed so that similar ones lie apart."""
+    kinds = [
+        *_kill_and_stop_plans(),
+        *_server_plans(),
+        *_signal_plans(),
+        *_full_disk_plans(),
+        *_damage_plans(),
+        *_second_run_plans(),
+        *_cluster_plans(),
+    ]
+    random.Random(0).shuffle(kinds)
+    return tuple(kinds)
+
+
+def _kill_and_stop_plans() -> list[Plan]:
+    """Return rounds in which a process of the run is killed or stopped."""
+    kinds = [Plan("kill", whom) for whom in ("main", "all", "worker", "staging")]
+    kinds += [Plan("kill", f"main while {kind}") for kind in ("staging", "worker")]
+    kinds += [
         Plan("kill", "main while baseline", "validate"),
         Plan("terminate", "main while staging"),
+        Plan("kill", "loader"),
+        Plan("stop", "loader"),
     ]
-    found += [Plan("kill", "loader"), Plan("stop", "loader")]
-    found += [
-        Plan("kill", whom, "validate") for whom in ("main", "all", "worker", "staging", "baseline")
-    ]
-    found += [Plan("kill", whom, "predict-inbox") for whom in ("main", "all", "worker")]
-    found += [Plan("stop", whom) for whom in ("main", "worker", "staging")]
-    found += [Plan("stop", whom, "validate") for whom in ("worker", "staging", "baseline")]
-    found += [Plan("stop", "worker", "predict-inbox")]
-    found += [
-        Plan(how, "server", "predict", kind)
-        for how in ("kill", "stop")
-        for kind in ("embedded", "own")
-    ]
-    found += [
-        Plan("kill", "server", "validate", "embedded"),
-        Plan("stop", "server", "validate", "own"),
-    ]
-    found += [
-        Plan("terminate", whom)
-        for whom in ("main", "after worker stopped", "after staging stopped")
-    ]
-    found += [
-        Plan("terminate", "after server stopped", "predict", kind) for kind in ("embedded", "own")
-    ]
-    found += [Plan("terminate", "main", command) for command in ("validate", "predict-inbox")]
-    found += [Plan("interrupt", "main", command) for command in ("predict", "validate")]
-    found += [
-        Plan(how, "out", command)
-        for how in ("disk", "filesize")
-        for command in ("predict", "validate")
-    ]
-    kinds = (
-        "store",
-        "made",
-        "shard",
-        "plan",
-        "record",
-        "summary",
-        "results",
-        "viral",
-        "embeddings",
-        "telemetry",
-        "mark",
-    )
-    found += [Plan("flip", kind) for kind in kinds] + [Plan("cut", kind) for kind in kinds]
-    found += [
-        Plan(how, kind)
-        for how in ("zero", "remove")
-        for kind in ("store", "shard", "record", "summary", "results")
-    ]
-    found += [
-        Plan(how, kind, "validate")
-        for how in ("flip", "cut")
-        for kind in ("store", "baseline", "report")
-    ]
-    found += [
-        Plan("flip", kind, "validate") for kind in ("history", "results", "summary", "record")
-    ]
-    found += [Plan("flip", "ledger", "predict-inbox"), Plan("cut", "ledger", "predict-inbox")]
-    found += [
-        Plan("twin", kind)
-        for kind in ("same", "other reads", "other reads --force", "other threshold")
-    ]
-    found += [
-        Plan("twin", f"{kind} while the first rests") for kind in ("same", "other reads --force")
-    ]
-    found += [Plan("twin", kind, "validate") for kind in ("same", "other reads --force")]
-    found += [Plan("rewrite", whom) for whom in ("main", "all")]
-    found += [Plan("odd", "files", "predict-inbox")]
-    of_cluster = [
-        ("kill", whom)
-        for whom in ("dask worker", "nanny", "tree", "worker", "scheduler", "main", "all")
-    ]
-    of_cluster += [("stop", whom) for whom in ("dask worker", "tree", "main")] + [
-        ("terminate", "main")
-    ]
-    for how, whom in of_cluster:
-        found += [
-            Plan(how, whom, server="none", nodes=3, transfer=transfer) for transfer in (False, True)
-        ]
-    random.Random(0).shuffle(found)
-    return tuple(found)
+    for whom in ("main", "all", "worker", "staging", "baseline"):
+        kinds.append(Plan("kill", whom, "validate"))
+    kinds += [Plan("kill", whom, "predict-inbox") for whom in ("main", "all", "worker")]
+    kinds += [Plan("stop", whom) for whom in ("main", "worker", "staging")]
+    kinds += [Plan("stop", whom, "validate") for whom in ("worker", "staging", "baseline")]
+    kinds.append(Plan("stop", "worker", "predict-inbox"))
+    return kinds
+
+
+def _server_plans() -> list[Plan]:
+    """Return rounds in which the Prefect server is killed or stopped."""
+    kinds = []
+    for how in ("kill", "stop"):
+        kinds += [Plan(how, "server", "predict", server) for server in ("embedded", "own")]
+    kinds.append(Plan("kill", "server", "validate", "embedded"))
+    kinds.append(Plan("stop", "server", "validate", "own"))
+    return kinds
+
+
+def _signal_plans() -> list[Plan]:
+    """Return rounds in which a user or a scheduler asks the run to end."""
+    victims = ("main", "after worker stopped", "after staging stopped")
+    kinds = [Plan("terminate", whom) for whom in victims]
+    for server in ("embedded", "own"):
+        kinds.append(Plan("terminate", "after server stopped", "predict", server))
+    kinds += [Plan("terminate", "main", command) for command in ("validate", "predict-inbox")]
+    kinds += [Plan("interrupt", "main", command) for command in ("predict", "validate")]
+    return kinds
+
+
+def _full_disk_plans() -> list[Plan]:
+    """Return rounds in which a disk is full, or a file may not become longer."""
+    kinds = []
+    for how in ("disk", "filesize"):
+        kinds += [Plan(how, "out", command) for command in ("predict", "validate")]
+    return kinds
+
+
+def _damage_plans() -> list[Plan]:
+    """Return rounds in which a file of the run is damaged or removed."""
+    kinds = []
+    for how in ("flip", "cut"):
+        kinds += [Plan(how, file) for file in FILE_KINDS]
+    for how in ("zero", "remove"):
+        files = ("store", "shard", "record", "summary", "results")
+        kinds += [Plan(how, file) for file in files]
+    for how in ("flip", "cut"):
+        kinds += [Plan(how, file, "validate") for file in ("store", "baseline", "report")]
+    for file in ("history", "results", "summary", "record"):
+        kinds.append(Plan("flip", file, "validate"))
+    kinds += [Plan(how, "ledger", "predict-inbox") for how in ("flip", "cut")]
+    return kinds
+
+
+def _second_run_plans() -> list[Plan]:
+    """Return rounds with a second run in the same directory, and one with odd files in an inbox."""
+    seconds = ("same", "other reads", "other reads --force", "other threshold")
+    kinds = [Plan("twin", second) for second in seconds]
+    for second in ("same", "other reads --force"):
+        kinds.append(Plan("twin", f"{second} while the first rests"))
+    kinds += [Plan("twin", second, "validate") for second in ("same", "other reads --force")]
+    kinds += [Plan("rewrite", whom) for whom in ("main", "all")]
+    kinds.append(Plan("odd", "files", "predict-inbox"))
+    return kinds
+
+
+def _cluster_plans() -> list[Plan]:
+    """Return rounds on a cluster of three nodes, with and without a shared file system."""
+    killed = ("dask worker", "nanny", "tree", "worker", "scheduler", "main", "all")
+    strikes = [("kill", whom) for whom in killed]
+    strikes += [("stop", whom) for whom in ("dask worker", "tree", "main")]
+    strikes.append(("terminate", "main"))
+    kinds = []
+    for how, whom in strikes:
+        for transfer in (False, True):
+            kinds.append(Plan(how, whom, server="none", nodes=3, transfer=transfer))
+    return kinds
 
 
 @dataclass(slots=True)
@@ -144,46 +178,50 @@ class Round:
 
     @property
     def good(self) -> bool:
+        """Tell whether it was played, and nothing was wrong."""
         return not self.problems and not self.not_run
 
-
-def line(one: Round) -> str:
-    """A round in a line, for who watches."""
-    if one.not_run and not one.problems:
-        return f"{one.number:4d} not run {one.plan.name}: {one.not_run}"
-    state = "good" if one.good else "BAD "
-    at = "" if one.at_s is None else f" at {one.at_s:.1f} s"
-    said_ = "; ".join(one.problems)
-    return f"{one.number:4d} {state} {one.plan.name} [{one.server}]{at} codes {one.codes} {one.seconds:.0f} s {said_}"
+    @property
+    def played(self) -> bool:
+        """Tell whether it was played, or failed in the attempt."""
+        return bool(self.problems) or not self.not_run
 
 
-def table(played: Sequence[Round]) -> str:
-    """Markdown: one line a kind of round, then what was wrong in which round, then what was not run."""
+def line(result: Round) -> str:
+    """Return one line about a round, for the person who watches."""
+    name = result.plan.name
+    if not result.played:
+        return f"{result.number:4d} not run {name}: {result.not_run}"
+    state = "good" if result.good else "BAD "
+    moment = "" if result.at_s is None else f" at {result.at_s:.1f} s"
+    ending = f"codes {result.codes} {result.seconds:.0f} s {'; '.join(result.problems)}"
+    return f"{result.number:4d} {state} {name} [{result.server}]{moment} {ending}"
+
+
+def table(results: Sequence[Round]) -> str:
+    """Return a Markdown table of kinds of rounds, then what was wrong, then what was not run."""
+    played = [result for result in results if result.played]
+    bad = [result for result in played if not result.good]
+    n_hits = sum(result.hit for result in played)
     lines = ["| round | played | hit | run again | good |", "| --- | --- | --- | --- | --- |"]
-    done = [one for one in played if one.problems or not one.not_run]
-    for name in sorted({one.plan.name for one in done}):
-        own = [one for one in done if one.plan.name == name]
-        counts = (
-            len(own),
-            sum(r.hit for r in own),
-            sum(r.resumed for r in own),
-            sum(r.good for r in own),
-        )
-        lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
-    bad = [one for one in done if not one.good]
-    lines += [
-        "",
-        f"{len(done) - len(bad)} of {len(done)} rounds good; {sum(r.hit for r in done)} strikes hit.",
-    ]
+    for name in sorted({result.plan.name for result in played}):
+        lines.append(_table_row(name, [result for result in played if result.plan.name == name]))
+    lines.append("")
+    lines.append(f"{len(played) - len(bad)} of {len(played)} rounds good; {n_hits} strikes hit.")
     if bad:
         lines += ["", "| round | what was wrong |", "| --- | --- |"]
-        lines += [
-            f"| {r.number} {r.plan.name} ({r.server}) | {'; '.join(r.problems)[:400]} |"
-            for r in sorted(bad, key=lambda one: one.number)
-        ]
-    for name, why in sorted({(one.plan.name, one.not_run) for one in played if one not in done}):
-        count = sum(
-            (one.plan.name, one.not_run) == (name, why) for one in played if one not in done
-        )
-        lines += ["", f"not run: {name}, {count} times: {why}"]
+    for result in sorted(bad, key=lambda result: result.number):
+        problems = "; ".join(result.problems)[:400]
+        lines.append(f"| {result.number} {result.plan.name} ({result.server}) | {problems} |")
+    reasons = Counter((result.plan.name, result.not_run) for result in results if not result.played)
+    for (name, reason), count in sorted(reasons.items()):
+        lines += ["", f"not run: {name}, {count} times: {reason}"]
     return "\n".join(lines)
+
+
+def _table_row(name: str, results: Sequence[Round]) -> str:
+    """Return the row of one kind of round."""
+    n_hits = sum(result.hit for result in results)
+    n_resumed = sum(result.resumed for result in results)
+    n_good = sum(result.good for result in results)
+    return f"| {name} | {len(results)} | {n_hits} | {n_resumed} | {n_good} |"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import json
@@ -102,24 +103,14 @@ class Scene:
         return self.folder / f"reads-{name}"
 
     def words(self, work: Work, out: Path, devices: str, *more: str) -> list[str]:
-        """The command line; `out` is the directory it writes."""
-        nodes = [
-            "--devices",
-            "cpu",
-            "--cluster",
-            f"local:{work.nodes}",
-            *["--transfer"] * work.transfer,
-        ]
-        where = nodes if work.nodes else ["--devices", devices]
-        words = [
-            *VIRNUC,
-            work.command,
-            "--models",
-            str(self.folder / "models"),
-            *where,
-            "-o",
-            str(out),
-        ]
+        """Return the command line; `out` is the directory that it writes."""
+        words = [*VIRNUC, work.command, "--models", str(self.folder / "models"), "-o", str(out)]
+        if work.nodes:
+            words += ["--devices", "cpu", "--cluster", f"local:{work.nodes}"]
+            if work.transfer:
+                words.append("--transfer")
+        else:
+            words += ["--devices", devices]
         words += [f"--{name}={value}" for name, value in SIZES.items()]
         words += ["--settings", str(self.folder / "settings.toml")]
         reads = str(self.reads(work.reads))
@@ -139,7 +130,13 @@ class Scene:
         return [*words, *more]
 
     def environment(self, mark: str, server: str, home: Path) -> dict[str, str]:
-        """Of a process of round `mark`; `server`: an address, `embedded`, or `none` (a run without Prefect)."""
+        """Return the environment of a process of round `mark`.
+
+        Args:
+            mark: The round's mark.
+            server: An address, `embedded`, or `none` (a run without Prefect).
+            home: Prefect's folder.
+        """
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -151,9 +148,10 @@ class Scene:
         own = {
             MARK: mark,
             "PREFECT_HOME": str(home),
-            "PYTHONPATH": python_path(*[INJECT] * bool(self.mutant)),
+            "PYTHONPATH": python_path(),
         }
         if self.mutant:
+            own["PYTHONPATH"] = python_path(INJECT)
             own["VIRNUC_FAULT"] = json.dumps({"kind": self.mutant})
         if server.startswith("http"):
             own |= {"PREFECT_API_URL": server, "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false"}
@@ -162,7 +160,7 @@ class Scene:
         return kept | own | {"OMP_NUM_THREADS": "1"}
 
     def truth(self, work: Work) -> Truth:
-        """Of an undisturbed run on two cores, made when it is first asked for."""
+        """Return what an undisturbed run on two cores does; it is made when it is first needed."""
         work = replace(work, nodes=0)
         if work not in self.truths:
             if not self.url and work.command != "predict":
@@ -181,10 +179,8 @@ class Scene:
                 words, env=environment, cwd=out.parent, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
-            seconds, sizes = (
-                time.monotonic() - began_s,
-                [p.stat().st_size for p in out.rglob("*") if p.is_file()],
-            )
+            seconds = time.monotonic() - began_s
+            sizes = [path.stat().st_size for path in out.rglob("*") if path.is_file()]
             self.truths[work] = Truth(
                 leaves(out), said(done.stdout), seconds, sum(sizes), max(sizes)
             )
@@ -193,36 +189,41 @@ class Scene:
 
 
 def python_path(*more: Path) -> str:
-    """Of a child: `more`, this source, and where this process finds packages that are not installed."""
-    return os.pathsep.join(
-        [*map(str, more), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    """Return a child's PYTHONPATH: `more`, this source, and what is on the path of this process."""
+    folders = [*map(str, more), str(ROOT)]
+    inherited = os.environ.get("PYTHONPATH")
+    if inherited:
+        folders.append(inherited)
+    return os.pathsep.join(folders)
 
 
 def said(output: str) -> str:
-    """The counts of reads that a command told."""
+    """Return the counts of reads that a command has printed."""
     return " ".join(SAID.findall(output))
 
 
 def write_reads(folder: Path, seed: int, count: int = 240, files: int = 4) -> None:
-    """Random reads of 60 to 400 bases in several files, so that staging has work for two processes."""
+    """Write random reads of 60 to 400 bases, in several files so that two processes can stage them."""
     rng = random.Random(seed)
     folder.mkdir()
     for number in range(files):
         with gzip.GzipFile(folder / f"s{number}.fasta.gz", "wb", mtime=0) as file:
             for i in range(number, count, files):
-                file.write(
-                    f">r{seed}_{i}\n{''.join(rng.choices('ACGT', k=rng.randint(60, 400)))}\n".encode()
-                )
+                bases = "".join(rng.choices("ACGT", k=rng.randint(60, 400)))
+                file.write(f">r{seed}_{i}\n{bases}\n".encode())
 
 
 @contextmanager
 def server(
     folder: Path, database: Path | None, mark: str
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A Prefect server as a team has it; its address and its process, which is surely ended.
+    """Start a Prefect server as a team has it, and end it surely.
 
-    Errors: `NotRunError` where none starts.
+    Yields:
+        Its address and its process.
+
+    Raises:
+        NotRunError: No server starts here.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if database is not None and database.exists():
@@ -255,7 +256,8 @@ def server(
                 start_new_session=True,
             )
         try:
-            if healthy(url := f"http://127.0.0.1:{port}/api", process):
+            url = f"http://127.0.0.1:{port}/api"
+            if is_healthy(url, process):
                 yield url, process
                 return
         finally:
@@ -264,8 +266,8 @@ def server(
     raise NotRunError(NO_SERVER_HERE)
 
 
-def healthy(url: str, process: subprocess.Popen[bytes]) -> bool:
-    """Whether the server of this process, and no other, answers within some time."""
+def is_healthy(url: str, process: subprocess.Popen[bytes]) -> bool:
+    """Return whether the server of this process, and no other, answers within some time."""
     for _ in range(1200):
         with suppress(OSError):
             urllib.request.urlopen(f"{url}/health", timeout=2).close()
@@ -278,7 +280,7 @@ def healthy(url: str, process: subprocess.Popen[bytes]) -> bool:
 
 @contextmanager
 def prepared(folder: Path) -> Iterator[Scene]:
-    """Reads, models, thresholds and a server, where one starts."""
+    """Prepare reads, models and thresholds, and a server if one starts."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, seed in (("a", 11), ("b", 12)):
         write_reads(folder / f"reads-{name}", seed, count=240 if name == "a" else 60)
@@ -307,7 +309,7 @@ def prepared(folder: Path) -> Iterator[Scene]:
 
 
 def limit_file_size(nbytes: int) -> None:
-    """For a child before it becomes the command: no file may become longer."""
+    """Limit the size of files; called in a child before it becomes the command."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
 
 
@@ -315,18 +317,21 @@ def limit_file_size(nbytes: int) -> None:
 
 
 def leaves(out: Path) -> Tree:
-    """Every file of a finished run by name, with a digest of all in it that must not depend on the way it was made."""
-    found = {}
+    """Return a digest of each file of a finished run, by name.
+
+    It covers all that must not depend on the way the file was made.
+    """
+    digests = {}
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out)
         volatile = any(part in PER_RUN for part in name.parts) or path.name.startswith(TIMES)
         if path.is_file() and not volatile and path.suffix not in (".damaged", ".lock"):
-            found[str(name)] = told(path)
-    return found
+            digests[str(name)] = digest_or_problem(path)
+    return digests
 
 
-def told(path: Path) -> str:
-    """Digest of what a file says; what is wrong with it where it cannot be read."""
+def digest_or_problem(path: Path) -> str:
+    """Return a digest of what a file says, or what is wrong with it."""
     try:
         if path.name in ("orfs.h5", "embeddings.h5"):
             return h5_digest(path)
@@ -335,16 +340,20 @@ def told(path: Path) -> str:
         if path.name.startswith("report."):
             return "there"
         if path.name == "inbox.tsv":
-            rows = [line.split("\t") for line in path.read_text().splitlines()]
-            keep = [rows[0].index(name) for name in ("file", "fate", "reads", "viral")]
-            return digest(
-                json.dumps(
-                    sorted([row[i] for i in keep] for row in rows if row[keep[0]].startswith("s"))
-                ).encode()
-            )
+            return digest(json.dumps(inbox_rows(path)).encode())
         return digest(path.read_bytes())
     except (OSError, ValueError, KeyError, RuntimeError, RecursionError, LookupError) as error:
         return f"cannot be read: {error}"
+
+
+def inbox_rows(path: Path) -> list[list[str]]:
+    """Return what an inbox's table says of the good files, whose names begin with s."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    if any(None in row.values() for row in rows):
+        raise ValueError("a row is cut off")
+    columns = ("file", "fate", "reads", "viral")
+    return sorted([row[name] for name in columns] for row in rows if row["file"].startswith("s"))
 
 
 def digest(body: bytes) -> str:
@@ -352,7 +361,7 @@ def digest(body: bytes) -> str:
 
 
 def h5_digest(path: Path) -> str:
-    """Of every dataset, read through; rows that are not there would read as NaN."""
+    """Return a digest of every dataset; rows that are not there would read as NaN."""
     seen = hashlib.blake2b(digest_size=8)
     with h5py.File(path, "r") as file:
         names: list[str] = []
@@ -370,7 +379,7 @@ def h5_digest(path: Path) -> str:
 
 
 def json_facts(path: Path) -> Any:
-    """What a JSON file says apart from times, processes and machines."""
+    """Return what a JSON file says apart from times, processes and machines."""
     body = json.loads(path.read_text())
     if path.name == "summary.json":
         return {name: body.get(name) for name in SUMMARY}

@@ -20,7 +20,15 @@ from .scene import MARK, Scene, limit_file_size
 
 LIMIT_S: Final = 240.0  # what has not ended by then hangs
 GONE_WITHIN_S: Final = 30.0  # what outlives its run for longer stays; a busy machine takes its time
+SIGNALS: Final = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "terminate": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+}
 REST_S: Final = 3.0  # for which the command itself is stopped
+DASK: Final = "distributed.cli.dask_"  # in the command lines of its processes
+WORKER: Final = "virnuc_core.engine.worker"
 DEAD: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
@@ -52,7 +60,7 @@ class Running:
         self.began_s = time.monotonic()
 
     def ends(self, within_s: float = LIMIT_S) -> int | None:
-        """The exit code; None, and all is killed, where it does not end in time."""
+        """Return the exit code; if the command does not end in time, kill all and return None."""
         try:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -71,7 +79,7 @@ class Running:
         return self.err.read_text(errors="replace")
 
     def family(self) -> dict[str, list[psutil.Process]]:
-        """The living processes of the command, by what they do."""
+        """Return the living processes of the command, by what they do."""
         found: dict[str, list[psutil.Process]] = {}
         with contextlib.suppress(psutil.Error):
             itself = psutil.Process(self.process.pid)
@@ -85,42 +93,52 @@ class Running:
 
 
 def kind_of(process: psutil.Process, main: int) -> str:
-    """What a process of a run does, told by its command line."""
+    """Return what a process of a run does, told by its command line."""
     if process.pid == main:
         return "main"
     line = " ".join(process.cmdline())
     if "resource_tracker" in line:
         return "tracker"
-    if "distributed.cli.dask_" in line:
+    if DASK in line:
         return "scheduler" if " scheduler " in line else "nanny"
-    if "spawn_main" in line and "distributed.cli.dask_" in " ".join(process.parent().cmdline()):
+    parent = process.parent()
+    parent_line = "" if parent is None else " ".join(parent.cmdline())
+    is_spawned = "spawn_main" in line  # by Python's multiprocessing
+    if is_spawned and DASK in parent_line:
         return "dask worker"
-    worker = "virnuc_core.engine.worker"
-    if "spawn_main" in line or worker in line:
-        parent = process.parent()
-        from_worker = parent is not None and worker in " ".join(parent.cmdline())
-        return "loader" if from_worker else "worker" if worker in line else "other"
+    if (is_spawned or WORKER in line) and WORKER in parent_line:
+        return "loader"
+    if WORKER in line:
+        return "worker"
+    if is_spawned:
+        return "other"
     if "virnuc_core.reads.workers" in line:
         return "staging"
     if "virnuc_core.baseline" in line:
         return "baseline"
-    return "server" if "prefect.server" in line or "uvicorn" in line else "other"
+    if "prefect.server" in line or "uvicorn" in line:
+        return "server"
+    return "other"
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Every living process of this machine that bears the mark in its environment."""
-    found, wanted = [], f"{MARK}={mark}".encode()
+    """Return every living process of this machine that bears the mark in its environment."""
+    processes = []
+    variable = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
         with contextlib.suppress(OSError, psutil.Error):
-            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                process = psutil.Process(int(entry.name))
-                if process.status() not in DEAD:
-                    found.append(process)
-    return found
+            if variable not in (entry / "environ").read_bytes().split(b"\0"):
+                continue
+            process = psutil.Process(int(entry.name))
+            if process.status() not in DEAD:
+                processes.append(process)
+    return processes
 
 
 def left_over(mark: str, within_s: float = GONE_WITHIN_S) -> list[str]:
-    """What still runs of a round after some time, by command line; it is killed then."""
+    """Return what still runs of a round after some time, by command line, and kill it."""
     deadline = time.monotonic() + within_s
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -141,14 +159,21 @@ def kill(processes: list[psutil.Process]) -> None:
 def strike(
     run: Running, how: str, whom: str, spread_s: float, rng: random.Random
 ) -> tuple[float | None, float]:
-    """Hit one process of a kind at a moment uniform over `spread_s` after the first of its kind is there.
+    """Hit one process of a kind at a random moment after the first of its kind is there.
 
-    `how` is kill, stop, terminate or interrupt. The seconds since the start, and since then; None where there was
-    nobody to hit.
+    Args:
+        run: The command.
+        how: kill, stop, terminate or interrupt.
+        whom: The kind of process, `all`, or `tree` for a whole node. `main while staging` waits
+            until there are staging processes.
+        spread_s: Seconds over which the moment is uniform.
+        rng: Source of the random choices.
+
+    Returns:
+        When it was hit: seconds since the start, or None if there was nobody to hit; and the moment
+        by `time.monotonic()`.
     """
-    whom, _, meanwhile = whom.partition(
-        " while "
-    )  # main while staging: there are staging processes then
+    whom, _, meanwhile = whom.partition(" while ")
     kind = meanwhile or {"all": "main", "tree": "nanny"}.get(whom, whom)
     while run.alive and not run.family().get(kind):
         time.sleep(0.01)
@@ -157,16 +182,16 @@ def strike(
     if not run.alive or not family.get(kind):
         return None, time.monotonic()
     at_s = time.monotonic() - run.began_s
-    everybody = [process for group in family.values() for process in group]
-    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}.get(
-        how, signal.SIGINT
-    )
-    if whom == "tree":  # a whole node
+    if whom == "all":
+        victims = [process for group in family.values() for process in group]
+    elif whom == "tree":
         nanny = rng.choice(family["nanny"])
-        everybody = [nanny, *nanny.children(recursive=True)]
-    for process in everybody if whom in ("all", "tree") else [rng.choice(family[whom])]:
+        victims = [nanny, *nanny.children(recursive=True)]
+    else:
+        victims = [rng.choice(family[whom])]
+    for process in victims:
         with contextlib.suppress(psutil.Error):
-            process.send_signal(number)
+            process.send_signal(SIGNALS[how])
     struck_s = time.monotonic()
     if how == "stop" and whom == "main":
         time.sleep(REST_S)
@@ -202,10 +227,15 @@ FILES: Final = {  # every kind of file that is read again
 
 
 def damage(out: Path, how: str, kind: str, rng: random.Random) -> Path | None:
-    """Flip one bit of, cut, fill with zeros or remove one file of a kind; returns it, None where there is none."""
-    files = sorted(
-        path for pattern in FILES[kind] for path in out.glob(pattern) if path.stat().st_size
-    )
+    """Flip one bit of one file of a kind, or cut it, fill it with zeros or remove it.
+
+    Returns:
+        The file; None if there is none.
+    """
+    files = []
+    for pattern in FILES[kind]:
+        files += [path for path in out.glob(pattern) if path.stat().st_size]
+    files.sort()
     if not files:
         return None
     victim = rng.choice(files)
@@ -227,7 +257,7 @@ def damage(out: Path, how: str, kind: str, rng: random.Random) -> Path | None:
 
 @contextmanager
 def small_disk(place: Path, nbytes: int) -> Iterator[bool]:
-    """A disk of its own at `place` with so much room; False where this machine lets nobody mount one."""
+    """Mount a disk with so much room at `place`; yield false if this machine lets nobody do so."""
     place.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "virnuc-faults", str(place)]
     mounted = (

@@ -136,9 +136,9 @@ class Cluster(AbstractContextManager["Cluster"]):
         """
         workers = ClusterWorkers(self, devices)
         present = list(workers.new_devices(0))
-        gone = [device.id for device in devices or () if device not in present]
-        if gone:
-            problem = f"{', '.join(gone)} is gone"
+        missing_devices = [device.id for device in devices or () if device not in present]
+        if missing_devices:
+            problem = f"{', '.join(missing_devices)} is gone"
             raise self.problem(f"{problem}; start nodes and run again, what was committed stays")
         engine = resolve_engine(self._engine, present[0].kind)
         specs = worker_specs(self._models, present, engine)
@@ -260,8 +260,9 @@ class Cluster(AbstractContextManager["Cluster"]):
             await self._start_actor(client, node)
             await self._prepare(node)
             await node.serve(self.samples)
-        except Exception as caught:  # noqa: BLE001 - whatever Dask raises of a node
-            error = caught.exceptions[0] if isinstance(caught, ExceptionGroup) else caught
+        except ExceptionGroup as group:  # of the tasks that serve it
+            self._handle_failure(node, group.exceptions[0])
+        except Exception as error:  # noqa: BLE001 - whatever Dask raises of a node
             self._handle_failure(node, error)
 
     async def _start_actor(self, client: Any, node: RemoteNode) -> None:
@@ -317,7 +318,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             await node.share(self._place, models)
         node.way_out = FIX_NODE
 
-    def _handle_failure(self, node: RemoteNode, error: BaseException) -> None:
+    def _handle_failure(self, node: RemoteNode, error: Exception) -> None:
         """Give up a node that failed, or leave it to be tried again."""
         if isinstance(error, TimeoutError):
             self._unresponsive.add(node.address)
@@ -354,9 +355,9 @@ class Cluster(AbstractContextManager["Cluster"]):
             self._model = model
         if model != self._model and not self.spec.mixed_devices:
             problem = f"has {model.name} and torch {model.torch}"
-            other = f"another {self._model.name} and torch {self._model.torch}"
+            other_model = f"another {self._model.name} and torch {self._model.torch}"
             effect = "results would not be bit-exact; use --mixed-devices"
-            raise DeviceError(f"{problem}, {other}: {effect}")
+            raise DeviceError(f"{problem}, {other_model}: {effect}")
         return devices
 
     def _admit(self, node: RemoteNode, devices: tuple[Device, ...]) -> None:
@@ -377,15 +378,15 @@ class Cluster(AbstractContextManager["Cluster"]):
             host = node.name
             if self._kind == "cpu":
                 number = int(host.removeprefix("local-"))
-                first = number % len(devices)
-                devices = devices[first:] + devices[:first]
-        taken = {device.id for other in self.used for device in other.devices}
-        free = []
+                first_core = number % len(devices)
+                devices = devices[first_core:] + devices[:first_core]
+        taken_ids = {device.id for other in self.used for device in other.devices}
+        free_devices = []
         for device in devices:
             device_id = f"{device.local}@{host}"
-            if device_id not in taken:
-                free.append(device.model_copy(update={"id": device_id}))
-        node.devices = tuple(free[:max_devices])
+            if device_id not in taken_ids:
+                free_devices.append(device.model_copy(update={"id": device_id}))
+        node.devices = tuple(free_devices[:max_devices])
         node.heard_s = time.monotonic()
         names = ", ".join(device.id for device in node.devices)
         log.info("%s: %s", node, names or "no device is left")

@@ -103,13 +103,13 @@ async def connect(spec: ClusterSpec, shared: Path | None = None) -> AsyncIterato
     min_nodes = nodes.minimum
     request_nodes: Callable[[int], object] = _request_nothing
     async with AsyncExitStack() as stack:
-        where: dict[str, Any] = {"address": name}
+        location: dict[str, Any] = {"address": name}
         if name.startswith("local:"):
             min_nodes = int(name.removeprefix("local:"))
-            where = await stack.enter_async_context(_local_cluster(min_nodes))
+            location = await stack.enter_async_context(_local_cluster(min_nodes))
         elif "://" not in name:
             cluster = await stack.enter_async_context(_batch_system(Path(name), shared))
-            where = {"address": cluster}
+            location = {"address": cluster}
 
             def request_nodes(n_nodes: int) -> None:
                 n_started = len(cluster.worker_spec)
@@ -118,15 +118,15 @@ async def connect(spec: ClusterSpec, shared: Path | None = None) -> AsyncIterato
 
         elif is_exposed(name):
             log.warning(
-                "cluster %s: this connection has no TLS. Anyone who reaches that address can run code "
-                "on its nodes, and read what is sent. Use tls:// with certificates, or a network that "
-                "nobody else reaches.",
+                "cluster %s: this connection has no TLS. Anyone who reaches that address can run "
+                "code on its nodes, and read what is sent. Use tls:// with certificates, or a "
+                "network that nobody else reaches.",
                 name,
             )
         try:
             client = await stack.enter_async_context(
                 Client(
-                    **where,
+                    **location,
                     asynchronous=True,
                     direct_to_workers=True,
                     set_as_default=False,
@@ -160,12 +160,16 @@ async def _batch_system(file: Path, shared: Path | None) -> AsyncIterator[Any]:
     with refuse_unreadable(f"cluster {file}", "YAML"):
         read_small_text(file)
         (contents,) = dask.config.collect_yaml([str(file)])
-    named = contents.get("jobqueue")
-    if not isinstance(named, dict) or len(named) != 1 or not named.keys() <= kinds.keys():
+    batch_systems = contents.get("jobqueue")
+    if (
+        not isinstance(batch_systems, dict)
+        or len(batch_systems) != 1
+        or not batch_systems.keys() <= kinds.keys()
+    ):
         names = ", ".join(sorted(kinds))
         problem = f"its key jobqueue must hold one of {names}; see docs/cluster.md"
         raise ConfigError(f"cluster {file}: {problem}")
-    (kind,) = named
+    (kind,) = batch_systems
     with dask.config.set(dask.config.merge(dask.config.config, contents)):
         settings = dask.config.get(f"jobqueue.{kind}")
         try:
@@ -255,7 +259,8 @@ def _batch_arguments(
         arguments["shared_temp_directory"] = str(folder)
     else:
         log.warning(
-            "cluster %s: its settings turn TLS off. Anyone who reaches it can run code on its nodes.",
+            "cluster %s: its settings turn TLS off. "
+            "Anyone who reaches it can run code on its nodes.",
             file,
         )
     return arguments

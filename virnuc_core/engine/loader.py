@@ -89,7 +89,7 @@ class TokenRows:
 
     @property
     def lengths(self) -> Ints:
-        """Tokens of each row, int64 [rows]."""
+        """Return the tokens of each row, int64 [rows]."""
         return np.diff(self.starts)
 
 
@@ -120,11 +120,11 @@ def open_source(source: Source) -> OpenSource:
 
 def tokenise(source: Source, span: Slice) -> dict[EncoderName, TokenRows]:
     """Tokenise some sequences of a store for each encoder."""
-    opened = open_source(source)
+    run_data = open_source(source)
     token_rows = {}
     for encoder in ENCODERS:
-        sequences = encoder.sequences(opened.store, *span)
-        tokens, starts = opened.tokenizers[encoder.name].encode(sequences)
+        sequences = encoder.sequences(run_data.store, *span)
+        tokens, starts = run_data.tokenizers[encoder.name].encode(sequences)
         token_rows[encoder.name] = TokenRows(tokens.numpy(), starts.numpy())
     return token_rows
 
@@ -212,17 +212,17 @@ def _pack_group(members: Ints, sizes: Ints, bound: int, allowed: Sequence[int]) 
         slots = _choose_shape(tokens_left, longest, allowed)
         free_slots = slots
         free_rows = row_capacity(slots)
-        chosen = []
+        chosen_rows = []
         for length in sorted(rows_left, reverse=True):
             n_fitting = min(free_slots // length, free_rows)
             rows = rows_left[length][:n_fitting]
             rows_left[length] = rows_left[length][len(rows) :]
-            chosen.append(rows)
+            chosen_rows.append(rows)
             free_slots -= length * len(rows)
             free_rows -= len(rows)
         tokens = slots - free_slots
         tokens_left -= tokens
-        batches.append(BatchPlan(np.concatenate(chosen), slots, bound, tokens))
+        batches.append(BatchPlan(np.concatenate(chosen_rows), slots, bound, tokens))
     return batches
 
 
@@ -282,10 +282,10 @@ class Loader:
         """Yield the task, its batches in the order of the encoders, and the task again."""
         yield task
         source = Source(Path(task.store), task.reads, self._models)
-        skipped = np.array(task.skip, dtype=np.int64)
-        kept = np.setdiff1d(np.arange(task.lo, task.hi), skipped)
-        parts = list(self._map(partial(tokenise, source), slices(kept)))
-        positions = kept - task.lo  # of the kept rows within the shard
+        skipped_rows = np.array(task.skip, dtype=np.int64)
+        kept_rows = np.setdiff1d(np.arange(task.lo, task.hi), skipped_rows)
+        parts = list(self._map(partial(tokenise, source), slices(kept_rows)))
+        positions = kept_rows - task.lo  # of the kept rows within the shard
         for encoder in ENCODERS:
             token_rows = join([part[encoder.name] for part in parts])
             budget = max(1, encoder.token_budget(self._engine) // task.divisor)

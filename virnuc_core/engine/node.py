@@ -125,11 +125,11 @@ class Node:
         Raises:
             DeviceError: `devices` names a GPU that is not here.
         """
-        wanted = Devices.parse(devices)
-        if wanted.kind == "auto":
+        wanted_devices = Devices.parse(devices)
+        if wanted_devices.kind == "auto":
             gpus = tuple(visible_gpus())
-        elif wanted.kind == "cuda":
-            gpus = resolve(wanted)
+        elif wanted_devices.kind == "cuda":
+            gpus = resolve(wanted_devices)
         else:
             gpus = ()
         n_cores = len(os.sched_getaffinity(0))
@@ -166,15 +166,15 @@ class Node:
             if is_sent and not source.exists():
                 return False
             self._copy_models(source, copy, move=is_sent)
-        wanted: dict[str, str] = json.loads(digests)
+        expected_digests: dict[str, str] = json.loads(digests)
         precision: Precision = "int8" if '"int8"' in digests else "auto"
-        if fingerprint(copy, precision) != wanted:
+        if fingerprint(copy, precision) != expected_digests:
             raise WeightsError(f"{copy} does not hold the same models; remove it and run again")
         self._local_models = str(copy)
         return True
 
     def _place_of_copy(self, folder: Path, digests: str) -> Path:
-        """Return the folder itself if it holds models, else a folder in it, named by its content."""
+        """Return the folder itself if it holds models, else one in it, named by its content."""
         from virnuc_core.encoders.registry import PARTS
 
         if (folder / PARTS[0]).exists():
@@ -281,14 +281,14 @@ class Node:
         return spec.model_copy(update={"engine": engine, "models": models})
 
     async def report(self) -> str:
-        """Return a `NodeReport` as soon as a worker process has sent something, or a second later."""
+        """Return a `NodeReport` once a worker process has sent something, or a second later."""
         report = await asyncio.to_thread(self._collect)
         return report.model_dump_json()
 
     def _collect(self) -> NodeReport:
         """Wait for a message of a worker process, and report all that happened."""
         lines = []
-        ended: dict[int, Child] = {}
+        ended_children: dict[int, Child] = {}
         received = self._workers.receive(REPORT_S)
         if received is not None:
             time.sleep(GATHER_S)
@@ -297,7 +297,7 @@ class Node:
             number = self._number_of(child)
             if isinstance(message, Closed):
                 message = Ended(status=child.end(0.5), last_words=child.last_words)
-                ended[number] = self._children.pop(number)
+                ended_children[number] = self._children.pop(number)
             lines.append(WorkerLine(number=number, line=message.line()))
             received = self._workers.receive(0)
         now_s = time.monotonic()
@@ -308,7 +308,7 @@ class Node:
         return NodeReport(
             now_s=now_s,
             lines=tuple(lines),
-            stderr=_take_stderr(running | ended),
+            stderr=_take_stderr(running | ended_children),
             still_s={number: now_s - child.progress_s for number, child in running.items()},
             samples=samples,
         )

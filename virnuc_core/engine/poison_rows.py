@@ -53,8 +53,8 @@ def _kills_at_every_spread_row(shard: ShardTask) -> Generator[ShardTask, bool, b
     step = max(1, (shard.hi - shard.lo) // N_SPREAD_PROBES)
     rows = range(shard.lo, shard.hi, step)[:N_SPREAD_PROBES]
     for row in rows:
-        survived = yield _probe(shard, row, row + 1, skip=())
-        if survived:
+        worker_survived = yield _probe(shard, row, row + 1, skip=())
+        if worker_survived:
             return False
     return len(rows) == N_SPREAD_PROBES
 
@@ -75,15 +75,15 @@ def _bisect_one_row(shard: ShardTask, guilty: list[int]) -> Row:
     deaths_alone = 0
     while deaths_alone < DEATHS_TO_CONFIRM:
         middle = max(lo + 1, (lo + hi) // 2)
-        survived = yield _probe(shard, lo, middle, guilty)
-        if not survived:
+        worker_survived = yield _probe(shard, lo, middle, guilty)
+        if not worker_survived:
             # The row is in the lower half. The upper half is tested when the shard runs again.
             hi = middle
         else:
             if middle == hi:
                 return None
-            survived = yield _probe(shard, middle, hi, guilty)
-            if survived:
+            worker_survived = yield _probe(shard, middle, hi, guilty)
+            if worker_survived:
                 return None
             lo = middle
         if hi - lo == 1:

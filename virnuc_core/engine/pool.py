@@ -84,7 +84,7 @@ class PooledJob:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of this job is left to compute."""
+        """Tell whether nothing of this job is left to compute."""
         return self.error is not None or not self.remaining
 
 
@@ -99,13 +99,13 @@ class WorkerDeath:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether its device ran out of memory."""
+        """Tell whether its device ran out of memory."""
         failure = self.worker.failed
         return failure is not None and failure.kind == "OutOfMemoryError"
 
     @property
     def reason(self) -> str:
-        """Its own word on why it ended, or its last line on standard error."""
+        """Return its own word on why it ended, or its last line on standard error."""
         failure = self.worker.failed
         if failure is None:
             return self.worker.last_words
@@ -113,7 +113,7 @@ class WorkerDeath:
 
     @property
     def traceback(self) -> str:
-        """The traceback of its error, or an empty string."""
+        """Return the traceback of its error, or an empty string."""
         failure = self.worker.failed
         return "" if failure is None else failure.traceback
 
@@ -438,12 +438,12 @@ class Pool(AbstractContextManager["Pool"]):
         if worker.lost:
             return
         if was_ready and tasks and tasks[0] is death.tasks[0]:
-            first = tasks[0]
+            first_task = tasks[0]
             self._todo[0] = self._task_after_death(
-                first, death.reason, out_of_memory=death.out_of_memory
+                first_task, death.reason, out_of_memory=death.out_of_memory
             )
             if death.out_of_memory:
-                slot.oom_shards.add((first.run, first.shard))
+                slot.oom_shards.add((first_task.run, first_task.shard))
         if death.out_of_memory:
             # Two shards, or none yet: the cause is not the shard, the device has too little room.
             if not was_ready or len(slot.oom_shards) > 1:
@@ -499,12 +499,12 @@ class Pool(AbstractContextManager["Pool"]):
         if not jobs_over:
             return
         runs_at_work = {task.run for slot in self._slots for task in slot.tasks}
-        released = [job for job in jobs_over if job.run not in runs_at_work]
-        for job in released:
+        released_jobs = [job for job in jobs_over if job.run not in runs_at_work]
+        for job in released_jobs:
             del self._jobs[job.run]
         if not self._jobs and not self._keep:
             self._end_workers()
-        for job in released:
+        for job in released_jobs:
             if job.error is None:
                 job.completion.set_result(None)
             else:

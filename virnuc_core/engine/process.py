@@ -189,7 +189,7 @@ class Child:
 
     @property
     def silent(self) -> bool:
-        """Whether its heartbeats have stopped for longer than allowed: it is stopped, or dead."""
+        """Tell whether its heartbeats have stopped for too long: it is stopped, or dead."""
         return time.monotonic() - self._last_message_s > self.spec.engine.silence_s
 
     def on_message(self, message: Message) -> None:
@@ -293,7 +293,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
 
     @property
     def cancelled(self) -> bool:
-        """Whether `end_all_children` has been called since this object was made."""
+        """Tell whether `end_all_children` has been called since this object was made."""
         return self._n_endings != _n_endings
 
     def start(self, spec: WorkerSpec, log: Path | None = None) -> Child:
@@ -450,7 +450,9 @@ class Parent:
     def give_up(self, error: Exception) -> NoReturn:
         """Report an error to the parent, from whichever thread it occurred in, and end."""
         trace = "".join(traceback.format_exception(error))
-        reported = storage_error(error) or error
-        failed = Failed(kind=type(reported).__name__, message=str(reported), traceback=trace)
-        self.send(failed)
+        reported_error = storage_error(error) or error
+        failure = Failed(
+            kind=type(reported_error).__name__, message=str(reported_error), traceback=trace
+        )
+        self.send(failure)
         os._exit(1)

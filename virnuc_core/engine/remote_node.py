@@ -168,16 +168,16 @@ class RemoteNode:
         with tempfile.TemporaryDirectory(
             prefix=PROBE, dir=place, ignore_cleanup_errors=True
         ) as folder:
-            question = Path(folder) / "asked"
-            answer = Path(folder) / "answer"
+            question_file = Path(folder) / "asked"
+            answer_file = Path(folder) / "answer"
             text = secrets.token_bytes(16)
-            question.write_bytes(text)
-            for file in (question, models / "head" / "config.json"):
+            question_file.write_bytes(text)
+            for file in (question_file, models / "head" / "config.json"):
                 contents = await self.actor.read_chunk(str(file), 0, CHUNK_BYTES)
                 if contents != file.read_bytes():
                     raise DeviceError(f"{file} is another file there")
-            await self.send(str(answer), BytesIO(text))
-            if not answer.is_file() or answer.read_bytes() != text:
+            await self.send(str(answer_file), BytesIO(text))
+            if not answer_file.is_file() or answer_file.read_bytes() != text:
                 problem = f"what it writes in {place} is not seen here"
                 raise DeviceError(f"{problem}: it is no shared file system")
 
@@ -309,11 +309,11 @@ class RemoteNode:
     async def _send_orders(self) -> None:
         """Send all messages that wait, and the files of their tasks, again and again."""
         while True:
-            waiting = [await self.orders.get()]
+            waiting_orders = [await self.orders.get()]
             while not self.orders.empty():
-                waiting.append(self.orders.get_nowait())
+                waiting_orders.append(self.orders.get_nowait())
             lines = []
-            for order in waiting:
+            for order in waiting_orders:
                 message: Message = order.message
                 try:
                     if self.transfer and isinstance(message, ShardTask):
@@ -395,8 +395,8 @@ def on_our_clock(line: str, offset_s: float) -> Message:
         return fields
 
     name, body = line.split(" ", 1)
-    moved = json.loads(body, object_hook=move)
-    return Message.of(f"{name} {json.dumps(moved)}")
+    moved_fields = json.loads(body, object_hook=move)
+    return Message.of(f"{name} {json.dumps(moved_fields)}")
 
 
 def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
@@ -415,10 +415,12 @@ def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
         columns[name] = getattr(store, name)[reads]
     for name in ("row_chunk", "row_frame"):
         columns[name] = getattr(store, name)[rows]
-    for name, chosen in (("read_id", reads), ("protein", sequences), ("dna", sequences)):
+    for name, chosen_entries in (("read_id", reads), ("protein", sequences), ("dna", sequences)):
         starts = getattr(store, f"{name}_offsets")
-        offsets = offsets_from_lengths(starts[chosen + 1] - starts[chosen])
-        shifts = starts[chosen] - offsets[:-1]  # from a place in the excerpt to one in the store
+        offsets = offsets_from_lengths(starts[chosen_entries + 1] - starts[chosen_entries])
+        shifts = (
+            starts[chosen_entries] - offsets[:-1]
+        )  # from a place in the excerpt to one in the store
         places = np.repeat(shifts, np.diff(offsets)) + np.arange(offsets[-1])
         columns[f"{name}_offsets"] = offsets
         columns[f"{name}_bytes"] = getattr(store, f"{name}_bytes")[places]

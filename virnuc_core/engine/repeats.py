@@ -97,18 +97,18 @@ class Repeater:
         own_columns = slice(-self.encoder.width, None)  # the protein encoder's are the last
         with torch.cuda.stream(self.stream):
             for plan, batch in packed(token_rows, slots, pad, divisors=(1,)):
-                pooled = self.encoder.embed(batch.to(self._device))[: batch.rows]
-                result.embeddings[near[plan.rows], own_columns] = pooled.cpu().numpy()
+                row_embeddings = self.encoder.embed(batch.to(self._device))[: batch.rows]
+                result.embeddings[near[plan.rows], own_columns] = row_embeddings.cpu().numpy()
             features = torch.from_numpy(result.embeddings[near]).to(self._device)
             result.scores[near] = head.scores(features).cpu().numpy()
         return len(near)
 
     def _tokenise(self, task: ShardTask, positions: NDArray[np.int64]) -> tuple[TokenRows, int]:
         """Tokenise some rows of a shard; return them, and the token to fill batches with."""
-        opened = open_source(Source(Path(task.store), task.reads, self._models))
+        run_data = open_source(Source(Path(task.store), task.reads, self._models))
         sequences = []
         for row in (positions + task.lo).tolist():
-            sequences += PROTEIN_ENCODER.sequences(opened.store, row, row + 1)
-        tokenizer = opened.tokenizers[PROTEIN_ENCODER.name]
+            sequences += PROTEIN_ENCODER.sequences(run_data.store, row, row + 1)
+        tokenizer = run_data.tokenizers[PROTEIN_ENCODER.name]
         tokens, starts = tokenizer.encode(sequences)
         return TokenRows(tokens.numpy(), starts.numpy()), tokenizer.pad_id

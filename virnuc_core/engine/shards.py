@@ -140,11 +140,11 @@ def make_plan(
     n_tokens = int(token_offsets[-1])
     bounds = [0]
     while bounds[-1] < n_sequences:
-        first = bounds[-1]
-        start = int(token_offsets[first])
+        first_sequence = bounds[-1]
+        start = int(token_offsets[first_sequence])
         size = _shard_size(n_tokens - start, shard_tokens, token_budget)
         end = int(np.searchsorted(token_offsets, start + size, side="right")) - 1
-        end = max(end, first + 1)
+        end = max(end, first_sequence + 1)
         bounds.append(min(n_sequences, end))
     return ShardPlan(bounds=tuple(bounds), fingerprint=fingerprint)
 
@@ -356,7 +356,7 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
         The shards that are proven, and a line of text for each damaged file.
     """
     refresh_folder(run.shards)
-    existing = [shard for shard in range(len(plan)) if shard_path(run, shard).exists()]
+    existing_shards = [shard for shard in range(len(plan)) if shard_path(run, shard).exists()]
 
     def check(shard: int) -> ShardError | None:
         """Return what is wrong with a shard. The seal of the whole file covers the embeddings."""
@@ -367,16 +367,16 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
         return None
 
     with ThreadPoolExecutor(N_CHECK_THREADS) as threads:
-        problems = list(threads.map(check, existing))
-    proven = []
-    damaged = []
-    for shard, problem in zip(existing, problems, strict=True):
+        problems = list(threads.map(check, existing_shards))
+    proven_shards = []
+    damage_reports = []
+    for shard, problem in zip(existing_shards, problems, strict=True):
         if problem is None:
-            proven.append(shard)
+            proven_shards.append(shard)
         else:
             new_path = _move_damaged(run, shard)
-            damaged.append(f"{problem}; moved to {new_path}")
-    return proven, damaged
+            damage_reports.append(f"{problem}; moved to {new_path}")
+    return proven_shards, damage_reports
 
 
 def _move_damaged(run: RunDir, shard: int) -> Path:
@@ -399,9 +399,9 @@ def read_scores(
     """
     plan = read_plan(run)
     refresh_folder(run.shards)
-    wanted = range(len(plan)) if only is None else only
+    shard_numbers = range(len(plan)) if only is None else only
     parts: list[NDArray[np.float32]] = [np.empty((0, 2), np.float32)]
-    for shard in wanted:
+    for shard in shard_numbers:
         arrays = _read(run, plan, shard, ("scores",))
         parts.append(arrays["scores"])
     scores = np.concatenate(parts)
@@ -445,7 +445,8 @@ def write_virtual_embeddings(run: RunDir) -> Path:
             file.create_virtual_dataset(name, layout, fillvalue=np.float32(np.inf))
         file.attrs["fingerprint"] = plan.fingerprint
         file.attrs["about"] = (
-            "a row for each distinct sequence: DNABERT-S, then ESM-2; orfs.h5 row_unique tells whose"
+            "a row for each distinct sequence: DNABERT-S, then ESM-2; "
+            "orfs.h5 row_unique tells whose"
         )
     return run.embeddings
 

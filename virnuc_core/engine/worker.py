@@ -194,10 +194,10 @@ class Worker:
         pin = engine.pin_memory and self._device.type == "cuda"
         loader = Loader(Path(self._spec.models), engine, pin=pin)
         depth = engine.prefetch_factor * max(1, engine.num_workers)
-        received = [first_task]
+        first_tasks = [first_task]
 
         def next_task() -> ShardTask | None:
-            return received.pop() if received else self._receive()
+            return first_tasks.pop() if first_tasks else self._receive()
 
         return loader.feed(next_task, depth)
 
@@ -261,16 +261,16 @@ class Worker:
         are known. Kernels for other lengths are compiled when such rows come, once for each user
         and machine.
         """
-        warmed: list[int] = []
+        warmed_bounds: list[int] = []
         while True:
             # Asked again each time, because a task may have come meanwhile.
-            bounds = [bound for bound in self._bounds(encoder) if bound not in warmed]
+            bounds = [bound for bound in self._bounds(encoder) if bound not in warmed_bounds]
             if not bounds:
                 return
             # The largest shape proves that the budget fits; for the others, the smallest will do.
-            slots = shapes(budget)[-1] if warmed else budget
+            slots = shapes(budget)[-1] if warmed_bounds else budget
             warm_up(encoder, slots, self._device, bounds[0])
-            warmed.append(bounds[0])
+            warmed_bounds.append(bounds[0])
 
     def _bounds(self, encoder: Encoder) -> list[int]:
         """Return the bounds of the length groups in which an encoder's first rows come, about.
@@ -346,10 +346,10 @@ class Worker:
         encoder = self._models.encoders[batch.encoder]
         columns = self._columns[batch.encoder]
         with torch.inference_mode(), torch.profiler.record_function(batch.encoder):
-            pooled = encoder.embed(batch.packed.to(self._device))  # [row_capacity, width]
+            row_embeddings = encoder.embed(batch.packed.to(self._device))  # [row_capacity, width]
             rows = batch.rows.to(self._device, non_blocking=True)
             own_columns = pending.embeddings[:, columns]
-            own_columns.index_copy_(0, rows, pooled[: batch.packed.rows])
+            own_columns.index_copy_(0, rows, row_embeddings[: batch.packed.rows])
         record = BatchRecord(
             device=self._spec.device.id,
             encoder=batch.encoder,
@@ -371,8 +371,10 @@ class Worker:
         features = pending.embeddings
         with torch.inference_mode(), torch.profiler.record_function(HEAD):
             if pending.task.skip:
-                skipped = torch.tensor(pending.task.skip, device=self._device) - pending.task.lo
-                features[skipped] = torch.nan
+                skipped_rows = (
+                    torch.tensor(pending.task.skip, device=self._device) - pending.task.lo
+                )
+                features[skipped_rows] = torch.nan
             scores = self._models.head.scores(features)  # [rows, 2]
         pending.head_span = (start, self._mark())
         if self._copy_stream is None:
@@ -520,12 +522,12 @@ def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None
         NotFiniteError: There are more such rows; names the model that gives them.
         WeightsError: The weights of a model are not finite; names the tensor.
     """
-    unexplained = np.ones(len(result.scores), bool)  # [rows] without a cause so far
-    unexplained[np.array(task.skip, np.int64) - task.lo] = False
+    is_unexplained = np.ones(len(result.scores), bool)  # [rows] without a cause so far
+    is_unexplained[np.array(task.skip, np.int64) - task.lo] = False
     n_allowed = task.max_not_finite
     for part, values in _outputs_by_part(result, models).items():
-        rows = np.flatnonzero(unexplained & ~np.isfinite(values).all(axis=1))
-        unexplained[rows] = False
+        rows = np.flatnonzero(is_unexplained & ~np.isfinite(values).all(axis=1))
+        is_unexplained[rows] = False
         n_allowed -= len(rows)
         if len(rows):
             _require_finite_weights(models, part)
@@ -533,15 +535,18 @@ def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None
             store = open_source(_source_of(task, models)).store
             first_frames = store.unique_row[rows + task.lo].tolist()
             names = join_first(store.row_ids(frame, frame + 1)[0] for frame in first_frames)
+            n_rows = len(result.scores)
+            problem = (
+                f"of {n_rows} rows of a shard it gives NaN or infinity for {len(rows)} ({names})"
+            )
+            way_out = "use another --precision, or other weights"
             raise NotFiniteError(
-                f"{models / part}: of {len(unexplained)} rows of a shard it gives NaN or infinity "
-                f"for {len(rows)} ({names}), though its weights are finite; use another "
-                "--precision, or other weights"
+                f"{models / part}: {problem}, though its weights are finite; {way_out}"
             )
 
 
 def _outputs_by_part(result: ShardResult, models: Path) -> dict[str, NDArray[np.float32]]:
-    """Return what each part of a models directory gave: encoders first, as scores depend on them."""
+    """Return what each part of a models directory gave: encoders first, then the classifier."""
     widths: dict[EncoderName, int] = {
         encoder.name: shape_of(models, encoder.shape_type).width for encoder in ENCODERS
     }

@@ -16,7 +16,7 @@ FAULT = json.loads(os.environ.get("VIRNUC_FAULT", "{}"))
 
 
 def strike(batch: object) -> bool:
-    """Whether the fault is due: the guilty row is in this batch."""
+    """Return whether the fault is due: the guilty row is in this batch."""
     import numpy as np
 
     from virnuc_core.encoders.tokenize import Esm2Tokenizer
