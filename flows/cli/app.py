@@ -1,21 +1,29 @@
-"""The `virnuc` command: finds what was asked for, runs it, and says in one line what went wrong.
+"""Runs a command line of `virnuc`, and says in one line what went wrong.
 
-Only the asked-for command's module is imported, so that `virnuc --help` answers at once. Exit codes: 0 done, 1 failure,
-2 bad input or settings, 3 weights, 4 devices, 5 finished but a criterion, band or limit was missed
-or a reviewer said no, 6 done but rows had to be set aside, 7 a validation could not be judged here, 130 interrupted."""
+Only the module of the asked-for command is imported, so that `virnuc --help` answers at once.
+
+Exit codes:
+    0: done.
+    1: failure.
+    2: bad input or settings.
+    3: weights.
+    4: devices.
+    5: finished, but a criterion, band or limit was missed, or a reviewer said no.
+    6: done, but rows had to be set aside.
+    7: a validation could not be judged here.
+    130: interrupted.
+"""
 
 import gc
 import logging
 import os
 import signal
 import sys
-import tomllib
 import traceback
 import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Final
 
 from cyclopts import (
@@ -27,29 +35,35 @@ from cyclopts import (
     ValidationError,
 )
 
+from virnuc.flows.cli.options import ENVIRONMENT
+from virnuc.flows.cli.registry import COMMAND_NAMES, COMMANDS
 from virnuc.flows.exit_deadline import exit_deadline
 from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.rundir import relax_garbage_collection
 
 INTERRUPTED: Final = 130
-STAYS: Final = "interrupted; what was committed stays, the same command goes on from there"
+INTERRUPTED_MESSAGE: Final = (
+    "interrupted; what was committed stays, the same command goes on from there"
+)
 FAILURE: Final = 1
 BAD_SETTINGS: Final = ConfigError.exit_code
-# a lone dash is standard input to us and an option to cyclopts; until it is parsed it goes by a name no file can have
-STDIN: Final = "\0stdin"
-NUMBERS: Final = {
+DEBUG_OPTION: Final = "--debug"
+# A lone dash is standard input to us and an option to cyclopts. Until it is parsed it goes by a
+# name that no file can have.
+STDIN_PLACEHOLDER: Final = "\0stdin"
+# words that cyclopts would take for a number or for an option
+WORDS_FOR_CYCLOPTS: Final = {
     "-1": "--mates-1",
     "-2": "--mates-2",
-    "-": STDIN,
-}  # what cyclopts takes for a value or for an option
-
-COMMANDS: Final = tomllib.loads(
-    Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
-)["commands"]
+    "-": STDIN_PLACEHOLDER,
+}
 
 app = App(
     name="virnuc",
-    help="Which short sequencing reads are viral, at the speed of the hardware, with a validation that proves it.",
+    help=(
+        "Which short sequencing reads are viral, at the speed of the hardware, "
+        "with a validation that proves it."
+    ),
     help_epilogue="With --debug a command shows tracebacks and Prefect's own log lines.",
     help_flags=("--help", "-h"),
     help_format="plaintext",
@@ -58,110 +72,163 @@ app = App(
     version_flags=("--version", "-V"),
 )
 app.register_install_completion_command()
-for _name, (_module, _help) in COMMANDS.items():
+for _position, _entry in enumerate(COMMANDS):
     app.command(
-        f"{_module}:{_name.replace('-', '_')}",
-        name=_name,
-        help=_help,
-        sort_key=list(COMMANDS).index(_name),
+        _entry.import_path,
+        name=_entry.name,
+        help=_entry.summary,
+        sort_key=_position,
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line, this process's own where none is given; returns the exit code."""
+    """Run a command line and return its exit code.
+
+    Args:
+        arguments: The words after `virnuc`. None takes those of this process, which then ends
+            with the command.
+    """
+    is_whole_process = arguments is None
+    words = list(sys.argv[1:]) if arguments is None else list(arguments)
     relax_garbage_collection()
-    with exit_deadline(by_hand=True, final=arguments is None):
-        code = _outcome(list(sys.argv[1:] if arguments is None else arguments))
-    if arguments is None:
+    with exit_deadline(by_hand=True, final=is_whole_process):
+        code = _run_and_report(words)
+    if is_whole_process:
         gc.freeze()  # what is there now need not be taken apart before the end
-        if (server := sys.modules.get("virnuc.tasks.server_connection")) is not None:
-            server.connection.leave(code)
+        # asked for only if it was imported: commands that start no flow have no server
+        server_connection = sys.modules.get("virnuc.tasks.server_connection")
+        if server_connection is not None:
+            server_connection.connection.leave(code)
     return code
 
 
-def _outcome(words: list[str]) -> int:
+def _run_and_report(words: list[str]) -> int:
+    """Run the words of a command line. Report an error in one line and return the exit code."""
     if words[:1] == ["help"]:
         words[0] = "--help"
-    debug = "--debug" in words
-    if not os.environ.get("VIRNUC_MODELS"):
-        os.environ.pop(
-            "VIRNUC_MODELS", None
-        )  # an empty one names no directory; to cyclopts it would be this one
-    warnings.filterwarnings(
-        "ignore", message="Failed to create the Prefect home directory"
-    )  # our own error names it
-    if not debug:  # a machine without a GPU is not a fatal error
-        logging.getLogger("nvitop.api.libnvml").addFilter(
-            lambda _: False
-        )  # it sets its own level on import
+    debug = DEBUG_OPTION in words
+    _prepare_process(debug)
     try:
-        code = _run([word for word in words if word != "--debug"], debug)
+        code = _parse_and_call([word for word in words if word != DEBUG_OPTION], debug)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return _complain(STAYS, INTERRUPTED)
+        return _complain(INTERRUPTED_MESSAGE, INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone; there is nobody to tell
         return FAILURE
     except Exception as error:  # noqa: BLE001 - whatever it is, it is one line
         if debug:
             traceback.print_exc()
-        if isinstance(error, VirnucError):
-            return _complain(str(error), error.exit_code)
-        if isinstance(error, OSError):
-            reason = error.strerror or str(error)
-            return _complain(f"{error.filename}: {reason}" if error.filename else reason, FAILURE)
-        if (
-            signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-        ):  # told to end: an import that was cut short fails so
-            return _complain(STAYS, INTERRUPTED)
-        return _complain(
-            f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE
-        )
+        return _report_error(error)
     return code
 
 
-def _run(words: list[str], debug: bool) -> int:
-    """Parse the words and call what they name."""
+def _prepare_process(debug: bool) -> None:
+    """Set up what all commands share: the environment, warnings and other libraries' logs."""
+    models_variable = ENVIRONMENT["models"]
+    if not os.environ.get(models_variable):
+        # an empty one names no directory; to cyclopts it would be the working directory
+        os.environ.pop(models_variable, None)
+    # our own error names it
+    warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
+    if not debug:
+        # A machine without a GPU is not a fatal error. The library sets its own level on import.
+        logging.getLogger("nvitop.api.libnvml").addFilter(lambda _: False)
+
+
+def _report_error(error: Exception) -> int:
+    """Write the line that reports an error, and return the exit code."""
+    if isinstance(error, VirnucError):
+        return _complain(str(error), error.exit_code)
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error)
+        if error.filename:
+            reason = f"{error.filename}: {reason}"
+        return _complain(reason, FAILURE)
+    is_ending = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    if is_ending:  # an import that was cut short fails with whatever error
+        return _complain(INTERRUPTED_MESSAGE, INTERRUPTED)
+    return _complain(f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE)
+
+
+def _parse_and_call(words: list[str], debug: bool) -> int:
+    """Parse the words, call the command that they name, and return the exit code.
+
+    Args:
+        words: The command line without `--debug`.
+        debug: Whether `--debug` was given. It is passed to commands that take it.
+
+    Raises:
+        ConfigError: There is no such command, or the words are not what it takes.
+    """
+    _require_known_command(words)
+    words_to_parse = words
+    if words and words[0] != "models":
+        words_to_parse = [WORDS_FOR_CYCLOPTS.get(word, word) for word in words]
+    try:
+        command, arguments, ignored_parameters = app.parse_args(
+            words_to_parse, exit_on_error=False, print_error=False
+        )
+    except CycloptsError as error:
+        command_line = " ".join(["virnuc", *(error.command_chain or ())])
+        raise ConfigError(f"{_describe_misuse(error)}; see {command_line} --help") from error
+    for name, value in arguments.arguments.items():
+        arguments.arguments[name] = _with_dashes(value)
+    options = dict(arguments.kwargs)
+    if "debug" in ignored_parameters:
+        options["debug"] = debug
+    code = command(*arguments.args, **options)
+    if isinstance(code, int):
+        return code
+    names_no_command = not words or words == ["models"]
+    return BAD_SETTINGS if names_no_command else 0
+
+
+def _require_known_command(words: list[str]) -> None:
+    """Raise `ConfigError` for an empty word or an unknown command.
+
+    It is done here because cyclopts would import every command to say so.
+    """
     if "" in words:  # as a path it would be the working directory
         raise ConfigError("an argument is empty; is a variable of the shell not set?")
-    if words and words[0] not in app:  # known here; cyclopts would import every command to say so
-        close = "".join(
-            f", did you mean {name!r}?" for name in get_close_matches(words[0], COMMANDS, n=1)
-        )
-        raise ConfigError(f"{words[0]!r} is not a command{close}; see virnuc --help")
-    try:
-        given = [NUMBERS.get(word, word) if words[0] != "models" else word for word in words]
-        called, bound, not_parsed = app.parse_args(given, exit_on_error=False, print_error=False)
-    except CycloptsError as error:
-        asked = " ".join(["virnuc", *(error.command_chain or ())])
-        raise ConfigError(f"{_misuse(error)}; see {asked} --help") from error
-    bound.arguments.update({name: _with_dashes(value) for name, value in bound.arguments.items()})
-    more = {"debug": debug} if "debug" in not_parsed else {}
-    code = called(*bound.args, **bound.kwargs, **more)
-    nothing_asked = not words or words == ["models"]
-    return code if isinstance(code, int) else BAD_SETTINGS if nothing_asked else 0
+    if not words or words[0] in app:
+        return
+    suggestion = ""
+    for name in get_close_matches(words[0], COMMAND_NAMES, n=1):
+        suggestion = f", did you mean {name!r}?"
+    raise ConfigError(f"{words[0]!r} is not a command{suggestion}; see virnuc --help")
 
 
-def _misuse(error: CycloptsError) -> str:
-    """What is wrong with a command line, in words that do not take a missing option for one without its value."""
+def _describe_misuse(error: CycloptsError) -> str:
+    """Return what is wrong with a command line.
+
+    Cyclopts takes an argument that is missing for an option without its value.
+    """
     match error:
         case MissingArgumentError(argument=Argument(tokens=[]) as missing, keyword=None):
             return f"{'/'.join(missing.names)} is required"
         case UnusedCliTokensError(unused_tokens=[*words]):
-            return f"unexpected arguments: {' '.join(words).replace(STDIN, '-')}"
-        case ValidationError(argument=Argument(names=[name, *_])) if " [type=" in (
-            said := str(error.__cause__)
-        ):
-            return f"{name}: {said.partition(' [type=')[0].splitlines()[-1].strip()}"
-    return str(error).replace(STDIN, "-").removesuffix(".")
+            return f"unexpected arguments: {' '.join(words).replace(STDIN_PLACEHOLDER, '-')}"
+        case ValidationError(argument=Argument(names=[name, *_])):
+            description = str(error.__cause__)
+            # pydantic's last line is `    what is wrong [type=…, input_value=…]`
+            message, marker, _ = description.partition(" [type=")
+            if marker:
+                return f"{name}: {message.splitlines()[-1].strip()}"
+    return str(error).replace(STDIN_PLACEHOLDER, "-").removesuffix(".")
 
 
 def _with_dashes(value: Any) -> Any:
+    """Return the parsed value with a dash wherever the placeholder of standard input stands."""
     if isinstance(value, tuple):
         return tuple(_with_dashes(part) for part in value)
-    return type(value)("-") if str(value) == STDIN else value
+    if str(value) == STDIN_PLACEHOLDER:
+        return type(value)("-")
+    return value
 
 
 def _complain(problem: str, code: int) -> int:
-    sys.stderr.write(f"virnuc: {printable(' '.join(problem.split()))}\n")
+    """Write the line that names a problem, and return the exit code."""
+    one_line = " ".join(problem.split())
+    sys.stderr.write(f"virnuc: {printable(one_line)}\n")
     return code

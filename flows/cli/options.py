@@ -1,10 +1,10 @@
-"""Options of the command line made of settings: each field of a model is one."""
+"""Makes options of the command line from settings: each field of a model is one."""
 
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 from pydantic import BeforeValidator, Field
@@ -12,77 +12,19 @@ from pydantic.fields import FieldInfo
 
 from virnuc.flows.parameters import Result, Settings, build, fields_of, set_signature
 from virnuc_core import config
-from virnuc_core.config import (
-    Spec,
-)
+from virnuc_core.config import Spec
 
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
-
-
 Json = Annotated[Flag, Parameter(name="--json", help="the outcome as JSON")]
+Out = Annotated[Path, Parameter(name=("--out", "-o"))]
 
-
-SHORT_OPTIONS = {"out": "-o", "mates_1": "-1", "mates_2": "-2"}
-
-
-ENVIRONMENT = {
-    "models": "VIRNUC_MODELS",
-    "no_prefect": "VIRNUC_NO_PREFECT",
-}  # for what a command was not given
-
-
-def command(
-    model: type[Settings], *positional: str
-) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
-    """Turn a function of settings into a command with the model's fields as options, the `positional` ones bare."""
-    fields, own = fields_of(model), inspect.signature(model).parameters
-    parameters = [
-        own[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in positional
-    ]
-    parameters += [own[name] for name in fields if name not in positional]
-    shown = [
-        one.replace(annotation=_option(one.name, fields[one.name], one.name in positional))
-        for one in parameters
-    ]
-
-    def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
-        def called(*values: Any, **options: Any) -> Result:
-            return function(build(model, dict(zip(positional, values, strict=False)) | options))
-
-        set_signature(called, function, shown)
-        return called
-
-    return decorate
-
-
-def _option(name: str, field: FieldInfo, positional: bool) -> Any:
-    """A field's type with how the command line shows it, and without its bounds: those are the model's affair."""
-    flag = "--" + name.replace("_", "-")
-    annotation: Any = field.annotation
-    if any(isinstance(fact, BeforeValidator) for fact in field.metadata):
-        annotation = str | annotation  # a text, which the model makes something of, or the default
-    many = typing.get_origin(annotation) is tuple
-    if many:
-        part: Any = typing.get_args(annotation)[0]
-        part = (
-            str | Path if name in config.INPUT_FIELDS else part
-        )  # a text, of which a shell completes files
-        annotation = tuple[part.__origin__ if typing.get_origin(part) is Annotated else part, ...]  # type: ignore[misc]
-    shown = Parameter(
-        name=(flag, SHORT_OPTIONS[name]) if name in SHORT_OPTIONS else flag,
-        help=field.description,
-        negative_iterable=(),
-        consume_multiple=many,
-        env_var=ENVIRONMENT.get(name),
-        show_default=not positional and field.default not in (None, False, ()),
-    )
-    return Annotated[
-        (annotation, shown, *(fact for fact in field.metadata if isinstance(fact, Parameter)))
-    ]
+SHORT_OPTIONS: Final = {"out": "-o", "mates_1": "-1", "mates_2": "-2"}
+# the variables that are used for what a command was not given
+ENVIRONMENT: Final = {"models": "VIRNUC_MODELS", "no_prefect": "VIRNUC_NO_PREFECT"}
 
 
 class OnTerminal(Spec):
-    """What is seen of a flow that is started by hand."""
+    """What is seen of a flow that is started from a terminal."""
 
     quiet: Flag = Field(False, description="warnings and the outcome only")
     no_progress: Flag = Field(
@@ -90,3 +32,86 @@ class OnTerminal(Spec):
     )
     as_json: Json = False
     debug: Annotated[bool, Parameter(parse=False)] = False
+
+
+def command(
+    model: type[Settings], *positional: str
+) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
+    """Turn a function of settings into a command with an option for each field of the model.
+
+    Args:
+        model: The settings. What is typed is checked by it.
+        positional: Names of the fields that may be given without their option's name, in order.
+
+    Returns:
+        A decorator. The command that it returns raises `ConfigError` for settings that are not fit.
+    """
+    parameters = _command_parameters(model, positional)
+
+    def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
+        def run(*values: Any, **options: Any) -> Result:
+            positional_values = dict(zip(positional, values, strict=False))
+            return function(build(model, positional_values | options))
+
+        set_signature(run, function, parameters)
+        return run
+
+    return decorate
+
+
+def _command_parameters(
+    model: type[Settings], positional: Sequence[str]
+) -> list[inspect.Parameter]:
+    """Return the parameters of a command, positional ones first, as cyclopts reads them."""
+    fields = fields_of(model)
+    own_parameters = inspect.signature(model).parameters
+    parameters = []
+    for name in positional:
+        parameters.append(
+            own_parameters[name].replace(
+                kind=inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                annotation=_option_type(name, fields[name], is_positional=True),
+            )
+        )
+    for name, field in fields.items():
+        if name not in positional:
+            annotation = _option_type(name, field, is_positional=False)
+            parameters.append(own_parameters[name].replace(annotation=annotation))
+    return parameters
+
+
+def _option_type(name: str, field: FieldInfo, *, is_positional: bool) -> Any:
+    """Return the type of a field, annotated with how the command line shows it.
+
+    Its bounds are left out: the model checks them.
+    """
+    parsed_type = _parsed_type(name, field)
+    names = [f"--{name.replace('_', '-')}"]
+    if name in SHORT_OPTIONS:
+        names.append(SHORT_OPTIONS[name])
+    is_without_default = field.default in (None, False, ())
+    parameter = Parameter(
+        name=names,
+        help=field.description,
+        negative_iterable=(),
+        consume_multiple=typing.get_origin(parsed_type) is tuple,
+        env_var=ENVIRONMENT.get(name),
+        show_default=not (is_positional or is_without_default),
+    )
+    own_hints = [hint for hint in field.metadata if isinstance(hint, Parameter)]
+    return Annotated[(parsed_type, parameter, *own_hints)]
+
+
+def _parsed_type(name: str, field: FieldInfo) -> Any:
+    """Return the type that cyclopts makes of the words given for a field."""
+    annotation: Any = field.annotation
+    if any(isinstance(hint, BeforeValidator) for hint in field.metadata):
+        return str | annotation  # a text, which the model makes something of, or the default
+    if typing.get_origin(annotation) is not tuple:
+        return annotation
+    if name in config.INPUT_FIELDS:
+        return tuple[str | Path, ...]  # a text, of which a shell completes files
+    item_type: Any = typing.get_args(annotation)[0]
+    if typing.get_origin(item_type) is Annotated:
+        item_type = item_type.__origin__
+    return tuple[item_type, ...]

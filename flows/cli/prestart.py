@@ -1,4 +1,4 @@
-"""Work that a prediction by hand begins before its flow is loaded, so that the first batch comes sooner."""
+"""Begins work of a prediction before its flow is loaded, so that the first batch comes sooner."""
 
 import os
 import threading

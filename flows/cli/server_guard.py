@@ -73,7 +73,7 @@ def create_app() -> App:
     """Return Prefect's server application behind `OwnerOnly`.
 
     The secret is read from standard input, which is a pipe. So it is in no command line and in no
-    environment that `/proc` shows. Prefect reads it from its settings, which are made on its import.
+    environment that `/proc` shows. Prefect makes its settings on its import, and reads it there.
 
     Raises:
         RuntimeError: There is no secret on standard input.

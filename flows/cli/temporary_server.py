@@ -1,4 +1,4 @@
-"""The temporary Prefect server of a command: how it is started, authenticated, waited for and ended.
+"""Starts, authenticates, awaits and ends the temporary Prefect server of a command.
 
 A command starts one where the user named no server. `server_guard` is what runs in its process.
 Prefect can start such a server itself, but later, within this process, and it would answer every
@@ -189,8 +189,13 @@ def _authenticate(auth_string: str) -> None:
 
 
 def _ask_without_proxy() -> None:
-    """Exclude the loopback address from proxies, which would be sent the secret, and not reach it."""
-    excluded_hosts = [LOOPBACK]
-    if already_excluded := getproxies().get("no"):
-        excluded_hosts.insert(0, already_excluded)
+    """Exclude the loopback address from proxies.
+
+    A proxy would be sent the secret, and could not reach the server.
+    """
+    excluded_hosts = []
+    hosts_of_user = getproxies().get("no")
+    if hosts_of_user:
+        excluded_hosts.append(hosts_of_user)
+    excluded_hosts.append(LOOPBACK)
     os.environ["no_proxy"] = ",".join(excluded_hosts)

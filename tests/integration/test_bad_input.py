@@ -46,7 +46,7 @@ def virnuc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("virnuc.flows.flow_run.run_flow", never)
     monkeypatch.setattr(
-        "virnuc.flows.cli.start.prepare_prefect", lambda: None
+        "virnuc.flows.cli.run_from_terminal.prepare_prefect", lambda: None
     )  # it is this process's environment
     return Virnuc(capsys)
 

@@ -16,7 +16,8 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from virnuc.flows import cli
-from virnuc.flows.cli.app import COMMANDS, app
+from virnuc.flows.cli.app import app
+from virnuc.flows.cli.registry import COMMAND_NAMES
 
 from .processes import ROOT
 
@@ -54,7 +55,7 @@ def inside(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str
 def test_the_program_explains_itself() -> None:
     done = virnuc("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(f"  {name}: " in done.stdout for name in COMMANDS)
+    assert all(f"  {name}: " in done.stdout for name in COMMAND_NAMES)
 
 
 def test_help_and_wrong_options_import_neither_torch_nor_prefect() -> None:
@@ -70,7 +71,7 @@ def test_help_and_wrong_options_import_neither_torch_nor_prefect() -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@pytest.mark.parametrize("name", sorted(COMMAND_NAMES))
 def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = inside(capsys, name, "--help")
     assert (code, err) == (0, "")
@@ -183,7 +184,7 @@ def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
     def in_vain(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr("virnuc.flows.cli.start.start_temporary_server", in_vain)
+    monkeypatch.setattr("virnuc.flows.cli.run_from_terminal.start_temporary_server", in_vain)
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # where no server is named
         code, printed, said = inside(capsys, *words[:-1], "--quiet")
     assert printed.splitlines()[0].endswith("; nothing had to be computed")

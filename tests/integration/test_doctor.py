@@ -27,8 +27,18 @@ from prefect.settings import (
 )
 
 from tests.fake_gpus import FakeGpus
-from virnuc.flows.cli import doctor as command
-from virnuc.flows.cli.doctor import doctor, judge, together
+from virnuc.flows.cli import doctor_checks
+from virnuc.flows.cli.doctor import doctor, run_checks
+from virnuc.flows.cli.doctor_checks import (
+    GIB,
+    check_disk,
+    check_driver_and_gpus,
+    check_file_system,
+    check_gpu,
+    check_packages,
+)
+from virnuc.flows.cli.doctor_compute import check_agreement, check_scores
+from virnuc.flows.cli.doctor_server import check_access, check_prefect_server, check_scheduler
 from virnuc_core import gpus
 from virnuc_core.gpus import Gpu, Occupancy
 from virnuc_core.runfiles import Device
@@ -87,7 +97,7 @@ def test_packages_that_are_compiled_at_each_start_are_a_warning(
 ) -> None:
     def verdict(kept: Path) -> tuple[str, str]:
         monkeypatch.setattr("torch.__spec__.cached", str(kept))
-        found = [*command.packages()][1]
+        found = [*check_packages()][1]
         return found.verdict, found.detail
 
     kept = tmp_path / "torch.pyc"
@@ -154,7 +164,7 @@ def test_a_scheduler_that_plans_nothing_fails_and_late_runs_are_a_warning(
         a_server(deployed=[nightly], runs=runs) as address,
         httpx.Client(base_url=address) as client,
     ):
-        found = command.schedules(client)
+        found = check_scheduler(client)
     assert (found.verdict, said in found.detail) == (verdict, True)
 
 
@@ -177,15 +187,15 @@ def test_an_open_door_is_a_warning(
         a_server(bound, secret=secret) as address,
         temporary_settings(updates={PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: own}),
     ):
-        *_, found = command.findings({"Prefect server": command.prefect_server()})
+        *_, found = run_checks({"Prefect server": check_prefect_server()})
     assert said in found.detail
     assert found.verdict == {"run": "warn", "any": "warn", "ope": "ok"}.get(
         found.detail[:3], "fail"
     )
     if own == secret:
         monkeypatch.setattr("os.geteuid", lambda: 0)
-        [root] = command.doors(httpx.URL("http://127.0.0.1:9/api"), answers_anybody=False)
-        [far] = command.doors(httpx.URL("http://10.0.0.1:4200/api"), answers_anybody=True)
+        root = check_access(httpx.URL("http://127.0.0.1:9/api"), answers_anybody=False)
+        far = check_access(httpx.URL("http://10.0.0.1:4200/api"), answers_anybody=True)
         assert "run as root" in root.detail
         assert "10.0.0.1 port 4200" in far.detail
         assert "TLS" in far.detail
@@ -196,7 +206,7 @@ GPU = Gpu("GPU-of-no-run", "a GPU")
 
 def occupancy(free_gib: int, process_ids: tuple[int, ...] = ()) -> Occupancy:
     """An idle GPU of 80 GiB."""
-    return Occupancy(80 * command.GIB, free_gib * command.GIB, 0.0, process_ids)
+    return Occupancy(80 * GIB, free_gib * GIB, 0.0, process_ids)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +226,7 @@ def occupancy(free_gib: int, process_ids: tuple[int, ...] = ()) -> Occupancy:
 def test_a_gpu_that_is_busy_or_full_is_a_warning(
     seen: Occupancy, verdict: str, detail: str
 ) -> None:
-    check = command.gpu_finding("cuda:0", GPU, seen)
+    check = check_gpu("cuda:0", GPU, seen)
     assert check.verdict == verdict
     assert detail in check.detail
 
@@ -224,9 +234,9 @@ def test_a_gpu_that_is_busy_or_full_is_a_warning(
 def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=command.GIB // 2))
-    assert next(command.room(tmp_path)).verdict == "fail"
-    [found] = command.findings({"file locks": command.file_system(Path("/proc/nowhere"))})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=GIB // 2))
+    assert next(check_disk(tmp_path)).verdict == "fail"
+    [found] = run_checks({"file locks": check_file_system(Path("/proc/nowhere"))})
     assert (found.name, found.verdict) == ("file locks", "fail")
     assert "/proc" in found.detail
 
@@ -234,21 +244,21 @@ def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(
 def test_locks_that_do_not_exclude_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("virnuc_core.lease.Lease.take", lambda *_, **__: "")
     monkeypatch.setattr("virnuc_core.lease.Lease.held", lambda _: True)
-    locks, commits = command.file_system(tmp_path)
+    locks, commits = check_file_system(tmp_path)
     assert (locks.verdict, commits.verdict) == ("fail", "ok")
 
 
 def test_a_device_that_computes_something_else_fails() -> None:
     reference = np.array([[0.25, 0.75], [0.5, 0.5]], dtype=np.float32)
-    assert judge(CORE, reference, reference.copy()).verdict == "ok"
-    assert "bit for bit" in judge(CORE, reference, reference.copy()).detail
+    assert check_scores(CORE, reference, reference.copy()).verdict == "ok"
+    assert "bit for bit" in check_scores(CORE, reference, reference.copy()).detail
     near, far, lost = reference + 1e-6, reference + 1e-3, np.full_like(reference, np.nan)
-    assert judge(CORE, reference, near.astype(np.float32)).verdict == "ok"
-    assert judge(CORE, reference, far.astype(np.float32)).verdict == "fail"
-    assert judge(CORE, reference, lost).verdict == "fail"
-    assert [f.verdict for f in together({CORE: reference, OTHER: far})] == ["fail"]
-    assert [f.verdict for f in together({CORE: reference, OTHER: reference})] == ["ok"]
-    assert list(together({CORE: reference})) == []
+    assert check_scores(CORE, reference, near.astype(np.float32)).verdict == "ok"
+    assert check_scores(CORE, reference, far.astype(np.float32)).verdict == "fail"
+    assert check_scores(CORE, reference, lost).verdict == "fail"
+    assert [f.verdict for f in check_agreement({CORE: reference, OTHER: far})] == ["fail"]
+    assert [f.verdict for f in check_agreement({CORE: reference, OTHER: reference})] == ["ok"]
+    assert list(check_agreement({CORE: reference})) == []
 
 
 @pytest.mark.parametrize(
@@ -269,9 +279,9 @@ def test_a_gpu_on_which_our_kernels_cannot_run_is_not_sound(
     """What stops the driver is told once, and no compiler is blamed for it."""
     library = FakeGpus([GPU], occupancies={GPU.uuid: occupancy(79)})
     monkeypatch.setattr(gpus, "NVML", library)
-    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: starts)
-    monkeypatch.setattr(command, "triton_problem", lambda: missing)
-    found = [*command.driver_and_gpus()]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: starts)
+    monkeypatch.setattr(doctor_checks, "triton_problem", lambda: missing)
+    found = [*check_driver_and_gpus()]
     assert "driver 570.86.15, which knows CUDA up to 12.8" in found[0].detail
     assert [(check.verdict, check.name) for check in found] == said
     assert (

@@ -35,7 +35,7 @@ def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
         asked.append(settings)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr("virnuc.flows.cli.start.by_hand", start)
+    monkeypatch.setattr("virnuc.flows.cli.run_from_terminal.run_from_terminal", start)
     words = [
         "tune",
         "a",

@@ -14,7 +14,7 @@ import pytest
 from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 
-from virnuc.flows.cli.start import exit_code
+from virnuc.flows.cli.flow_command import exit_code
 from virnuc.flows.predict import predict
 from virnuc.flows.validate import validate
 from virnuc.tasks.artifacts import host_key

@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
-from virnuc.flows.cli.doctor import schedules
+from virnuc.flows.cli.doctor_server import check_scheduler
 
 from .processes import PREFECT, ROOT, background, committed, gone, wait_for
 
@@ -169,7 +169,7 @@ def test_a_scheduled_run_starts_by_itself_and_completes(
     with background((*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"), server, log):
         run = wait_for(ended, "a scheduled run to end")
     with httpx.Client(base_url=server["PREFECT_API_URL"]) as client:
-        assert schedules(client).verdict != "fail"  # the doctor's question
+        assert check_scheduler(client).verdict != "fail"  # the doctor's question
     assert run.auto_scheduled
     assert run.state.name == "Completed", log.read_text()
     assert (out / "prediction_results.txt").is_file()

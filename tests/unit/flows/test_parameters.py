@@ -12,7 +12,7 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from pydantic import Field
 
-from virnuc.flows.cli import main, start
+from virnuc.flows.cli import main, run_from_terminal
 from virnuc.flows.parameters import build, fields_of, require_within_roots, with_flow_signature
 from virnuc.flows.settings.inbox import InboxSettings
 from virnuc.flows.settings.overhead import OverheadSettings
@@ -117,7 +117,9 @@ def test_mates_are_named_by_one_and_two(
     words: list[str], named: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[PredictSettings] = []
-    monkeypatch.setattr(start, "by_hand", lambda _, settings: asked.append(settings))
+    monkeypatch.setattr(
+        run_from_terminal, "run_from_terminal", lambda _, settings: asked.append(settings)
+    )
     with suppress(Exception):
         main(["predict", *words, "-o", "out", "--models", "m", "--no-pairs"])
     (found,) = asked
@@ -348,11 +350,11 @@ def test_words_become_settings_and_the_models_may_come_from_the_environment(
 ) -> None:
     asked: list[PredictSettings] = []
 
-    def by_hand(_flow: str, settings: PredictSettings, *_: object) -> None:
+    def stop_early(_flow: str, settings: PredictSettings, *_: object) -> None:
         asked.append(settings)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(start, "by_hand", by_hand)
+    monkeypatch.setattr(run_from_terminal, "run_from_terminal", stop_early)
     monkeypatch.setenv("VIRNUC_MODELS", "named")
     assert main(["predict", *words]) == 2
     assert {name: getattr(asked[0], name) for name in expected} == expected

@@ -15,7 +15,7 @@ import pytest
 
 from virnuc.flows.cli import main
 from virnuc.flows.cli.app import app
-from virnuc.flows.cli.plain_commands import show
+from virnuc.flows.cli.output import show_table
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.encoders.digests import fingerprint
 
@@ -56,7 +56,7 @@ def test_the_shell_completes_files_of_reads(tmp_path: Path) -> None:
 
 
 def test_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    show(["sample"], [["lung:x:1.fq [/red]"]], "[/of] a file")
+    show_table(["sample"], [["lung:x:1.fq [/red]"]], "[/of] a file")
     shown = capsys.readouterr().out
     assert "lung:x:1.fq [/red]" in shown
     assert "[/of] a file" in shown
@@ -127,7 +127,7 @@ def test_an_error_after_the_word_to_end_is_that_ending(
             os.kill(os.getpid(), signal.SIGTERM)
         raise AttributeError("module 'numpy' has no attribute 'matrix'")
 
-    monkeypatch.setattr("virnuc.flows.cli.app._run", cut_short)
+    monkeypatch.setattr("virnuc.flows.cli.app._parse_and_call", cut_short)
     assert main(["devices"]) == 130
     said = capsys.readouterr().err
     assert "interrupted" in said

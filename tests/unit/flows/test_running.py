@@ -22,8 +22,8 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Completed
 
 from virnuc.flows import exit_deadline, output_folder, preflight
-from virnuc.flows.cli import start
 from virnuc.flows.cli.options import OnTerminal
+from virnuc.flows.cli.prefect_settings import prepare_prefect
 from virnuc.flows.flow_run import run_flow, run_name, with_parameters
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.profile import ProfileSettings
@@ -121,7 +121,7 @@ def test_run_names_leave_out_what_is_not_known() -> None:
 
 def test_settings_of_the_user_are_kept_and_ours_fill_the_gaps() -> None:
     environment = {"PREFECT_SERVER_ANALYTICS_ENABLED": "true"}
-    start.prepare_prefect(environment)
+    prepare_prefect(environment)
     assert environment["PREFECT_SERVER_ANALYTICS_ENABLED"] == "true"
     assert environment["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] == "90"
 

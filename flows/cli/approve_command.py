@@ -1,0 +1,106 @@
+"""The command `virnuc approve`: a reviewer's answer to a validation that waits for it."""
+
+import getpass
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import Field
+
+from virnuc.flows.cli.options import Flag, command
+from virnuc.flows.cli.output import say
+from virnuc.flows.cli.prefect_settings import prepare_prefect
+from virnuc.flows.cli.temporary_server import start_temporary_server
+from virnuc_core.errors import ConfigError, VirnucError
+from virnuc_core.profiles import Review
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+NAME_THE_SERVER: Final = "name the server of the run with PREFECT_API_URL"
+FLOW_RUN_ID: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class ApprovalOptions(Review):
+    """A reviewer's answer to a validation."""
+
+    run: str = Field(description="flow run: its id or its name")
+    yes: Flag = Field(False, description="approve")
+    no: Flag = Field(False, description="reject")
+    later: Flag = Field(False, description="leave it pending")
+    reviewer: str | None = Field(None, description="who decides (default: the login name)")
+
+
+@command(ApprovalOptions, "run")
+def approve(options: ApprovalOptions) -> None:
+    """Answer a validation that was started with --approval and waits."""
+    review = _review_form(options)
+    prepare_prefect()
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE
+
+    if PREFECT_API_URL.value() is None and PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
+        # The run may wait at a temporary server, whose database is ours, too. Prefect would start a
+        # server that answers every user of the machine.
+        server = start_temporary_server(debug=False, alternative=NAME_THE_SERVER)
+        server.wait()
+    with get_client(sync_client=True) as client:
+        flow_run = _find_flow_run(client, options.run)
+        if not _is_waiting(flow_run):
+            raise ConfigError(
+                f"flow run '{flow_run.name}' does not wait for an answer; "
+                f"it is {flow_run.state_name}"
+            )
+        response = client.resume_flow_run(flow_run.id, run_input=review)
+    if response.status.value != "ACCEPT":
+        reason = getattr(response.details, "reason", None) or response.status.value
+        raise VirnucError(f"flow run '{flow_run.name}': the answer was not accepted: {reason}")
+    say(f"{flow_run.name}: {review['verdict']} by {review['reviewer']}")
+
+
+def _review_form(options: ApprovalOptions) -> dict[str, Any]:
+    """Return the answer as the paused run takes it.
+
+    Raises:
+        ConfigError: Not exactly one of the three verdicts was given.
+    """
+    verdicts = []
+    if options.yes:
+        verdicts.append("approved")
+    if options.no:
+        verdicts.append("rejected")
+    if options.later:
+        verdicts.append("pending")
+    if len(verdicts) != 1:
+        raise ConfigError("give one of --yes, --no and --later; see virnuc approve --help")
+    form = {"verdict": verdicts[0], "reviewer": getpass.getuser()}
+    answers = options.model_dump(exclude={"run", "yes", "no", "later"}, exclude_none=True)
+    return form | answers
+
+
+def _find_flow_run(client: "SyncPrefectClient", run: str) -> "FlowRun":
+    """Return the flow run of an id, or the one of a name that waits for an answer.
+
+    If none of that name waits, another run of the name is returned.
+
+    Raises:
+        ConfigError: There is no such run, or several of that name wait.
+    """
+    from prefect.client.schemas.filters import FlowRunFilter
+
+    key = "id" if FLOW_RUN_ID.fullmatch(run) else "name"
+    run_filter = FlowRunFilter.model_validate({key: {"any_": [run]}})
+    flow_runs = client.read_flow_runs(flow_run_filter=run_filter)
+    if not flow_runs:
+        raise ConfigError(f"no flow run has the {key} '{run}'")
+    waiting = [flow_run for flow_run in flow_runs if _is_waiting(flow_run)]
+    if len(waiting) > 1:
+        raise ConfigError(f"{len(waiting)} flow runs named '{run}' wait; name one by its id")
+    if waiting:
+        return waiting[0]
+    return flow_runs[0]
+
+
+def _is_waiting(flow_run: "FlowRun") -> bool:
+    """Return whether a flow run is paused, which is how a validation waits for its reviewer."""
+    return flow_run.state is not None and flow_run.state.is_paused()

@@ -1,0 +1,170 @@
+"""What `virnuc doctor` asks of the machine: packages, disk, locks, driver, GPUs and weights."""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from contextvars import Context
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from virnuc.flows.output_folder import nearest_existing
+from virnuc_core import gpus
+from virnuc_core.encoders.backends import triton_problem
+from virnuc_core.encoders.checkpoint import check_models
+from virnuc_core.encoders.verify import Check, Verdict
+from virnuc_core.errors import ConfigError
+from virnuc_core.rundir import atomic_file, run_lock
+from virnuc_core.runfiles import versions
+
+GIB: Final = 1 << 30
+DISK_FAIL: Final = GIB
+DISK_WARN: Final = 20 * GIB  # a million reads of 150 bases leave some 13 GiB of embeddings
+# ESM-2 3B in half precision, DNABERT-S, and batches of the stock budget
+MEMORY_NEEDED: Final = 16 * GIB
+FSYNC_WARN_S: Final = 0.5
+PROBE_BYTES: Final = 1 << 20  # what is flushed to measure the disk
+MAX_PROCESSES_NAMED: Final = 5
+
+
+def check_of_problem(problem: str, name: str, detail: str, *, verdict: Verdict = "warn") -> Check:
+    """Return a check that is fine if there is no problem.
+
+    Args:
+        problem: What is wrong, or an empty text.
+        name: The name of the check.
+        detail: What to say if nothing is wrong.
+        verdict: The verdict if something is.
+    """
+    if problem:
+        return Check(name, verdict, problem)
+    return Check(name, "ok", detail)
+
+
+def check_packages() -> Iterator[Check]:
+    """Yield the installed versions, and whether Python has kept what it compiled of torch."""
+    version_list = ", ".join(f"{name} {number}" for name, number in versions().items())
+    yield Check("packages", "ok", version_list)
+    compiled_file = torch.__spec__ and torch.__spec__.cached
+    problem = ""
+    if not compiled_file or not Path(compiled_file).is_file():
+        folder = Path(torch.__file__).parents[1]
+        problem = (
+            "Python compiles torch's thousand files at each start, which takes seconds; "
+            f"prevent it once: python -m compileall -q {folder}"
+        )
+    yield check_of_problem(problem, "bytecode", "what Python compiled of torch is kept")
+
+
+def check_disk(folder: Path) -> Iterator[Check]:
+    """Yield whether there is room where results would go."""
+    free_bytes = shutil.disk_usage(nearest_existing(folder)).free
+    detail = f"{free_bytes / GIB:.1f} GiB free for {folder}"
+    verdict: Verdict = "ok"
+    if free_bytes < DISK_WARN:
+        detail += "; a million reads of 150 bases leave some 13 GiB"
+        verdict = "warn"
+    if free_bytes < DISK_FAIL:
+        verdict = "fail"
+    yield Check("disk", verdict, detail)
+
+
+def check_file_system(folder: Path) -> Iterator[Check]:
+    """Yield whether locks exclude, and how fast a shard is committed, where results would go."""
+    with tempfile.TemporaryDirectory(
+        prefix=".virnuc-doctor-", dir=nearest_existing(folder)
+    ) as name:
+        place = Path(name)
+        parent = place.parent
+        if _lock_excludes(place):
+            yield Check("file locks", "ok", f"locks exclude in {parent}")
+        else:
+            problem = f"use a local folder: locks do not exclude in {parent}"
+            yield Check("file locks", "fail", problem)
+        started_s = time.perf_counter()
+        with atomic_file(place / "shard") as temp_path:
+            temp_path.write_bytes(bytes(PROBE_BYTES))
+        elapsed_s = time.perf_counter() - started_s
+        verdict: Verdict = "warn" if elapsed_s > FSYNC_WARN_S else "ok"
+        yield Check("commits", verdict, f"1 MiB flushed and renamed in {1e3 * elapsed_s:.0f} ms")
+
+
+def _lock_excludes(folder: Path) -> bool:
+    """Return whether a locked run directory cannot be locked a second time."""
+    with run_lock(folder), ExitStack() as second_lock:
+        try:
+            # in a context of its own, as another thread would lock it
+            Context().run(second_lock.enter_context, run_lock(folder))
+        except ConfigError:
+            return True
+    return False
+
+
+def check_driver_and_gpus() -> Iterator[Check]:
+    """Yield whether the driver fits torch, whether our kernels run, and the state of each GPU."""
+    torch_cuda = torch.version.cuda
+    driver = gpus.NVML.driver()
+    visible_gpus = gpus.NVML.visible()
+    if driver is None or not visible_gpus:
+        verdict: Verdict = "warn" if torch_cuda else "ok"
+        detail = "no NVIDIA driver or GPU is visible; virnuc computes on CPU cores"
+        yield Check("driver", verdict, detail)
+        return
+    detail = (
+        f"driver {driver.version}, which knows CUDA up to {driver.cuda}; torch is for {torch_cuda}"
+    )
+    if torch.cuda.is_available():
+        yield Check("driver", "ok", detail)
+        yield _check_kernels()
+    else:
+        problem = f"{detail}, and cannot start it: install a torch that fits the driver"
+        yield Check("driver", "fail", problem)
+    for number, gpu in enumerate(visible_gpus):
+        yield check_gpu(f"cuda:{number}", gpu, gpus.NVML.occupancy(gpu.uuid))
+
+
+def _check_kernels() -> Check:
+    """Return whether Triton can compile and run our kernels."""
+    reason = triton_problem()
+    if reason:
+        return Check("kernels", "fail", f"they need Triton, {reason}")
+    return Check("kernels", "ok", "Triton can run ours")
+
+
+def check_gpu(name: str, gpu: gpus.Gpu, occupancy: gpus.Occupancy) -> Check:
+    """Return the free memory of a GPU, with a warning if others use it or the models do not fit."""
+    free_bytes = occupancy.memory_free_bytes
+    total_bytes = occupancy.memory_total_bytes
+    utilisation = "N/A"
+    if occupancy.utilisation_percent is not None:
+        utilisation = f"{occupancy.utilisation_percent:.0f}"
+    detail = (
+        f"{gpu.name}, {free_bytes / GIB:.1f} of {total_bytes / GIB:.1f} GiB free, "
+        f"utilisation {utilisation} %"
+    )
+    other_processes = [str(pid) for pid in occupancy.process_ids if pid != os.getpid()]
+    problem = ""
+    if other_processes:
+        process_list = ", ".join(other_processes[:MAX_PROCESSES_NAMED])
+        problem = f"{detail}; {len(other_processes)} other processes compute here ({process_list})"
+    elif free_bytes < MEMORY_NEEDED:
+        needed_memory = f"{MEMORY_NEEDED / GIB:.0f} GiB"
+        problem = f"{detail}; ESM-2 3B at the stock token budget wants {needed_memory}"
+    return check_of_problem(problem, name, detail)
+
+
+def check_weights(models: Path | None) -> Iterator[Check]:
+    """Yield whether the models directory is whole.
+
+    Raises:
+        WeightsError: A part is missing, or does not fit the others.
+    """
+    if models is None:
+        yield Check("weights", "not run", "no models directory named (--models, VIRNUC_MODELS)")
+        return
+    check_models(models)
+    yield Check("weights", "ok", f"{models}: esm2, dnabert_s and head are there and fit")

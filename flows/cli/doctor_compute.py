@@ -1,0 +1,180 @@
+"""What `virnuc doctor` computes: a tiny model on each device, beside a plain reference."""
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from virnuc.flows.cli.doctor_checks import check_of_problem
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.encoders.checkpoint import load_models
+from virnuc_core.encoders.convert import init_random
+from virnuc_core.encoders.models import embed_sequences
+from virnuc_core.encoders.registry import ENCODERS
+from virnuc_core.encoders.verify import Check, Verdict
+from virnuc_core.engine import shards
+from virnuc_core.engine.devices import resolve
+from virnuc_core.errors import DeviceError, VirnucError
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import Device
+from virnuc_core.tools.bench import Bench, measure
+
+Scores = NDArray[np.float32]  # of all distinct sequences, [n, 2]
+
+# the reads that are computed for a try
+N_READS: Final = 40
+MODEL_LENGTH: Final = 200
+SEED: Final = 11
+ENGINE: Final = EngineSpec(
+    token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.5
+)
+# of P(virus): float32 sums in another order; half precision has a thousandth of the digits
+TOLERANCE: Final = {"cpu": 1e-5, "cuda": 5e-3}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A tiny model and staged reads, to be scored by each device.
+
+    Attributes:
+        folder: Where the runs of the devices go.
+        models: The models directory.
+        store: The store of the reads' open reading frames.
+    """
+
+    folder: Path
+    models: Path
+    store: Path
+
+    @classmethod
+    def prepare(cls, folder: Path) -> "Trial":
+        """Write random models and staged reads into a folder. They are always the same."""
+        trial = cls(folder, models=folder / "models", store=folder / "orfs.h5")
+        init_random(trial.models, model_length=MODEL_LENGTH, seed=SEED)
+        simulation = simulate(SimulateSpec(reads=N_READS, seed=SEED), folder / "reads.fasta")
+        reads = (str(simulation.reads_file),)
+        stage(StageSpec(reads=reads, model_length=MODEL_LENGTH), trial.store)
+        return trial
+
+    def scores_of(self, device: Device) -> Scores:
+        """Return the scores that a device computes, from packed batches in a worker process.
+
+        Raises:
+            VirnucError: The device cannot be used, or does not compute.
+        """
+        devices = Devices(kind=device.kind, ids=(device.id,))
+        run = RunDir(self.folder / device.id)
+        job = Bench(self.store, self.models, devices).job(run, ENGINE)
+        measure(replace(job, devices=(device,)))  # a core has no name in settings
+        return shards.read_scores(job.run)[0]
+
+    def reference_scores(self) -> Scores:
+        """Return scores in float32, by plain attention in this process, one sequence a batch."""
+        cpu = torch.device("cpu")
+        orfs = OrfStore.open(self.store)
+        engine = EngineSpec(precision="fp32", attention="reference")
+        loaded_models = load_models(self.models, cpu, engine)
+        embeddings = []  # [sequences, width] of each encoder
+        for encoder in ENCODERS:
+            network = loaded_models.encoders[encoder.name]
+            tokenizer = encoder.open_tokenizer(self.models)
+            rows = []
+            for sequence in encoder.sequences(orfs, 0, orfs.n_uniques):
+                rows.append(embed_sequences(network, tokenizer, [sequence], cpu))
+            embeddings.append(torch.cat(rows))
+        return np.asarray(loaded_models.head.scores(torch.cat(embeddings, dim=1)))
+
+
+def check_compute(devices: str) -> Iterator[Check]:
+    """Yield whether each device computes, from reads to scores, what the reference does.
+
+    Args:
+        devices: The devices, as `--devices` takes them.
+
+    Raises:
+        DeviceError: There are no such devices.
+    """
+    device_list = resolve(Devices.parse(devices))
+    futures: dict[Device, Future[Scores]] = {}
+    # what matters of these runs is in the checks, so they log nothing
+    with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name, _without_logs():
+        trial = Trial.prepare(Path(name))
+        with ThreadPoolExecutor(max_workers=len(device_list)) as threads:
+            for device in device_list:
+                futures[device] = threads.submit(trial.scores_of, device)
+            reference = trial.reference_scores()
+    scores_of_device: dict[Device, Scores] = {}
+    for device, future in futures.items():
+        try:
+            scores = future.result()
+        except VirnucError as error:
+            # a device that another run holds is no fault of the machine
+            verdict: Verdict = "warn" if isinstance(error, DeviceError) else "fail"
+            yield Check(f"compute {device.id}", verdict, str(error))
+            continue
+        scores_of_device[device] = scores
+        yield check_scores(device, reference, scores)
+    yield from check_agreement(scores_of_device)
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Turn off all logging in the body."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def check_scores(device: Device, reference: Scores, scores: Scores) -> Check:
+    """Return whether a device's scores are the reference's, within what its precision allows."""
+    name = f"compute {device.id}"
+    if reference.shape != scores.shape or np.isnan(scores).any():
+        return Check(name, "fail", "scores are missing")
+    tolerance = TOLERANCE[device.kind]
+    differences = np.abs(reference.astype(np.float64) - scores)
+    largest_difference = float(differences.max(initial=0.0))
+    if reference.tobytes() == scores.tobytes():
+        closeness = "bit for bit"
+    else:
+        closeness = f"to {largest_difference:.1e} (allowed {tolerance:.0e})"
+    subject = f"{device.name}: {len(scores)} sequences, end to end,"
+    if largest_difference > tolerance:
+        detail = f"{subject} DIFFERS from the float32 reference {closeness}"
+        return Check(name, "fail", detail)
+    return Check(name, "ok", f"{subject} equals the float32 reference {closeness}")
+
+
+def check_agreement(scores_of_device: Mapping[Device, Scores]) -> Iterator[Check]:
+    """Yield whether devices of one model give the same bytes.
+
+    Nothing is said of a model with a single device.
+    """
+    devices_of_model: dict[str, list[Device]] = {}
+    for device in scores_of_device:
+        devices_of_model.setdefault(device.name, []).append(device)
+    for model, devices in devices_of_model.items():
+        if len(devices) == 1:
+            continue
+        first_device = devices[0]
+        expected_bytes = scores_of_device[first_device].tobytes()
+        deviating = [
+            device.id for device in devices if scores_of_device[device].tobytes() != expected_bytes
+        ]
+        problem = ""
+        if deviating:
+            problem = f"{', '.join(deviating)} not equal to {first_device.id}"
+        detail = f"{len(devices)} agree bit for bit"
+        yield check_of_problem(problem, f"devices agree: {model}", detail, verdict="fail")

@@ -1,0 +1,165 @@
+"""What `virnuc doctor` asks of the Prefect server: its version, its scheduler, who can reach it."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import metadata
+from typing import Any, Final
+
+import httpx
+import psutil
+
+from virnuc.flows.cli.doctor_checks import check_of_problem
+from virnuc.flows.parameters import ROOTS
+from virnuc_core.encoders.verify import Check
+from virnuc_core.errors import ConfigError
+
+SERVER_CHECK: Final = "Prefect server"
+SCHEDULER_CHECK: Final = "Prefect scheduler"
+ACCESS_CHECK: Final = "Prefect doors"
+TIMEOUT_S: Final = 3.0
+HTTPS_PORT: Final = 443
+HTTP_PORT: Final = 80
+LOOPBACK: Final = re.compile(r"(localhost|\[?::1\]?)$|127\.")
+
+
+def check_prefect_server() -> Iterator[Check]:
+    """Yield which server runs would use, whether it answers, plans runs, and who can reach it.
+
+    Raises:
+        ConfigError: The named server does not answer, or refuses the password that is set here.
+    """
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    url = settings.api.url
+    if url is None:
+        if not settings.server.ephemeral.enabled:
+            raise ConfigError("none is named (PREFECT_API_URL) and the embedded one is forbidden")
+        detail = f"none is named: the embedded one, with its data in {settings.home}"
+        yield Check(SERVER_CHECK, "ok", detail)
+        return
+    auth_string = ""
+    if settings.api.auth_string:
+        auth_string = settings.api.auth_string.get_secret_value()
+    user, _, password = auth_string.partition(":")
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+        try:
+            anonymous_answer = client.get("/admin/version")
+            answers_anybody = anonymous_answer.status_code != httpx.codes.UNAUTHORIZED
+            client.auth = httpx.BasicAuth(user, password)
+            yield _check_version(client, url)
+            yield check_scheduler(client)
+        except (httpx.HTTPError, ValueError) as error:
+            raise ConfigError(
+                f"{url} does not answer ({type(error).__name__}); start it, or unset it"
+            ) from error
+    yield check_access(httpx.URL(url), answers_anybody=answers_anybody)
+
+
+def _check_version(client: httpx.Client, url: str) -> Check:
+    """Return whether the server has the version of Prefect that is installed here.
+
+    Raises:
+        ConfigError: The server does not accept the password that is set here.
+    """
+    answer = client.get("/admin/version")
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise ConfigError(f"{url} wants another PREFECT_API_AUTH_STRING than is set here")
+    server_version = answer.raise_for_status().json()
+    own_version = metadata.version("prefect")
+    detail = f"{url} answers, version {server_version}"
+    problem = ""
+    if server_version != own_version:
+        problem = f"{detail}; this side is {own_version}"
+    return check_of_problem(problem, SERVER_CHECK, detail)
+
+
+def check_scheduler(client: httpx.Client) -> Check:
+    """Return whether runs of active schedules are planned, and whether workers take those due."""
+    deployments = _post(client, "/deployments/filter")
+    active = [deployment for deployment in deployments if _is_scheduled(deployment)]
+    idle_deployments = []
+    for deployment in active:
+        n_planned = _count_runs(
+            client,
+            deployment_id={"any_": [deployment["id"]]},
+            state={"type": {"any_": ["SCHEDULED"]}},
+        )
+        if not n_planned:
+            idle_deployments.append(deployment["name"])
+    if idle_deployments:
+        problem = (
+            f"no run of {', '.join(idle_deployments)} is planned; "
+            "look for errors of its scheduler in the server's log"
+        )
+        return Check(SCHEDULER_CHECK, "fail", problem)
+    n_late = _count_runs(client, state={"name": {"any_": ["Late"]}})
+    problem = ""
+    if n_late:
+        problem = f"{n_late} runs are late; is a worker of their pool at work?"
+    detail = f"{len(active)} active schedules are planned, no run is late"
+    return check_of_problem(problem, SCHEDULER_CHECK, detail)
+
+
+def _is_scheduled(deployment: dict[str, Any]) -> bool:
+    """Return whether a deployment is not paused and has an active schedule."""
+    if deployment["paused"]:
+        return False
+    return any(schedule["active"] for schedule in deployment["schedules"])
+
+
+def _count_runs(client: httpx.Client, **run_filter: object) -> int:
+    """Return the number of flow runs that the server's filter leaves."""
+    return int(_post(client, "/flow_runs/count", flow_runs=run_filter))
+
+
+def _post(client: httpx.Client, path: str, **body: object) -> Any:
+    """Return the parsed answer of the server."""
+    return client.post(path, json=body).raise_for_status().json()
+
+
+def check_access(url: httpx.URL, *, answers_anybody: bool) -> Check:
+    """Return who may let workers do what.
+
+    A server that answers anybody lets anybody run commands as the account of its workers.
+
+    Args:
+        url: The address of the server's API.
+        answers_anybody: Whether it answers without a password.
+    """
+    is_local = LOOPBACK.match(url.host) is not None
+    port = url.port
+    if port is None:
+        port = HTTPS_PORT if url.scheme == "https" else HTTP_PORT
+    reachable_hosts = _public_addresses(port) if is_local else [url.host]
+    problems = []
+    if answers_anybody and reachable_hosts:
+        problems.append(
+            f"anybody who reaches {', '.join(reachable_hosts)} port {port} can run commands "
+            "as the workers: bind 127.0.0.1 and set PREFECT_SERVER_API_AUTH_STRING"
+        )
+    if not is_local and url.scheme == "http":
+        problems.append("what goes to and fro can be read on the way: put TLS before it")
+    if os.geteuid() == 0:
+        problems.append("workers started here run as root: give them an account with few rights")
+    if not os.environ.get(ROOTS):
+        problems.append(f"runs may name any path this account can open: set {ROOTS}")
+    openness = "open to this machine only" if is_local else "TLS"
+    protection = "no password" if answers_anybody else "a password"
+    return check_of_problem("; ".join(problems), ACCESS_CHECK, f"{openness}, {protection}")
+
+
+def _public_addresses(port: int) -> list[str]:
+    """Return the addresses, other than loopback, on which a process of this machine listens.
+
+    Where that cannot be seen, none are returned.
+    """
+    addresses = set()
+    with suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            is_listening = connection.status == psutil.CONN_LISTEN
+            if is_listening and connection.laddr.port == port:
+                addresses.add(connection.laddr.ip)
+    return sorted(address for address in addresses if not LOOPBACK.match(address))

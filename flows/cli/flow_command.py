@@ -1,0 +1,128 @@
+"""Makes the command of a flow: its options, how it is run, and what it says of the end."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from pydantic import create_model
+from pydantic_core import to_jsonable_python
+
+from virnuc.flows.cli import run_from_terminal as terminal
+from virnuc.flows.cli.options import OnTerminal, command
+from virnuc.flows.cli.output import say
+from virnuc.flows.settings.shared import FlowSettings
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
+# exit codes
+CRITERION_FAILED: Final = 5
+PARTIAL: Final = 6  # some rows had to be set aside
+NOT_JUDGED: Final = 7
+DEFAULT_UI: Final = "http://127.0.0.1:4200"  # where `prefect server start` serves it
+
+Settings = TypeVar("Settings", bound=FlowSettings)
+
+
+@dataclass(frozen=True)
+class FlowCommand(Generic[Settings]):
+    """What a command runs, and what it says at the end.
+
+    Attributes:
+        flow: The flow, as `module:function`. It is imported when the command runs.
+        settings: The settings of the flow; each field is an option.
+        facts: Names what a user looks for after the run, such as the place of the results. The
+            names stand before the facts, and are the keys in `--json`.
+        text: The file whose text is printed at the end. None prints none.
+        has_page: Say where the Prefect UI shows the run.
+        positional: Names of the settings that may be given without their option's name.
+    """
+
+    flow: str
+    settings: type[Settings]
+    facts: Callable[[Settings], dict[str, str]]
+    text: Callable[[Settings], Path] | None = None
+    has_page: bool = False
+    positional: tuple[str, ...] = ()
+
+
+def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
+    """Return the command that runs a flow from a terminal and says how it ended.
+
+    The command prints the text of `spec.text`, the message of the final state and the facts; with
+    `--json` one object that holds all but the text. Its return value is the exit code.
+    """
+    model_name = spec.settings.__name__
+    options_model: Any = create_model(model_name, __base__=(spec.settings, OnTerminal))
+
+    @command(options_model, *spec.positional)
+    def run(settings: Any) -> int:
+        state = terminal.run_from_terminal(spec.flow, settings)
+        code = exit_code(state)
+        facts = spec.facts(settings)
+        if spec.has_page:
+            facts["In the UI"] = _page_in_ui(state.state_details.flow_run_id)
+        if settings.as_json:
+            say(_outcome_as_json(state, code, facts))
+            return code
+        if spec.text is not None:
+            say(spec.text(settings).read_text(encoding="utf-8"))
+        say(state.message)
+        for name, fact in facts.items():
+            say(f"{name}: {fact}")
+        return code
+
+    return run
+
+
+def exit_code(state: "State[Any]") -> int:
+    """Return the exit code of a flow that ended in this state.
+
+    Returns:
+        0, or `CRITERION_FAILED`, `PARTIAL` or `NOT_JUDGED`.
+
+    Raises:
+        Exception: What the flow raised.
+    """
+    from virnuc.flows.outcome import NOT_MET, REJECTED  # it imports Prefect
+
+    if state.name in (NOT_MET, REJECTED):
+        return CRITERION_FAILED
+    result = state.result()
+    if getattr(result, "outcome", "") == "not judged":
+        return NOT_JUDGED
+    fates = getattr(result, "fates", {})
+    if fates.get("failed"):
+        return PARTIAL
+    return 0
+
+
+def _outcome_as_json(state: "State[Any]", code: int, facts: dict[str, str]) -> str:
+    """Return the outcome of a run for scripts. The facts are keyed by their names, `in_the_ui`."""
+    data = to_jsonable_python(state.result(raise_on_failure=False), fallback=str)
+    outcome = {"state": state.name, "message": state.message, "exit_code": code, "data": data}
+    for name, fact in facts.items():
+        key = name.lower().replace(" ", "_")
+        outcome[key] = fact
+    return json.dumps(outcome, indent=2)
+
+
+def _page_in_ui(flow_run_id: object) -> str:
+    """Return the address of a run's page in the Prefect UI.
+
+    A temporary server has no pages. Then the server to start comes first, on the same records.
+    """
+    from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
+
+    from virnuc.tasks.server_connection import connection
+
+    page = f"/runs/flow-run/{flow_run_id}"
+    if connection.embedded is None:
+        return f"{PREFECT_UI_URL.value()}{page}"
+    home = PREFECT_HOME.value()
+    start = "prefect server start"
+    if home != Path.home() / ".prefect":
+        start = f"PREFECT_HOME={home} {start}"
+    return f"{start}, then {DEFAULT_UI}{page}"

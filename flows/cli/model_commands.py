@@ -1,0 +1,178 @@
+"""The commands `virnuc models …`: make, convert, fetch and check weights, and choose a head."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+
+from virnuc.flows.cli.options import ENVIRONMENT
+from virnuc.flows.cli.output import show_table
+from virnuc_core.config import DEFAULT_MODEL_LENGTH
+from virnuc_core.encoders.model_config import (
+    DnabertSize,
+    Esm2Size,
+    Storage,
+)
+from virnuc_core.errors import ConfigError, WeightsError
+
+ModelsOut = Annotated[Path, Parameter(help="models directory to write")]
+ModelsDir = Annotated[Path, Parameter(env_var=ENVIRONMENT["models"], help="models directory")]
+HeadFile = Annotated[Path, Parameter(help="VirNucPro's 300_model.pth or 500_model.pth")]
+HeadLength = Annotated[
+    int, Parameter(help="read length S of the head, when its name does not say it")
+]
+StoredAs = Annotated[Storage, Parameter(help="store the encoders in this type")]
+
+models = App(name="models", help="Make, convert, fetch or check weights.")
+
+
+@models.command(name="init-random")
+def init_random(
+    out: ModelsOut,
+    /,
+    *,
+    esm2: Annotated[Esm2Size, Parameter(help="size of the ESM-2")] = "tiny",
+    dnabert_s: Annotated[DnabertSize, Parameter(help="size of the DNABERT-S")] = "tiny",
+    head: Annotated[
+        int, Parameter(validator=Number(gte=3), help="model length S: 300, 500, …")
+    ] = DEFAULT_MODEL_LENGTH,
+    dtype: Annotated[Storage, Parameter(help="what the encoders are stored in")] = "fp32",
+    seed: Annotated[int, Parameter(help="equal seeds give equal bytes")] = 0,
+) -> None:
+    """Write a models directory with random weights of any size, for trying things out."""
+    from virnuc_core.encoders.convert import init_random as write_random_models
+
+    write_random_models(
+        out, esm2=esm2, dnabert_s=dnabert_s, model_length=head, seed=seed, dtype=dtype
+    )
+    print(f"{out}: random weights, ESM-2 {esm2}, DNABERT-S {dnabert_s}, head for length {head}")
+
+
+@models.command
+def convert(
+    out: ModelsOut,
+    /,
+    *,
+    esm2: Annotated[
+        Path | None, Parameter(help="ESM-2: a folder in HF layout, or fair-esm's .pt")
+    ] = None,
+    dnabert_s: Annotated[Path | None, Parameter(help="DNABERT-S: a folder in HF layout")] = None,
+    head: HeadFile | None = None,
+    model_length: HeadLength | None = None,
+    dtype: StoredAs | None = None,
+    drop_extra: Annotated[
+        bool, Parameter(help="leave out tensors that the encoders do not have")
+    ] = False,
+) -> None:
+    """Turn public checkpoints on disk into a models directory."""
+    from virnuc_core.encoders.convert import convert_encoder, convert_head
+    from virnuc_core.encoders.registry import DNABERT_S, ESM2
+
+    if not (esm2 or dnabert_s or head):
+        raise ConfigError("nothing to convert; give --esm2, --dnabert-s or --head")
+    if esm2 is not None:
+        convert_encoder(ESM2, esm2, out, dtype, drop_extra)
+        print(out / ESM2.name)
+    if dnabert_s is not None:
+        convert_encoder(DNABERT_S, dnabert_s, out, dtype, drop_extra)
+        print(out / DNABERT_S.name)
+    if head is not None:
+        convert_head(head, out, model_length)
+        print(out / "head")
+
+
+@models.command
+def fetch(
+    out: ModelsOut,
+    /,
+    *,
+    head: HeadFile,
+    model_length: HeadLength | None = None,
+    dtype: StoredAs | None = None,
+) -> None:
+    """Download the public encoders at pinned revisions into a models directory."""
+    from virnuc_core.encoders.convert import fetch as download_models
+
+    download_models(out, head, model_length=model_length, dtype=dtype)
+    print(f"{out}: ESM-2 3B, DNABERT-S and {head.name}")
+
+
+@models.command
+def quantize(out: Path, reads: str | Path, /, *, device: str = "cuda:0") -> None:
+    """Measure on some of your reads what --precision int8 needs, and keep it beside the models.
+
+    Args:
+        out: models directory
+        reads: FASTA or FASTQ file or folder, like those to come
+        device: where: cuda:0 or cpu
+    """
+    from virnuc_core.encoders.backends import torch_device
+    from virnuc_core.encoders.quantise import quantise
+
+    path, rows = quantise(out, str(reads), torch_device(device))
+    print(f"{path}: of {rows:,} frames of reads; --precision int8 can be used now")
+
+
+@models.command(name="verify")
+def verify_models(out: Path, /, *, device: str = "cpu") -> None:
+    """Check that a models directory is complete, sound, and equal to VirNucPro where that shows.
+
+    Args:
+        out: models directory
+        device: where the anchors are computed: cpu or cuda:0
+    """
+    from virnuc_core.encoders.backends import torch_device
+    from virnuc_core.encoders.verify import verify
+
+    failed_checks = []
+    for check in verify(out, torch_device(device)):
+        print(f"{check.verdict:<8} {check.name}: {check.detail}")
+        if check.verdict == "fail":
+            failed_checks.append(check.name)
+    if failed_checks:
+        raise WeightsError(f"{out}: {', '.join(failed_checks)} did not pass")
+
+
+@models.command
+def heads(*, models: ModelsDir) -> None:
+    """List the heads that were ever installed in a models directory, and what their cards say."""
+    from virnuc_core.encoders.kept_heads import kept_heads
+
+    rows = []
+    for head in kept_heads(models):
+        number = ""
+        if head.number:
+            number = str(head.number)
+        mark = "installed" if head.installed else ""
+        auroc = "no card"
+        lengths = ""
+        test_set = ""
+        card = head.shape.card
+        if card is not None:
+            auroc = str(card.auroc)
+            lengths = "-".join(str(length) for length in card.lengths)
+            test_set = card.test[:8]
+        model_length = str(head.shape.model_length)
+        rows.append((number, head.digest[:8], mark, model_length, auroc, lengths, test_set))
+    header = (
+        "number",
+        "digest",
+        "",
+        "model length",
+        "AUROC of reads",
+        "bases in training",
+        "test",
+    )
+    show_table(header, rows)
+
+
+@models.command(name="use-head")
+def use_head(number: str, /, *, models: ModelsDir) -> None:
+    """Go back to a head that was installed before; the present one is kept."""
+    from virnuc_core.encoders.kept_heads import use_head as install_head
+
+    if not number.isdecimal():
+        raise ConfigError(f"{number!r} is no number of a head; see virnuc models heads")
+    head = install_head(models, int(number))
+    print(f"{models / 'head'} is now {head.name}")

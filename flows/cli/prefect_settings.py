@@ -1,0 +1,31 @@
+"""What the command sets for Prefect where the user has not set it."""
+
+import os
+from collections.abc import MutableMapping
+from typing import Final
+
+PREFECT_DEFAULTS: Final = {
+    # also prevents Prefect's notice that use is counted
+    "DO_NOT_TRACK": "1",
+    # the statistics client contends for a temporary server's database, and logs a traceback where
+    # there is no network
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    # the first start migrates the database: 12 to 18 s on two cores, too close to the stock limit
+    # of 20 s
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
+    # threads of the core log without a run context; their records carry the run's id instead
+    # (tasks/task.py)
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+}
+
+
+def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the defaults that the user has not set himself.
+
+    Prefect reads them on its import, so this comes before it. A temporary server inherits them.
+
+    Args:
+        environment: The environment to change, that of this process unless given.
+    """
+    for name, value in PREFECT_DEFAULTS.items():
+        environment.setdefault(name, value)

@@ -1,0 +1,149 @@
+"""Commands on reports of validations: `report`, `verify`, `history` and `profiles`."""
+
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Final
+
+from cyclopts import Parameter
+
+from virnuc.flows.cli.options import Flag
+from virnuc.flows.cli.output import show_table
+from virnuc_core.errors import InputError
+from virnuc_core.profiles import Profile, load_profile, profile_names
+from virnuc_core.rundir import RunDir
+
+# exit codes
+DIFFERS: Final = 1
+REGRESSION: Final = 5
+
+Directory = Annotated[Path, Parameter(name="DIR", help="directory of the validation")]
+
+
+def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False) -> None:
+    """Render a validation's report again from its report.json, and print it.
+
+    Args:
+        profile: judge the raw files by this profile, instead of rendering earlier verdicts
+        serve: show report.html to a browser on this machine until Ctrl-C
+    """
+    from virnuc_core.report.build import rerender, write_report
+    from virnuc_core.report.raw_files import run_names
+
+    if profile is None:
+        rerender(out)
+    elif not run_names(out):
+        raise InputError(
+            "holds no runs of a validation",
+            file=out,
+            hint="name the directory that one was written to",
+        )
+    else:
+        write_report(out, load_profile(profile))
+    text = (RunDir(out).report / "report.txt").read_text(encoding="utf-8")
+    print(text, end="")
+    if serve:
+        _serve_folder(RunDir(out).report)
+
+
+def _serve_folder(folder: Path) -> None:
+    """Show the report in `folder` to browsers on this machine, until Ctrl-C."""
+    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, suppress(KeyboardInterrupt):
+        print(f"http://127.0.0.1:{server.server_port}/report.html (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+
+
+def verify(out: Directory, /, *, profile: str | None = None) -> int:
+    """Recompute every number of a report from raw files, and name what differs; 1 when any does.
+
+    Args:
+        profile: what virnuc report judged by, where that was a file of your own
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from virnuc_core.report.verify import verify_report
+
+    is_hidden = not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=is_hidden) as bar:
+        task = bar.add_task("Computing again", total=1.0)
+
+        def show_progress(share: float) -> None:
+            bar.update(task, completed=share)
+
+        verification = verify_report(out, profile, show_progress)
+    for line in (*verification.differences, *verification.remarks):
+        print(line)
+    figures = verification.figures
+    if verification.ok:
+        print(f"{figures:,} figures computed again, all as reported")
+        return 0
+    n_differences = len(verification.differences)
+    print(f"{n_differences:,} of {figures:,} figures are not what the raw files give")
+    return DIFFERS
+
+
+def history(file: Path, /, *, profile: str | None = None) -> int:
+    """List past validations, oldest first; exit code 5 when the newest is a regression.
+
+    Args:
+        file: virnuc-history.jsonl, beside a validation's directory
+        profile: only runs of this profile
+    """
+    from virnuc_core.report.regression import read_history, regression, trend
+    from virnuc_core.report.text import cell
+
+    entries = list(read_history(file))
+    if profile is not None:
+        entries = [entry for entry in entries if entry.profile == profile]
+    entries.sort(key=lambda entry: entry.created)
+    if not entries:
+        problem = "no run of that kind is in it" if file.is_file() else "no such file"
+        raise InputError(problem, file=file, hint="a validation writes it beside its directory")
+    rows = trend(entries)
+    header = list(rows[0])
+    cells = [[cell(value) for value in row.values()] for row in rows]
+    show_table(header, cells)
+    newest = regression(entries, entries[-1])
+    return REGRESSION if newest.verdict == "fail" else 0
+
+
+def profiles(name: str | None = None, /) -> None:
+    """List the profiles of `virnuc validate`. A .toml file of your own works as well.
+
+    Args:
+        name: show the thresholds of this profile, or of this .toml file
+    """
+    if name is None:
+        _list_profiles()
+    else:
+        _show_thresholds(load_profile(name))
+
+
+def _list_profiles() -> None:
+    """Print a table of the profiles that come with virnuc."""
+    rows = []
+    for name in profile_names():
+        profile = load_profile(name)
+        devices = ", ".join(profile.device_names) or "any device"
+        rows.append((profile.name, profile.title, f"≥ {profile.min_reads:,}", devices))
+    show_table(("profile", "what it asks", "reads", "meant for"), rows)
+
+
+def _show_thresholds(profile: Profile) -> None:
+    """Print a table of what a profile asks of each criterion."""
+    rows = []
+    for name, target in profile.targets.items():
+        criterion = name.replace("_", " ")
+        threshold = f"{target.op} {target.value:g}"
+        rows.append((criterion, threshold))
+    for n_devices, (low, _) in profile.scaling_bands.items():
+        # the target of `scaling` is that of two devices
+        is_target = n_devices == "2" and "scaling" in profile.targets
+        if not is_target:
+            rows.append((f"scaling on {n_devices} devices", f">= {low:g}"))
+    show_table(("criterion", "threshold"), rows, f"{profile.name}: {profile.title}")

@@ -1,0 +1,128 @@
+"""Commands on results: `virnuc compare`, `virnuc rescore` and `virnuc export`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from cyclopts import Parameter
+from cyclopts.types import NonNegativeFloat
+from cyclopts.validators import Number
+from pydantic import Field
+
+from virnuc.flows.cli.options import Flag, Json, Out, command
+from virnuc_core.config import VerdictSpec
+from virnuc_core.rundir import RunDir, run_lock
+
+if TYPE_CHECKING:
+    from virnuc_core.validation import Comparison
+
+DISAGREE: Final = 5  # exit code
+COSINES_HELP: Final = (
+    "cosines too, of sequences that both runs embedded: an fp32 run of a part against one in fp16"
+)
+LABEL_WIDTH: Final = 20
+
+
+def compare(
+    vanilla: Annotated[Path, Parameter(help="the reference, A")],
+    refactored: Annotated[Path, Parameter(help="what is held against it, B")],
+    *,
+    mode: Annotated[
+        Literal["both", "frame", "consensus"], Parameter(help="what is compared")
+    ] = "both",
+    tolerance: Annotated[
+        NonNegativeFloat, Parameter(help="score difference that counts as equal")
+    ] = 0.01,
+    minimum: Annotated[
+        float, Parameter(validator=Number(gte=0, lte=1), help="agreement that is enough, 0 to 1")
+    ] = 0.99,
+    subset: Annotated[
+        Flag, Parameter(help="A covers a part of B's reads: compare those only")
+    ] = False,
+    embeddings: Annotated[Flag, Parameter(help=COSINES_HELP)] = False,
+    as_json: Json = False,
+) -> int:
+    """Compare two results: run directories, folders with VirNucPro's two files, or a file each."""
+    from virnuc_core.report.agreement import meets
+    from virnuc_core.report.compare import compare as compare_results
+
+    comparison = compare_results(
+        vanilla,
+        refactored,
+        tolerance=tolerance,
+        mode=mode,
+        subset_of_a=subset,
+        embeddings=embeddings,
+    )
+    if as_json:
+        print(comparison.model_dump_json(indent=2))
+    else:
+        print("\n".join(_comparison_lines(comparison)))
+    return 0 if meets(comparison, minimum) else DISAGREE
+
+
+def _comparison_lines(comparison: "Comparison") -> list[str]:
+    """Return what the report says of a comparison, with a line for each figure."""
+    from virnuc_core.report.text import cell
+    from virnuc_core.report.views.correctness import correctness_section
+
+    section = correctness_section((comparison,))
+    lines = list(section.sentences)
+    for row in section.rows:
+        lines.append("")
+        for name, value in row.items():
+            if value is not None:
+                label = f"{name}:"
+                lines.append(f"{label:<{LABEL_WIDTH}}{cell(value)}")
+    return lines
+
+
+class RescoreSettings(VerdictSpec):
+    """Which run is scored again, and how."""
+
+    run: Path = Field(description="run directory")
+    out: Path = Field(description="directory of the new results")
+    head: Path | None = Field(
+        None, description="the new head: its folder, or a models directory it is in"
+    )
+    # no options: the reads themselves are not at hand
+    write_viral: Annotated[bool, Parameter(parse=False)] = False
+    write_nonviral: Annotated[bool, Parameter(parse=False)] = False
+
+
+@command(RescoreSettings, "run")
+def rescore(settings: RescoreSettings) -> None:
+    """Score a finished run's embeddings again: another head or threshold, no GPU."""
+    from virnuc_core.tools.rescore import rescore as score_again
+
+    run = RunDir(settings.run)
+    new_run = RunDir(settings.out)
+    with run_lock(settings.out):
+        summary = score_again(run, settings.head, new_run, settings)
+    fates = summary.results.fates
+    print(f"{fates['viral']:,} of {sum(fates.values()):,} reads are viral")
+    print(f"Results: {settings.out}")
+
+
+def export(run: Path, /, *, out: Out | None = None, sample: str = "", force: Flag = False) -> None:
+    """Write a finished run for other tools: MultiQC, readers of Kraken's tables, and contigs.
+
+    Args:
+        run: run directory
+        out: where to (default: RUN/export)
+        sample: its name in MultiQC (default: the run's)
+        force: write over files that are in OUT; those in RUN/export are the run's own
+    """
+    from virnuc_core.report.exports import export as write_exports
+    from virnuc_core.runfiles import read_record
+
+    run_dir = RunDir(run)
+    sample_name = sample
+    if not sample_name:
+        recorded_name = read_record(run_dir).spec.get("sample")
+        sample_name = str(recorded_name or run.resolve().name)
+    if out is None:
+        paths = write_exports(run_dir, run / "export", sample_name, force=True)
+    else:
+        paths = write_exports(run_dir, out, sample_name, force=force)
+    for path in paths:
+        print(path)

@@ -1,0 +1,112 @@
+"""Runs a flow in the process of its command, as a user at a terminal starts it.
+
+What can be refused at once is refused before any work, and before the flow is loaded. Nothing heavy
+is imported before it is needed, so that `virnuc predict --help` answers at once.
+"""
+
+import importlib
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from virnuc.flows.cli.prefect_settings import prepare_prefect
+from virnuc.flows.cli.prestart import prestart_digest, prestart_workers
+from virnuc.flows.cli.temporary_server import start_temporary_server
+from virnuc.flows.preflight import preflight
+from virnuc_core.config import INPUT_FIELDS
+from virnuc_core.errors import printable
+from virnuc_core.lease import command_start_s
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
+
+def run_from_terminal(flow_path: str, settings: Any) -> "State[Any]":
+    """Run a flow on its settings and return its final state.
+
+    The temporary server, where one is needed, and the workers of a prediction start first. They
+    load while the reads and weights are checked and while the flow itself is imported.
+
+    Args:
+        flow_path: The flow, as `module:function`.
+        settings: The flow's settings, which are also those of the terminal (`OnTerminal`).
+
+    Raises:
+        VirnucError: The flow cannot run on these settings, failed or was cancelled.
+    """
+    prepare_prefect()
+    has_named_server = False
+    wait_for_server: Callable[[], object] | None = None
+    uses_prefect = not getattr(settings, "no_prefect", False)
+    if uses_prefect:
+        from prefect.settings import PREFECT_API_URL
+
+        has_named_server = PREFECT_API_URL.value() is not None
+        if has_named_server:
+            wait_for_server = _need_not_wait
+        elif not settings.is_done():
+            wait_for_server = _start_server(settings)
+    with ExitStack() as prestarted:
+        # a named server says whose turn it is on a device, so no worker starts before it is asked
+        if not has_named_server:
+            prestart_workers(settings, prestarted)
+        devices = preflight(settings)
+        if not has_named_server:
+            prestart_digest(settings)
+        nodes_or_devices = getattr(settings, "cluster", None) or devices
+        module_name, _, function_name = flow_path.partition(":")
+        out = printable(str(settings.out))
+        _report_progress(
+            settings, f"{function_name} into {out} on {nodes_or_devices}: reads and weights will do"
+        )
+        from virnuc.flows import flow_run
+
+        flow = getattr(importlib.import_module(module_name), function_name)
+        parameters = _flow_parameters(flow, settings)
+        _report_progress(settings, "Prefect is loaded")
+        state = flow_run.run_flow(flow, parameters, settings, wait_for_server)
+    _report_progress(settings, "done")
+    return state
+
+
+def _start_server(settings: Any) -> Callable[[], None]:
+    """Start a temporary server. Return the function that waits for it and then reports it."""
+    server = start_temporary_server(debug=settings.debug)
+
+    def wait() -> None:
+        server.wait()
+        _report_progress(settings, "its server answers")
+
+    return wait
+
+
+def _need_not_wait() -> None:
+    """Return at once: a server that the user named is taken to be there."""
+
+
+def _flow_parameters(flow: Callable[..., Any], settings: Any) -> dict[str, Any]:
+    """Return the values of the flow's parameters, without the queries of addresses.
+
+    Prefect keeps the parameters of a run, and a query may hold a signature.
+    """
+    from virnuc_core.reads.sources import redact_url
+
+    parameters = {}
+    for name in inspect.signature(flow).parameters:
+        value = getattr(settings, name)
+        if name in INPUT_FIELDS:
+            value = tuple(redact_url(address) for address in value)
+        parameters[name] = value
+    return parameters
+
+
+def _report_progress(settings: Any, event: str) -> None:
+    """Write what has happened, and when, on standard error, unless the user wants quiet."""
+    if settings.quiet:
+        return
+    elapsed_s = time.monotonic() - command_start_s()
+    clock = time.strftime("%X")
+    sys.stderr.write(f"{clock}  {event}, {elapsed_s:.1f} s after the command\n")

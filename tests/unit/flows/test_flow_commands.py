@@ -1,0 +1,114 @@
+"""The commands of flows: which flow each runs, and what it says at the end."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.schemas.objects import State
+from prefect.flows import Flow
+from prefect.settings import PREFECT_UI_URL, temporary_settings
+from prefect.states import Completed
+
+from virnuc.flows.cli import main
+from virnuc.flows.cli.registry import COMMANDS
+
+READS = ("reads.fa",)
+INBOX = ("--inbox", "inbox")
+TRUTH = (*READS, "--truth", "truth.tsv")
+OUT = Path("out")
+REPORT = OUT / "report"
+PROFILE_TABLES = OUT / "telemetry" / "traces" / "profile.md"
+# the name of the command, what it must be given besides --out and --models, and its last lines
+COMMANDS_OF_FLOWS = [
+    ("predict", READS, ["Results: out"]),
+    ("predict-inbox", INBOX, ["Fates: out/inbox.tsv"]),
+    ("scale", READS, ["Report: out/report/report.html"]),
+    ("tune", READS, ["Use it: --settings out/settings.toml", "All figures: out/tune.json"]),
+    ("profile", READS, ["Tables: out/telemetry/traces/profile.md"]),
+    ("train", TRUTH, ["Head: out/head", "Figures: out/train.html"]),
+    ("overhead", (), ["All figures: out/checkpoint_overhead.json"]),
+    (
+        "validate",
+        READS,
+        ["Report: out/report/report.html", "In the UI: http://ui.example/runs/flow-run/None"],
+    ),
+]
+Started = list[tuple[str, Any]]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Started:
+    """The flows and settings that commands start. Nothing runs: each flow ends at once."""
+    calls: Started = []
+
+    def run_from_terminal(flow_path: str, settings: Any) -> State[Any]:
+        calls.append((flow_path, settings))
+        return Completed(message="its message", data="its result")
+
+    monkeypatch.setattr("virnuc.flows.cli.run_from_terminal.run_from_terminal", run_from_terminal)
+    monkeypatch.chdir(tmp_path)
+    return calls
+
+
+@pytest.fixture
+def say_text(tmp_path: Path) -> Callable[[Path], None]:
+    """Writes the file whose text a command prints."""
+
+    def write(path: Path) -> None:
+        path = tmp_path / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"the text of {path.name}")
+
+    return write
+
+
+def test_every_command_of_the_registry_is_found() -> None:
+    for entry in COMMANDS:
+        module, _, name = entry.import_path.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+@pytest.mark.parametrize(("name", "words", "facts"), COMMANDS_OF_FLOWS)
+def test_a_command_starts_its_flow_with_all_of_its_parameters_and_says_where_the_results_are(
+    name: str,
+    words: tuple[str, ...],
+    facts: list[str],
+    started: Started,
+    say_text: Callable[[Path], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    say_text(REPORT / "report.txt")
+    say_text(PROFILE_TABLES)
+    with temporary_settings({PREFECT_UI_URL: "http://ui.example"}):
+        assert main([name, *words, "--out", "out", "--models", "models"]) == 0
+    [(flow_path, settings)] = started
+    module, _, function = flow_path.partition(":")
+    flow = getattr(importlib.import_module(module), function)
+    assert isinstance(flow, Flow)
+    assert function == name.replace("-", "_")
+    assert set(inspect.signature(flow).parameters) <= set(type(settings).model_fields)
+    text_of = {"validate": ["the text of report.txt"], "profile": ["the text of profile.md"]}
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [*text_of.get(name, []), "its message", *facts]
+
+
+def test_a_script_gets_the_facts_by_their_names_and_no_text(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tune", *READS, "--out", "out", "--models", "models", "--json"]
+    assert main(words) == 0
+    assert len(started) == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "state": "Completed",
+        "message": "its message",
+        "exit_code": 0,
+        "data": "its result",
+        "use_it": "--settings out/settings.toml",
+        "all_figures": "out/tune.json",
+    }
