@@ -79,6 +79,12 @@ def unmeasured_device_counts(report: Report) -> dict[int, str]:
 # --- Runs and stages ------------------------------------------------------------------------------
 
 
+def runs_section(report: Report) -> Section:
+    """Return the section on times, counts and attempts of the runs."""
+    attempts = Table(attempt_rows(report.runs), "Attempts")
+    return Section("Runs", tables=[Table(run_rows(report)), attempts])
+
+
 def run_rows(report: Report) -> list[Row]:
     """Return times and counts of each run."""
     projection_column = f"Projected {report.profile.projection_reads:,}"
@@ -148,22 +154,6 @@ def stage_time_rows(runs: Sequence[RunMetrics]) -> list[Row]:
     return rows
 
 
-def throughput_rows(run: RunMetrics | None) -> list[Row]:
-    """Return the speed of each measured stage."""
-    if run is None:
-        return []
-    return [
-        {
-            "stage": speed.stage,
-            "total_sequences": speed.sequences,
-            "total_time_seconds": speed.seconds,
-            "throughput_seq_per_sec": speed.sequences_per_s,
-            "avg_time_per_sequence_ms": speed.ms_per_sequence,
-        }
-        for speed in run.stage_throughput
-    ]
-
-
 # --- Efficiency and cost --------------------------------------------------------------------------
 
 
@@ -223,9 +213,3 @@ def overhead_text(overhead: OverheadFile | None) -> str:
     if overhead.problem:
         spread += f"; {overhead.problem}"
     return f"{100 * overhead.median:.1f}% ({spread})"
-
-
-def runs_section(report: Report) -> Section:
-    """Return the section on times, counts and attempts of the runs."""
-    attempts = Table(attempt_rows(report.runs), "Attempts")
-    return Section("Runs", tables=[Table(run_rows(report)), attempts])
