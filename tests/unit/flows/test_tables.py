@@ -59,6 +59,19 @@ def test_fates_add_up_to_the_reads() -> None:
     assert fate_rows(summary(n_reads=0, fates={"viral": 0}))[0]["share"] is None
 
 
+def test_remarks_of_staging_stand_below_the_fates() -> None:
+    counts = RunSummary(n_reads=4, fates={"viral": 1, "others": 3})
+    rows = fate_rows(counts, {"reads": 4, "ambiguous": 2, "skipped": 0})
+    assert [row["fate"] for row in rows] == [
+        "viral",
+        "others",
+        "**all reads**",
+        "remark: ambiguous",
+        "remark: skipped",
+    ]
+    assert rows[3] == {"fate": "remark: ambiguous", "reads": 2, "share": "50.0 %"}
+
+
 def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
     bare = criterion(value=None, target=None, samples=None, verdict="not run", reason="no GPU")
     row, without = bounded_rows(shown_criteria(report(criterion(), bare)))

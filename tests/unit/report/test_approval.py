@@ -1,0 +1,80 @@
+"""The reviewer's answer: shown in every form, changes no figure, and is never taken for granted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from virnuc_core.profiles import Profile
+from virnuc_core.report.build import build_report, rerender, write_report
+from virnuc_core.report.verify import verify_report
+
+from .validate_directory import edit_json, write_json
+
+ANSWER = {
+    "schema_version": 1,
+    "when": "2026-03-02T09:00:00+00:00",
+    "verdict": "approved",
+    "reviewer": "R. Viewer",
+    "note": "go\n<b>on</b>",
+    "all_criteria_met": "no",
+    "target_realistic": "yes",
+}
+
+
+def test_the_answer_is_shown_and_changes_no_figure(copied: tuple[Path, Profile]) -> None:
+    out, _ = copied
+    write_json(out / "report" / "approval.json", ANSWER)
+    verification = verify_report(out)
+    assert verification.ok, "an answer is no difference"
+    assert any("a reviewer has answered" in line for line in verification.remarks)
+    report = rerender(out)
+    assert report.approval is not None
+    assert report.approval.all_criteria_met == "no"
+    assert report.approval.esm2_still_bottleneck == "not answered"
+    page = (out / "report" / "report.html").read_text(encoding="utf-8")
+    assert "APPROVED" in page
+    assert "&lt;b&gt;on&lt;/b&gt;" in page
+    assert "R. Viewer" in (out / "report" / "report.md").read_text(encoding="utf-8")
+    again = verify_report(out)
+    assert again.ok
+    assert not any("a reviewer has answered" in line for line in again.remarks)
+
+
+def test_a_changed_or_removed_answer_is_a_difference(copied: tuple[Path, Profile]) -> None:
+    out, _ = copied
+    answer = out / "report" / "approval.json"
+    write_json(answer, {**ANSWER, "verdict": "rejected"})
+    rerender(out)
+    write_json(answer, ANSWER)
+    assert any(line.startswith("approval.verdict") for line in verify_report(out).differences)
+    answer.unlink()
+    assert any(line.startswith("approval") for line in verify_report(out).differences)
+
+
+def test_an_answer_older_than_the_figures_says_so(copied: tuple[Path, Profile]) -> None:
+    out, _ = copied
+    write_json(out / "report" / "approval.json", {**ANSWER, "when": "2026-02-01T00:00:00+00:00"})
+    assert rerender(out).approval is not None
+    assert "the answer is older than these figures" in (out / "report" / "report.txt").read_text(
+        encoding="utf-8"
+    )
+    assert verify_report(out).ok
+
+
+def test_an_answer_that_was_asked_for_is_pending(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    assert build_report(out, profile).approval is None
+    edit_json(out / "run.json", lambda body: body["spec"].update(approval=True))
+    report = write_report(out, profile)
+    assert report.approval is not None
+    assert (report.approval.verdict, report.approval.reviewer) == ("pending", None)
+    write_json(out / "report" / "approval.json", ANSWER)
+    assert verify_report(out).ok
+
+
+def test_an_answer_without_a_verdict_is_a_problem(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    write_json(out / "report" / "approval.json", {**ANSWER, "verdict": "perhaps"})
+    report = build_report(out, profile)
+    assert report.approval is None
+    assert any("approval.json: verdict: input should be" in warning for warning in report.warnings)
