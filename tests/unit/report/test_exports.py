@@ -1,4 +1,7 @@
-"""What other tools read of a run: Kraken's tables and MultiQC's sections add up, contigs vote as a plain count says."""
+"""Files of a run for other tools: Kraken's tables and MultiQC's sections add up, and contigs vote.
+
+The votes are held against a plain count over the result files.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import json
 import random
 import shutil
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,84 +29,137 @@ from virnuc_core.report.exports import export
 from virnuc_core.rundir import RunDir
 
 pytestmark = pytest.mark.slow
-SIZE = 300  # of a chunk
+CHUNK_BASES = 300
+KRAKEN_READ_COLUMNS = ("classified", "id", "taxon", "length", "hits")
+KRAKEN_REPORT_COLUMNS = ("percent", "in_clade", "in_taxon", "rank", "taxon", "name")
+VIRUSES = "10239"  # in NCBI's taxonomy
+Row = dict[str, str]
 
 
-def table(path: Path) -> list[dict[str, str]]:
+def read_table(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
+    """Read a TAB-separated table; Kraken's have no header, so that `columns` must name theirs."""
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+        return list(csv.DictReader(file, columns, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Short reads and contigs of up to seven chunks, among them twins by name and one without an open frame."""
-    folder, rng = tmp_path_factory.mktemp("exports"), random.Random(3)
-    lengths = [150, 299, 300, 301, 450, 600, 601, 900, 1203, 2000, 0]
-    reads = [("".join(rng.choices("ACGT", k=length)), f"c{length % 7}") for length in lengths * 4]
-    reads.append(("TAACTAGCTGA" * 60, '"=quoted"'))
-    text = "".join(f">{name}\n{bases}\n" for bases, name in reads)
-    (folder / "contigs.fasta").write_text(text)
-    assert (
-        cli.main(
-            ["models", "init-random", str(folder / "models"), "--head", str(SIZE), "--seed", "5"]
-        )
-        == 0
-    )
-    spec = {
-        "reads": (str(folder / "contigs.fasta"),),
-        "models": folder / "models",
-        "devices": "cpu:1",
-    }
+    """A run of short reads and contigs of up to seven chunks, half of which are viral.
+
+    Among them are reads with the same name, and one without an open frame.
+    """
+    folder = tmp_path_factory.mktemp("exports")
+    dice = random.Random(3)
+    records = []
+    for length in [150, 299, 300, 301, 450, 600, 601, 900, 1203, 2000, 0] * 4:
+        bases = "".join(dice.choices("ACGT", k=length))
+        records.append(f">c{length % 7}\n{bases}\n")
+    records.append(f'>"=quoted"\n{"TAACTAGCTGA" * 60}\n')
+    reads = folder / "contigs.fasta"
+    reads.write_text("".join(records))
+    models = folder / "models"
+    words = ["models", "init-random", str(models), "--head", str(CHUNK_BASES), "--seed", "5"]
+    assert cli.main(words) == 0
     out = folder / "out"
-    predict(RunSpec(out=out, **spec))
-    scores = [float(row["viral_score"]) for row in table(out / "reads.tsv") if row["viral_score"]]
-    predict(
-        RunSpec(out=out, threshold=float(np.median(scores)), **spec)
-    )  # weights of chance: half of them are viral
+    spec = RunSpec(reads=(str(reads),), models=models, devices="cpu:1", out=out)
+    predict(spec)
+    rows = read_table(out / "reads.tsv")
+    scores = [float(row["viral_score"]) for row in rows if row["viral_score"]]
+    median_score = float(np.median(scores))  # random weights score by chance: half are viral
+    predict(spec.model_copy(update={"threshold": median_score}))
     return out
 
 
-def twin(run: Path) -> dict[str, tuple[int, int, int, int, float]]:
-    """By id: scored and viral chunks, scored and viral bases, weighed score; a step a read, chunk and frame."""
-    scored = iter(table(run / "prediction_results_highestscore.csv"))
-    rows = iter(table(run / "prediction_results.txt"))
-    found, row = {}, next(rows, None)
-    chunk = next(scored, None)
-    for read in table(run / "reads.tsv"):
-        name = read["flags"].partition("duplicate_of=")[2] or read["id"]
-        left, votes = int(read["open_frames"]), []
-        while left:
-            assert chunk is not None
-            frames = 0
-            while row is not None and left and row["Sequence_ID"][:-2] == chunk["Modified_ID"]:
-                frames, left, row = frames + 1, left - 1, next(rows, None)
-            assert frames
-            assert chunk["Modified_ID"].startswith(f"{name}_chunk_")
-            number = int(chunk["Modified_ID"].rpartition("_")[2])
-            votes.append((number, float(chunk["max_score_1"]) - float(chunk["max_score_0"])))
-            chunk = next(scored, None)
-        length, count = int(read["length"]), int(read["chunks"])
-        if count < 2:
-            continue
-        overlap = count * SIZE - length
-        lower, extra = divmod(overlap, count)
-        starts = [i * SIZE - (lower * i + min(i, lower + extra)) for i in range(count)]
-        adds = [b - a for a, b in zip(starts, [*starts[1:], length], strict=True)]
-        assert sum(adds) == length
-        weighed = [(adds[number - 1], margin) for number, margin in votes]
-        bases = sum(one for one, _ in weighed)
-        score = (
-            0.5 + sum(one * margin for one, margin in weighed) / bases / 2
-            if bases
-            else float("nan")
-        )
-        viral = [one for one, margin in weighed if margin >= 0]
-        found[read["id"]] = (len(weighed), len(viral), bases, sum(viral), score)
-    assert (row, chunk) == (None, None)
-    return found
+@dataclass(frozen=True)
+class ContigVote:
+    """What a plain count says of one contig."""
+
+    scored_chunks: int
+    viral_chunks: int
+    scored_bases: int
+    viral_bases: int
+    viral_score: float | None  # None: no base is scored
 
 
-def test_contigs_vote_as_a_plain_count_says(
+def count_votes(run: Path) -> dict[str, ContigVote]:
+    """Count the votes of each contig from the result files, by its id.
+
+    The result files bear the names that the reads came with, so that they are joined in order.
+    """
+    frames = iter(read_table(run / "prediction_results.txt"))
+    chunks = iter(read_table(run / "prediction_results_highestscore.csv"))
+    votes = {}
+    for read in read_table(run / "reads.tsv"):
+        margins = margins_of(read, frames, chunks)
+        num_chunks = int(read["chunks"])
+        if num_chunks > 1:
+            votes[read["id"]] = weighed_vote(margins, own_bases(int(read["length"]), num_chunks))
+    assert list(frames) == []
+    assert list(chunks) == []
+    return votes
+
+
+def margins_of(read: Row, frames: Iterator[Row], chunks: Iterator[Row]) -> dict[int, float]:
+    """Take the next read's rows, and return the margin of each scored chunk, by its number."""
+    name = read["flags"].partition("duplicate_of=")[2] or read["id"]
+    own_frames = islice(frames, int(read["open_frames"]))
+    chunk_ids = list(dict.fromkeys(frame["Sequence_ID"][:-2] for frame in own_frames))
+    margins = {}
+    for chunk_id, chunk in zip(chunk_ids, islice(chunks, len(chunk_ids)), strict=True):
+        assert chunk["Modified_ID"] == chunk_id
+        chunk_name, number = chunk_id.rsplit("_chunk_", 1)
+        assert chunk_name == name
+        margins[int(number)] = float(chunk["max_score_1"]) - float(chunk["max_score_0"])
+    return margins
+
+
+def own_bases(length: int, num_chunks: int) -> list[int]:
+    """Return for each chunk the bases that the next one does not hold, which add up to the read."""
+    overlap = num_chunks * CHUNK_BASES - length
+    lower, extra = divmod(overlap, num_chunks)
+    starts = []
+    for number in range(num_chunks):
+        starts.append(number * CHUNK_BASES - (lower * number + min(number, lower + extra)))
+    ends = [*starts[1:], length]
+    bases = [end - start for start, end in zip(starts, ends, strict=True)]
+    assert sum(bases) == length
+    return bases
+
+
+def weighed_vote(margins: dict[int, float], bases: list[int]) -> ContigVote:
+    """Return the vote of chunks, whose numbers begin at 1, each weighed by its bases."""
+    viral = [number for number, margin in margins.items() if margin >= 0]
+    scored_bases = sum(bases[number - 1] for number in margins)
+    weighed_margin = sum(bases[number - 1] * margin for number, margin in margins.items())
+    return ContigVote(
+        scored_chunks=len(margins),
+        viral_chunks=len(viral),
+        scored_bases=scored_bases,
+        viral_bases=sum(bases[number - 1] for number in viral),
+        viral_score=0.5 + weighed_margin / scored_bases / 2 if scored_bases else None,
+    )
+
+
+def test_contigs_vote_as_a_plain_count_says(run: Path, tmp_path: Path) -> None:
+    export(RunDir(run), tmp_path, "lung")
+    threshold = json.loads((run / "summary.json").read_text())["threshold"]
+    rows = {row["id"]: row for row in read_table(tmp_path / "contigs.tsv")}
+    votes = count_votes(run)
+    assert documented(tmp_path / "contigs.tsv") == len(votes) > 20
+    assert set(rows) == set(votes)
+    for name, vote in votes.items():
+        row = rows[name]
+        for column in ("scored_chunks", "viral_chunks", "scored_bases", "viral_bases"):
+            assert int(row[column]) == getattr(vote, column), (name, column)
+        if vote.viral_score is None:
+            assert (row["viral_score"], row["label"]) == ("", "")
+        else:
+            score = float(row["viral_score"])  # printed as float32
+            assert score == pytest.approx(vote.viral_score, abs=1e-6)
+            assert row["label"] == ("virus" if score >= threshold else "others")
+
+
+def test_files_do_not_depend_on_how_many_reads_are_held_in_memory(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export(RunDir(run), tmp_path / "whole", "lung")
@@ -108,78 +167,85 @@ def test_contigs_vote_as_a_plain_count_says(
     export(RunDir(run), tmp_path / "pieces", "lung")
     for name in ("contigs.tsv", "lung.kraken2.classifiedreads.txt", "virnuc_scores_mqc.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "pieces" / name).read_bytes()
-    threshold = json.loads((run / "summary.json").read_text())["threshold"]
-    wanted, found = twin(run), {row["id"]: row for row in table(tmp_path / "whole" / "contigs.tsv")}
-    assert documented(tmp_path / "whole" / "contigs.tsv") == len(wanted) > 20
-    assert set(found) == set(wanted)
-    for name, (scored, viral, bases, viral_bases, score) in wanted.items():
-        row = found[name]
-        told = [
-            int(row[column])
-            for column in ("scored_chunks", "viral_chunks", "scored_bases", "viral_bases")
-        ]
-        assert told == [scored, viral, bases, viral_bases], name
-        if bases == 0:
-            assert (row["viral_score"], row["label"]) == ("", "")
-        else:
-            assert float(row["viral_score"]) == pytest.approx(score, abs=1e-6)  # printed as float32
-            assert row["label"] == ("virus" if float(row["viral_score"]) >= threshold else "others")
 
 
 def test_a_contig_with_a_failed_row_has_no_vote(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scores, failed = shards.read_scores(RunDir(run))
-    failed[::3], scores[::3] = True, np.nan
-    monkeypatch.setattr("virnuc_core.report.exports.read_scores", lambda _: (scores, failed))
-    before = {row["id"]: row for row in table(export(RunDir(run), tmp_path, "x")[0])}
-    assert any(row["label"] == "" and row["scored_chunks"] != "0" for row in before.values())
-    assert any(row["label"] for row in before.values())
-    failed[:], scores[:] = True, np.nan
-    counted = (
-        "scored_chunks",
-        "viral_chunks",
-        "scored_bases",
-        "viral_bases",
-        "viral_score",
-        "label",
-    )
-    told = {
-        tuple(row[name] for name in counted) for row in table(export(RunDir(run), tmp_path, "x")[0])
-    }
-    assert told == {("0", "0", "0", "0", "", "")}
+    scores, has_failed = shards.read_scores(RunDir(run))
+    has_failed[::3] = True
+    scores[::3] = np.nan
+    monkeypatch.setattr("virnuc_core.report.exports.read_scores", lambda _: (scores, has_failed))
+    export(RunDir(run), tmp_path, "x")
+    rows = read_table(tmp_path / "contigs.tsv")
+    assert any(row["label"] == "" and row["scored_chunks"] != "0" for row in rows)
+    assert any(row["label"] for row in rows)
 
 
-def test_kraken_and_multiqc_tell_what_reads_tsv_tells(run: Path, tmp_path: Path) -> None:
-    assert cli.main(["export", str(run), "-o", str(tmp_path), "--sample", "lung"]) == 0
-    reads = table(run / "reads.tsv")
-    lines = [
-        line.split("\t")
-        for line in (tmp_path / "lung.kraken2.classifiedreads.txt").read_text().splitlines()
+def test_contigs_of_which_every_row_failed_have_nothing_scored(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores, has_failed = shards.read_scores(RunDir(run))
+    has_failed[:] = True
+    scores[:] = np.nan
+    monkeypatch.setattr("virnuc_core.report.exports.read_scores", lambda _: (scores, has_failed))
+    export(RunDir(run), tmp_path, "x")
+    for row in read_table(tmp_path / "contigs.tsv"):
+        for column in ("scored_chunks", "viral_chunks", "scored_bases", "viral_bases"):
+            assert row[column] == "0"
+        assert (row["viral_score"], row["label"]) == ("", "")
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the command writes for a sample called `lung`."""
+    out = tmp_path_factory.mktemp("exported")
+    assert cli.main(["export", str(run), "-o", str(out), "--sample", "lung"]) == 0
+    return out
+
+
+def test_kraken_classifies_the_viral_reads(run: Path, exported: Path) -> None:
+    reads = read_table(run / "reads.tsv")
+    rows = read_table(exported / "lung.kraken2.classifiedreads.txt", KRAKEN_READ_COLUMNS)
+    assert {read["fate"] == "viral" for read in reads} == {True, False}
+    for row, read in zip(rows, reads, strict=True):
+        is_viral = read["fate"] == "viral"
+        taxon = VIRUSES if is_viral else "0"
+        assert row == {
+            "classified": "C" if is_viral else "U",
+            "id": read["id"],
+            "taxon": taxon,
+            "length": read["length"],
+            "hits": f"{taxon}:{read['open_frames']}",
+        }
+
+
+def test_the_report_of_kraken_adds_up_to_the_reads(run: Path, exported: Path) -> None:
+    fates = Counter(read["fate"] for read in read_table(run / "reads.tsv"))
+    rows = read_table(exported / "lung.kraken2.report.txt", KRAKEN_REPORT_COLUMNS)
+    viral = str(fates["viral"])
+    others = str(fates.total() - fates["viral"])
+    assert [(row["rank"], row["taxon"], row["in_clade"], row["in_taxon"]) for row in rows] == [
+        ("U", "0", others, others),
+        ("R", "1", viral, "0"),
+        ("D", VIRUSES, viral, viral),
     ]
-    viral = [read["fate"] == "viral" for read in reads]
-    assert 0 < sum(viral) < len(viral)
-    assert [line[:4] for line in lines] == [
-        ["C" if one else "U", read["id"], "10239" if one else "0", read["length"]]
-        for one, read in zip(viral, reads, strict=True)
-    ]
-    report = [
-        line.split("\t") for line in (tmp_path / "lung.kraken2.report.txt").read_text().splitlines()
-    ]
-    assert [(int(line[1]), line[3], line[4]) for line in report] == [
-        (len(reads) - sum(viral), "U", "0"),
-        (sum(viral), "R", "1"),
-        (sum(viral), "D", "10239"),
-    ]
-    sections = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*_mqc.json")}
-    assert Counter(read["fate"] for read in reads) == Counter(
-        sections["virnuc_fates_mqc.json"]["data"]["lung"]
-    )
-    scored = sum(read["viral_score"] != "" for read in reads)
-    assert sum(sections["virnuc_scores_mqc.json"]["data"]["lung"].values()) == scored
-    general = sections["virnuc_general_mqc.json"]["data"]["lung"]
-    assert (general["viral"], general["reads"]) == (sum(viral), len(reads))
-    assert general["scored_percent"] == pytest.approx(100 * scored / len(reads))
+
+
+def test_the_sections_of_multiqc_add_up_to_the_reads(run: Path, exported: Path) -> None:
+    reads = read_table(run / "reads.tsv")
+    sections = {}
+    for name in ("general", "fates", "scores"):
+        content = json.loads((exported / f"virnuc_{name}_mqc.json").read_text())
+        sections[name] = content["data"]["lung"]
+    fates = Counter(read["fate"] for read in reads)
+    num_scored = sum(read["viral_score"] != "" for read in reads)
+    assert Counter(sections["fates"]) == fates
+    assert sum(sections["scores"].values()) == num_scored
+    assert sections["general"]["viral"] == fates["viral"]
+    assert sections["general"]["reads"] == len(reads)
+    assert sections["general"]["scored_percent"] == pytest.approx(100 * num_scored / len(reads))
+    assert sections["general"]["viral_percent"] == pytest.approx(100 * fates["viral"] / len(reads))
 
 
 def test_files_that_are_there_stay_unless_force_is_given(
@@ -190,8 +256,8 @@ def test_files_that_are_there_stay_unless_force_is_given(
     kept.write_text("precious")
     words = ["export", str(run), "-o", str(kept.parent)]
     assert cli.main(words) == 2
-    said = capsys.readouterr()
-    assert said.err == f"virnuc: {kept} would be overwritten; choose another name, or --force\n"
+    printed = capsys.readouterr()
+    assert printed.err == f"virnuc: {kept} would be overwritten; choose another name, or --force\n"
     assert [path.name for path in kept.parent.iterdir()] == ["contigs.tsv"]
     assert kept.read_text() == "precious"
     assert cli.main([*words, "--force"]) == 0
@@ -204,8 +270,8 @@ def test_files_that_are_there_stay_unless_force_is_given(
 def test_a_store_of_other_reads_is_not_taken_for_the_runs(run: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(run, tmp_path / "run"))
     other = tmp_path / "other.fasta"
-    other.write_text("".join(f">x{at}\n{'ACGTTGCA' * 90}\n" for at in range(45)))
-    stage(StageSpec(reads=(str(other),), model_length=SIZE), moved / "orfs.h5", anew=True)
+    other.write_text("".join(f">x{number}\n{'ACGTTGCA' * 90}\n" for number in range(45)))
+    stage(StageSpec(reads=(str(other),), model_length=CHUNK_BASES), moved / "orfs.h5", anew=True)
     with pytest.raises(ConfigError, match="holds other reads than the run was made from"):
         export(RunDir(moved), tmp_path / "out", "x")
 
