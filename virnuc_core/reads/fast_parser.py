@@ -407,12 +407,14 @@ def _find_regular_records(lines: _Lines, n_records: int) -> NDArray[np.bool_]:
     starts = lines.starts[: 4 * n_records].reshape(n_records, 4)
     ends = lines.ends[: 4 * n_records].reshape(n_records, 4)
     lengths = ends - starts
+    n_bases = lengths[:, 1]
+    plus_length = lengths[:, 2]
+    n_qualities = lengths[:, 3]
     has_header = lines.letters[starts[:, 0]] == _FASTQ_MARK
-    has_plus_line = (lines.letters[starts[:, 2]] == _PLUS) & (lengths[:, 2] >= 1)
-    has_all_qualities = lengths[:, 1] == lengths[:, 3]
-    is_regular: NDArray[np.bool_] = has_header & has_plus_line & has_all_qualities
+    has_plus = (lines.letters[starts[:, 2]] == _PLUS) & (plus_length >= 1)
+    is_regular: NDArray[np.bool_] = has_header & has_plus & (n_bases == n_qualities)
 
-    has_text_after_plus = is_regular & (lengths[:, 2] > 1)
+    has_text_after_plus = is_regular & (plus_length > 1)
     for i in np.flatnonzero(has_text_after_plus).tolist():  # it may repeat the header
         header = lines.data[starts[i, 0] + 1 : ends[i, 0]].rstrip()
         text_after_plus = lines.data[starts[i, 2] + 1 : ends[i, 2]].rstrip()

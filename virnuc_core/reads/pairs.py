@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
@@ -336,11 +335,13 @@ def _mates_from_headers(batch: ReadBatch) -> bytes:
         batch.records.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - len(padding)
     )
     has_slash = letters[id_ends - 2] == ord("/")
-    has_casava_word = (letters[id_ends] == ord(" ")) & (letters[id_ends + 2] == ord(":"))
-    digits = np.where(has_slash, letters[id_ends - 1], has_casava_word * letters[id_ends + 1])
-    is_first = digits == ord("1")
-    is_second = digits == ord("2")
-    mates: NDArray[np.uint8] = (is_first * 1 + is_second * 2).astype(np.uint8)
+    has_blank = letters[id_ends] == ord(" ")
+    has_colon = letters[id_ends + 2] == ord(":")
+    digits_behind_id = (has_blank & has_colon) * letters[id_ends + 1]
+    digits = np.where(has_slash, letters[id_ends - 1], digits_behind_id)
+    mates = np.zeros(len(batch), np.uint8)
+    mates[digits == ord("1")] = 1
+    mates[digits == ord("2")] = 2
     return mates.tobytes()
 
 

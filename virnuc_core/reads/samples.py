@@ -75,7 +75,10 @@ def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
     """Write samples.tsv; it appears when it is complete."""
     lines = ["\t".join(SampleRow.model_fields)]
     for row in rows:
-        cells = ["" if value is None else " ".join(str(value).split()) for _, value in row]
+        cells: list[str] = []
+        for _, value in row:
+            text = "" if value is None else str(value)
+            cells.append(" ".join(text.split()))  # on one line
         lines.append("\t".join(cells))
     write_text_atomically(path, "".join(line + "\n" for line in lines))
 

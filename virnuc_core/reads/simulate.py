@@ -181,9 +181,10 @@ def _write_truth(file: TextIO, ids: list[str], reads: _Reads, genomes: _Genomes)
 def _make_genomes(spec: SimulateSpec, rng: np.random.Generator) -> _Genomes:
     """Make all genomes. Their lengths are between a half and one and a half of the mean."""
     names: list[str] = []
-    for label, count in zip(LABELS, (spec.other_genomes, spec.viral_genomes), strict=True):
+    counts = (spec.other_genomes, spec.viral_genomes)
+    for label, count in zip(LABELS, counts, strict=True):
         names += [f"{label}_{number:04d}" for number in range(1, count + 1)]
-    kinds = np.repeat([0, 1], (spec.other_genomes, spec.viral_genomes))
+    kinds = np.repeat([0, 1], counts)
     genomes: list[NDArray[np.uint8]] = []
     for kind in kinds.tolist():
         length = int(spec.genome_length * rng.uniform(0.5, 1.5))

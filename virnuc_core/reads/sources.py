@@ -1,4 +1,4 @@
-"""Find and open inputs: files, folders and standard input, as plain bytes however they are packed."""
+"""Find inputs (files, folders, standard input) and read them as unpacked bytes."""
 
 import bz2
 import errno

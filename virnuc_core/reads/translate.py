@@ -85,11 +85,18 @@ def chunk(lengths: Places, size: int) -> Chunks:
         lengths: Bases of each read: int64 [reads].
         size: The model's length in bases.
     """
-    n_chunks = -(-lengths // size)
-    read = np.repeat(np.arange(len(lengths), dtype=np.int64), n_chunks)
+    n_chunks = _count_chunks(lengths, size)
+    reads = np.arange(len(lengths), dtype=np.int64)
+    read = np.repeat(reads, n_chunks)
     first_chunk = np.cumsum(n_chunks) - n_chunks
-    number = np.arange(len(read), dtype=np.int64) - np.repeat(first_chunk, n_chunks)
+    chunks = np.arange(len(read), dtype=np.int64)
+    number = chunks - first_chunk[read]
     return _place_chunks(read, number, lengths[read], size)
+
+
+def _count_chunks(lengths: Places, size: int) -> Places:
+    """Return the number of chunks of reads: their lengths over the size, rounded up."""
+    return -(-lengths // size)
 
 
 def _place_chunks(read: Places, number: Places, length: Places, size: int) -> Chunks:
@@ -101,10 +108,12 @@ def _place_chunks(read: Places, number: Places, length: Places, size: int) -> Ch
         length: The bases of its read: int64 [n].
         size: The model's length in bases.
     """
-    n_chunks = -(-length // size)
+    n_chunks = _count_chunks(length, size)
     surplus = n_chunks * size - length  # bases that chunks of full size have more than the read
-    lower, n_larger = np.divmod(surplus, n_chunks)
-    start = number * size - (lower * number + np.minimum(number, lower + n_larger))
+    lower, remainder = np.divmod(surplus, n_chunks)
+    # as in VirNucPro: each chunk begins `lower` bases earlier, the first ones one base more
+    shift = lower * number + np.minimum(number, lower + remainder)
+    start = number * size - shift
     end = np.minimum(start + size, length)
     return Chunks(read, number.astype(np.int32), start, end)
 
@@ -291,13 +300,16 @@ def _translate_codons(
     """
     tables = _code_tables()
     padding = bytes(n_padding)
-    codes = np.frombuffer((stretch + padding).translate(tables.base_codes), np.uint8)
-    codons = ((codes[:-2] << 4) + (codes[1:-1] << 2) + codes[2:]).tobytes()
+    base_codes = (stretch + padding).translate(tables.base_codes)
+    codes = np.frombuffer(base_codes, np.uint8)
+    codon_codes = (codes[:-2] << 4) + (codes[1:-1] << 2) + codes[2:]
+    codons = codon_codes.tobytes()
     forward = np.frombuffer(codons.translate(tables.forward), np.uint8)
     # the opposite of the codon at base p begins, on its own strand, at base n - 3 - p
     n_codons = max(len(stretch) - 2, 0)
-    reverse = codons[:n_codons].translate(tables.reverse)[::-1] + padding + bytes(2)
-    return forward, np.frombuffer(reverse, np.uint8)
+    reverse_residues = codons[:n_codons].translate(tables.reverse)[::-1]
+    reverse = np.frombuffer(reverse_residues + padding + bytes(2), np.uint8)
+    return forward, reverse
 
 
 @dataclass(frozen=True)
@@ -431,7 +443,7 @@ def _read_columns(
     is_short = ~is_empty & (2 * lengths < size)
     return {
         "read_length": lengths,
-        "read_chunks": -(-lengths // size),
+        "read_chunks": _count_chunks(lengths, size),
         "read_rows": n_rows,
         "read_flags": is_empty * EMPTY + is_short * SHORT_FOR_MODEL + is_ambiguous * AMBIGUOUS,
         "read_line": lines,
