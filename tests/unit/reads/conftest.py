@@ -1,4 +1,4 @@
-"""Small helpers of the tests of the reads room."""
+"""Fixtures of the tests of reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WriteReads = Callable[..., str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> WriteReads:
-    """Write bytes or text to a file of the test's folder; gives its path as text."""
+    """Return a function that writes bytes or text to a file of the test's folder, and its path."""
 
     def make(content: bytes | str, name: str = "reads.fa") -> str:
         path = tmp_path / name
@@ -26,7 +26,7 @@ def write(tmp_path: Path) -> WriteReads:
 
 
 def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300) -> None:
-    """Sizes so small that every carry between blocks, segments and buckets happens in a small test."""
+    """Shrink all sizes so that small tests cross the borders of blocks, segments and buckets."""
     patch.setattr(fingerprint, "BUCKET", 63)
     patch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 100)
     patch.setattr("virnuc_core.reads.stage.BLOCK_BYTES", block_bytes)
@@ -34,5 +34,5 @@ def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300) -> None:
 
 @pytest.fixture
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sizes small, see `shrink`."""
+    """Make all sizes small, see `shrink`."""
     shrink(monkeypatch)

@@ -1,4 +1,4 @@
-"""Reads that are made up, and their text."""
+"""Make random reads, and write them as FASTA and FASTQ."""
 
 from __future__ import annotations
 

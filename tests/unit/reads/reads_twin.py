@@ -1,4 +1,4 @@
-"""The slow twin of the reads room: chunking and translation one base at a time, as the method is written down."""
+"""The slow twin: chunking and translation one base at a time, as the method is written down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Row:
 
 
 def chunks(length: int, size: int) -> list[tuple[int, int]]:
-    """Start and end of each chunk; the window moves back by the shared-out surplus before each step."""
+    """Return start and end of each chunk; each step goes back by a share of the surplus."""
     if length == 0:
         return []
     count = -(-length // size)
@@ -37,8 +37,8 @@ def opposite_strand(dna: str) -> str:
 
 
 def open_frames(sequence: str) -> list[tuple[str, str, str]]:
-    """(frame, dna, protein) of the frames without a stop."""
-    found = []
+    """Return (frame, dna, protein) of the frames without a stop."""
+    frames = []
     forward = sequence.upper()
     for strand, dna in (("F", forward), ("R", opposite_strand(forward))):
         for offset in range(3):
@@ -48,14 +48,14 @@ def open_frames(sequence: str) -> list[tuple[str, str, str]]:
                 protein += CODONS.get(dna[position : position + 3], "")
                 position += 3
             if protein and "*" not in protein:
-                found.append(
+                frames.append(
                     (f"{strand}{offset + 1}", dna[offset : offset + 3 * len(protein) + 1], protein)
                 )
-    return found
+    return frames
 
 
 def rows(reads: list[tuple[str, str]], size: int) -> list[Row]:
-    """All rows of reads given as (id, bases), in output order."""
+    """Return all rows of reads, which are given as (id, bases), in output order."""
     return [
         Row(f"{name}_chunk_{k + 1}{frame}", dna, protein)
         for name, bases in reads

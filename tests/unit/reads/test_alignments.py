@@ -1,4 +1,4 @@
-"""BAM, CRAM and SAM: the store is that of the FASTQ that samtools makes of them; pairs by flags, and what is broken."""
+"""BAM, CRAM and SAM give the store of the FASTQ that samtools makes of them."""
 
 from __future__ import annotations
 
@@ -45,30 +45,34 @@ def written(
         **({"SQ": [{"SN": "c", "LN": 500}]} if contig else {}),
     }
     header |= {"RG": [*groups]} if groups else {}
-    more: Any = {"reference_filename": contig} if path.suffix == ".cram" and contig else {}
-    with pysam.AlignmentFile(path, FORMS[path.suffix[1:]], header=header, **more) as out:
+    options: Any = {"reference_filename": contig} if path.suffix == ".cram" and contig else {}
+    with pysam.AlignmentFile(path, FORMS[path.suffix[1:]], header=header, **options) as file:
         for i, (name, flag, letters) in enumerate(records):
-            one = pysam.AlignedSegment(out.header)
-            one.query_name, one.flag, one.query_sequence = name, flag, letters
+            record = pysam.AlignedSegment(file.header)
+            record.query_name, record.flag, record.query_sequence = name, flag, letters
             if i % 7:  # the others have no quality
-                one.query_qualities = pysam.qualitystring_to_array(bases(i, len(letters)))
+                record.query_qualities = pysam.qualitystring_to_array(bases(i, len(letters)))
             if group := group_of(i):
-                one.set_tag("RG", group)
+                record.set_tag("RG", group)
             if contig:
-                one.reference_id, one.reference_start, one.cigarstring = 0, 10, f"{len(letters)}M"
-            out.write(one)
+                record.reference_id, record.reference_start, record.cigarstring = (
+                    0,
+                    10,
+                    f"{len(letters)}M",
+                )
+            file.write(record)
     return path
 
 
 def samtools_fastq(path: Path) -> Path:
-    made = path.with_suffix(".fq")
-    pysam.fastq("-N", "-o", str(made), "-0", str(made), str(path))
-    return made
+    fastq_path = path.with_suffix(".fq")
+    pysam.fastq("-N", "-o", str(fastq_path), "-0", str(fastq_path), str(path))
+    return fastq_path
 
 
 def staged(path: Path | str, **spec: object) -> StageSummary:
-    out = Path(path).parent / f"of-{Path(path).name}" / "orfs.h5"
-    return stage(StageSpec(reads=(str(path),), model_length=60, **spec), out)
+    store_path = Path(path).parent / f"of-{Path(path).name}" / "orfs.h5"
+    return stage(StageSpec(reads=(str(path),), model_length=60, **spec), store_path)
 
 
 def fastq(path: Path) -> bytes:
@@ -94,17 +98,17 @@ PAIRS = [
 
 @pytest.mark.parametrize("form", ["bam", "sam", "cram"])
 @pytest.mark.parametrize("records", [ALIGNED, PAIRS], ids=["single", "pairs"])
-def test_the_store_is_that_of_the_fastq_that_samtools_makes(
+def test_alignments_give_the_store_of_samtools_fastq(
     tmp_path: Path, form: str, records: list[Record]
 ) -> None:
     path = written(tmp_path / f"a.{form}", records)
-    plain = samtools_fastq(path)
-    assert fastq(path).splitlines() == plain.read_bytes().splitlines()
+    fastq_path = samtools_fastq(path)
+    assert fastq(path).splitlines() == fastq_path.read_bytes().splitlines()
     pairs = records is PAIRS
-    summary, other = staged(path), staged(plain, interleaved=pairs)
+    summary, fastq_summary = staged(path), staged(fastq_path, interleaved=pairs)
     assert (summary.fingerprint, summary.counts, summary.n_pairs) == (
-        other.fingerprint,
-        other.counts,
+        fastq_summary.fingerprint,
+        fastq_summary.counts,
         30 * pairs,
     )
     assert summary.by_file[0].content is not None
@@ -115,7 +119,7 @@ def test_the_store_is_that_of_the_fastq_that_samtools_makes(
 
 
 @pytest.mark.parametrize("form", ["bam", "sam"])
-def test_reads_of_one_base_keep_their_quality_and_leave_the_letters_of_python_alone(
+def test_reads_of_one_base_keep_their_quality_and_do_not_change_pythons_letters(
     tmp_path: Path, form: str
 ) -> None:
     lengths = (1, 1, 2, 0, 1, 1, 90, 1, 1)  # the first and the eighth have no quality
@@ -123,8 +127,8 @@ def test_reads_of_one_base_keep_their_quality_and_leave_the_letters_of_python_al
         tmp_path / f"a.{form}",
         [(f"r{i}", UNPAIRED, "ACGT"[i % 4] * n) for i, n in enumerate(lengths)],
     )
-    wanted = samtools_fastq(path).read_bytes()
-    assert [fastq(path) for _ in range(3)] == [wanted] * 3
+    expected_fastq = samtools_fastq(path).read_bytes()
+    assert [fastq(path) for _ in range(3)] == [expected_fastq] * 3
     assert [bytes([letter])[0] for letter in range(256)] == [*range(256)]
 
 
@@ -138,74 +142,76 @@ OF = ("l1", "gut", "l2", "", "unknown")  # in turn; the last two are of no read 
 
 
 def sample_ids(path: Path, spec: ReadsSpec, sample: str) -> list[str]:
-    made = stage(
+    summary = stage(
         StageSpec(**spec.model_dump() | {"model_length": 60}),
         path.parent / f"of-{sample}" / "orfs.h5",
     )
-    assert (made.read_group, made.files) == (sample, spec.reads)
-    store = OrfStore.open(made.store)
+    assert (summary.read_group, summary.files) == (sample, spec.reads)
+    store = OrfStore.open(summary.store)
     return store.original_ids(0, store.n_reads)
 
 
 @pytest.mark.parametrize("form", ["bam", "cram"])
-def test_each_read_is_of_the_sample_of_its_read_group(tmp_path: Path, form: str) -> None:
+def test_each_read_belongs_to_the_sample_of_its_read_group(tmp_path: Path, form: str) -> None:
     path = written(tmp_path / f"run.{form}", ALIGNED, groups=GROUPS, group_of=lambda i: OF[i % 5])
-    other = written(
+    other_path = written(
         tmp_path / f"lane2.{form}", [("x1", 4, bases(0)), ("x2", 4, bases(1))], groups=GROUPS[:2]
     )
-    again = written(
+    third_path = written(
         tmp_path / f"lane3.{form}", [("y", 4, bases(3))], groups=GROUPS[:2], group_of=lambda _: "l1"
     )
-    found = samples_by_read_group(ReadsSpec(reads=(str(path), str(other), str(again))))
-    three = (str(path), str(other), str(again))
-    samples = {
+    specs = samples_by_read_group(ReadsSpec(reads=(str(path), str(other_path), str(third_path))))
+    three = (str(path), str(other_path), str(third_path))
+    files_of_sample = {
         "lung": three,
         "gut": three,
         "idle": three[:1],
         "run": three[:1],
         "lane2": three[1:2],
     }
-    assert {sample: (spec.reads, spec.read_group) for sample, spec in found.items()} == {
-        sample: (files, sample) for sample, files in samples.items()
+    assert {sample: (spec.reads, spec.read_group) for sample, spec in specs.items()} == {
+        sample: (files, sample) for sample, files in files_of_sample.items()
     }
     with pytest.raises(InputError, match=r"no read of read group idle came in from .*run"):
-        sample_ids(path, found.pop("idle"), "idle")
-    ids = {sample: sample_ids(path, spec, sample) for sample, spec in found.items()}
-    wanted: dict[str, list[str]] = {"lung": [], "gut": [], "run": [], "lane2": ["x1", "x2"]}
+        sample_ids(path, specs.pop("idle"), "idle")
+    ids = {sample: sample_ids(path, spec, sample) for sample, spec in specs.items()}
+    expected_ids: dict[str, list[str]] = {"lung": [], "gut": [], "run": [], "lane2": ["x1", "x2"]}
     for i, (name, flag, _) in enumerate(ALIGNED):
         if not flag & alignments.NOT_PRIMARY:
-            wanted[("lung", "gut", "lung", "run", "run")[i % 5]].append(name)
-    wanted["lung"].append("y")
-    assert ids == wanted
-    whole = Counter(
+            expected_ids[("lung", "gut", "lung", "run", "run")[i % 5]].append(name)
+    expected_ids["lung"].append("y")
+    assert ids == expected_ids
+    all_ids = Counter(
         name for name, flag, _ in ALIGNED if not flag & alignments.NOT_PRIMARY
     ) + Counter(["x1", "x2", "y"])
-    assert sum(map(Counter, ids.values()), Counter()) == whole
+    assert sum(map(Counter, ids.values()), Counter()) == all_ids
 
 
-def test_a_store_of_one_read_group_is_not_that_of_another(tmp_path: Path) -> None:
+def test_the_store_of_another_read_group_is_not_reused(tmp_path: Path) -> None:
     path = written(tmp_path / "run.bam", SINGLE, groups=GROUPS, group_of=lambda i: OF[i % 3])
-    out = tmp_path / "run" / "orfs.h5"
+    store_path = tmp_path / "run" / "orfs.h5"
     spec = StageSpec(reads=(str(path),), read_group="gut", model_length=60)
-    assert not stage(spec, out).reused
-    assert stage(spec, out).reused
-    assert not stage(spec.model_copy(update={"read_group": "lung"}), out).reused
-    assert not stage(spec.model_copy(update={"read_group": ""}), out).reused
+    assert not stage(spec, store_path).reused
+    assert stage(spec, store_path).reused
+    assert not stage(spec.model_copy(update={"read_group": "lung"}), store_path).reused
+    assert not stage(spec.model_copy(update={"read_group": ""}), store_path).reused
 
 
-def test_mates_of_a_read_group_follow_each_other_among_those_of_others(tmp_path: Path) -> None:
-    alone = [(f"s{i}", UNPAIRED, bases(i)) for i in range(alignments._N_PEEKED_RECORDS + 1)]
+def test_pairs_are_detected_among_the_reads_of_one_read_group(tmp_path: Path) -> None:
+    unpaired = [(f"s{i}", UNPAIRED, bases(i)) for i in range(alignments._N_PEEKED_RECORDS + 1)]
     turns = [
-        PAIRS[at] for i in range(0, 60, 4) for at in (i, i + 2, i + 1, i + 3)
+        PAIRS[index] for i in range(0, 60, 4) for index in (i, i + 2, i + 1, i + 3)
     ]  # of two groups in turn
-    groups = ["gut"] * len(alone) + ["l1", "none"] * 30
-    path = written(tmp_path / "run.bam", alone + turns, groups=GROUPS, group_of=lambda i: groups[i])
-    found = {one: staged(path, read_group=one) for one in ("lung", "idle")}
-    assert [summary.n_pairs for summary in found.values()] == [15, 15]
+    groups = ["gut"] * len(unpaired) + ["l1", "none"] * 30
+    path = written(
+        tmp_path / "run.bam", unpaired + turns, groups=GROUPS, group_of=lambda i: groups[i]
+    )
+    summaries = {sample: staged(path, read_group=sample) for sample in ("lung", "idle")}
+    assert [summary.n_pairs for summary in summaries.values()] == [15, 15]
     assert staged(path, read_group="gut").n_pairs == 0
 
 
-def test_read_groups_that_cannot_be_samples_are_told_of(tmp_path: Path) -> None:
+def test_unusable_read_groups_are_refused_by_name(tmp_path: Path) -> None:
     def told(file: Path) -> None:
         samples_by_read_group(ReadsSpec(reads=(str(file),)))
 
@@ -226,28 +232,28 @@ def test_read_groups_that_cannot_be_samples_are_told_of(tmp_path: Path) -> None:
         staged(path, read_group="liver", on_error="skip")
 
 
-def test_a_file_whose_header_is_damaged_fails_alone(tmp_path: Path) -> None:
-    whole, broken = (
+def test_a_file_with_a_damaged_header_fails_alone(tmp_path: Path) -> None:
+    good_path, broken_path = (
         written(tmp_path / name, SINGLE, groups=GROUPS[:1]) for name in ("a.bam", "c.cram")
     )
-    broken.write_bytes(broken.read_bytes()[:30])
-    found = samples_by_read_group(ReadsSpec(reads=(str(broken), str(whole))))
-    assert found.pop("c") == ReadsSpec(reads=(str(broken),), read_group="c")
-    assert [one.reads for one in found.values()] == [(str(whole),)] * len(found)
+    broken_path.write_bytes(broken_path.read_bytes()[:30])
+    samples = samples_by_read_group(ReadsSpec(reads=(str(broken_path), str(good_path))))
+    assert samples.pop("c") == ReadsSpec(reads=(str(broken_path),), read_group="c")
+    assert [spec.reads for spec in samples.values()] == [(str(good_path),)] * len(samples)
     with pytest.raises(InputError, match=r"c\.cram: the CRAM data is damaged, or ends early"):
-        staged(broken, read_group="c")
+        staged(broken_path, read_group="c")
 
 
-def test_mates_that_do_not_follow_are_judged_alone(
+def test_scattered_mates_are_judged_alone_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     by_place = written(tmp_path / "place.bam", PAIRS, order="coordinate")
-    apart = written(tmp_path / "apart.bam", PAIRS[::2] + PAIRS[1::2])
-    for path in (by_place, apart):
+    scattered_path = written(tmp_path / "apart.bam", PAIRS[::2] + PAIRS[1::2])
+    for path in (by_place, scattered_path):
         assert staged(path).n_pairs == 0
         assert f"{path}: mates do not follow each other" in caplog.text
-    together = written(tmp_path / "together.bam", PAIRS)
-    assert staged(together, pairs=False).n_pairs == 0
+    collated_path = written(tmp_path / "together.bam", PAIRS)
+    assert staged(collated_path, pairs=False).n_pairs == 0
     with pytest.raises(InputError, match=r"lost\.bam:.* read 'p3': has no mate .*--no-pairs"):
         staged(written(tmp_path / "lost.bam", PAIRS[:7] + PAIRS[8:]))
     summary = staged(tmp_path / "lost.bam", on_error="skip")
@@ -266,41 +272,41 @@ def test_mates_that_do_not_follow_are_judged_alone(
         ("cram", 30),
     ],
 )
-def test_what_is_cut_off_is_named_with_its_last_record(
+def test_a_cut_off_file_is_refused_with_its_last_record(
     tmp_path: Path, kept: int, form: str
 ) -> None:
-    before = threading.enumerate()
+    threads_before = threading.enumerate()
     records = [(f"r{i}", UNPAIRED, bases(i, 200)) for i in range(300)]
     path = written(tmp_path / f"a.{form}", records)
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(
         InputError, match=rf"a\.{form}: .*(data is damaged, or ends early|the gzip data ends early)"
-    ) as told:
+    ) as error_info:
         staged(path)
     if kept == -28 and form == "bam":
         assert (
             "read 'r299': the BAM data is damaged, or ends early, after record 300; copy it again"
-            in str(told.value)
+            in str(error_info.value)
         )
         assert staged(path, on_error="skip").counts.n_reads == 300
-    assert not [one for one in threading.enumerate() if one not in before]
+    assert not [thread for thread in threading.enumerate() if thread not in threads_before]
 
 
 @pytest.mark.parametrize(
     "problem", [OSError(5, "Input/output error"), EOFError("ends early"), InputError("broken")]
 )
-def test_a_file_that_cannot_be_read_on_after_a_whole_record_is_damaged(problem: Exception) -> None:
+def test_a_read_error_after_a_whole_record_counts_as_damage(problem: Exception) -> None:
     def pieces() -> Iterator[bytes]:
         yield b"@HD\tVN:1.6\nr0\t4\t*\t0\t0\t*\t*\t0\t0\tACGT\tIIII\n"
         raise problem
 
-    made = alignments.fastq(pysam, pieces(), "SAM", "a.sam")
-    assert next(made) == ("@r0\nACGT\n+\nIIII\n", 0)
+    fastq_pieces = alignments.fastq(pysam, pieces(), "SAM", "a.sam")
+    assert next(fastq_pieces) == ("@r0\nACGT\n+\nIIII\n", 0)
     with pytest.raises(InputError, match=r"a\.sam: .*ends early, after record 1"):
-        next(made)
+        next(fastq_pieces)
 
 
-def test_a_cram_without_its_reference_says_so(
+def test_a_missing_cram_reference_is_named_in_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REF_PATH", str(tmp_path / "none"))
@@ -321,7 +327,7 @@ def test_a_cram_without_its_reference_says_so(
         staged(path)
 
 
-def test_without_pysam_it_says_what_to_install(
+def test_a_missing_pysam_is_named_in_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path / "a.bam", SINGLE)
@@ -334,7 +340,7 @@ def test_without_pysam_it_says_what_to_install(
             stage(StageSpec(reads=(str(reads),)), tmp_path / "out" / "orfs.h5")
 
 
-def test_bam_through_standard_input_and_among_files_of_a_folder(
+def test_bam_is_read_from_standard_input_and_from_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path / "a.bam", SINGLE)

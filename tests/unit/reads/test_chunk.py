@@ -46,8 +46,10 @@ def test_last_chunk_of_2600() -> None:
 
 @pytest.mark.parametrize(("size", "shortest"), [(500, 251), (300, 151)])
 def test_shortest_last_chunk_of_a_cut_read(size: int, shortest: int) -> None:
-    lasts = [read[-1] for read in spans(list(range(size + 1, 20 * size)), size)]
-    assert min(end - start for start, end in lasts) == shortest
+    last_chunks = [
+        chunks_of_read[-1] for chunks_of_read in spans(list(range(size + 1, 20 * size)), size)
+    ]
+    assert min(end - start for start, end in last_chunks) == shortest
 
 
 @given(st.lists(st.integers(0, 5000), max_size=30), st.integers(1, 700))
@@ -56,10 +58,12 @@ def test_equals_the_slow_twin(lengths: list[int], size: int) -> None:
 
 
 @given(st.integers(1, 20_000), st.integers(1, 700))
-def test_covers_the_read_without_gap_and_ends_with_it(length: int, size: int) -> None:
-    (found,) = spans([length], size)
-    assert found[0][0] == 0
-    assert found[-1][1] == length
-    assert all(0 < end - start <= size for start, end in found)
-    assert all(end - start == size for start, end in found[:-1])
-    assert all(later[0] <= earlier[1] for earlier, later in pairwise(found))
+def test_chunks_cover_the_read_without_a_gap_and_end_with_it(length: int, size: int) -> None:
+    (chunks_of_read,) = spans([length], size)
+    assert chunks_of_read[0][0] == 0
+    assert chunks_of_read[-1][1] == length
+    assert all(0 < end - start <= size for start, end in chunks_of_read)
+    assert all(end - start == size for start, end in chunks_of_read[:-1])
+    assert all(
+        next_chunk[0] <= chunk_before[1] for chunk_before, next_chunk in pairwise(chunks_of_read)
+    )

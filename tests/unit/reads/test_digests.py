@@ -1,4 +1,4 @@
-"""Digests: the published values of MurmurHash3, none alike where strings hardly differ; and repeats."""
+"""Digests equal the published values of MurmurHash3, and repeats among them are found."""
 
 from __future__ import annotations
 
@@ -31,19 +31,23 @@ def test_published_values(text: str, expected: str) -> None:
     assert f"{low:016x}{high:016x}" == expected
 
 
-def test_strings_that_hardly_differ_all_differ_in_either_half() -> None:
-    """Any two places of a read changed to any letters: 100,000 strings, and no half of a digest twice."""
-    read = bytearray(b"ACGTTGCA" * 19)
+def test_similar_strings_differ_in_both_halves_of_their_digests() -> None:
+    """Change any two letters of a read: no half of the 100,000 digests occurs twice."""
+    template = bytearray(b"ACGTTGCA" * 19)
     strings = []
-    for i, j in itertools.islice(itertools.combinations(range(len(read)), 2), 11_111):
-        for one, other in itertools.product(b"ACG", repeat=2):
-            changed = read.copy()
-            changed[i], changed[j] = one, other
-            strings.append(bytes(changed))
+    for i, j in itertools.islice(itertools.combinations(range(len(template)), 2), 11_111):
+        for letter, other_letter in itertools.product(b"ACG", repeat=2):
+            variant = template.copy()
+            variant[i], variant[j] = letter, other_letter
+            strings.append(bytes(variant))
     strings = list(dict.fromkeys(strings))
     strings += [b"A" * n for n in range(500)] + [b"A" * n + b"C" for n in range(500)]
-    made = digest(strings)
-    assert len({low for low, _ in made}) == len({high for _, high in made}) == len(set(strings))
+    digests_of_strings = digest(strings)
+    assert (
+        len({low for low, _ in digests_of_strings})
+        == len({high for _, high in digests_of_strings})
+        == len(set(strings))
+    )
 
 
 few_pairs = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=60)
@@ -53,7 +57,7 @@ few_pairs = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=6
     pairs=[(0, 0), (2, 0)], bucket=1, stretch=1
 )  # more digests than a bucket takes, and no two alike
 @given(few_pairs, st.integers(1, 80), st.sampled_from([1, 3, 16, 100]))
-def test_repeats_are_found_whatever_the_stretches_and_buckets(
+def test_repeats_are_found_with_any_stretches_and_buckets(
     tmp_path_factory: pytest.TempPathFactory,
     pairs: list[tuple[int, int]],
     bucket: int,
@@ -64,7 +68,7 @@ def test_repeats_are_found_whatever_the_stretches_and_buckets(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fingerprint, "BUCKET", bucket)
         patch.setattr(fingerprint, "_READ_AT_ONCE", stretch)
-        found = sorted(
+        repeats_found = sorted(
             row
             for repeats in map(find_repeats, Bucket.all_of(path))
             for row in zip(
@@ -74,7 +78,7 @@ def test_repeats_are_found_whatever_the_stretches_and_buckets(
                 strict=True,
             )
         )
-    assert found == [
+    assert repeats_found == [
         (i, pairs.index(pair), pairs[:i].count(pair) + 1)
         for i, pair in enumerate(pairs)
         if pair in pairs[:i]

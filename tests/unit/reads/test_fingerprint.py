@@ -22,12 +22,12 @@ def batch_of(reads: Pairs) -> ReadBatch:
 
 
 def fingerprint(reads: Pairs, cuts: list[int]) -> str:
-    made = Fingerprint("settings")
+    hasher = Fingerprint("settings")
     edges = [0, *sorted(cut % (len(reads) + 1) for cut in cuts), len(reads)]
     for low, high in pairwise(edges):
         batch = batch_of(reads[low:high])
-        made.add(hash_leaves(batch))
-    return made.hexdigest()
+        hasher.add(hash_leaves(batch))
+    return hasher.hexdigest()
 
 
 def numbered(n: int) -> Pairs:
@@ -35,29 +35,29 @@ def numbered(n: int) -> Pairs:
 
 
 @given(st.integers(0, 1500), st.lists(st.integers(0, 2000), max_size=6))
-def test_batches_make_no_difference(n: int, cuts: list[int]) -> None:
+def test_the_fingerprint_does_not_depend_on_batches(n: int, cuts: list[int]) -> None:
     assert fingerprint(numbered(n), cuts) == fingerprint(numbered(n), [])
 
 
 @given(st.integers(1, 600), st.data())
-def test_any_change_makes_a_difference(n: int, data: st.DataObject) -> None:
+def test_any_change_of_the_reads_changes_the_fingerprint(n: int, data: st.DataObject) -> None:
     reads = numbered(n)
     i = data.draw(st.integers(0, n - 1))
     name, bases = reads[i]
-    moved = [*reads[:i], *reads[i + 1 :], reads[i]]
-    changed = [
+    moved_to_end = [*reads[:i], *reads[i + 1 :], reads[i]]
+    variants = [
         [*reads[:i], (name + b"x", bases), *reads[i + 1 :]],
         [*reads[:i], (name, bases + b"A"), *reads[i + 1 :]],
         [*reads[:i], *reads[i + 1 :]],
         [*reads, (name, bases)],
-        *([moved] if moved != reads else []),
+        *([moved_to_end] if moved_to_end != reads else []),
     ]
-    prints = {fingerprint(other, []) for other in changed}
-    assert len(prints | {fingerprint(reads, [])}) == len(changed) + 1
+    prints = {fingerprint(variant, []) for variant in variants}
+    assert len(prints | {fingerprint(reads, [])}) == len(variants) + 1
 
 
-def test_a_letter_that_moves_to_the_next_read_makes_a_difference() -> None:
-    made = {
+def test_moving_a_letter_to_the_next_read_changes_the_fingerprint() -> None:
+    fingerprints = {
         fingerprint(reads, [])
         for reads in (
             [(b"a", b"AC"), (b"b", b"GT")],
@@ -66,10 +66,10 @@ def test_a_letter_that_moves_to_the_next_read_makes_a_difference() -> None:
             [(b"a", b"ACGT"), (b"b", b"")],
         )
     }
-    assert len(made) == 4
+    assert len(fingerprints) == 4
 
 
-def test_one_id_for_all_ends_a_leaf_at_every_read_or_at_none() -> None:
+def test_leaves_may_end_at_every_read_or_at_none() -> None:
     names = [b"id%d" % i for i in range(2000)]
     ends = digests(names)[:, 0] % np.uint64(64) == 0
     assert 10 < np.count_nonzero(ends) < 60

@@ -1,4 +1,4 @@
-"""A FASTA record longer than a block comes in parts: the same store, the same reads, and memory that does not grow."""
+"""A FASTA record longer than a block comes in parts and gives the same store in little memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from virnuc_core.rundir import RunDir
 
 from .conftest import WriteReads, shrink
 from .made_up import Pairs, digest, fasta, fastq
-from .test_stage import check_equals_twin
+from .store_checks import check_equals_twin
 
 BLOCKS = (64, 1 << 20)  # bytes; a record of 3,000 bases is long for the first two
 
@@ -50,11 +50,15 @@ def staged(
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch, block_bytes=block_bytes)
         patch.setattr("virnuc_core.reads.translate._WINDOW_BASES", 10 * block_bytes)
-        out = folder / f"{block_bytes}_{workers}" / "orfs.h5"
-        summary = stage(spec.model_copy(update={"workers": workers}), out)
-        assert stage(spec, out).reused
-        listed = out.with_name("skipped.tsv")
-        return summary, digest(out), listed.read_text() if listed.exists() else ""
+        store_path = folder / f"{block_bytes}_{workers}" / "orfs.h5"
+        summary = stage(spec.model_copy(update={"workers": workers}), store_path)
+        assert stage(spec, store_path).reused
+        skipped_list = store_path.with_name("skipped.tsv")
+        return (
+            summary,
+            digest(store_path),
+            skipped_list.read_text() if skipped_list.exists() else "",
+        )
 
 
 @pytest.mark.parametrize(
@@ -78,20 +82,22 @@ def test_a_record_in_parts_gives_the_same_store(
         reads=(write(text), write("@q\nACGTACGT\n+\nIIIIIIII\n", "q.fq")), model_length=60
     )
     runs = [staged(spec, tmp_path, size, workers) for size in BLOCKS for workers in (1, 2)]
-    assert len({made for _, made, _ in runs}) == 1
+    assert len({store_digest for _, store_digest, _ in runs}) == 1
     assert {summary.counts.n_reads for summary, *_ in runs} == {7}
     assert {summary.counts.n_duplicate_ids for summary, *_ in runs} == {1}
 
 
-def test_a_single_line_and_a_header_alone(write: WriteReads, tmp_path: Path) -> None:
+def test_a_single_long_line_and_a_header_alone_give_the_same_store(
+    write: WriteReads, tmp_path: Path
+) -> None:
     text = f">{'x' * 3000}\n{'ACGT' * 4000}\n>{'y' * 3000}"
     runs = [staged(StageSpec(reads=(write(text),)), tmp_path, size) for size in BLOCKS]
-    assert len({made for _, made, _ in runs}) == 1
+    assert len({store_digest for _, store_digest, _ in runs}) == 1
 
 
 @pytest.mark.parametrize("place", [10, 2_990])
 @pytest.mark.parametrize("odd", ["E", "E\n;comment\n"])
-def test_a_long_record_with_a_wrong_letter_is_left_out_whole(
+def test_a_long_record_with_an_illegal_letter_is_left_out_completely(
     write: WriteReads, tmp_path: Path, place: int, odd: str
 ) -> None:
     bad = "".join(random.Random(1).choices("ACGT", k=3_000))
@@ -103,7 +109,7 @@ def test_a_long_record_with_a_wrong_letter_is_left_out_whole(
         staged(StageSpec(reads=(path,)), tmp_path, 64)
     spec = StageSpec(reads=(path,), on_error="skip")
     runs = [staged(spec, tmp_path, size) for size in BLOCKS]
-    assert len({(made, listed) for _, made, listed in runs}) == 1
+    assert len({(store_digest, skipped_text) for _, store_digest, skipped_text in runs}) == 1
     assert [(s.counts.n_reads, s.tally["skipped"]) for s, *_ in runs] == [(2, 1)] * len(runs)
 
 
@@ -114,11 +120,11 @@ def test_a_long_record_that_is_cut_off_is_left_out(write: WriteReads, tmp_path: 
     )
     spec = StageSpec(reads=(path,), on_error="skip")
     runs = [staged(spec, tmp_path, size) for size in BLOCKS]
-    assert len({(made, listed) for _, made, listed in runs}) == 1
+    assert len({(store_digest, skipped_text) for _, store_digest, skipped_text in runs}) == 1
     assert [(s.counts.n_reads, s.tally["skipped"]) for s, *_ in runs] == [(1, 1)] * len(runs)
 
 
-def test_a_sample_and_the_viral_reads_of_long_records(
+def test_samples_and_exports_of_long_records_are_complete(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [
@@ -126,7 +132,7 @@ def test_a_sample_and_the_viral_reads_of_long_records(
         *(chromosome(f"c{i}", 300 * i, i) for i in range(1, 6)),
     ]
     path, good = write("".join(texts)), write("".join(texts[1:]), "good.fa")
-    run, given, parse = RunDir(tmp_path / "run"), {}, subsets.parse
+    run, contents, parse = RunDir(tmp_path / "run"), {}, subsets.parse
     summary = stage(StageSpec(reads=(path,), on_error="skip"), run.store)
     assert summary.counts.n_reads == 5
     run.reads_table.write_text(
@@ -141,9 +147,9 @@ def test_a_sample_and_the_viral_reads_of_long_records(
             == texts[1] + texts[3] + texts[5]
         )
         sample(good, 3, tmp_path / "drawn.fa", force=True)
-        given[size] = (tmp_path / "drawn.fa").read_text()
-    assert len(set(given.values())) == 1
-    assert given[64].count(">") == 3
+        contents[size] = (tmp_path / "drawn.fa").read_text()
+    assert len(set(contents.values())) == 1
+    assert contents[64].count(">") == 3
     with pytest.raises(InputError, match="not those that were staged"):
         write_reads(
             run, OrfStore.open(run.store), summary.model_copy(update={"files": (good, path)})
@@ -151,14 +157,14 @@ def test_a_sample_and_the_viral_reads_of_long_records(
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
-def test_what_follows_a_long_record_without_a_line_end_stays_a_record(
+def test_a_record_after_a_long_one_without_line_end_stays_a_record(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     shrink(monkeypatch, block_bytes=BLOCKS[0])
     monkeypatch.setattr(subsets, "parse", partial(subsets.parse, block_bytes=BLOCKS[0]))
-    first, second = f">long\n{'ACGCA' * 600}", ">next\nACGT\n"
-    paths = write(first + end, "in/a.fa"), write(second, "in/b.fa")
-    text = first + (end or "\n") + second
+    long_record, next_record = f">long\n{'ACGCA' * 600}", ">next\nACGT\n"
+    paths = write(long_record + end, "in/a.fa"), write(next_record, "in/b.fa")
+    text = long_record + (end or "\n") + next_record
     assert sample(str(tmp_path / "in"), 2, tmp_path / "out.fa").reads_after == 2
     assert (tmp_path / "out.fa").read_bytes().decode() == text
     staging, run = (
@@ -170,13 +176,13 @@ def test_what_follows_a_long_record_without_a_line_end_stays_a_record(
     assert gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode() == text
 
 
-def test_more_bases_than_a_column_of_32_bits_holds(tmp_path: Path) -> None:
-    one, length = np.array([1]), np.array([3_000_000_000])
+def test_a_read_longer_than_32_bits_can_count(tmp_path: Path) -> None:
+    ones, length = np.array([1]), np.array([3_000_000_000])
     ids = Strings.from_strings([b"wheat"])
     with Workers(1) as workers:
         writer = StoreWriter(tmp_path, 500)
         writer.add(
-            _write_segment(tmp_path, _read_columns(ids, one, length, 500, one - 1, one < 0), 0)
+            _write_segment(tmp_path, _read_columns(ids, ones, length, 500, ones - 1, ones < 0), 0)
         )
         writer.find_repeats(workers)
         writer.write(tmp_path / "orfs.h5", "x", workers)
@@ -188,7 +194,7 @@ def test_more_bases_than_a_column_of_32_bits_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pack", [gzip.compress, bz2.compress, lzma.compress, "zst"], ids=["gz", "bz2", "xz", "zst"]
 )
-def test_what_swells_comes_in_bounded_pieces(write: WriteReads, pack: object) -> None:
+def test_highly_compressed_data_comes_in_bounded_pieces(write: WriteReads, pack: object) -> None:
     if pack == "zst":
         pack = zstandard.ZstdCompressor().compress
     assert callable(pack)
@@ -215,15 +221,15 @@ def test_nothing_is_lost_between_bounded_pieces(
 
 
 def random_reads(*lengths: int) -> Pairs:
-    made = [
+    reads = [
         (f"r{i}", "".join(random.Random(i).choices("ACGTacgtN", k=length)))
         for i, length in enumerate(lengths)
     ]
-    return [*made, ("again", made[-1][1])]
+    return [*reads, ("again", reads[-1][1])]
 
 
 @pytest.mark.parametrize("text", [fasta, fastq])
-def test_long_reads_equal_the_slow_twin_whatever_the_blocks(
+def test_long_reads_equal_the_slow_twin_with_any_blocks(
     write: WriteReads, tmp_path: Path, text: Callable[[Pairs], str]
 ) -> None:
     reads = random_reads(0, 5, 3000, 61, 7001)
@@ -249,46 +255,48 @@ QUALITY = "@bad\n" + "ACGT" * 600 + "\n+\n" + "IIII" * 599 + "\n"
     ],
     ids=["letter", "quality", "cut", "FASTA letter", "FASTA cut"],
 )
-def test_of_what_is_dropped_nothing_is_left(
+def test_nothing_is_left_of_a_dropped_long_read(
     write: WriteReads,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     text: Callable[[Pairs], str],
     bad: str,
 ) -> None:
-    """Staged, drawn from and picked from in small blocks and at once; the reads around a long broken one are whole."""
-    reads, last = random_reads(50, 3000), random_reads(2000, 70)
-    last = [(f"last{name}", bases) for name, bases in last]
-    whole = text(reads) + ("" if bad == "cut" else bad) + text(last)
-    packed = gzip.compress(whole.encode())
+    """Reads around a long broken one stay whole in staging, samples and exports, in any blocks."""
+    reads, later_reads = random_reads(50, 3000), random_reads(2000, 70)
+    later_reads = [(f"last{name}", bases) for name, bases in later_reads]
+    whole_text = text(reads) + ("" if bad == "cut" else bad) + text(later_reads)
+    compressed = gzip.compress(whole_text.encode())
     if bad == "cut":
         random_bases = "".join(random.Random(9).choices("ACGT", k=9000))
-        packed = gzip.compress((whole + text([("bad", random_bases)])).encode())[:-1000]
-    spec = StageSpec(reads=(write(packed, "reads.gz"),), model_length=100, on_error="skip")
-    run, listed = RunDir(tmp_path / "run"), set()
+        compressed = gzip.compress((whole_text + text([("bad", random_bases)])).encode())[:-1000]
+    spec = StageSpec(reads=(write(compressed, "reads.gz"),), model_length=100, on_error="skip")
+    run, skipped_texts = RunDir(tmp_path / "run"), set()
     run.root.mkdir()
-    kept, parse = reads + last, subsets.parse
+    good_reads, parse = reads + later_reads, subsets.parse
     run.reads_table.write_text(
         "id\tfate\n"
-        + "".join(f"{name}\t{('others', 'viral')[i % 2]}\n" for i, (name, _) in enumerate(kept))
+        + "".join(
+            f"{name}\t{('others', 'viral')[i % 2]}\n" for i, (name, _) in enumerate(good_reads)
+        )
     )
     for size in BLOCKS:
-        summary, _, told = staged(spec, tmp_path, size)
-        listed.add(told)
+        summary, _, skipped_text = staged(spec, tmp_path, size)
+        skipped_texts.add(skipped_text)
         assert summary.tally["skipped"] == 1
         store = OrfStore.open(summary.store)
-        check_equals_twin(store, kept)
+        check_equals_twin(store, good_reads)
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
         assert write_reads(run, store, summary) == 3
         viral = gzip.decompress((run.root / f"viral.{text.__name__}.gz").read_bytes()).decode()
-        assert viral == "".join(text([read]) for read in kept[1::2])
-    assert len(listed) == 1
+        assert viral == "".join(text([a_read]) for a_read in good_reads[1::2])
+    assert len(skipped_texts) == 1
 
 
 def test_a_sample_of_long_fastq_reads(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, drawn, parse = random_reads(*range(0, 2000, 100)), set(), subsets.parse
+    reads, samples, parse = random_reads(*range(0, 2000, 100)), set(), subsets.parse
     for size in BLOCKS:
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
         sample(
@@ -297,13 +305,13 @@ def test_a_sample_of_long_fastq_reads(
             tmp_path / "drawn.fq",
             force=True,
         )
-        drawn.add((tmp_path / "drawn.fq").read_text())
-    (text,) = drawn
-    assert sum(fastq([read]) in text for read in reads) == text.count("+\n") == 9
+        samples.add((tmp_path / "drawn.fq").read_text())
+    (text,) = samples
+    assert sum(fastq([a_read]) in text for a_read in reads) == text.count("+\n") == 9
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
-def test_lines_of_fastq_may_be_as_long_whatever_the_file_is_packed_in(
+def test_the_limit_of_fastq_lines_is_the_same_in_every_packing(
     write: WriteReads,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -323,14 +331,14 @@ def test_lines_of_fastq_may_be_as_long_whatever_the_file_is_packed_in(
 
 
 @pytest.mark.parametrize("head", [b">", b"@"])
-def test_before_a_run_little_is_unpacked_of_what_swells(
+def test_preflight_unpacks_little_of_highly_compressed_data(
     write: WriteReads, monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
-    taken, read = [0], Source.read
+    n_unpacked, original_read = [0], Source.read
 
     def counted(self: Source, size: int) -> bytes:
-        piece = read(self, size)
-        taken[0] += len(piece)
+        piece = original_read(self, size)
+        n_unpacked[0] += len(piece)
         return piece
 
     monkeypatch.setattr(Source, "read", counted)
@@ -338,17 +346,17 @@ def test_before_a_run_little_is_unpacked_of_what_swells(
     path = write(gzip.compress(head + b"a\n" + b"A" * (1 << 24)), "swells.gz")
     with pytest.raises(InputError, match="too long") if head == b"@" else nullcontext():
         count_rows((path,), "stop")
-    assert 0 < taken[0] < 8 << 20
+    assert 0 < n_unpacked[0] < 8 << 20
 
 
 MEASURED = """
 import sys
 from pathlib import Path
-from virnuc.flows.preflight import readable
+from virnuc.flows.preflight import count_rows
 from virnuc_core.reads.stage import StageSpec, stage
 def peak():  # of this program: what getrusage tells begins with the peak of who started it
     return next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
-readable((sys.argv[1],), "stop")
+count_rows((sys.argv[1],), "stop")
 looked = peak()
 stage(StageSpec(reads=(sys.argv[1],)), Path(sys.argv[2]))
 print(looked, peak())
@@ -357,16 +365,16 @@ print(looked, peak())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bases", ["".join(random.Random(7).choices("ACGT", k=1000)), "A" * 1000])
-def test_memory_does_not_grow_with_a_record(tmp_path: Path, bases: str) -> None:
-    """Peaks over one line of 20, 40 and 80 million bases; without open frames, and with nothing else."""
+def test_memory_does_not_grow_with_the_length_of_a_record(tmp_path: Path, bases: str) -> None:
+    """Measure peaks over one line of 20, 40 and 80 million bases, with and without open frames."""
     peaks = []
     for size in (20, 40, 80):
         path = tmp_path / f"{size}.fa.gz"
         path.write_bytes(gzip.compress(b">long\n" + bases.encode() * (size * 1000)))
         command = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / str(size) / "orfs.h5")]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-        peaks.append([int(kilobytes) / 1000 for kilobytes in told])
-    looked, made = zip(*peaks, strict=True)
-    assert max(looked) - min(looked) < 15
-    assert made[2] < 400
-    assert made[2] - made[0] < 60, made
+        figures = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        peaks.append([int(kilobytes) / 1000 for kilobytes in figures])
+    preflight_peaks, staging_peaks = zip(*peaks, strict=True)
+    assert max(preflight_peaks) - min(preflight_peaks) < 15
+    assert staging_peaks[2] < 400
+    assert staging_peaks[2] - staging_peaks[0] < 60, staging_peaks

@@ -1,4 +1,4 @@
-"""Pairs: how mates are found and checked, what the store makes of them, and the verdict on both together."""
+"""Pairs: how mates are found and checked, how they are stored, and their joint verdict."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def two(
     write: WriteReads, firsts: Headers, seconds: Headers, form: object = fastq
 ) -> dict[str, tuple[str, ...]]:
     """What names two files with mates."""
-    made = [
+    paths = [
         write(form(headers), name) for headers, name in ((firsts, "a_R1.fq"), (seconds, "a_R2.fq"))
     ]  # type: ignore[operator]
-    return {"mates_1": (made[0],), "mates_2": (made[1],)}
+    return {"mates_1": (paths[0],), "mates_2": (paths[1],)}
 
 
 def staged(out: Path, **spec: object) -> tuple[StageSummary, OrfStore]:
@@ -75,7 +75,7 @@ def names(store: OrfStore) -> list[str]:
         ("r{}/1 1:Y:18:A", "r{}", fastq),
     ],
 )
-def test_mates_follow_each_other_whatever_their_names(
+def test_mates_follow_each_other_with_any_style_of_names(
     write: WriteReads, tmp_path: Path, first: str, second: str, form: object
 ) -> None:
     headers = [[style.format(i) for i in range(5)] for style in (first, second)]
@@ -83,16 +83,18 @@ def test_mates_follow_each_other_whatever_their_names(
     assert names(store) == [f"r{i}/{mate}" for i in range(5) for mate in (1, 2)]
     assert [store.read_length[i] for i in range(10)] == [60] * 10
     assert (summary.n_pairs, summary.tally["duplicate_ids"], summary.warnings()) == (5, 0, [])
-    assert [(one.reads, one.orphans) for one in summary.by_file] == [(5, 0), (5, 0)]
-    mixed = write(form([h for both in zip(*headers, strict=True) for h in both]), "mixed.fq")  # type: ignore[operator]
-    staged(tmp_path / "again.h5", reads=(mixed,), interleaved=True, stage_workers=2)
+    assert [(file.reads, file.orphans) for file in summary.by_file] == [(5, 0), (5, 0)]
+    interleaved_file = write(
+        form([h for mates_of_pair in zip(*headers, strict=True) for h in mates_of_pair]), "mixed.fq"
+    )  # type: ignore[operator]
+    staged(tmp_path / "again.h5", reads=(interleaved_file,), interleaved=True, stage_workers=2)
     assert digest(tmp_path / "again.h5") == digest(tmp_path / "orfs.h5"), (
         "one file or two are the same pairs"
     )
 
 
 @pytest.mark.parametrize(
-    ("firsts", "seconds", "file", "line", "read", "said"),
+    ("firsts", "seconds", "file", "line", "read", "message"),
     [
         (
             ["a", "b", "c"],
@@ -148,7 +150,7 @@ def test_mates_follow_each_other_whatever_their_names(
         (["a"], [], 1, 1, "a", "has no mate in .*a_R2.fq, which ends"),
     ],
 )
-def test_mates_that_are_lost_or_out_of_step_are_told_by_file_line_and_read(
+def test_missing_or_unordered_mates_are_refused_by_file_line_and_read(
     write: WriteReads,
     tmp_path: Path,
     firsts: Headers,
@@ -156,37 +158,43 @@ def test_mates_that_are_lost_or_out_of_step_are_told_by_file_line_and_read(
     file: int,
     line: int,
     read: str,
-    said: str,
+    message: str,
 ) -> None:
-    with pytest.raises(InputError, match=said) as told:
+    with pytest.raises(InputError, match=message) as error_info:
         staged(tmp_path / "orfs.h5", **two(write, firsts, seconds))
-    assert (Path(str(told.value.file)).name, told.value.line) == (f"a_R{file}.fq", line)
-    assert (told.value.read_id, told.value.exit_code, "\n" in str(told.value)) == (read, 2, False)
+    assert (Path(str(error_info.value.file)).name, error_info.value.line) == (f"a_R{file}.fq", line)
+    assert (
+        error_info.value.read_id,
+        error_info.value.exit_code,
+        "\n" in str(error_info.value),
+    ) == (read, 2, False)
     assert not (tmp_path / "orfs.h5").exists()
 
 
-def test_ids_that_cannot_be_printed_are_mates_too(write: WriteReads, tmp_path: Path) -> None:
+def test_mates_may_have_unprintable_ids(write: WriteReads, tmp_path: Path) -> None:
     files = [write(b">\x01\x02\xff\x03/%d\nA\n" % mate, f"{mate}.fa") for mate in (1, 2)]
     _, store = staged(tmp_path / "orfs.h5", mates_1=files[:1], mates_2=files[1:])
     assert names(store) == [rf"\x01\x02\xff\x03/{mate}" for mate in (1, 2)]
 
 
-def test_formats_are_not_mixed_in_a_pair_and_packing_is(write: WriteReads, tmp_path: Path) -> None:
+def test_a_pair_may_mix_packings_but_not_formats(write: WriteReads, tmp_path: Path) -> None:
     files = [write(fasta("ab"), "r_1.fa"), write(fastq("ab"), "r_2.fq")]
     with pytest.raises(InputError, match=r"is fasta, but .*r_2.fq with its mates fastq"):
         staged(tmp_path / "orfs.h5", mates_1=files[:1], mates_2=files[1:])
-    packed = write(gzip.compress(fasta("ab").encode()), "r_2.fa.gz")
-    _, store = staged(tmp_path / "orfs.h5", mates_1=files[:1], mates_2=(packed,))
+    gzip_file = write(gzip.compress(fasta("ab").encode()), "r_2.fa.gz")
+    _, store = staged(tmp_path / "orfs.h5", mates_1=files[:1], mates_2=(gzip_file,))
     assert names(store) == ["a/1", "a/2", "b/1", "b/2"]
 
 
-def test_files_without_their_like_are_refused(write: WriteReads, tmp_path: Path) -> None:
-    one, other = write(fasta("ab"), "a_R1.fa"), write(fasta("ab"), "a_R2.fa")
+def test_files_of_mates_without_the_other_file_are_refused(
+    write: WriteReads, tmp_path: Path
+) -> None:
+    first_file, second_file = write(fasta("ab"), "a_R1.fa"), write(fasta("ab"), "a_R2.fa")
     with pytest.raises(ConfigError, match="-1 names 2 files, -2 1; name both"):
-        StageSpec(mates_1=(one, other), mates_2=(other,))
+        StageSpec(mates_1=(first_file, second_file), mates_2=(second_file,))
     for mates in (
-        {"mates_1": (one,), "mates_2": (one,)},
-        {"mates_1": (one,), "mates_2": (other,), "reads": (one,)},
+        {"mates_1": (first_file,), "mates_2": (first_file,)},
+        {"mates_1": (first_file,), "mates_2": (second_file,), "reads": (first_file,)},
     ):
         with pytest.raises(InputError, match="named twice"):
             staged(tmp_path / "orfs.h5", **mates)
@@ -195,7 +203,7 @@ def test_files_without_their_like_are_refused(write: WriteReads, tmp_path: Path)
 @pytest.mark.parametrize(
     "headers", [["a", "a", "b"], ["a", "b", "b", "c", "c"], ["a/1", "a/2", "b/1"]]
 )
-def test_an_odd_read_of_an_interleaved_file_is_told(
+def test_an_unpaired_read_of_an_interleaved_file_is_refused(
     write: WriteReads, tmp_path: Path, headers: Headers
 ) -> None:
     with pytest.raises(
@@ -211,17 +219,19 @@ def test_an_odd_read_of_an_interleaved_file_is_told(
 def test_interleaved_reads_come_through_a_pipe(write: WriteReads, tmp_path: Path) -> None:
     text = fastq([name for i in range(40) for name in (f"r{i} 1:N:0", f"r{i} 2:N:0")])
     program = (
-        "import sys; from pathlib import Path; from virnuc_core.reads.stage import StageSpec, stage\n"
-        "print(stage(StageSpec(reads=('-',), interleaved=True, model_length=60), Path(sys.argv[1])).n_pairs)"
+        "import sys; from pathlib import Path\n"
+        "from virnuc_core.reads.stage import StageSpec, stage\n"
+        "spec = StageSpec(reads=('-',), interleaved=True, model_length=60)\n"
+        "print(stage(spec, Path(sys.argv[1])).n_pairs)"
     )
     words = [sys.executable, "-c", program, str(tmp_path / "piped.h5")]
-    told = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
-    assert told.stdout == "40\n"
+    process = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
+    assert process.stdout == "40\n"
     staged(tmp_path / "orfs.h5", reads=(write(text),), interleaved=True)
     assert digest(tmp_path / "orfs.h5") == digest(tmp_path / "piped.h5")
 
 
-def test_files_of_a_folder_are_paired_by_their_names_and_the_log_says_so(
+def test_files_of_a_folder_are_paired_by_name_and_logged(
     write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -229,7 +239,7 @@ def test_files_of_a_folder_are_paired_by_their_names_and_the_log_says_so(
         write(fasta([f"{name[0]}1", f"{name[0]}2"]), f"in/{name}.fasta")
     folder = str(tmp_path / "in")
     summary, store = staged(tmp_path / "orfs.h5", reads=(folder,))
-    assert [Path(name).stem for both in summary.pairs for name in both] == [
+    assert [Path(name).stem for pair in summary.pairs for name in pair] == [
         *("a_R1", "a_R2", "b_R1_001", "b_R2_001"),
         *("x_1_1", "x_1_2"),
     ]
@@ -238,7 +248,7 @@ def test_files_of_a_folder_are_paired_by_their_names_and_the_log_says_so(
     assert names(store)[12:] == ["a1", "a2", "s1", "s2"], (
         "reads of files that are no pair keep their names"
     )
-    assert [one.reads for one in summary.by_file] == [2] * 8
+    assert [file.reads for file in summary.by_file] == [2] * 8
     assert (
         "alone_R1.fasta: no file with its mates beside it; each read is judged by itself"
         in caplog.text
@@ -248,7 +258,7 @@ def test_files_of_a_folder_are_paired_by_their_names_and_the_log_says_so(
     assert (summary.pairs, store.paired, store.counts.n_duplicate_ids) == ((), False, 8)
 
 
-def test_files_that_are_named_are_not_paired_and_the_log_says_so(
+def test_files_named_one_by_one_are_not_paired_and_a_warning_is_logged(
     write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = tuple(two(write, ["a"], ["a"])[side][0] for side in ("mates_1", "mates_2"))
@@ -266,14 +276,15 @@ def test_files_that_are_named_are_not_paired_and_the_log_says_so(
 
 
 @pytest.mark.parametrize("files", ["two", "one"])
-def test_reads_are_judged_by_themselves_where_no_pairs_are_asked_for(
-    write: WriteReads, tmp_path: Path, files: str
-) -> None:
-    together: dict[str, object] = {"reads": (write(fastq(["a", "a", "b"])),), "interleaved": True}
-    given = together if files == "one" else two(write, ["a", "b"], ["a"])
+def test_no_pairs_judges_each_read_by_itself(write: WriteReads, tmp_path: Path, files: str) -> None:
+    interleaved_spec: dict[str, object] = {
+        "reads": (write(fastq(["a", "a", "b"])),),
+        "interleaved": True,
+    }
+    inputs = interleaved_spec if files == "one" else two(write, ["a", "b"], ["a"])
     with pytest.raises(InputError, match=r"--no-pairs each read$"):
-        staged(tmp_path / "orfs.h5", **given)
-    summary, store = staged(tmp_path / "orfs.h5", **given, pairs=False)
+        staged(tmp_path / "orfs.h5", **inputs)
+    summary, store = staged(tmp_path / "orfs.h5", **inputs, pairs=False)
     assert (summary.pairs, store.paired, store.n_reads) == ((), False, 3), "no read is lost"
 
 
@@ -285,30 +296,33 @@ def broken(text: str, *ids: str) -> str:
     return text
 
 
-def test_a_record_that_is_skipped_leaves_its_mate_alone(write: WriteReads, tmp_path: Path) -> None:
+def test_the_mate_of_a_skipped_record_becomes_an_orphan(write: WriteReads, tmp_path: Path) -> None:
     ids = [f"r{i}" for i in range(300)]
     files = (
         write(broken(fastq(ids), "r5", "r6", "r299"), "a.fq"),
         write(broken(fastq(ids), "r0", "r6", "r100"), "b.fq"),
     )
-    given = {"mates_1": files[:1], "mates_2": files[1:]}
+    inputs = {"mates_1": files[:1], "mates_2": files[1:]}
     with pytest.raises(InputError, match=r"a\.fq:21|b\.fq:1"):
-        staged(tmp_path / "orfs.h5", **given)
-    summary, store = staged(tmp_path / "orfs.h5", on_error="skip", **given)
-    expected = [f"{name}/{mate}" for name in ids for mate in (1, 2)]
-    for gone in ("r5/1", "r6/1", "r299/1", "r0/2", "r6/2", "r100/2"):
-        expected.remove(gone)
-    assert sorted(names(store)) == sorted(expected)
+        staged(tmp_path / "orfs.h5", **inputs)
+    summary, store = staged(tmp_path / "orfs.h5", on_error="skip", **inputs)
+    expected_ids = [f"{name}/{mate}" for name in ids for mate in (1, 2)]
+    for lost_read in ("r5/1", "r6/1", "r299/1", "r0/2", "r6/2", "r100/2"):
+        expected_ids.remove(lost_read)
+    assert sorted(names(store)) == sorted(expected_ids)
     assert names(store)[:2] == ["r0/1", "r1/1"]
     assert (summary.n_pairs, summary.tally["skipped"]) == (295, 6)
-    assert [(one.reads, one.skipped, one.orphans) for one in summary.by_file] == [
+    assert [(file.reads, file.skipped, file.orphans) for file in summary.by_file] == [
         (297, 3, 2),
         (297, 3, 2),
     ]
     assert any("2 reads without a mate, judged alone" in line for line in summary.warnings())
-    mixed = broken(fastq([name for name in ids for _ in range(2)]), "r7")
+    interleaved_text = broken(fastq([name for name in ids for _ in range(2)]), "r7")
     summary, store = staged(
-        tmp_path / "mixed.h5", reads=(write(mixed, "m.fq"),), interleaved=True, on_error="skip"
+        tmp_path / "mixed.h5",
+        reads=(write(interleaved_text, "m.fq"),),
+        interleaved=True,
+        on_error="skip",
     )
     assert (summary.n_pairs, summary.by_file[0].orphans) == (299, 1)
     assert [name for name in names(store) if name.startswith("r7/")] == ["r7/1"]
@@ -318,7 +332,7 @@ def test_a_record_that_is_skipped_leaves_its_mate_alone(write: WriteReads, tmp_p
 @given(
     st.integers(1, 40), st.sets(st.integers(0, 39)), st.sets(st.integers(0, 39)), st.integers(1, 9)
 )
-def test_mates_find_each_other_whatever_is_lost(
+def test_pairs_are_found_whichever_reads_are_missing(
     tmp_path_factory: pytest.TempPathFactory,
     count: int,
     lost_1: set[int],
@@ -326,33 +340,37 @@ def test_mates_find_each_other_whatever_is_lost(
     at_once: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("lost")
-    kept = [[i for i in range(count) if i not in lost] for lost in (lost_1, lost_2)]
-    both = [i for i in kept[0] if i in kept[1]]
-    if not both:
+    remaining = [
+        [i for i in range(count) if i not in lost_reads] for lost_reads in (lost_1, lost_2)
+    ]
+    complete = [i for i in remaining[0] if i in remaining[1]]
+    if not complete:
         return
     files = [folder / "1.fa", folder / "2.fa"]
-    for file, some in zip(files, kept, strict=True):
-        file.write_text(fasta([f"r{i}" for i in some]))
+    for file, reads_of_file in zip(files, remaining, strict=True):
+        file.write_text(fasta([f"r{i}" for i in reads_of_file]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pairs, "_COMPARED_AT_ONCE", at_once)
         patch.setattr(pairs, "_NEAR", 2)
         patch.setattr(pairs, "BATCH_READS", at_once)
-        given = {"mates_1": (str(files[0]),), "mates_2": (str(files[1]),), "on_error": "skip"}
-        summary, store = staged(folder / "orfs.h5", **given)
-    found = names(store)
-    assert sorted(found) == sorted(
-        f"r{i}/{mate}" for mate, some in enumerate(kept, 1) for i in some
+        inputs = {"mates_1": (str(files[0]),), "mates_2": (str(files[1]),), "on_error": "skip"}
+        summary, store = staged(folder / "orfs.h5", **inputs)
+    ids = names(store)
+    assert sorted(ids) == sorted(
+        f"r{i}/{mate}" for mate, reads_of_file in enumerate(remaining, 1) for i in reads_of_file
     )
-    assert [found[at - 1 : at + 1] for at in np.flatnonzero(store.read_flags & 16)] == [
-        [f"r{i}/1", f"r{i}/2"] for i in both
+    assert [ids[index - 1 : index + 1] for index in np.flatnonzero(store.read_flags & 16)] == [
+        [f"r{i}/1", f"r{i}/2"] for i in complete
     ]
-    assert [one.orphans for one in summary.by_file] == [len(some) - len(both) for some in kept]
+    assert [file.orphans for file in summary.by_file] == [
+        len(reads_of_file) - len(complete) for reads_of_file in remaining
+    ]
 
 
-def test_other_pairing_is_another_run(write: WriteReads, tmp_path: Path) -> None:
-    given, out = two(write, ["a/1", "b/1"], ["a/2", "b/2"]), tmp_path / "orfs.h5"
-    summary, _ = staged(out, **given)
-    assert stage(StageSpec(model_length=60, **given), out).reused
+def test_a_run_with_other_pairing_is_not_reused(write: WriteReads, tmp_path: Path) -> None:
+    inputs, store_path = two(write, ["a/1", "b/1"], ["a/2", "b/2"]), tmp_path / "orfs.h5"
+    summary, _ = staged(store_path, **inputs)
+    assert stage(StageSpec(model_length=60, **inputs), store_path).reused
     record = RunRecord(
         fingerprints={"reads": summary.fingerprint},
         inputs=summary.by_file,
@@ -362,14 +380,17 @@ def test_other_pairing_is_another_run(write: WriteReads, tmp_path: Path) -> None
     )
     single = StageSpec(model_length=60, reads=summary.files)
     with pytest.raises(RunMismatchError, match=r"\(pairs yes → no\)"):
-        stage(single, out, expected=record)
-    mixed = write(fastq(["a/1", "a/2", "b/1", "b/2"]), "m.fq")
-    both = stage(StageSpec(model_length=60, reads=(mixed,), interleaved=True), out)
-    assert both.fingerprint == summary.fingerprint
-    alone = stage(StageSpec(model_length=60, reads=(mixed,)), out)
-    assert (alone.reused, alone.fingerprint == both.fingerprint) == (False, False), (
-        "the same ids and bases, no mates"
+        stage(single, store_path, expected=record)
+    interleaved_file = write(fastq(["a/1", "a/2", "b/1", "b/2"]), "m.fq")
+    paired_summary = stage(
+        StageSpec(model_length=60, reads=(interleaved_file,), interleaved=True), store_path
     )
+    assert paired_summary.fingerprint == summary.fingerprint
+    single_summary = stage(StageSpec(model_length=60, reads=(interleaved_file,)), store_path)
+    assert (single_summary.reused, single_summary.fingerprint == paired_summary.fingerprint) == (
+        False,
+        False,
+    ), "the same ids and bases, no mates"
 
 
 # --- verdicts ---
@@ -403,7 +424,7 @@ def table(path: Path) -> list[dict[str, str]]:
     st.sampled_from([1, 3, 65_536]),
     st.booleans(),
 )
-def test_a_pair_is_judged_as_its_slow_twin_says(
+def test_the_verdict_of_a_pair_equals_the_slow_twin(
     tmp_path_factory: pytest.TempPathFactory, seed: int, lost: float, block: int, abstain: bool
 ) -> None:
     folder, rng = tmp_path_factory.mktemp("judged"), random.Random(seed)
@@ -420,12 +441,12 @@ def test_a_pair_is_judged_as_its_slow_twin_says(
             if (i, mate) not in ((7, 1), (29, 2))
         )
         (folder / f"{mate}.fa").write_text(text)
-    given = {
+    inputs = {
         "mates_1": (str(folder / "1.fa"),),
         "mates_2": (str(folder / "2.fa"),),
         "on_error": "skip",
     }
-    _, store = staged(run.store, **given)
+    _, store = staged(run.store, **inputs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "BLOCK_READS", block)
         counts = judge(run, store, seed, lost=lost, uncertain=(0.4, 0.6) if abstain else None)
@@ -447,32 +468,29 @@ def test_a_pair_is_judged_as_its_slow_twin_says(
                 mate["fate"],
                 mate["viral_score"],
             )
-        told, votes = (
-            [mate["fate"] for mate in mates],
-            [m for mate in mates for m in margins[mate["id"]]],
-        )
-        if "failed" in told:
-            expected = "failed"
+        fates_of_mates = [mate["fate"] for mate in mates]
+        votes = [margin for mate in mates for margin in margins[mate["id"]]]
+        if "failed" in fates_of_mates:
+            expected_fate = "failed"
         elif votes:
             score = (1 + sum(votes) / len(votes)) / 2
-            expected = (
-                "uncertain"
-                if abstain and 0.4 <= score < 0.6
-                else "viral"
-                if score >= 0.5
-                else "others"
-            )
-            assert float(row["viral_score"]) == pytest.approx(
-                (1 + sum(votes) / len(votes)) / 2, abs=1e-6
-            )
+            if abstain and 0.4 <= score < 0.6:
+                expected_fate = "uncertain"
+            elif score >= 0.5:
+                expected_fate = "viral"
+            else:
+                expected_fate = "others"
+            assert float(row["viral_score"]) == pytest.approx(score, abs=1e-6)
+        elif "no_open_frame" in fates_of_mates:
+            expected_fate = "no_open_frame"
         else:
-            expected = "no_open_frame" if "no_open_frame" in told else "empty"
+            expected_fate = "empty"
         assert (row["fate"], row["label"]) == (
-            expected,
-            {"viral": "virus", "others": "others"}.get(expected, ""),
+            expected_fate,
+            {"viral": "virus", "others": "others"}.get(expected_fate, ""),
         )
         voting = [mate for mate in mates if margins[mate["id"]]]
-        if len(voting) == 1 and expected in ("viral", "others", "uncertain"):
+        if len(voting) == 1 and expected_fate in ("viral", "others", "uncertain"):
             assert row["viral_score"] == voting[0]["viral_score"], (
                 "a mate without a vote changes nothing"
             )
@@ -482,7 +500,7 @@ def test_a_pair_is_judged_as_its_slow_twin_says(
     }
 
 
-def test_viral_pairs_are_written_in_step_and_orphans_apart(
+def test_viral_mates_are_written_in_step_and_orphans_separately(
     write: WriteReads, tmp_path: Path
 ) -> None:
     run, ids = RunDir(tmp_path / "run"), [f"r{i}" for i in range(60)]
@@ -493,20 +511,22 @@ def test_viral_pairs_are_written_in_step_and_orphans_apart(
     files = write(texts[0], "a.fq"), write(texts[1], "b.fq")
     summary, store = staged(run.store, mates_1=files[:1], mates_2=files[1:], on_error="skip")
     judge(run, store, 3)
-    written = write_reads(run, store, summary)
+    n_written = write_reads(run, store, summary)
     viral = [row for row in table(run.root / "pairs.tsv") if row["fate"] == "viral"]
-    found = {
+    reads_of_file = {
         kind: gzip.decompress((run.root / f"viral_{kind}.fastq.gz").read_bytes()).decode()
         for kind in ("R1", "R2", "orphans")
     }
-    heads = {kind: [line[1:] for line in text.splitlines()[::4]] for kind, text in found.items()}
-    expected = [row["id"][:-2] for row in viral if row["mate"]]
-    assert expected
-    assert heads["R1"] == [f"{name} 1:N:0 x" for name in expected]
-    assert heads["R2"] == [f"{name} 2:N:0 y" for name in expected]
+    heads = {
+        kind: [line[1:] for line in text.splitlines()[::4]] for kind, text in reads_of_file.items()
+    }
+    expected_names = [row["id"][:-2] for row in viral if row["mate"]]
+    assert expected_names
+    assert heads["R1"] == [f"{name} 1:N:0 x" for name in expected_names]
+    assert heads["R2"] == [f"{name} 2:N:0 y" for name in expected_names]
     assert heads["orphans"] == [f"{row['id'][:-2]} 2:N:0 y" for row in viral if not row["mate"]]
-    assert written == sum(map(len, heads.values()))
-    assert all(record in texts[0] for record in found["R1"].split("\n@")), (
+    assert n_written == sum(map(len, heads.values()))
+    assert all(record in texts[0] for record in reads_of_file["R1"].split("\n@")), (
         "as they stand in the input"
     )
     assert sorted(path.name for path in run.root.glob("viral*")) == [
@@ -514,17 +534,15 @@ def test_viral_pairs_are_written_in_step_and_orphans_apart(
     ]
 
 
-def test_reads_that_share_an_id_within_a_file_are_told_apart_with_their_mates(
-    write: WriteReads, tmp_path: Path
-) -> None:
-    given = two(write, ["a", "a", "b"], ["a", "a", "b"])
-    summary, store = staged(tmp_path / "orfs.h5", **given)
+def test_pairs_with_equal_ids_get_numbers(write: WriteReads, tmp_path: Path) -> None:
+    inputs = two(write, ["a", "a", "b"], ["a", "a", "b"])
+    summary, store = staged(tmp_path / "orfs.h5", **inputs)
     assert names(store) == ["a/1", "a/2", "a/1.2", "a/2.2", "b/1", "b/2"]
-    assert [one.duplicate_ids for one in summary.by_file] == [1, 1]
+    assert [file.duplicate_ids for file in summary.by_file] == [1, 1]
     with pytest.raises(
         InputError, match=r"a_R1.fq:5: read 'a/1': this id stands also on .*a_R1.fq:1"
     ):
-        staged(tmp_path / "strict.h5", strict=True, **given)
+        staged(tmp_path / "strict.h5", strict=True, **inputs)
 
 
 def mates(folder: Path, name: str) -> tuple[Path, Path]:
@@ -542,29 +560,31 @@ def mates(folder: Path, name: str) -> tuple[Path, Path]:
         ("simulated_labelled_norg6", 4849),
     ],
 )
-def test_real_pairs_are_pairs(tmp_path: Path, real_data: Path, name: str, count: int) -> None:
-    first, second = map(str, mates(real_data, name))
+def test_real_pairs_are_found(tmp_path: Path, real_data: Path, name: str, count: int) -> None:
+    first_file, second_file = map(str, mates(real_data, name))
     summary, store = staged(
-        tmp_path / "orfs.h5", mates_1=(first,), mates_2=(second,), stage_workers=2
+        tmp_path / "orfs.h5", mates_1=(first_file,), mates_2=(second_file,), stage_workers=2
     )
     assert (summary.n_pairs, store.n_reads, store.counts.n_duplicate_ids) == (count, 2 * count, 0)
-    other = str(mates(real_data, "illumina_hiv1_SRR9588828")[0])
+    other_file = str(mates(real_data, "illumina_hiv1_SRR9588828")[0])
     with pytest.raises(InputError, match=r"(is mate 2, mate 1|has no mate|do not follow)"):
-        staged(tmp_path / "other.h5", mates_1=(second,), mates_2=(other,))
+        staged(tmp_path / "other.h5", mates_1=(second_file,), mates_2=(other_file,))
 
 
-def test_real_files_of_which_mates_were_lost(tmp_path: Path, real_data: Path) -> None:
-    first, second = mates(real_data, "illumina_hiv1_SRR9588828")
-    given = {"mates_1": (str(first),), "mates_2": (str(second),)}
+def test_real_files_with_missing_mates(tmp_path: Path, real_data: Path) -> None:
+    first_file, second_file = mates(real_data, "illumina_hiv1_SRR9588828")
+    inputs = {"mates_1": (str(first_file),), "mates_2": (str(second_file),)}
     with pytest.raises(
         InputError, match=r"_R[12].fastq.gz:\d+: read 'SRR9588828.\d+': has no mate in "
     ):
-        staged(tmp_path / "orfs.h5", **given)
-    summary, store = staged(tmp_path / "orfs.h5", on_error="skip", **given)
+        staged(tmp_path / "orfs.h5", **inputs)
+    summary, store = staged(tmp_path / "orfs.h5", on_error="skip", **inputs)
     ids = []
-    for file in (first, second):
+    for file in (first_file, second_file):
         with gzip.open(file, "rt") as text:
             ids.append([line.split()[0][1:] for line in itertools.islice(text, 0, None, 4)])
-    both = set(ids[0]) & set(ids[1])
-    assert (summary.n_pairs, store.n_reads) == (len(both), len(ids[0]) + len(ids[1]))
-    assert [one.orphans for one in summary.by_file] == [len(some) - len(both) for some in ids]
+    complete = set(ids[0]) & set(ids[1])
+    assert (summary.n_pairs, store.n_reads) == (len(complete), len(ids[0]) + len(ids[1]))
+    assert [file.orphans for file in summary.by_file] == [
+        len(ids_of_file) - len(complete) for ids_of_file in ids
+    ]

@@ -1,4 +1,4 @@
-"""Parsing: what is read, what is refused and how it is said, and that the fast cutters equal Biopython."""
+"""Parsing: the reads that are found, the errors that are raised, and equality with Biopython."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pairs = list[tuple[str, str]]
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_draws() -> Iterator[None]:
-    """Files come in so few bytes at a time that `block_bytes` bounds the blocks of small files too."""
+    """Read few bytes at a time, so that `block_bytes` bounds the blocks of small files, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 16)
         yield
@@ -34,23 +34,23 @@ def _small_draws() -> Iterator[None]:
 
 def reads_of(*files: str, log: ParseLog | None = None, block_bytes: int = 1 << 20) -> Pairs:
     """(id, bases) of all reads; checks on the way that the columns of each batch fit together."""
-    found: Pairs = []
-    begun = ["", "", ""]  # id, bases and text of a long record, as far as its parts have come
+    reads: Pairs = []
+    long_record = ["", "", ""]  # id, bases and text of a long record, as far as its parts have come
     for batch in parse(files, log, block_bytes=block_bytes):
         if (part := batch.part) is not None:
-            begun = ["", "", ""] if part.is_first else begun
+            long_record = ["", "", ""] if part.is_first else long_record
             assert part.is_dropped or (
-                part.n_bases_before == len(begun[1]) and begun[0] in ("", batch.id(0))
+                part.n_bases_before == len(long_record[1]) and long_record[0] in ("", batch.id(0))
             )
-            begun = [
+            long_record = [
                 batch.id(0),
-                begun[1] + batch.bases[0].decode(),
-                begun[2] + batch.records[0].decode("utf-8", "replace"),
+                long_record[1] + batch.bases[0].decode(),
+                long_record[2] + batch.records[0].decode("utf-8", "replace"),
             ]
             if part.is_last and not part.is_dropped:
-                found.append((begun[0], begun[1]))
-                assert begun[1] in re.sub(r"\s", "", begun[2])
-                assert begun[2].startswith(">")
+                reads.append((long_record[0], long_record[1]))
+                assert long_record[1] in re.sub(r"\s", "", long_record[2])
+                assert long_record[2].startswith(">")
             continue
         assert len(batch) == len(batch.lines) == len(batch.bases) == len(batch.records)
         assert all(
@@ -59,10 +59,10 @@ def reads_of(*files: str, log: ParseLog | None = None, block_bytes: int = 1 << 2
         )
         for i in range(len(batch)):
             bases = batch.bases[i].decode()
-            found.append((batch.id(i), bases))
+            reads.append((batch.id(i), bases))
             assert batch.records[i][:1] == (b"@" if batch.format == "fastq" else b">")
             assert bases in re.sub(r"\s", "", batch.records[i].decode("utf-8", "replace"))
-    return found
+    return reads
 
 
 def lines_of(*files: str) -> list[int]:
@@ -70,16 +70,16 @@ def lines_of(*files: str) -> list[int]:
 
 
 def refusal(*files: str) -> InputError:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error_info:
         reads_of(*files)
-    assert "\n" not in str(caught.value)
-    return caught.value
+    assert "\n" not in str(error_info.value)
+    return error_info.value
 
 
 def skipping(*files: str) -> tuple[Pairs, ParseLog, list[InputError]]:
-    listed: list[InputError] = []
-    log = ParseLog("skip", listed.append)
-    return reads_of(*files, log=log), log, listed
+    errors: list[InputError] = []
+    log = ParseLog("skip", errors.append)
+    return reads_of(*files, log=log), log, errors
 
 
 # what is read
@@ -154,14 +154,14 @@ def test_ids(write: WriteReads, form: str, header: str, expected: str) -> None:
     assert reads_of(write(form.format(header))) == [(expected, "AC")]
 
 
-def test_bytes_that_are_no_utf8_in_an_id(write: WriteReads) -> None:
+def test_an_id_that_is_not_utf8(write: WriteReads) -> None:
     assert reads_of(write(b">r\xff1 x\nAC\n>\xe9 y\nGG\n")) == [("r\\xff1", "AC"), ("\\xe9", "GG")]
 
 
 def test_reads_without_id_are_named_by_their_number(write: WriteReads) -> None:
     log = ParseLog()
-    first, second = write(">a\nAC\n>\nGG\n", "a.fa"), write("> \nTT\n", "b.fa")
-    assert reads_of(first, second, log=log) == [
+    first_file, second_file = write(">a\nAC\n>\nGG\n", "a.fa"), write("> \nTT\n", "b.fa")
+    assert reads_of(first_file, second_file, log=log) == [
         ("a", "AC"),
         ("unnamed_2", "GG"),
         ("unnamed_3", "TT"),
@@ -200,7 +200,9 @@ def test_neither_fasta_nor_fastq(write: WriteReads, content: bytes) -> None:
     ("content", "word"),
     [(b"@HD\tVN:1.6\nr1\t4\n", "SAM"), (b"BAM\1xx", "BAM"), (b"PK\3\4xx", "zip")],
 )
-def test_relatives_are_called_by_name(write: WriteReads, content: bytes, word: str) -> None:
+def test_zip_archives_and_alignments_are_named_in_the_error(
+    write: WriteReads, content: bytes, word: str
+) -> None:
     assert word in str(refusal(write(content)))
 
 
@@ -226,10 +228,10 @@ def test_a_broken_fastq_record_is_named(write: WriteReads, broken: tuple[str, st
 @pytest.mark.parametrize("broken", BROKEN_FASTQ.values(), ids=BROKEN_FASTQ.keys())
 def test_reading_goes_on_after_a_broken_record(write: WriteReads, broken: tuple[str, str]) -> None:
     path = write(f"@a\nAC\n+\nII\n{broken[0]}@c\nGG\n+\nII\n@d\nTT\n+\nII\n")
-    reads, log, listed = skipping(path)
+    reads, log, errors = skipping(path)
     assert reads == [("a", "AC"), ("c", "GG"), ("d", "TT")]
-    assert log.skipped_by_file.total() == len(listed) == 1
-    assert (listed[0].file, listed[0].line) == (path, 5)
+    assert log.skipped_by_file.total() == len(errors) == 1
+    assert (errors[0].file, errors[0].line) == (path, 5)
 
 
 def test_fastq_that_ends_within_a_record(write: WriteReads) -> None:
@@ -247,17 +249,17 @@ def test_a_cut_off_file_never_gives_half_a_record(
 ) -> None:
     letters = random.Random(0).choices("ACGT", k=20_000)
     records = [(f"r{i}", "".join(letters[i * 100 : i * 100 + 100])) for i in range(200)]
-    packed = gzip.compress(
+    compressed = gzip.compress(
         (first + "".join(f">{name}\n{bases}\n" for name, bases in records)).encode()
     )
-    for lost in (12, 100, 1000, 3000):
-        path = write(packed[:-lost])
+    for n_lost in (12, 100, 1000, 3000):
+        path = write(compressed[:-n_lost])
         assert "cut off" in str(refusal(path))
-        listed: list[InputError] = []
-        found = reads_of(path, log=ParseLog("skip", listed.append), block_bytes=block_bytes)
-        assert 0 < len(found) < 200
-        assert found == records[: len(found)]
-        assert len(listed) == 1
+        errors: list[InputError] = []
+        reads = reads_of(path, log=ParseLog("skip", errors.append), block_bytes=block_bytes)
+        assert 0 < len(reads) < 200
+        assert reads == records[: len(reads)]
+        assert len(errors) == 1
 
 
 def test_text_before_the_first_header(write: WriteReads) -> None:
@@ -269,7 +271,7 @@ def test_text_before_the_first_header(write: WriteReads) -> None:
 
 @pytest.mark.parametrize("form", [">{}\n{}\n", "@{}\n{}\n+\nIIIIII\n"])
 @pytest.mark.parametrize("bases", ["ACGEAC", "acgeac", "ACG*AC", "ACG1AC", "ACG\x00AC", "ACGé"])
-def test_letters_that_are_no_nucleotides(write: WriteReads, form: str, bases: str) -> None:
+def test_illegal_letters_are_refused(write: WriteReads, form: str, bases: str) -> None:
     good = form.format("good", "ACGTAC")
     path = write(good + form.format("bad", bases) + good.replace("good", "last"))
     if "é" in bases and form.startswith("@"):
@@ -290,10 +292,10 @@ def test_letters_that_are_no_nucleotides(write: WriteReads, form: str, bases: st
 
 
 @pytest.mark.parametrize("text", [">{}\nEE\n", "@{}\nAC\n+\nI\n", "@{}\nEE\n+\nII\n"])
-def test_what_is_said_stays_short_and_printable(write: WriteReads, text: str) -> None:
-    said = str(refusal(write(text.format("long\x07\x1b[31m" + "x" * 1_000_000))))
-    assert len(said) < 1500
-    assert said.isprintable()
+def test_messages_stay_short_and_printable(write: WriteReads, text: str) -> None:
+    message = str(refusal(write(text.format("long\x07\x1b[31m" + "x" * 1_000_000))))
+    assert len(message) < 1500
+    assert message.isprintable()
 
 
 # equality with Biopython, block by block
@@ -335,30 +337,30 @@ def fastq_texts(draw: st.DrawFn) -> str:
         cut = draw(st.integers(1, 40)) if letters and draw(st.booleans()) else 40
         rows = [letters[i : i + cut] for i in range(0, len(letters), cut)] or [""]
         marks = [quality[i : i + cut] for i in range(0, len(quality), cut)] or [""]
-        repeated = draw(st.sampled_from(["", title]))
-        pieces.append("\n".join([f"@{title}", *rows, f"+{repeated}", *marks]) + "\n")
+        plus_title = draw(st.sampled_from(["", title]))
+        pieces.append("\n".join([f"@{title}", *rows, f"+{plus_title}", *marks]) + "\n")
     return "".join(pieces)
 
 
 @settings(max_examples=100)
 @given(st.one_of(fasta_texts(), fastq_texts()), st.integers(1, 400), st.booleans())
-def test_equals_biopython_whatever_the_blocks(
+def test_reads_equal_those_of_biopython_with_any_blocks(
     tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int, windows: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "equal.txt"
     path.write_bytes((text.replace("\n", "\r\n") if windows else text).encode())
     try:
-        expected = by_biopython(text)
+        expected_reads = by_biopython(text)
     except ValueError:
         with pytest.raises(InputError):
             reads_of(str(path), block_bytes=block_bytes)
         return
-    assert reads_of(str(path), block_bytes=block_bytes) == expected
+    assert reads_of(str(path), block_bytes=block_bytes) == expected_reads
 
 
 @settings(max_examples=100)
 @given(st.one_of(fasta_texts(), fastq_texts()), st.integers(1, 400))
-def test_blocks_make_no_difference_to_lines_and_records(
+def test_lines_and_records_do_not_depend_on_blocks(
     tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "lines.txt"
@@ -384,7 +386,7 @@ broken_texts = st.text(alphabet="@>+;ACGTNE \n\r\t!I\u00a0", max_size=200)
     st.integers(1, 200),
 )
 @example([">\r>\r@"], 1)
-def test_blocks_make_no_difference_to_what_is_said_and_counted(
+def test_messages_and_counts_do_not_depend_on_blocks(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], block_bytes: int
 ) -> None:
     folder = tmp_path_factory.mktemp("blocks")
@@ -392,21 +394,21 @@ def test_blocks_make_no_difference_to_what_is_said_and_counted(
         (folder / f"{number}.txt").write_bytes(text.encode())
     files = tuple(str(path) for path in sorted(folder.iterdir()))
     for on_error in ("stop", "skip"):
-        seen = []
+        outcomes = []
         for size in (block_bytes, 1 << 20):
-            skipped: list[InputError] = []
-            log = ParseLog(on_error, skipped.append)
+            errors: list[InputError] = []
+            log = ParseLog(on_error, errors.append)
             reads: Pairs = []
-            refused = ""
+            message = ""
             try:
                 reads = reads_of(*files, log=log, block_bytes=size)
             except InputError as error:
-                refused = str(error)
+                message = str(error)
             counts = (log.n_reads, log.reads_by_file, log.skipped_by_file)
-            seen.append(
-                (reads, refused, [*map(str, skipped)], counts if not refused else ())
+            outcomes.append(
+                (reads, message, [*map(str, errors)], counts if not message else ())
             )  # who stops may have seen more
-        assert seen[0] == seen[1]
+        assert outcomes[0] == outcomes[1]
 
 
 # anything at all
@@ -438,22 +440,22 @@ def test_any_bytes_are_read_or_refused(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "noise.bin"
     path.write_bytes(start + rest)
-    stopped, refused = None, ""
+    reads_before_error, message = None, ""
     try:
-        stopped = reads_of(str(path), block_bytes=block_bytes)
+        reads_before_error = reads_of(str(path), block_bytes=block_bytes)
     except InputError as error:
-        refused = str(error)
-    assert stopped is not None or (str(path) in refused and "\n" not in refused)
+        message = str(error)
+    assert reads_before_error is not None or (str(path) in message and "\n" not in message)
     log = ParseLog("skip")
     try:
-        skipped = reads_of(str(path), log=log, block_bytes=block_bytes)
+        reads_kept = reads_of(str(path), log=log, block_bytes=block_bytes)
     except InputError:
-        assert stopped is None
+        assert reads_before_error is None
         return
     assert (
         log.skipped_by_file.total() > 0
-        if stopped is None
-        else (skipped, log.skipped_by_file.total()) == (stopped, 0)
+        if reads_before_error is None
+        else (reads_kept, log.skipped_by_file.total()) == (reads_before_error, 0)
     )
 
 
@@ -530,16 +532,16 @@ def test_nasty_files_that_are_refused(real_data: Path, name: str) -> None:
         with pytest.raises(InputError):
             skipping(path)
         return
-    reads, log, listed = skipping(path)
-    assert (len(reads), log.skipped_by_file.total(), len(listed)) == (*kept, kept[1])
+    reads, log, errors = skipping(path)
+    assert (len(reads), log.skipped_by_file.total(), len(errors)) == (*kept, kept[1])
 
 
-def test_the_truncated_file_gives_what_is_whole(real_data: Path) -> None:
+def test_a_truncated_file_gives_its_whole_records(real_data: Path) -> None:
     nasty = real_data / "nasty"
-    whole = reads_of(str(nasty / "truncated_intact_twin.fastq.gz"))
-    reads, _, listed = skipping(str(nasty / "truncated.fastq.gz"))
-    assert reads == whole[: len(reads)]
-    assert "cut off" in str(listed[0])
+    all_reads = reads_of(str(nasty / "truncated_intact_twin.fastq.gz"))
+    reads, _, errors = skipping(str(nasty / "truncated.fastq.gz"))
+    assert reads == all_reads[: len(reads)]
+    assert "cut off" in str(errors[0])
 
 
 def test_the_lower_case_genome_is_the_upper_case_one(real_data: Path) -> None:
@@ -569,14 +571,14 @@ def test_counts_of_the_real_files(real_data: Path, folder: str) -> None:
 @pytest.mark.parametrize(
     "good", ["@good\nACGTACGT\n+\nIIIIIIII\n", "@good\nACGT\nACGT\n+good\nIII\nIIIII\n"]
 )
-def test_a_record_without_header_takes_no_good_one_along(
+def test_a_record_without_header_does_not_swallow_a_good_one(
     write: WriteReads, before: str, good: str
 ) -> None:
-    """Whether the file is read line by line by then or not, and whether the good one is wrapped or not."""
+    """This holds on the fast and on the slow path, and for wrapped records."""
     bad = "bad_no_at\nACGTACGT\n+\nIIIIIIII\n"
-    listed: list[InputError] = []
-    found = reads_of(
-        write(f"{before}{good}{bad}@next\nACGT\n+\nIIII\n"), log=ParseLog("skip", listed.append)
+    errors: list[InputError] = []
+    reads = reads_of(
+        write(f"{before}{good}{bad}@next\nACGT\n+\nIIII\n"), log=ParseLog("skip", errors.append)
     )
-    assert [name for name, _ in found][-2:] == ["good", "next"]
-    assert [skipped.line for skipped in listed] == [(before + good).count("\n") + 1]
+    assert [name for name, _ in reads][-2:] == ["good", "next"]
+    assert [error.line for error in errors] == [(before + good).count("\n") + 1]

@@ -1,4 +1,4 @@
-"""Downloads against a server of our own on the loopback: going on, refusals; NCBI answered from here."""
+"""Downloads from a server of our own on the loopback, and accessions from a fake NCBI."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_whole_download(server: Server, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_it_goes_on_where_it_broke_off(server: Server, tmp_path: Path) -> None:
+def test_a_broken_download_is_continued(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.cuts = [100_000, 50_000]
     assert fetch(url, tmp_path).read_bytes() == CONTENT
@@ -123,7 +123,7 @@ def test_it_goes_on_where_it_broke_off(server: Server, tmp_path: Path) -> None:
     ]
 
 
-def test_it_goes_on_in_a_later_call(server: Server, tmp_path: Path) -> None:
+def test_a_broken_download_is_continued_by_a_later_call(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.cuts = [100_000]
     broken_off(url, tmp_path)
@@ -132,7 +132,7 @@ def test_it_goes_on_in_a_later_call(server: Server, tmp_path: Path) -> None:
     assert behaviour.requests[-1]["Range"] == "bytes=100000-"
 
 
-def test_it_begins_again_when_the_content_changed_meanwhile(server: Server, tmp_path: Path) -> None:
+def test_a_download_starts_over_if_the_content_changed(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.cuts = [100_000]
     broken_off(url, tmp_path)
@@ -141,7 +141,7 @@ def test_it_begins_again_when_the_content_changed_meanwhile(server: Server, tmp_
 
 
 @pytest.mark.parametrize("etag", [None, 'W/"weak"'])
-def test_it_begins_again_without_a_strong_tag(
+def test_a_download_starts_over_without_a_strong_tag(
     server: Server, tmp_path: Path, etag: str | None
 ) -> None:
     url, behaviour = server
@@ -172,10 +172,10 @@ def test_a_part_longer_than_the_file_is_dropped(server: Server, tmp_path: Path) 
 def test_a_current_file_is_not_downloaded_again(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     path = fetch(url, tmp_path)
-    before = path.stat().st_mtime_ns
+    changed_ns = path.stat().st_mtime_ns
     fetch(url, tmp_path)
     assert behaviour.requests[-1]["If-None-Match"] == '"one"'
-    assert path.stat().st_mtime_ns == before
+    assert path.stat().st_mtime_ns == changed_ns
     behaviour.content, behaviour.etag = b">new\nA\n", '"new"'
     assert fetch(url, tmp_path).read_bytes() == b">new\nA\n"
 
@@ -186,7 +186,7 @@ def test_a_file_changed_on_disk_is_fetched_again(server: Server, tmp_path: Path)
     assert fetch(url, tmp_path).read_bytes() == CONTENT
 
 
-def test_server_errors_are_tried_again_and_refusals_are_not(server: Server, tmp_path: Path) -> None:
+def test_server_errors_are_retried_but_refusals_are_not(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.codes = [503, 500]
     assert fetch(url, tmp_path).read_bytes() == CONTENT
@@ -197,20 +197,20 @@ def test_server_errors_are_tried_again_and_refusals_are_not(server: Server, tmp_
     assert len(behaviour.requests) == 4
 
 
-def test_nobody_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PRIVATE, "allow")
-    with pytest.raises(InputError, match="offline") as caught:
+    with pytest.raises(InputError, match="offline") as error_info:
         fetch("http://127.0.0.1:9/reads.fa", tmp_path)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 @pytest.mark.parametrize("url", ["ftp://x/y.fa", "file:///etc/passwd", "reads.fa"])
-def test_only_http(tmp_path: Path, url: str) -> None:
+def test_only_http_and_https_are_fetched(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError, match="only http"):
         fetch(url, tmp_path)
 
 
-def test_names_cannot_leave_the_folder(server: Server, tmp_path: Path) -> None:
+def test_file_names_cannot_leave_the_folder(server: Server, tmp_path: Path) -> None:
     url, _ = server
     base = url[: url.index("/some")]
     for tail in ("/..%2F..%2Fetc%2Fpasswd", "/.hidden", "/", "/%2e%2e"):
@@ -232,11 +232,11 @@ def test_fetch_all_leaves_files_alone(server: Server, tmp_path: Path) -> None:
 
 def test_two_addresses_with_one_file_name_are_two_files(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
-    first = fetch(url.replace("some", "lung"), tmp_path)
+    first_path = fetch(url.replace("some", "lung"), tmp_path)
     behaviour.content, behaviour.etag = b">other\nA\n", '"other"'
     second, third = fetch(url.replace("some", "liver"), tmp_path), fetch(url + "&file=2", tmp_path)
-    assert len({first, second, third}) == 3
-    assert first.read_bytes() == CONTENT
+    assert len({first_path, second, third}) == 3
+    assert first_path.read_bytes() == CONTENT
 
 
 def test_redirects_stay_with_http_and_with_public_addresses(
@@ -256,10 +256,10 @@ def test_redirects_stay_with_http_and_with_public_addresses(
         "/x": "redirects to ftp:",
         "/loop": "redirects too often",
     }.items():
-        asked = len(behaviour.paths)
+        n_requests = len(behaviour.paths)
         with pytest.raises(InputError, match=words):
             fetch(base + path, tmp_path)
-        assert len(behaviour.paths) - asked <= 6  # refused, not tried again
+        assert len(behaviour.paths) - n_requests <= 6  # refused, not tried again
     monkeypatch.delenv(PRIVATE)
     for address in (
         url,
@@ -268,22 +268,22 @@ def test_redirects_stay_with_http_and_with_public_addresses(
         "http://169.254.169.254/latest",
         "http://0/x",
     ):
-        asked = len(behaviour.paths)
+        n_requests = len(behaviour.paths)
         with pytest.raises(InputError, match=f"private address.*{PRIVATE}"):
             fetch(address, tmp_path)
-        assert len(behaviour.paths) == asked
+        assert len(behaviour.paths) == n_requests
 
 
-def test_a_name_that_turns_private_is_refused_where_it_is_connected(
+def test_a_host_that_becomes_private_is_refused_at_connection(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, behaviour = server
     monkeypatch.delenv(PRIVATE)
-    known = remote._refuse_private  # of names; of addresses it is asked again
+    original_check = remote._refuse_private  # of names; of addresses it is asked again
     monkeypatch.setattr(
         remote,
         "_refuse_private",
-        lambda host, port: known(host, port) if host == "127.0.0.1" else None,
+        lambda host, port: original_check(host, port) if host == "127.0.0.1" else None,
     )
     with pytest.raises(InputError, match="private address"):
         fetch(url, tmp_path)
@@ -309,53 +309,56 @@ def test_a_download_has_limits(
     assert len(behaviour.paths) == 6
 
 
-def test_a_query_is_written_and_said_nowhere(
+def test_the_query_of_an_address_is_never_written_or_shown(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url, behaviour = server
-    signed = url + "&X-Amz-Signature=5ec4e7"
+    signed_url = url + "&X-Amz-Signature=5ec4e7"
     caplog.set_level(logging.INFO)
-    shown = redact_url(signed)
-    assert [redact_url(name) for name in (shown, "-", "a?b@c", "https://h/a@2/b")] == [
-        shown,
+    redacted = redact_url(signed_url)
+    assert [redact_url(name) for name in (redacted, "-", "a?b@c", "https://h/a@2/b")] == [
+        redacted,
         "-",
         "a?b@c",
         "https://h/a@2/b",
     ]
-    assert "5ec4e7" not in shown
-    assert shown.startswith(url.partition("?")[0] + "#")
-    assert redact_url(url) != shown
-    (path,) = fetch_all((shown,), tmp_path)
-    assert behaviour.paths == [signed[signed.index("/some") :]]
+    assert "5ec4e7" not in redacted
+    assert redacted.startswith(url.partition("?")[0] + "#")
+    assert redact_url(url) != redacted
+    (path,) = fetch_all((redacted,), tmp_path)
+    assert behaviour.paths == [signed_url[signed_url.index("/some") :]]
     assert Path(path).read_bytes() == CONTENT
     behaviour.codes = [403]
-    with pytest.raises(InputError, match="403") as refused:
-        fetch_all((shown,), tmp_path)
+    with pytest.raises(InputError, match="403") as refused_info:
+        fetch_all((redacted,), tmp_path)
     behaviour.codes = [500] * 4
-    with pytest.raises(InputError) as failed:
-        fetch(signed, tmp_path)
-    with pytest.raises(InputError, match="not kept") as unknown:
-        fetch(shown.replace(shown[-4:], "0000"), tmp_path)
-    with pytest.raises(ConfigError) as odd:
-        fetch(signed + " x", tmp_path)
-    behaviour.redirects = {signed[signed.index("/some") :]: "ftp://x/?again=5ec4e7"}
-    with pytest.raises(InputError) as sent_on:
-        fetch(signed, tmp_path)
-    said = [str(one.value) for one in (refused, failed, unknown, odd, sent_on)] + [caplog.text]
-    said += [file.name + file.read_bytes().decode() for file in tmp_path.iterdir()]
+    with pytest.raises(InputError) as failed_info:
+        fetch(signed_url, tmp_path)
+    with pytest.raises(InputError, match="not kept") as unknown_info:
+        fetch(redacted.replace(redacted[-4:], "0000"), tmp_path)
+    with pytest.raises(ConfigError) as odd_info:
+        fetch(signed_url + " x", tmp_path)
+    behaviour.redirects = {signed_url[signed_url.index("/some") :]: "ftp://x/?again=5ec4e7"}
+    with pytest.raises(InputError) as redirect_info:
+        fetch(signed_url, tmp_path)
+    texts = [
+        str(info.value)
+        for info in (refused_info, failed_info, unknown_info, odd_info, redirect_info)
+    ] + [caplog.text]
+    texts += [file.name + file.read_bytes().decode() for file in tmp_path.iterdir()]
     assert "attempt 1 of 4" in caplog.text
-    assert not [text for text in said if "5ec4e7" in text]
+    assert not [text for text in texts if "5ec4e7" in text]
 
 
 @pytest.mark.parametrize("url", ["https://lab:5ec4e7@example.org/x.fa", "http://5ec4e7@h/x"])
-def test_an_address_with_a_password_is_refused_without_saying_it(tmp_path: Path, url: str) -> None:
+def test_an_address_with_a_password_is_refused_without_showing_it(tmp_path: Path, url: str) -> None:
     for use in (lambda: fetch(url, tmp_path), lambda: redact_url(url)):
-        with pytest.raises(ConfigError, match="password") as caught:
+        with pytest.raises(ConfigError, match="password") as error_info:
             use()
-        assert "5ec4e7" not in str(caught.value)
+        assert "5ec4e7" not in str(error_info.value)
 
 
-def test_a_full_disk_is_no_network_trouble(server: Server, tmp_path: Path) -> None:
+def test_a_full_disk_is_not_reported_as_a_network_error(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     name = fetch(url, tmp_path).name
     behaviour.etag = '"new"'
@@ -388,21 +391,23 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     return requests
 
 
-def test_accessions_come_as_one_file_once(tmp_path: Path, asked: list[dict[str, str]]) -> None:
-    wanted = "ncbi:NC_000001.1, NC_000002"
-    (path,) = fetch_all((wanted,), tmp_path, email="lab@example.org")
+def test_accessions_are_fetched_once_into_one_file(
+    tmp_path: Path, asked: list[dict[str, str]]
+) -> None:
+    accessions = "ncbi:NC_000001.1, NC_000002"
+    (path,) = fetch_all((accessions,), tmp_path, email="lab@example.org")
     assert Path(path).read_text() == ">NC_000001.1 one\nACGT\n>NC_000002.1 two\nGG\n"
     assert (asked[0]["id"], asked[0]["rettype"], asked[0]["email"]) == (
         "NC_000001.1,NC_000002",
         "fasta",
         "lab@example.org",
     )
-    assert fetch_all((wanted,), tmp_path) == (path,)
+    assert fetch_all((accessions,), tmp_path) == (path,)
     assert len(asked) == 1
 
 
 @pytest.mark.usefixtures("asked")
-def test_accessions_that_are_missing_or_none(tmp_path: Path) -> None:
+def test_unknown_and_invalid_accessions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nothing for NC_000009\.1"):
         fetch_accessions(["NC_000001.1", "NC_000009.1"], tmp_path, email="lab@example.org")
     for wrong in (["../x"], [""], ["hello world"]):
@@ -427,7 +432,7 @@ def test_without_a_network(
         raise error
 
     monkeypatch.setattr(remote, "_request", refuse)
-    with pytest.raises(InputError, match=words) as caught:
+    with pytest.raises(InputError, match=words) as error_info:
         fetch_accessions(["NC_045512.2"], tmp_path, email="lab@example.org")
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
     assert list(tmp_path.iterdir()) == []

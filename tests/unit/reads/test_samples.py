@@ -1,4 +1,4 @@
-"""Samples by a sheet or by the names of files: whose reads are whose, and what is said of one that cannot be used."""
+"""Samples by a sheet or by file names: which reads are whose, and which sheets are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sheet(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("separator", [",", "\t"])
-def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(
+def test_rows_of_a_sample_are_joined_as_lanes_and_other_columns_are_ignored(
     tmp_path: Path, separator: str
 ) -> None:
     (tmp_path / "b_1.fq").touch()
@@ -34,16 +34,16 @@ def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(
         'b,"x",b_1.fq,',
         "a,x,/a_L2_1.fq,a_L2_2.fq",
     )
-    found = read_sheet(sheet(tmp_path, "\ufeff" + "\r\n".join(rows).replace(",", separator)))
-    assert list(found) == ["a", "b"]
-    assert found["a"] == ReadsSpec(
+    samples = read_sheet(sheet(tmp_path, "\ufeff" + "\r\n".join(rows).replace(",", separator)))
+    assert list(samples) == ["a", "b"]
+    assert samples["a"] == ReadsSpec(
         mates_1=("a_L1_1.fq", "/a_L2_1.fq"), mates_2=("a_L1_2.fq", "a_L2_2.fq")
     )
-    assert found["b"].reads == (str(tmp_path / "b_1.fq"),), "not here, but beside the sheet"
+    assert samples["b"].reads == (str(tmp_path / "b_1.fq"),), "not here, but beside the sheet"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("name,fastq_1\na,b\n", r"sheet\.csv:1: no column sample; the first line names"),
         ("", r"sheet\.csv:1: no column sample"),
@@ -79,15 +79,13 @@ def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(
         (HEADER + "a" * 100_000 + ",a.fq,\n", r"sheet\.csv:2: sample 'a{100}': not the name"),
     ],
 )
-def test_a_sheet_that_cannot_be_used_is_told_by_its_line(
-    tmp_path: Path, text: str, said: str
-) -> None:
-    with pytest.raises(InputError, match=said) as told:
+def test_a_wrong_sheet_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error_info:
         read_sheet(sheet(tmp_path, text))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error_info.value)
 
 
-def test_a_sheet_as_people_write_it_is_taken(tmp_path: Path) -> None:
+def test_a_sheet_written_by_hand_is_accepted(tmp_path: Path) -> None:
     rows = (
         ' sample , fastq_1 , "fastq_2 ",',
         "a, a_1.fq , a_2.fq,",
@@ -103,16 +101,16 @@ def test_a_sheet_as_people_write_it_is_taken(tmp_path: Path) -> None:
     }
 
 
-def test_a_name_that_no_file_can_have_is_for_its_sample_alone(tmp_path: Path) -> None:
-    found = read_sheet(sheet(tmp_path, f"{HEADER}a,a.fq,\nb,{'b' * 100_000},\n"))
-    assert found["a"].reads == ("a.fq",)
+def test_an_impossible_file_name_fails_only_its_own_sample(tmp_path: Path) -> None:
+    samples = read_sheet(sheet(tmp_path, f"{HEADER}a,a.fq,\nb,{'b' * 100_000},\n"))
+    assert samples["a"].reads == ("a.fq",)
     with pytest.raises(
         InputError, match=r"^b{100}: cannot be read: File name too long; check the path"
     ):
-        find_inputs(found["b"].named)
+        find_inputs(samples["b"].named)
 
 
-def test_a_sheet_that_is_no_text_is_told(tmp_path: Path) -> None:
+def test_a_sheet_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sheet.csv").write_bytes(b"sample,fastq_1\n\xff\xfe,x\n")
     with pytest.raises(InputError, match="not valid UTF-8"):
         read_sheet(tmp_path / "sheet.csv")
@@ -127,22 +125,22 @@ def files(folder: Path, *names: str) -> list[str]:
     return [str(folder / name) for name in names]
 
 
-def test_files_are_samples_by_their_names(tmp_path: Path) -> None:
+def test_files_become_samples_by_their_names(tmp_path: Path) -> None:
     names = ("lung_S1_L001_R1_001.fastq", "lung_S1_L001_R2_001.fastq", "lung_S1_L002_R1_001.fastq")
-    made = files(tmp_path, *names, "lung_S1_L002_R2_001.fastq", "gut.fq")
-    found = samples_by_file_name(ReadsSpec(reads=(str(tmp_path),)))
-    assert found == {
-        "lung_S1": ReadsSpec(mates_1=(made[0], made[2]), mates_2=(made[1], made[3])),
-        "gut": ReadsSpec(reads=(made[4],)),
+    paths = files(tmp_path, *names, "lung_S1_L002_R2_001.fastq", "gut.fq")
+    samples = samples_by_file_name(ReadsSpec(reads=(str(tmp_path),)))
+    assert samples == {
+        "lung_S1": ReadsSpec(mates_1=(paths[0], paths[2]), mates_2=(paths[1], paths[3])),
+        "gut": ReadsSpec(reads=(paths[4],)),
     }
-    assert samples_by_file_name(ReadsSpec(reads=tuple(made))) == found, "as the shell names them"
-    assert list(samples_by_file_name(ReadsSpec(reads=(made[4], made[0]), pairs=False))) == [
+    assert samples_by_file_name(ReadsSpec(reads=tuple(paths))) == samples, "as the shell names them"
+    assert list(samples_by_file_name(ReadsSpec(reads=(paths[4], paths[0]), pairs=False))) == [
         "gut",
         "lung_S1_L001_R1_001",
     ]
 
 
-def test_a_sample_whose_file_in_the_folder_is_empty_or_gone_is_not_forgotten(
+def test_a_sample_with_an_empty_or_missing_file_is_kept(
     tmp_path: Path,
 ) -> None:
     files(tmp_path, "gut.fq")
@@ -151,12 +149,12 @@ def test_a_sample_whose_file_in_the_folder_is_empty_or_gone_is_not_forgotten(
         path.write_bytes(gzip.compress(b"") if path.suffix == ".gz" else b"")
     (tmp_path / "away.fq").symlink_to(tmp_path / "nothing.fq")
     (tmp_path / "counts.tsv.gz").write_bytes(b"no reads, and not called so")
-    found = samples_by_file_name(ReadsSpec(reads=(str(tmp_path),)))
-    assert set(found) == {"gut", "blank", "none", "away"}
-    assert found["blank"] == ReadsSpec(mates_1=(str(empty[0]),), mates_2=(str(empty[1]),))
+    samples = samples_by_file_name(ReadsSpec(reads=(str(tmp_path),)))
+    assert set(samples) == {"gut", "blank", "none", "away"}
+    assert samples["blank"] == ReadsSpec(mates_1=(str(empty[0]),), mates_2=(str(empty[1]),))
 
 
-def test_names_that_are_the_same_or_not_fit_are_refused(tmp_path: Path) -> None:
+def test_equal_and_unfit_sample_names_are_refused(tmp_path: Path) -> None:
     same = files(tmp_path, "a/x.fq", "b/x.fq")
     with pytest.raises(
         ConfigError, match=r"b/x\.fq: named as .*a/x\.fq is; rename one, or write a sample sheet"
@@ -170,12 +168,12 @@ def test_names_that_are_the_same_or_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_the_table_is_as_documented(tmp_path: Path) -> None:
     table = tmp_path / "samples.tsv"
-    done = SampleRow(
+    row = SampleRow(
         sample="a", fate="predicted", reads=3, scored=2, viral=1, share=0.333333, flags="orphans=1"
     )
     write_samples(
         table,
-        [done, SampleRow(sample="b", fate="failed", note="b.fq:\tno\nsuch"), SampleRow(sample="c")],
+        [row, SampleRow(sample="b", fate="failed", note="b.fq:\tno\nsuch"), SampleRow(sample="c")],
     )
     assert documented(table) == 3
     assert table.read_text().splitlines()[2] == "b\tfailed\t\t\t\t\t\tb.fq: no such"

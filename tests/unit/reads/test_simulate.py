@@ -1,4 +1,4 @@
-"""Simulated genomes and reads: what was asked for is what is there, and the two kinds can be told apart."""
+"""Simulated genomes and reads are as requested, and the two kinds can be told apart."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_copies_are_exact_and_marked(tmp_path: Path) -> None:
     assert not set(copies) & set(copies.values())
 
 
-def test_errors_and_ns_are_as_frequent_as_asked(tmp_path: Path) -> None:
+def test_errors_and_ns_are_as_frequent_as_requested(tmp_path: Path) -> None:
     spec = SimulateSpec(reads=2000, error_rate=0.05, n_rate=0.01, duplicate_share=0, seed=1)
     summary = simulate(spec, tmp_path / "r.fasta")
     reads, truth, genomes = reads_of(summary.reads_file), truth_of(summary), genomes_of(summary)
@@ -94,7 +94,7 @@ def test_errors_and_ns_are_as_frequent_as_asked(tmp_path: Path) -> None:
     assert ns / total == pytest.approx(0.01, rel=0.1)
 
 
-def test_the_seed_decides_all_bytes(tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
     def digests(seed: int, folder: str) -> list[str]:
         (tmp_path / folder).mkdir()
         simulate(SimulateSpec(reads=500, seed=seed), tmp_path / folder / "r.fastq.gz")
@@ -116,7 +116,7 @@ def test_presets() -> None:
     )
 
 
-def test_a_name_that_says_no_format(tmp_path: Path) -> None:
+def test_a_file_name_without_a_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(".fastq.gz")):
         simulate(SimulateSpec(reads=1), tmp_path / "reads.txt")
     assert list(tmp_path.iterdir()) == []
@@ -128,30 +128,30 @@ def test_reads_longer_than_genomes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("reads", [0, 1, 2])
-def test_hardly_any_reads(tmp_path: Path, reads: int) -> None:
+def test_very_few_reads(tmp_path: Path, reads: int) -> None:
     summary = simulate(SimulateSpec(reads=reads), tmp_path / "r.fasta")
     assert len(reads_of(summary.reads_file)) == reads
     if reads == 2:
         assert summary.viral_reads == 1
 
 
-def test_kinds_can_be_told_apart_on_genomes_never_seen(tmp_path: Path) -> None:
-    """A nearest mean over the amino acids of each row, learned on half of the genomes, judges the other half."""
+def test_kinds_can_be_told_apart_on_unseen_genomes(tmp_path: Path) -> None:
+    """Classify half of the genomes by the nearest mean of amino acids of the other half."""
     summary = simulate(SimulateSpec(reads=3000, seed=2), tmp_path / "r.fasta")
     stage(StageSpec(reads=(str(summary.reads_file),)), tmp_path / "orfs.h5")
     store, truth = OrfStore.open(tmp_path / "orfs.h5"), truth_of(summary)
     names = store.read_ids(0, store.n_reads)
-    facts = [truth[names[read]] for read in store.row_read]
+    facts = [truth[names[index]] for index in store.row_read]
     proteins = store.protein(0, store.n_uniques)
     letters = [
         np.bincount(np.frombuffer(proteins[u], np.uint8), minlength=128) for u in store.row_unique
     ]
     shares = np.array(letters) / np.array([row.sum() for row in letters])[:, None]
     viral = np.array([fact["label"] == "virus" for fact in facts])
-    seen = np.array([int(fact["genome"].rpartition("_")[2]) % 2 == 0 for fact in facts])
-    means = [shares[seen & (viral == kind)].mean(axis=0) for kind in (False, True)]
+    is_training = np.array([int(fact["genome"].rpartition("_")[2]) % 2 == 0 for fact in facts])
+    means = [shares[is_training & (viral == kind)].mean(axis=0) for kind in (False, True)]
     guess = np.linalg.norm(shares - means[1], axis=1) < np.linalg.norm(shares - means[0], axis=1)
-    assert (guess == viral)[~seen].mean() > 0.9
+    assert (guess == viral)[~is_training].mean() > 0.9
 
 
 def test_genomes_of_each_kind(tmp_path: Path) -> None:

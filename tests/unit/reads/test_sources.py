@@ -75,7 +75,7 @@ def everything(path: str, size: int = 1 << 16) -> bytes:
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS.keys())
 @pytest.mark.parametrize("name", ["reads.fa", "reads.fastq.gz", "reads"])
-def test_packing_is_told_by_content(
+def test_the_packing_is_detected_by_content(
     write: WriteReads, pack: Callable[[bytes], bytes], name: str
 ) -> None:
     assert everything(write(pack(TEXT), name)) == TEXT
@@ -93,7 +93,9 @@ def test_zeros_after_the_last_member(write: WriteReads, pack: Callable[[bytes], 
 
 
 @pytest.mark.parametrize("pack", PACKED.values(), ids=PACKED.keys())
-def test_rubbish_after_the_last_member(write: WriteReads, pack: Callable[[bytes], bytes]) -> None:
+def test_garbage_after_the_last_member_is_damage(
+    write: WriteReads, pack: Callable[[bytes], bytes]
+) -> None:
     with pytest.raises(InputError, match="damaged"):
         everything(write(pack(TEXT) + b"rubbish" * 20))
 
@@ -102,15 +104,15 @@ def test_rubbish_after_the_last_member(write: WriteReads, pack: Callable[[bytes]
     "pack", [gzip.compress, bz2.compress, lzma.compress, zst], ids=["gz", "bz2", "xz", "zst"]
 )
 @pytest.mark.parametrize("lost", [1, 9, 2000])
-def test_a_cut_off_file_gives_what_is_there_and_says_so(
+def test_a_cut_off_file_gives_its_content_and_reports_damage(
     write: WriteReads, pack: Callable[[bytes], bytes], lost: int
 ) -> None:
     path = write(pack(TEXT)[:-lost])
     with Source.open(path) as source:
-        found = bytearray()
+        text = bytearray()
         while piece := source.read(1 << 16):
-            found.extend(piece)
-        assert TEXT.startswith(found)
+            text.extend(piece)
+        assert TEXT.startswith(text)
         assert source.read(100) == b""
         assert source.damage is not None
         assert "cut off" in str(source.damage)
@@ -121,24 +123,24 @@ def test_a_cut_off_file_gives_what_is_there_and_says_so(
     "pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gz", "bz2", "xz"]
 )
 @given(st.integers(0, 1 << 16), st.integers(1, 255))
-def test_a_changed_byte_never_gives_other_text_without_a_word(
+def test_a_changed_byte_never_gives_other_text_silently(
     tmp_path_factory: pytest.TempPathFactory,
     pack: Callable[[bytes], bytes],
     place: int,
     change: int,
 ) -> None:
     text = TEXT[:8_000]
-    packed = bytearray(pack(text))
-    packed[place % len(packed)] ^= change
+    compressed = bytearray(pack(text))
+    compressed[place % len(compressed)] ^= change
     path = tmp_path_factory.getbasetemp() / "changed.bin"
-    path.write_bytes(bytes(packed))
+    path.write_bytes(bytes(compressed))
     try:
-        found = everything(str(path))
+        content = everything(str(path))
     except InputError:
         return
-    assert found in (
+    assert content in (
         text,
-        bytes(packed),
+        bytes(compressed),
     )  # a header field without meaning, or no longer a packed file by its first bytes
 
 
@@ -149,17 +151,17 @@ def test_standard_input_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not stream.closed
 
 
-def test_a_pipe_that_gives_little_at_a_time(tmp_path: Path) -> None:
+def test_a_slow_pipe_is_waited_for(tmp_path: Path) -> None:
     import threading
 
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    packed = gzip.compress(TEXT)
+    compressed = gzip.compress(TEXT)
 
     def trickle() -> None:
-        with fifo.open("wb", buffering=0) as out:
-            for i in range(0, len(packed), 1000):
-                out.write(packed[i : i + 1000])
+        with fifo.open("wb", buffering=0) as file:
+            for i in range(0, len(compressed), 1000):
+                file.write(compressed[i : i + 1000])
 
     writer = threading.Thread(target=trickle)
     writer.start()
@@ -179,28 +181,26 @@ def test_a_folder_gives_its_read_files_by_name(write: WriteReads, tmp_path: Path
     write("", "in/empty.fa")
     write(">h\nA\n", "in/.hidden.fa")
     write(">d\nA\n", "in/deeper/d.fa")
-    found = find_inputs((str(tmp_path / "in"),))
-    assert [Path(name).name for name in found.files] == ["a.fa", "b.txt"]
-    assert [Path(name).name for name in found.ignored] == ["README", "empty.fa"]
+    inputs = find_inputs((str(tmp_path / "in"),))
+    assert [Path(name).name for name in inputs.files] == ["a.fa", "b.txt"]
+    assert [Path(name).name for name in inputs.ignored] == ["README", "empty.fa"]
 
 
-def test_a_link_in_a_folder_to_what_is_not_there_is_not_passed_over(
-    write: WriteReads, tmp_path: Path
-) -> None:
+def test_a_broken_link_in_a_folder_is_not_ignored(write: WriteReads, tmp_path: Path) -> None:
     write(">a\nA\n", "in/a.fa")
     (tmp_path / "in" / "b.fa").symlink_to(tmp_path / "gone.fa")
-    found = find_inputs((str(tmp_path / "in"),)).files
-    assert [Path(name).name for name in found] == ["a.fa", "b.fa"]
+    files = find_inputs((str(tmp_path / "in"),)).files
+    assert [Path(name).name for name in files] == ["a.fa", "b.fa"]
     with pytest.raises(InputError, match=r"b\.fa: cannot be read: No such file"):
-        everything(found[1])
+        everything(files[1])
 
 
-def test_a_damaged_file_in_a_folder_is_not_passed_over(write: WriteReads, tmp_path: Path) -> None:
+def test_a_damaged_file_in_a_folder_is_not_ignored(write: WriteReads, tmp_path: Path) -> None:
     write(b"\x1f\x8b\x08\0broken", "in/broken.gz")
     assert len(find_inputs((str(tmp_path / "in"),)).files) == 1
 
 
-def test_what_cannot_be_an_input(write: WriteReads, tmp_path: Path) -> None:
+def test_missing_repeated_and_empty_inputs_are_refused(write: WriteReads, tmp_path: Path) -> None:
     path = write(">a\nA\n", "in/a.fa")
     (tmp_path / "empty").mkdir()
     for names, words in {
@@ -214,7 +214,7 @@ def test_what_cannot_be_an_input(write: WriteReads, tmp_path: Path) -> None:
             find_inputs(names)
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_is_not_read_as_a_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         everything(str(tmp_path))
 

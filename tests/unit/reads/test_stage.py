@@ -1,4 +1,4 @@
-"""Staging as a whole: the store equals the slow twin, over made-up reads and real genomes, however it is made."""
+"""Staging as a whole: the store equals that of the slow twin, however it is made."""
 
 from __future__ import annotations
 
@@ -21,56 +21,13 @@ from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, StorageError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
+from virnuc_core.reads.translate import DUPLICATE_ID
 from virnuc_core.runfiles import digest as content_of
 
 from .conftest import WriteReads, shrink
 from .made_up import Pairs, digest, fasta, fastq, made_up_reads
-from .reads_twin import Row, chunks, rows
-
-
-def rows_of(store: OrfStore) -> list[Row]:
-    proteins, dna = store.protein(0, store.n_uniques), store.dna(0, store.n_uniques)
-    names = store.row_ids(0, store.n_rows)
-    return [
-        Row(n, dna[u].decode(), proteins[u].decode())
-        for n, u in zip(names, store.row_unique, strict=True)
-    ]
-
-
-def check_equals_twin(store: OrfStore, reads: Pairs) -> None:
-    """Rows, ids, bytes and counts of the store, all against the twin. Ids of `reads` are distinct."""
-    expected = rows(reads, store.model_length)
-    assert rows_of(store) == expected
-    assert store.read_ids(0, store.n_reads) == [name for name, _ in reads]
-    assert store.read_length.tolist() == [len(bases) for _, bases in reads]
-    assert store.read_chunks.tolist() == [
-        len(chunks(len(bases), store.model_length)) for _, bases in reads
-    ]
-    by_read = [len(rows([read], store.model_length)) for read in reads]
-    assert store.read_rows.tolist() == by_read
-    distinct = list(dict.fromkeys((row.dna, row.protein) for row in expected))
-    pairs = zip(store.dna(0, store.n_uniques), store.protein(0, store.n_uniques), strict=True)
-    assert [(dna.decode(), protein.decode()) for dna, protein in pairs] == distinct
-    first_rows = {
-        pair: i for i, pair in reversed(list(enumerate((row.dna, row.protein) for row in expected)))
-    }
-    assert store.unique_row.tolist() == [first_rows[pair] for pair in distinct]
-    for i, (_, bases) in enumerate(reads):
-        flags = int(store.read_flags[i])
-        assert bool(flags & EMPTY) == (not bases)
-        assert bool(flags & SHORT_FOR_MODEL) == (0 < len(bases) < store.model_length / 2)
-        assert bool(flags & AMBIGUOUS) == bool(set(bases.upper()) - set("ACGT"))
-    counts = store.counts
-    assert (counts.n_reads, counts.n_rows, counts.n_uniques) == (
-        len(reads),
-        len(expected),
-        len(distinct),
-    )
-    assert counts.n_chunks == int(store.read_chunks.sum())
-    assert counts.n_bases == int(store.read_length.sum())
-    assert counts.n_open_reads == sum(n > 0 for n in by_read)
-    assert counts.n_empty == sum(not bases for _, bases in reads)
+from .reads_twin import rows
+from .store_checks import check_equals_twin, rows_of
 
 
 @pytest.mark.parametrize("text", [fasta, fastq])
@@ -89,7 +46,7 @@ def test_equals_the_slow_twin_across_segments(write: WriteReads, tmp_path: Path)
 
 @settings(max_examples=25)
 @given(st.lists(st.text(alphabet="ACGTNacgt", max_size=70), max_size=15), st.integers(1, 40))
-def test_equals_the_slow_twin_on_anything(
+def test_equals_the_slow_twin_on_random_reads(
     tmp_path_factory: pytest.TempPathFactory, sequences: list[str], size: int
 ) -> None:
     folder = tmp_path_factory.mktemp("any")
@@ -126,7 +83,7 @@ def test_equals_the_slow_twin_on_real_sequences(
     check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)
 
 
-def test_reads_cut_from_real_genomes_both_ways_round(
+def test_reads_cut_from_both_strands_of_real_genomes(
     real_data: Path, tmp_path: Path, write: WriteReads
 ) -> None:
     rng = random.Random(5)
@@ -141,7 +98,7 @@ def test_reads_cut_from_real_genomes_both_ways_round(
     check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)
 
 
-def test_equal_dna_with_another_protein_is_another_unique(
+def test_equal_dna_with_different_proteins_is_not_deduplicated(
     write: WriteReads, tmp_path: Path
 ) -> None:
     reads = [
@@ -157,7 +114,7 @@ def test_equal_dna_with_another_protein_is_another_unique(
     ]
 
 
-def test_an_ambiguous_letter_outside_the_row_makes_no_other_unique(
+def test_an_ambiguous_letter_outside_the_row_does_not_prevent_deduplication(
     write: WriteReads, tmp_path: Path
 ) -> None:
     reads = [("a", "GCAGCAG"), ("b", "GCAGCAGNN")]
@@ -174,17 +131,17 @@ def test_an_ambiguous_letter_outside_the_row_makes_no_other_unique(
 
 def test_the_same_reads_give_the_same_bytes(write: WriteReads, tmp_path: Path) -> None:
     reads = made_up_reads(200)
-    whole, first, rest = (write(text, name) for text, name in [
+    whole_file, first_file, other_file = (write(text, name) for text, name in [
         (fasta(reads), "all.fa"), (fastq(reads[:50]), "first.fq"), (fasta(reads[50:]), "rest.fa")
     ])  # fmt: skip
-    packed = tmp_path / "all.fa.xz"
-    with xopen(packed, "wb", threads=0) as out:
-        out.write(fasta(reads).replace("\n", "\r\n").encode())
-    made = set()
-    for number, files in enumerate([(whole,), (first, rest), (str(packed),)]):
+    xz_file = tmp_path / "all.fa.xz"
+    with xopen(xz_file, "wb", threads=0) as file:
+        file.write(fasta(reads).replace("\n", "\r\n").encode())
+    digests = set()
+    for number, files in enumerate([(whole_file,), (first_file, other_file), (str(xz_file),)]):
         summary = stage(StageSpec(reads=files, model_length=100), tmp_path / f"{number}.h5")
-        made.add((summary.fingerprint, digest(tmp_path / f"{number}.h5")))
-    assert len(made) == 1
+        digests.add((summary.fingerprint, digest(tmp_path / f"{number}.h5")))
+    assert len(digests) == 1
 
 
 def test_other_reads_and_settings_give_another_fingerprint(
@@ -213,86 +170,92 @@ def test_other_reads_and_settings_give_another_fingerprint(
 
 
 def test_reused_when_reads_and_settings_are_the_same(write: WriteReads, tmp_path: Path) -> None:
-    out = tmp_path / "orfs.h5"
+    store_path = tmp_path / "orfs.h5"
     reads = (write(fasta(made_up_reads(50))),)
-    first = stage(StageSpec(reads=reads, model_length=100), out)
-    before = out.stat()
+    first_summary = stage(StageSpec(reads=reads, model_length=100), store_path)
+    stat_before = store_path.stat()
     write(fasta(made_up_reads(50)))  # the time of the file says nothing
-    again = stage(StageSpec(reads=reads, model_length=100, stage_workers=2), out)
-    assert again == first.model_copy(update={"reused": True})
-    assert (out.stat().st_ino, out.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    other = stage(
-        StageSpec(reads=(write(fastq(made_up_reads(50)), "b.fq"),), model_length=100), out
+    second_summary = stage(StageSpec(reads=reads, model_length=100, stage_workers=2), store_path)
+    assert second_summary == first_summary.model_copy(update={"reused": True})
+    assert (store_path.stat().st_ino, store_path.stat().st_mtime_ns) == (
+        stat_before.st_ino,
+        stat_before.st_mtime_ns,
     )
-    assert (other.reused, other.fingerprint) == (False, first.fingerprint)
+    other_summary = stage(
+        StageSpec(reads=(write(fastq(made_up_reads(50)), "b.fq"),), model_length=100), store_path
+    )
+    assert (other_summary.reused, other_summary.fingerprint) == (False, first_summary.fingerprint)
 
 
-def test_a_store_that_another_staging_replaced_is_not_taken_for_ours(
+def test_a_store_replaced_by_another_staging_is_not_reused(
     write: WriteReads, tmp_path: Path
 ) -> None:
-    out, other = tmp_path / "orfs.h5", tmp_path / "other.h5"
+    store_path, other_store = tmp_path / "orfs.h5", tmp_path / "other.h5"
     spec = StageSpec(reads=(write(fasta(made_up_reads(50))),), model_length=100)
-    stage(spec, out)
-    stage(StageSpec(reads=(write(">a\nACGT\n", "b.fa"),), model_length=100), other)
-    other.replace(out)  # killed before it could say what it is of
-    assert not stage(spec, out).reused
-    assert OrfStore.open(out).n_reads == 50
+    stage(spec, store_path)
+    stage(StageSpec(reads=(write(">a\nACGT\n", "b.fa"),), model_length=100), other_store)
+    other_store.replace(store_path)  # killed before it could say what it is of
+    assert not stage(spec, store_path).reused
+    assert OrfStore.open(store_path).n_reads == 50
 
 
-def test_made_anew_when_anything_differs(write: WriteReads, tmp_path: Path) -> None:
-    out = tmp_path / "orfs.h5"
+def test_staged_again_when_anything_differs(write: WriteReads, tmp_path: Path) -> None:
+    store_path = tmp_path / "orfs.h5"
     path = write(fasta(made_up_reads(50)))
-    seen = {stage(StageSpec(reads=(path,), model_length=100), out).fingerprint}
+    fingerprints = {stage(StageSpec(reads=(path,), model_length=100), store_path).fingerprint}
     for text, size in (
         (fasta(made_up_reads(50)), 90),
         (fasta(made_up_reads(51)), 90),
         (fasta([]), 90),
     ):
         write(text)
-        summary = stage(StageSpec(reads=(path,), model_length=size), out)
+        summary = stage(StageSpec(reads=(path,), model_length=size), store_path)
         assert not summary.reused
-        seen.add(summary.fingerprint)
-    assert len(seen) == 4
+        fingerprints.add(summary.fingerprint)
+    assert len(fingerprints) == 4
 
 
 @pytest.mark.parametrize("content", [b"", b"no HDF5", None])
-def test_what_is_no_store_is_replaced(
+def test_a_file_that_is_not_a_store_is_replaced(
     write: WriteReads, tmp_path: Path, content: bytes | None
 ) -> None:
-    out = tmp_path / "orfs.h5"
+    store_path = tmp_path / "orfs.h5"
     if content is None:
-        with h5py.File(out, "w") as file:
+        with h5py.File(store_path, "w") as file:
             file.attrs["format"] = "something else"
     else:
-        out.write_bytes(content)
+        store_path.write_bytes(content)
     with pytest.raises(InputError, match="stage the reads"):
-        OrfStore.open(out)
-    assert not stage(StageSpec(reads=(write(">a\nACGT\n"),)), out).reused
-    assert OrfStore.open(out).n_reads == 1
+        OrfStore.open(store_path)
+    assert not stage(StageSpec(reads=(write(">a\nACGT\n"),)), store_path).reused
+    assert OrfStore.open(store_path).n_reads == 1
 
 
-def test_refused_reads_leave_no_store_and_keep_an_old_one(
+def test_refused_reads_leave_no_new_store_and_keep_the_old_one(
     write: WriteReads, tmp_path: Path
 ) -> None:
-    out = tmp_path / "run" / "orfs.h5"
+    store_path = tmp_path / "run" / "orfs.h5"
     with pytest.raises(InputError):
-        stage(StageSpec(reads=(write(">a\nACGT\n>b\nEEE\n"),)), out)
-    assert list(out.parent.iterdir()) == []
-    stage(StageSpec(reads=(write(">a\nACGT\n"),)), out)
-    before = digest(out)
+        stage(StageSpec(reads=(write(">a\nACGT\n>b\nEEE\n"),)), store_path)
+    assert list(store_path.parent.iterdir()) == []
+    stage(StageSpec(reads=(write(">a\nACGT\n"),)), store_path)
+    digest_before = digest(store_path)
     with pytest.raises(InputError):
-        stage(StageSpec(reads=(write(">a\nACGT\n>b\nEEE\n"),)), out)
-    assert sorted(path.name for path in out.parent.iterdir()) == ["orfs.h5", "orfs.made.json"]
-    assert digest(out) == before
+        stage(StageSpec(reads=(write(">a\nACGT\n>b\nEEE\n"),)), store_path)
+    assert sorted(path.name for path in store_path.parent.iterdir()) == [
+        "orfs.h5",
+        "orfs.made.json",
+    ]
+    assert digest(store_path) == digest_before
 
 
-def test_an_output_that_cannot_be_written(write: WriteReads, tmp_path: Path) -> None:
+def test_an_unwritable_output_is_refused(write: WriteReads, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "file" / "orfs.h5")
 
 
-def test_a_full_disk_is_said_in_one_line(
+def test_a_full_disk_is_reported_in_one_line(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -309,7 +272,7 @@ def test_a_full_disk_is_said_in_one_line(
 # ids
 
 
-def test_reads_that_share_an_id_are_kept_apart(write: WriteReads, tmp_path: Path) -> None:
+def test_reads_with_equal_ids_get_numbers(write: WriteReads, tmp_path: Path) -> None:
     reads = [("a", "ACGTACG"), ("b", "GGGG"), ("a", "GCGCGC"), ("a", "ACGTACG"), ("b", "")]
     summary = stage(StageSpec(reads=(write(fasta(reads)),)), tmp_path / "orfs.h5")
     store = OrfStore.open(tmp_path / "orfs.h5")
@@ -325,11 +288,17 @@ def test_reads_that_share_an_id_are_kept_apart(write: WriteReads, tmp_path: Path
     ]
     assert summary.counts.n_duplicate_ids == 3
     assert store.row_ids(0, store.n_rows, original=True) == [row.id for row in rows(reads, 500)]
-    renamed = [("a", "ACGTACG"), ("b", "GGGG"), ("a.2", "GCGCGC"), ("a.3", "ACGTACG"), ("b.2", "")]
-    assert rows_of(store) == rows(renamed, 500)
+    renamed_reads = [
+        ("a", "ACGTACG"),
+        ("b", "GGGG"),
+        ("a.2", "GCGCGC"),
+        ("a.3", "ACGTACG"),
+        ("b.2", ""),
+    ]
+    assert rows_of(store) == rows(renamed_reads, 500)
 
 
-def test_a_name_that_is_an_id_already_is_not_given_again(write: WriteReads, tmp_path: Path) -> None:
+def test_a_numbered_name_is_never_the_id_of_another_read(write: WriteReads, tmp_path: Path) -> None:
     reads = [(name, "ACGTACG") for name in ("a", "a", "a.2", "b", "a.2", "a..2")]
     stage(StageSpec(reads=(write(fasta(reads)),)), tmp_path / "orfs.h5")
     store = OrfStore.open(tmp_path / "orfs.h5")
@@ -354,14 +323,20 @@ def test_ids_are_always_distinct(
     assert store.counts.n_duplicate_ids == len(names) - len(set(names))
 
 
-def test_strict_refuses_shared_ids_naming_both_places(write: WriteReads, tmp_path: Path) -> None:
-    first = write(">x\nAC\n>r7\nACGT\n", "one.fa")
+def test_strict_mode_refuses_equal_ids_and_names_both_places(
+    write: WriteReads, tmp_path: Path
+) -> None:
+    first_file = write(">x\nAC\n>r7\nACGT\n", "one.fa")
     second = write("@y\nAC\n+\nII\n@r7\nAC\n+\nII\n@x\nA\n+\nI\n", "two.fq")
-    spec = StageSpec(reads=(first, second), strict=True)
-    with pytest.raises(InputError) as caught:
+    spec = StageSpec(reads=(first_file, second), strict=True)
+    with pytest.raises(InputError) as error_info:
         stage(spec, tmp_path / "orfs.h5")
-    assert (caught.value.file, caught.value.line, caught.value.read_id) == (second, 5, "r7")
-    assert f"{first}:3" in str(caught.value)
+    assert (error_info.value.file, error_info.value.line, error_info.value.read_id) == (
+        second,
+        5,
+        "r7",
+    )
+    assert f"{first_file}:3" in str(error_info.value)
     assert not (tmp_path / "orfs.h5").exists()
     stage(spec.model_copy(update={"strict": False}), tmp_path / "orfs.h5")
     with pytest.raises(InputError):  # a store made before does not let them pass
@@ -373,35 +348,35 @@ def test_strict_refuses_shared_ids_naming_both_places(write: WriteReads, tmp_pat
 
 def test_skipped_records_are_counted_and_listed(write: WriteReads, tmp_path: Path) -> None:
     path = write("@a\nAC\n+\nII\n@b\nACG\n+\nII\n@c\nEEE\n+\nIII\n@d\nGG\n+\nII\n")
-    out = tmp_path / "orfs.h5"
+    store_path = tmp_path / "orfs.h5"
     for reused in (False, True):
-        summary = stage(StageSpec(reads=(path,), on_error="skip"), out)
+        summary = stage(StageSpec(reads=(path,), on_error="skip"), store_path)
         assert (summary.reused, summary.tally["skipped"], summary.counts.n_reads) == (reused, 2, 2)
         assert documented(tmp_path / "skipped.tsv") > 0
         lines = [line.split("\t") for line in (tmp_path / "skipped.tsv").read_text().splitlines()]
         assert lines[0] == ["file", "line", "read", "problem"]
         assert sorted(line[:3] for line in lines[1:]) == [[path, "5", "b"], [path, "9", "c"]]
     with pytest.raises(InputError):  # not a reason to let broken records pass
-        stage(StageSpec(reads=(path,)), out)
+        stage(StageSpec(reads=(path,)), store_path)
     assert (tmp_path / "skipped.tsv").exists(), "it is of the store that is there still"
-    stage(StageSpec(reads=(write("@a\nAC\n+\nII\n"),)), out)
+    stage(StageSpec(reads=(write("@a\nAC\n+\nII\n"),)), store_path)
     assert not (tmp_path / "skipped.tsv").exists(), "of a store from which nothing was left out"
 
 
-def test_what_was_met_is_told_by_file(
+def test_oddities_are_counted_by_file(
     write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = write(
+    first_file = write(
         ">a\nACGTACGTACG\n>b\n\n>a\nACGTACGTACG\n>n\nTAATAATAATAGTAGTAGATGATGATG\n", "in/one.fa"
     )
     two = write("@a\n\n+\n\n@bad\nACG\n+\nI\n@c\nGGNGG\n+\nIIIII\n", "in/two.fq")
-    other = write("no reads", "in/other.txt")
+    text_file = write("no reads", "in/other.txt")
     summary = stage(StageSpec(reads=(str(tmp_path / "in"),), on_error="skip"), tmp_path / "orfs.h5")
-    met = [
+    figures_of_file = [
         (f.file, f.reads, f.empty, f.skipped, f.duplicate_ids, f.content) for f in summary.by_file
     ]
-    assert met == [
-        (one, 4, 1, 0, 1, content_of(Path(one))),
+    assert figures_of_file == [
+        (first_file, 4, 1, 0, 1, content_of(Path(first_file))),
         (two, 2, 1, 1, 1, content_of(Path(two))),
     ]
     store = OrfStore.open(tmp_path / "orfs.h5")
@@ -419,17 +394,17 @@ def test_what_was_met_is_told_by_file(
     }
     assert summary.tally["duplicates"] > 0
     assert summary.warnings() == [
-        f"{one}: 1 read without bases",
-        f"{one}: 1 read with the id of an earlier read, told apart by a number added to it",
+        f"{first_file}: 1 read without bases",
+        f"{first_file}: 1 read with the id of an earlier read, told apart by a number added to it",
         f"{two}: 1 broken record left out",
         f"{two}: 1 read without bases",
         f"{two}: 1 read with the id of an earlier read, told apart by a number added to it",
-        f"{other}: neither FASTA nor FASTQ, not read",
+        f"{text_file}: neither FASTA nor FASTQ, not read",
     ]
     assert [record.message for record in caplog.records] == summary.warnings()
 
 
-def test_a_file_without_reads_among_others_is_told_of(write: WriteReads, tmp_path: Path) -> None:
+def test_a_file_without_reads_is_reported(write: WriteReads, tmp_path: Path) -> None:
     empty = write("", "empty.fa")
     summary = stage(StageSpec(reads=(write(">a\nACGT\n"), empty)), tmp_path / "orfs.h5")
     assert f"{empty}: holds no reads" in summary.warnings()
@@ -450,26 +425,26 @@ def test_an_empty_input_makes_an_empty_store(write: WriteReads, tmp_path: Path) 
 
 
 def test_every_nasty_file_is_staged_or_refused_in_one_line(real_data: Path, tmp_path: Path) -> None:
-    staged = 0
+    n_staged = 0
     for path in sorted((real_data / "nasty").iterdir()):
         for on_error in ("stop", "skip"):
-            out = tmp_path / f"{path.name}.{on_error}" / "orfs.h5"
-            refused = None
+            store_path = tmp_path / f"{path.name}.{on_error}" / "orfs.h5"
+            message = ""
             try:
-                summary = stage(StageSpec(reads=(str(path),), on_error=on_error), out)
+                summary = stage(StageSpec(reads=(str(path),), on_error=on_error), store_path)
             except InputError as error:
-                refused = str(error)
-            if refused is not None:
-                assert str(path) in refused
-                assert "\n" not in refused
-                assert not out.exists()
+                message = str(error)
+            if message:
+                assert str(path) in message
+                assert "\n" not in message
+                assert not store_path.exists()
                 continue
-            staged += 1
-            store = OrfStore.open(out)
+            n_staged += 1
+            store = OrfStore.open(store_path)
             assert store.n_reads == summary.counts.n_reads
             assert len(set(store.read_ids(0, store.n_reads))) == store.n_reads
             assert int(store.read_rows.sum()) == store.n_rows
-    assert staged > 60
+    assert n_staged > 60
 
 
 # the file
@@ -490,7 +465,9 @@ def test_columns_are_contiguous_aligned_and_plain(write: WriteReads, tmp_path: P
         store.row_read[0] = 1
 
 
-def test_stretches_of_the_store_agree_with_the_whole(write: WriteReads, tmp_path: Path) -> None:
+def test_stretches_of_the_store_agree_with_the_complete_store(
+    write: WriteReads, tmp_path: Path
+) -> None:
     stage(
         StageSpec(reads=(write(fasta(made_up_reads(60))),), model_length=100), tmp_path / "orfs.h5"
     )
@@ -510,28 +487,26 @@ def test_settings_are_checked() -> None:
         StageSpec()
 
 
-def test_a_reused_store_tells_the_seconds_it_took_to_make(
-    write: WriteReads, tmp_path: Path
-) -> None:
-    out, reads = tmp_path / "orfs.h5", write(">a\nACGTACGTACGT\n")
-    first = stage(StageSpec(reads=(reads,)), out)
-    again = stage(StageSpec(reads=(reads,)), out)
-    assert again.reused
-    assert (again.total_s, again.chunk_s, again.translate_s) == (
-        first.total_s,
-        first.chunk_s,
-        first.translate_s,
+def test_a_reused_store_keeps_the_times_of_its_staging(write: WriteReads, tmp_path: Path) -> None:
+    store_path, reads = tmp_path / "orfs.h5", write(">a\nACGTACGTACGT\n")
+    first_summary = stage(StageSpec(reads=(reads,)), store_path)
+    second_summary = stage(StageSpec(reads=(reads,)), store_path)
+    assert second_summary.reused
+    assert (second_summary.total_s, second_summary.chunk_s, second_summary.translate_s) == (
+        first_summary.total_s,
+        first_summary.chunk_s,
+        first_summary.translate_s,
     )
     (tmp_path / "orfs.made.json").unlink()
-    assert not stage(StageSpec(reads=(reads,)), out).reused
-    told = tmp_path / "orfs.made.json"
-    told.write_text(told.read_text()[:-20])
-    stage(StageSpec(reads=(reads,)), out)
-    json.loads(told.read_text())
-    assert told.with_name(f"{told.name}.damaged").exists()
+    assert not stage(StageSpec(reads=(reads,)), store_path).reused
+    summary_path = tmp_path / "orfs.made.json"
+    summary_path.write_text(summary_path.read_text()[:-20])
+    stage(StageSpec(reads=(reads,)), store_path)
+    json.loads(summary_path.read_text())
+    assert summary_path.with_name(f"{summary_path.name}.damaged").exists()
 
 
-def test_a_pipe_nothing_came_through_is_no_empty_result(tmp_path: Path) -> None:
+def test_an_empty_pipe_is_an_error_and_not_an_empty_result(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no read came in from /dev/null"):
         stage(StageSpec(reads=("/dev/null",), model_length=300), tmp_path / "out" / "orfs.h5")
     assert not (tmp_path / "out" / "orfs.h5").exists()

@@ -29,71 +29,83 @@ from .made_up import digest, fasta, fastq, made_up_reads
 
 
 def mixed_files(write: WriteReads) -> tuple[str, ...]:
-    """Regular files, and such that turn out to be irregular, broken or damaged long after they began."""
+    """Write regular files, and files that get irregular, broken or damaged far from the start."""
     reads = made_up_reads(900)
-    shared = [(f"r{i % 500}", bases) for i, (_, bases) in enumerate(reads)]
-    wrapped = "@w\nACGT\nACGTACG\n+\nIIII\nIIIIIII\n"
-    broken = "@b\nACGT\n+\nI\n@p\nEEE\n+\nIII\n"
+    reads_with_shared_ids = [(f"r{i % 500}", bases) for i, (_, bases) in enumerate(reads)]
+    wrapped_record = "@w\nACGT\nACGTACG\n+\nIIII\nIIIIIII\n"
+    broken_records = "@b\nACGT\n+\nI\n@p\nEEE\n+\nIII\n"
     return (
         write(fastq(reads), "regular.fq"),
         write("", "nothing.fa"),
-        write(fastq(shared[:300]) + wrapped + fastq(shared[300:]), "wrapped.fq"),
         write(
-            fasta(shared[:200])
+            fastq(reads_with_shared_ids[:300])
+            + wrapped_record
+            + fastq(reads_with_shared_ids[300:]),
+            "wrapped.fq",
+        ),
+        write(
+            fasta(reads_with_shared_ids[:200])
             + ">r1.2\nACGTN\n;remark\n>\u00a0\nGGG\n>\nAC\n"
-            + fasta(shared[200:400]),
+            + fasta(reads_with_shared_ids[200:400]),
             "remark.fa",
         ),
-        write(fastq(shared[:100]) + broken + fastq(shared[100:400]), "broken.fq"),
+        write(
+            fastq(reads_with_shared_ids[:100])
+            + broken_records
+            + fastq(reads_with_shared_ids[100:400]),
+            "broken.fq",
+        ),
         write(gzip.compress(fastq(reads).encode())[:-400], "cut_off.fq.gz"),
         write(fasta(reads[:50]), "last.fa"),
     )
 
 
-def test_workers_give_the_same_bytes_and_leave_nobody_behind(
+def test_workers_give_the_same_bytes_and_leave_no_process_behind(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shrink(monkeypatch, block_bytes=20_000)
     files = mixed_files(write)
-    made = set()
+    digests = set()
     for workers in (1, 2, 3):
-        out = tmp_path / str(workers) / "orfs.h5"
+        store_path = tmp_path / str(workers) / "orfs.h5"
         spec = StageSpec(reads=files, model_length=100, stage_workers=workers, on_error="skip")
-        summary = stage(spec, out)
+        summary = stage(spec, store_path)
         assert min(summary.chunk_s, summary.translate_s) > 0
         assert workers_of(os.getpid()) == []
-        again = stage(spec, out)
-        assert again.reused
-        assert (again.tally, again.by_file, again.warnings()) == (
+        second_summary = stage(spec, store_path)
+        assert second_summary.reused
+        assert (second_summary.tally, second_summary.by_file, second_summary.warnings()) == (
             summary.tally,
             summary.by_file,
             summary.warnings(),
         )
-        made.add(
+        digests.add(
             (
-                digest(out),
+                digest(store_path),
                 summary.fingerprint,
                 summary.by_file,
-                (out.parent / "skipped.tsv").read_text(),
+                (store_path.parent / "skipped.tsv").read_text(),
             )
         )
-    assert len(made) == 1
+    assert len(digests) == 1
     assert (summary.counts.n_reads, summary.tally["skipped"]) == (3540, 3)
 
 
 @pytest.mark.parametrize("at", range(2, 6))
-def test_workers_stop_at_the_same_record(write: WriteReads, tmp_path: Path, at: int) -> None:
+def test_any_number_of_workers_stops_at_the_same_record(
+    write: WriteReads, tmp_path: Path, at: int
+) -> None:
     """Of several broken records the first in the input is named, whoever comes upon one first."""
     files = mixed_files(write)
-    said = set()
+    messages = set()
     for workers in (1, 3):
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError) as error_info:
             stage(StageSpec(reads=files[at:], stage_workers=workers), tmp_path / "orfs.h5")
-        said.add(str(caught.value))
-    assert len(said) == 1
+        messages.add(str(error_info.value))
+    assert len(messages) == 1
     assert (
         "broken.fq:401: read 'b'" if at < 5 else "cut_off.fq.gz: the gzip data ends early"
-    ) in said.pop()
+    ) in messages.pop()
 
 
 CHILD = """
@@ -117,7 +129,7 @@ except KeyboardInterrupt:
 
 
 def two_files(write: WriteReads, reads: str) -> str:
-    """A folder of two files with the same reads: the first is processed by the caller itself, the second by another."""
+    """Write a folder of two files with the same reads: one for the caller, one for a child."""
     write(reads, "reads/a.fq")
     return str(Path(write(reads, "reads/b.fq")).parent)
 
@@ -145,35 +157,41 @@ def staging(
 
 
 @pytest.mark.parametrize("moment", ["add", "find_repeats", "none"])
-def test_killed_half_way_nothing_half_written_and_nobody_stays(
+def test_a_killed_staging_leaves_no_partial_file_and_no_process(
     write: WriteReads, tmp_path: Path, moment: str
 ) -> None:
     """While it thinks, with answers unread; once all are read; and while it sends work."""
-    out = tmp_path / "run" / "orfs.h5"
+    store_path = tmp_path / "run" / "orfs.h5"
     path = two_files(
         write,
         fastq(made_up_reads(20_000 if moment == "none" else 500)) * (10 if moment == "none" else 1),
     )
-    with staging(path, out, moment) as (child, members):
+    with staging(path, store_path, moment) as (child, members):
         child.send_signal(signal.SIGKILL)
     assert child.returncode == -signal.SIGKILL
     assert psutil.wait_procs(members, timeout=120)[1] == []
-    assert not out.exists()
-    assert list(out.parent.iterdir()) != []  # scratch of the killed one
+    assert not store_path.exists()
+    assert list(store_path.parent.iterdir()) != []  # scratch of the killed one
     if moment != "none":
-        stage(StageSpec(reads=(path,)), out)
-        assert sorted(entry.name for entry in out.parent.iterdir()) == ["orfs.h5", "orfs.made.json"]
+        stage(StageSpec(reads=(path,)), store_path)
+        assert sorted(entry.name for entry in store_path.parent.iterdir()) == [
+            "orfs.h5",
+            "orfs.made.json",
+        ]
 
 
 @pytest.mark.parametrize("moment", ["add", "write"])
 def test_ctrl_c_leaves_nothing_behind(write: WriteReads, tmp_path: Path, moment: str) -> None:
-    """A terminal sends it to all processes at once; only the caller hears it, and says nothing of others."""
-    out = tmp_path / "run" / "orfs.h5"
-    with staging(two_files(write, fastq(made_up_reads(500))), out, moment) as (child, members):
+    """A terminal sends it to all processes at once; only the caller reacts, and is silent."""
+    store_path = tmp_path / "run" / "orfs.h5"
+    with staging(two_files(write, fastq(made_up_reads(500))), store_path, moment) as (
+        child,
+        members,
+    ):
         os.killpg(child.pid, signal.SIGINT)
     assert child.returncode == 130
     assert psutil.wait_procs(members, timeout=120)[1] == []
-    assert list(out.parent.iterdir()) == []
+    assert list(store_path.parent.iterdir()) == []
 
 
 def test_a_worker_that_dies_is_an_error(
@@ -190,12 +208,12 @@ def test_a_worker_that_dies_is_an_error(
 
 
 def stop_all() -> None:
-    """SIGSTOP for all other processes of staging: they neither work nor end, and hear no other signal than SIGKILL."""
+    """Stop all children of staging: they neither work nor end, and only SIGKILL reaches them."""
     for member in workers_of(os.getpid()):
         member.suspend()
 
 
-def test_a_worker_that_is_stopped_is_an_error(
+def test_a_stopped_worker_is_an_error(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit = Workers._submit
@@ -216,15 +234,15 @@ def test_a_worker_that_is_stopped_is_an_error(
     assert workers_of(os.getpid()) == []
 
 
-def test_a_worker_that_is_stopped_with_nothing_to_do_is_ended() -> None:
+def test_a_stopped_idle_worker_is_ended() -> None:
     with Workers(2) as workers:
         assert list(workers.map(abs, range(-20, 0))) == list(range(20, 0, -1))
         stop_all()
     assert workers_of(os.getpid()) == []
 
 
-def test_a_worker_that_dies_spends_what_came_through_a_pipe(tmp_path: Path) -> None:
-    """Another try would begin in the middle of the reads: it must not be made, and the message says so."""
+def test_a_dead_worker_makes_piped_reads_unrepeatable(tmp_path: Path) -> None:
+    """A retry would begin in the middle of the reads, so the error forbids it."""
     fifo = tmp_path / "reads.fq"
     os.mkfifo(fifo)
     (tmp_path / "text").write_text(fastq(made_up_reads(3_000)))
@@ -232,8 +250,8 @@ def test_a_worker_that_dies_spends_what_came_through_a_pipe(tmp_path: Path) -> N
     killer = threading.Thread(target=kill_first_worker)
     killer.start()
     try:
-        said = r"worker process (ended|could not be started).* what came from .*reads.fq is gone"
-        with pytest.raises(SpentInputError, match=said):
+        message = r"worker process (ended|could not be started).* what came from .*reads.fq is gone"
+        with pytest.raises(SpentInputError, match=message):
             stage(StageSpec(reads=(str(fifo),), stage_workers=2), tmp_path / "orfs.h5")
     finally:
         killer.join()
@@ -260,7 +278,7 @@ def kill_first_worker() -> None:
         time.sleep(0.01)
 
 
-def test_workers_import_nothing_from_the_folder_people_stand_in(
+def test_workers_import_nothing_from_the_working_directory(
     write: WriteReads, tmp_path: Path
 ) -> None:
     """Neither its modules, nor the script of the caller once more."""
@@ -269,13 +287,14 @@ def test_workers_import_nothing_from_the_folder_people_stand_in(
     script = write(
         "import sys, pathlib\n"
         "from virnuc_core.reads.stage import StageSpec, stage\n"
-        "made = stage(StageSpec(reads=(sys.argv[1],), stage_workers=2), pathlib.Path(sys.argv[2]))\n"
+        "spec = StageSpec(reads=(sys.argv[1],), stage_workers=2)\n"
+        "made = stage(spec, pathlib.Path(sys.argv[2]))\n"
         "print(made.counts.n_reads)\n",
         "script/mine.py",
     )
     command = [sys.executable, script, two_files(write, ">a\nACGT\n"), str(tmp_path / "orfs.h5")]
     root = str(Path(__file__).resolve().parents[3])
-    said = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": root},
@@ -283,16 +302,16 @@ def test_workers_import_nothing_from_the_folder_people_stand_in(
         text=True,
         check=False,
     )
-    assert (said.returncode, said.stdout) == (0, "2\n"), said.stderr
+    assert (process.returncode, process.stdout) == (0, "2\n"), process.stderr
 
 
-def test_errors_of_a_worker_come_with_its_traceback() -> None:
+def test_errors_of_a_worker_carry_its_traceback() -> None:
     with (
-        pytest.raises(WorkerError, match="ValueError: invalid literal") as caught,
+        pytest.raises(WorkerError, match="ValueError: invalid literal") as error_info,
         Workers(2) as workers,
     ):
         list(workers.map(int, ["1", "2", "no", "4"]))
-    assert "invalid literal" in caught.value.__notes__[0]
+    assert "invalid literal" in error_info.value.__notes__[0]
     with (
         pytest.raises(FileNotFoundError),
         Workers(2) as workers,
@@ -303,7 +322,7 @@ def test_errors_of_a_worker_come_with_its_traceback() -> None:
     assert workers_of(os.getpid()) == []
 
 
-def test_an_interrupt_while_others_are_at_work_leaves_no_thread_that_complains(
+def test_an_interrupt_during_work_leaves_no_failing_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     complaints: list[threading.ExceptHookArgs] = []
@@ -320,32 +339,34 @@ def test_an_interrupt_while_others_are_at_work_leaves_no_thread_that_complains(
     assert not complaints
 
 
-def test_results_stand_in_order_and_little_work_needs_no_other_process() -> None:
-    here = str(os.getpid())
+def test_results_are_in_order_and_one_item_starts_no_child() -> None:
+    this_process = str(os.getpid())
     with Workers(8) as workers:
-        assert list(workers.map(os.readlink, ["/proc/self"])) == [here]
+        assert list(workers.map(os.readlink, ["/proc/self"])) == [this_process]
         assert workers_of(os.getpid()) == []
     with Workers(2) as workers:
         assert list(workers.map(abs, range(-50, 0))) == list(range(50, 0, -1))
-        assert {*workers.map(os.readlink, ["/proc/self"] * 4)} - {here}
+        assert {*workers.map(os.readlink, ["/proc/self"] * 4)} - {this_process}
     assert workers_of(os.getpid()) == []
 
 
 @pytest.mark.parametrize(("count", "nbytes"), [(2, 0), (3, 0), (2, 30_000_000)])
-def test_few_items_are_drawn_ahead(count: int, nbytes: int) -> None:
+def test_only_few_items_are_drawn_ahead(count: int, nbytes: int) -> None:
     items = iter(range(40))
     with Workers(count) as workers:
-        for done, _ in enumerate(workers.map(abs, items, lambda _: nbytes), 1):
-            drawn = 40 - items.__length_hint__()
-            assert drawn <= done + (2 if nbytes else 16 * (count - 1) + 1)
+        for n_results, _ in enumerate(workers.map(abs, items, lambda _: nbytes), 1):
+            n_drawn = 40 - items.__length_hint__()
+            assert n_drawn <= n_results + (2 if nbytes else 16 * (count - 1) + 1)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(
     tmp_path: Path, workers: int
 ) -> None:
-    whole = "".join(f"@r{i}\n{'ACGT' * 30}\n+\n{'I' * 120}\n" for i in range(5000))
-    text = f"@first\n{'ACGT' * 30}\n+\n{'I' * 120}\n@bad\n{'ACGT' * 1_000_000}\n+\n{'I' * 10}\n{whole}@cut\nACGT"
+    good_records = "".join(f"@r{i}\n{'ACGT' * 30}\n+\n{'I' * 120}\n" for i in range(5000))
+    first_record = f"@first\n{'ACGT' * 30}\n+\n{'I' * 120}\n"
+    broken_record = f"@bad\n{'ACGT' * 1_000_000}\n+\n{'I' * 10}\n"
+    text = f"{first_record}{broken_record}{good_records}@cut\nACGT"
     cut = gzip.compress(text.encode(), 1)[:-8]  # without its checksum and length
     (tmp_path / "cut.fq.gz").write_bytes(cut)
     spec = StageSpec(
@@ -354,10 +375,10 @@ def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(
         stage_workers=workers,
         on_error="skip",
     )
-    made = stage(spec, tmp_path / "orfs.h5")
-    assert made.counts.n_reads == 5001
-    listed = (tmp_path / "skipped.tsv").read_text()
-    assert made.tally["skipped"] == 2, "the broken one, and what the cut took"
-    assert "bad" in listed
-    store = OrfStore.open(made.store)
+    summary = stage(spec, tmp_path / "orfs.h5")
+    assert summary.counts.n_reads == 5001
+    skipped_text = (tmp_path / "skipped.tsv").read_text()
+    assert summary.tally["skipped"] == 2, "the broken one, and what the cut took"
+    assert "bad" in skipped_text
+    store = OrfStore.open(summary.store)
     assert store.read_ids(0, 3) == ["first", "r0", "r1"]

@@ -1,4 +1,4 @@
-"""A store is used only as it was staged: whatever bit of it is changed, it is staged again, or refused by its name."""
+"""A store is used only as it was staged: after any changed bit it is staged again or refused."""
 
 from __future__ import annotations
 
@@ -32,71 +32,72 @@ def spec(write: WriteReads) -> StageSpec:
 def test_a_store_with_a_changed_bit_is_staged_again(
     spec: StageSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    out = tmp_path / "orfs.h5"
-    made, whole = stage(spec, out), out.read_bytes()
-    flip(out, len(whole) // 2)
-    again = stage(spec, out)
-    assert (again.reused, again.fingerprint) == (False, made.fingerprint)
+    store_path = tmp_path / "orfs.h5"
+    first_summary, content = stage(spec, store_path), store_path.read_bytes()
+    flip(store_path, len(content) // 2)
+    second_summary = stage(spec, store_path)
+    assert (second_summary.reused, second_summary.fingerprint) == (False, first_summary.fingerprint)
     assert "orfs.h5: not what was staged (checksum); the reads are staged again" in caplog.text
-    assert out.read_bytes() == whole
-    assert stage(spec, out).reused
+    assert store_path.read_bytes() == content
+    assert stage(spec, store_path).reused
 
 
-def test_whatever_bit_of_a_store_is_changed_it_is_refused(spec: StageSpec, tmp_path: Path) -> None:
-    out, rng = tmp_path / "orfs.h5", random.Random(7)
-    stage(spec, out)
-    size = out.stat().st_size
+def test_any_changed_bit_of_a_store_is_refused(spec: StageSpec, tmp_path: Path) -> None:
+    store_path, rng = tmp_path / "orfs.h5", random.Random(7)
+    stage(spec, store_path)
+    size = store_path.stat().st_size
     for place in (
         *range(0, 6000, 7),
         *rng.sample(range(6000, size), 150),
     ):  # HDF5 crashes on some of the first
         bits = 1 << rng.randrange(8)
-        flip(out, place, bits)
+        flip(store_path, place, bits)
         with pytest.raises(InputError, match=r"orfs\.h5: .*; stage the reads again"):
-            OrfStore.open(out)
-        flip(out, place, bits)
-    assert OrfStore.open(out).n_reads == 60
+            OrfStore.open(store_path)
+        flip(store_path, place, bits)
+    assert OrfStore.open(store_path).n_reads == 60
 
 
 def test_staged_again_when_asked(spec: StageSpec, tmp_path: Path) -> None:
-    out = tmp_path / "orfs.h5"
-    first = stage(spec, out)
-    again = stage(spec, out, anew=True)
-    assert (again.reused, again.fingerprint) == (False, first.fingerprint)
+    store_path = tmp_path / "orfs.h5"
+    first_summary = stage(spec, store_path)
+    second_summary = stage(spec, store_path, anew=True)
+    assert (second_summary.reused, second_summary.fingerprint) == (False, first_summary.fingerprint)
 
 
-def test_a_damaged_store_is_replaced_by_the_reads_of_its_run_only(
+def test_a_damaged_store_is_only_replaced_by_the_reads_of_its_run(
     spec: StageSpec, tmp_path: Path, write: WriteReads
 ) -> None:
-    out = tmp_path / "orfs.h5"
-    recorded = RunRecord(
-        fingerprints={"reads": (made := stage(spec, out)).fingerprint}, inputs=made.by_file
+    store_path = tmp_path / "orfs.h5"
+    record = RunRecord(
+        fingerprints={"reads": (summary := stage(spec, store_path)).fingerprint},
+        inputs=summary.by_file,
     )
-    flip(out, out.stat().st_size // 2)
-    damaged = digest(out)
-    other = spec.model_copy(update={"reads": (write(fasta(made_up_reads(20)), "other.fa"),)})
+    flip(store_path, store_path.stat().st_size // 2)
+    damaged_digest = digest(store_path)
+    other_spec = spec.model_copy(update={"reads": (write(fasta(made_up_reads(20)), "other.fa"),)})
     with pytest.raises(
         RunMismatchError, match=r"other reads.*reads\.fa was read then; other\.fa was not"
     ):
-        stage(other, out, expected=recorded)
-    assert digest(out) == damaged
-    assert not stage(spec, out, expected=recorded).reused
-    assert stage(spec, out, expected=recorded).reused
+        stage(other_spec, store_path, expected=record)
+    assert digest(store_path) == damaged_digest
+    assert not stage(spec, store_path, expected=record).reused
+    assert stage(spec, store_path, expected=record).reused
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_leaving_out_broken_records_never_leaves_out_a_whole_file(
+def test_skipping_broken_records_never_skips_a_whole_file(
     write: WriteReads, tmp_path: Path, workers: int
 ) -> None:
     good, empty = write(">a\nACGT\n", "a.fa"), write("", "b.fa")
-    lost = write(">p\nMKVLEEE\n>q\nEEFPQ\n", "c.fa")
-    spec = StageSpec(reads=(good, empty, lost), on_error="skip", stage_workers=workers)
+    protein_file = write(">p\nMKVLEEE\n>q\nEEFPQ\n", "c.fa")
+    spec = StageSpec(reads=(good, empty, protein_file), on_error="skip", stage_workers=workers)
     with pytest.raises(
         InputError,
         match=r"c\.fa: none of its records can be read.*2 broken, the first is .*c\.fa:1:",
-    ) as caught:
+    ) as error_info:
         stage(spec, tmp_path / "run" / "orfs.h5")
-    assert caught.value.file == lost
+    assert error_info.value.file == protein_file
     assert list((tmp_path / "run").iterdir()) == []
     assert (
         stage(

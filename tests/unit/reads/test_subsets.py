@@ -52,7 +52,7 @@ def test_records_come_whole_and_in_order(write: WriteReads, tmp_path: Path) -> N
     assert places == sorted(places)
 
 
-def test_the_seed_decides(write: WriteReads, tmp_path: Path) -> None:
+def test_equal_seeds_draw_equal_reads(write: WriteReads, tmp_path: Path) -> None:
     path = write(fastq([100] * 1000))
 
     def drawn(seed: int, name: str) -> bytes:
@@ -65,13 +65,13 @@ def test_the_seed_decides(write: WriteReads, tmp_path: Path) -> None:
 
 def test_every_read_can_be_drawn(write: WriteReads, tmp_path: Path) -> None:
     path = write(fastq([50] * 10))
-    seen = set()
+    drawn_reads = set()
     for seed in range(40):
         sample(path, 2, tmp_path / "out.fq", seed, force=True)
-        seen |= {
+        drawn_reads |= {
             batch.id(i) for batch in parse((str(tmp_path / "out.fq"),)) for i in range(len(batch))
         }
-    assert len(seen) == 10
+    assert len(drawn_reads) == 10
 
 
 def test_all_reads_when_more_are_asked_for(write: WriteReads, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_all_reads_when_more_are_asked_for(write: WriteReads, tmp_path: Path) ->
     assert summary.reads_after == 3
 
 
-def test_what_cannot_be_read_twice_is_refused(tmp_path: Path) -> None:
+def test_inputs_that_cannot_be_read_twice_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read twice"):
         sample("-", 5, tmp_path / "out.fq")
     assert list(tmp_path.iterdir()) == []
@@ -93,7 +93,7 @@ def test_nothing_to_draw_from(write: WriteReads, tmp_path: Path) -> None:
     assert "0 of 0 reads" in summary.lines()[-1]
 
 
-def test_what_is_refused(write: WriteReads, tmp_path: Path) -> None:
+def test_wrong_settings_are_refused(write: WriteReads, tmp_path: Path) -> None:
     path = write(">a\nAC\n", "in/a.fa")
     with pytest.raises(ConfigError, match="FASTA"):
         sample(path, 1, tmp_path / "out.fastq")
@@ -140,18 +140,18 @@ def test_a_sample_never_replaces_what_it_is_drawn_from(tmp_path: Path) -> None:
     assert path.read_text().count(">") == 2
 
 
-def test_a_file_that_is_there_stays_unless_force_is_given(
+def test_an_existing_file_is_only_replaced_with_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, out = tmp_path / "reads.fa", tmp_path / "out.fa"
+    source, sample_path = tmp_path / "reads.fa", tmp_path / "out.fa"
     source.write_text(">a\nACGT\n>b\nACGTA\n")
-    out.write_text("precious")
-    words = ["sample", str(source), "-n", "2", "-o", str(out)]
+    sample_path.write_text("precious")
+    words = ["sample", str(source), "-n", "2", "-o", str(sample_path)]
     assert main(words) == 2
     assert (
         capsys.readouterr().err
-        == f"virnuc: {out} would be overwritten; choose another name, or --force\n"
+        == f"virnuc: {sample_path} would be overwritten; choose another name, or --force\n"
     )
-    assert out.read_text() == "precious"
+    assert sample_path.read_text() == "precious"
     assert main([*words, "--force"]) == 0
-    assert out.read_text() == source.read_text()
+    assert sample_path.read_text() == source.read_text()

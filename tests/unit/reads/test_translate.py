@@ -51,7 +51,7 @@ def test_a_stop_closes_the_frame() -> None:
     assert [row[1] for row in found(["ATGTAAGCA"])] == ["F2", "F3", "R1", "R2", "R3"]
 
 
-def test_one_extra_base_is_kept_when_the_strand_has_it() -> None:
+def test_one_more_base_is_kept_if_the_strand_has_it() -> None:
     rows = {frame: dna for _, frame, dna, _ in found(["GCAGCAG"])}
     assert rows["F1"] == "GCAGCAG"  # two codons and one more base
     assert rows["F2"] == "CAGCAG"  # two codons, and the strand ends
@@ -96,7 +96,7 @@ def test_equals_the_slow_twin_where_most_frames_are_open(sequences: list[str]) -
 
 
 @given(st.lists(letters, max_size=20), st.integers(1, 80))
-def test_groups_make_no_difference(sequences: list[str], group: int) -> None:
+def test_frames_do_not_depend_on_groups(sequences: list[str], group: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_GROUP_BASES", group)
         assert found(sequences) == expected(sequences)
