@@ -17,14 +17,10 @@ from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.reads.stage import StageSpec
 from virnuc_core.rundir import RunDir
-from virnuc_core.training.evaluation import Examples
-from virnuc_core.training.training import (
-    NO_GENOMES,
-    TrainFile,
-    remove_results,
-    stand_in,
-    write_cuts,
-)
+from virnuc_core.training.fragments import NO_GENOMES, write_fragments
+from virnuc_core.training.splits import Examples
+from virnuc_core.training.train_file import TrainFile
+from virnuc_core.training.training import link_models, remove_results
 
 
 @flow(name="train", flow_run_name=named("reads", "devices"))
@@ -38,7 +34,7 @@ def train(settings: TrainSettings) -> State[TrainFile]:
     """
     head_shape = check_models(settings.models, settings.model_length)
     # embeddings need no head; a models directory without one gets an untrained head for the run
-    models = stand_in(settings.models, settings.out, head_shape)
+    models = link_models(settings.models, settings.out, head_shape)
     embedding_settings = settings.model_copy(update={"models": models, "model_length": None})
     with staged_run(embedding_settings) as staged:
         examples = choose_examples(staged.run, settings, label=staged.label).result()
@@ -71,7 +67,7 @@ def _embed_fragments(staged: StagedRun, examples: Examples, genomes: Path) -> Ru
     run = RunDir(staged.run.root / "lengths")
     label = f"{staged.label}-lengths"
     fragments = run.root / "cuts.fasta"
-    reason = write_cuts(examples, genomes, fragments)
+    reason = write_fragments(examples, genomes, fragments)
     if reason:
         return reason
     stage_spec = StageSpec(reads=(str(fragments),), model_length=staged.staging.model_length)

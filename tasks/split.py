@@ -7,7 +7,8 @@ from virnuc_core.config import TrainSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report import messages
 from virnuc_core.rundir import RunDir
-from virnuc_core.training.evaluation import Examples, choose
+from virnuc_core.training import splits
+from virnuc_core.training.splits import Examples
 
 
 @retrying_task("split", "split {label}")
@@ -22,5 +23,5 @@ def choose_examples(run: RunDir, spec: TrainSpec, *, label: str) -> State[Exampl
     Raises:
         InputError: The table of origins and the reads do not fit each other.
     """
-    examples = choose(OrfStore.open(run.store), spec)
+    examples = splits.choose_examples(OrfStore.open(run.store), spec)
     return completed(examples, messages.split(examples))

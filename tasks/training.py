@@ -9,8 +9,9 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.report import messages
 from virnuc_core.report.training_pages import model_card, training_page
 from virnuc_core.rundir import RunDir, write_text_atomically
-from virnuc_core.training.evaluation import Examples
-from virnuc_core.training.training import TrainFile, train_head
+from virnuc_core.training.splits import Examples
+from virnuc_core.training.train_file import TrainFile
+from virnuc_core.training.training import train_head
 
 
 @retrying_task("train", "train {label}")

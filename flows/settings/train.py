@@ -47,7 +47,7 @@ class TrainSettings(TrainSpec, RunSettings):
             InputError: The table of origins cannot be read.
             ConfigError: An annotation is given without the genomes.
         """
-        from virnuc_core.training.evaluation import read_truth  # it brings scikit-learn along
+        from virnuc_core.training.truth import read_truth  # it brings scikit-learn along
 
         read_truth(self.truth)
         if self.coding_only is not None and self.genomes is None:

@@ -18,7 +18,7 @@ from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.engine import shards
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
-from virnuc_core.training.training import TrainFile
+from virnuc_core.training.train_file import TrainFile
 
 from ..unit.encoders.encoder_batches import packed
 from .training import make_models, make_reads, table, train

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.runfiles import read
-from virnuc_core.training.training import TRAINED, TrainFile
+from virnuc_core.training.train_file import TRAIN_FILE, TrainFile
 
 from .genomes import hosts, viruses, write_checkpoint, write_reads
 
@@ -66,7 +66,7 @@ def train(reads: Path, models: Path, out: Path, *options: str) -> TrainFile:
     subprocess.run(
         command, check=True, env=os.environ | {"PREFECT_HOME": str(out.parent / "prefect")}
     )
-    return read(out / TRAINED, TrainFile)
+    return read(out / TRAIN_FILE, TrainFile)
 
 
 def table(found: dict[str, TrainFile]) -> str:

@@ -33,7 +33,7 @@ from virnuc_core.engine import repeats
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.runfiles import read
-from virnuc_core.training.training import TRAINED, TrainFile
+from virnuc_core.training.train_file import TRAIN_FILE, TrainFile
 
 from .genomes import hosts, viruses, write_reads
 
@@ -180,7 +180,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     given.out.mkdir(parents=True, exist_ok=True)
-    trained = read(given.trained / TRAINED, TrainFile)
+    trained = read(given.trained / TRAIN_FILE, TrainFile)
     fasta = make_reads(
         given.wheels,
         trained,

@@ -13,8 +13,8 @@ from virnuc_core.report.views.speed import measured_runs, unmeasured_device_coun
 from virnuc_core.telemetry.tables import GPU_STAGES
 from virnuc_core.tools.trace import TraceTable
 from virnuc_core.tools.tune import Trial
-from virnuc_core.training.evaluation import Examples
-from virnuc_core.training.training import TrainFile
+from virnuc_core.training.splits import Examples
+from virnuc_core.training.train_file import TrainFile
 from virnuc_core.validation import BaselineSummary, Comparison, OverheadPair
 
 MEBIBYTE: Final = 1 << 20

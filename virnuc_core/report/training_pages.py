@@ -8,7 +8,7 @@ from virnuc_core.encoders.model_config import Estimate, HeadCard
 from virnuc_core.report.render import fill_template
 from virnuc_core.report.text import cell, percent
 from virnuc_core.training.evaluation import Figures, Points
-from virnuc_core.training.training import TrainFile
+from virnuc_core.training.train_file import TrainFile
 
 MIN_CLUSTERS: Final = 10  # of genomes of a class; fewer say little of a head
 MAX_GENOMES: Final = 500  # that the page lists

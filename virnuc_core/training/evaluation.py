@@ -1,336 +1,55 @@
-"""Which reads teach a head and which ask it, and how good its answers are.
+"""Measure how good the scores of a classifier are: metrics with intervals, curves, thresholds.
 
-A head is asked about what it has never met, so what is dealt is a cluster of genomes: those that share a sequence on
-either strand, a stated share of their k-mers, or a group that the user names. Of the answers there are metrics of
-frames, chunks and reads, with intervals over genomes, curves and thresholds; all take weights, so that resampled
-genomes and another share of viruses are the same sums."""
+All metrics take weights of rows. Resampling genomes, and assuming another share of viral reads, are
+then the same sums with other weights. Intervals come from a bootstrap over clusters of genomes,
+because reads of one genome are not independent.
+"""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import pandas as pd
-from Bio.Seq import Seq
-from Bio.SeqIO.FastaIO import SimpleFastaParser
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from scipy.sparse import coo_array, csr_array
-from scipy.sparse.csgraph import connected_components
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import precision_recall_curve, roc_curve
-from sklearn.model_selection import StratifiedGroupKFold
-from xopen import xopen
 
 from virnuc_core import consensus
-from virnuc_core.config import DEFAULT_THRESHOLD, TrainSpec, refuse_unreadable
+from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.encoders.model_config import Estimate
-from virnuc_core.errors import InputError, join_first
-from virnuc_core.reads.fingerprint import digests
-from virnuc_core.reads.simulate import LABELS, TRUTH_HEADER
-from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.simulate import LABELS
 from virnuc_core.runfiles import RunFile
+from virnuc_core.training.truth import VIRUS
 
 Floats = NDArray[np.float64]
-Scored = tuple[pd.DataFrame, Floats]  # rows, and the score of each
 Points = tuple[tuple[float, ...], tuple[float, ...]]  # x and y
-SIDES: Final = ("train", "validation", "test")
-K: Final = (
-    21  # bases of a k-mer; a shorter sequence tells nothing of where it comes from and is left out
-)
-BLOCK: Final = 1 << 14  # uniques looked at together
-BASES: Final = 1 << 18  # whose k-mers are looked at together
-KEPT_HASHES: Final = 1 << 22  # of all k-mers, about so many are compared
-_COMPLEMENT: Final = bytes.maketrans(b"ACGT", b"TGCA")
-_CODES: Final = np.full(256, 4, np.uint64)
-_CODES[np.frombuffer(b"ACGT", np.uint8)] = range(4)
-_MIX: Final = np.uint64(0x9E3779B97F4A7C15)  # spreads k-mers over all numbers
-SAMPLES: Final = 200  # of the bootstrap
-BINS: Final = 10  # of the score, for the calibration error
-AT_ONCE: Final = 1 << 21  # weights held at a time
-POINTS: Final = 100  # of a curve
+Counts = tuple[tuple[int, ...], tuple[int, ...]]  # of others and of viruses, by bin
+
+BOOTSTRAP_SAMPLES: Final = 200
+CALIBRATION_BINS: Final = 10  # of the score
+HISTOGRAM_BINS: Final = 20
+MAX_WEIGHTS: Final = 1 << 21  # that are held at a time
+MAX_POINTS: Final = 100  # of a curve
+INTERVAL: Final = (0.025, 0.975)  # quantiles
 
 
-class Examples(NamedTuple):
-    """The rows that a head is made and judged with, and what was left out and why."""
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Frames with their scores."""
 
-    rows: pd.DataFrame  # read, chunk, unique, sequence (same DNA on either strand: equal), label, genome, cluster, side
-    genomes: (
-        pd.DataFrame
-    )  # by number: genome (its name), label, cluster, side ("": none of its rows is used)
-    left_out: dict[str, int]
-
-
-def _table(path: Path, wanted: tuple[str, ...], known: tuple[str, ...] = ()) -> pd.DataFrame:
-    """The wanted columns of a TAB-separated file as text, by line; lines that repeat others are left out. Errors:
-    `InputError` names the line, or both where two contradict each other on what stands in the first column."""
-    with refuse_unreadable(path, "table with columns between TABs", InputError):
-        table = pd.read_csv(
-            path, sep="\t", quoting=3, dtype=str, keep_default_na=False, skip_blank_lines=False
-        )
-    if not isinstance(
-        table.index, pd.RangeIndex
-    ):  # pandas takes what stands before the first column for names of rows
-        raise InputError(
-            "more fields than the header names",
-            file=path,
-            line=2,
-            hint=f"wanted {', '.join(wanted)}",
-        )
-    if missing := [name for name in wanted if name not in table]:
-        raise InputError(f"no column {', '.join(missing)}", file=path, line=1)
-    if unknown := [name for name in table if name not in (*wanted, *known)]:
-        raise InputError(
-            f"unknown column {join_first(unknown)}",
-            file=path,
-            line=1,
-            hint=f"wanted {', '.join(wanted)}",
-        )
-    table = table[list(wanted)].set_axis(np.arange(2, len(table) + 2))
-    table = table.mask(table == "").dropna(how="all")
-    if len(bad := table.index[table.isna().any(axis=1)]):
-        raise InputError(f"wanted {', '.join(wanted)}", file=path, line=int(bad[0]))
-    return _one_each(table, path, wanted[0])
-
-
-def _one_each(table: pd.DataFrame, path: Path, name: str) -> pd.DataFrame:
-    table = table.drop_duplicates()
-    for line in table.index[table[name].duplicated()]:
-        first = table.index[table[name] == (who := table.at[line, name])][0]
-        raise InputError(
-            f"{name} {who!r} stands on line {first} with other words", file=path, line=int(line)
-        )
-    return table
-
-
-def read_truth(path: Path) -> pd.DataFrame:
-    """What each read is known to be: columns `read`, `label` (index into LABELS), `genome`, by line of the file. The
-    file is TAB-separated, a label `virus` or `others`. Errors: `InputError` names the line and what is wrong with it:
-    unknown columns, lines that contradict each other, too few genomes of a class."""
-    table = _table(path, ("read", "label", "genome"), TRUTH_HEADER)
-    if len(bad := table.index[~table["label"].isin(LABELS)]):
-        raise InputError("wanted a label virus or others", file=path, line=int(bad[0]))
-    table["label"] = (table["label"] == LABELS[1]).astype(np.int64)
-    enough(_one_each(table[["genome", "label"]], path, "genome")["label"].value_counts(), path)
-    return table
-
-
-def enough(counted: Any, file: Path | str = "", what: str = "") -> None:
-    """`InputError` when a class has too few genomes, or clusters of them."""
-    for label, name in enumerate(LABELS):
-        if (count := counted.get(label, 0)) < len(SIDES):
-            problem = f"{count} genomes labelled {name}{what}; {len(SIDES)} are needed"
-            raise InputError(f"{problem}: to learn from, to stop by, to test with", file=file)
-
-
-def lines_of(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
-    """Place in the truth of each read: by its own id (`r7.2`), by that in the file (`r7`), or by its pair's (`r7/1`).
-    Errors: `InputError` names reads that the truth does not know."""
-    known, line = pd.Index(truth["read"]), np.full(store.n_reads, -1)
-    own, filed = (
-        pd.Series(names(0, store.n_reads), dtype=object)
-        for names in (store.read_ids, store.original_ids)
-    )
-    for names in (own, filed, filed.str.replace(r"/[12]$", "", regex=True)):
-        line = np.where(line < 0, known.get_indexer(names), line)
-    if len(unknown := own[line < 0]):
-        raise InputError(
-            f"{len(unknown)} reads have no line in the truth file, among them {join_first(unknown)}"
-        )
-    return line
-
-
-def choose(store: OrfStore, spec: TrainSpec) -> Examples:
-    """The rows to learn from and to be judged by, each genome in its cluster; nothing needs to be embedded for it.
-    Errors: `InputError` where truth and reads do not fit each other, or a sequence has both labels."""
-    table = read_truth(spec.truth)
-    line, rng = lines_of(table, store), np.random.default_rng(spec.seed)
-    names = pd.Index(table["genome"].unique())
-    genome_of, label_of = names.get_indexer(table["genome"])[line], table["label"].to_numpy()[line]
-    read, unique = np.asarray(store.row_read), np.asarray(store.row_unique)
-    rows = pd.DataFrame({"read": read, "chunk": np.asarray(store.row_chunk), "unique": unique})
-    rows["label"], rows["genome"] = label_of[read], genome_of[read]
-    blocks = (
-        store.dna(low, min(low + BLOCK, store.n_uniques))
-        for low in range(0, store.n_uniques, BLOCK)
-    )
-    found = [
-        digests(min(one, one.translate(_COMPLEMENT)[::-1]) for one in pieces)[:, 0]
-        for pieces in blocks
-    ]
-    rows["sequence"] = pd.factorize(np.concatenate([np.zeros(0, np.uint64), *found]))[0][unique]
-    left = {"lines of the truth without a read": len(table) - len(np.unique(line))}
-    left["reads without an open frame"] = store.n_reads - store.counts.n_open_reads
-    long = np.diff(store.dna_offsets)[unique] >= K
-    rows, left[f"frames of fewer than {K} bases"] = rows[long], int((~long).sum())
-    mixed = rows[rows.groupby("sequence")["label"].transform("nunique") > 1]  # on whichever strand
-    if len(mixed):
-        pair = (
-            mixed[mixed["sequence"] == mixed["sequence"].iloc[0]]
-            .drop_duplicates("label")
-            .sort_values("label")
-        )
-        others, virus = (store.read_ids(one, one + 1)[0] for one in pair["read"])
-        same, more = (
-            f"reads {virus!r} (virus) and {others!r} (others) hold the same",
-            mixed["sequence"].nunique() - 1,
-        )
-        problem = f"{same} sequence, on either strand, as do {more} more"
-        raise InputError(problem, hint="correct the truth or leave reads out")
-    enough(rows.groupby("label")["genome"].nunique(), what=" have open frames")
-    cluster = clusters(rows, store, names, spec)
-    rows = rows.assign(cluster=cluster[rows["genome"]])
-    if spec.coding_only is not None and spec.genomes is not None:
-        within = coding(rows, store, names, spec.coding_only, spec.genomes)
-        rows, left["frames outside coding regions"] = rows[within], int((~within).sum())
-    reads = rows.groupby("read").agg(
-        label=("label", "first"), genome=("genome", "first"), rows=("label", "size")
-    )
-    kept = draw(reads, spec.rows_per_class, spec.sampling, rng)
-    left[f"reads beyond {spec.rows_per_class:,} frames of a class"] = len(reads) - len(kept)
-    rows = rows[rows["read"].isin(kept)].reset_index(drop=True)
-    enough(rows.groupby("label")["cluster"].nunique(), what=" remain, kin ones counted once")
-    rows["side"] = SIDES.index("test") * (deal(rows, spec.test_share, spec.seed) == 0)
-    rest = rows.index[rows["side"] == 0]
-    rows.loc[rest, "side"] = (deal(rows.loc[rest], spec.validation_share, spec.seed) == 0).astype(
-        np.int64
-    )
-    known = (
-        table.drop_duplicates("genome")[["genome", "label"]]
-        .reset_index(drop=True)
-        .assign(cluster=cluster, side="")
-    )
-    known.loc[rows["genome"], "side"] = rows["side"].map(SIDES.__getitem__).to_numpy()
-    return Examples(rows, known, {what: count for what, count in left.items() if count})
-
-
-def draw(
-    table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generator
-) -> "pd.Index[Any]":
-    """Which of a table's entries (`label`, `genome`, `rows`) to take, so that no class has more than `limit` rows: by
-    chance or, `even`, one of each genome in turn, so that a large genome gives no more than it must."""
-    table = table.iloc[rng.permutation(len(table))]
-    if sampling == "even":
-        table = table.iloc[np.argsort(table.groupby("genome").cumcount(), kind="stable")]
-    return table.index[table.groupby("label")["rows"].cumsum() <= limit]
-
-
-def clusters(
-    rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", spec: TrainSpec
-) -> NDArray[np.int64]:
-    """The cluster of each genome: two are kin that share a sequence, a group, or `similarity` of the fewer k-mers.
-    K-mers are those of the genome's sequence, where it is given, and of its frames: those of few reads meet no others
-    of their genome, or are so few that one repeat in common is a large share."""
-    known = {} if spec.genomes is None else read_genomes(spec.genomes)
-    texts = [known.get(name, "").encode() for name in names]
-    whole = pd.DataFrame(
-        {"unique": store.n_uniques + np.arange(len(names)), "genome": np.arange(len(names))}
-    )
-    owners = pd.concat([rows[["unique", "genome"]].drop_duplicates(), whole])
-    offsets = np.append(
-        store.dna_offsets, store.dna_offsets[-1] + np.cumsum([len(one) for one in texts])
-    )
-    letters = np.concatenate([store.dna_bytes[:], np.frombuffer(b"".join(texts), np.uint8)])
-    sketch = owners.merge(_sketch(letters, offsets), on="unique")
-    edges = [
-        _kin(rows["genome"], rows["sequence"], 0.0),
-        _kin(sketch["genome"], sketch["hash"], spec.similarity),
-    ]
-    if spec.groups is not None:
-        group = _table(spec.groups, ("genome", "group")).set_index("genome")["group"]
-        if len(absent := names.difference(group.index)):
-            raise InputError(f"no line for genome {join_first(absent)}", file=spec.groups)
-        edges.append(_kin(np.arange(len(names)), group[names], 0.0))
-    a, b = map(np.concatenate, zip(*edges, strict=True))
-    graph = coo_array((np.ones(len(a)), (a, b)), shape=(len(names), len(names)))
-    found: NDArray[np.int64] = connected_components(graph, directed=False)[1].astype(np.int64)
-    return found
-
-
-def _kin(genome: Any, item: Any, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pairs of genomes that have an item in common, and at least this share of the items of the one with fewer."""
-    held = pd.DataFrame({"genome": genome, "item": pd.factorize(item)[0]}).drop_duplicates()
-    items = csr_array((np.ones(len(held)), (held["genome"], held["item"])))
-    shared, size = (items @ items.T).tocoo(), np.diff(items.indptr)
-    a, b = shared.coords
-    kin = shared.data >= share * np.minimum(size[a], size[b])
-    return a[kin], b[kin]
-
-
-def _sketch(letters: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pd.DataFrame:
-    """`unique` and `hash` of the k-mers of sequences end to end, the lesser of both strands; of many by minhash."""
-    most = ~np.uint64(0) // np.uint64(1 + len(letters) // KEPT_HASHES)
-    found, powers = list[pd.DataFrame](), np.uint64(4) ** np.arange(K, dtype=np.uint64)
-    for low in range(0, len(letters) - K + 1, BASES):
-        words = sliding_window_view(_CODES[letters[low : low + BASES + K - 1]], K)
-        hashed = np.minimum(words @ powers, (np.uint64(3) - words[:, ::-1]) @ powers) * _MIX
-        hashed ^= hashed >> np.uint64(32)
-        at = np.flatnonzero((words < 4).all(axis=1) & (hashed * _MIX <= most))
-        first, last = (
-            np.searchsorted(offsets, low + at + more, "right") - 1 for more in (0, K - 1)
-        )
-        same = first == last
-        found.append(pd.DataFrame({"unique": first[same], "hash": hashed[at[same]]}))
-    return pd.concat(found or [pd.DataFrame(columns=["unique", "hash"])]).drop_duplicates()
-
-
-def deal(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int64]:
-    """The fold of each row, [rows]: all have about this share of each class's rows, and no cluster is in two. The first
-    one, which is what is held back, is the one with most clusters of the class that has fewer in it: a cluster that
-    holds much of a class would be alone in its fold."""
-    fewest = int(rows.groupby("label")["cluster"].nunique().min())
-    folds = StratifiedGroupKFold(
-        max(2, min(round(1 / share), fewest)), shuffle=True, random_state=seed
-    )
-    found = np.empty(len(rows), np.int64)
-    for number, (_, held) in enumerate(folds.split(rows, rows["label"], rows["cluster"])):
-        found[held] = number
-    counts = rows.assign(fold=found).groupby(["fold", "label"])["cluster"].nunique()
-    if len(counts) < 2 * folds.n_splits:
-        raise InputError(
-            "genomes are kin across both classes, and cannot be dealt to sides; see --similarity"
-        )
-    order = np.argsort(-counts.groupby("fold").min().to_numpy(), kind="stable")
-    return np.argsort(order)[found]
-
-
-def coding(
-    rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", gff: Path, genomes: Path
-) -> NDArray[np.bool_]:
-    """Whether each row's protein is part of the translation of a coding region (CDS) of its genome: [rows]."""
-    letters, texts = read_genomes(genomes), dict.fromkeys(names, "")
-    with refuse_unreadable(gff, "GFF", InputError):
-        table = pd.read_csv(
-            gff, sep="\t", comment="#", header=None, names=range(9), dtype=str, quoting=3
-        )
-        for name, low, high, strand, phase in table.loc[
-            table[2] == "CDS", [0, 3, 4, 6, 7]
-        ].itertuples(index=False):
-            region = Seq(letters.get(name, "")[int(low) - 1 : int(high)])
-            frame = (region.reverse_complement() if strand == "-" else region)[int(phase) :]  # type: ignore[no-untyped-call]
-            texts[name] = f"{texts.get(name, '')}*{frame[: len(frame) // 3 * 3].translate()}"
-    pairs = zip(rows["unique"].tolist(), names[rows["genome"]], strict=True)
-    return np.array(
-        [store.protein(unique, unique + 1)[0].decode() in texts[name] for unique, name in pairs],
-        bool,
-    )
-
-
-def read_genomes(path: Path) -> dict[str, str]:
-    """The sequences of a FASTA file, plain or compressed, by the first word of their headers."""
-    with refuse_unreadable(path, "FASTA", InputError), xopen(path, "rt", threads=0) as file:
-        records = SimpleFastaParser(file)  # type: ignore[no-untyped-call]
-        return {title.split()[0]: letters.upper() for title, letters in records if title.split()}
+    rows: pd.DataFrame  # with the columns read, chunk, label and cluster
+    scores: Floats  # P(virus), [rows]
 
 
 class Figures(RunFile):
-    """One line of the table: who scored what, and how well."""
+    """A line of the table of figures: which method scored which test set, and how well."""
 
     method: str  # head, or a baseline
-    asked: str  # cross-validation, test, or the bases of cut fragments
-    level: str
+    asked: str  # the test set: cross-validation, test, or the bases of cut fragments
+    level: str  # frame, chunk or read
     prevalence: float  # share of viral ones that the metrics hold for
-    natural: bool  # that of the rows themselves
+    natural: bool  # whether this is the share among the rows themselves
     rows: int
     clusters: int  # of genomes
     metrics: dict[str, Estimate | None]  # None where one is not defined
@@ -361,132 +80,254 @@ def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
     return {"frame": frames, "chunk": chunks, "read": reads}
 
 
-def measure(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
-    """The metrics, a column each, by row of `weights` [samples, rows of the table]; NaN where one is not defined."""
-    order = np.argsort(-table["score"].to_numpy(np.float64), kind="stable")
-    score, virus = table["score"].to_numpy(np.float64)[order], table["label"].to_numpy()[order] == 1
+def weighted_metrics(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
+    """Compute the metrics of scores for several sets of weights.
+
+    Args:
+        table: Scored frames, chunks or reads with the columns score and label.
+        weights: Weight of each row, [samples, rows].
+
+    Returns:
+        A row for each sample and a column for each metric; NaN where a metric is not defined.
+    """
+    all_scores = table["score"].to_numpy(np.float64)
+    order = np.argsort(-all_scores, kind="stable")
+    scores = all_scores[order]  # [rows], largest first
+    is_virus = table["label"].to_numpy()[order] == VIRUS
     weights = weights[:, order]
-    last = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)  # of equal scores
-    hit, false = (np.cumsum(weights * kind, axis=1)[:, last] for kind in (virus, ~virus))
-    missed, called = score - virus, weights * consensus.is_viral(score, DEFAULT_THRESHOLD)
-    bins = np.eye(BINS)[np.minimum((score * BINS).astype(int), BINS - 1)]
+    total = weights.sum(axis=1)
+
+    # A threshold lies behind the last of equal scores.
+    last_of_score = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)
+    true_positives = np.cumsum(weights * is_virus, axis=1)[:, last_of_score]
+    false_positives = np.cumsum(weights * ~is_virus, axis=1)[:, last_of_score]
+
+    called_weights = weights * consensus.is_viral(scores, DEFAULT_THRESHOLD)
+    called_right = called_weights @ is_virus
+    n_called = called_weights.sum(axis=1)
+    n_virus = weights @ is_virus
+
+    errors = scores - is_virus
+    bin_of_row = np.minimum((scores * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+    is_in_bin = np.eye(CALIBRATION_BINS)[bin_of_row]  # [rows, bins]
     with np.errstate(invalid="ignore", divide="ignore"):
-        recall, wrong = hit / hit[:, -1:], false / false[:, -1:]
-        steps = np.diff(recall, axis=1, prepend=0)
-        found = {
-            "auroc": (np.diff(wrong, axis=1, prepend=0) * (recall - steps / 2)).sum(axis=1),
-            "auprc": np.nansum(steps * hit / (hit + false), axis=1),
-            "precision": called @ virus / called.sum(axis=1),
-            "recall": called @ virus / (weights @ virus),
-            "f1": 2 * (called @ virus) / (called.sum(axis=1) + weights @ virus),
-            "brier": weights @ missed**2 / weights.sum(axis=1),
-            "ece": np.abs((weights * missed) @ bins).sum(axis=1) / weights.sum(axis=1),
+        recall = true_positives / true_positives[:, -1:]
+        fallout = false_positives / false_positives[:, -1:]
+        recall_steps = np.diff(recall, axis=1, prepend=0)
+        fallout_steps = np.diff(fallout, axis=1, prepend=0)
+        trapezoids = fallout_steps * (recall - recall_steps / 2)
+        precision_steps = recall_steps * true_positives / (true_positives + false_positives)
+        metrics = {
+            "auroc": trapezoids.sum(axis=1),
+            "auprc": np.nansum(precision_steps, axis=1),
+            "precision": called_right / n_called,
+            "recall": called_right / n_virus,
+            "f1": 2 * called_right / (n_called + n_virus),
+            "brier": weights @ errors**2 / total,
+            "ece": np.abs((weights * errors) @ is_in_bin).sum(axis=1) / total,
         }
-    return pd.DataFrame(found)
+    return pd.DataFrame(metrics)
 
 
-def judge(
-    asked: str, method: str, scored: Sequence[Scored], prevalence: float, seed: int = 0
+def bootstrap_metrics(
+    test_set: str,
+    method: str,
+    scorings: Sequence[ScoredRows],
+    prevalence: float,
+    seed: int = 0,
 ) -> list[Figures]:
-    """Lines of the table for each level and both prevalences; over several scorings of the same rows their means."""
-    lines, levels = [], [by_level(*one) for one in scored]
+    """Measure the scores of a method on a test set, with bootstrap intervals.
+
+    Args:
+        test_set: Name of the test set.
+        method: Name of the method.
+        scorings: Scores of the same rows, once for each repeat. The metrics are averaged.
+        prevalence: Share of viral ones that metrics are also given for.
+        seed: Seed of the bootstrap.
+
+    Returns:
+        For each level (frame, chunk, read) the figures at the natural and at the given prevalence.
+    """
+    levels = [by_level(scoring.rows, scoring.scores) for scoring in scorings]
+    figures = []
     for level in levels[0]:
-        tables, rng = [one[level] for one in levels], np.random.default_rng(seed)
-        own, of = float(tables[0]["label"].mean()), tables[0].groupby("cluster")["label"].mean()
-        of = of.where(
-            of.isin((0, 1)), 0.5
-        )  # clusters of both classes, which --groups may make, are their own kind
-        times = np.ones(
-            (1 + SAMPLES, int(of.index.max()) + 1)
-        )  # that each cluster is drawn, within its kind
-        for value in of.unique():
-            members = of.index[of == value]
-            times[1:, members] = rng.multinomial(
-                len(members), [1 / len(members)] * len(members), SAMPLES
+        tables = [tables_by_level[level] for tables_by_level in levels]
+        labels = tables[0]["label"]
+        cluster_labels = _cluster_labels(tables[0])
+        draws = bootstrap_draws(cluster_labels, np.random.default_rng(seed))
+        for target in (None, prevalence):
+            samples = _mean_metrics(tables, draws, target)
+            figures.append(
+                Figures(
+                    method=method,
+                    asked=test_set,
+                    level=level,
+                    prevalence=float(labels.mean()) if target is None else target,
+                    natural=target is None,
+                    rows=len(labels),
+                    clusters=len(cluster_labels),
+                    metrics={
+                        name: _estimate(values.to_numpy(), cluster_labels)
+                        for name, values in samples.items()
+                    },
+                )
             )
-        for share in (None, prevalence):
-            parts = np.array_split(times, 1 + len(times) * len(tables[0]) // AT_ONCE)
-            found = [
-                pd.concat([measure(table, _weights(table, part, share)) for part in parts])
-                for table in tables
-            ]
-            means = sum(found[1:], found[0]) / len(found)
-            metrics = {name: _interval(mean.to_numpy(), of) for name, mean in means.items()}
-            told = {
-                "rows": len(tables[0]),
-                "clusters": len(of),
-                "natural": share is None,
-                "metrics": metrics,
-            }
-            lines.append(
-                Figures(method=method, asked=asked, level=level, prevalence=share or own, **told)
-            )
-    return lines
+    return figures
 
 
-def _weights(table: pd.DataFrame, times: Floats, share: float | None) -> Floats:
-    """Of each row, as often as its cluster was drawn; with a share of viral rows that each sample is brought to."""
-    weights, virus = times[:, table["cluster"]], table["label"].to_numpy() == 1
-    if share is not None:
-        own = (weights @ virus / weights.sum(axis=1))[:, None]
-        weights *= np.where(virus, share / own, (1 - share) / (1 - own))
+def _cluster_labels(table: pd.DataFrame) -> "pd.Series[float]":
+    """Return the label of each cluster; 0.5 for one of both classes, which `--groups` may make."""
+    mean_labels = table.groupby("cluster")["label"].mean()
+    return mean_labels.where(mean_labels.isin((0, 1)), 0.5)
+
+
+def bootstrap_draws(cluster_labels: "pd.Series[float]", rng: np.random.Generator) -> Floats:
+    """Draw clusters with replacement, among those of the same label.
+
+    Args:
+        cluster_labels: Label of each cluster, by its number.
+        rng: The random number generator.
+
+    Returns:
+        How often each cluster was drawn, [1 + samples, clusters]. Row 0 has each cluster once.
+    """
+    n_clusters = int(cluster_labels.index.max()) + 1
+    draws = np.ones((1 + BOOTSTRAP_SAMPLES, n_clusters))
+    for label in cluster_labels.unique():
+        members = cluster_labels.index[cluster_labels == label]
+        n_members = len(members)
+        chances = [1 / n_members] * n_members
+        draws[1:, members] = rng.multinomial(n_members, chances, BOOTSTRAP_SAMPLES)
+    return draws
+
+
+def _mean_metrics(
+    tables: Sequence[pd.DataFrame], draws: Floats, prevalence: float | None
+) -> pd.DataFrame:
+    """Return the metrics of each bootstrap sample, averaged over the tables: [samples, metrics]."""
+    n_parts = 1 + len(draws) * len(tables[0]) // MAX_WEIGHTS  # limits the memory for weights
+    metrics_of_tables = []
+    for table in tables:
+        parts = []
+        for part in np.array_split(draws, n_parts):
+            weights = row_weights(table, part, prevalence)
+            parts.append(weighted_metrics(table, weights))
+        metrics_of_tables.append(pd.concat(parts))
+    total = sum(metrics_of_tables[1:], metrics_of_tables[0])
+    return total / len(tables)
+
+
+def row_weights(table: pd.DataFrame, draws: Floats, prevalence: float | None) -> Floats:
+    """Return the weight of each row in each bootstrap sample.
+
+    Args:
+        table: Rows with the columns label and cluster.
+        draws: How often each cluster was drawn, [samples, clusters].
+        prevalence: Share of the weight that viral rows get in each sample. None: as drawn.
+
+    Returns:
+        Weights, [samples, rows].
+    """
+    weights = draws[:, table["cluster"]]
+    is_virus = table["label"].to_numpy() == VIRUS
+    if prevalence is not None:
+        natural = (weights @ is_virus / weights.sum(axis=1))[:, None]
+        virus_factor = prevalence / natural
+        others_factor = (1 - prevalence) / (1 - natural)
+        weights *= np.where(is_virus, virus_factor, others_factor)
     return weights
 
 
-def _interval(found: Floats, of: "pd.Series[float]") -> Estimate | None:
-    """The first of them, and between what 95 % of all lie; anything where a class has one cluster alone."""
-    known = np.clip(found[np.isfinite(found)], 0, 1)
-    told = len(known) > 0 and min((of < 1).sum(), (of > 0).sum()) > 1
-    low, high = np.quantile(known, (0.025, 0.975)).tolist() if told else (0, 1)
-    return Estimate(value=known[0], low=low, high=high) if np.isfinite(found[0]) else None
+def _estimate(samples: Floats, cluster_labels: "pd.Series[float]") -> Estimate | None:
+    """Return a metric with its interval; None if it is not defined.
+
+    Args:
+        samples: The metric of all rows, then of each bootstrap sample.
+        cluster_labels: Label of each cluster. If a class has a single cluster, the interval is 0
+            to 1, because one cluster says nothing of others.
+    """
+    if not np.isfinite(samples[0]):
+        return None
+    known = np.clip(samples[np.isfinite(samples)], 0, 1)
+    n_others = (cluster_labels < 1).sum()
+    n_virus = (cluster_labels > 0).sum()
+    low, high = 0.0, 1.0
+    if min(n_others, n_virus) > 1:
+        low, high = np.quantile(known, INTERVAL).tolist()
+    return Estimate(value=known[0], low=low, high=high)
 
 
-def thresholds(
-    table: pd.DataFrame, shares: Sequence[float], prevalence: float
+def fdr_thresholds(
+    table: pd.DataFrame, rates: Sequence[float], prevalence: float
 ) -> dict[float, float]:
-    """The least score from which no more than each share of what is called viral is not, where there is one. One more
-    false read than there are is counted, above all others: of few reads nobody can tell a small share."""
-    label, score, own = (
-        np.append(table["label"], 0),
-        np.append(table["score"], 2.0),
-        table["label"].mean(),
-    )
-    weights = np.where(label == 1, prevalence / own, (1 - prevalence) / (1 - own))
-    precision, _, at = precision_recall_curve(label, score, sample_weight=weights)
-    held = {share: at[precision[:-1] >= 1 - share] for share in shares}
-    return {share: float(scores[0]) for share, scores in held.items() if len(scores)}
+    """Find the lowest score from which each false discovery rate holds.
+
+    One more false positive than there are is counted, above all scores: a few reads cannot show
+    that a small rate holds.
+
+    Args:
+        table: Scored reads with the columns score and label.
+        rates: False discovery rates: the largest share of others among what is called viral.
+        prevalence: Share of viral reads that the rates hold for.
+
+    Returns:
+        The threshold of each rate; rates that no threshold reaches are absent.
+    """
+    labels = np.append(table["label"], LABELS.index("others"))
+    scores = np.append(table["score"], 2.0)
+    natural = table["label"].mean()
+    virus_weight = prevalence / natural
+    others_weight = (1 - prevalence) / (1 - natural)
+    weights = np.where(labels == VIRUS, virus_weight, others_weight)
+    precision, _, candidates = precision_recall_curve(labels, scores, sample_weight=weights)
+    thresholds = {}
+    for rate in rates:
+        sufficient = candidates[precision[:-1] >= 1 - rate]
+        if len(sufficient):
+            thresholds[rate] = float(sufficient[0])
+    return thresholds
 
 
-def false_share(table: pd.DataFrame, threshold: float, prevalence: float) -> float | None:
-    """The share that is not viral of what a threshold calls viral; None where it calls nothing so."""
-    weights = _weights(table, np.ones((1, int(table["cluster"].max()) + 1)), prevalence)[0]
-    called, virus = consensus.is_viral(table["score"].to_numpy(), threshold), table["label"] == 1
-    return float(weights[called & ~virus].sum() / weights[called].sum()) if called.any() else None
+def false_discovery_rate(table: pd.DataFrame, threshold: float, prevalence: float) -> float | None:
+    """Return the share of others among what is called viral; None if nothing is called viral.
+
+    Args:
+        table: Scored reads with the columns score, label and cluster.
+        threshold: Score from which a read is called viral.
+        prevalence: Share of viral reads that the rate is given for.
+    """
+    is_called = consensus.is_viral(table["score"].to_numpy(), threshold)
+    if not is_called.any():
+        return None
+    n_clusters = int(table["cluster"].max()) + 1
+    weights = row_weights(table, np.ones((1, n_clusters)), prevalence)[0]
+    is_virus = table["label"] == VIRUS
+    return float(weights[is_called & ~is_virus].sum() / weights[is_called].sum())
 
 
 def curves(table: pd.DataFrame) -> dict[str, Points]:
-    """ROC, precision and recall, and reliability at the prevalence of the table itself."""
-    label, score = table["label"], table["score"]
-    wrong, hits, _ = roc_curve(label, score)
-    precision, recall, _ = precision_recall_curve(label, score)
-    real, said = calibration_curve(label, score, n_bins=BINS)
-    found = {
-        "ROC": (wrong, hits),
-        "precision and recall": (recall, precision),
-        "reliability": (said, real),
-    }
-    thin = {
-        name: np.unique(np.linspace(0, len(x) - 1, POINTS).astype(int))
-        for name, (x, _) in found.items()
-    }
+    """Return the ROC, precision-recall and reliability curves, at the table's own prevalence."""
+    labels, scores = table["label"], table["score"]
+    fallout, recall_of_roc, _ = roc_curve(labels, scores)
+    precision, recall, _ = precision_recall_curve(labels, scores)
+    share_of_virus, mean_score = calibration_curve(labels, scores, n_bins=CALIBRATION_BINS)
     return {
-        name: (tuple(x[thin[name]].tolist()), tuple(y[thin[name]].tolist()))
-        for name, (x, y) in found.items()
+        "ROC": _thin_out(fallout, recall_of_roc),
+        "precision and recall": _thin_out(recall, precision),
+        "reliability": _thin_out(mean_score, share_of_virus),
     }
 
 
-def histogram(table: pd.DataFrame) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Reads of both classes, others first, by score, in equal bins from 0 to 1."""
-    of = (table.loc[table["label"] == label, "score"] for label in (0, 1))
-    others, virus = (tuple(np.histogram(scores, 2 * BINS, (0, 1))[0].tolist()) for scores in of)
-    return others, virus
+def _thin_out(x: Floats, y: Floats) -> Points:
+    """Return at most MAX_POINTS points of a curve, evenly chosen."""
+    indices = np.unique(np.linspace(0, len(x) - 1, MAX_POINTS).astype(int))
+    return tuple(x[indices].tolist()), tuple(y[indices].tolist())
+
+
+def histogram(table: pd.DataFrame) -> Counts:
+    """Count reads of others and of viruses by score, in equal bins from 0 to 1."""
+    others_counts, virus_counts = (
+        np.histogram(table.loc[table["label"] == label, "score"], HISTOGRAM_BINS, (0, 1))[0]
+        for label in range(len(LABELS))
+    )
+    return tuple(others_counts.tolist()), tuple(virus_counts.tolist())

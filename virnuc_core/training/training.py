@@ -1,190 +1,145 @@
-"""A head fitted on labelled reads from the embeddings a run has stored, and all that tells how good it is.
+"""Train a classifier (head) on labelled reads, from the embeddings that a run has stored.
 
-The figures are those of a repeated cross-validation, in which every cluster of genomes is asked about by heads that
-never met it, and of the final head's own test. Beside them stand two baselines, so that a head that has learnt nothing
-is seen. `train.json` keeps everything."""
+Its figures are those of a repeated cross-validation, in which heads that never met a cluster of
+genomes score it, and those of the final head on the test set. Two baselines are measured beside it:
+they show if a head has learnt nothing. `train.json` keeps everything.
+"""
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
-from itertools import product
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import numpy as np
 import pandas as pd
 import torch
-from numpy.typing import NDArray
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from threadpoolctl import threadpool_limits
-from torch import Tensor, nn
 
 import virnuc_core
 from virnuc_core.config import TrainSpec
 from virnuc_core.encoders.checkpoint import WEIGHTS, shape_of
-from virnuc_core.encoders.classifier import Classifier, probabilities
 from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.digests import fingerprint, part_digest
-from virnuc_core.encoders.model_config import (
-    RANDOM_ORIGIN,
-    HeadCard,
-    HeadShape,
-    read_shape,
-    write_shape,
-)
-from virnuc_core.encoders.model_files import write_part, write_tensors
+from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadCard, HeadShape, read_shape
+from virnuc_core.encoders.model_files import write_part
 from virnuc_core.encoders.registry import ENCODER_PARTS, PART_SHAPES
-from virnuc_core.engine import shards
-from virnuc_core.errors import VirnucError
 from virnuc_core.reads.simulate import LABELS
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RESULT_FILES, RunDir, discard, write_text_atomically
-from virnuc_core.runfiles import RunFile, RunSummary, now, read, sha256_of, write
+from virnuc_core.rundir import RESULT_FILES, RunDir, discard
+from virnuc_core.runfiles import RunSummary, now, read, write
 from virnuc_core.training import evaluation
-from virnuc_core.training.evaluation import (
-    SIDES,
-    Examples,
-    Figures,
-    Floats,
-    Scored,
-    by_level,
-    deal,
-    draw,
-    thresholds,
+from virnuc_core.training.card import make_card, write_head
+from virnuc_core.training.evaluation import Figures, ScoredRows, by_level
+from virnuc_core.training.features import Features, load_features
+from virnuc_core.training.fitting import (
+    BATCH_ROWS,
+    HEAD_METHOD,
+    FittedHead,
+    cross_validate,
+    fit_methods,
 )
+from virnuc_core.training.fragments import (
+    LENGTHS,
+    NO_FRAGMENTS,
+    NO_GENOMES,
+    EvaluationSet,
+    fragments_name,
+    read_fragments,
+)
+from virnuc_core.training.splits import Examples
+from virnuc_core.training.train_file import TRAIN_FILE, TRAIN_PAGE, TrainFile
+from virnuc_core.training.truth import SIDES, TEST_SIDE
 
-TRAINED: Final = "train.json"
-ENCODERS: Final = "encoders"  # in a training directory: the models that its embeddings are made by
-LENGTHS: Final = (150, 300, 500)  # bases that the test's genomes are cut to
-CUTS: Final = 40  # of a genome and length, at most
-NO_GENOMES: Final = "the genomes' sequences were not given (--genomes)"
-FALSE_SHARES: Final = (0.001, 0.01, 0.05, 0.1)  # false discovery rates that thresholds are kept for
-DOUBT: Final = 0.05  # share of wrong verdicts from which scores are uncertain
-HEAD, CROSS, TEST = "head", "cross-validation", "test"  # who scored, and who was asked
-BATCH_ROWS: Final = 128
-STEP_EPOCHS, STEP_DECAY = 10, 0.85  # the learning rate falls by the second after so many epochs
-# multiplications of one step from which several threads pay; below, handing them round takes three times as long
-SHARED_FROM: Final = 100_000_000
-BASELINE_ROWS: Final = 2_500  # of a class that a baseline learns from
-WORDS: Final = tuple(
-    map("".join, product("ACGT", repeat=4))
-)  # of the DNA, for the baseline on those
-
-
-class TrainFile(RunFile):
-    """`train.json`: what a head was made of, and how good it is."""
-
-    schema_version: int = 1
-    created: str
-    virnuc_version: str
-    settings: dict[str, Any]
-    model_length: int
-    encoders: str  # where each comes from; of random ones no figure means anything
-    digests: dict[str, str]  # of the encoders and of the head
-    realised: dict[
-        float, float | None
-    ]  # by rate of the card's thresholds: that of the final head's test reads
-    card: HeadCard  # as the head has it; from the cross-validation, or from the test where there was none
-    clusters: dict[str, dict[str, int]]  # of genomes, by side and class
-    shared_sequences: int  # between sides, on either strand
-    genomes: dict[
-        str, dict[str, int | str]
-    ]  # label, cluster, side ("": not used) and frames of each
-    left_out: dict[str, int]
-    learnt_from: int  # frames, as many of either class
-    epochs: int
-    best_epoch: int
-    validation_loss: float
-    figures: tuple[Figures, ...]
-    curves: dict[str, evaluation.Points]
-    histograms: dict[
-        str, tuple[tuple[int, ...], tuple[int, ...]]
-    ]  # by who was asked: reads by score, others and virus
-    not_run: dict[str, str]  # what could not be measured, and why
+MODELS_FOLDER: Final = "encoders"  # in a training directory: the models of its embeddings
+HEAD_FOLDER: Final = "head"
+CROSS_VALIDATION: Final = "cross-validation"  # a test set, of all rows
+FINAL_TEST: Final = SIDES[TEST_SIDE]
+# Multiplications of one training step from which several threads are worth it. Below, handing the
+# work round takes three times as long.
+MIN_SHARED_PRODUCTS: Final = 100_000_000
 
 
-class Inputs(NamedTuple):
-    """Rows and what is learnt from."""
-
-    rows: pd.DataFrame
-    vectors: Tensor  # [rows, width] float32
-    words: Floats  # [rows, words that occur] shares of the DNA
-
-    def part(self, wanted: NDArray[Any]) -> "Inputs":  # places, or where it is true
-        return Inputs(
-            self.rows.iloc[wanted], self.vectors[torch.tensor(wanted)], self.words[wanted]
-        )
+# --- A training directory -------------------------------------------------------------------------
 
 
-Scorer = Callable[[Inputs], Floats]
-BASELINES: Final[dict[str, Callable[[Inputs], Any]]] = {
-    "logistic regression on the vectors": lambda of: of.vectors.numpy(),
-    "logistic regression on 4-mers": lambda of: of.words,
-}
+def link_models(models: Path, out: Path, shape: HeadShape) -> Path:
+    """Make a models directory with the encoders of another one and a random head.
 
+    A run needs a head, but embeddings do not depend on it. With a random one, training needs no
+    earlier head, and no result can be mistaken for one of an earlier head.
 
-def inputs_of(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) -> tuple[Inputs, int]:
-    """The rows with vectors and words, and how many were left out because their embedding is not finite. Errors:
-    `VirnucError` when those are more than one in a hundred; `ShardError` for a missing or damaged shard."""
-    wanted, place = np.unique(rows["unique"], return_inverse=True)
-    plan, vectors = shards.read_plan(run), torch.full((len(wanted), width), torch.nan)
-    for shard in range(len(plan)):
-        result, (low, high) = shards.read_shard(run, plan, shard), plan.range(shard)
-        here = np.flatnonzero((wanted >= low) & (wanted < high))
-        vectors[here] = torch.from_numpy(result.embeddings[wanted[here] - low])
-    texts = [store.dna(one, one + 1)[0].decode() for one in wanted.tolist()]
-    four = {"analyzer": "char", "ngram_range": (4, 4), "lowercase": False, "vocabulary": WORDS}
-    words = TfidfVectorizer(norm="l1", use_idf=False, **four).fit_transform(texts).toarray()
-    sound = np.flatnonzero(vectors.isfinite().all(dim=1)[place])
-    if (lost := len(rows) - len(sound)) > len(rows) / 100:
-        raise VirnucError(
-            f"{run.root}: {lost} of {len(rows)} frames have no finite embedding; see its failed.tsv"
-        )
-    return Inputs(rows, vectors[place], words[place]).part(sound), lost
+    Args:
+        models: The models directory with the encoders.
+        out: The training directory.
+        shape: Sizes of the head that will be trained.
 
-
-def stand_in(models: Path, out: Path, shape: HeadShape) -> Path:
-    """A models directory in `out` with the encoders of `models` and a random head: embeddings depend on no head. So
-    training needs none, and no result can be mistaken for one of an earlier head."""
-    folder = out / ENCODERS
-    discard(folder, *ENCODER_PARTS, "head/config.json", f"head/{WEIGHTS}")
-    shape = shape.model_copy(update={"hidden": 1, "card": None})
-    write_part(
-        folder, shape, partial(random_tensor, shape), f"{RANDOM_ORIGIN}, for training", "fp32"
-    )
+    Returns:
+        The new models directory, in `out`.
+    """
+    folder = out / MODELS_FOLDER
+    discard(folder, *ENCODER_PARTS, f"{HEAD_FOLDER}/config.json", f"{HEAD_FOLDER}/{WEIGHTS}")
+    small_shape = shape.model_copy(update={"hidden": 1, "card": None})
+    tensors = partial(random_tensor, small_shape)
+    write_part(folder, small_shape, tensors, f"{RANDOM_ORIGIN}, for training", "fp32")
     for part in ENCODER_PARTS:
         (folder / part).symlink_to((models / part).resolve())
     return folder
 
 
 def remove_results(run: RunDir) -> None:
-    """Remove the result files of a training run, which are of its stand-in head."""
+    """Remove the result files of a run by the random head."""
     discard(run.root, *RESULT_FILES, "pairs.tsv")
-    write(run.summary, read(run.summary, RunSummary).model_copy(update={"files": None}))
+    summary = read(run.summary, RunSummary)
+    write(run.summary, summary.model_copy(update={"files": None}))
 
 
-def write_cuts(examples: Examples, sequences: Path, out: Path) -> str | None:
-    """Fragments of each length of the test's genomes as reads `genome_length_place`; or why there are none."""
-    found, lines = evaluation.read_genomes(sequences), []
-    of_test = examples.genomes[examples.genomes["side"] == TEST]
-    if absent := [name for name in of_test["genome"] if name not in found]:
-        return f"{len(absent)} of the test's {len(of_test)} genomes have no sequence in {sequences.name}"
-    for number, name in of_test["genome"].items():
-        for length in LENGTHS:
-            room = len(found[name]) - length
-            places = (
-                np.linspace(0, room, min(CUTS, room // length + 1)).astype(int) if room >= 0 else ()
-            )
-            lines += [
-                f">{number}_{length}_{at}\n{found[name][at : at + length]}\n"
-                for at in sorted(set(places))
-            ]
-    write_text_atomically(out, "".join(lines))
-    return None
+# --- Training -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingJob:
+    """What a head is trained on, and how."""
+
+    run: RunDir  # with the embeddings
+    store: OrfStore
+    examples: Examples
+    spec: TrainSpec
+    fragments_run: RunDir | str  # over fragments of the test genomes; or why there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The scores that a method gave a test set."""
+
+    test_set: str
+    method: str
+    repeats: list[ScoredRows]  # the same rows, scored once or, in a cross-validation, repeatedly
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How good a head is."""
+
+    figures: list[Figures]
+    scored_reads: dict[str, pd.DataFrame]  # by test set: reads as the head scored them
+    card_test_set: str  # the test set that the card speaks of
+
+    @property
+    def card_reads(self) -> pd.DataFrame:
+        """Scored reads of the test set that the card speaks of."""
+        return self.scored_reads[self.card_test_set]
+
+    @property
+    def card_figures(self) -> Figures:
+        """The head's figures for whole reads at the stated prevalence, of the card's test set."""
+        return next(
+            line
+            for line in self.figures
+            if line.asked == self.card_test_set
+            and line.method == HEAD_METHOD
+            and line.level == "read"
+            and not line.natural
+        )
 
 
 def train_head(
@@ -192,241 +147,175 @@ def train_head(
     store: OrfStore,
     examples: Examples,
     spec: TrainSpec,
-    cuts: RunDir | str = NO_GENOMES,
+    fragments_run: RunDir | str = NO_GENOMES,
 ) -> TrainFile:
-    """Fit a head on the run's embeddings, judge it, and write `head/` and `train.json` into the run. `cuts`: the run
-    over fragments of the test's genomes, or why there is none. The same run, truth and settings give the same head on
-    the same machine. Errors: `ShardError` for missing embeddings."""
-    encoders = run.root / ENCODERS
-    shape = read_shape(encoders / "head" / "config.json", HeadShape).model_copy(
-        update={"hidden": spec.hidden}
+    """Fit a head on the embeddings of a run, evaluate it, and write `head/` and `train.json`.
+
+    The same run, table of origins and settings give the same head on the same machine.
+
+    Args:
+        run: The run with the embeddings; the files are written to its directory.
+        store: The staged reads of the run.
+        examples: The split of the reads.
+        spec: Settings of the training.
+        fragments_run: The run over fragments of the test genomes; or the reason why there is none.
+
+    Returns:
+        The content of `train.json`.
+
+    Raises:
+        ShardError: Embeddings are missing.
+        VirnucError: Too many embeddings are not finite.
+    """
+    models = run.root / MODELS_FOLDER
+    old_shape = read_shape(models / HEAD_FOLDER / "config.json", HeadShape)
+    shape = old_shape.model_copy(update={"hidden": spec.hidden})
+    features = load_features(run, store, examples.rows, shape.width)
+    job = TrainingJob(run, store, examples, spec, fragments_run)
+    fitted, scorings = _fit_and_score(job, features, shape)
+    head_evaluation = _evaluate(scorings, spec)
+    encoder_digests = fingerprint(models)
+    encoder_digests.pop(HEAD_FOLDER)
+    card = make_card(
+        store,
+        features.rows,
+        spec,
+        head_evaluation.card_reads,
+        head_evaluation.card_figures,
+        encoder_digests,
     )
-    inputs, lost = inputs_of(run, store, examples.rows, shape.width)
-    side = inputs.rows["side"].to_numpy()
-    threads = 1 if BATCH_ROWS * shape.width * shape.hidden < SHARED_FROM else None
-    with threadpool_limits(threads), torch.random.fork_rng(devices=[]):
-        scored = cross_validate(inputs, shape, spec)
-        network, told, learnt = learn(inputs, side, shape, spec, spec.seed)
-        asked = [
-            (TEST, inputs.part(side == SIDES.index(TEST))),
-            *_cut_inputs(cuts, examples, shape.width),
+    # Nothing of an earlier head may stand beside the new one.
+    discard(run.root, TRAIN_FILE, TRAIN_PAGE)
+    (run.root / HEAD_FOLDER / "README.md").unlink(missing_ok=True)
+    write_head(fitted.network, shape, card, run.root / HEAD_FOLDER)
+
+    n_lost = len(examples.rows) - len(features.rows)
+    record = _make_record(job, fitted, head_evaluation, card, n_lost)
+    write(run.root / TRAIN_FILE, record)
+    return record
+
+
+def _fit_and_score(
+    job: TrainingJob, features: Features, shape: HeadShape
+) -> tuple[FittedHead, list[Scoring]]:
+    """Cross-validate, then fit the final head, and let it and the baselines score the test sets.
+
+    Returns:
+        The final head, and the scores of each test set by each method.
+    """
+    spec = job.spec
+    sides = features.rows["side"].to_numpy()
+    n_products = BATCH_ROWS * shape.width * shape.hidden
+    max_threads = None
+    if n_products < MIN_SHARED_PRODUCTS:
+        max_threads = 1
+    with threadpool_limits(max_threads), torch.random.fork_rng(devices=[]):
+        cross_validation = cross_validate(features, shape, spec)
+        scorings = [
+            Scoring(CROSS_VALIDATION, method, repeats)
+            for method, repeats in cross_validation.items()
         ]
-        scored |= {
-            (name, method): [(some.rows, by(some))]
-            for name, some in asked
-            for method, by in learnt.items()
-        }
-    share, seed = spec.prevalence, spec.seed
-    figures = [
-        line for key, found in scored.items() for line in evaluation.judge(*key, found, share, seed)
-    ]
-    reads = {
-        name: by_level(*found[0])["read"]
-        for (name, method), found in scored.items()
-        if method == HEAD
-    }
-    best, wrong = CROSS if spec.repeats else TEST, evaluation.false_share
-    told_of = next(
-        one for one in figures if one.asked == best and one.level == "read" and not one.natural
-    )
-    digests = {part: digest for part, digest in fingerprint(encoders).items() if part != HEAD}
-    card = _card(store, inputs.rows, spec, reads[best], told_of).model_copy(
-        update={"encoders": digests}
-    )
-    _write_head(network, shape, card, run.root)
-    rows, counted = examples.rows, examples.rows.groupby(["side", "label"])["cluster"].nunique()
-    genomes = examples.genomes.assign(label=[LABELS[label] for label in examples.genomes["label"]])
-    genomes["frames"] = rows["genome"].value_counts().reindex(genomes.index, fill_value=0)
-    why = (
-        cuts if isinstance(cuts, str) else "no fragment of this length of a class has an open frame"
-    )
-    found = TrainFile(
+        fitted = fit_methods(features, sides, shape, spec, spec.seed)
+        test_sets = [EvaluationSet(FINAL_TEST, features.select(sides == TEST_SIDE))]
+        if isinstance(job.fragments_run, RunDir):
+            test_sets += read_fragments(job.fragments_run, job.examples, shape.width)
+        for test_set in test_sets:
+            for method, scorer in fitted.scorers.items():
+                scored = ScoredRows(test_set.features.rows, scorer(test_set.features))
+                scorings.append(Scoring(test_set.name, method, [scored]))
+    return fitted.head, scorings
+
+
+def _evaluate(scorings: Sequence[Scoring], spec: TrainSpec) -> Evaluation:
+    """Measure all scores."""
+    figures = []
+    scored_reads = {}
+    for scoring in scorings:
+        figures += evaluation.bootstrap_metrics(
+            scoring.test_set, scoring.method, scoring.repeats, spec.prevalence, spec.seed
+        )
+        if scoring.method == HEAD_METHOD:
+            first = scoring.repeats[0]
+            scored_reads[scoring.test_set] = by_level(first.rows, first.scores)["read"]
+    card_test_set = FINAL_TEST
+    if spec.repeats:
+        card_test_set = CROSS_VALIDATION
+    return Evaluation(figures, scored_reads, card_test_set)
+
+
+def _make_record(
+    job: TrainingJob, fitted: FittedHead, head_evaluation: Evaluation, card: HeadCard, n_lost: int
+) -> TrainFile:
+    """Return the content of `train.json`; `n_lost` frames had no finite embedding."""
+    spec, examples = job.spec, job.examples
+    models = job.run.root / MODELS_FOLDER
+    origins = [f"{part}: {shape_of(models, PART_SHAPES[part]).origin}" for part in ENCODER_PARTS]
+    scored_reads = head_evaluation.scored_reads
+    realised = {}
+    for rate, threshold in card.thresholds.items():
+        realised[rate] = evaluation.false_discovery_rate(
+            scored_reads[FINAL_TEST], threshold, spec.prevalence
+        )
+    left_out = dict(examples.left_out)
+    if n_lost:
+        left_out["frames without a finite embedding"] = n_lost
+    n_sides_of_sequence = examples.rows.groupby("sequence")["side"].nunique()
+    histograms = {name: evaluation.histogram(reads) for name, reads in scored_reads.items()}
+    return TrainFile(
         created=now(),
         virnuc_version=virnuc_core.__version__,
         settings=spec.model_dump(mode="json", include=set(TrainSpec.model_fields)),
-        model_length=store.model_length,
-        encoders="; ".join(
-            f"{part}: {shape_of(encoders, PART_SHAPES[part]).origin}" for part in ENCODER_PARTS
-        ),
-        digests=digests | {HEAD: part_digest(run.root / HEAD)},
-        realised={
-            rate: wrong(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()
-        },
+        model_length=job.store.model_length,
+        encoders="; ".join(origins),
+        digests=card.encoders | {HEAD_FOLDER: part_digest(job.run.root / HEAD_FOLDER)},
+        realised=realised,
         card=card,
-        clusters=counted.unstack()
-        .set_axis(SIDES)
-        .set_axis(LABELS, axis="columns")
-        .to_dict("index"),
-        shared_sequences=int((rows.groupby("sequence")["side"].nunique() > 1).sum()),
-        genomes=genomes.set_index("genome").to_dict("index"),
-        left_out=examples.left_out | ({"frames without a finite embedding": lost} if lost else {}),
-        **told,
-        figures=tuple(figures),
-        curves=evaluation.curves(reads[best]),
-        histograms={name: evaluation.histogram(table) for name, table in reads.items()},
-        not_run={f"{length} bases": why for length in LENGTHS if f"{length} bases" not in reads}
-        | ({} if spec.repeats else {CROSS: "no repeats were asked for"}),
-    )
-    write(run.root / TRAINED, found)
-    return found
-
-
-def _card(
-    store: OrfStore, rows: pd.DataFrame, spec: TrainSpec, reads: pd.DataFrame, of: Figures
-) -> HeadCard:
-    """What the head says of itself, by the figures and scores of whole reads."""
-    lengths = np.asarray(store.read_length)[rows["read"].unique()]
-    asked = sha256(store.fingerprint.encode())
-    asked.update(rows[["read", "label", "cluster", "side"]].to_numpy(np.int64).tobytes())
-    own, turned = (
-        float(reads["label"].mean()),
-        reads.assign(score=1 - reads["score"], label=1 - reads["label"]),
-    )
-    high, low = (
-        thresholds(reads, (DOUBT,), own).get(DOUBT),
-        thresholds(turned, (DOUBT,), 1 - own).get(DOUBT),
-    )
-    metrics = {name: found for name, found in of.metrics.items() if found is not None}
-    return HeadCard(
-        reads=store.fingerprint,
-        truth=sha256_of(spec.truth),
-        test=asked.hexdigest(),
-        lengths=(int(lengths.min()), int(np.median(lengths)), int(lengths.max())),
-        prevalence=spec.prevalence,
-        auroc=metrics.pop("auroc"),
-        metrics=metrics,
-        thresholds=thresholds(reads, FALSE_SHARES, spec.prevalence),
-        uncertain=None
-        if high is None or low is None
-        else (1 - low, max(high, 1 - low)),  # perhaps no score at all
+        clusters=_count_clusters(examples.rows),
+        shared_sequences=int((n_sides_of_sequence > 1).sum()),
+        genomes=_describe_genomes(examples),
+        left_out=left_out,
+        learnt_from=fitted.n_rows,
+        epochs=fitted.n_epochs,
+        best_epoch=fitted.best_epoch,
+        validation_loss=fitted.validation_loss,
+        figures=tuple(head_evaluation.figures),
+        curves=evaluation.curves(head_evaluation.card_reads),
+        histograms=histograms,
+        not_run=_why_not_run(scored_reads, spec, job.fragments_run),
     )
 
 
-def _write_head(network: nn.Module, shape: HeadShape, card: HeadCard, out: Path) -> None:
-    """Write `out/head`; what an earlier training told of its own head is removed before."""
-    discard(out, TRAINED, "train.html")
-    (out / HEAD / "README.md").unlink(missing_ok=True)
-    (out / HEAD).mkdir(parents=True, exist_ok=True)
-    state = network.state_dict()  # weights before sizes: a folder with a config has its weights
-    write_tensors(out / HEAD / WEIGHTS, shape.tensors(), torch.float32, lambda name: state[name])
-    made = {"origin": f"trained by virnuc {virnuc_core.__version__}", "card": card}
-    write_shape(shape.model_copy(update=made), out / HEAD / "config.json")
+def _count_clusters(rows: pd.DataFrame) -> dict[str, dict[str, int]]:
+    """Return the number of clusters by side and class."""
+    counts = rows.groupby(["side", "label"])["cluster"].nunique().unstack()
+    counts.index = pd.Index(SIDES)
+    counts.columns = pd.Index(LABELS)
+    by_side: dict[Any, Any] = counts.to_dict("index")
+    return by_side
 
 
-def _cut_inputs(cuts: RunDir | str, examples: Examples, width: int) -> Iterator[tuple[str, Inputs]]:
-    """The fragments of each length, by its name, where both classes have some."""
-    if isinstance(cuts, str):
-        return
-    store = OrfStore.open(cuts.store)
-    names = pd.Series(store.read_ids(0, store.n_reads)).str.split("_", expand=True).astype(np.int64)
-    rows = pd.DataFrame(
-        {"read": store.row_read[:], "chunk": store.row_chunk[:], "unique": store.row_unique[:]}
-    )
-    rows[["genome", "bases"]] = names.loc[rows["read"], [0, 1]].to_numpy()
-    rows[["label", "cluster"]] = examples.genomes.loc[
-        rows["genome"], ["label", "cluster"]
-    ].to_numpy()
-    inputs, _ = inputs_of(cuts, store, rows, width)
+def _describe_genomes(examples: Examples) -> dict[str, dict[str, int | str]]:
+    """Return label, cluster, side and number of frames of each genome, by its name."""
+    labels = [LABELS[label] for label in examples.genomes["label"]]
+    genomes = examples.genomes.assign(label=labels)
+    n_frames = examples.rows["genome"].value_counts()
+    genomes["frames"] = n_frames.reindex(genomes.index, fill_value=0)
+    by_name: dict[Any, Any] = genomes.set_index("genome").to_dict("index")
+    return by_name
+
+
+def _why_not_run(
+    scored_reads: dict[str, pd.DataFrame], spec: TrainSpec, fragments_run: RunDir | str
+) -> dict[str, str]:
+    """Return the test sets that were not scored, with the reasons."""
+    reason = NO_FRAGMENTS
+    if isinstance(fragments_run, str):
+        reason = fragments_run
+    not_run = {}
     for length in LENGTHS:
-        part = inputs.part((inputs.rows["bases"] == length).to_numpy())
-        if part.rows["label"].nunique() == len(LABELS):
-            yield f"{length} bases", part
-
-
-def cross_validate(
-    inputs: Inputs, shape: HeadShape, spec: TrainSpec
-) -> dict[tuple[str, str], list[Scored]]:
-    """The scores of all rows by each method, once a repeat, each row's by who learnt from other clusters alone."""
-    found = {(CROSS, method): list[Scored]() for method in (HEAD, *BASELINES) if spec.repeats}
-    for repeat in range(spec.repeats):
-        seed = spec.seed + 1_000 * (repeat + 1)
-        fold, scores = (
-            deal(inputs.rows, 1 / spec.folds, seed),
-            {key: np.empty(len(inputs.rows)) for key in found},
-        )
-        for number in range(fold.max() + 1):
-            rest, asked = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
-            side = np.full(len(fold), SIDES.index(TEST))
-            side[rest] = deal(inputs.rows.iloc[rest], spec.validation_share, seed + number) == 0
-            for method, by in learn(inputs, side, shape, spec, seed + number)[2].items():
-                scores[CROSS, method][asked] = by(inputs.part(asked))
-        found = {key: [*before, (inputs.rows, scores[key])] for key, before in found.items()}
-    return found
-
-
-def learn(
-    inputs: Inputs, side: NDArray[np.int64], shape: HeadShape, spec: TrainSpec, seed: int
-) -> tuple[nn.Module, dict[str, Any], dict[str, Scorer]]:
-    """A head, what fitting it tells, and what scores rows by it and by each baseline, all learnt from side 0 alone."""
-    rng, rows, chosen = (
-        np.random.default_rng(seed),
-        inputs.rows.reset_index(drop=True).assign(rows=1),
-        [],
-    )
-    for number in (0, 1):  # as many rows of either class
-        limit = int(rows["label"][side == number].value_counts().min())
-        chosen.append(
-            inputs.part(
-                rng.permutation(draw(rows[side == number], limit, spec.sampling, rng).to_numpy())
-            )
-        )
-    torch.manual_seed(seed)
-    own, stop = chosen
-    network, told = _fit(shape, own, stop, spec)
-
-    def by_head(of: Inputs) -> Floats:
-        with torch.inference_mode():
-            return probabilities(network(of.vectors))[:, 1].double().numpy()
-
-    scorers: dict[str, Scorer] = {HEAD: by_head}
-    few = own.part(np.arange(min(len(own.rows), 2 * BASELINE_ROWS)))
-    for name, view in BASELINES.items():
-        model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=1_000))
-        model.fit(view(few), few.rows["label"])
-        scorers[name] = partial(
-            lambda of, model, view: model.predict_proba(view(of))[:, 1], model=model, view=view
-        )
-    return network, told, scorers
-
-
-def _fit(
-    shape: HeadShape, learnt: Inputs, held: Inputs, spec: TrainSpec
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The head that was best when the validation loss had stayed up for `patience` epochs, to be used and not to learn,
-    and what its training tells. It learns from columns of equal spread, as steps of one size want them, and its first
-    layer then takes them as they are; one that hardly varies stays small."""
-    network = Classifier(shape)
-    for layer in (network.hidden_layer, network.output_layer):
-        nn.init.xavier_uniform_(layer.weight)
-        nn.init.zeros_(layer.bias)
-    middle, spread = learnt.vectors.mean(0), learnt.vectors.std(0, correction=0).clamp_min(1e-3)
-    own, asked = ((of.vectors - middle) / spread for of in (learnt, held))
-    labels, answers = (torch.tensor(of.rows["label"].to_numpy(np.int64)) for of in (learnt, held))
-    optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimiser, STEP_EPOCHS, STEP_DECAY)
-    epoch, best_loss, best_epoch, best = 0, float("inf"), 0, copy.deepcopy(network.state_dict())
-    for epoch in range(1, spec.epochs + 1):
-        network.train()
-        for batch in torch.randperm(len(labels)).split(BATCH_ROWS):
-            if len(batch) > 1:  # batch norm cannot learn from one row
-                optimiser.zero_grad()
-                nn.functional.cross_entropy(network(own[batch]), labels[batch]).backward()
-                optimiser.step()
-        schedule.step()
-        network.eval()
-        with torch.inference_mode():
-            loss = float(nn.functional.cross_entropy(network(asked), answers))
-        if loss < best_loss:
-            best_loss, best_epoch, best = loss, epoch, copy.deepcopy(network.state_dict())
-        elif epoch - best_epoch >= spec.patience:
-            break
-    best["hidden_layer.weight"] /= spread
-    best["hidden_layer.bias"] -= best["hidden_layer.weight"] @ middle
-    network.load_state_dict(best)
-    told = {
-        "learnt_from": len(learnt.rows),
-        "epochs": epoch,
-        "best_epoch": best_epoch,
-        "validation_loss": best_loss,
-    }
-    return network.eval(), told
+        name = fragments_name(length)
+        if name not in scored_reads:
+            not_run[name] = reason
+    if not spec.repeats:
+        not_run[CROSS_VALIDATION] = "no repeats were asked for"
+    return not_run

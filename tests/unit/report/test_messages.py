@@ -11,7 +11,7 @@ from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report import messages
 from virnuc_core.report.model import RunMetrics
 from virnuc_core.report.views.speed import measured_runs, unmeasured_device_counts
-from virnuc_core.training.evaluation import Examples
+from virnuc_core.training.splits import Examples
 from virnuc_core.validation import (
     QUESTIONS,
     BaselineSubset,

@@ -1,0 +1,1 @@
+"""Training of the classifier (head): data splits, fitting, evaluation and the model card."""

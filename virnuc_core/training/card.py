@@ -1,0 +1,95 @@
+"""Make the model card of a head, and write the head with it."""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+import virnuc_core
+from virnuc_core.config import TrainSpec
+from virnuc_core.encoders.checkpoint import WEIGHTS
+from virnuc_core.encoders.model_config import HeadCard, HeadShape, write_shape
+from virnuc_core.encoders.model_files import write_tensors
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.runfiles import sha256_of
+from virnuc_core.training.evaluation import Figures, fdr_thresholds
+
+FALSE_DISCOVERY_RATES: Final = (0.001, 0.01, 0.05, 0.1)  # that thresholds are kept for
+MAX_WRONG_SHARE: Final = 0.05  # of verdicts; scores where more are wrong are uncertain
+
+
+def make_card(
+    store: OrfStore,
+    rows: pd.DataFrame,
+    spec: TrainSpec,
+    scored_reads: pd.DataFrame,
+    figures: Figures,
+    encoder_digests: Mapping[str, str],
+) -> HeadCard:
+    """Return what a head says of itself.
+
+    Args:
+        store: The training reads.
+        rows: The frames of the split, with the columns read, label, cluster and side.
+        spec: The table of origins, and the prevalence that the card's numbers hold for.
+        scored_reads: Whole reads of unknown genomes with the columns score and label.
+        figures: Their metrics at `spec.prevalence`.
+        encoder_digests: Digests of the encoders that the head was trained with.
+    """
+    n_bases = np.asarray(store.read_length)[rows["read"].unique()]
+    metrics = {name: value for name, value in figures.metrics.items() if value is not None}
+    auroc = metrics.pop("auroc")
+    return HeadCard(
+        reads=store.fingerprint,
+        truth=sha256_of(spec.truth),
+        encoders=dict(encoder_digests),
+        test=_split_digest(store, rows),
+        lengths=(int(n_bases.min()), int(np.median(n_bases)), int(n_bases.max())),
+        prevalence=spec.prevalence,
+        auroc=auroc,
+        metrics=metrics,
+        thresholds=fdr_thresholds(scored_reads, FALSE_DISCOVERY_RATES, spec.prevalence),
+        uncertain=_uncertain_scores(scored_reads),
+    )
+
+
+def _split_digest(store: OrfStore, rows: pd.DataFrame) -> str:
+    """Return a digest of the reads and their split. Figures of equal splits can be compared."""
+    digest = sha256(store.fingerprint.encode())
+    split = rows[["read", "label", "cluster", "side"]].to_numpy(np.int64)
+    digest.update(split.tobytes())
+    return digest.hexdigest()
+
+
+def _uncertain_scores(reads: pd.DataFrame) -> tuple[float, float] | None:
+    """Return the scores, from the first to below the second, that allow no verdict.
+
+    Above them at most MAX_WRONG_SHARE of the reads are not viral, below them at most as many are
+    viral. The range is empty if both hold at one score, and None if either holds at no score.
+    """
+    prevalence = float(reads["label"].mean())
+    swapped = reads.assign(score=1 - reads["score"], label=1 - reads["label"])
+    viral_from = fdr_thresholds(reads, (MAX_WRONG_SHARE,), prevalence).get(MAX_WRONG_SHARE)
+    others_from = fdr_thresholds(swapped, (MAX_WRONG_SHARE,), 1 - prevalence).get(MAX_WRONG_SHARE)
+    if viral_from is None or others_from is None:
+        return None
+    lowest = 1 - others_from
+    return lowest, max(viral_from, lowest)
+
+
+def write_head(network: nn.Module, shape: HeadShape, card: HeadCard, folder: Path) -> None:
+    """Write a head with its card to a folder.
+
+    The weights are written before the sizes: a folder with a `config.json` has its weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = network.state_dict()
+    write_tensors(folder / WEIGHTS, shape.tensors(), torch.float32, lambda name: tensors[name])
+    origin = f"trained by virnuc {virnuc_core.__version__}"
+    shape_with_card = shape.model_copy(update={"origin": origin, "card": card})
+    write_shape(shape_with_card, folder / "config.json")

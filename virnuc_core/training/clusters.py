@@ -1,0 +1,166 @@
+"""Cluster genomes by similarity, so that related genomes are never in two sets of a split.
+
+Genomes are compared by their k-mers, of which a sample is kept (MinHash; Ondov et al. 2016,
+Genome Biology 17:132).
+"""
+
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from scipy.sparse import coo_array, csr_array
+from scipy.sparse.csgraph import connected_components
+
+from virnuc_core.config import TrainSpec
+from virnuc_core.errors import InputError, join_first
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.training.genomes import read_genomes
+from virnuc_core.training.truth import read_table
+
+K: Final = 21  # bases of a k-mer; a shorter frame does not say which genome it is from
+BLOCK_BASES: Final = 1 << 18  # bases whose k-mers are hashed together
+MAX_HASHES: Final = 1 << 22  # k-mers that are compared, about
+
+Indices = NDArray[np.int64]
+
+_UNKNOWN_CODE: Final = np.uint64(4)
+_CODE_OF_LETTER: Final = np.full(256, _UNKNOWN_CODE)  # 0 to 3, so that A + T = C + G = 3
+_CODE_OF_LETTER[np.frombuffer(b"ACGT", np.uint8)] = range(4)
+_POWERS_OF_4: Final = np.uint64(4) ** np.arange(K, dtype=np.uint64)
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)  # spreads k-mers over all numbers
+
+
+def cluster_genomes(
+    rows: pd.DataFrame, store: OrfStore, genome_names: "pd.Index[str]", spec: TrainSpec
+) -> Indices:
+    """Put related genomes into one cluster.
+
+    Two genomes are related if they share a sequence on either strand, a group of `spec.groups`, or
+    at least the share `spec.similarity` of the k-mers of the one with fewer.
+
+    Args:
+        rows: Frames with the columns unique, sequence and genome (index into `genome_names`).
+        store: The store of the frames.
+        genome_names: Name of each genome.
+        spec: The files of groups and genomes, and the similarity.
+
+    Returns:
+        The cluster of each genome, [genomes].
+
+    Raises:
+        InputError: A file cannot be read, or has no group for a genome.
+    """
+    n_genomes = len(genome_names)
+    kmers = _kmers_of_genomes(rows, store, genome_names, spec)
+    pairs = [
+        related(rows["genome"], rows["sequence"]),
+        related(kmers["genome"], kmers["hash"], min_share=spec.similarity),
+    ]
+    if spec.groups is not None:
+        group_of_genome = read_table(spec.groups, ("genome", "group")).set_index("genome")["group"]
+        absent = genome_names.difference(group_of_genome.index)
+        if len(absent):
+            raise InputError(f"no line for genome {join_first(absent)}", file=spec.groups)
+        pairs.append(related(np.arange(n_genomes), group_of_genome[genome_names]))
+    first_genomes = np.concatenate([first for first, _ in pairs])
+    second_genomes = np.concatenate([second for _, second in pairs])
+    edges = np.ones(len(first_genomes)), (first_genomes, second_genomes)
+    graph = coo_array(edges, shape=(n_genomes, n_genomes))
+    _, clusters = connected_components(graph, directed=False)
+    return np.asarray(clusters, np.int64)
+
+
+def related(genomes: Any, items: Any, min_share: float = 0.0) -> tuple[Indices, Indices]:
+    """Find pairs of genomes that have items in common.
+
+    Args:
+        genomes: The genome that has an item, [entries].
+        items: The item: a k-mer, a sequence or a group, [entries].
+        min_share: Share of the items of the genome with fewer that must be in common.
+
+    Returns:
+        The first and the second genome of each pair, [pairs] each.
+    """
+    item_numbers, _ = pd.factorize(items)
+    entries = pd.DataFrame({"genome": genomes, "item": item_numbers}).drop_duplicates()
+    has_item = csr_array((np.ones(len(entries)), (entries["genome"], entries["item"])))
+    n_items = np.diff(has_item.indptr)  # of each genome
+    n_shared = (has_item @ has_item.T).tocoo()  # [genomes, genomes]
+    first, second = n_shared.coords
+    is_related = n_shared.data >= min_share * np.minimum(n_items[first], n_items[second])
+    return first[is_related], second[is_related]
+
+
+def _kmers_of_genomes(
+    rows: pd.DataFrame, store: OrfStore, genome_names: "pd.Index[str]", spec: TrainSpec
+) -> pd.DataFrame:
+    """Return k-mers of each genome, with the columns unique, genome and hash.
+
+    The k-mers are those of the genome's sequence, if it is given, and those of its frames. Frames
+    alone are a poor measure if there are few reads: they may share no k-mer with other reads of
+    their genome, or have so few that one common repeat is a large share.
+    """
+    known_sequences: dict[str, str] = {}
+    if spec.genomes is not None:
+        known_sequences = read_genomes(spec.genomes)
+    genomes = [known_sequences.get(name, "").encode() for name in genome_names]
+    genome_ends = store.dna_offsets[-1] + np.cumsum([len(genome) for genome in genomes])
+    # The genomes follow the frames, and are numbered after them.
+    letters = np.concatenate([store.dna_bytes[:], np.frombuffer(b"".join(genomes), np.uint8)])
+    offsets = np.append(store.dna_offsets, genome_ends)
+    numbers = np.arange(len(genomes))
+    genome_owners = pd.DataFrame({"unique": store.n_uniques + numbers, "genome": numbers})
+    frame_owners = rows[["unique", "genome"]].drop_duplicates()
+    owners = pd.concat([frame_owners, genome_owners])
+    return owners.merge(sample_kmers(letters, offsets), on="unique")
+
+
+def sample_kmers(letters: NDArray[np.uint8], offsets: Indices) -> pd.DataFrame:
+    """Return a sample of the k-mers of sequences: all of few, or those with the least hashes.
+
+    Args:
+        letters: The sequences end to end, ASCII, [bases].
+        offsets: Where each sequence begins, and where the last one ends, [sequences + 1].
+
+    Returns:
+        The columns unique (number of the sequence) and hash, without repeats. A k-mer has the same
+        hash on both strands.
+    """
+    sampling_rate = 1 + len(letters) // MAX_HASHES
+    max_hash = ~np.uint64(0) // np.uint64(sampling_rate)
+    blocks = []
+    for start in range(0, len(letters) - K + 1, BLOCK_BASES):
+        block = letters[start : start + BLOCK_BASES + K - 1]
+        windows = sliding_window_view(_CODE_OF_LETTER[block], K)  # [positions, K]
+        hashes = _canonical_hashes(windows)
+        is_known = (windows != _UNKNOWN_CODE).all(axis=1)
+        is_sampled = hashes * _MIX <= max_hash
+        positions = np.flatnonzero(is_known & is_sampled)
+        first_owner = _sequence_at(start + positions, offsets)
+        last_owner = _sequence_at(start + positions + K - 1, offsets)
+        is_within = first_owner == last_owner
+        hashes = hashes[positions[is_within]]
+        blocks.append(pd.DataFrame({"unique": first_owner[is_within], "hash": hashes}))
+    if not blocks:
+        return pd.DataFrame(columns=["unique", "hash"])
+    return pd.concat(blocks).drop_duplicates()
+
+
+def _canonical_hashes(windows: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a hash of each k-mer, the same for its reverse complement.
+
+    Args:
+        windows: Codes of the bases, [k-mers, K]. Hashes of unknown bases mean nothing.
+    """
+    complement = np.uint64(3) - windows[:, ::-1]
+    kmers = np.minimum(windows @ _POWERS_OF_4, complement @ _POWERS_OF_4)
+    hashes: NDArray[np.uint64] = kmers * _MIX
+    hashes ^= hashes >> np.uint64(32)
+    return hashes
+
+
+def _sequence_at(positions: Indices, offsets: Indices) -> Indices:
+    """Return the number of the sequence that each position lies in."""
+    return np.asarray(np.searchsorted(offsets, positions, "right") - 1)

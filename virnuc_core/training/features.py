@@ -1,0 +1,91 @@
+"""Load what a classifier learns from: the embeddings of frames, and their 4-mers for a baseline."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from sklearn.feature_extraction.text import TfidfVectorizer
+from torch import Tensor
+
+from virnuc_core.engine import shards
+from virnuc_core.errors import VirnucError
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir
+from virnuc_core.training.evaluation import Floats
+
+FOUR_MERS: Final = tuple("".join(letters) for letters in product("ACGT", repeat=4))
+MAX_LOST_PERCENT: Final = 1  # of frames without a finite embedding
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Frames with what is learnt from them."""
+
+    rows: pd.DataFrame
+    embeddings: Tensor  # [rows, width] float32
+    four_mers: Floats  # [rows, 256] shares of each 4-mer of the DNA
+
+    def select(self, rows: NDArray[Any]) -> "Features":
+        """Return some of the rows, given by their positions or by a mask."""
+        return Features(
+            self.rows.iloc[rows], self.embeddings[torch.tensor(rows)], self.four_mers[rows]
+        )
+
+
+def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) -> Features:
+    """Load the features of frames; those without a finite embedding are left out.
+
+    Args:
+        run: The run with the embeddings.
+        store: The store of the frames.
+        rows: Frames with the column unique.
+        width: Width of the joined embeddings.
+
+    Raises:
+        VirnucError: More than one in a hundred frames have no finite embedding.
+        ShardError: A shard is missing or damaged.
+    """
+    uniques, unique_of_row = np.unique(rows["unique"], return_inverse=True)
+    embeddings = _read_embeddings(run, uniques, width)
+    four_mers = _count_four_mers(store, uniques)
+    is_finite = embeddings.isfinite().all(dim=1)[unique_of_row]
+    kept = np.flatnonzero(is_finite)
+    n_lost = len(rows) - len(kept)
+    if 100 * n_lost > MAX_LOST_PERCENT * len(rows):
+        raise VirnucError(
+            f"{run.root}: {n_lost} of {len(rows)} frames have no finite embedding; "
+            "see its failed.tsv"
+        )
+    features = Features(rows, embeddings[unique_of_row], four_mers[unique_of_row])
+    return features.select(kept)
+
+
+def _read_embeddings(run: RunDir, uniques: NDArray[np.int64], width: int) -> Tensor:
+    """Read the embeddings of distinct sequences, [uniques, width]."""
+    plan = shards.read_plan(run)
+    embeddings = torch.full((len(uniques), width), torch.nan)
+    for shard in range(len(plan)):
+        result = shards.read_shard(run, plan, shard)
+        start, end = plan.range(shard)
+        rows = np.flatnonzero((uniques >= start) & (uniques < end))
+        embeddings[rows] = torch.from_numpy(result.embeddings[uniques[rows] - start])
+    return embeddings
+
+
+def _count_four_mers(store: OrfStore, uniques: NDArray[np.int64]) -> Floats:
+    """Return the share of each 4-mer in the DNA of distinct sequences, [uniques, 256]."""
+    texts = [store.dna(unique, unique + 1)[0].decode() for unique in uniques.tolist()]
+    vectorizer = TfidfVectorizer(
+        norm="l1",
+        use_idf=False,
+        analyzer="char",
+        ngram_range=(4, 4),
+        lowercase=False,
+        vocabulary=FOUR_MERS,
+    )
+    shares: Floats = vectorizer.fit_transform(texts).toarray()
+    return shares

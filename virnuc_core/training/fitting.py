@@ -1,0 +1,285 @@
+"""Fit a classifier (head) with early stopping, and the baselines that it is compared with."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor, nn
+
+from virnuc_core.config import TrainSpec
+from virnuc_core.encoders.classifier import Classifier, probabilities
+from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.reads.simulate import LABELS
+from virnuc_core.training.evaluation import Floats, ScoredRows
+from virnuc_core.training.features import Features
+from virnuc_core.training.splits import assign_folds, assign_training_sides, subsample
+from virnuc_core.training.truth import TEST_SIDE, TRAIN_SIDE, VALIDATION_SIDE, VIRUS
+
+HEAD_METHOD: Final = "head"
+BATCH_ROWS: Final = 128
+STEP_EPOCHS: Final = 10  # after so many epochs the learning rate is multiplied by STEP_DECAY
+STEP_DECAY: Final = 0.85
+MIN_SPREAD: Final = 1e-3  # a column that varies less is not scaled up further
+BASELINE_ROWS: Final = 2_500  # of a class that a baseline learns from
+REPEAT_SEEDS: Final = 1_000  # distance of the seeds of two cross-validations
+
+Scorer = Callable[[Features], Floats]  # P(virus) of each row
+
+
+@dataclass(frozen=True, slots=True)
+class FittedHead:
+    """A trained network and the record of its training."""
+
+    network: nn.Module  # in eval mode
+    n_rows: int  # that it was trained on, both classes alike
+    n_epochs: int
+    best_epoch: int
+    validation_loss: float  # of the best epoch
+
+
+@dataclass(frozen=True, slots=True)
+class FittedMethods:
+    """The head and the baselines, trained on the same rows."""
+
+    head: FittedHead
+    scorers: dict[str, Scorer]  # by name of the method; the head first
+
+
+@dataclass(frozen=True, slots=True)
+class _LabelledVectors:
+    """Standardised embeddings and their labels."""
+
+    embeddings: Tensor  # [rows, width]
+    labels: Tensor  # [rows]
+
+
+# --- Baselines ------------------------------------------------------------------------------------
+
+
+def _embeddings_of(features: Features) -> NDArray[Any]:
+    """Return the embeddings, [rows, width]."""
+    return features.embeddings.numpy()
+
+
+def _four_mers_of(features: Features) -> NDArray[Any]:
+    """Return the shares of 4-mers, [rows, 256]."""
+    return features.four_mers
+
+
+# What each baseline sees of the rows.
+BASELINES: Final[dict[str, Callable[[Features], NDArray[Any]]]] = {
+    "logistic regression on the vectors": _embeddings_of,
+    "logistic regression on 4-mers": _four_mers_of,
+}
+METHODS: Final = (HEAD_METHOD, *BASELINES)
+
+
+def _fit_baseline(features: Features, view: Callable[[Features], NDArray[Any]]) -> Scorer:
+    """Fit a logistic regression on what `view` returns of the rows."""
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=1_000))
+    model.fit(view(features), features.rows["label"])
+    return partial(_score_by_baseline, model, view)
+
+
+def _score_by_baseline(
+    model: Pipeline, view: Callable[[Features], NDArray[Any]], features: Features
+) -> Floats:
+    """Return P(virus) of each row, [rows]."""
+    class_scores: Floats = model.predict_proba(view(features))  # [rows, classes]
+    return class_scores[:, VIRUS]
+
+
+# --- Head and baselines ---------------------------------------------------------------------------
+
+
+def cross_validate(
+    features: Features, shape: HeadShape, spec: TrainSpec
+) -> dict[str, list[ScoredRows]]:
+    """Score each row by methods that were trained on other clusters of genomes.
+
+    Args:
+        features: All rows.
+        shape: Sizes of the head.
+        spec: The number of folds and repeats, and the training settings.
+
+    Returns:
+        By method, the scores of all rows for each repeat; empty without repeats.
+    """
+    scorings: dict[str, list[ScoredRows]] = {}
+    for repeat in range(spec.repeats):
+        scores_of_method = _cross_validate_once(
+            features, shape, spec, seed=spec.seed + REPEAT_SEEDS * (repeat + 1)
+        )
+        for method, scores in scores_of_method.items():
+            scorings.setdefault(method, []).append(ScoredRows(features.rows, scores))
+    return scorings
+
+
+def _cross_validate_once(
+    features: Features, shape: HeadShape, spec: TrainSpec, seed: int
+) -> dict[str, Floats]:
+    """Return the scores of each method, [rows]: each fold is scored by training on the others."""
+    n_rows = len(features.rows)
+    folds = assign_folds(features.rows, 1 / spec.folds, seed)
+    scores_of_method = {method: np.empty(n_rows) for method in METHODS}
+    for fold in range(folds.max() + 1):
+        fold_seed = seed + fold
+        tested = np.flatnonzero(folds == fold)
+        rest = np.flatnonzero(folds != fold)
+        sides = np.full(n_rows, TEST_SIDE)
+        sides[rest] = assign_training_sides(
+            features.rows.iloc[rest], spec.validation_share, fold_seed
+        )
+        fitted = fit_methods(features, sides, shape, spec, fold_seed)
+        for method, scorer in fitted.scorers.items():
+            scores_of_method[method][tested] = scorer(features.select(tested))
+    return scores_of_method
+
+
+def fit_methods(
+    features: Features, sides: NDArray[np.int64], shape: HeadShape, spec: TrainSpec, seed: int
+) -> FittedMethods:
+    """Fit the head and each baseline on the training set.
+
+    Args:
+        features: All rows.
+        sides: The set of each row (index into SIDES), [rows]. The head stops early by the
+            validation set; the test set is not used.
+        shape: Sizes of the head.
+        spec: Training settings.
+        seed: Seed of the sample of rows, the first weights, the order of rows and the dropout.
+    """
+    rng = np.random.default_rng(seed)
+    training = _balanced_sample(features, sides == TRAIN_SIDE, spec.sampling, rng)
+    validation = _balanced_sample(features, sides == VALIDATION_SIDE, spec.sampling, rng)
+    torch.manual_seed(seed)
+    head = fit_head(shape, training, validation, spec)
+    scorers: dict[str, Scorer] = {HEAD_METHOD: partial(_score_by_head, head.network)}
+    n_baseline_rows = min(len(training.rows), len(LABELS) * BASELINE_ROWS)
+    baseline_rows = training.select(np.arange(n_baseline_rows))
+    for name, view in BASELINES.items():
+        scorers[name] = _fit_baseline(baseline_rows, view)
+    return FittedMethods(head, scorers)
+
+
+def _balanced_sample(
+    features: Features, is_wanted: NDArray[np.bool_], sampling: str, rng: np.random.Generator
+) -> Features:
+    """Return as many rows of either class as the smaller one has, in random order.
+
+    Args:
+        features: All rows.
+        is_wanted: Which rows may be taken, [rows].
+        sampling: "even" or "natural", see `subsample`.
+        rng: The random number generator.
+    """
+    numbered = features.rows.reset_index(drop=True)
+    candidates = numbered[is_wanted].assign(rows=1)
+    limit = int(candidates["label"].value_counts().min())
+    chosen = subsample(candidates, limit, sampling, rng)
+    return features.select(rng.permutation(chosen.to_numpy()))
+
+
+def _score_by_head(network: nn.Module, features: Features) -> Floats:
+    """Return P(virus) of each row, [rows]."""
+    with torch.inference_mode():
+        virus_scores = probabilities(network(features.embeddings))[:, VIRUS]
+    scores: Floats = virus_scores.double().numpy()
+    return scores
+
+
+# --- Head -----------------------------------------------------------------------------------------
+
+
+def fit_head(
+    shape: HeadShape, training: Features, validation: Features, spec: TrainSpec
+) -> FittedHead:
+    """Train a head with early stopping.
+
+    Inputs are standardised, because a single learning rate suits columns of equal spread. The
+    scaling is folded into the first layer afterwards, so that the head takes embeddings as they
+    are. Random numbers come from torch's global generator.
+
+    Args:
+        shape: Sizes of the head.
+        training: Rows to train on.
+        validation: Rows whose loss decides when to stop, and which epoch is best.
+        spec: Epochs, patience and learning rate.
+    """
+    network = _new_network(shape)
+    means = training.embeddings.mean(0)
+    spreads = training.embeddings.std(0, correction=0).clamp_min(MIN_SPREAD)
+    training_vectors = _standardise(training, means, spreads)
+    validation_vectors = _standardise(validation, means, spreads)
+    optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimiser, STEP_EPOCHS, STEP_DECAY)
+    epoch = 0
+    best_epoch = 0
+    best_loss = float("inf")
+    best_weights = copy.deepcopy(network.state_dict())
+    for epoch in range(1, spec.epochs + 1):
+        _train_epoch(network, optimiser, training_vectors)
+        schedule.step()
+        loss = _validation_loss(network, validation_vectors)
+        if loss < best_loss:
+            best_loss = loss
+            best_epoch = epoch
+            best_weights = copy.deepcopy(network.state_dict())
+        elif epoch - best_epoch >= spec.patience:
+            break
+    best_weights["hidden_layer.weight"] /= spreads
+    best_weights["hidden_layer.bias"] -= best_weights["hidden_layer.weight"] @ means
+    network.load_state_dict(best_weights)
+    return FittedHead(
+        network=network.eval(),
+        n_rows=len(training.rows),
+        n_epochs=epoch,
+        best_epoch=best_epoch,
+        validation_loss=best_loss,
+    )
+
+
+def _new_network(shape: HeadShape) -> Classifier:
+    """Return an untrained head."""
+    network = Classifier(shape)
+    for layer in (network.hidden_layer, network.output_layer):
+        nn.init.xavier_uniform_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    return network
+
+
+def _standardise(features: Features, means: Tensor, spreads: Tensor) -> _LabelledVectors:
+    """Return embeddings with mean 0 and spread 1 in each column, and their labels."""
+    labels = torch.tensor(features.rows["label"].to_numpy(np.int64))
+    return _LabelledVectors((features.embeddings - means) / spreads, labels)
+
+
+def _train_epoch(
+    network: nn.Module, optimiser: torch.optim.Optimizer, training: _LabelledVectors
+) -> None:
+    """Train the network once on all rows, in random order."""
+    network.train()
+    order = torch.randperm(len(training.labels))
+    for batch in order.split(BATCH_ROWS):
+        if len(batch) == 1:
+            continue  # batch norm cannot learn from one row
+        optimiser.zero_grad()
+        outputs = network(training.embeddings[batch])
+        nn.functional.cross_entropy(outputs, training.labels[batch]).backward()
+        optimiser.step()
+
+
+def _validation_loss(network: nn.Module, validation: _LabelledVectors) -> float:
+    """Return the mean loss, in eval mode."""
+    network.eval()
+    with torch.inference_mode():
+        outputs = network(validation.embeddings)
+        return float(nn.functional.cross_entropy(outputs, validation.labels))

@@ -1,0 +1,110 @@
+"""Cut the test genomes into fragments of several lengths, as further test sets."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from virnuc_core.reads.simulate import LABELS
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir, write_text_atomically
+from virnuc_core.training.features import Features, load_features
+from virnuc_core.training.genomes import read_genomes
+from virnuc_core.training.splits import Examples
+from virnuc_core.training.truth import SIDES, TEST_SIDE
+
+LENGTHS: Final = (150, 300, 500)  # bases of a fragment
+MAX_FRAGMENTS: Final = 40  # of a genome and length
+NO_GENOMES: Final = "the genomes' sequences were not given (--genomes)"
+NO_FRAGMENTS: Final = "no fragment of this length of a class has an open frame"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSet:
+    """Rows that trained methods are tested on."""
+
+    name: str
+    features: Features
+
+
+def fragments_name(length: int) -> str:
+    """Return the name of the test set of fragments of `length` bases."""
+    return f"{length} bases"
+
+
+def write_fragments(examples: Examples, genomes: Path, out: Path) -> str | None:
+    """Write fragments of the test genomes to a FASTA file.
+
+    The fragments of each length lie evenly over each genome. A fragment is named
+    `<number of the genome>_<length>_<first base>`.
+
+    Args:
+        examples: The split, which names the genomes of the test set.
+        genomes: The sequences of the genomes, a FASTA file.
+        out: The file to write.
+
+    Returns:
+        None, or the reason why no fragments were written.
+    """
+    sequences = read_genomes(genomes)
+    is_tested = examples.genomes["side"] == SIDES[TEST_SIDE]
+    name_of_genome = examples.genomes.loc[is_tested, "genome"]
+    n_absent = sum(name not in sequences for name in name_of_genome)
+    if n_absent:
+        n_genomes = len(name_of_genome)
+        return f"{n_absent} of the test's {n_genomes} genomes have no sequence in {genomes.name}"
+    records = []
+    for number, name in name_of_genome.items():
+        sequence = sequences[name]
+        for length in LENGTHS:
+            for start in _fragment_starts(len(sequence), length):
+                fragment = sequence[start : start + length]
+                records.append(f">{number}_{length}_{start}\n{fragment}\n")
+    write_text_atomically(out, "".join(records))
+    return None
+
+
+def _fragment_starts(n_bases: int, length: int) -> list[int]:
+    """Return where the fragments of a genome begin: evenly spaced, both ends included."""
+    last_start = n_bases - length
+    if last_start < 0:
+        return []
+    n_fragments = min(MAX_FRAGMENTS, last_start // length + 1)
+    starts = np.linspace(0, last_start, n_fragments).astype(int)
+    return sorted(set(starts.tolist()))
+
+
+def read_fragments(run: RunDir, examples: Examples, width: int) -> Iterator[EvaluationSet]:
+    """Yield the embedded fragments of each length that has fragments of both classes.
+
+    Args:
+        run: The run over the file of `write_fragments`.
+        examples: The split that the fragments were cut for.
+        width: Width of the joined embeddings.
+    """
+    store = OrfStore.open(run.store)
+    rows = _fragment_rows(store, examples.genomes)
+    features = load_features(run, store, rows, width)
+    for length in LENGTHS:
+        has_length = features.rows["bases"] == length
+        fragments = features.select(has_length.to_numpy())
+        if fragments.rows["label"].nunique() == len(LABELS):
+            yield EvaluationSet(fragments_name(length), fragments)
+
+
+def _fragment_rows(store: OrfStore, genomes: pd.DataFrame) -> pd.DataFrame:
+    """Return the frames of fragments, with the label and cluster of their genome."""
+    rows = pd.DataFrame(
+        {"read": store.row_read[:], "chunk": store.row_chunk[:], "unique": store.row_unique[:]}
+    )
+    names = pd.Series(store.read_ids(0, store.n_reads))
+    numbers_of_read = names.str.split("_", expand=True).astype(np.int64)
+    numbers_of_read.columns = pd.Index(["genome", "bases", "start"])
+    columns = ["genome", "bases"]
+    rows[columns] = numbers_of_read.loc[rows["read"], columns].to_numpy()
+    columns = ["label", "cluster"]
+    rows[columns] = genomes.loc[rows["genome"], columns].to_numpy()
+    return rows

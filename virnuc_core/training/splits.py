@@ -1,0 +1,243 @@
+"""Choose the reads that a classifier is trained, stopped and tested with.
+
+A classifier is tested on genomes that it has never met. Genomes are therefore clustered by
+similarity, and whole clusters are assigned to the training, validation and test sets.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from sklearn.model_selection import StratifiedGroupKFold
+
+from virnuc_core.config import TrainSpec
+from virnuc_core.errors import InputError
+from virnuc_core.reads.fingerprint import digests
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.training.clusters import K, cluster_genomes
+from virnuc_core.training.genomes import in_coding_regions
+from virnuc_core.training.truth import (
+    SIDES,
+    TEST_SIDE,
+    TRAIN_SIDE,
+    VALIDATION_SIDE,
+    read_truth,
+    require_classes,
+    truth_lines,
+)
+
+BLOCK_UNIQUES: Final = 1 << 14  # distinct sequences that are read together
+_COMPLEMENT: Final = bytes.maketrans(b"ACGT", b"TGCA")
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """The frames that a classifier is trained and tested with.
+
+    Attributes:
+        rows: Frames with the columns read, chunk, unique, label, genome (index into `genomes`),
+            sequence (equal for the same DNA on either strand), cluster and side.
+        genomes: By number: genome (the name), label, cluster and side ("" for an unused genome).
+        left_out: Number of reads, frames or lines that were left out, by reason.
+    """
+
+    rows: pd.DataFrame
+    genomes: pd.DataFrame
+    left_out: dict[str, int]
+
+
+def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
+    """Choose the frames to train and to test with, and assign them to sets. No embedding is needed.
+
+    Args:
+        store: The staged reads.
+        spec: The files that describe the reads, and how to split them.
+
+    Raises:
+        InputError: The table of origins and the reads do not fit each other, a sequence has both
+            labels, or a class has too few genomes.
+    """
+    rng = np.random.default_rng(spec.seed)
+    truth = read_truth(spec.truth)
+    line_of_read = truth_lines(truth, store)
+    genome_names = pd.Index(truth["genome"].unique())
+    rows = _labelled_rows(store, truth, line_of_read, genome_names)
+    left_out = {
+        "lines of the truth without a read": len(truth) - len(np.unique(line_of_read)),
+        "reads without an open frame": store.n_reads - store.counts.n_open_reads,
+    }
+
+    n_bases = np.diff(store.dna_offsets)  # of each distinct sequence
+    is_long = n_bases[rows["unique"]] >= K
+    left_out[f"frames of fewer than {K} bases"] = int((~is_long).sum())
+    rows = rows[is_long]
+    _require_one_label(rows, store)
+    require_classes(rows.groupby("label")["genome"].nunique(), what=" have open frames")
+
+    cluster_of_genome = cluster_genomes(rows, store, genome_names, spec)
+    rows = rows.assign(cluster=cluster_of_genome[rows["genome"]])
+    if spec.coding_only is not None and spec.genomes is not None:
+        is_coding = in_coding_regions(rows, store, genome_names, spec.coding_only, spec.genomes)
+        left_out["frames outside coding regions"] = int((~is_coding).sum())
+        rows = rows[is_coding]
+
+    n_reads = rows["read"].nunique()
+    rows = _limit_rows(rows, spec, rng)
+    n_dropped_reads = n_reads - rows["read"].nunique()
+    left_out[f"reads beyond {spec.rows_per_class:,} frames of a class"] = n_dropped_reads
+    n_clusters = rows.groupby("label")["cluster"].nunique()
+    require_classes(n_clusters, what=" remain, kin ones counted once")
+
+    rows["side"] = _assign_sides(rows, spec)
+    genomes = truth.drop_duplicates("genome")[["genome", "label"]].reset_index(drop=True)
+    genomes = genomes.assign(cluster=cluster_of_genome, side="")
+    side_names = rows["side"].map(SIDES.__getitem__)
+    genomes.loc[rows["genome"], "side"] = side_names.to_numpy()
+    left_out = {reason: count for reason, count in left_out.items() if count}
+    return Examples(rows, genomes, left_out)
+
+
+def _labelled_rows(
+    store: OrfStore,
+    truth: pd.DataFrame,
+    line_of_read: NDArray[np.int64],
+    genome_names: "pd.Index[str]",
+) -> pd.DataFrame:
+    """Return all frames with their origin, as `Examples.rows` without cluster and side."""
+    read_of_row = np.asarray(store.row_read)
+    unique_of_row = np.asarray(store.row_unique)
+    label_of_read = truth["label"].to_numpy()[line_of_read]
+    genome_of_read = genome_names.get_indexer(pd.Index(truth["genome"]))[line_of_read]
+    return pd.DataFrame(
+        {
+            "read": read_of_row,
+            "chunk": np.asarray(store.row_chunk),
+            "unique": unique_of_row,
+            "label": label_of_read[read_of_row],
+            "genome": genome_of_read[read_of_row],
+            "sequence": _sequence_numbers(store)[unique_of_row],
+        }
+    )
+
+
+def _sequence_numbers(store: OrfStore) -> NDArray[np.int64]:
+    """Number the distinct sequences, reverse complements alike, [uniques]."""
+    hashes = [np.zeros(0, np.uint64)]
+    for start in range(0, store.n_uniques, BLOCK_UNIQUES):
+        end = min(start + BLOCK_UNIQUES, store.n_uniques)
+        either_strand = [min(dna, _reverse_complement(dna)) for dna in store.dna(start, end)]
+        hashes.append(digests(either_strand)[:, 0])
+    numbers, _ = pd.factorize(np.concatenate(hashes))
+    return np.asarray(numbers)
+
+
+def _reverse_complement(dna: bytes) -> bytes:
+    """Return the other strand."""
+    return dna.translate(_COMPLEMENT)[::-1]
+
+
+def _require_one_label(rows: pd.DataFrame, store: OrfStore) -> None:
+    """Raise an error if a sequence is known as viral and as other, on whichever strand."""
+    n_labels = rows.groupby("sequence")["label"].transform("nunique")
+    mixed = rows[n_labels > 1]
+    if mixed.empty:
+        return
+    first_sequence = mixed["sequence"].iloc[0]
+    examples = mixed[mixed["sequence"] == first_sequence].drop_duplicates("label")
+    others_read, virus_read = examples.sort_values("label")["read"]
+    others = store.read_ids(others_read, others_read + 1)[0]
+    virus = store.read_ids(virus_read, virus_read + 1)[0]
+    n_more = mixed["sequence"].nunique() - 1
+    raise InputError(
+        f"reads {virus!r} (virus) and {others!r} (others) hold the same sequence, "
+        f"on either strand, as do {n_more} more",
+        hint="correct the truth or leave reads out",
+    )
+
+
+def _limit_rows(rows: pd.DataFrame, spec: TrainSpec, rng: np.random.Generator) -> pd.DataFrame:
+    """Return frames of whole reads, at most `spec.rows_per_class` of each class."""
+    reads = rows.groupby("read").agg(
+        label=("label", "first"), genome=("genome", "first"), rows=("label", "size")
+    )
+    kept_reads = subsample(reads, spec.rows_per_class, spec.sampling, rng)
+    return rows[rows["read"].isin(kept_reads)].reset_index(drop=True)
+
+
+def subsample(
+    table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generator
+) -> "pd.Index[int]":
+    """Choose entries of a table at random, with at most `limit` rows of each class.
+
+    Args:
+        table: Entries with the columns label, genome and rows (how many rows the entry stands for).
+        limit: Maximum number of rows of each class.
+        sampling: "natural": all entries are equally likely. "even": one entry of each genome in
+            turn, so that a large genome does not contribute more than needed.
+        rng: The random number generator.
+
+    Returns:
+        Index labels of the chosen entries.
+    """
+    table = table.iloc[rng.permutation(len(table))]
+    if sampling == "even":
+        turns = table.groupby("genome").cumcount()
+        table = table.iloc[np.argsort(turns, kind="stable")]
+    n_rows_so_far = table.groupby("label")["rows"].cumsum()
+    return table.index[n_rows_so_far <= limit]
+
+
+def _assign_sides(rows: pd.DataFrame, spec: TrainSpec) -> NDArray[np.int64]:
+    """Return the set (index into SIDES) of each row: the test first, then the validation."""
+    sides = np.full(len(rows), TRAIN_SIDE)
+    is_test = assign_folds(rows, spec.test_share, spec.seed) == 0
+    sides[is_test] = TEST_SIDE
+    rest = np.flatnonzero(~is_test)
+    sides[rest] = assign_training_sides(rows.iloc[rest], spec.validation_share, spec.seed)
+    return sides
+
+
+def assign_training_sides(
+    rows: pd.DataFrame, validation_share: float, seed: int
+) -> NDArray[np.int64]:
+    """Return the set of rows that are not tested: training or validation, [rows]."""
+    is_validation = assign_folds(rows, validation_share, seed) == 0
+    return np.where(is_validation, VALIDATION_SIDE, TRAIN_SIDE)
+
+
+def assign_folds(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int64]:
+    """Split rows into folds with about the same share of each class; no cluster is in two folds.
+
+    Fold 0 is the one to hold back: the fold with the most clusters of its rarer class, so that no
+    single cluster dominates it.
+
+    Args:
+        rows: Rows with the columns label and cluster.
+        share: Share of the rows that a fold should have.
+        seed: Seed of the random assignment.
+
+    Returns:
+        The fold of each row, [rows].
+
+    Raises:
+        InputError: Clusters hold both classes, so that some fold would lack a class.
+    """
+    min_clusters = int(rows.groupby("label")["cluster"].nunique().min())
+    n_folds = max(2, min(round(1 / share), min_clusters))
+    splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=seed)
+    folds = np.empty(len(rows), np.int64)
+    splits = splitter.split(rows, rows["label"], rows["cluster"])
+    for number, (_, members) in enumerate(splits):
+        folds[members] = number
+
+    n_clusters = rows.assign(fold=folds).groupby(["fold", "label"])["cluster"].nunique()
+    if len(n_clusters) < 2 * n_folds:
+        raise InputError(
+            "genomes are kin across both classes, and cannot be dealt to sides; see --similarity"
+        )
+    n_clusters_of_rarer_class = n_clusters.groupby("fold").min().to_numpy()
+    order = np.argsort(-n_clusters_of_rarer_class, kind="stable")
+    rank_of_fold = np.argsort(order)
+    return rank_of_fold[folds]

@@ -1,0 +1,39 @@
+"""The record of a training, `train.json`."""
+
+from typing import Any, Final
+
+from virnuc_core.encoders.model_config import HeadCard
+from virnuc_core.runfiles import RunFile
+from virnuc_core.training.evaluation import Counts, Figures, Points
+
+TRAIN_FILE: Final = "train.json"
+TRAIN_PAGE: Final = "train.html"
+
+
+class TrainFile(RunFile):
+    """`train.json`: what a head was made of, and how good it is."""
+
+    schema_version: int = 1
+    created: str
+    virnuc_version: str
+    settings: dict[str, Any]
+    model_length: int
+    encoders: str  # where each comes from; with random ones no figure means anything
+    digests: dict[str, str]  # of the encoders and of the head
+    # By rate of the card's thresholds: the rate among the final head's test reads.
+    realised: dict[float, float | None]
+    # As the head has it: from the cross-validation, or from the test if there was none.
+    card: HeadCard
+    clusters: dict[str, dict[str, int]]  # of genomes, by side and class
+    shared_sequences: int  # on two sides, on either strand
+    # Label, cluster, side ("" for an unused genome) and number of frames of each.
+    genomes: dict[str, dict[str, int | str]]
+    left_out: dict[str, int]
+    learnt_from: int  # frames, as many of either class
+    epochs: int
+    best_epoch: int
+    validation_loss: float
+    figures: tuple[Figures, ...]
+    curves: dict[str, Points]
+    histograms: dict[str, Counts]  # by test set: reads by score
+    not_run: dict[str, str]  # what could not be measured, and why

@@ -1,0 +1,156 @@
+"""Read the table of origins (the truth): what each training read is known to be.
+
+The file is TAB-separated with the columns `read`, `label` (`virus` or `others`) and `genome`.
+"""
+
+import csv
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from virnuc_core.config import refuse_unreadable
+from virnuc_core.errors import InputError, join_first
+from virnuc_core.reads.simulate import LABELS, TRUTH_HEADER
+from virnuc_core.reads.store import OrfStore
+
+# The three sets that genomes are split into. Columns named `side` hold the index.
+SIDES: Final = ("train", "validation", "test")
+TRAIN_SIDE, VALIDATION_SIDE, TEST_SIDE = range(len(SIDES))
+VIRUS: Final = LABELS.index("virus")  # columns named `label` hold the index into LABELS
+FIRST_LINE: Final = 2  # of a table, below the names of the columns
+
+
+def read_truth(path: Path) -> pd.DataFrame:
+    """Read the table of origins.
+
+    Returns:
+        The columns read, label (index into LABELS) and genome, indexed by line of the file.
+
+    Raises:
+        InputError: A column is missing or unknown, two lines contradict each other, or a class has
+            too few genomes. The message names the line.
+    """
+    truth = read_table(path, ("read", "label", "genome"), optional=TRUTH_HEADER)
+    has_bad_label = ~truth["label"].isin(LABELS)
+    if has_bad_label.any():
+        line = truth.index[has_bad_label][0]
+        raise InputError("wanted a label virus or others", file=path, line=int(line))
+    truth["label"] = (truth["label"] == LABELS[VIRUS]).astype(np.int64)
+    genomes = _drop_repeats(truth[["genome", "label"]], path)
+    require_classes(genomes["label"].value_counts(), file=path)
+    return truth
+
+
+def read_table(
+    path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> pd.DataFrame:
+    """Read columns of a TAB-separated file as text.
+
+    Args:
+        path: The file. Its first line names the columns.
+        columns: The columns to return. Two lines may not agree in the first and differ in others.
+        optional: Names of further columns that the file may have.
+
+    Returns:
+        The columns, indexed by line of the file, without empty and repeated lines.
+
+    Raises:
+        InputError: The file is no such table. The message names the line.
+    """
+    with refuse_unreadable(path, "table with columns between TABs", InputError):
+        table = pd.read_csv(
+            path,
+            sep="\t",
+            quoting=csv.QUOTE_NONE,
+            dtype=str,
+            keep_default_na=False,
+            skip_blank_lines=False,
+        )
+    _require_columns(table, path, columns, optional)
+    lines = np.arange(FIRST_LINE, FIRST_LINE + len(table))
+    table = table[list(columns)].set_axis(lines)
+    table = table.mask(table == "").dropna(how="all")
+    is_incomplete = table.isna().any(axis=1)
+    if is_incomplete.any():
+        line = table.index[is_incomplete][0]
+        raise InputError(f"wanted {', '.join(columns)}", file=path, line=int(line))
+    return _drop_repeats(table, path)
+
+
+def _require_columns(
+    table: pd.DataFrame, path: Path, columns: tuple[str, ...], optional: tuple[str, ...]
+) -> None:
+    """Raise an error if a table lacks a column, or has one that nobody knows."""
+    hint = f"wanted {', '.join(columns)}"
+    if not isinstance(table.index, pd.RangeIndex):
+        # pandas takes fields before the first named column for names of rows
+        problem = "more fields than the header names"
+        raise InputError(problem, file=path, line=FIRST_LINE, hint=hint)
+    missing = [name for name in columns if name not in table]
+    if missing:
+        raise InputError(f"no column {', '.join(missing)}", file=path, line=1)
+    unknown = [name for name in table if name not in columns and name not in optional]
+    if unknown:
+        raise InputError(f"unknown column {join_first(unknown)}", file=path, line=1, hint=hint)
+
+
+def _drop_repeats(table: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Drop repeated lines; raise an error if others have the same value in the first column."""
+    table = table.drop_duplicates()
+    key = table.columns[0]
+    is_repeated = table[key].duplicated()
+    if is_repeated.any():
+        line = table.index[is_repeated][0]
+        value = table.at[line, key]
+        first_line = table.index[table[key] == value][0]
+        problem = f"{key} {value!r} stands on line {first_line} with other words"
+        raise InputError(problem, file=path, line=int(line))
+    return table
+
+
+def require_classes(counts: Any, file: Path | str = "", what: str = "") -> None:
+    """Raise an error if a class has too few genomes for the three sets.
+
+    Args:
+        counts: Number of genomes, or of clusters of genomes, by label.
+        file: The file that names the genomes, for the message.
+        what: What was counted, for the message; follows "3 genomes labelled virus".
+
+    Raises:
+        InputError: A class has fewer than one genome for each set.
+    """
+    for label, name in enumerate(LABELS):
+        count = counts.get(label, 0)
+        if count < len(SIDES):
+            problem = f"{count} genomes labelled {name}{what}; {len(SIDES)} are needed"
+            raise InputError(f"{problem}: to learn from, to stop by, to test with", file=file)
+
+
+def truth_lines(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
+    """Find each read in the table of origins.
+
+    A read is looked up by its id in the store (`r7.2`), else by its id in the file (`r7`), else by
+    the id of its pair (`r7` for `r7/1`).
+
+    Returns:
+        The row of each read in `truth`, counted from 0, [reads].
+
+    Raises:
+        InputError: The table does not have all reads.
+    """
+    known_reads = pd.Index(truth["read"])
+    store_ids = pd.Series(store.read_ids(0, store.n_reads), dtype=object)
+    file_ids = pd.Series(store.original_ids(0, store.n_reads), dtype=object)
+    pair_ids = file_ids.str.replace(r"/[12]$", "", regex=True)
+    lines = np.full(store.n_reads, -1)
+    for ids in (store_ids, file_ids, pair_ids):
+        lines = np.where(lines < 0, known_reads.get_indexer(ids), lines)
+    unknown = store_ids[lines < 0]
+    if len(unknown):
+        raise InputError(
+            f"{len(unknown)} reads have no line in the truth file, among them {join_first(unknown)}"
+        )
+    return lines
