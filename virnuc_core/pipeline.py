@@ -48,7 +48,7 @@ from virnuc_core.runfiles import (
     write,
 )
 from virnuc_core.telemetry.live import pipeline_summary
-from virnuc_core.telemetry.log import ended, read_journal, write_telemetry
+from virnuc_core.telemetry.log import finished_attempt, read_journal, write_telemetry
 from virnuc_core.telemetry.tables import StageClock
 
 if TYPE_CHECKING:
@@ -425,10 +425,11 @@ def _record_killed_attempt(
     journal = read_journal(run.journal)
     if journal is None:
         return record
-    measured, wall_s, deaths = journal
-    path = write_telemetry(run.telemetry, measured, n_reads=store.n_reads, wall_s=wall_s)
+    path = write_telemetry(
+        run.telemetry, journal.telemetry, n_reads=store.n_reads, wall_s=journal.lived_s
+    )
     *earlier, killed, current = record.attempts
-    killed = ended(killed, measured, wall_s, deaths, path)
+    killed = finished_attempt(killed, journal.telemetry, journal.lived_s, journal.deaths, path)
     return record.model_copy(update={"attempts": (*earlier, killed, current)})
 
 
@@ -527,7 +528,9 @@ def _compute(
     telemetry_path = None
     if job.todo:
         telemetry_path = embedding.write(clock.times(), own_s, summary.sequences_per_hour)
-    current = ended(record.attempts[-1], embedding.measured, own_s, computed.deaths, telemetry_path)
+    current = finished_attempt(
+        record.attempts[-1], embedding.measured, own_s, computed.deaths, telemetry_path
+    )
     attempts = (*record.attempts[:-1], current)
     write(job.run.record, record.model_copy(update={"attempts": attempts}))
     summary = summary.model_copy(

@@ -28,7 +28,7 @@ from virnuc_core.pipeline import prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
-from virnuc_core.telemetry.live import Sampler
+from virnuc_core.telemetry.sampler import Sampler
 
 SCALES = {
     "small": 100,
@@ -202,7 +202,7 @@ class _sampled:  # noqa: N801 - used as a function
     def __init__(self, used: list[float]) -> None:
         ids = [f"GPU-{torch.cuda.get_device_properties(0).uuid}"] if GPUS else []
         self._used = used
-        self._sampler = Sampler(ids, every_s=0.1, note=self._note)
+        self._sampler = Sampler(ids, every_s=0.1, on_samples=self._note)
 
     def _note(self, *samples: Any) -> None:
         told = (getattr(sample, "utilisation", None) for sample in samples)

@@ -21,8 +21,9 @@ from virnuc_core.lease import require_lease
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops, read_record
-from virnuc_core.telemetry.live import InferenceProgressReporter, Sampler
+from virnuc_core.telemetry.live import InferenceProgressReporter
 from virnuc_core.telemetry.log import Telemetry, journal, read_journal, write_telemetry
+from virnuc_core.telemetry.sampler import Sampler
 from virnuc_core.telemetry.statistics import DeviceBusy, device_busy, embedding_span
 from virnuc_core.telemetry.tables import (
     OVERLAPPED,
@@ -161,7 +162,7 @@ class Embedding:
             sampler = Sampler(
                 device_ids,
                 every_s=self._monitor.sample_s,
-                note=write_journal,
+                on_samples=write_journal,
                 read=None if pool is None else pool.reader,
             )
             stack.enter_context(sampler)
@@ -212,8 +213,7 @@ class Embedding:
         if recorded is None:
             problem = f"{path}: what was measured could not be kept; make room and run again"
             raise StorageError(problem)
-        measured, _wall_s, _deaths = recorded
-        return measured
+        return recorded.telemetry
 
     def record_times(self, clock: StageClock, job: PooledJob) -> None:
         """Add the busiest device's time by phase to the stage clock.

@@ -30,7 +30,7 @@ from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, Wor
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import DeviceError, WeightsError
 from virnuc_core.runfiles import Device, version_of
-from virnuc_core.telemetry.live import nvml_reader
+from virnuc_core.telemetry.sampler import gpu_reader
 from virnuc_core.telemetry.tables import DeviceSample
 
 REPORT_S: Final = 1.0  # a node answers at least this often
@@ -276,7 +276,7 @@ class Node:
         gpu = spec.device.local
         if spec.device.kind == "cuda" and gpu not in self._sampled_gpus:
             self._sampled_gpus.append(gpu)
-            self._read_gpu = nvml_reader(self._sampled_gpus)
+            self._read_gpu = gpu_reader(self._sampled_gpus)
         models = self._local_models or spec.models
         return spec.model_copy(update={"engine": engine, "models": models})
 

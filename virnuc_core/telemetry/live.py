@@ -1,311 +1,279 @@
-"""What is seen of a run while it goes on: readings of devices and host, its progress, and the seconds of its stages.
-
-Devices are read by NVML (nvitop), by UUID. Without it only the host is read, and utilisation is `None`, never zero."""
+"""Show the progress of a run while it goes on, and the seconds of its stages at the end."""
 
 import functools
 import importlib
-import itertools
 import logging
-import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
-import psutil
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn
 
 from virnuc_core import gpus
 from virnuc_core.config import OnShare
-from virnuc_core.telemetry.tables import (
-    OVERLAPPED,
-    STAGES,
-    DeviceSample,
-    HostSample,
-    ShardDone,
-    StageTime,
-)
+from virnuc_core.telemetry.sampler import Sampler
+from virnuc_core.telemetry.tables import OVERLAPPED, STAGES, ShardDone, StageTime
 
 log = logging.getLogger(__name__)
 
-CHILDREN_EVERY: Final = (
-    10  # samples between two looks for new child processes: the look reads every process
-)
-PLAIN_EVERY_S: Final = 10.0
+LOG_EVERY_S: Final = 10.0
 CALLBACK_EVERY_S: Final = 5.0
-WIDE: Final = 100  # columns of a terminal that has room for the packing, too
+WIDE_TERMINAL: Final = 100  # columns; there is room for the packing, too
+SHORT_NAME: Final = 12  # characters of a device's id that are shown
 TITLE: Final = "Embedding"
 RULE: Final = "=" * 80
-LEAST_SHOWN_S: Final = 0.05  # of what is no stage
-
-Note = Callable[..., None]  # hears samples as they are taken
-Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped with a time; may raise
-
-
-def nvml_reader(devices: Sequence[str]) -> Reader | None:
-    """Return a function that reads the GPUs among `devices`, each by its UUID.
-
-    Returns:
-        `None` if no device is a GPU, or if NVML cannot be used, which is logged.
-    """
-    uuids = [device for device in devices if device.startswith(gpus.UUID_PREFIXES)]
-    if not uuids:
-        return None
-    try:
-        read_gpu = gpus.NVML.reader(uuids)
-    except gpus.NvmlError as error:
-        log.warning("NVML cannot be used (%s): gpu utilisation is not measured", error)
-        return None
-
-    def read(device: str, time_s: float) -> DeviceSample:
-        reading = read_gpu(device)
-        return DeviceSample(
-            time_s,
-            device,
-            utilisation=reading.utilisation_percent,
-            memory_used_bytes=reading.memory_used_bytes,
-            power_w=reading.power_w,
-            temperature_c=reading.temperature_c,
-        )
-
-    return read
-
-
-class Sampler:
-    """Background thread that reads devices and host every `every_s` while the `with` block lasts."""
-
-    def __init__(
-        self,
-        devices: Sequence[str],
-        *,
-        every_s: float = 0.5,
-        note: Note = lambda *_: None,
-        read: Reader | None = None,
-    ) -> None:
-        """`note` hears every sample at once; `read`: of devices elsewhere."""
-        self.devices, self._every_s, self._note = tuple(devices), every_s, note
-        self._read, self._failed = read or nvml_reader(devices), False
-        self._looks, self._processes = itertools.count(), list[psutil.Process]()
-        psutil.cpu_percent(interval=None)  # the first call has no interval to speak of
-        self.latest: dict[str, DeviceSample] = {}  # the newest reading of each device
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
-
-    def sample_once(self) -> None:
-        """Take one reading of everything now."""
-        now = time.monotonic()
-        for device in self.devices if self._read else ():
-            assert self._read is not None
-            try:
-                self.latest[device] = self._read(device, now)
-            except Exception as error:  # noqa: BLE001  a driver may fail in any way; the run must not
-                self.latest[device] = DeviceSample(now, device)
-                if not self._failed:
-                    log.warning(
-                        "reading %s failed (%s): its numbers are unknown at that moment",
-                        device,
-                        error,
-                    )
-                self._failed = True
-        self._note(*self.latest.values(), self.host(now))
-
-    def host(self, time_s: float) -> HostSample:
-        """CPU and memory of this process's machine."""
-        if next(self._looks) % CHILDREN_EVERY == 0:
-            here = psutil.Process()
-            self._processes = [here, *here.children(recursive=True)]
-        rss_bytes = 0
-        for process in self._processes:
-            with suppress(psutil.Error):  # it has ended
-                rss_bytes += process.memory_info().rss
-        return HostSample(time_s, psutil.cpu_percent(interval=None), rss_bytes)
-
-    def _loop(self) -> None:
-        self.sample_once()
-        while not self._stop.wait(self._every_s):
-            self.sample_once()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.sample_once()  # so that even a short run has one
+STAGE_WIDTH: Final = 34  # of "Stage 6: ESM-2 ......"
+MIN_SHOWN_S: Final = 0.05  # of what is no stage
 
 
 @functools.cache
 def shared_console() -> Console:
-    """The console of this process's log lines and bars: two consoles on one terminal wipe each other's lines."""
+    """Return the console of this process's log lines and bars.
+
+    There is only one: two consoles on one terminal wipe each other's lines.
+    """
     return Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
+@dataclass(frozen=True, slots=True)
+class ProgressTexts:
+    """What is shown of some devices: how many rows are done, and the rest as text."""
+
+    completed: int
+    count: str
+    tokens: str
+    gpu: str
+    pack: str
+    eta: str
+
+
 class InferenceProgressReporter:
-    """Shows the progress of a run while the `with` block lasts. On a terminal and in a notebook: bars; elsewhere: a
-    line in the log every `PLAIN_EVERY_S`. `on_progress` hears the share that is done at most every `CALLBACK_EVERY_S`
-    and once at the end. `already_done`: by an earlier run, so that it says nothing of this one's speed."""
+    """Shows the progress of a run while the `with` block lasts.
+
+    On a terminal and in a notebook it shows bars. Elsewhere it logs a line every `LOG_EVERY_S`.
+    """
 
     def __init__(
         self, total_sequences: int, monitor: Sampler, on_progress: OnShare, *, already_done: int = 0
     ) -> None:
-        self._total, self._monitor, self._on_progress = total_sequences, monitor, on_progress
+        """Prepare to show progress.
+
+        Args:
+            total_sequences: How many sequences the run has.
+            monitor: Gives the devices and their newest readings.
+            on_progress: Gets the share that is done, at most every `CALLBACK_EVERY_S` and once at
+                the end.
+            already_done: Sequences that an earlier run did. They say nothing of this one's speed.
+        """
+        self._total = total_sequences
+        self._monitor = monitor
+        self._on_progress = on_progress
         self._console = shared_console()
-        self._first = self._done = already_done
-        self._totals = defaultdict[str, Counter[str]](
-            Counter
-        )  # by device: rows, tokens and slots of this run
-        self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = (
-            time.monotonic()
-        )
+        self._already_done = already_done
+        self._done = already_done
+        # rows, tokens and slots of this run by device
+        self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        now_s = time.monotonic()
+        self._started_s = now_s
+        self._first_batch_s = now_s
+        self._last_log_s = now_s
+        self._last_callback_s = now_s
         self._bars: Progress | None = None
-        self._cell: Any = None  # of a notebook, that shows the bars
+        self._notebook_cell: Any = None  # that shows the bars
 
     def __enter__(self) -> Self:
         if self._console.is_interactive or self._console.is_jupyter:
-            devices = self._monitor.devices
-            on_gpu = any(device.startswith(gpus.UUID_PREFIXES) for device in devices)
-            words = [
-                "count",
-                "tokens",
-                *["gpu"] * on_gpu,
-                *["pack"] * (self._console.width >= WIDE),
-                "eta",
-            ]
-            units = {"gpu": " GPU", "pack": " pack"}
-            columns = [
-                TextColumn(f"{{task.fields[{w}]}}{units.get(w, '')}", justify="right")
-                for w in words
-            ]
-            bar = (
-                BarColumn(bar_width=None),
-                TaskProgressColumn(show_speed=False),
-            )  # as wide as the words leave it
-            name = TextColumn("[bold blue]{task.description}")
-            self._bars = Progress(name, *bar, *columns, console=self._console, expand=True)
-            for device in devices if len(devices) > 1 else ():
-                self._bars.add_task(
-                    device[:12], total=None, devices=(device,), **self.progress(device)
-                )
-            self._bars.add_task(TITLE, total=self._total, devices=(), **self.progress())
-            if self._console.is_jupyter:  # without widgets, which rich would ask for
-                self._cell = importlib.import_module("IPython.display").display(
-                    self._bars, display_id=True
-                )
+            self._bars = self._make_bars()
+            if self._console.is_jupyter:
+                # shown without widgets, which rich would ask for
+                display = importlib.import_module("IPython.display").display
+                self._notebook_cell = display(self._bars, display_id=True)
             else:
                 self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._show()
-        if self._bars is not None and self._cell is None:
+        if self._bars is not None and self._notebook_cell is None:
             self._bars.stop()
         self._on_progress(self.share)
 
+    def _make_bars(self) -> Progress:
+        """Return a bar for each device, if there are several, and one for the whole run."""
+        devices = self._monitor.devices
+        columns: list[ProgressColumn] = [
+            TextColumn("[bold blue]{task.description}"),
+            BarColumn(bar_width=None),  # as wide as the texts leave it
+            TaskProgressColumn(show_speed=False),
+            _text_column("count"),
+            _text_column("tokens"),
+        ]
+        if any(device.startswith(gpus.UUID_PREFIXES) for device in devices):
+            columns.append(_text_column("gpu", " GPU"))
+        if self._console.width >= WIDE_TERMINAL:
+            columns.append(_text_column("pack", " pack"))
+        columns.append(_text_column("eta"))
+        bars = Progress(*columns, console=self._console, expand=True)
+        if len(devices) > 1:
+            for device in devices:
+                texts = asdict(self.progress(device))
+                bars.add_task(device[:SHORT_NAME], total=None, devices=(device,), **texts)
+        bars.add_task(TITLE, total=self._total, devices=(), **asdict(self.progress()))
+        return bars
+
     @property
     def share(self) -> float:
-        """How much is done, 0 to 1; a run of nothing is done."""
-        return min(1.0, self._done / self._total) if self._total else 1.0
+        """Return how much is done, 0 to 1. A run of nothing is done."""
+        if not self._total:
+            return 1.0
+        return min(1.0, self._done / self._total)
 
     @property
     def eta(self) -> str:
-        """The time left at this run's speed since its first batch; `--:--` before anything is done."""
-        elapsed, made, left = (
-            time.monotonic() - self._began_s,
-            self._done - self._first,
-            self._total - self._done,
-        )
-        return (
-            clock_text(elapsed * max(0, left) / max(1, made))
-            if left <= 0 or (made > 0 and elapsed > 0)
-            else "--:--"
-        )
+        """Return the time left at this run's speed since its first batch.
+
+        It is `--:--` before anything is done.
+        """
+        elapsed_s = time.monotonic() - self._first_batch_s
+        n_new = self._done - self._already_done
+        n_left = self._total - self._done
+        if n_left <= 0:
+            return clock_text(0.0)
+        if n_new <= 0 or elapsed_s <= 0:
+            return "--:--"
+        return clock_text(elapsed_s * n_left / n_new)
 
     def update(self, shard: ShardDone) -> None:
         """Count a committed shard, and show it when it is time."""
-        if self._done == self._first:  # what came before the first batch was not embedding
-            self._began_s = min(
-                (batch.launched_s for batch in shard.batches), default=self._began_s
-            )
-        tokens, slots = (
-            sum(getattr(batch, what) for batch in shard.batches) for what in ("tokens", "slots")
+        if self._done == self._already_done:  # what came before the first batch was not embedding
+            launches_s = [batch.launched_s for batch in shard.batches]
+            self._first_batch_s = min(launches_s, default=self._first_batch_s)
+        self._counts[shard.device].update(
+            rows=shard.rows,
+            tokens=sum(batch.tokens for batch in shard.batches),
+            slots=sum(batch.slots for batch in shard.batches),
         )
-        self._totals[shard.device].update(rows=shard.rows, tokens=tokens, slots=slots)
-        self._done, now = self._done + shard.rows, time.monotonic()
-        if self._bars is not None or now - self._last_plain_s >= PLAIN_EVERY_S:
-            self._last_plain_s = now
+        self._done += shard.rows
+        now_s = time.monotonic()
+        if self._bars is not None or now_s - self._last_log_s >= LOG_EVERY_S:
+            self._last_log_s = now_s
             self._show()
-        if now - self._last_callback_s >= CALLBACK_EVERY_S:
-            self._last_callback_s = now
+        if now_s - self._last_callback_s >= CALLBACK_EVERY_S:
+            self._last_callback_s = now_s
             self._on_progress(self.share)
 
-    def progress(self, *devices: str) -> dict[str, Any]:
-        """What is shown of `devices`, or of all: rows done so far, and the rest in words."""
-        names, elapsed = devices or self._monitor.devices, time.monotonic() - self._began_s
-        rows, tokens, slots = (
-            sum(self._totals[name][what] for name in names) for what in ("rows", "tokens", "slots")
-        )
-        newest = (
-            self._monitor.latest[name].utilisation for name in names if name in self._monitor.latest
-        )
-        told = [used for used in newest if used is not None]
-        return {
-            "completed": rows if devices else self._done,
-            "count": f"{rows:,}" if devices else f"{self._done:,}/{self._total:,}",
-            "eta": "" if devices else f"ETA {self.eta}",
-            "tokens": f"{tokens / elapsed:,.0f} tok/s" if tokens and elapsed > 0 else "- tok/s",
-            "gpu": f"{sum(told) / len(told):.0f} %" if told else "n/a",
-            "pack": f"{100 * tokens / slots:.1f} %" if slots else "n/a",
-        }
+    def progress(self, *devices: str) -> ProgressTexts:
+        """Return what is shown of these devices, or of the whole run if none is given."""
+        names = devices or self._monitor.devices
+        counts: Counter[str] = Counter()
+        for name in names:
+            counts.update(self._counts[name])
+        elapsed_s = time.monotonic() - self._first_batch_s
+
+        completed = self._done
+        count = f"{self._done:,}/{self._total:,}"
+        eta = f"ETA {self.eta}"
+        if devices:
+            completed = counts["rows"]
+            count = f"{completed:,}"
+            eta = ""
+        tokens = "- tok/s"
+        if counts["tokens"] and elapsed_s > 0:
+            tokens = f"{counts['tokens'] / elapsed_s:,.0f} tok/s"
+        pack = "n/a"
+        if counts["slots"]:
+            pack = f"{100 * counts['tokens'] / counts['slots']:.1f} %"
+        gpu = self._utilisation_text(names)
+        return ProgressTexts(completed, count, tokens, gpu, pack, eta)
+
+    def _utilisation_text(self, devices: Sequence[str]) -> str:
+        """Return the mean of the devices' newest utilisation."""
+        percents = []
+        for device in devices:
+            sample = self._monitor.latest.get(device)
+            if sample is not None and sample.utilisation is not None:
+                percents.append(sample.utilisation)
+        if not percents:
+            return "n/a"
+        return f"{sum(percents) / len(percents):.0f} %"
 
     def _show(self) -> None:
-        """Bring the bars up to date, or say a line."""
-        if self._bars is not None:
-            for task in self._bars.tasks:
-                self._bars.update(task.id, **self.progress(*task.fields["devices"]))
-            if self._cell is not None:
-                self._cell.update(self._bars)
+        """Bring the bars up to date, or log a line."""
+        if self._bars is None:
+            self._log_line()
             return
-        words = self.progress()
+        for task in self._bars.tasks:
+            texts = self.progress(*task.fields["devices"])
+            self._bars.update(task.id, **asdict(texts))
+        if self._notebook_cell is not None:
+            self._notebook_cell.update(self._bars)
+
+    def _log_line(self) -> None:
+        """Log the progress in one line."""
+        texts = self.progress()
+        elapsed = clock_text(time.monotonic() - self._started_s)
+        done = f"{self._done:,} of {self._total:,} sequences ({100 * self.share:.1f} %)"
         log.info(
-            f"{TITLE}: {self._done:,} of {self._total:,} sequences ({100 * self.share:.1f} %) | "
-            f"{words['tokens']} | gpu util {words['gpu']} | packing efficiency {words['pack']} | "
-            f"elapsed {clock_text(time.monotonic() - self._started_s)} | {words['eta']}"
+            f"{TITLE}: {done} | {texts.tokens} | gpu util {texts.gpu} | "
+            f"packing efficiency {texts.pack} | elapsed {elapsed} | {texts.eta}"
         )
+
+
+def _text_column(name: str, unit: str = "") -> TextColumn:
+    """Return a column that shows a field of `ProgressTexts`, set to the right."""
+    return TextColumn(f"{{task.fields[{name}]}}{unit}", justify="right")
 
 
 def clock_text(seconds: float) -> str:
-    """Seconds as `MM:SS`, from one hour on `H:MM:SS`; parts of a second are cut.
+    """Return seconds as `MM:SS`, from one hour on as `H:MM:SS`. Parts of a second are cut.
 
     >>> clock_text(3200.6), clock_text(12600), clock_text(7.9)
     ('53:20', '3:30:00', '00:07')
     """
-    minutes, left = divmod(int(max(0.0, seconds)), 60)
-    hours, rest = divmod(minutes, 60)
-    return f"{hours}:{rest:02d}:{left:02d}" if hours else f"{minutes:02d}:{left:02d}"
+    whole_seconds = int(max(0.0, seconds))
+    minutes, seconds_left = divmod(whole_seconds, 60)
+    hours, minutes_left = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes_left:02d}:{seconds_left:02d}"
+    return f"{minutes:02d}:{seconds_left:02d}"
 
 
 def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
-    """The block `PIPELINE SUMMARY` for the log: the stages, and what else took time, which together is the whole."""
-    texts = dict.fromkeys(STAGES, "not measured")
-    for one in stages:
-        if one.seconds is None:
-            texts[one.name] = f"0.0 s (fused into {one.fused_into})"
-        else:
-            share = f" ({100 * one.seconds / total_s:.1f} %)" if total_s > 0 else ""
-            texts[one.name] = f"{one.seconds:.1f} s{share}"
-    told = (
-        f"Stage {n}: {name} ".ljust(34, ".") + f"  {texts[name]}"
-        for n, name in enumerate(STAGES, start=1)
-    )
-    total = f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)"
-    others = [
-        one
-        for one in stages
-        if one.name not in STAGES and one.seconds and one.seconds >= LEAST_SHOWN_S
-    ]
-    shown = (f"{one.name} {'-' * (one.name == OVERLAPPED)}{one.seconds:.1f} s" for one in others)
-    rest = ["The rest: " + ", ".join(shown)] if others else []
-    return "\n".join([RULE, "PIPELINE SUMMARY", RULE, *told, total, *rest, RULE])
+    """Return the block `PIPELINE SUMMARY` for the log.
+
+    It has the stages, and what else took time. Together that is the whole.
+
+    Args:
+        stages: What was measured.
+        total_s: The whole time of the run.
+    """
+    stage_of_name = {stage.name: stage for stage in stages}
+    lines = [RULE, "PIPELINE SUMMARY", RULE]
+    for number, name in enumerate(STAGES, start=1):
+        title = f"Stage {number}: {name} ".ljust(STAGE_WIDTH, ".")
+        lines.append(f"{title}  {_stage_text(stage_of_name.get(name), total_s)}")
+    lines.append(f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)")
+    others = []
+    for stage in stages:
+        if stage.name not in STAGES and stage.seconds and stage.seconds >= MIN_SHOWN_S:
+            sign = "-" if stage.name == OVERLAPPED else ""
+            others.append(f"{stage.name} {sign}{stage.seconds:.1f} s")
+    if others:
+        lines.append(f"The rest: {', '.join(others)}")
+    lines.append(RULE)
+    return "\n".join(lines)
+
+
+def _stage_text(stage: StageTime | None, total_s: float) -> str:
+    """Return the seconds of a stage, and its share of the whole time."""
+    if stage is None:
+        return "not measured"
+    if stage.seconds is None:
+        return f"0.0 s (fused into {stage.fused_into})"
+    share = ""
+    if total_s > 0:
+        share = f" ({100 * stage.seconds / total_s:.1f} %)"
+    return f"{stage.seconds:.1f} s{share}"

@@ -1,17 +1,19 @@
-"""The telemetry files of a run, written, and read back as the tables they were written from.
+"""Write the telemetry files of a run, and read them back as the tables they were written from.
 
-`telemetry_<time>.json` holds the summary, the windows and the batches; `telemetry_<time>.h5` every column of every
-table. The JSON lists at most `JSON_BATCHES` batches, evenly chosen, and says so; the HDF5 file has all."""
+`telemetry_<time>.json` holds the summary, the windows and the batches; `telemetry_<time>.h5` has
+every column of every table. The JSON lists at most `JSON_BATCHES` batches, evenly chosen, and says
+so; the HDF5 file has all.
+"""
 
 import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import h5py
 import numpy as np
@@ -35,16 +37,24 @@ from virnuc_core.telemetry.tables import (
 log = logging.getLogger(__name__)
 
 JSON_BATCHES: Final = 20_000
+JSON_DIGITS: Final = 7  # of a number of a batch
+MIN_COMPRESSED_ROWS: Final = 65  # shorter columns take less space as they are
+STAGE_NAME_TYPE: Final = "S64"
 TABLES: Final = {
     "batches": BatchRecord,
     "samples": DeviceSample,
     "host": HostSample,
     "shards": ShardDone,
 }
+STAGE_COLUMNS: Final = tuple(stage_field.name for stage_field in fields(StageTime))
+TEXT_STAGE_COLUMNS: Final = ("name", "fused_into")  # the others are numbers
 
 Numbers = dict[str, float | None]
-Noted = ShardDone | DeviceSample | HostSample | str
-NOTED: Final = TypeAdapter[Noted](Noted)
+TableName = Literal["batches", "samples", "host", "shards", "stages"]
+
+# A line of a journal. A text is the start of the attempt, and after that a worker's death.
+JournalRecord = ShardDone | DeviceSample | HostSample | str
+JOURNAL_RECORD: Final = TypeAdapter[JournalRecord](JournalRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,97 +70,172 @@ class Telemetry:
     started: str  # wall clock at the same moment, ISO 8601
 
     def get_throughput(self) -> Numbers:
-        """Tokens, sequences (each once) and batches per second over the embedding span."""
-        whole = statistics.batch_metrics(self.batches)
+        """Return tokens, sequences (each once) and batches per second over the embedding span."""
+        metrics = statistics.batch_metrics(self.batches)
+        batches_per_s = None
+        if metrics.span_s > 0:
+            batches_per_s = metrics.batches / metrics.span_s
         return {
-            "tokens_per_sec": whole.tokens_per_s,
-            "sequences_per_sec": whole.rows_per_s,
-            "steady_tokens_per_sec": whole.steady_tokens_per_s,
-            "batches_per_sec": whole.batches / whole.span_s if whole.span_s > 0 else None,
+            "tokens_per_sec": metrics.tokens_per_s,
+            "sequences_per_sec": metrics.rows_per_s,
+            "steady_tokens_per_sec": metrics.steady_tokens_per_s,
+            "batches_per_sec": batches_per_s,
         }
 
     def get_dataloader_statistics(self) -> Numbers:
-        """Waits, packing (as shares of 1) and queue states."""
-        whole = statistics.batch_metrics(self.batches)
-        shares = {} if whole.queue is None else whole.queue.model_dump()
-        return {
-            "avg_wait_time_ms": whole.avg_wait_ms,
-            "p95_wait_time_ms": whole.p95_wait_ms,
-            "max_wait_time_ms": whole.max_wait_ms,
-            "avg_packing_efficiency": whole.packing_efficiency,
-            "min_packing_efficiency": whole.min_packing_efficiency,
-            "batches_below_threshold": whole.batches_below_threshold,
-            **{
-                f"pct_{state}": 100.0 * shares[state] if shares else None
-                for state in statistics.QUEUE_STATES
-            },
-            "pct_waiting_over_1ms": None
-            if whole.waiting_share is None
-            else 100.0 * whole.waiting_share,
+        """Return waits, packing (shares, 0 to 1) and queue states (percent)."""
+        metrics = statistics.batch_metrics(self.batches)
+        numbers: Numbers = {
+            "avg_wait_time_ms": metrics.avg_wait_ms,
+            "p95_wait_time_ms": metrics.p95_wait_ms,
+            "max_wait_time_ms": metrics.max_wait_ms,
+            "avg_packing_efficiency": metrics.packing_efficiency,
+            "min_packing_efficiency": metrics.min_packing_efficiency,
+            "batches_below_threshold": metrics.batches_below_threshold,
         }
+        shares = {} if metrics.queue is None else metrics.queue.model_dump()
+        for state in statistics.QUEUE_STATES:
+            numbers[f"pct_{state}"] = _percent(shares.get(state))
+        numbers["pct_waiting_over_1ms"] = _percent(metrics.waiting_share)
+        return numbers
 
     def get_average_packing_efficiency(self) -> float | None:
-        """Real tokens over slots launched, in percent."""
-        share = statistics.batch_metrics(self.batches).packing_efficiency
-        return None if share is None else 100.0 * share
+        """Return real tokens over slots launched, in percent."""
+        return _percent(statistics.batch_metrics(self.batches).packing_efficiency)
 
     def get_average_gpu_utilization(self) -> float | None:
-        """Mean over the devices of each one's mean in the embedding span, in percent; `None` without samples."""
-        span = statistics.embedding_span(self.batches) or (-np.inf, np.inf)
-        inside = self.samples[self.samples.time_s.between(*span)]
-        return statistics.none_if_nan(
-            inside.groupby("device", observed=True).utilisation.mean().mean()
-        )
+        """Return the mean over the devices of each one's mean in the embedding span, in percent.
+
+        Without samples it is `None`.
+        """
+        start_s, end_s = statistics.embedding_span(self.batches) or (-np.inf, np.inf)
+        inside = self.samples[self.samples.time_s.between(start_s, end_s)]
+        mean_of_device = inside.groupby("device", observed=True).utilisation.mean()
+        return statistics.none_if_nan(mean_of_device.mean())
+
+
+def _percent(share: float | None) -> float | None:
+    """Return a share, 0 to 1, in percent."""
+    if share is None:
+        return None
+    return 100.0 * share
 
 
 @contextmanager
 def journal(
     path: Path, origin_s: float, started: datetime, devices: Sequence[str]
 ) -> Iterator[Callable[..., None]]:
-    """What adds records to the file in which an attempt's measurements survive it: after a line with its start and
-    devices, one for each sample, shard and death of a worker."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb", buffering=0) as file:  # each line at once
+    """Open the journal of an attempt, in which its measurements survive it.
 
-        def note(*noted: Noted) -> None:
-            with suppress(OSError):  # of a full disk: the next commit tells it
-                file.write(b"".join(NOTED.dump_json(one) + b"\n" for one in noted))
+    Its first line is the start of the attempt and its devices. A line follows for each sample,
+    shard and death of a worker.
+
+    Args:
+        path: The file. An earlier journal is replaced.
+        origin_s: `time.monotonic()` at the start of the attempt.
+        started: The wall clock at the same moment.
+        devices: The devices of the attempt.
+
+    Yields:
+        A function that adds records to the journal.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb", buffering=0) as file:  # each line is written at once
+
+        def note(*records: JournalRecord) -> None:
+            lines = [JOURNAL_RECORD.dump_json(record) + b"\n" for record in records]
+            with suppress(OSError):  # the disk is full: the next commit reports it
+                file.write(b"".join(lines))
 
         note(json.dumps([origin_s, started.isoformat(), *devices]))
         yield note
 
 
-def read_journal(path: Path) -> tuple[Telemetry, float, tuple[str, ...]] | None:
-    """What an attempt measured, how long it is known to have lived, and its workers' deaths; None without a start."""
-    noted: dict[type, list[Any]] = {kind: [] for kind in get_args(Noted)}
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What the journal of an attempt tells."""
+
+    telemetry: Telemetry
+    lived_s: float  # how long the attempt is known to have lived
+    deaths: tuple[str, ...]  # of its workers
+
+
+@dataclass(slots=True)
+class _JournalLines:
+    """The records of a journal by their kind."""
+
+    texts: list[str] = field(default_factory=list)
+    samples: list[DeviceSample] = field(default_factory=list)
+    host: list[HostSample] = field(default_factory=list)
+    shards: list[ShardDone] = field(default_factory=list)
+
+    def add(self, record: JournalRecord) -> None:
+        """Add a record to those of its kind."""
+        match record:
+            case ShardDone():
+                self.shards.append(record)
+            case DeviceSample():
+                self.samples.append(record)
+            case HostSample():
+                self.host.append(record)
+            case str():
+                self.texts.append(record)
+
+
+def read_journal(path: Path) -> Journal | None:
+    """Read the journal of an attempt. Lines that were cut off are passed over.
+
+    Returns:
+        `None` if it does not tell of a start.
+    """
+    lines = _JournalLines()
     with suppress(OSError):
         for line in path.read_bytes().splitlines():
             with suppress(ValidationError):  # it was cut off
-                one = NOTED.validate_json(line)
-                noted[type(one)].append(one)
-    if not noted[str]:
+                lines.add(JOURNAL_RECORD.validate_json(line))
+    if not lines.texts:
         return None
-    start, *deaths = noted[str]
+    start, *deaths = lines.texts
     origin_s, started, *devices = json.loads(start)
-    noted[BatchRecord] = [batch for shard in noted[ShardDone] for batch in shard.batches]
-    tables = {name: statistics.frame(kind, noted[kind], devices) for name, kind in TABLES.items()}
-    measured = Telemetry(**tables, stages=(), origin_s=origin_s, started=started)
-    last_s = max([origin_s, *measured.host.time_s, *measured.shards.finished_s])
-    return measured, last_s - origin_s, tuple(deaths)
+    batches = [batch for shard in lines.shards for batch in shard.batches]
+    telemetry = Telemetry(
+        batches=statistics.record_table(BatchRecord, batches, devices),
+        samples=statistics.record_table(DeviceSample, lines.samples, devices),
+        host=statistics.record_table(HostSample, lines.host, devices),
+        shards=statistics.record_table(ShardDone, lines.shards, devices),
+        stages=(),
+        origin_s=origin_s,
+        started=started,
+    )
+    last_sign_s = max([origin_s, *telemetry.host.time_s, *telemetry.shards.finished_s])
+    return Journal(telemetry, lived_s=last_sign_s - origin_s, deaths=tuple(deaths))
 
 
-def ended(
+def finished_attempt(
     attempt: Attempt,
-    measured: Telemetry,
+    telemetry: Telemetry,
     wall_s: float,
     deaths: Sequence[str],
     written: Path | None,
 ) -> Attempt:
-    """An attempt with what was measured of it, in the telemetry file `written`, if anything was computed."""
-    worked_s = statistics.committed_span_s(measured.batches, measured.shards)
-    told = {"wall_s": wall_s, "worked_s": min(worked_s, wall_s), "shards": len(measured.shards)}
+    """Return the record of an attempt with what was measured in it.
+
+    Args:
+        attempt: The record as it was at the start.
+        telemetry: What was measured.
+        wall_s: How long the attempt took.
+        deaths: The deaths of its workers.
+        written: Its telemetry file, or `None` if nothing was computed.
+    """
+    worked_s = statistics.committed_span_s(telemetry.batches, telemetry.shards)
     return attempt.model_copy(
-        update={**told, "deaths": tuple(deaths), "telemetry": written and written.name}
+        update={
+            "wall_s": wall_s,
+            "worked_s": min(worked_s, wall_s),
+            "shards": len(telemetry.shards),
+            "deaths": tuple(deaths),
+            "telemetry": None if written is None else written.name,
+        }
     )
 
 
@@ -160,9 +245,8 @@ class TelemetrySummary(RunFile):
     started: str
     wall_s: float
     total_sequences: int
-    sequences_per_hour: (
-        float | None
-    )  # reads over the whole time, as in summary.json; None of a part of a run
+    # reads over the whole time, as in summary.json; None of a part of a run
+    sequences_per_hour: float | None
     throughput: Numbers
     dataloader: Numbers
     encoders: dict[Encoder, statistics.BatchMetrics]
@@ -175,7 +259,7 @@ class TelemetrySummary(RunFile):
 
 
 class TelemetryFile(RunFile):
-    """`telemetry_<time>.json`."""
+    """The content of `telemetry_<time>.json`."""
 
     schema_version: int = 1
     summary: TelemetrySummary
@@ -187,175 +271,310 @@ class TelemetryFile(RunFile):
 
 
 def telemetry_file(
-    measured: Telemetry,
+    telemetry: Telemetry,
     *,
     n_reads: int,
     wall_s: float,
     window_s: float = 30.0,
     sequences_per_hour: float | None = None,
 ) -> TelemetryFile:
-    """The content of the JSON file of a run of `n_reads` reads that took `wall_s`."""
-    span, busy = (
-        statistics.embedding_span(measured.batches),
-        statistics.device_busy(measured.shards),
+    """Return the content of the JSON file of a run.
+
+    Args:
+        telemetry: What the run measured.
+        n_reads: How many reads it had.
+        wall_s: How long it took.
+        window_s: The length of a window.
+        sequences_per_hour: Reads per hour over the whole time, staging included.
+    """
+    batches = batch_frame(telemetry)
+    batch_step = max(1, -(-len(batches) // JSON_BATCHES))  # rounded up
+    listed_batches = batches[::batch_step].to_dict(orient="records")
+    return TelemetryFile(
+        summary=_summary(telemetry, n_reads, wall_s, sequences_per_hour),
+        window_s=window_s,
+        windows=statistics.windows(
+            telemetry.batches, window_s, telemetry.origin_s, telemetry.samples
+        ),
+        per_batch_metrics_every=batch_step,
+        batches=len(batches),
+        per_batch_metrics=tuple(_short_numbers(batch) for batch in listed_batches),
     )
-    devices, table = measured.samples.device.cat.categories, batch_frame(measured)
-    summary = TelemetrySummary(
-        started=measured.started,
+
+
+def _summary(
+    telemetry: Telemetry, n_reads: int, wall_s: float, sequences_per_hour: float | None
+) -> TelemetrySummary:
+    """Summarise a run. The arguments are those of `telemetry_file`."""
+    span = statistics.embedding_span(telemetry.batches)
+    busy = statistics.device_busy(telemetry.shards)
+    gpus = {}
+    for device in telemetry.samples.device.cat.categories:
+        gpus[device] = statistics.device_usage(telemetry.samples, device, span)
+    return TelemetrySummary(
+        started=telemetry.started,
         wall_s=wall_s,
         total_sequences=n_reads,
         sequences_per_hour=sequences_per_hour,
-        throughput=measured.get_throughput(),
-        dataloader=measured.get_dataloader_statistics(),
-        encoders=statistics.by_encoder(measured.batches),
-        gpus={
-            device: statistics.device_usage(measured.samples, device, span) for device in devices
-        },
-        host=statistics.host_usage(measured.host),
+        throughput=telemetry.get_throughput(),
+        dataloader=telemetry.get_dataloader_statistics(),
+        encoders=statistics.by_encoder(telemetry.batches),
+        gpus=gpus,
+        host=statistics.host_usage(telemetry.host),
         devices=busy,
         device_time_spread=statistics.device_time_spread(busy),
-        stages={stage.name: stage.seconds for stage in measured.stages},
-        alarms=statistics.alarms(measured.samples, span),
-    )
-    every, known = max(1, -(-len(table) // JSON_BATCHES)), statistics.none_if_nan
-    chosen = table[::every].to_dict(orient="records")
-    return TelemetryFile(
-        summary=summary,
-        window_s=window_s,
-        windows=statistics.windows(measured.batches, window_s, measured.origin_s, measured.samples),
-        per_batch_metrics_every=every,
-        batches=len(table),
-        per_batch_metrics=tuple(  # numbers short, unknown as null
-            {
-                str(k): known(float(f"{v:.7g}")) if isinstance(v, float) else v
-                for k, v in row.items()
-            }
-            for row in chosen
-        ),
+        stages={stage.name: stage.seconds for stage in telemetry.stages},
+        alarms=statistics.alarms(telemetry.samples, span),
     )
 
 
-def batch_frame(measured: Telemetry) -> pd.DataFrame:
-    """One row a batch, under the names of the HDF5 file."""
-    table, samples = measured.batches, measured.samples
-    seconds, packed = (
-        (table.device_ms / 1000.0).where(table.device_ms > 0),
-        statistics.packing(table),
-    )
-    used = pd.Series(
-        np.nan, index=table.index
-    )  # by the newest sample taken at the launch, else by the next
-    for device, own in samples.groupby("device", observed=True):
-        mine = table.device == device
-        place = np.searchsorted(own.time_s, table.launched_s[mine], side="right") - 1
-        used[mine] = own.utilisation.to_numpy()[np.clip(place, 0, None)]
+def _short_numbers(batch: dict[Any, Any]) -> dict[str, float | int | str | None]:
+    """Return the fields of a batch with few digits, and with `None` for what is not known."""
+    short: dict[str, float | int | str | None] = {}
+    for name, value in batch.items():
+        if isinstance(value, float):
+            short[str(name)] = statistics.none_if_nan(float(f"{value:.{JSON_DIGITS}g}"))
+        else:
+            short[str(name)] = value
+    return short
+
+
+def batch_frame(telemetry: Telemetry) -> pd.DataFrame:
+    """Return a table with one row for each batch, under the names of the HDF5 file."""
+    batches = telemetry.batches
+    seconds = (batches.device_ms / 1000.0).where(batches.device_ms > 0)
+    packing = statistics.packing(batches)
     derived = {
-        "batch_idx": np.arange(len(table)),
-        "timestamp": table.launched_s - measured.origin_s,
-        "tokens_per_sec": table.tokens / seconds,
-        "sequences_per_sec": table.rows / seconds,
-        "gpu_util": used,
-        "packing_efficiency": packed,
-        "padding_waste": 1.0 - packed,
-        "queue_state": statistics.queue_state(table),
+        "batch_idx": np.arange(len(batches)),
+        "timestamp": batches.launched_s - telemetry.origin_s,
+        "tokens_per_sec": batches.tokens / seconds,
+        "sequences_per_sec": batches.rows / seconds,
+        "gpu_util": _utilisation_at_launch(batches, telemetry.samples),
+        "packing_efficiency": packing,
+        "padding_waste": 1.0 - packing,
+        "queue_state": statistics.queue_state(batches),
     }
-    return pd.concat([pd.DataFrame(derived), table], axis="columns")
+    return pd.concat([pd.DataFrame(derived), batches], axis="columns")
 
 
-def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
-    """Write both files whole and say the alarms in the log; the JSON file. `told` is what `telemetry_file` takes. In
-    HDF5 the columns of the batches lie at the root, the other tables in groups of their names."""
-    stem = f"telemetry_{datetime.fromisoformat(measured.started):%Y%m%d_%H%M%S}"
-    names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))
-    path = next(path for name in names if not (path := folder / f"{name}.json").exists())
-    content = telemetry_file(measured, **told)
+def _utilisation_at_launch(batches: pd.DataFrame, samples: pd.DataFrame) -> pd.Series:
+    """Return the utilisation of each batch's device at its launch, in percent.
+
+    It is that of the newest sample then, or of the first sample of all if there was none yet.
+    """
+    utilisation = pd.Series(np.nan, index=batches.index)
+    for device, own in samples.groupby("device", observed=True):
+        is_own = batches.device == device
+        n_samples_before = np.searchsorted(own.time_s, batches.launched_s[is_own], side="right")
+        newest = np.clip(n_samples_before - 1, 0, None)
+        utilisation[is_own] = own.utilisation.to_numpy()[newest]
+    return utilisation
+
+
+def write_telemetry(
+    folder: Path,
+    telemetry: Telemetry,
+    *,
+    n_reads: int,
+    wall_s: float,
+    window_s: float = 30.0,
+    sequences_per_hour: float | None = None,
+) -> Path:
+    """Write both telemetry files of a run, and log its alarms.
+
+    In the HDF5 file the columns of the batches lie at the root, and the other tables in groups of
+    their names.
+
+    Args:
+        folder: Where the files go.
+        telemetry: What the run measured.
+        n_reads: See `telemetry_file`, like all that follow.
+        wall_s: See there.
+        window_s: See there.
+        sequences_per_hour: See there.
+
+    Returns:
+        The JSON file.
+    """
+    path = _unused_path(folder, datetime.fromisoformat(telemetry.started))
+    content = telemetry_file(
+        telemetry,
+        n_reads=n_reads,
+        wall_s=wall_s,
+        window_s=window_s,
+        sequences_per_hour=sequences_per_hour,
+    )
     with atomic_hdf5(path.with_suffix(".h5")) as file:
-        file.attrs.update(
-            schema_version=content.schema_version,
-            origin_s=measured.origin_s,
-            started=measured.started,
-        )
-        _write_table(file, batch_frame(measured))
-        for name in ("samples", "host", "shards"):
-            _write_table(file.create_group(name), getattr(measured, name))
-        stages = file.create_group("stages")
-        for field in fields(StageTime):
-            values = [getattr(stage, field.name) for stage in measured.stages]
-            number = field.type == float | None  # in which None becomes NaN
-            stages[field.name] = (
-                np.array(values, float)
-                if number
-                else np.array([one or "" for one in values], "S64")
-            )
+        file.attrs["schema_version"] = content.schema_version
+        file.attrs["origin_s"] = telemetry.origin_s
+        file.attrs["started"] = telemetry.started
+        _write_table(file, batch_frame(telemetry))
+        _write_table(file.create_group("samples"), telemetry.samples)
+        _write_table(file.create_group("host"), telemetry.host)
+        _write_table(file.create_group("shards"), telemetry.shards)
+        _write_stages(file.create_group("stages"), telemetry.stages)
     for alarm in content.summary.alarms:
         log.warning("%s", alarm)
     return write(path, content)
 
 
+def _unused_path(folder: Path, started: datetime) -> Path:
+    """Return the path of the JSON file of a run that started then.
+
+    If two runs started in the same second, the second one gets a number.
+    """
+    stem = f"telemetry_{started:%Y%m%d_%H%M%S}"
+    path = folder / f"{stem}.json"
+    for number in itertools.count(1):
+        if not path.exists():
+            break
+        path = folder / f"{stem}_{number}.json"
+    return path
+
+
 def _write_table(group: h5py.Group, table: pd.DataFrame) -> None:
-    """Each column as a dataset: categories as codes; the devices that those of `device` stand for as an attribute."""
-    group.attrs["devices"] = json.dumps(
-        list(table.device.cat.categories) if "device" in table else []
-    )
-    options = {"compression": "gzip", "shuffle": True} if len(table) > 64 else {}
+    """Write each column of a table as a dataset.
+
+    Categories are written as codes, and the devices that the codes stand for as an attribute.
+    """
+    devices = list(table.device.cat.categories) if "device" in table else []
+    group.attrs["devices"] = json.dumps(devices)
+    options: dict[str, Any] = {}
+    if len(table) >= MIN_COMPRESSED_ROWS:
+        options = {"compression": "gzip", "shuffle": True}
     for name, column in table.items():
-        values = column.cat.codes if isinstance(column.dtype, pd.CategoricalDtype) else column
+        values = column
+        if isinstance(column.dtype, pd.CategoricalDtype):
+            values = column.cat.codes
         group.create_dataset(name, data=values.to_numpy(), **options)
 
 
+def _write_stages(group: h5py.Group, stages: Sequence[StageTime]) -> None:
+    """Write the stages as columns: an empty text, or NaN, for what is `None`."""
+    for name in STAGE_COLUMNS:
+        values = [getattr(stage, name) for stage in stages]
+        if name in TEXT_STAGE_COLUMNS:
+            group[name] = np.array([text or "" for text in values], STAGE_NAME_TYPE)
+        else:
+            group[name] = np.array(values, float)  # None becomes NaN
+
+
 def read_telemetry(path: Path) -> Telemetry:
-    """Read `telemetry_<time>.h5` back; `InputError` names the file and what is wrong with it."""
+    """Read a `telemetry_<time>.h5` back.
+
+    Raises:
+        InputError: It cannot be read. The message says what is wrong with it.
+    """
     try:
         with h5py.File(path, "r") as file:
-            tables = {
-                name: _read_table(file.get(name, file), kind) for name, kind in TABLES.items()
-            }  # or at the root
-            columns = [file["stages"][field.name][:].tolist() for field in fields(StageTime)]
-            stages = tuple(StageTime(*map(_told, stage)) for stage in zip(*columns, strict=True))
-            started, origin_s = str(file.attrs["started"]), float(file.attrs["origin_s"])
-            return Telemetry(**tables, stages=stages, origin_s=origin_s, started=started)
+            tables = {}
+            for name, kind in TABLES.items():
+                group = file.get(name, file)  # the batches lie at the root
+                tables[name] = _read_table(group, kind)
+            return Telemetry(
+                batches=tables["batches"],
+                samples=tables["samples"],
+                host=tables["host"],
+                shards=tables["shards"],
+                stages=_read_stages(file["stages"]),
+                origin_s=float(file.attrs["origin_s"]),
+                started=str(file.attrs["started"]),
+            )
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise InputError(f"not a readable telemetry file ({error})", file=path) from error
 
 
-def _told(value: Any) -> Any:
-    """A text or a number of the file; `None` for an empty text or NaN."""
-    return value.decode() or None if isinstance(value, bytes) else statistics.none_if_nan(value)
+def _read_stages(group: h5py.Group) -> tuple[StageTime, ...]:
+    """Read the stages back."""
+    columns = [group[name][:].tolist() for name in STAGE_COLUMNS]
+    stages = []
+    for values in zip(*columns, strict=True):
+        stages.append(StageTime(*[_none_if_missing(value) for value in values]))
+    return tuple(stages)
+
+
+def _none_if_missing(value: Any) -> Any:
+    """Return a text or a number of the file, and `None` for an empty text or NaN."""
+    if isinstance(value, bytes):
+        return value.decode() or None
+    return statistics.none_if_nan(value)
 
 
 def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
-    categories = {"device": json.loads(group.attrs["devices"]), "encoder": ENCODERS}
-    columns: dict[str, Any] = {
-        field.name: group[field.name][:] for field in fields(kind) if field.name != "batches"
-    }
-    for name in categories.keys() & columns.keys():
-        columns[name] = pd.Categorical.from_codes(columns[name], categories[name])
-    whole = {field.name for field in fields(kind) if field.type is int}
-    for name in columns.keys() - categories.keys():
-        if len(columns[name]) and columns[name].dtype.kind not in (
-            "iu" if name in whole else "iuf"
-        ):
-            raise TypeError(f"{name}: not {'whole ' * (name in whole)}numbers")
+    """Read the table of records of one kind back.
+
+    Raises:
+        KeyError: A column is missing.
+        TypeError: A column does not have numbers, or not whole ones where they are counts.
+        ValueError: Columns do not fit each other.
+    """
+    columns: dict[str, Any] = {}
+    for column_field in fields(kind):
+        name = column_field.name
+        if name == "batches":  # they have a table of their own
+            continue
+        values = group[name][:]
+        if name == "device":
+            columns[name] = pd.Categorical.from_codes(values, json.loads(group.attrs["devices"]))
+        elif name == "encoder":
+            columns[name] = pd.Categorical.from_codes(values, pd.Index(ENCODERS))
+        else:
+            _require_numbers(name, values, are_whole=column_field.type is int)
+            columns[name] = values
     return pd.DataFrame(columns)
 
 
-def open_frame(
-    path: Path, table: Literal["batches", "samples", "host", "shards", "stages"] = "batches"
-) -> pd.DataFrame:
-    """A table of a telemetry file as a pandas DataFrame, with devices, encoders and states by name. `path` is the `.h5`
-    file, or a run directory, whose newest telemetry is taken. Raises `InputError`."""
-    measured = read_telemetry(latest(path) if path.is_dir() else path)
+def _require_numbers(name: str, values: Any, *, are_whole: bool) -> None:
+    """Raise an error if a column does not have numbers.
+
+    Args:
+        name: The column.
+        values: Its values.
+        are_whole: The numbers must be whole.
+
+    Raises:
+        TypeError: They are not.
+    """
+    allowed_kinds = "iu" if are_whole else "iuf"  # of numpy: signed, unsigned, floating
+    if len(values) and values.dtype.kind not in allowed_kinds:
+        numbers = "whole numbers" if are_whole else "numbers"
+        raise TypeError(f"{name}: not {numbers}")
+
+
+def open_frame(path: Path, table: TableName = "batches") -> pd.DataFrame:
+    """Open a table of a telemetry file with pandas.
+
+    Args:
+        path: The `.h5` file, or a run directory, whose newest telemetry is taken.
+        table: The table.
+
+    Returns:
+        The table, with devices, encoders and queue states by name.
+
+    Raises:
+        InputError: There is no such file, or it cannot be read.
+    """
+    telemetry = read_telemetry(latest(path) if path.is_dir() else path)
     if table == "stages":
-        return pd.DataFrame(list(measured.stages))
-    found = batch_frame(measured) if table == "batches" else getattr(measured, table)
-    return found.astype(dict.fromkeys(found.select_dtypes("category"), "object"))
+        return pd.DataFrame(list(telemetry.stages))
+    frame: pd.DataFrame = getattr(telemetry, table)
+    if table == "batches":
+        frame = batch_frame(telemetry)
+    categories = frame.select_dtypes("category")
+    return frame.astype(dict.fromkeys(categories, "object"))
 
 
 def latest(folder: Path) -> Path:
-    """The newest `telemetry_<time>.h5` in a run directory or its `telemetry/`; `InputError` when there is none."""
-    found = sorted([*folder.glob("telemetry_*.h5"), *(folder / "telemetry").glob("telemetry_*.h5")])
-    if not found:
+    """Return the newest `telemetry_<time>.h5` in a run directory or in its `telemetry/`.
+
+    Raises:
+        InputError: There is none.
+    """
+    in_run = folder.glob("telemetry_*.h5")
+    in_telemetry = (folder / "telemetry").glob("telemetry_*.h5")
+    files = sorted([*in_run, *in_telemetry])
+    if not files:
         raise InputError(
             "no telemetry_<time>.h5 here; give a run directory or the file itself", file=folder
         )
-    return found[-1]
+    return files[-1]

@@ -1,13 +1,14 @@
-"""What the tables of a run add up to: each number of its telemetry is computed here, and nowhere else.
+"""Add up the tables of a run. Each number of its telemetry is computed here, and nowhere else.
 
-A table is a DataFrame with the fields of its record as columns (see `tables`). A device or an encoder is a category, a
-missing number NaN; here what is not known becomes `None`."""
+A table is a DataFrame with the fields of its record as columns (see `tables`). A device or an
+encoder is a category, and a missing number is NaN. In the results, what is not known is `None`.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from operator import attrgetter
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -23,7 +24,7 @@ from virnuc_core.telemetry.tables import (
     Span,
 )
 
-ORDER: Final = {
+TIME_COLUMNS: Final = {
     BatchRecord: "launched_s",
     DeviceSample: "time_s",
     HostSample: "time_s",
@@ -38,42 +39,45 @@ IDLE_BELOW_PERCENT: Final = 50.0
 IDLE_FOR_S: Final = 10.0
 IMBALANCE_POINTS: Final = 10.0
 JOULES_PER_KWH: Final = 3.6e6
+MIN_WINDOW_S: Final = 1e-9  # less is no time to any clock
 
 
-def frame(kind: type[Any], records: Iterable[Any], devices: Sequence[str] = ()) -> pd.DataFrame:
-    """The table of records of one kind, in the order of their times; `devices` stand first among its devices."""
-    rows = sorted(records, key=attrgetter(ORDER[kind]))
-    names = list(dict.fromkeys([*devices, *(row.device for row in rows if hasattr(row, "device"))]))
+def record_table(
+    kind: type[Any], records: Iterable[Any], devices: Sequence[str] = ()
+) -> pd.DataFrame:
+    """Return the table of records of one kind, in the order of their times.
+
+    Args:
+        kind: The class of the records.
+        records: The records.
+        devices: Stand first among the devices of the table, also if they have no record.
+    """
+    rows = sorted(records, key=attrgetter(TIME_COLUMNS[kind]))
+    device_names = [*devices]
+    if "device" in {field.name for field in fields(kind)}:
+        device_names += [row.device for row in rows]
     types: dict[Any, Any] = {
         int: "int64",
-        str: pd.CategoricalDtype(names),
+        str: pd.CategoricalDtype(list(dict.fromkeys(device_names))),
         Encoder: pd.CategoricalDtype([*ENCODERS]),
     }
-    columns = {
-        field.name: types.get(field.type, "float64")
-        for field in fields(kind)
-        if field.name != "batches"
-    }
-    return pd.DataFrame(
-        {name: pd.Series([getattr(r, name) for r in rows], dtype=t) for name, t in columns.items()}
-    )
+    columns = {}
+    for field in fields(kind):
+        if field.name != "batches":  # they have a table of their own
+            values = [getattr(row, field.name) for row in rows]
+            columns[field.name] = pd.Series(values, dtype=types.get(field.type, "float64"))
+    return pd.DataFrame(columns)
 
 
 def none_if_nan(value: float) -> float | None:
-    """A number, `None` for NaN: what pandas makes of nothing known."""
-    return None if np.isnan(value) else float(value)
-
-
-def _figures(kind: type[RunFile], table: pd.DataFrame) -> dict[str, float | None]:
-    """The fields of a record that name, beside their type, a column of the table and what is made of it."""
-    asked = {name: field.metadata for name, field in kind.model_fields.items() if field.metadata}
-    return {
-        name: none_if_nan(getattr(table[column], how)()) for name, (column, how) in asked.items()
-    }
+    """Return a number, or `None` for NaN, which is what pandas makes of nothing known."""
+    if np.isnan(value):
+        return None
+    return float(value)
 
 
 class QueueShares(RunFile):
-    """Share of batches in each queue state."""
+    """The share of batches in each queue state."""
 
     full: float
     normal: float
@@ -81,15 +85,16 @@ class QueueShares(RunFile):
 
 
 class BatchCounts(RunFile):
-    """What batches come to, whatever time they took. What no batch tells is `None`, never zero for want of data."""
+    """What batches come to, whatever time they took. Without a batch, what is not known is `None`."""
 
     batches: int
-    rows: int  # sequences, each once: ESM-2, which embeds them last, counts; of one encoder, what it embedded
-    tokens: Annotated[int, "tokens", "sum"]  # real ones
-    slots: Annotated[int, "slots", "sum"]  # launched, tails included
+    # Sequences, each counted once. Of both encoders ESM-2's count, which embeds them last.
+    rows: int
+    tokens: int  # real ones
+    slots: int  # launched, tails included
     packing_efficiency: float | None  # tokens / slots, 0 to 1
-    avg_wait_ms: Annotated[float | None, "wait_ms", "mean"]
-    max_wait_ms: Annotated[float | None, "wait_ms", "max"]
+    avg_wait_ms: float | None
+    max_wait_ms: float | None
 
 
 class BatchMetrics(BatchCounts):
@@ -108,66 +113,112 @@ class BatchMetrics(BatchCounts):
 
 
 def packing(batches: pd.DataFrame) -> pd.Series:
-    """Tokens over slots of each batch; NaN for a batch of no slot."""
+    """Return tokens over slots of each batch; NaN for a batch without a slot."""
     return batches.tokens / batches.slots.where(batches.slots > 0)
 
 
 def queue_state(batches: pd.DataFrame) -> pd.Series:
-    """How ready each batch was when the launch loop asked for it, as a category."""
-    codes = (batches.wait_ms >= FULL_BELOW_MS).astype("int8") + (batches.wait_ms > STARVED_ABOVE_MS)
-    return pd.Series(pd.Categorical.from_codes(codes, pd.Index(QUEUE_STATES)), index=batches.index)
+    """Return how ready each batch was when the launch loop asked for it, as a category."""
+    is_not_full = (batches.wait_ms >= FULL_BELOW_MS).astype("int8")
+    is_starved = batches.wait_ms > STARVED_ABOVE_MS
+    codes = is_not_full + is_starved  # positions in QUEUE_STATES
+    states = pd.Categorical.from_codes(codes, pd.Index(QUEUE_STATES))
+    return pd.Series(states, index=batches.index)
 
 
 def embedding_span(batches: pd.DataFrame) -> Span | None:
-    """First launch, and last finish as far as known: launch plus device time. `None` without batches."""
+    """Return the first launch and the last finish of batches, or `None` without batches.
+
+    A batch is finished its device time after its launch, as far as that is known.
+    """
     if batches.empty:
         return None
     finished_s = batches.launched_s + batches.device_ms.fillna(0.0) / 1000.0
     return float(batches.launched_s.min()), float(finished_s.max())
 
 
-def _counts(batches: pd.DataFrame, counting: Encoder) -> BatchCounts:
+def _span_seconds(batches: pd.DataFrame) -> float:
+    """Return the seconds from the first launch to the last finish; 0 without batches."""
+    span = embedding_span(batches)
+    if span is None:
+        return 0.0
+    start_s, end_s = span
+    return end_s - start_s
+
+
+def _count_batches(batches: pd.DataFrame, counting: Encoder) -> BatchCounts:
+    """Count batches and what is in them.
+
+    Args:
+        batches: The batches.
+        counting: The encoder whose rows are the sequences.
+    """
+    packing_efficiency = None
+    if batches.slots.any():
+        packing_efficiency = batches.tokens.sum() / batches.slots.sum()
     return BatchCounts(
-        **_figures(BatchCounts, batches),
         batches=len(batches),
         rows=int(batches.rows[batches.encoder == counting].sum()),
-        packing_efficiency=batches.tokens.sum() / batches.slots.sum()
-        if batches.slots.any()
-        else None,
+        tokens=int(batches.tokens.sum()),
+        slots=int(batches.slots.sum()),
+        packing_efficiency=packing_efficiency,
+        avg_wait_ms=none_if_nan(batches.wait_ms.mean()),
+        max_wait_ms=none_if_nan(batches.wait_ms.max()),
     )
 
 
 def batch_metrics(batches: pd.DataFrame, counting: Encoder = "esm2") -> BatchMetrics:
-    """Add up the batches of a table; `counting`: whose rows are its sequences."""
-    counts, packed, waits = _counts(batches, counting), packing(batches), batches.wait_ms
-    launched_s, finished_s = embedding_span(batches) or (0.0, 0.0)
-    span_s = finished_s - launched_s
-    # the steady rate: none when a device has fewer than twice the batches of its warm-up
-    by_device = batches.groupby("device", observed=True)
-    enough = (by_device.size() >= 2 * WARM_UP_BATCHES).all()
-    steady = batches[by_device.cumcount() >= (WARM_UP_BATCHES if enough else len(batches))]
-    began, ended = embedding_span(steady) or (0.0, 0.0)
+    """Add up the batches of a table.
+
+    Args:
+        batches: The batches.
+        counting: The encoder whose rows are the sequences.
+    """
+    counts = _count_batches(batches, counting)
+    packing_of_batch = packing(batches)
+    span_s = _span_seconds(batches)
+    queue = None
+    if counts.batches:
+        queue = QueueShares(**queue_state(batches).value_counts(normalize=True))
     return BatchMetrics(
         **dict(counts),
-        min_packing_efficiency=none_if_nan(packed.min()),
-        batches_below_threshold=int((packed < LOW_PACKING).sum()),
-        p95_wait_ms=none_if_nan(float(waits.quantile(0.95))),
-        queue=QueueShares(**queue_state(batches).value_counts(normalize=True))
-        if counts.batches
-        else None,
-        waiting_share=none_if_nan(float((waits > FULL_BELOW_MS).mean())),
+        min_packing_efficiency=none_if_nan(packing_of_batch.min()),
+        batches_below_threshold=int((packing_of_batch < LOW_PACKING).sum()),
+        p95_wait_ms=none_if_nan(float(batches.wait_ms.quantile(0.95))),
+        queue=queue,
+        waiting_share=none_if_nan(float((batches.wait_ms > FULL_BELOW_MS).mean())),
         device_s=none_if_nan(batches.device_ms.sum(min_count=1) / 1000.0),
         span_s=span_s,
         tokens_per_s=counts.tokens / span_s if span_s > 0 else None,
         rows_per_s=counts.rows / span_s if span_s > 0 else None,
-        steady_tokens_per_s=float(steady.tokens.sum()) / (ended - began) if ended > began else None,
+        steady_tokens_per_s=_steady_tokens_per_s(batches),
     )
 
 
+def _steady_tokens_per_s(batches: pd.DataFrame) -> float | None:
+    """Return the tokens per second without the first batches of each device.
+
+    Returns:
+        `None` if a device has fewer than twice the batches of its warm-up.
+    """
+    by_device = batches.groupby("device", observed=True)
+    if (by_device.size() < 2 * WARM_UP_BATCHES).any():
+        return None
+    steady = batches[by_device.cumcount() >= WARM_UP_BATCHES]
+    span_s = _span_seconds(steady)
+    if span_s <= 0:
+        return None
+    return float(steady.tokens.sum()) / span_s
+
+
 def by_encoder(batches: pd.DataFrame) -> dict[Encoder, BatchMetrics]:
-    """The metrics of each encoder that has batches."""
-    parts = {encoder: batches[batches.encoder == encoder] for encoder in ENCODERS}
-    return {encoder: batch_metrics(own, encoder) for encoder, own in parts.items() if len(own)}
+    """Return the metrics of each encoder that has batches."""
+    metrics = {}
+    for encoder in ENCODERS:
+        own = batches[batches.encoder == encoder]
+        if len(own):
+            metrics[encoder] = batch_metrics(own, encoder)
+    return metrics
 
 
 class Window(BatchCounts):
@@ -177,147 +228,214 @@ class Window(BatchCounts):
     end_s: float
     tokens_per_s: float | None  # None: no time passed
     starved: int
-    gpu_util: dict[
-        str, float
-    ]  # device -> mean; only devices with samples in the window, where samples were given
+    # device -> mean; only devices with samples in the window, where samples were given
+    gpu_util: dict[str, float]
 
 
 def windows(
     batches: pd.DataFrame, window_s: float, origin_s: float, samples: pd.DataFrame | None = None
 ) -> tuple[Window, ...]:
-    """Cut the run into windows of `window_s` from `origin_s`; a batch belongs to the window it was launched in. The
-    first begins with the first launch, the last ends with the last finish. Empty windows in a row become one."""
-    began, ended = embedding_span(batches) or (origin_s, origin_s)
-    launched = dict(
-        [*batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64"))]
-    )
-    bounds = sorted({bound for number in launched for bound in (number, number + 1)})
-    found = []
-    for first, end in pairwise(bounds):
-        own = launched.get(first, batches[:0])
-        start_s = began - origin_s if first == bounds[0] else first * window_s
-        end_s = ended - origin_s if end == bounds[-1] else end * window_s
-        counts = _counts(own, "esm2")
-        inside = (
-            None
-            if samples is None
-            else samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
+    """Cut a run into windows of equal length. A batch belongs to the window it was launched in.
+
+    The first window begins with the first launch, and the last ends with the last finish. Empty
+    windows in a row become one.
+
+    Args:
+        batches: The batches of the run.
+        window_s: The length of a window.
+        origin_s: The start of the run.
+        samples: Samples of the devices. Without them, the windows have no utilisation.
+    """
+    span = embedding_span(batches)
+    if span is None:
+        return ()
+    first_s, last_s = span
+    window_of_batch = np.floor((batches.launched_s - origin_s) / window_s).astype("int64")
+    batches_of_window = dict([*batches.groupby(window_of_batch)])
+    starts_and_ends = {*batches_of_window, *(number + 1 for number in batches_of_window)}
+    bounds = sorted(starts_and_ends)
+    cut = []
+    for start, end in pairwise(bounds):
+        own = batches_of_window.get(start, batches[:0])
+        start_s = first_s - origin_s if start == bounds[0] else start * window_s
+        end_s = last_s - origin_s if end == bounds[-1] else end * window_s
+        duration_s = end_s - start_s
+        counts = _count_batches(own, "esm2")
+        window_span = (origin_s + start_s, origin_s + end_s)
+        cut.append(
+            Window(
+                **dict(counts),
+                start_s=start_s,
+                end_s=end_s,
+                tokens_per_s=counts.tokens / duration_s if duration_s > MIN_WINDOW_S else None,
+                starved=int((own.wait_ms > STARVED_ABOVE_MS).sum()),
+                gpu_util={} if samples is None else _mean_utilisation(samples, window_span),
+            )
         )
-        used = (
-            {}
-            if inside is None
-            else inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
-        )
-        rate = (
-            counts.tokens / (end_s - start_s) if end_s - start_s > 1e-9 else None
-        )  # less is no time to any clock
-        told = {"start_s": start_s, "end_s": end_s, "tokens_per_s": rate, "gpu_util": used}
-        found.append(
-            Window(**dict(counts), **told, starved=int((own.wait_ms > STARVED_ABOVE_MS).sum()))
-        )
-    return tuple(found)
+    return tuple(cut)
+
+
+def _mean_utilisation(samples: pd.DataFrame, span: Span) -> dict[str, float]:
+    """Return the mean utilisation in a span of each device that has samples in it."""
+    inside = samples[samples.time_s.between(*span)]
+    means = inside.groupby("device", observed=True).utilisation.mean()
+    return {str(device): float(mean) for device, mean in means.dropna().items()}
 
 
 class DeviceBusy(RunFile):
-    """Seconds one device spent on shards."""
+    """The seconds that one device spent on shards."""
 
     device: str
     shards: int
     tokens: int = 0  # of both encoders; none in files of older versions
-    dnabert_s: Annotated[float, "dnabert_s", "sum"]
-    esm2_s: Annotated[float, "esm2_s", "sum"]
-    head_s: Annotated[float, "head_s", "sum"]
-    commit_s: Annotated[float, "commit_s", "sum"]
-    allocated_peak_bytes: Annotated[
-        float | None, "allocated_bytes", "max"
-    ]  # by torch, on it; None on a CPU
+    dnabert_s: float
+    esm2_s: float
+    head_s: float
+    commit_s: float
+    allocated_peak_bytes: float | None  # by torch, on it; None on a CPU
     busy_s: float  # of compute
 
 
 def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
-    """Seconds of each device that has done a shard, in the order of the devices."""
-    return tuple(
-        DeviceBusy(
-            device=str(device),
-            shards=len(own),
-            tokens=int(own.protein_tokens.sum() + own.dna_tokens.sum()),
-            **_figures(DeviceBusy, own),
-            busy_s=own.dnabert_s.sum() + own.esm2_s.sum() + own.head_s.sum(),
+    """Return the seconds of each device that has done a shard, in the order of the devices."""
+    busy = []
+    for device, own in shards.groupby("device", observed=True):
+        dnabert_s = float(own.dnabert_s.sum())
+        esm2_s = float(own.esm2_s.sum())
+        head_s = float(own.head_s.sum())
+        busy.append(
+            DeviceBusy(
+                device=str(device),
+                shards=len(own),
+                tokens=int(own.protein_tokens.sum() + own.dna_tokens.sum()),
+                dnabert_s=dnabert_s,
+                esm2_s=esm2_s,
+                head_s=head_s,
+                commit_s=float(own.commit_s.sum()),
+                allocated_peak_bytes=none_if_nan(own.allocated_bytes.max()),
+                busy_s=dnabert_s + esm2_s + head_s,
+            )
         )
-        for device, own in shards.groupby("device", observed=True)
-    )
+    return tuple(busy)
 
 
 def device_time_spread(busy: Sequence[DeviceBusy]) -> float | None:
-    """1 − least ÷ most busy seconds over the devices; `None` with fewer than two devices or no time."""
-    seconds = [b.busy_s for b in busy]
-    return 1.0 - min(seconds) / max(seconds) if len(seconds) > 1 and max(seconds) > 0 else None
+    """Return 1 − least ÷ most busy seconds over the devices.
+
+    Returns:
+        `None` if there are fewer than two devices, or if none was busy.
+    """
+    seconds = [device.busy_s for device in busy]
+    if len(seconds) < 2 or max(seconds) <= 0:
+        return None
+    return 1.0 - min(seconds) / max(seconds)
 
 
 def committed_span_s(batches: pd.DataFrame, shards: pd.DataFrame) -> float:
-    """Seconds from the first launch to the last commit, which nothing hides; 0 without either."""
-    return (
-        none_if_nan((shards.finished_s + shards.commit_s).max() - batches.launched_s.min()) or 0.0
-    )
+    """Return the seconds from the first launch to the last commit, which nothing hides.
+
+    Without batches or shards it is 0.
+    """
+    last_commit_s = (shards.finished_s + shards.commit_s).max()
+    return none_if_nan(last_commit_s - batches.launched_s.min()) or 0.0
 
 
 class DeviceUsage(RunFile):
     """One device within a span. `None` where no sample tells."""
 
     device: str
-    gpu_util_avg: Annotated[float | None, "utilisation", "mean"]  # percent
-    gpu_util_min: Annotated[float | None, "utilisation", "min"]
-    gpu_util_max: Annotated[float | None, "utilisation", "max"]
-    mem_used_avg: Annotated[float | None, "memory_used_bytes", "mean"]
-    mem_used_peak: Annotated[float | None, "memory_used_bytes", "max"]
-    power_avg_w: Annotated[float | None, "power_w", "mean"]
-    power_peak_w: Annotated[float | None, "power_w", "max"]
-    temperature_max_c: Annotated[float | None, "temperature_c", "max"]
+    gpu_util_avg: float | None  # percent
+    gpu_util_min: float | None
+    gpu_util_max: float | None
+    mem_used_avg: float | None
+    mem_used_peak: float | None
+    power_avg_w: float | None
+    power_peak_w: float | None
+    temperature_max_c: float | None
     energy_kwh: float | None  # by the trapezoid rule; None with fewer than two power readings
-    sample_count: Annotated[int, "utilisation", "count"]  # samples that tell the utilisation
+    sample_count: int  # samples that tell the utilisation
 
 
 class HostUsage(RunFile):
     """The host over a run."""
 
-    cpu_percent_avg: Annotated[float | None, "cpu_percent", "mean"]
-    cpu_percent_max: Annotated[float | None, "cpu_percent", "max"]
-    rss_peak_bytes: Annotated[float | None, "rss_bytes", "max"]
+    cpu_percent_avg: float | None
+    cpu_percent_max: float | None
+    rss_peak_bytes: float | None
     sample_count: int
 
 
 def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -> DeviceUsage:
-    """What the samples within `span`, or all of them, say of one device."""
-    own = samples[(samples.device == device) & samples.time_s.between(*(span or (-np.inf, np.inf)))]
+    """Summarise the samples of one device.
+
+    Args:
+        samples: The samples of all devices.
+        device: The device.
+        span: Take only the samples within this span.
+    """
+    start_s, end_s = span or (-np.inf, np.inf)
+    own = samples[(samples.device == device) & samples.time_s.between(start_s, end_s)]
     metered = own[own.power_w.notna()]
-    energy_kwh = (
-        np.trapezoid(metered.power_w, metered.time_s) / JOULES_PER_KWH if len(metered) > 1 else None
+    energy_kwh = None
+    if len(metered) > 1:
+        energy_kwh = np.trapezoid(metered.power_w, metered.time_s) / JOULES_PER_KWH
+    return DeviceUsage(
+        device=device,
+        gpu_util_avg=none_if_nan(own.utilisation.mean()),
+        gpu_util_min=none_if_nan(own.utilisation.min()),
+        gpu_util_max=none_if_nan(own.utilisation.max()),
+        mem_used_avg=none_if_nan(own.memory_used_bytes.mean()),
+        mem_used_peak=none_if_nan(own.memory_used_bytes.max()),
+        power_avg_w=none_if_nan(own.power_w.mean()),
+        power_peak_w=none_if_nan(own.power_w.max()),
+        temperature_max_c=none_if_nan(own.temperature_c.max()),
+        energy_kwh=energy_kwh,
+        sample_count=int(own.utilisation.count()),
     )
-    return DeviceUsage(**_figures(DeviceUsage, own), device=device, energy_kwh=energy_kwh)
 
 
 def host_usage(samples: pd.DataFrame) -> HostUsage:
-    """What all host samples say."""
-    return HostUsage(**_figures(HostUsage, samples), sample_count=len(samples))
+    """Summarise all samples of the host."""
+    return HostUsage(
+        cpu_percent_avg=none_if_nan(samples.cpu_percent.mean()),
+        cpu_percent_max=none_if_nan(samples.cpu_percent.max()),
+        rss_peak_bytes=none_if_nan(samples.rss_bytes.max()),
+        sample_count=len(samples),
+    )
 
 
 def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[str, ...]:
-    """A sentence on each device that idled for `IDLE_FOR_S` or more within the embedding span; on devices far apart."""
+    """Return a sentence on each device that idled for long, and one if devices are far apart.
+
+    Args:
+        samples: The samples of all devices.
+        span: When the run embedded. Without it there is no alarm.
+    """
     if span is None:
         return ()
-    found = []
-    told = samples[samples.time_s.between(*span) & samples.utilisation.notna()]
-    for device, own in told.groupby("device", observed=True):
-        idle = own.utilisation < IDLE_BELOW_PERCENT
-        stretches = own.time_s[idle].groupby((~idle).cumsum()[idle])  # each unbroken one apart
-        idle_s = (stretches.max() - stretches.min()).max()
+    sentences = []
+    inside = samples[samples.time_s.between(*span) & samples.utilisation.notna()]
+    for device, own in inside.groupby("device", observed=True):
+        idle_s = _longest_idle_s(own)
         if idle_s >= IDLE_FOR_S:
             below = f"below {IDLE_BELOW_PERCENT:g} % for {idle_s:.0f} s while embedding"
-            found.append(f"gpu utilisation of {device} {below}")
-    means = told.groupby("device", observed=True).utilisation.mean()
+            sentences.append(f"gpu utilisation of {device} {below}")
+    means = inside.groupby("device", observed=True).utilisation.mean()
     if len(means) and means.max() - means.min() > IMBALANCE_POINTS:
+        low = f"gpu utilisation of {means.idxmin()} is {means.min():.1f} %"
         high = f"of {means.idxmax()} {means.max():.1f} %"
-        found.append(
-            f"gpu utilisation of {means.idxmin()} is {means.min():.1f} %, {high}: uneven load"
-        )
-    return tuple(found)
+        sentences.append(f"{low}, {high}: uneven load")
+    return tuple(sentences)
+
+
+def _longest_idle_s(samples: pd.DataFrame) -> float:
+    """Return the seconds of the longest unbroken time in which a device idled.
+
+    It is NaN if the device never did.
+    """
+    is_idle = samples.utilisation < IDLE_BELOW_PERCENT
+    stretch_of_sample = (~is_idle).cumsum()  # a busy sample begins a new stretch
+    idle_times_s = samples.time_s[is_idle]
+    stretches = idle_times_s.groupby(stretch_of_sample[is_idle])
+    longest_s: float = (stretches.max() - stretches.min()).max()
+    return longest_s

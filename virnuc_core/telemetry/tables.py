@@ -1,4 +1,7 @@
-"""What is measured of a run, as records. The fields of a record are the columns of its table (`statistics.frame`)."""
+"""Records of what is measured in a run, and the names of its stages.
+
+The fields of a record are the columns of its table (`statistics.record_table`).
+"""
 
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
@@ -18,14 +21,14 @@ Stage = Literal[
 ]
 ENCODERS: Final[tuple[Encoder, ...]] = get_args(Encoder)
 STAGES: Final[tuple[str, ...]] = get_args(Stage)
-GPU_STAGES: Final = dict(zip(ENCODERS, STAGES[4:6], strict=True))
+GPU_STAGES: Final[dict[Encoder, Stage]] = {"dnabert_s": "DNABERT-S", "esm2": "ESM-2"}
 START_UP: Final = tuple(
     f"Start-up: {part}" for part in ("command", "import", "weights", "kernels", "first batch")
 )
-OVERLAPPED: Final = (
-    "Overlapped"  # to be taken off: a start-up that passed while the reads were staged
-)
-ROWS: Final = (  # all that takes time: together, less what overlapped, the whole
+# A start-up that passed while the reads were staged. It is taken off the sum.
+OVERLAPPED: Final = "Overlapped"
+# All that takes time. Together, less what overlapped, it is the whole time of a run.
+ROWS: Final = (
     *STAGES,
     "Rest of staging",
     "Preparation",
@@ -44,7 +47,10 @@ ROWS: Final = (  # all that takes time: together, less what overlapped, the whol
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """One packed batch, as the launch loop saw it. Times are of `time.monotonic()`, which all processes share."""
+    """One packed batch, as the launch loop saw it.
+
+    Times are of `time.monotonic()`, which all processes share.
+    """
 
     device: str  # device id within the run, e.g. "GPU-3f2c…" or "cpu-core-1"
     encoder: Encoder
@@ -75,18 +81,16 @@ class ShardDone:
     head_s: float
     commit_s: float
     batches: tuple[BatchRecord, ...]
-    budget_divisor: int = (
-        1  # above 1: the device could not hold the token budget, and this shard ran on a part of it
-    )
+    # above 1: the device could not hold the token budget, and this shard ran on a part of it
+    budget_divisor: int = 1
     skipped: int = 0  # rows set aside: they end every worker, or are not finite
-    allocated_bytes: float | None = (
-        None  # most that torch has allocated on the device so far; None on a CPU
-    )
+    # most that torch has allocated on the device so far; None on a CPU
+    allocated_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """One reading of one device. `None` where the device does not tell."""
+    """One reading of one device. A number that the device does not give is `None`."""
 
     time_s: float  # time.monotonic()
     device: str
@@ -117,24 +121,41 @@ class StageTime:
 
 
 class StageClock:
-    """Collects the seconds of the nine stages and the other rows. One may run many times; its seconds add up."""
+    """Collects the seconds of the stages and of the other rows of the stage table.
+
+    A stage may run many times. Its seconds add up.
+    """
 
     def __init__(self) -> None:
         self._stages: dict[str, StageTime] = {}
 
     def add(self, name: str, seconds: float, span: Span | None = None) -> None:
-        """Add seconds, and when they passed; a stage that takes turns has fewer than lie between start and end."""
-        before = self._stages.get(name, StageTime(name, 0.0))
-        moments = [s for s in (before.started_s, before.finished_s, *(span or ())) if s is not None]
-        total = (before.seconds or 0.0) + seconds
+        """Add seconds to a stage.
+
+        Args:
+            name: The stage, or another row of the table.
+            seconds: The seconds that it took. A stage that takes turns with others took fewer
+                than lie between its start and its end.
+            span: Its start and its end.
+        """
+        earlier = self._stages.get(name, StageTime(name, 0.0))
+        starts_s = [earlier.started_s]
+        ends_s = [earlier.finished_s]
+        if span is not None:
+            started_s, finished_s = span
+            starts_s.append(started_s)
+            ends_s.append(finished_s)
         self._stages[name] = StageTime(
-            name, total, None, min(moments, default=None), max(moments, default=None)
+            name,
+            seconds=(earlier.seconds or 0.0) + seconds,
+            started_s=min((moment for moment in starts_s if moment is not None), default=None),
+            finished_s=max((moment for moment in ends_s if moment is not None), default=None),
         )
 
     def fuse(self, name: Stage, into: Stage) -> None:
-        """Say that stage `name` is done within `into`."""
+        """Say that a stage is done within another one."""
         self._stages[name] = StageTime(name, None, into)
 
     def times(self) -> tuple[StageTime, ...]:
-        """What was measured or fused so far, in the order of `ROWS`; what was not measured is not there."""
+        """Return what was measured or fused so far, in the order of `ROWS`."""
         return tuple(self._stages[name] for name in ROWS if name in self._stages)

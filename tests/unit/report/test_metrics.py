@@ -10,7 +10,7 @@ import pytest
 from virnuc_core.report.metrics import datasheet_flops, encoder_metrics
 from virnuc_core.report.model import EncoderMetrics
 from virnuc_core.runfiles import ModelFlops, read, write
-from virnuc_core.telemetry.statistics import frame
+from virnuc_core.telemetry.statistics import record_table
 from virnuc_core.telemetry.tables import BatchRecord
 from virnuc_core.validation import read_usable
 
@@ -48,7 +48,7 @@ def used(flops: ModelFlops, precision: str, **work: tuple[int, float | None]) ->
         )
         for device, (tokens, seconds) in work.items()
     ]
-    return encoder_metrics("esm2", frame(BatchRecord, batches), NAMES, flops, precision)
+    return encoder_metrics("esm2", record_table(BatchRecord, batches), NAMES, flops, precision)
 
 
 def test_mfu_weighs_each_device_by_its_seconds() -> None:

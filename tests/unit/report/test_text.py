@@ -18,7 +18,7 @@ from virnuc_core.report.render import criteria_text, report_text
 from virnuc_core.report.text import round_beside_target, target_text
 from virnuc_core.runfiles import write
 from virnuc_core.telemetry.log import write_telemetry
-from virnuc_core.telemetry.statistics import frame
+from virnuc_core.telemetry.statistics import record_table
 from virnuc_core.telemetry.tables import STAGES, BatchRecord, DeviceSample, HostSample, ShardDone
 from virnuc_core.validation import Comparison, ComparisonFile
 
@@ -99,8 +99,8 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
     ]
     measured = telemetry_of(
         shards,
-        frame(DeviceSample, samples),
-        frame(HostSample, []),
+        record_table(DeviceSample, samples),
+        record_table(HostSample, []),
         (),
         origin_s=ORIGIN_S,
         started=STARTED,

@@ -19,7 +19,7 @@ from virnuc_core.report.compare import compare_runs
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import digest
 from virnuc_core.telemetry.log import write_telemetry
-from virnuc_core.telemetry.statistics import device_busy, frame
+from virnuc_core.telemetry.statistics import device_busy, record_table
 from virnuc_core.telemetry.tables import (
     BatchRecord,
     DeviceSample,
@@ -148,7 +148,7 @@ def build_run(
     clock.add("Six-Frame Translation", 3.0, (ORIGIN_S - 3, ORIGIN_S))
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
-    busy = max(device_busy(frame(ShardDone, done, ids)), key=lambda one: one.busy_s)
+    busy = max(device_busy(record_table(ShardDone, done, ids)), key=lambda one: one.busy_s)
     clock.add("DNABERT-S", busy.dnabert_s)
     clock.add("ESM-2", busy.esm2_s, (ORIGIN_S + 1, ORIGIN_S + 1 + busy.esm2_s))
     clock.fuse("Feature Merging", "ESM-2")
@@ -269,7 +269,7 @@ def shards_done(recipe: Recipe, devices: list[str]) -> list[ShardDone]:
 
 def device_samples(recipe: Recipe, devices: list[str], end_s: float) -> pd.DataFrame:
     if recipe.gpu is None:
-        return frame(DeviceSample, [], devices)
+        return record_table(DeviceSample, [], devices)
     found = []
     for place, device in enumerate(devices):
         level = recipe.utilisation[place % len(recipe.utilisation)]
@@ -280,12 +280,14 @@ def device_samples(recipe: Recipe, devices: list[str], end_s: float) -> pd.DataF
                     ORIGIN_S + tick * 0.5, device, level + wiggle, 9 << 30, 400.0 + wiggle, 60.0
                 )
             )
-    return frame(DeviceSample, found, devices)
+    return record_table(DeviceSample, found, devices)
 
 
 def host_samples(end_s: float) -> pd.DataFrame:
     ticks = int((end_s - ORIGIN_S) / 0.5) + 1
-    return frame(HostSample, [HostSample(ORIGIN_S + i * 0.5, 35.0, 3 << 30) for i in range(ticks)])
+    return record_table(
+        HostSample, [HostSample(ORIGIN_S + i * 0.5, 35.0, 3 << 30) for i in range(ticks)]
+    )
 
 
 def write_shards(run: RunDir, rows: Rows, recipe: Recipe) -> None:

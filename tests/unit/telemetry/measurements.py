@@ -8,7 +8,7 @@ from datetime import datetime
 import pandas as pd
 
 from virnuc_core.telemetry.log import Telemetry
-from virnuc_core.telemetry.statistics import frame
+from virnuc_core.telemetry.statistics import record_table
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone, StageTime
 
 
@@ -23,8 +23,10 @@ def telemetry_of(
 ) -> Telemetry:
     """The shards committed, with their batches, beside what was sampled."""
     devices = list(samples.device.cat.categories)
-    batches = frame(BatchRecord, (batch for shard in shards for batch in shard.batches), devices)
-    done = frame(ShardDone, shards, devices)
+    batches = record_table(
+        BatchRecord, (batch for shard in shards for batch in shard.batches), devices
+    )
+    done = record_table(ShardDone, shards, devices)
     return Telemetry(batches, samples, host, done, tuple(stages), origin_s, started.isoformat())
 
 

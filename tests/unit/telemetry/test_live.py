@@ -15,12 +15,12 @@ from rich.console import Console
 from virnuc_core.telemetry import live
 from virnuc_core.telemetry.live import (
     InferenceProgressReporter,
-    Sampler,
     clock_text,
     pipeline_summary,
     shared_console,
 )
-from virnuc_core.telemetry.tables import STAGES, DeviceSample, HostSample, ShardDone, StageClock
+from virnuc_core.telemetry.sampler import Sampler
+from virnuc_core.telemetry.tables import STAGES, DeviceSample, ShardDone, StageClock
 
 from .measurements import batch, shard
 from .screen import screen
@@ -45,24 +45,23 @@ class Clock:
         return self.now
 
 
-class Nvml:
-    def read(self, device: str, time_s: float) -> DeviceSample:
-        return DeviceSample(time_s, device, {"GPU-a": 90.0, "GPU-b": 70.0}[device], 1 << 30)
+def read_gpu(device: str, time_s: float) -> DeviceSample:
+    """Read one of two GPUs that are always as busy."""
+    return DeviceSample(time_s, device, {"GPU-a": 90.0, "GPU-b": 70.0}[device], 1 << 30)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=found))
-    return found
+    clock = Clock()
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
 @pytest.fixture
 def sampler() -> Sampler:
-    found = Sampler(DEVICES)
-    found._read, found._host = Nvml().read, lambda s: HostSample(s, None, None)
-    found.sample_once()
-    return found
+    sampler = Sampler(DEVICES, read=read_gpu)
+    sampler.sample_once()
+    return sampler
 
 
 def done(rows: int, device: str = "GPU-a") -> ShardDone:
@@ -79,9 +78,8 @@ def reporter(total: int, sampler: Sampler, **options: Any) -> InferenceProgressR
 
 def shown(progress: InferenceProgressReporter, *devices: str) -> tuple[Any, ...]:
     """Rows done, speed, utilisation and packing."""
-    return tuple(
-        progress.progress(*devices)[name] for name in ("completed", "tokens", "gpu", "pack")
-    )
+    texts = progress.progress(*devices)
+    return (texts.completed, texts.tokens, texts.gpu, texts.pack)
 
 
 def test_totals_by_device_and_together(sampler: Sampler, clock: Clock) -> None:
@@ -206,7 +204,7 @@ def test_the_speed_counts_from_the_first_batch(sampler: Sampler, clock: Clock) -
     with reporter(100, sampler) as progress:
         clock.now = 40.0
         progress.update(shard(0, [batch(30.0), batch(35.0)]))
-        assert progress.progress()["tokens"] == "180 tok/s"
+        assert progress.progress().tokens == "180 tok/s"
         assert progress.eta == "00:40"
 
 

@@ -14,7 +14,7 @@ import pytest
 from virnuc_core.errors import InputError
 from virnuc_core.telemetry import log as module
 from virnuc_core.telemetry.log import latest, open_frame, read_telemetry, write_telemetry
-from virnuc_core.telemetry.statistics import frame
+from virnuc_core.telemetry.statistics import record_table
 from virnuc_core.telemetry.tables import (
     DeviceSample,
     HostSample,
@@ -30,7 +30,7 @@ DEVICES = ("GPU-a", "GPU-b")
 
 
 def samples() -> pd.DataFrame:
-    return frame(
+    return record_table(
         DeviceSample,
         [
             DeviceSample(100 + i / 2, d, 90.0 + i, 1 << 30, 400.0, 60.0)
@@ -41,7 +41,7 @@ def samples() -> pd.DataFrame:
     )
 
 
-NO_HOST = frame(HostSample, [])
+NO_HOST = record_table(HostSample, [])
 
 
 def write(
@@ -70,7 +70,9 @@ def written(folder: Path) -> Path:
     clock = StageClock()
     clock.add("ESM-2", 4.0, (100.0, 104.0))
     clock.fuse("Feature Merging", "ESM-2")
-    host = frame(HostSample, [HostSample(100.0, 20.0, 1 << 20), HostSample(101.0, 40.0, 1 << 21)])
+    host = record_table(
+        HostSample, [HostSample(100.0, 20.0, 1 << 20), HostSample(101.0, 40.0, 1 << 21)]
+    )
     return write(
         folder,
         shards,
@@ -157,7 +159,7 @@ def test_frames_for_pandas(tmp_path: Path) -> None:
 
 
 def test_a_run_that_launched_nothing_is_written_and_read(tmp_path: Path) -> None:
-    path = write(tmp_path, [], frame(DeviceSample, []), n_reads=0, wall_s=0.0)
+    path = write(tmp_path, [], record_table(DeviceSample, []), n_reads=0, wall_s=0.0)
     body = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     assert body["per_batch_metrics"] == []
     assert body["summary"]["sequences_per_hour"] is None
@@ -175,7 +177,7 @@ def test_a_second_run_in_the_same_second_keeps_the_first(tmp_path: Path) -> None
 
 
 def test_alarms_are_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    idle = frame(
+    idle = record_table(
         DeviceSample, [DeviceSample(float(i), "GPU-a", 20.0, None, None, None) for i in range(40)]
     )
     write(tmp_path, [shard(0, [batch(float(i)) for i in range(40)])], idle, n_reads=1, wall_s=40.0)
@@ -212,7 +214,7 @@ def test_six_million_reads_stay_small(tmp_path: Path) -> None:
         for i in range(30_000)
     ]
     levels = dice.integers(80, 100, 144_000)
-    table = frame(
+    table = record_table(
         DeviceSample,
         [
             DeviceSample(i // 2 * 0.5, DEVICES[i % 2], float(levels[i]), 9 << 30, 650.0, 70.0)

@@ -16,8 +16,8 @@ from tests.fake_gpus import FakeGpus
 from virnuc_core import gpus
 from virnuc_core.gpus import Driver, Reading
 from virnuc_core.runfiles import versions
-from virnuc_core.telemetry.live import Sampler, nvml_reader
-from virnuc_core.telemetry.statistics import frame
+from virnuc_core.telemetry.sampler import Sampler, gpu_reader
+from virnuc_core.telemetry.statistics import record_table
 from virnuc_core.telemetry.tables import DeviceSample, HostSample
 
 DEVICES = ("GPU-aaaa", "GPU-bbbb")
@@ -40,20 +40,18 @@ class Keeping(Sampler):
 
     def __init__(self, devices: Sequence[str], **options: Any) -> None:
         self.kept: list[DeviceSample | HostSample] = []
-        read = options.pop("read", None)
-        super().__init__(devices, note=lambda *noted: self.kept.extend(noted), **options)
-        if read is not None:
-            self._read, self._host = read, quiet_host
+        super().__init__(devices, on_samples=self.keep, **options)
+
+    def keep(self, *samples: DeviceSample | HostSample) -> None:
+        self.kept.extend(samples)
 
     def samples(self) -> pd.DataFrame:
-        return frame(DeviceSample, [one for one in self.kept if isinstance(one, DeviceSample)])
+        samples = [sample for sample in self.kept if isinstance(sample, DeviceSample)]
+        return record_table(DeviceSample, samples)
 
     def host_samples(self) -> pd.DataFrame:
-        return frame(HostSample, [one for one in self.kept if isinstance(one, HostSample)])
-
-
-def quiet_host(time_s: float) -> HostSample:
-    return HostSample(time_s, 10.0, 100)
+        samples = [sample for sample in self.kept if isinstance(sample, HostSample)]
+        return record_table(HostSample, samples)
 
 
 def test_each_device_is_read_by_its_own_name() -> None:
@@ -93,7 +91,6 @@ def test_a_reading_that_fails_is_unknown_and_sampling_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sampler = Keeping(DEVICES, read=FakeNvml(GPU_aaaa=(80.0,)).read)
-    caplog.clear()  # of what was said of this machine's NVML
     with caplog.at_level(logging.WARNING):
         sampler.sample_once()
         sampler.sample_once()
@@ -119,12 +116,12 @@ def test_a_gpu_asked_for_where_there_is_no_driver_is_said_in_the_log(
 ) -> None:
     monkeypatch.setattr(gpus, "NVML", FakeGpus(driver=None))
     with caplog.at_level(logging.WARNING):
-        assert nvml_reader(["GPU-aaaa"]) is None
+        assert gpu_reader(["GPU-aaaa"]) is None
     assert "utilisation is not measured" in caplog.text
 
 
 def test_no_gpu_no_word() -> None:
-    assert nvml_reader(["cpu-core-0"]) is None
+    assert gpu_reader(["cpu-core-0"]) is None
 
 
 def test_the_driver_is_named_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +134,7 @@ def test_the_driver_is_named_where_there_is_one(monkeypatch: pytest.MonkeyPatch)
 def test_a_sample_has_every_number_of_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = {"GPU-aaaa": Reading(11.0), "GPU-bbbb": Reading(88.0, 1 << 30, 345.0, None)}
     monkeypatch.setattr(gpus, "NVML", FakeGpus(readings=readings))
-    read = nvml_reader(DEVICES)
+    read = gpu_reader(DEVICES)
     assert read is not None
     assert read("GPU-bbbb", 2.0) == DeviceSample(2.0, "GPU-bbbb", 88.0, 1 << 30, 345.0, None)
     assert read("GPU-aaaa", 2.0).utilisation == 11.0

@@ -17,9 +17,9 @@ from virnuc_core.telemetry.statistics import (
     device_time_spread,
     device_usage,
     embedding_span,
-    frame,
     host_usage,
     queue_state,
+    record_table,
     windows,
 )
 from virnuc_core.telemetry.tables import BatchRecord, DeviceSample, HostSample, ShardDone
@@ -28,7 +28,9 @@ from .measurements import batch, shard
 
 
 def test_packing_is_tokens_over_slots_tails_included() -> None:
-    table = frame(BatchRecord, [batch(0, tokens=1000), batch(1, tokens=1000), batch(2, tokens=100)])
+    table = record_table(
+        BatchRecord, [batch(0, tokens=1000), batch(1, tokens=1000), batch(2, tokens=100)]
+    )
     found = batch_metrics(table)
     assert found.packing_efficiency == pytest.approx(2100 / 3000)
     assert found.min_packing_efficiency == pytest.approx(0.1)
@@ -38,7 +40,7 @@ def test_packing_is_tokens_over_slots_tails_included() -> None:
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 4096), st.integers(1, 4096)), min_size=1))
 def test_packing_is_never_above_one_for_batches_that_fit(sizes: list[tuple[int, int]]) -> None:
-    table = frame(
+    table = record_table(
         BatchRecord, [batch(i, tokens=min(a, b), slots=b) for i, (a, b) in enumerate(sizes)]
     )
     packing = batch_metrics(table).packing_efficiency
@@ -47,24 +49,26 @@ def test_packing_is_never_above_one_for_batches_that_fit(sizes: list[tuple[int, 
 
 
 def test_nothing_launched_is_unknown_not_zero() -> None:
-    found = batch_metrics(frame(BatchRecord, []))
+    found = batch_metrics(record_table(BatchRecord, []))
     assert found.batches == 0
     assert found.packing_efficiency is None
     assert found.avg_wait_ms is None
     assert found.queue is None
     assert found.tokens_per_s is None
-    assert embedding_span(frame(BatchRecord, [])) is None
-    assert windows(frame(BatchRecord, []), 30.0, 0.0) == ()
+    assert embedding_span(record_table(BatchRecord, [])) is None
+    assert windows(record_table(BatchRecord, []), 30.0, 0.0) == ()
 
 
 def test_a_batch_without_slots_divides_by_nothing() -> None:
-    found = batch_metrics(frame(BatchRecord, [batch(0, tokens=0, slots=0, rows=0)]))
+    found = batch_metrics(record_table(BatchRecord, [batch(0, tokens=0, slots=0, rows=0)]))
     assert found.packing_efficiency is None
     assert found.min_packing_efficiency is None
 
 
 def test_waits() -> None:
-    found = batch_metrics(frame(BatchRecord, [batch(i, wait_ms=float(i)) for i in range(101)]))
+    found = batch_metrics(
+        record_table(BatchRecord, [batch(i, wait_ms=float(i)) for i in range(101)])
+    )
     assert (found.avg_wait_ms, found.p95_wait_ms, found.max_wait_ms) == (50, 95, 100)
     assert found.waiting_share == pytest.approx(99 / 101)
 
@@ -73,20 +77,20 @@ def test_waits() -> None:
     ("wait_ms", "state"), [(0.99, "full"), (1.0, "normal"), (50.0, "normal"), (50.1, "starved")]
 )
 def test_queue_states_by_their_limits(wait_ms: float, state: str) -> None:
-    assert queue_state(frame(BatchRecord, [batch(0, wait_ms=wait_ms)])).tolist() == [state]
+    assert queue_state(record_table(BatchRecord, [batch(0, wait_ms=wait_ms)])).tolist() == [state]
 
 
 def test_queue_shares_add_up() -> None:
     waits = (0.2, 0.9, 1.0, 50.0, 50.1)
     shares = batch_metrics(
-        frame(BatchRecord, [batch(i, wait_ms=w) for i, w in enumerate(waits)])
+        record_table(BatchRecord, [batch(i, wait_ms=w) for i, w in enumerate(waits)])
     ).queue
     assert shares is not None
     assert (shares.full, shares.normal, shares.starved) == pytest.approx((0.4, 0.4, 0.2))
 
 
 def test_throughput_is_over_first_launch_to_last_finish() -> None:
-    found = batch_metrics(frame(BatchRecord, [batch(10.0), batch(12.0, device_ms=2000.0)]))
+    found = batch_metrics(record_table(BatchRecord, [batch(10.0), batch(12.0, device_ms=2000.0)]))
     assert found.span_s == pytest.approx(4.0)
     assert found.tokens_per_s == pytest.approx(1800 / 4)
     assert found.device_s == pytest.approx(2.1)
@@ -95,15 +99,15 @@ def test_throughput_is_over_first_launch_to_last_finish() -> None:
 def test_warm_up_is_left_out_of_the_steady_rate() -> None:
     slow = [batch(i * 10.0) for i in range(10)]
     fast = [batch(100 + i * 0.1) for i in range(20)]
-    found = batch_metrics(frame(BatchRecord, [*slow, *fast]))
+    found = batch_metrics(record_table(BatchRecord, [*slow, *fast]))
     assert found.steady_tokens_per_s == pytest.approx(20 * 900 / 2.0)
-    assert batch_metrics(frame(BatchRecord, fast[:19])).steady_tokens_per_s is None, (
+    assert batch_metrics(record_table(BatchRecord, fast[:19])).steady_tokens_per_s is None, (
         "too few to tell"
     )
 
 
 def test_encoders_are_told_apart() -> None:
-    table = frame(
+    table = record_table(
         BatchRecord,
         [batch(0), batch(1, encoder="dnabert_s", tokens=100), batch(2, encoder="dnabert_s")],
     )
@@ -113,7 +117,7 @@ def test_encoders_are_told_apart() -> None:
 
 
 def test_windows_cut_the_run_and_lose_no_batch() -> None:
-    table = frame(BatchRecord, [batch(100 + i) for i in range(25)])
+    table = record_table(BatchRecord, [batch(100 + i) for i in range(25)])
     cut = windows(table, 10.0, 100.0)
     assert [(w.start_s, round(w.end_s, 6), w.batches) for w in cut] == [
         (0, 10, 10),
@@ -128,7 +132,7 @@ def test_windows_cut_the_run_and_lose_no_batch() -> None:
 
 
 def test_a_stall_is_one_empty_window() -> None:
-    table = frame(BatchRecord, [batch(0.0), batch(95.0)])
+    table = record_table(BatchRecord, [batch(0.0), batch(95.0)])
     cut = windows(table, 10.0, 0.0)
     assert [(w.start_s, w.end_s, w.batches) for w in cut] == [
         (0, 10, 1),
@@ -143,24 +147,26 @@ def test_a_stall_is_one_empty_window() -> None:
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=30))
 @example([0.0, -2.2250738585072014e-308])
 def test_a_jumping_clock_makes_no_flood_of_windows(moments: list[float]) -> None:
-    table = frame(BatchRecord, [batch(moment) for moment in moments])
+    table = record_table(BatchRecord, [batch(moment) for moment in moments])
     cut = windows(table, 30.0, 0.0)
     assert len(cut) <= 2 * len(moments)
     assert sum(w.batches for w in cut) == len(moments)
 
 
 def test_a_window_carries_the_utilisation_of_its_time() -> None:
-    samples = frame(
+    samples = record_table(
         DeviceSample,
         [DeviceSample(float(i), "GPU-a", 10.0 * i, None, None, None) for i in range(10)],
     )
-    (first, second) = windows(frame(BatchRecord, [batch(0.0), batch(5.0)]), 5.0, 0.0, samples)
+    (first, second) = windows(
+        record_table(BatchRecord, [batch(0.0), batch(5.0)]), 5.0, 0.0, samples
+    )
     assert first.gpu_util == {"GPU-a": pytest.approx(25.0)}
     assert second.gpu_util == {"GPU-a": pytest.approx(50.0)}, "it ends with its last batch"
 
 
 def test_the_spread_of_the_devices() -> None:
-    shards = frame(
+    shards = record_table(
         ShardDone,
         [
             shard(0, [batch(0)], esm2_s=3.0),
@@ -175,10 +181,10 @@ def test_the_spread_of_the_devices() -> None:
 
 def test_the_committed_span_ends_with_the_last_commit() -> None:
     batches = [batch(0.0, tokens=900), batch(1.0, tokens=300)]
-    done = frame(ShardDone, [shard(0, batches)])  # finished at 2.0, committed 0.2 s later
-    assert committed_span_s(frame(BatchRecord, batches), done) == pytest.approx(2.2)
-    assert committed_span_s(frame(BatchRecord, []), done) == 0
-    assert committed_span_s(frame(BatchRecord, batches), frame(ShardDone, [])) == 0
+    done = record_table(ShardDone, [shard(0, batches)])  # finished at 2.0, committed 0.2 s later
+    assert committed_span_s(record_table(BatchRecord, batches), done) == pytest.approx(2.2)
+    assert committed_span_s(record_table(BatchRecord, []), done) == 0
+    assert committed_span_s(record_table(BatchRecord, batches), record_table(ShardDone, [])) == 0
 
 
 def samples(
@@ -191,7 +197,9 @@ def samples(
 
 
 def test_each_device_has_its_own_mean() -> None:
-    table = frame(DeviceSample, [*samples("GPU-a", [90, 100, 95]), *samples("GPU-b", [10, 20, 30])])
+    table = record_table(
+        DeviceSample, [*samples("GPU-a", [90, 100, 95]), *samples("GPU-b", [10, 20, 30])]
+    )
     stats = {device: device_usage(table, device) for device in ("GPU-a", "GPU-b")}
     assert (
         stats["GPU-a"].gpu_util_avg,
@@ -205,14 +213,14 @@ def test_each_device_has_its_own_mean() -> None:
 
 
 def test_only_samples_inside_the_window_count() -> None:
-    table = frame(DeviceSample, samples("GPU-a", [0, 0, 100, 100, 0]))
+    table = record_table(DeviceSample, samples("GPU-a", [0, 0, 100, 100, 0]))
     stats = device_usage(table, "GPU-a", (2.0, 3.0))
     assert stats.gpu_util_avg == 100
     assert stats.sample_count == 2
 
 
 def test_unknown_samples_are_no_zeros() -> None:
-    table = frame(DeviceSample, samples("GPU-a", [None, 80, None], power=None))
+    table = record_table(DeviceSample, samples("GPU-a", [None, 80, None], power=None))
     stats = device_usage(table, "GPU-a")
     assert stats.gpu_util_avg == 80
     assert stats.sample_count == 1
@@ -222,20 +230,20 @@ def test_unknown_samples_are_no_zeros() -> None:
 
 @pytest.mark.parametrize("device", ["GPU-a", "GPU-never-seen"])
 def test_no_sample_no_number(device: str) -> None:
-    stats = device_usage(frame(DeviceSample, [], ("GPU-a",)), device)
+    stats = device_usage(record_table(DeviceSample, [], ("GPU-a",)), device)
     assert stats.gpu_util_avg is None
     assert stats.mem_used_peak is None
     assert stats.sample_count == 0
 
 
 def test_an_hour_at_360_watts_is_0_36_kwh() -> None:
-    table = frame(DeviceSample, samples("GPU-a", [90.0] * 3601))
+    table = record_table(DeviceSample, samples("GPU-a", [90.0] * 3601))
     assert device_usage(table, "GPU-a").energy_kwh == pytest.approx(0.36)
 
 
 def test_a_device_idle_for_ten_seconds_while_embedding_raises_an_alarm() -> None:
     levels = [95.0] * 20 + [30.0] * 12 + [95.0] * 20
-    table = frame(DeviceSample, samples("GPU-a", levels))
+    table = record_table(DeviceSample, samples("GPU-a", levels))
     (alarm,) = alarms(table, (0.0, 51.0))
     assert "GPU-a below 50 % for 11 s" in alarm
     assert alarms(table, (32.0, 51.0)) == (), (
@@ -244,25 +252,32 @@ def test_a_device_idle_for_ten_seconds_while_embedding_raises_an_alarm() -> None
 
 
 def test_a_short_dip_is_no_alarm() -> None:
-    assert alarms(frame(DeviceSample, samples("GPU-a", [95, 20, 20, 95] * 10)), (0.0, 100.0)) == ()
+    assert (
+        alarms(record_table(DeviceSample, samples("GPU-a", [95, 20, 20, 95] * 10)), (0.0, 100.0))
+        == ()
+    )
 
 
 def test_uneven_devices_raise_an_alarm() -> None:
-    table = frame(DeviceSample, [*samples("GPU-a", [95.0] * 9), *samples("GPU-b", [80.0] * 9)])
+    table = record_table(
+        DeviceSample, [*samples("GPU-a", [95.0] * 9), *samples("GPU-b", [80.0] * 9)]
+    )
     (alarm,) = alarms(table, (0.0, 10.0))
     assert re.match("gpu utilisation of GPU-b is .*, of GPU-a .*: uneven load", alarm)
 
 
 def test_no_window_no_alarm() -> None:
-    assert alarms(frame(DeviceSample, samples("GPU-a", [0.0] * 100)), None) == ()
+    assert alarms(record_table(DeviceSample, samples("GPU-a", [0.0] * 100)), None) == ()
 
 
 def test_host_figures_are_mean_and_peak() -> None:
-    host = host_usage(frame(HostSample, [HostSample(i, 10.0 * i, 100 + i) for i in range(4)]))
+    host = host_usage(
+        record_table(HostSample, [HostSample(i, 10.0 * i, 100 + i) for i in range(4)])
+    )
     assert host.cpu_percent_avg == 15
     assert host.cpu_percent_max == 30
     assert host.rss_peak_bytes == 103
 
 
 def test_a_host_never_sampled_tells_nothing() -> None:
-    assert host_usage(frame(HostSample, [])).cpu_percent_avg is None
+    assert host_usage(record_table(HostSample, [])).cpu_percent_avg is None

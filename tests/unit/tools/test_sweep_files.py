@@ -11,7 +11,7 @@ import pytest
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.profiles import load_profile
 from virnuc_core.runfiles import Device
-from virnuc_core.telemetry.statistics import batch_metrics, frame
+from virnuc_core.telemetry.statistics import batch_metrics, record_table
 from virnuc_core.telemetry.tables import BatchRecord
 from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.sweep_files import settings_toml, tune_file, tune_json
@@ -21,7 +21,7 @@ BASE = EngineSpec(token_budget=1024)
 
 
 def trial(tokens_per_s: float, score_difference: float = 0.0) -> Trial:
-    counts = dict(batch_metrics(frame(BatchRecord, [])))
+    counts = dict(batch_metrics(record_table(BatchRecord, [])))
     return Trial(
         **counts | {"tokens_per_s": tokens_per_s},
         committed_s=1.0,

@@ -7,7 +7,7 @@ import pytest
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.telemetry.statistics import batch_metrics, frame
+from virnuc_core.telemetry.statistics import batch_metrics, record_table
 from virnuc_core.telemetry.tables import BatchRecord
 from virnuc_core.tools.tune import (
     Candidate,
@@ -23,7 +23,7 @@ TOLERANCE = 0.01
 
 def trial(rate: float, difference: float = 0.0, labels_changed: int = 0) -> Trial:
     return Trial(
-        **dict(batch_metrics(frame(BatchRecord, []))) | {"tokens_per_s": rate},
+        **dict(batch_metrics(record_table(BatchRecord, []))) | {"tokens_per_s": rate},
         committed_s=1.0,
         wall_s=2.0,
         utilisation=None,

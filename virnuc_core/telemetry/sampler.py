@@ -1,0 +1,133 @@
+"""Read devices and host at regular times while a run goes on.
+
+GPUs are read through NVML, by UUID. Without it only the host is read, and utilisation is `None`,
+never zero.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, Self
+
+import psutil
+
+from virnuc_core import gpus
+from virnuc_core.telemetry.tables import DeviceSample, HostSample
+
+log = logging.getLogger(__name__)
+
+# Samples between two looks for new child processes: a look reads every process of the machine
+SAMPLES_PER_LOOK: Final = 10
+
+OnSamples = Callable[..., None]  # gets samples as they are taken
+Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped with a time; may raise
+
+
+def gpu_reader(devices: Sequence[str]) -> Reader | None:
+    """Return a function that reads the GPUs among `devices`, each by its UUID.
+
+    Returns:
+        `None` if no device is a GPU, or if NVML cannot be used, which is logged.
+    """
+    uuids = [device for device in devices if device.startswith(gpus.UUID_PREFIXES)]
+    if not uuids:
+        return None
+    try:
+        read_gpu = gpus.NVML.reader(uuids)
+    except gpus.NvmlError as error:
+        log.warning("NVML cannot be used (%s): gpu utilisation is not measured", error)
+        return None
+
+    def read(device: str, time_s: float) -> DeviceSample:
+        reading = read_gpu(device)
+        return DeviceSample(
+            time_s,
+            device,
+            utilisation=reading.utilisation_percent,
+            memory_used_bytes=reading.memory_used_bytes,
+            power_w=reading.power_w,
+            temperature_c=reading.temperature_c,
+        )
+
+    return read
+
+
+class Sampler:
+    """A background thread that reads devices and host while the `with` block lasts."""
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        *,
+        every_s: float = 0.5,
+        on_samples: OnSamples = lambda *_: None,
+        read: Reader | None = None,
+    ) -> None:
+        """Prepare to sample.
+
+        Args:
+            devices: The devices.
+            every_s: The time between two samples.
+            on_samples: Gets every sample at once.
+            read: Reads a device. It is needed for devices of other machines.
+        """
+        self.devices = tuple(devices)
+        self.latest: dict[str, DeviceSample] = {}  # the newest reading of each device
+        self._every_s = every_s
+        self._on_samples = on_samples
+        self._read = read or gpu_reader(devices)
+        self._has_failed = False
+        self._samples_taken = itertools.count()
+        self._processes: list[psutil.Process] = []  # this one and its children
+        psutil.cpu_percent(interval=None)  # the first call has no interval to speak of
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
+
+    def sample_once(self) -> None:
+        """Take one reading of everything now."""
+        now_s = time.monotonic()
+        if self._read is not None:
+            for device in self.devices:
+                self.latest[device] = self._sample_device(self._read, device, now_s)
+        self._on_samples(*self.latest.values(), self.host(now_s))
+
+    def _sample_device(self, read: Reader, device: str, now_s: float) -> DeviceSample:
+        """Read a device. If that fails, its numbers are unknown, which is logged once."""
+        try:
+            return read(device, now_s)
+        except Exception as error:  # noqa: BLE001  a driver may fail in any way; the run must not
+            if not self._has_failed:
+                log.warning(
+                    "reading %s failed (%s): its numbers are unknown at that moment", device, error
+                )
+            self._has_failed = True
+            return DeviceSample(now_s, device)
+
+    def host(self, time_s: float) -> HostSample:
+        """Read the CPU and the memory of this process's machine."""
+        if next(self._samples_taken) % SAMPLES_PER_LOOK == 0:
+            own_process = psutil.Process()
+            self._processes = [own_process, *own_process.children(recursive=True)]
+        rss_bytes = 0
+        for process in self._processes:
+            with suppress(psutil.Error):  # it has ended
+                rss_bytes += process.memory_info().rss
+        return HostSample(time_s, psutil.cpu_percent(interval=None), rss_bytes)
+
+    def _loop(self) -> None:
+        """Take samples until the block ends."""
+        self.sample_once()
+        while not self._stop.wait(self._every_s):
+            self.sample_once()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.sample_once()  # so that even a short run has one
