@@ -1,4 +1,4 @@
-"""What a validation leaves beside its runs: one model for each file, and how it is begun."""
+"""The files that a validation leaves beside its runs, a model for each, and how it is begun."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -18,14 +18,14 @@ from virnuc_core.runfiles import Count, Device, File, FileDigest, RunFile, RunRe
 
 
 def read_usable(path: Path, kind: type[File]) -> File | None:
-    """The content of a file; None where there is none, or one that `read` refuses."""
+    """Return the content of a file, or `None` if it is missing or cannot be used."""
     with suppress(ConfigError):
         return runfiles.read(path, kind)
     return None
 
 
 class StagingTally(RunFile, extra="allow"):
-    """What staging counted of the input: further counts as of `StageSummary.tally`."""
+    """What staging counted of the input. Further counts are those of `StageSummary.tally`."""
 
     __pydantic_extra__: dict[str, Count] = Field(init=False)
     skipped: Count | None = None  # broken records left out
@@ -35,7 +35,7 @@ class StagingTally(RunFile, extra="allow"):
 
 
 class ValidationRecord(RunRecord):
-    """`run.json` of a validation."""
+    """The content of a validation's `run.json`."""
 
     profile: Profile | None = None
     staging: StagingTally | None = None
@@ -49,49 +49,93 @@ def record_validation(
     devices: tuple[Device, ...],
     *remarks: str,
 ) -> None:
-    """`run.json` of the validation: what it was started with, and when it first was. Errors: `RunMismatchError` names
-    the weights or reads that differ from those of the validation that lies there."""
+    """Write the validation's `run.json`: what it was started with, and when it first was.
+
+    Args:
+        out: The validation's directory.
+        spec: Its settings.
+        profile: The thresholds that it is judged by.
+        staging: What staging made of its reads.
+        devices: Its devices.
+        remarks: Sentences that are kept before the warnings of the staging.
+
+    Raises:
+        RunMismatchError: The directory holds a validation of other weights or reads. The message
+            names what differs.
+    """
+    record = _new_record(out, spec, profile, staging, devices, remarks)
+    path = RunDir(out).record
+    previous = runfiles.read_or_set_aside(path, ValidationRecord)
+    if previous is not None and not spec.force:
+        _require_same_inputs(out, previous, record)
+        if _is_same_validation(previous, record):
+            record = record.model_copy(update={"created": previous.created})
+    runfiles.write(path, record)
+
+
+def _new_record(
+    out: Path,
+    spec: ClassifySpec,
+    profile: Profile,
+    staging: StageSummary,
+    devices: tuple[Device, ...],
+    remarks: tuple[str, ...],
+) -> ValidationRecord:
+    """Return the record of a validation that starts now. The arguments are those of its caller."""
     import torch  # takes seconds, and commands that only check do not need it
 
-    read = {
-        "files": [str(Path(name).absolute()) for name in staging.files],
+    fingerprints = {"reads": staging.fingerprint}
+    fingerprints |= fingerprint(spec.models, spec.engine.precision)
+    versions = runfiles.versions()
+    if torch.version.cuda:  # the CUDA that torch was built for, if it was built for one
+        versions = versions | {"cuda": torch.version.cuda}
+    tally = staging.tally | {
+        "files": [_absolute(name) for name in staging.files],
         "ignored_files": staging.ignored_files,
+        "warnings": (*remarks, *staging.warnings()),
     }
-    record = runfiles.new_record(
+    return runfiles.new_record(
         ValidationRecord,
         devices,
         spec=spec.parameters | {"engine": spec.engine.model_dump(mode="json")},
         model_length=staging.model_length,
-        fingerprints={
-            "reads": staging.fingerprint,
-            **fingerprint(spec.models, spec.engine.precision),
-        },
+        fingerprints=fingerprints,
         store=RunDir(out).store.name,
         inputs=staging.by_file,
-        pairs=[[str(Path(name).absolute()) for name in pair] for pair in staging.pairs],
-        # the CUDA that torch was built for; a torch without names none
-        versions=runfiles.versions() | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
+        pairs=[[_absolute(first), _absolute(second)] for first, second in staging.pairs],
+        versions=versions,
         profile=profile,
-        staging=staging.tally | read | {"warnings": (*remarks, *staging.warnings())},
+        staging=tally,
     )
-    path = RunDir(out).record
-    before = runfiles.read_or_set_aside(path, ValidationRecord)
-    if before is not None:
-        others = runfiles.find_mismatches(before.fingerprints, record.fingerprints, strict=True)
-        if others and not spec.force:
-            said = "; ".join(
-                f"{name} {was[:12]}… → {now[:12]}…" for name, (was, now) in others.items()
-            )
-            raise RunMismatchError(
-                f"{out} holds another validation ({said}); choose another directory or --force"
-            )
-        same = all(
-            getattr(before, name) == getattr(record, name)
-            for name in ("fingerprints", "devices", "profile")
+
+
+def _absolute(name: str) -> str:
+    """Return the whole path of a file."""
+    return str(Path(name).absolute())
+
+
+def _require_same_inputs(out: Path, previous: ValidationRecord, record: ValidationRecord) -> None:
+    """Raise an error if an earlier validation in the directory had other weights or reads."""
+    mismatches = runfiles.find_mismatches(previous.fingerprints, record.fingerprints, strict=True)
+    if mismatches:
+        changes = [
+            f"{name} {old[:SHOWN_CHARACTERS]}… → {new[:SHOWN_CHARACTERS]}…"
+            for name, (old, new) in mismatches.items()
+        ]
+        raise RunMismatchError(
+            f"{out} holds another validation ({'; '.join(changes)}); "
+            "choose another directory or --force"
         )
-        if same and not spec.force and before.spec.get("engine") == record.spec.get("engine"):
-            record = record.model_copy(update={"created": before.created})
-    runfiles.write(path, record)
+
+
+def _is_same_validation(previous: ValidationRecord, record: ValidationRecord) -> bool:
+    """Return whether a validation goes on: same inputs, devices, profile and engine settings."""
+    return (
+        previous.fingerprints == record.fingerprints
+        and previous.devices == record.devices
+        and previous.profile == record.profile
+        and previous.spec.get("engine") == record.spec.get("engine")
+    )
 
 
 class BaselineSubset(RunFile):
@@ -104,18 +148,19 @@ class BaselineSubset(RunFile):
 
 
 class BaselineSummary(RunFile):
-    """`summary.json` of a baseline: its time and what that stands on. Chunking and translation are not among its
-    stages: the rows are taken from the store, which favours the baseline."""
+    """The content of a baseline's `summary.json`: its time and what that stands on.
+
+    Chunking and translation are not among its stages. The rows are taken from the store, which
+    favours the baseline.
+    """
 
     schema_version: int = 1
     name: BaselineName
     source: Literal["measured", "recorded"] = "measured"
-    wall_s: Seconds | None = (
-        None  # for the whole input, of a subset scaled: what a run is compared with
-    )
-    stages: dict[str, Seconds] = Field(
-        default_factory=dict
-    )  # on the whole input, scaled; none of a recorded one
+    # For the whole input, scaled if a subset was measured: what a run is compared with
+    wall_s: Seconds | None = None
+    # On the whole input, scaled; none of a recorded one
+    stages: dict[str, Seconds] = Field(default_factory=dict)
     subset: BaselineSubset | None = None  # what was measured; None: everything, or nothing
     measured_s: Seconds | None = None  # seconds that really passed; None when recorded
     measured_stages: dict[str, Seconds] = Field(default_factory=dict)
@@ -124,18 +169,17 @@ class BaselineSummary(RunFile):
     measured_rows: Count | None = None
     devices: tuple[Device, ...] = ()
     fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
-    files: dict[str, FileDigest] | None = (
-        None  # the result files, by name; None: none, or an older version wrote them
-    )
+    # The result files, by name; None: none, or an older version wrote them
+    files: dict[str, FileDigest] | None = None
     reused: bool = Field(False, exclude=True)
 
 
 OVERHEAD: Final = "checkpoint_overhead.json"
 TUNING: Final = "tuning.json"
 MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
-MIN_SECONDS: Final = (
-    10.0  # of a run that times commits; the rate of a shorter one is the luck of its scheduling
-)
+# Of a run that times commits; the rate of a shorter one is the luck of its scheduling
+MIN_SECONDS: Final = 10.0
+SHOWN_CHARACTERS: Final = 12  # of a fingerprint
 
 
 class OverheadPair(RunFile):
@@ -144,21 +188,34 @@ class OverheadPair(RunFile):
     of: Switch = "commits"
     with_run: str  # run directory, relative to the validation's
     without_run: str
-    with_tokens_per_s: float  # from the first batch launched to the last shard committed; models: of the whole time
+    # from the first batch launched to the last shard committed; of models, in the whole time
+    with_tokens_per_s: float
     without_tokens_per_s: float
     seconds: float  # of the shorter run
     restarts: int  # of workers in either run; more than none spoils the pair
 
     @property
     def overhead(self) -> float | None:
-        """1 − tokens/s with what costs ÷ tokens/s without (models: loading anew); `None`: the pair says nothing."""
-        rates = self.with_tokens_per_s, self.without_tokens_per_s
-        slow, fast = reversed(rates) if self.of == "models" else rates
-        return None if fast <= 0 or self.restarts else 1.0 - slow / fast
+        """Return 1 − tokens/s with what costs ÷ tokens/s without.
+
+        Of models, what costs is to load them anew, which is the run without the switch.
+
+        Returns:
+            `None` if the pair says nothing.
+        """
+        costly, cheap = self.with_tokens_per_s, self.without_tokens_per_s
+        if self.of == "models":
+            costly, cheap = cheap, costly
+        if cheap <= 0 or self.restarts:
+            return None
+        return 1.0 - costly / cheap
 
 
 class OverheadFile(RunFile):
-    """`checkpoint_overhead.json`: pairs of runs, whose telemetry stays, so that every rate can be computed again."""
+    """The content of `checkpoint_overhead.json`.
+
+    The telemetry of the pairs of runs stays, so that every rate can be computed again.
+    """
 
     schema_version: int = 1
     job: str  # digest of reads, weights and settings
@@ -169,27 +226,36 @@ class OverheadFile(RunFile):
 
     @property
     def shares(self) -> list[float]:
-        """What commits cost in each undisturbed pair, the least first; shares of 1, below 0 is noise."""
-        found = (pair.overhead for pair in self.pairs if pair.of == "commits")
-        return sorted(share for share in found if share is not None)
+        """Return the commit overhead of each valid pair as a fraction, ascending.
+
+        Negative values are noise.
+        """
+        overheads = [pair.overhead for pair in self.pairs if pair.of == "commits"]
+        return sorted(overhead for overhead in overheads if overhead is not None)
 
     @property
     def median(self) -> float | None:
-        """What commits cost; `None` without a pair."""
-        return median(self.shares) if self.shares else None
+        """Return the median commit overhead, or `None` without a valid pair."""
+        if not self.shares:
+            return None
+        return median(self.shares)
 
     @property
     def problem(self) -> str:
-        """Why the pairs say nothing of commits; empty where they do."""
-        shortest_s = min((pair.seconds for pair in self.pairs if pair.of == "commits"), default=0.0)
-        if len(self.shares) < MIN_PAIRS:
-            return f"{len(self.shares)} undisturbed pairs of runs; {MIN_PAIRS} are needed"
-        short = f"a run took {shortest_s:.1f} s; {MIN_SECONDS:g} s are needed, more shards or more reads"
-        return short if shortest_s < MIN_SECONDS else ""
+        """Say why the pairs tell nothing about commits, or nothing if they do."""
+        n_pairs = len(self.shares)
+        if n_pairs < MIN_PAIRS:
+            return f"{n_pairs} undisturbed pairs of runs; {MIN_PAIRS} are needed"
+        seconds = [pair.seconds for pair in self.pairs if pair.of == "commits"]
+        shortest_s = min(seconds, default=0.0)
+        if shortest_s < MIN_SECONDS:
+            needed = f"{MIN_SECONDS:g} s are needed, more shards or more reads"
+            return f"a run took {shortest_s:.1f} s; {needed}"
+        return ""
 
 
 class TuningRound(RunFile):
-    """What a validation missed in speed, what was tried against that, and the settings it went on with."""
+    """A round of tuning: what was missed, what was tried against it, and what was found."""
 
     missed: tuple[str, ...]
     said: str
@@ -197,14 +263,14 @@ class TuningRound(RunFile):
 
 
 class TuningFile(RunFile):
-    """`tuning.json`: the rounds of a validation that tunes itself."""
+    """The content of `tuning.json`: the rounds of a validation that tunes itself."""
 
     schema_version: int = 1
     rounds: tuple[TuningRound, ...] = ()
 
 
 class ApprovalRecord(Review, RunFile):
-    """`report/approval.json`: what the reviewer of a validation said."""
+    """The content of `report/approval.json`: what the reviewer of a validation said."""
 
     schema_version: int = 1
     when: str | None = None
@@ -213,13 +279,14 @@ class ApprovalRecord(Review, RunFile):
     reviewer: str | None = None
 
 
+# What a reviewer is asked, by the name of the answer
 QUESTIONS: Final = {
-    name: said.description for name, said in Review.model_fields.items() if name != "note"
+    name: answer.description for name, answer in Review.model_fields.items() if name != "note"
 }
 
 
 class ScoreDifference(RunFile):
-    """Absolute differences of a score over the ids both sides have."""
+    """The absolute differences of a score over the ids that both sides have."""
 
     n: int
     mean: float
@@ -231,14 +298,17 @@ class ScoreDifference(RunFile):
 
 
 class ClassAgreement(RunFile):
-    """Ids of one class by side a: how many there are, and how many of them have the same label on both sides."""
+    """The ids of one class, and how many of them have the same label on both sides.
+
+    Side a decides the class. An id that only side b has is of the class that it has there.
+    """
 
     ids: int
     agreeing: int
 
 
 class LabelAgreement(RunFile):
-    """Labels of two results joined by id. Ids of one side only count as disagreements."""
+    """The labels of two results, joined by id. An id of one side only is a disagreement."""
 
     in_both: int
     only_in_a: int
@@ -247,18 +317,17 @@ class LabelAgreement(RunFile):
     agreement: float | None  # agreeing / all ids, 0 to 1; None when there is no id at all
     score: ScoreDifference | None  # None when a side has no scores, or no id is in both
     examples: tuple[str, ...]  # a few ids that disagree, with what each side says
-    classes: dict[str, ClassAgreement] = Field(
-        default_factory=dict
-    )  # viral, non-viral, near threshold; or none
+    # viral, non-viral, near threshold; or none
+    classes: dict[str, ClassAgreement] = Field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """Ids of either side."""
+        """Return how many ids there are on either side."""
         return self.in_both + self.only_in_a + self.only_in_b
 
 
 class CosineStats(RunFile):
-    """Cosine of pooled embeddings less their mean, row by row."""
+    """The cosines of pooled embeddings, less their mean, row by row."""
 
     part: str  # "DNABERT-S" and "ESM-2", or "joined"
     n: int
@@ -277,7 +346,7 @@ class BitwiseEquality(RunFile):
 
 
 class Comparison(RunFile):
-    """One result held against another."""
+    """One result compared with another."""
 
     a: str
     b: str
@@ -290,7 +359,7 @@ class Comparison(RunFile):
 
 
 class ComparisonFile(RunFile):
-    """`comparison.json`."""
+    """The content of `comparison.json`."""
 
     schema_version: int = 1
     comparisons: tuple[Comparison, ...]

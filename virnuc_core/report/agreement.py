@@ -130,9 +130,10 @@ def _unique_ids(ids: "pd.Series[str]") -> "pd.Index[str]":
     """Return ids that are unique: each repetition of an id gets its number."""
     if not ids.duplicated().any():
         return pd.Index(ids)
-    number = ids.groupby(ids, sort=False).cumcount()
-    numbered = ids + "\x00" + number.astype(str)
-    return pd.Index(ids.where(number == 0, numbered))
+    repetition = ids.groupby(ids, sort=False).cumcount()  # 0 for the first row of an id
+    numbered_ids = ids + "\x00" + repetition.astype(str)
+    unique_ids = ids.where(repetition == 0, numbered_ids)
+    return pd.Index(unique_ids)
 
 
 def count_pair(joined: JoinedRows) -> Tally:

@@ -21,8 +21,8 @@ MIN_RELEVANT_SHARE: Final = 0.05  # of the whole time; a smaller loss is not wor
 LONG_RUN_S: Final = 600.0
 DEVICE_IDLE: Final = "Device idle"
 
-# What helps where the encoders do their work well, in a run too short to judge its devices by and in
-# any other; and what helps where a GPU idles.
+# What helps where the encoders do their work well: in a run too short to judge its devices by, and
+# in any other; and what helps where a GPU idles.
 SHORT_RUN_ADVICE: Final = (
     "the encoders are at work, and a run this short says little of the devices"
 )

@@ -174,17 +174,24 @@ def _provenance(
 ) -> RunRecord:
     """Return the validation's own record, with that of the run where it says nothing."""
     run_record = None if run is None else raw.read(RunRecord, run.name, RECORD)
-    own = {} if record is None else record.model_dump(exclude_defaults=True)
-    of_run = {} if run_record is None else run_record.model_dump(exclude_defaults=True)
-    fields = of_run | own
-    for part in ("fingerprints", "seeds", "versions"):
-        fields[part] = of_run.get(part, {}) | own.get(part, {})
+    own_fields = _set_fields(record)
+    run_fields = _set_fields(run_record)
+    fields = run_fields | own_fields
+    for name in ("fingerprints", "seeds", "versions"):  # these are merged key by key
+        fields[name] = run_fields.get(name, {}) | own_fields.get(name, {})
     # Of the settings only the sample's name is kept: addresses among them may be signed, and a
     # report is passed on.
-    spec = own.get("spec") or of_run.get("spec", {})
-    fields["spec"] = {"sample": str(spec.get("sample", ""))}
+    settings = own_fields.get("spec") or run_fields.get("spec", {})
+    fields["spec"] = {"sample": str(settings.get("sample", ""))}
     fields["attempts"] = ()
     return RunRecord.model_validate(fields)
+
+
+def _set_fields(record: RunRecord | None) -> dict[str, Any]:
+    """Return the fields of a record that say something; none without a record."""
+    if record is None:
+        return {}
+    return record.model_dump(exclude_defaults=True)
 
 
 def _remarks(

@@ -123,7 +123,7 @@ def _cosines_of_parts(
 def _write_cosines(
     a: NDArray[np.float64], b: NDArray[np.float64], out: NDArray[np.float64]
 ) -> None:
-    """Write the cosine of each row of `a` and `b` to `out`. Rows of length 0 are left as they are."""
+    """Write the cosine of each row of `a` and `b` to `out`, except for rows of length 0."""
     dot_products = np.einsum("ij,ij->i", a, b)
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     np.divide(dot_products, lengths, out=out, where=lengths > 0)
@@ -133,8 +133,8 @@ def _write_cosines(
 def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5py.File]]:
     """Open two embeddings files, and make sure that every row of them can be read.
 
-    An embeddings file shows the rows of many shards. HDF5 gives infinity for rows of a shard that it
-    cannot open, so all shards are opened here and held open, as many as the system allows.
+    An embeddings file shows the rows of many shards. HDF5 gives infinity for rows of a shard that
+    it cannot open, so all shards are opened here and held open, as many as the system allows.
 
     Raises:
         InputError: A shard cannot be read.

@@ -466,7 +466,8 @@ VERDICTS_HELD: Final = CriterionSpec(
     id="verdicts_held",
     perf_id=CORRECTNESS,
     title="Verdicts as in fp32",
-    definition="chunks whose consensus is that of fp32 ÷ all chunks that were embedded whole in fp32",
+    definition="chunks whose consensus is that of fp32 ÷ "
+    "all chunks that were embedded whole in fp32",
     target="verdicts_held",
     measure=measure_verdicts_held,
     samples_of="chunks",

@@ -203,7 +203,7 @@ def _datasheets() -> dict[str, dict[str, float]]:
 
 
 def datasheet_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a device at a precision, or `None` if the table does not have it."""
+    """Return the peak FLOP/s of a device at a precision, or `None` if the table has none."""
     for name_part, peaks in _datasheets().items():
         if name_part in device_name:
             if precision not in peaks:

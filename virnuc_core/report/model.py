@@ -26,11 +26,17 @@ Verdict = Literal["pass", "fail", "projected", "not run", "not asked"]
 
 
 class Record(RunFile, extra="forbid"):
-    """Base of the report's records: like those of the files it is made from, but without unknown keys."""
+    """Base of the report's records.
+
+    They are like those of the files that it is made from, but have no unknown keys.
+    """
 
 
 class DeviceMetrics(DeviceUsage):
-    """One device while it embedded, from its first batch launched to its last finished; and while each encoder ran."""
+    """One device while it embedded, and while each encoder ran on it.
+
+    It embeds from its first batch launched to its last batch finished.
+    """
 
     esm2_percent: float | None
     esm2_samples: int
@@ -73,10 +79,17 @@ class TelemetryMetrics(BatchMetrics):
         return None
 
     def lowest_percent(self, encoder: Encoder) -> float | None:
-        """Utilisation of the lowest device while `encoder` ran; `None` unless every device has samples of it."""
-        used = [d.esm2_percent if encoder == "esm2" else d.dnabert_s_percent for d in self.devices]
-        told = [percent for percent in used if percent is not None]
-        return min(told) if told and len(told) == len(used) else None
+        """Return the utilisation of the least used device while an encoder ran, in percent.
+
+        It is `None` unless every device has samples of that time.
+        """
+        percents = []
+        for device in self.devices:
+            percent = device.esm2_percent if encoder == "esm2" else device.dnabert_s_percent
+            if percent is None:
+                return None
+            percents.append(percent)
+        return min(percents, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +114,7 @@ class StageThroughput:
 
 
 class RunMetrics(RunCounts):
-    """One run of the validation, one device or N: what it counted, and what follows from its other files."""
+    """One run of the validation: what it counted, and what follows from its other files."""
 
     name: str
     devices: tuple[Device, ...]
@@ -110,9 +123,8 @@ class RunMetrics(RunCounts):
     precision: str | None
     missing_files: tuple[str, ...]
     telemetry: TelemetryMetrics | None
-    hours_projected: (
-        float | None
-    )  # for the profile's projection_reads; a projection, never a measurement
+    # for the profile's projection_reads; a projection, never a measurement
+    hours_projected: float | None
     device_hours_per_million: float | None
     kwh_per_million: float | None
     price_per_million: float | None
@@ -325,7 +337,7 @@ class HistoryEntry(Record):
     host: str = ""
 
     def same(self, other: Self, fields: Sequence[str]) -> bool:
-        """Whether two runs have these fields in common."""
+        """Return whether two runs have these fields in common."""
         return all(getattr(self, field) == getattr(other, field) for field in fields)
 
 
@@ -344,8 +356,9 @@ class Histogram(Record):
     counts: tuple[int, ...]
 
     def below(self, limit: float) -> int:
-        """How many are in bins that end at `limit` or before it."""
-        return sum(n for n, edge in zip(self.counts, self.edges[1:], strict=True) if edge <= limit)
+        """Return how many are in bins that end at `limit` or before it."""
+        bins = zip(self.counts, self.edges[1:], strict=True)
+        return sum(count for count, end in bins if end <= limit)
 
 
 class Bar(Record):
@@ -381,9 +394,8 @@ class Report(Record):
     criteria: tuple[Criterion, ...] = ()  # the seven
     checks: tuple[Criterion, ...] = ()  # further targets of the profile
     losses: tuple[Bottleneck, ...]  # avoidable ones, the largest first
-    findings: tuple[
-        str, ...
-    ]  # on stages over 30 % of the time, or GPU stages under 80 % utilisation
+    # on stages over 30 % of the time, or GPU stages under 80 % utilisation
+    findings: tuple[str, ...]
     regression: Regression | None
     history: tuple[HistoryEntry, ...]  # of the runs like this one, itself included
     charts: Charts
@@ -396,8 +408,10 @@ class Report(Record):
 
     @property
     def many(self) -> RunMetrics | None:
-        """The run that is judged, where it is not the one-device run."""
-        return None if self.run == self.single else self.run
+        """Return the run that is judged, or `None` if that is the one-device run."""
+        if self.run == self.single:
+            return None
+        return self.run
 
     def criterion(self, name: str) -> Criterion:
         """Return the criterion with this id.
@@ -423,59 +437,68 @@ class Report(Record):
         return min((share for share in agreements if share is not None), default=None)
 
     def figure_of(self, run: RunMetrics) -> ScalingMetrics | None:
-        """What the run came to against the one on one device."""
-        of = (len(run.devices), run.times_s)
-        return next(
-            (figure for figure in self.scaling if (figure.num_gpus, figure.times_s) == of), None
-        )
+        """Return the scaling of a run, or `None` if there is none."""
+        for figure in self.scaling:
+            if figure.num_gpus == len(run.devices) and figure.times_s == run.times_s:
+                return figure
+        return None
 
     @property
     def asked(self) -> tuple[Criterion, ...]:
-        """The criteria and checks that the profile has a target for; the equality of bytes is asked by none."""
-        return tuple(
-            c
-            for c in (*self.criteria, *self.checks)
-            if c.target is not None and c.id != "same_bytes"
-        )
+        """Return the criteria and checks that the profile has a target for.
+
+        The equality of bytes is not among them: every profile wants it, and none has a target.
+        """
+        asked = []
+        for criterion in (*self.criteria, *self.checks):
+            if criterion.target is not None and criterion.id != "same_bytes":
+                asked.append(criterion)
+        return tuple(asked)
 
     @property
     def met(self) -> int:
-        """Criteria asked for that passed."""
+        """Return how many of the criteria that are asked for passed."""
         return sum(criterion.verdict == "pass" for criterion in self.asked)
 
     @property
     def further(self) -> tuple[Criterion, ...]:
-        """What is judged beside the criteria: the checks, and the bands of other numbers of devices."""
-        bands = (figure.judged for figure in self.scaling if figure.judged not in self.criteria)
-        return (*self.checks, *filter(None, bands))
+        """Return what is judged beside the criteria.
+
+        That are the checks, and the scaling bands of other numbers of devices.
+        """
+        further = [*self.checks]
+        for figure in self.scaling:
+            if figure.judged is not None and figure.judged not in self.criteria:
+                further.append(figure.judged)
+        return tuple(further)
 
     @property
     def failed(self) -> tuple[Criterion, ...]:
-        """Criteria, checks and bands that were measured and missed."""
-        return tuple(c for c in (*self.criteria, *self.further) if c.verdict == "fail")
+        """Return the criteria, checks and bands that were measured and missed."""
+        judged = (*self.criteria, *self.further)
+        return tuple(criterion for criterion in judged if criterion.verdict == "fail")
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """All that fails the validation: titles of criteria, the regression, and runs that were cut off."""
-        worse = (
-            self.regression is not None
-            and self.regression.verdict == "fail"
-            and self.regression.reason
-        )
-        cut = (f"time limit on {run.label}" for run in self.runs if run.stopped_at_limit)
-        return (
-            *(c.title for c in self.failed),
-            *cut,
-            *([f"regression ({worse})"] if worse else []),
-        )
+        """Return all that fails the validation.
+
+        That are the titles of criteria, runs that were cut off, and the regression.
+        """
+        missed = [criterion.title for criterion in self.failed]
+        missed += [f"time limit on {run.label}" for run in self.runs if run.stopped_at_limit]
+        if self.regression is not None and self.regression.verdict == "fail":
+            missed.append(f"regression ({self.regression.reason})")
+        return tuple(missed)
 
     @property
     def outcome(self) -> Literal["passed", "failed", "not judged"]:
-        """Passed: all that the profile asks for, and nothing that fails it; never true of nothing."""
-        return (
-            "failed"
-            if self.missed
-            else "passed"
-            if self.asked and self.met == len(self.asked)
-            else "not judged"
-        )
+        """Return whether the validation passed.
+
+        It passed if all that the profile asks for was met and nothing fails it. If nothing was
+        asked, it has not passed.
+        """
+        if self.missed:
+            return "failed"
+        if self.asked and self.met == len(self.asked):
+            return "passed"
+        return "not judged"

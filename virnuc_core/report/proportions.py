@@ -1,4 +1,4 @@
-"""How exactly a share of a sample is known: Wilson's interval, and the sample that a target needs."""
+"""Say how exactly a share is known from a sample, and how large a sample a target needs."""
 
 import math
 from dataclasses import dataclass

@@ -216,14 +216,17 @@ def regression(history: Entries, entry: HistoryEntry) -> Regression:
 
 def _compare_metric(name: str, previous: HistoryEntry, entry: HistoryEntry) -> RegressionMetric:
     """Compare one metric of two runs; it fails if it is worse by more than the profile allows."""
-    before = getattr(previous, name)
-    now = getattr(entry, name)
-    if before is None or now is None or before <= 0:
-        return RegressionMetric(name=name, before=before, now=now, change=None, verdict="not run")
-    change = (now - before) / before
-    loss = -change if IS_MORE_BETTER[name] else change
-    verdict: Verdict = "fail" if 100 * loss > entry.regression_percent else "pass"
-    return RegressionMetric(name=name, before=before, now=now, change=change, verdict=verdict)
+    old_value = getattr(previous, name)
+    new_value = getattr(entry, name)
+    change = None
+    verdict: Verdict = "not run"
+    if old_value is not None and new_value is not None and old_value > 0:
+        change = (new_value - old_value) / old_value
+        loss = -change if IS_MORE_BETTER[name] else change
+        verdict = "fail" if 100 * loss > entry.regression_percent else "pass"
+    return RegressionMetric(
+        name=name, before=old_value, now=new_value, change=change, verdict=verdict
+    )
 
 
 def trend(history: Entries) -> list[Row]:

@@ -232,13 +232,16 @@ def _verify_compared_pairs(
     verification: Verification, raw: RawFolder, report: Report, tolerance: float
 ) -> None:
     """Check that all pairs of runs were compared that there are, with the right tolerance."""
+    compared_pairs = []
     file = raw.read(ComparisonFile, COMPARISON)
-    comparisons = () if file is None else file.comparisons
-    compared = [[one.a, one.b, one.tolerance] for one in comparisons]
+    if file is not None:
+        for comparison in file.comparisons:
+            compared_pairs.append([comparison.a, comparison.b, comparison.tolerance])
+    expected_pairs = []
     whole_runs = [run.name for run in report.runs if not run.stopped_at_limit]
-    sides = compared_sides(raw.root, whole_runs)
-    expected = [[pair.a, pair.b, tolerance] for pair in sides]
-    verification.compare(f"{COMPARISON}: pairs", compared, expected)
+    for sides in compared_sides(raw.root, whole_runs):
+        expected_pairs.append([sides.a, sides.b, tolerance])
+    verification.compare(f"{COMPARISON}: pairs", compared_pairs, expected_pairs)
 
 
 def _verify_forms(verification: Verification, out: Path, report: Report) -> None:

@@ -229,7 +229,7 @@ def _verify_telemetry_summary(
 
 
 def verify_baseline(verification: Verification, raw: RawFolder) -> None:
-    """Compare the baseline's time with its stages, its rows with its file, its reads with the profile's."""
+    """Compare what is said of the baseline with its stages, its result file and the profile."""
     summary = raw.read(BaselineSummary, BASELINE, SUMMARY)
     record = raw.read(ValidationRecord, RECORD)
     if summary is None or summary.measured_s is None:
@@ -291,7 +291,7 @@ def _verify_scaled_stages(verification: Verification, where: str, summary: Basel
 
 
 def verify_overhead(verification: Verification, raw: RawFolder) -> None:
-    """Compare pairs of runs, with what is switched and without, with their telemetry and records."""
+    """Compare pairs of runs, with and without what is switched, with their raw files."""
     file = raw.read(OverheadFile, OVERHEAD)
     if file is None:
         return

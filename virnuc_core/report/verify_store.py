@@ -99,11 +99,16 @@ def baseline_tokens(store: OrfStore, predictions: Path, n_reads: int, seed: int)
         InputError: The rows of the result file are not those of the reads that the seed gives.
     """
     # The reads are drawn again, and not found by their ids: mates may share one.
+    drawn_reads = choose_reads(store.n_reads, n_reads, seed)
     is_drawn = np.zeros(store.n_reads, dtype=np.bool_)
-    is_drawn[choose_reads(store.n_reads, n_reads, seed)] = True
-    rows = np.flatnonzero(is_drawn[np.asarray(store.row_read)])
-    ids = [store.row_ids(row, row + 1, original=True)[0] for row in rows.tolist()]
-    if load_results(predictions)["id"].tolist() != ids:
+    is_drawn[drawn_reads] = True
+    read_of_row = np.asarray(store.row_read)
+    rows = np.flatnonzero(is_drawn[read_of_row])
+    expected_ids = []
+    for row in rows.tolist():
+        expected_ids += store.row_ids(row, row + 1, original=True)
+    ids = load_results(predictions)["id"].tolist()
+    if ids != expected_ids:
         raise InputError("its rows are not those of the reads the baseline drew", file=predictions)
     uniques = np.asarray(store.row_unique)[rows]
     lengths = np.diff(store.protein_offsets)[uniques]

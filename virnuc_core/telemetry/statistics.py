@@ -85,7 +85,10 @@ class QueueShares(RunFile):
 
 
 class BatchCounts(RunFile):
-    """What batches come to, whatever time they took. Without a batch, what is not known is `None`."""
+    """What batches come to, whatever time they took.
+
+    What is not known without a batch is `None`.
+    """
 
     batches: int
     # Sequences, each counted once. Of both encoders ESM-2's count, which embeds them last.
