@@ -84,16 +84,16 @@ class Row:
 
 
 def spin(encoder: Any, batches: list[PackedBatch], seconds: float) -> float:
-    """Real tokens a second, sustained: the median of torch's timer, which waits for the device."""
+    """Return sustained real tokens/s: the median of torch's timer, which waits for the device."""
     names = {"embed": encoder.embed, "batches": batches}
-    found = Timer("for batch in batches: embed(batch)", globals=names).blocked_autorange(
-        min_run_time=seconds
-    )
-    return sum(batch.real_tokens for batch in batches) / float(found.median)
+    timer = Timer("for batch in batches: embed(batch)", globals=names)
+    measurement = timer.blocked_autorange(min_run_time=seconds)
+    n_tokens = sum(batch.real_tokens for batch in batches)
+    return n_tokens / float(measurement.median)
 
 
 def batches_of(job: Job, encoder: str, device: torch.device) -> list[PackedBatch]:
-    """The first shard's batches of one encoder, on the device."""
+    """Return the first shard's batches of one encoder, on the device."""
     loader = Loader(job.spec.models, job.engine, pin=False)
     items = loader.load(*job.tasks([0]))
     return [
@@ -127,21 +127,21 @@ def row_of(
     measured: Telemetry,
     alone: Bare | None,
 ) -> Row:
-    """The figures of one run."""
+    """Return the figures of one run."""
     window = embedding_span(measured.batches)
     assert window is not None
-    span = window[1] - window[0]
-    whole, parts = batch_metrics(measured.batches), by_encoder(measured.batches)
-    tokens = {name: own.tokens for name, own in parts.items()}
+    started_s, finished_s = window
+    span = finished_s - started_s
+    whole = batch_metrics(measured.batches)
+    parts = by_encoder(measured.batches)
+    tokens = {name: metrics.tokens for name, metrics in parts.items()}
     of_bare = None
     if alone is not None:
-        needed = (
-            tokens["esm2"] / alone.esm2_tokens_per_s
-            + tokens["dnabert_s"] / alone.dnabert_s_tokens_per_s
-        )
-        of_bare = needed / (span * len(job.devices))
-    stats = [device_usage(measured.samples, d.id, window).gpu_util_avg for d in job.devices]
-    known = [s for s in stats if s is not None]
+        esm2_s = tokens["esm2"] / alone.esm2_tokens_per_s
+        dnabert_s = tokens["dnabert_s"] / alone.dnabert_s_tokens_per_s
+        of_bare = (esm2_s + dnabert_s) / (span * len(job.devices))
+    usage = [device_usage(measured.samples, device.id, window) for device in job.devices]
+    utilisation = [device.gpu_util_avg for device in usage if device.gpu_util_avg is not None]
     queue = whole.queue
     return Row(
         devices=devices,
@@ -152,20 +152,20 @@ def row_of(
         tokens=sum(tokens.values()),
         tokens_per_s=sum(tokens.values()) / span,
         of_bare=of_bare,
-        lowest_utilisation=min(known) if known else None,
+        lowest_utilisation=min(utilisation, default=None),
         packing=whole.packing_efficiency or 0.0,
         packing_esm2=parts["esm2"].packing_efficiency or 0.0,
         packing_dnabert_s=parts["dnabert_s"].packing_efficiency or 0.0,
         starved=0 if queue is None else round(queue.starved * whole.batches),
         p95_wait_ms=whole.p95_wait_ms,
         spread=device_time_spread(device_busy(measured.shards)),
-        first_batch_s=window[0] - measured.origin_s,
+        first_batch_s=started_s - measured.origin_s,
         commit_s=float(measured.shards.commit_s.sum()),
     )
 
 
 def variants(options: argparse.Namespace) -> Iterator[tuple[str, bool, float]]:
-    """Devices, commits, sampling interval of each run."""
+    """Yield the devices, commits and sampling interval of each run."""
     for _ in range(options.repeats):
         for devices in options.devices:
             yield devices, True, 0.5
@@ -175,7 +175,7 @@ def variants(options: argparse.Namespace) -> Iterator[tuple[str, bool, float]]:
 
 
 def text(rows: list[Row], alone: Bare | None) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [
         "| devices | commits | sampler s | wall s | window s | tokens/s | of bare | lowest util % | packing | ESM-2 | "
         "DNABERT-S | starved | p95 wait ms | spread | first batch s | commit s |",
@@ -257,7 +257,7 @@ def main() -> int:
 def measure(
     options: argparse.Namespace, scratch: Path
 ) -> tuple[list[Row], Bare | None, dict[str, Any]]:
-    """All runs of the benchmark over one store and one set of weights."""
+    """Play all runs of the benchmark over one store and one set of weights."""
     scratch.mkdir(parents=True, exist_ok=True)
     models, reads, store = scratch / "models", scratch / "reads.fastq", scratch / "orfs.h5"
     started = time.perf_counter()
@@ -296,9 +296,11 @@ def measure(
     for number, (devices, commits, sample_s) in enumerate(variants(options)):
         run = RunDir(scratch / f"run-{number}")
         engine = spec.model_copy(update={"commit": commits})
-        found = Devices.parse(devices)
+        wanted_devices = Devices.parse(devices)
         job = prepare(
-            run, store, ClassifySpec(models=models, devices=found, engine=engine, force=True)
+            run,
+            store,
+            ClassifySpec(models=models, devices=wanted_devices, engine=engine, force=True),
         )
         watch = RunMonitor(sample_s=sample_s)
         if alone is None and options.bare_seconds > 0:
@@ -312,7 +314,7 @@ def measure(
         rows.append(row_of(devices, job, watch, wall_s, measured, alone))
         print(json.dumps(asdict(rows[-1])), flush=True)
         print(json.dumps([*pool.records.values()]), flush=True)
-        names = sorted({d.name for d in resolve(found)})
+        names = sorted({d.name for d in resolve(wanted_devices)})
     facts = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -108,7 +108,7 @@ def test_a_device_that_is_short_of_memory_at_several_shards_gets_smaller_batches
 
 
 @pytest.mark.slow
-def test_an_error_of_every_row_is_told_after_a_few_workers(
+def test_an_error_of_every_row_is_reported_after_a_few_workers(
     core_scene: injected.Scene, tmp_path: Path
 ) -> None:
     done = run(core_scene, tmp_path / "run", {"kind": "raise"})

@@ -82,7 +82,7 @@ def test_damage_changes_one_file(tmp_path: Path, how: str) -> None:
     assert (tmp_path / "orfs.h5").read_text() == "store"
 
 
-def test_what_a_command_tells_is_understood() -> None:
+def test_counts_are_read_from_the_output_of_a_command() -> None:
     assert said("x\n1,204 of 3,000 reads are viral; more\n") == "1,204 of 3,000 reads are viral"
     assert (
         said("  Reads:       300 = 0 viral + 252 others\n")
@@ -125,7 +125,7 @@ def test_jobs_have_cores_of_their_own_while_there_are_enough(
     assert cores(1, 2) == {3}
 
 
-def test_what_undisturbed_runs_must_show_is_known_before_rounds_begin() -> None:
+def test_the_undisturbed_runs_that_rounds_need_are_known_before_they_begin() -> None:
     wanted = works(plans())
     assert {replace(plan.work, nodes=0) for plan in plans()} < wanted
     assert {Work(threshold=1), Work("predict", "b"), Work("validate", "b")} < wanted

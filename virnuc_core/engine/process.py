@@ -285,9 +285,8 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         self._n_endings = _n_endings
         self._inbox: Inbox = queue.Queue()
         self._started: list[Child] = []
-        self.prestarted: list[Child] = []
-        for spec in prestart:
-            self.prestarted.append(self.start(spec))
+        self.prestarted: list[Child] = []  # `start` hands these out, so it stays empty meanwhile
+        self.prestarted = [self.start(spec) for spec in prestart]
         if prestart:
             _prestarted.append(self)
 

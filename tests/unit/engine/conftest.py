@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.config import Devices
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+
+from .runs import ONE_CORE, classify_store
 
 
 @pytest.fixture(scope="session")
@@ -21,15 +22,17 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reads_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """600 reads of 60 to 700 bases, one in nine a copy of an earlier one."""
+    """Write 600 reads of 60 to 700 bases, one in nine a copy of an earlier one."""
     rng = random.Random(5)
     path = tmp_path_factory.mktemp("reads") / "small.fasta"
     lines: list[str] = []
     sequences: list[str] = []
     for i in range(600):
-        fresh = "".join(rng.choices("ACGT", k=rng.randint(60, 700)))
-        sequences.append(rng.choice(sequences) if i % 9 == 8 else fresh)
-        lines += [f">read{i}", sequences[-1]]
+        sequence = "".join(rng.choices("ACGT", k=rng.randint(60, 700)))
+        if i % 9 == 8:
+            sequence = rng.choice(sequences)
+        sequences.append(sequence)
+        lines += [f">read{i}", sequence]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -44,9 +47,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory, reads_file: Path) -> tuple[
 def reference(
     tmp_path_factory: pytest.TempPathFactory, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> Path:
-    """A finished run on one core."""
-    from .runs import classify_store
-
+    """Make a finished run on one core."""
     root = tmp_path_factory.mktemp("reference") / "run"
-    classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
+    classify_store(root, staged, tiny_models, ONE_CORE)
     return root

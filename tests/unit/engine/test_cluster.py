@@ -116,7 +116,7 @@ def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path:
     assert len(found.deaths) == 1
 
 
-def test_moments_of_a_node_are_told_by_the_clock_here() -> None:
+def test_times_of_a_node_are_moved_to_the_clock_of_this_machine() -> None:
     from virnuc_core.engine.remote_node import on_our_clock
 
     heard = on_our_clock(
@@ -144,7 +144,7 @@ def test_a_file_that_names_no_batch_system_is_refused(tmp_path: Path, text: str,
         asyncio.run(begin())
 
 
-def test_what_a_node_writes_and_reads_is_proven(tmp_path: Path) -> None:
+def test_a_node_refuses_chunks_that_are_not_what_was_sent(tmp_path: Path) -> None:
     node, digest = Node("none", str(tmp_path)), hashlib.sha256(b"some").hexdigest()
     with pytest.raises(OSError, match="does not arrive there as it was sent"):
         node.receive_chunk("a/file", b"soma", digest, first=True, last=True)
@@ -162,7 +162,7 @@ def test_what_a_node_writes_and_reads_is_proven(tmp_path: Path) -> None:
     assert list(node.folder.iterdir()) == []
 
 
-def test_models_are_brought_once_and_proven(tmp_path: Path, tiny_models: Path) -> None:
+def test_models_are_installed_once_and_checked(tmp_path: Path, tiny_models: Path) -> None:
     prints, local = json.dumps(fingerprint(tiny_models), sort_keys=True), tmp_path / "local"
     assert not Node("none", str(tmp_path)).install_models("models", str(local), prints)
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_models_are_brought_once_and_proven(tmp_path: Path, tiny_models: Path) -
         Node("none", str(tmp_path)).install_models(str(tiny_models), str(local), prints)
 
 
-def test_a_copy_without_the_calibration_of_a_run_in_int8_is_not_used(
+def test_a_copy_of_models_without_the_int8_calibration_is_not_used(
     tmp_path: Path, tiny_models: Path
 ) -> None:
     """A node that has the weights from a run in fp16, or from one before the models were calibrated anew."""
@@ -231,7 +231,7 @@ def test_an_excerpt_has_the_sequences_and_names_of_a_shard(tmp_path: Path, stage
 
 
 @pytest.mark.slow
-def test_nodes_of_this_machine_give_the_bytes_of_one_core_though_one_is_killed(
+def test_local_nodes_give_the_same_bytes_as_one_core_even_if_one_is_killed(
     tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
 ) -> None:
     def dask_workers() -> list[psutil.Process]:
@@ -381,7 +381,7 @@ def test_a_node_that_cannot_be_used_is_named_and_nothing_is_written(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strike", ["damaged", "killed"])
-def test_nodes_that_see_neither_run_nor_models_give_the_same_bytes(
+def test_nodes_without_a_shared_file_system_give_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
     staged: Staged,
@@ -429,7 +429,7 @@ def test_nodes_that_see_neither_run_nor_models_give_the_same_bytes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 1])
-def test_a_node_that_is_stopped_as_it_is_given_the_models_is_not_waited_for(
+def test_a_node_stopped_during_the_transfer_of_models_is_not_waited_for(
     tmp_path: Path,
     staged: Staged,
     tiny_models: Path,
@@ -469,7 +469,7 @@ def test_a_node_that_is_stopped_as_it_is_given_the_models_is_not_waited_for(
         assert {worker["device"].partition("@")[0] for worker in found.workers} == {"cpu-core-0"}
 
 
-def test_a_scheduler_that_is_not_there_is_said(
+def test_a_missing_scheduler_is_reported(
     tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("virnuc_core.engine.dask_clusters.SCHEDULER_S", 0.3)

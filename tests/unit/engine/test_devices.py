@@ -36,7 +36,7 @@ def test_device_lists_are_read(text: str, kind: str, ids: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     "text", ["cpu:0", "gpu:1", "cuda", "cuda:0,cuda:0", "cuda:0,cpu:1", "", "cuda:-1"]
 )
-def test_what_is_no_device_list_is_named(text: str) -> None:
+def test_an_invalid_device_list_is_quoted_in_the_error(text: str) -> None:
     with pytest.raises(ConfigError, match="devices"):
         Devices.parse(text)
 

@@ -79,7 +79,7 @@ def test_sequences_per_hour_are_one_number(reference: Path, told: dict, run: Run
     assert told["sequences_per_hour"] == run.sequences_per_hour == summary.sequences_per_hour
 
 
-def test_a_rate_of_all_reads_is_told_of_a_whole_run_only(reference: Path) -> None:
+def test_reads_per_hour_are_reported_for_uninterrupted_runs_only(reference: Path) -> None:
     whole = read(RunDir(reference).summary, RunSummary)
     twice = {"attempts": whole.attempts * 2}
     for change in ({"stopped_at_limit": True}, {"resumed": True}, {"shards_reused": 1}, twice):
@@ -143,7 +143,7 @@ def test_the_rows_of_the_stage_table_sum_to_the_whole(reference: Path, run: RunM
     assert {**run.stages} == summary.stages
 
 
-def test_what_a_killed_attempt_left_is_taken_once(
+def test_measurements_of_a_killed_attempt_are_counted_once(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     """Also where the attempt after it was killed before it measured anything."""

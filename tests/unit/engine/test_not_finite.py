@@ -78,7 +78,7 @@ def test_one_row_is_set_aside_by_name_and_the_rest_is_unchanged(
 @pytest.mark.parametrize(
     ("columns", "named"), [(slice(64), "dnabert_s"), (slice(64, 128), "esm2"), (slice(0), "head")]
 )
-def test_the_model_that_gives_too_many_is_named_with_the_first_rows(
+def test_the_model_with_too_many_non_finite_rows_is_named_with_its_first_rows(
     staged: Staged, tiny_models: Path, columns: slice, named: str
 ) -> None:
     store = OrfStore.open(staged[0])
@@ -96,7 +96,7 @@ def test_the_model_that_gives_too_many_is_named_with_the_first_rows(
 
 
 @pytest.mark.slow
-def test_more_than_a_hundredth_of_the_rows_stop_the_run_and_name_the_model(
+def test_more_than_one_percent_of_non_finite_rows_stop_the_run_and_name_the_model(
     tmp_path: Path, staged: Staged, tiny_models: Path, spoilt: Callable[..., Path]
 ) -> None:
     places = {token: len(found) for token, found in uniques_by_token(staged, tiny_models).items()}

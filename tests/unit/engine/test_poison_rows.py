@@ -22,37 +22,46 @@ from virnuc_core.runfiles import Device
 JOB: dict[str, Any] = {"run": "run", "store": "", "reads": ""}
 
 
-def settle(
-    steps: Generator[ShardTask, bool, None],
-    dies_at: set[int],
+def play_search(
+    probes: Generator[ShardTask, bool, None],
+    poison_rows: set[int],
     *,
     outside_kills: random.Random | None = None,
 ) -> tuple[ShardTask | None, int]:
-    """Play pool and workers until the shard itself is computed; the final task, None for a shard given up, and the
-    number of deaths."""
-    task, deaths = next(steps), 0
+    """Play pool and workers until the shard itself is computed.
+
+    Args:
+        probes: The search.
+        poison_rows: Rows that kill workers.
+        outside_kills: If given, one worker in twenty is killed from outside.
+
+    Returns:
+        The final task, None for a shard that was given up; and the number of deaths.
+    """
+    task = next(probes)
+    n_deaths = 0
     for _ in range(10_000):
-        touched = set(range(task.lo, task.hi)) - set(task.skip)
-        killed = bool(touched & dies_at) or (
-            outside_kills is not None and outside_kills.random() < 0.05
-        )
-        if killed:
-            deaths += 1
+        rows = set(range(task.lo, task.hi)) - set(task.skip)
+        is_killed = bool(rows & poison_rows)
+        if outside_kills is not None and outside_kills.random() < 0.05:
+            is_killed = True
+        if is_killed:
+            n_deaths += 1
             try:
-                task = steps.send(False)
+                task = probes.send(False)
             except StopIteration:
-                return None, deaths
+                return None, n_deaths
         elif task.probe:
-            task = steps.send(True)
+            task = probes.send(True)
         else:
-            return task, deaths
+            return task, n_deaths
     raise AssertionError("the search does not end")
 
 
 @given(st.integers(1, 400), st.data())
-def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObject) -> None:
+def test_poison_rows_and_no_others_are_set_aside(rows: int, data: st.DataObject) -> None:
     guilty = set(data.draw(st.lists(st.integers(100, 100 + rows - 1), min_size=1, max_size=3)))
-    task, deaths = settle(
+    task, deaths = play_search(
         bisect_poison_rows(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)), guilty
     )
     assert task is not None
@@ -62,8 +71,8 @@ def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObj
 
 
 @pytest.mark.parametrize("rows", [5, 6, 9, 4_000])
-def test_a_fault_of_every_row_is_known_after_a_few_deaths(rows: int) -> None:
-    task, deaths = settle(
+def test_a_fault_of_every_row_is_recognised_after_six_deaths(rows: int) -> None:
+    task, deaths = play_search(
         bisect_poison_rows(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)),
         set(range(100, 100 + rows)),
     )
@@ -72,7 +81,7 @@ def test_a_fault_of_every_row_is_known_after_a_few_deaths(rows: int) -> None:
 
 @given(st.integers(0, 1000))
 def test_a_shard_killed_only_from_outside_keeps_its_rows_or_is_given_up(seed: int) -> None:
-    task, _ = settle(
+    task, _ = play_search(
         bisect_poison_rows(ShardTask(**JOB, shard=7, lo=0, hi=64)),
         set(),
         outside_kills=random.Random(seed),
@@ -82,7 +91,7 @@ def test_a_shard_killed_only_from_outside_keeps_its_rows_or_is_given_up(seed: in
     )  # two kills in a row of one single-row probe cannot be told from guilt
 
 
-def test_a_fault_that_no_single_row_shows_is_given_up_by_name(tmp_path: Path) -> None:
+def test_a_shard_that_no_single_row_explains_is_reported_by_number(tmp_path: Path) -> None:
     core = Device(id="cpu-core-0", kind="cpu", name="", core=0)
     pool = Pool([WorkerSpec(models="", device=core, engine=EngineSpec())], LocalWorkers("none"))
     pool._jobs[JOB["run"]] = job = PooledJob(JOB["run"], tmp_path, lambda _: None, {7})

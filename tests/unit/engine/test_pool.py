@@ -52,7 +52,7 @@ def pids(*summaries: RunSummary) -> set[int]:
     return {worker["pid"] for summary in summaries for worker in summary.workers}
 
 
-def test_runs_at_once_have_the_bytes_of_each_alone_by_the_same_workers(
+def test_simultaneous_runs_share_workers_and_give_the_bytes_of_single_runs(
     kept: Pool, tmp_path: Path, staged: Staged, other: Staged, tiny_models: Path, reference: Path
 ) -> None:
     roots = [tmp_path / name for name in ("first", "second", "alone")]
@@ -81,7 +81,7 @@ def test_runs_at_once_have_the_bytes_of_each_alone_by_the_same_workers(
 
 
 @pytest.mark.slow
-def test_what_lies_with_one_run_fails_it_alone_and_a_dead_worker_is_replaced(
+def test_an_error_of_one_run_fails_no_other_and_dead_workers_are_replaced(
     kept: Pool, tmp_path: Path, staged: Staged, other: Staged, tiny_models: Path, reference: Path
 ) -> None:
     """A store that is gone when a worker opens it, between two good runs; then a kill while nothing is to be done."""
@@ -115,7 +115,7 @@ def go_without_a_plan(root: Path, staged: Staged, models: Path, pool: Pool) -> N
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_while_it_waits_is_ended_and_replaced(
+def test_an_idle_worker_that_is_stopped_is_replaced(
     tmp_path: Path, other: Staged, tiny_models: Path
 ) -> None:
     engine = SMALL.model_copy(update={"heartbeat_s": 0.1, "silence_s": 2.0})
@@ -141,7 +141,7 @@ def test_a_worker_that_is_stopped_while_it_waits_is_ended_and_replaced(
 
 
 @pytest.mark.slow
-def test_models_that_change_under_kept_workers_are_loaded_anew_and_never_mixed(
+def test_changed_models_are_reloaded_and_never_mixed(
     tmp_path: Path, other: Staged, tiny_models: Path
 ) -> None:
     """A new head between two runs, and one that comes when a run has begun."""

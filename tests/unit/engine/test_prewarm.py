@@ -40,7 +40,7 @@ def only_child() -> int:
 
 
 @pytest.mark.slow
-def test_the_worker_that_waited_does_the_job(
+def test_the_prestarted_worker_computes_the_run(
     prewarmed: Pool,
     tmp_path: Path,
     staged: tuple[Path, StageSummary],
@@ -71,7 +71,7 @@ def test_the_worker_that_waited_does_the_job(
 
 
 @pytest.mark.slow
-def test_a_worker_that_died_while_it_waited_is_replaced(
+def test_a_prestarted_worker_that_died_is_replaced(
     prewarmed: Pool, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     pid = only_child()

@@ -226,7 +226,7 @@ def ahead(workers: process.LocalWorkers) -> WorkerSpec:
     return WorkerSpec(models="", device=CORE, engine=EngineSpec())
 
 
-def test_a_worker_started_ahead_is_the_first_ones_who_wants_it_and_nobody_elses(
+def test_a_prestarted_worker_is_claimed_once(
     ahead: WorkerSpec,
 ) -> None:
     with (
@@ -243,7 +243,7 @@ def test_a_worker_started_ahead_is_the_first_ones_who_wants_it_and_nobody_elses(
 
 
 @pytest.mark.parametrize("other", ["settings", "work", "nothing"])
-def test_workers_started_ahead_for_something_else_are_ended_at_once(
+def test_prestarted_workers_for_other_settings_are_ended(
     ahead: WorkerSpec, other: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with process.LocalWorkers("echo_worker", [ahead]):
@@ -256,7 +256,7 @@ def test_workers_started_ahead_for_something_else_are_ended_at_once(
     assert ("the run wants others" in caplog.text) == (other != "nothing")
 
 
-def test_one_that_died_before_it_was_wanted_is_replaced(ahead: WorkerSpec) -> None:
+def test_a_prestarted_worker_that_died_before_it_was_claimed_is_replaced(ahead: WorkerSpec) -> None:
     with (
         process.LocalWorkers("echo_worker", [ahead]),
         process.local_workers("echo_worker", [ahead]) as taken,

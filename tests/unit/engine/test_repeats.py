@@ -167,7 +167,7 @@ def alone(models: Path, staged: Staged, device: torch.device, unique: int) -> to
     return encoder.embed(batch.to(device))[0].cpu()
 
 
-def test_rows_near_the_threshold_get_what_fp16_says_and_others_keep_int8(
+def test_rows_near_the_threshold_get_fp16_results_and_others_keep_int8(
     tmp_path: Path,
     models: Path,
     undecided: Path,
@@ -216,7 +216,7 @@ def test_rows_near_the_threshold_get_what_fp16_says_and_others_keep_int8(
         assert counted == [counted[0]] * 3, "no row is counted twice"
 
 
-def test_runs_of_other_thresholds_on_one_worker_do_not_mix(
+def test_runs_with_different_thresholds_on_one_worker_do_not_mix(
     tmp_path: Path, models: Path, undecided: Path, staged: Staged, plan: ShardPlan, compute: Compute
 ) -> None:
     one, other, plain = (RunDir(tmp_path / name) for name in ("one", "other", "plain"))
@@ -245,7 +245,7 @@ def test_runs_of_other_thresholds_on_one_worker_do_not_mix(
 @pytest.mark.parametrize(
     "device", ["cpu"], indirect=True
 )  # elsewhere, rows left out may move others to other batches
-def test_rows_that_are_left_out_stay_so_and_a_probe_commits_nothing(
+def test_skipped_rows_stay_skipped_and_a_probe_commits_nothing(
     tmp_path: Path,
     models: Path,
     staged: Staged,

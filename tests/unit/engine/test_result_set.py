@@ -78,7 +78,7 @@ def test_a_complete_run_whose_file_is_cut_edited_or_missing_is_repaired(
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING], "once is enough"
 
 
-def test_a_run_killed_while_it_judged_anew_mixes_nothing(
+def test_a_run_killed_while_results_are_rewritten_mixes_no_thresholds(
     tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
 ) -> None:
     root = copy_run(reference, tmp_path / "run")

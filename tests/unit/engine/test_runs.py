@@ -67,7 +67,7 @@ def test_each_read_has_one_fate_and_each_row_a_score(
     assert [line.split("\t")[0] for line in lines[1:]] == store.row_ids(0, store.n_rows)
 
 
-def test_embeddings_stand_on_the_rows_they_belong_to(
+def test_each_embedding_equals_that_of_its_sequence_alone(
     reference: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     """The slow twin: each sequence alone, straight through the encoders."""
@@ -242,7 +242,7 @@ def told_otherwise(root: Path) -> list[str]:
     return found.differences
 
 
-def test_a_run_whose_earlier_attempt_left_no_shard_tells_no_time_of_one_run(
+def test_a_run_with_an_earlier_attempt_reports_no_rate(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:
     root = copy_run(reference, tmp_path / "run")
@@ -305,7 +305,7 @@ def test_another_setting_weights_or_reads_are_refused_by_name(
     )
 
 
-def test_a_directory_at_work_is_refused(
+def test_a_directory_in_use_is_refused(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     from virnuc_core.rundir import run_lock
@@ -405,7 +405,7 @@ def test_force_stages_again(tmp_path: Path, reads_file: Path) -> None:
     ]
 
 
-def test_a_directory_at_work_is_not_staged_into(tmp_path: Path, reads_file: Path) -> None:
+def test_nothing_is_staged_into_a_directory_in_use(tmp_path: Path, reads_file: Path) -> None:
     from virnuc_core.rundir import run_lock
 
     run = RunDir(tmp_path / "run")

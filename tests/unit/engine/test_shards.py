@@ -88,7 +88,7 @@ def test_a_failed_write_leaves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "other range", "other run"])
-def test_damage_is_seen_and_the_file_moved_aside(run: RunDir, damage: str) -> None:
+def test_a_damaged_shard_is_detected_and_moved(run: RunDir, damage: str) -> None:
     plan = ShardPlan(bounds=(0, 3, 5), fingerprint="f")
     path = shards.commit(run, plan, 0, result(3))
     shards.commit(run, plan, 1, result(2, seed=1))
@@ -114,7 +114,7 @@ def test_damage_is_seen_and_the_file_moved_aside(run: RunDir, damage: str) -> No
     assert len(list((run.shards / "damaged").iterdir())) == 1
 
 
-def test_what_other_machines_committed_is_seen_though_the_file_system_is_late(
+def test_commits_of_other_machines_are_seen_despite_attribute_caching(
     run: RunDir, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder is shown as it was until this machine changes something in it, as NFS does while attributes are kept."""
@@ -182,7 +182,7 @@ def test_without_a_sequence_the_virtual_dataset_is_an_empty_one(tmp_path: Path) 
         assert file.attrs["fingerprint"] == "f"
 
 
-def test_the_virtual_dataset_does_not_know_the_time(tmp_path: Path) -> None:
+def test_the_virtual_dataset_has_no_timestamps(tmp_path: Path) -> None:
     written = []
     for name in ("a", "b"):
         run, plan = RunDir(tmp_path / name), ShardPlan(bounds=(0, 3), fingerprint="f")

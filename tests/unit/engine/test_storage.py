@@ -116,7 +116,7 @@ def test_staging_the_disk_refuses_says_so(
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_storage_errors_are_told_by_their_number(tmp_path: Path) -> None:
+def test_storage_errors_are_recognised_by_errno(tmp_path: Path) -> None:
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS):
         with pytest.raises(StorageError, match=r"a\.txt: .* free"), atomic_file(tmp_path / "a.txt"):
             raise OSError(number, "whatever")

@@ -49,7 +49,7 @@ def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyP
     assert parent.progress() > told_s
 
 
-def test_kernels_are_made_for_the_rows_that_come_first(
+def test_kernels_are_compiled_for_the_lengths_of_the_first_shard(
     tiny_models: Path, staged: tuple[Path, StageSummary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As soon as the task is known, which here is while those for the shortest rows are made."""
