@@ -1,4 +1,4 @@
-"""Run a baseline over an ORF store, on the machine's own devices, or take its time from a record."""
+"""Run a baseline over an ORF store on this machine's devices, or take its time from a record."""
 
 import hashlib
 import logging
@@ -129,7 +129,7 @@ def run_baseline(
 
 
 def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
-    """Return the summary of a finished baseline of this identity whose result files are unchanged."""
+    """Return the summary of a finished baseline of this identity with unchanged result files."""
     summary = read_or_set_aside(run.summary, BaselineSummary)
     if summary is None or summary.fingerprint != identity:
         return None
@@ -211,7 +211,7 @@ class _Measurement:
 
     @property
     def folder(self) -> Path:
-        """Where the intermediate files lie."""
+        """Return the folder of the intermediate files."""
         return self.run.root / "baseline_files"
 
     def measure(self) -> BaselineSummary:

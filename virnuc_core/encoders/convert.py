@@ -172,7 +172,8 @@ def fetch(
 
     if not head.is_file():
         raise WeightsError(
-            f"{head}: no such file; 300_model.pth and 500_model.pth come with VirNucPro's repository"
+            f"{head}: no such file; "
+            "300_model.pth and 500_model.pth come with VirNucPro's repository"
         )
     if not (out / HEAD).exists():
         convert_head(head, out, model_length)
@@ -314,7 +315,7 @@ def train_tokenizer(vocab: int, seed: int) -> bytes:
 
 
 def random_tensor(shape: Shape, name: str, seed: int = 0) -> Tensor:
-    """Draw one tensor of a random model, float32. It depends on its name, its size and the seed only.
+    """Draw one tensor of a random model, float32, which depends on name, size and seed only.
 
     Args:
         shape: Sizes of the model.

@@ -43,7 +43,7 @@ def score_thresholds(head: HeadShape, asked: VerdictSpec) -> ScoreThresholds:
         raise ConfigError("abstain: the head's card names no uncertain scores")
     low, high = card.uncertain
     if asked.fdr is not None:
-        # The fewer viral reads are expected, the higher the threshold: up to it scores are uncertain.
+        # With few viral reads the threshold is high, and scores up to it are uncertain.
         high = max(high, threshold)
     return ScoreThresholds(threshold, (low, high))
 

@@ -314,9 +314,9 @@ def _product(
 ) -> None:
     """Compute every `programs`-th block of x @ weight.T.
 
-    At the `end` of a block its sums are to "store", to "add" to what is there, or to "gate". Sums of
-    int8 are exact and scaled in float32. To gate is gelu(first half) * second half, where the rows
-    of the weight are interleaved.
+    At the `end` of a block its sums are to "store", to "add" to what is there, or to "gate". Sums
+    of int8 are exact and scaled in float32. To gate is gelu(first half) * second half, where the
+    rows of the weight are interleaved.
     """
     blocks_m, blocks_n = tl.cdiv(m, rows), tl.cdiv(n, columns)
     halves: tl.constexpr = 2 if end == "gate" else 1
@@ -363,8 +363,8 @@ def can_gate(width: int, device: torch.device) -> bool:
 def interleave(weight: Tensor) -> Tensor:
     """Reorder the rows of a gated unit's weight as `gated_unit` takes them.
 
-    A block's columns of the first half alternate with those of the second half. So a block reads its
-    rows once and finds both halves of a column in the same registers.
+    A block's columns of the first half alternate with those of the second half. So a block reads
+    its rows once and finds both halves of a column in the same registers.
 
     Args:
         weight: [2 n, k], where n is a multiple of a block's columns.

@@ -1,4 +1,4 @@
-"""The parts of an encoder: linear layers, the weights of a layer, and the base class of the networks.
+"""The parts of an encoder: linear layers, weights of a layer, and the networks' base class.
 
 Attention, norms and means come from a backend (`backends`), number formats from `precision`.
 """
@@ -238,7 +238,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def _read_rest(self, read_wide: Read, read_ready: Read) -> None:
-        """Read the weights outside the layers, in float32 or in the format that the network runs in."""
+        """Read the weights outside the layers, in float32 or in the running format."""
 
     def embed(self, batch: PackedBatch) -> Tensor:
         """Embed the rows of a batch: the mean of the last layer's output over each row's tokens.

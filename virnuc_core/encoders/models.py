@@ -85,7 +85,7 @@ class Esm2(Encoder):
         return self._add_product(stream, activated, layer.down)
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the span of residues that is averaged for each row; empty for a row without any."""
+        """Return the span of residues that is averaged for each row; it may be empty."""
         first_tokens, row_ends = cu_seqlens[:-1], cu_seqlens[1:]
         starts = torch.minimum(first_tokens + 1, row_ends)
         ends = torch.minimum(row_ends - 1, starts + MAX_POOLED_RESIDUES)

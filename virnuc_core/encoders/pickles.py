@@ -23,7 +23,7 @@ STATE_KEYS: Final = ("model", "model_state_dict")  # of fair-esm, and of heads
 # A head has 9 tensors. A pickle of a few lines can name one module within itself many times over.
 HEAD_MAX_TENSORS: Final = 100
 HEAD_MAX_BYTES: Final = 1 << 28  # a head has 7 MB; a larger file is not read as one
-# Tensors may share their numbers, so they may claim more than the file has, but not many times more.
+# Tensors may share their numbers, so they may claim more than the file has, but not much more.
 MAX_SHARING: Final = 4
 EXTRA_BYTES: Final = 1 << 30  # of memory, for all else that loading takes
 ZIP_START: Final = b"PK\x03\x04"

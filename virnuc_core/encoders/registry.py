@@ -109,7 +109,7 @@ class EncoderInfo:
         return budgets[self.budget_setting]
 
     def sequences(self, store: OrfStore, first: int, end: int) -> list[bytes]:
-        """Return the sequences that it reads of the store's distinct frames `first` to `end - 1`."""
+        """Return what it reads of the store's distinct frames `first` to `end - 1`."""
         if self.molecule == "dna":
             return store.dna(first, end)
         return store.protein(first, end)

@@ -138,7 +138,7 @@ def _check_names(
     parts: Mapping[str, list[str]],
     drop_extra: bool,
 ) -> None:
-    """Raise `WeightsError` if tensors are missing or unexpected; warn of those that are left out."""
+    """Raise `WeightsError` for missing or unexpected tensors; warn of those left out."""
     missing = []
     known = {UNUSED_NAME}
     for name, part_names in parts.items():

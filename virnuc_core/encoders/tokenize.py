@@ -55,7 +55,7 @@ class PackedBatch:
         return int(self.tokens.shape[0])
 
     def to(self, device: torch.device) -> Self:
-        """Return the same batch on a device; copied asynchronously if it is in page-locked memory."""
+        """Return the same batch on a device; asynchronously from page-locked memory."""
         tokens = self.tokens.to(device, non_blocking=True)
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=True)
         return replace(self, tokens=tokens, cu_seqlens=cu_seqlens)
@@ -157,7 +157,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def _check_encoding(path: Path, tokenizer: tokenizers.Tokenizer, text: str) -> None:
-    """Raise `WeightsError` if a text becomes too many tokens, or lies not between [CLS] and [SEP]."""
+    """Raise `WeightsError` for too many tokens, or if [CLS] and [SEP] are missing."""
     ids = tokenizer.encode(text).ids
     if len(ids) > len(text) + 2:  # the room in batches is counted by letters
         raise WeightsError(
