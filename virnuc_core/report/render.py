@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from virnuc_core.report.benchmark import benchmark_json
 from virnuc_core.report.charts import GENERATOR, Chart, all_charts
-from virnuc_core.report.model import Report
+from virnuc_core.report.model import DeviceMetrics, Report, ScalingMetrics, StageThroughput
 from virnuc_core.report.printed import (
     criteria_block,
     further_block,
@@ -34,7 +34,7 @@ from virnuc_core.report.text import (
     number,
     percent,
 )
-from virnuc_core.report.views.criteria import approval_section, criteria_section
+from virnuc_core.report.views.criteria import CRITERIA_TITLE, approval_section
 from virnuc_core.report.views.full_report import report_sections
 from virnuc_core.report.views.speed import efficiency_rows
 
@@ -133,41 +133,45 @@ def sections_markdown(sections: list[Section]) -> str:
 
 def benchmark_markdown(report: Report) -> str:
     """Return `benchmark_*.md`: the main results as tables."""
-    run = report.run
-    scaling: list[Row] = [
-        {
-            "GPUs": figure.num_gpus,
-            "Time (s)": number(figure.time_seconds),
-            "Speedup": number(figure.speedup, 2, "x"),
-            "Efficiency": percent(figure.efficiency, unit="%"),
-        }
-        for figure in report.scaling
-    ]
-    devices: list[Row] = []
     stages: list[Row] = []
-    if run is not None:
-        for speed in run.stage_throughput:
-            rate = number(speed.sequences_per_s)
-            stages.append(
-                {"Stage": speed.stage, "Seq/sec": rate, "Time (s)": number(speed.seconds)}
-            )
-        if run.telemetry is not None:
-            for device in run.telemetry.devices:
-                devices.append(
-                    {
-                        "GPU": device.device,
-                        "Avg Util %": number(device.gpu_util_avg, 1, "%"),
-                        "Peak Mem (GB)": gibibytes(device.mem_used_peak),
-                    }
-                )
+    devices: list[Row] = []
+    if report.run is not None:
+        stages = [_stage_row(speed) for speed in report.run.stage_throughput]
+        if report.run.telemetry is not None:
+            devices = [_device_row(device) for device in report.run.telemetry.devices]
     return fill_template(
         "benchmark.md.j2",
         created=report.provenance.created,
-        scaling=scaling,
+        scaling=[_scaling_row(figure) for figure in report.scaling],
         devices=devices,
         stages=stages,
         efficiency=efficiency_rows(report),
     )
+
+
+def _scaling_row(figure: ScalingMetrics) -> Row:
+    return {
+        "GPUs": figure.num_gpus,
+        "Time (s)": number(figure.time_seconds),
+        "Speedup": number(figure.speedup, 2, "x"),
+        "Efficiency": percent(figure.efficiency, unit="%"),
+    }
+
+
+def _device_row(device: DeviceMetrics) -> Row:
+    return {
+        "GPU": device.device,
+        "Avg Util %": number(device.gpu_util_avg, 1, "%"),
+        "Peak Mem (GB)": gibibytes(device.mem_used_peak),
+    }
+
+
+def _stage_row(speed: StageThroughput) -> Row:
+    return {
+        "Stage": speed.stage,
+        "Seq/sec": number(speed.sequences_per_s),
+        "Time (s)": number(speed.seconds),
+    }
 
 
 def approval_markdown(report: Report, rows: Sequence[Mapping[str, object]]) -> str:
@@ -252,9 +256,8 @@ def report_html(report: Report) -> str:
     titles = [section.title for section in sections]
     charts = []
     num_first_sections = 0
-    criteria_title = criteria_section(report).title
-    if criteria_title in titles:
-        num_first_sections = titles.index(criteria_title) + 1
+    if CRITERIA_TITLE in titles:
+        num_first_sections = titles.index(CRITERIA_TITLE) + 1
         charts = all_charts(report)
     verdict_classes = {"passed": "pass", "failed": "fail", "not judged": "none"}
     commit = report.provenance.git_commit or "unknown"

@@ -1,10 +1,10 @@
-"""Raw files with anything in them: a report comes out, nothing divides by zero, and nothing odd turns into a pass."""
+"""Raw files with anything in them give a report, and nothing odd turns into a pass."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,12 @@ ODD: tuple[Any, ...] = (0, None, -1, "x", 1e308, [], {}, True, 0.0, 1e-300, "NaN
 
 
 def places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value; of lists the first three."""
-    items = (
-        body.items()
-        if isinstance(body, dict)
-        else enumerate(body[:3])
-        if isinstance(body, list)
-        else ()
-    )
+    """Yield every place in a JSON value; of lists the first three."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(body, dict):
+        items = body.items()
+    elif isinstance(body, list):
+        items = enumerate(body[:3])
     for key, value in items:
         yield (*path, key)
         yield from places(value, (*path, key))

@@ -1,6 +1,7 @@
 """Views of the verdicts: the criteria, how each is measured, the regression, and the approval."""
 
 from collections.abc import Iterable
+from typing import Final
 
 from virnuc_core.report.model import ApprovalState, Criterion, Regression, Report, Verdict
 from virnuc_core.report.sections import Row, Section, Table
@@ -15,11 +16,13 @@ from virnuc_core.report.text import (
 )
 from virnuc_core.validation import QUESTIONS
 
+CRITERIA_TITLE: Final = "Criteria"  # of the section that the charts follow
+
 
 def criteria_section(report: Report) -> Section:
     """Return the section with the seven criteria, and the further checks of the profile."""
     checks = Table(criterion_rows(report.checks), "Further checks")
-    return Section("Criteria", tables=[Table(criterion_rows(report.criteria)), checks])
+    return Section(CRITERIA_TITLE, tables=[Table(criterion_rows(report.criteria)), checks])
 
 
 def criterion_rows(criteria: Iterable[Criterion]) -> list[Row]:
