@@ -485,7 +485,9 @@ class Report(Record):
         That are the titles of criteria, runs that were cut off, and the regression.
         """
         missed = [criterion.title for criterion in self.failed]
-        missed += [f"time limit on {run.label}" for run in self.runs if run.stopped_at_limit]
+        for run in self.runs:
+            if run.stopped_at_limit:
+                missed.append(f"time limit on {run.label}")
         if self.regression is not None and self.regression.verdict == "fail":
             missed.append(f"regression ({self.regression.reason})")
         return tuple(missed)

@@ -141,9 +141,10 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
     """
     chunk_ids = frames["id"].str.slice(stop=-2)
     by_chunk = frames.groupby(chunk_ids, sort=False)
-    best = by_chunk[["score1", "score2"]].max().reset_index()
-    is_viral = consensus.is_viral_chunk(best["score1"].to_numpy(), best["score2"].to_numpy())
-    return best.assign(virus=is_viral)
+    chunks = by_chunk[["score1", "score2"]].max().reset_index()  # the best scores of each chunk
+    score1 = chunks["score1"].to_numpy()
+    score2 = chunks["score2"].to_numpy()
+    return chunks.assign(virus=consensus.is_viral_chunk(score1, score2))
 
 
 def take_results(path: Path, run: RunDir, store: OrfStore) -> None:

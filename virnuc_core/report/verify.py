@@ -290,8 +290,8 @@ def _verify_history(
             verdict = compared.model_dump(include={"criteria_met", "regression_percent"})
             lines = [line.model_copy(update=verdict) for line in lines]
         if compared not in lines:
-            where = f"{REGRESSION}: the run of {compared.created} against {history_path.name}"
-            verification.compare(where, compared, lines[0] if lines else ABSENT)
+            label = f"{REGRESSION}: the run of {compared.created} against {history_path.name}"
+            verification.compare(label, compared, lines[0] if lines else ABSENT)
 
 
 def _verify_comparison(verification: Verification, raw: RawFolder, claimed: Comparison) -> None:

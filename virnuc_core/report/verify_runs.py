@@ -61,8 +61,8 @@ def verify_results(verification: Verification, raw: RawFolder, name: str) -> Non
         "n_uniques": plan.bounds[-1],
         "rows_set_aside": int(failed.sum()),
     }
-    where = f"{name}/{SUMMARY}"
-    verification.compare_fields(where, summary, counts)
+    summary_name = f"{name}/{SUMMARY}"
+    verification.compare_fields(summary_name, summary, counts)
     threshold = DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
     with TemporaryDirectory(prefix="virnuc-verify-") as folder:
         new_run = RunDir(Path(folder))
@@ -72,7 +72,7 @@ def verify_results(verification: Verification, raw: RawFolder, name: str) -> Non
         for path, new_path in zip(run.tables, new_run.tables, strict=True):
             _compare_table(verification, f"{name}/{path.name}", path, new_path)
         result_counts = {key: getattr(results, key) for key in RESULT_COUNTS}
-        verification.compare_fields(where, summary, result_counts)
+        verification.compare_fields(summary_name, summary, result_counts)
 
 
 def _compare_table(verification: Verification, where: str, path: Path, new_path: Path) -> None:
@@ -91,8 +91,8 @@ def _compare_digests(
 ) -> None:
     """Compare files with the digests that the summary lists."""
     for name, file_digest in (files or {}).items():
-        where = f"{run.root.name}/{name}, which {SUMMARY} lists"
-        verification.compare(where, file_digest, digest(run.root / name))
+        label = f"{run.root.name}/{name}, which {SUMMARY} lists"
+        verification.compare(label, file_digest, digest(run.root / name))
 
 
 def verify_run(verification: Verification, raw: RawFolder, name: str) -> None:
@@ -235,20 +235,20 @@ def verify_baseline(verification: Verification, raw: RawFolder) -> None:
     if summary is None or summary.measured_s is None:
         return
     run = RunDir(raw.root / BASELINE)
-    where = f"{BASELINE}/{SUMMARY}"
+    summary_name = f"{BASELINE}/{SUMMARY}"
     _compare_digests(verification, run, summary.files)
-    _verify_baseline_time(verification, where, summary, summary.measured_s)
+    _verify_baseline_time(verification, summary_name, summary, summary.measured_s)
     subset = summary.subset
     if subset is not None:
-        _verify_scaled_stages(verification, where, summary)
+        _verify_scaled_stages(verification, summary_name, summary)
         profile = None if record is None else record.profile
         asked_reads = None if profile is None else profile.baseline.reads
         if asked_reads is not None and summary.n_reads is not None:
             expected = min(asked_reads, summary.n_reads)
-            verification.compare(f"{where}: subset.reads", subset.reads, expected)
+            verification.compare(f"{summary_name}: subset.reads", subset.reads, expected)
     if run.predictions.is_file():
         n_rows = sum(len(rows) for rows in iterate_results(run.predictions))
-        verification.compare_fields(where, summary, {"measured_rows": n_rows})
+        verification.compare_fields(summary_name, summary, {"measured_rows": n_rows})
 
 
 def _verify_baseline_time(
@@ -298,8 +298,8 @@ def verify_overhead(verification: Verification, raw: RawFolder) -> None:
     for pair in file.pairs:
         with_s = _verify_overhead_run(verification, raw, file, pair, is_switched_on=True)
         without_s = _verify_overhead_run(verification, raw, file, pair, is_switched_on=False)
-        where = f"{OVERHEAD}: {pair.with_run} and its pair: seconds"
-        verification.compare(where, pair.seconds, min(with_s, without_s))
+        label = f"{OVERHEAD}: {pair.with_run} and its pair: seconds"
+        verification.compare(label, pair.seconds, min(with_s, without_s))
 
 
 def _verify_overhead_run(
@@ -325,12 +325,12 @@ def _verify_overhead_run(
     name, tokens_per_s = pair.without_run, pair.without_tokens_per_s
     if is_switched_on:
         name, tokens_per_s = pair.with_run, pair.with_tokens_per_s
-    where = f"{OVERHEAD}: {name}"
+    run_label = f"{OVERHEAD}: {name}"
     record = raw.read(RunRecord, name, RECORD)
     spec = {} if record is None else record.spec
     has_commits = is_switched_on or pair.of != "commits"
     recorded_commits = spec.get("engine", spec).get("commit")
-    verification.compare(f"{where}: commits", has_commits, recorded_commits)
+    verification.compare(f"{run_label}: commits", has_commits, recorded_commits)
 
     telemetry = []
     for path in sorted((raw.root / name).glob("telemetry/telemetry_*.h5")):
@@ -345,13 +345,13 @@ def _verify_overhead_run(
         )
     tokens = sum(float(part.content.batches.tokens.sum()) for part in telemetry)
     rate = tokens / span_s if span_s else None
-    verification.compare(f"{where}: tokens/s", tokens_per_s, rate)
+    verification.compare(f"{run_label}: tokens/s", tokens_per_s, rate)
     n_shards = sum(len(part.content.shards) for part in telemetry)
-    verification.compare(f"{where}: shards", file.shards, n_shards)
+    verification.compare(f"{run_label}: shards", file.shards, n_shards)
     commit_s = sum(float(part.content.shards.commit_s.sum()) for part in telemetry)
     if not has_commits and commit_s > MAX_UNCOMMITTED_S * file.shards:
         verification.add_difference(
-            f"{where} spent {commit_s:.3f} s on commits although they were off"
+            f"{run_label} spent {commit_s:.3f} s on commits although they were off"
         )
     return span_s
 

@@ -35,17 +35,17 @@ def verify_store(verification: Verification, raw: RawFolder) -> None:
     record = raw.read(ValidationRecord, RECORD)
     baseline = raw.read(BaselineSummary, BASELINE, SUMMARY)
     if record is not None and "reads" in record.fingerprints:
-        where = f"{RECORD}: fingerprint of the reads"
-        verification.compare(where, record.fingerprints["reads"], store.fingerprint)
+        label = f"{RECORD}: fingerprint of the reads"
+        verification.compare(label, record.fingerprints["reads"], store.fingerprint)
 
     files: dict[str, RunFile | None] = {}
     for name in run_names(raw.root):
         files[f"{name}/{SUMMARY}"] = raw.read(RunSummary, name, SUMMARY)
     files[f"{RECORD}: staging"] = None if record is None else record.staging
     files[f"{BASELINE}/{SUMMARY}"] = baseline
-    for where, file in files.items():
+    for label, file in files.items():
         if file is not None:
-            verification.compare_fields(where, file, counts)
+            verification.compare_fields(label, file, counts)
 
     predictions = RunDir(raw.root / BASELINE).predictions
     if baseline is not None and baseline.subset is not None and predictions.is_file():
@@ -127,8 +127,8 @@ def _stage_again(
     with TemporaryDirectory(prefix="virnuc-verify-") as folder:
         summary = stage(_staging_settings(record, store), Path(folder, "orfs.h5"))
         new_store = OrfStore.open(summary.store, check=False)
-        where = "orfs.h5: fingerprint of its reads"
-        verification.compare(where, store.fingerprint, new_store.fingerprint)
+        label = "orfs.h5: fingerprint of its reads"
+        verification.compare(label, store.fingerprint, new_store.fingerprint)
         if store.fingerprint == new_store.fingerprint:
             unequal = []
             for name in COLUMNS:

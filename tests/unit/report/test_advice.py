@@ -87,14 +87,14 @@ def test_a_long_run_that_only_computes_wants_more_devices(tmp_path: Path) -> Non
     long = run.model_copy(
         update={"total_s": 3600.0, "stages": {"ESM-2": 3000.0, "Sequence Chunking": 30.0}}
     )
-    found = rank_losses(long)
-    assert [(loss.kind, loss.expected) for loss in found] == [
+    losses = rank_losses(long)
+    assert [(loss.kind, loss.expected) for loss in losses] == [
         ("GPU compute", True),
         ("packing", True),
         ("staging", True),
     ]
-    assert found[0].advice == LONG_RUN_ADVICE
-    assert found[0].saves_s == pytest.approx(3000 * 0.96 * 0.07, rel=0.05)
+    assert losses[0].advice == LONG_RUN_ADVICE
+    assert losses[0].saves_s == pytest.approx(3000 * 0.96 * 0.07, rel=0.05)
 
 
 def test_what_a_ceiling_shows_counts_for_more_than_a_busy_gpu(tmp_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_what_a_ceiling_shows_counts_for_more_than_a_busy_gpu(tmp_path: Path) ->
     assert run is not None
     assert run.telemetry is not None
     slow = tuple(one.model_copy(update={"mfu_of_ceiling": 0.5}) for one in run.telemetry.encoders)
-    found = rank_losses(
+    losses = rank_losses(
         run.model_copy(update={"telemetry": run.telemetry.model_copy(update={"encoders": slow})})
     )
-    assert found[0].kind == "GPU compute"
-    assert "52 % of what its linear layers alone sustain" in found[0].detail
+    assert losses[0].kind == "GPU compute"
+    assert "52 % of what its linear layers alone sustain" in losses[0].detail
 
 
 def test_esm2_over_thirty_percent_is_expected_while_its_gpu_is_busy(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from .validate_directory import edit_json
 
 def test_equal_runs_are_identical(finished: tuple[Path, object]) -> None:
     out = finished[0]
-    found = compare_bytes(out / "devices-1", out / "devices-2")
-    assert found.identical
-    assert (found.files_compared, found.shards_compared, found.differing) == (4, 2, ())
+    equality = compare_bytes(out / "devices-1", out / "devices-2")
+    assert equality.identical
+    assert (equality.files_compared, equality.shards_compared, equality.differing) == (4, 2, ())
 
 
 def test_one_flipped_bit_in_a_shard_is_found(copied: tuple[Path, object]) -> None:
@@ -36,9 +36,9 @@ def test_one_flipped_bit_in_a_shard_is_found(copied: tuple[Path, object]) -> Non
         values = file["embeddings"][:]
         values.view(np.uint32)[3, 4] ^= 1
         file["embeddings"][...] = values
-    found = compare_bytes(out / "devices-1", out / "devices-2")
-    assert not found.identical
-    assert found.differing == ("shards/00001.h5",)
+    equality = compare_bytes(out / "devices-1", out / "devices-2")
+    assert not equality.identical
+    assert equality.differing == ("shards/00001.h5",)
 
 
 def test_zero_and_minus_zero_are_not_the_same_bits(copied: tuple[Path, object]) -> None:
@@ -60,9 +60,9 @@ def test_a_missing_shard_and_a_broken_one_are_named(copied: tuple[Path, object])
     shards = copied[0] / "devices-2" / "shards"
     (shards / "00000.h5").unlink()
     (shards / "00001.h5").write_bytes(b"no")
-    found = compare_bytes(copied[0] / "devices-1", copied[0] / "devices-2")
-    assert found.differing[0] == "shards/00000.h5 is in one run only"
-    assert found.differing[1] == "shards/00001.h5"
+    equality = compare_bytes(copied[0] / "devices-1", copied[0] / "devices-2")
+    assert equality.differing[0] == "shards/00000.h5 is in one run only"
+    assert equality.differing[1] == "shards/00001.h5"
 
 
 def test_runs_without_shards_are_not_identical_nor_do_they_differ(
@@ -72,17 +72,17 @@ def test_runs_without_shards_are_not_identical_nor_do_they_differ(
     for name in ("devices-1", "devices-2"):
         for path in (out / name / "shards").iterdir():
             path.unlink()
-    found = compare_runs(out, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
-    equality = next(pair.bitwise for pair in found if pair.bitwise)
+    comparisons = compare_runs(out, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
+    equality = next(pair.bitwise for pair in comparisons if pair.bitwise)
     counts = equality.files_compared, equality.shards_compared
     assert (equality.identical, *counts, equality.differing) == (False, 4, 0, ())
-    assert "bit for bit" not in messages.compared(found)
+    assert "bit for bit" not in messages.compared(comparisons)
     report = build_report(out, profile)
     (judged,) = [check for check in report.checks if check.id == "same_bytes"]
     assert (judged.verdict, judged.value) == ("not run", None)
     assert judged.reason == "there were no shards, or no result files, to compare"
     assert judged.title not in report.missed
-    sentences = correctness_section(found).sentences
+    sentences = correctness_section(comparisons).sentences
     assert "devices-1 and devices-2: not all there to compare (4 files, 0 shards)" in sentences
 
 
@@ -106,14 +106,14 @@ def test_cosines_of_each_encoder_are_of_what_tells_rows_apart(copied: tuple[Path
                 )  # the ESM-2 part of one row lies on the other side
                 values[1, :4] += values[1, :4] - middle[:4]  # twice as far the same way
             file["embeddings"][...] = values
-    found = {
+    cosines_of_part = {
         stats.part: stats for stats in cosines(out / "devices-1", out / "devices-2", dna_width=4)
     }
-    assert found["ESM-2"].minimum == pytest.approx(-1, abs=1e-3)  # float32 + 10
-    assert found["DNABERT-S"].minimum == pytest.approx(1, abs=1e-3)
-    assert found["ESM-2"].p1 > 0.9
-    assert set(found) == {"ESM-2", "DNABERT-S"}
-    assert found["ESM-2"].n == len(values)
+    assert cosines_of_part["ESM-2"].minimum == pytest.approx(-1, abs=1e-3)  # float32 + 10
+    assert cosines_of_part["DNABERT-S"].minimum == pytest.approx(1, abs=1e-3)
+    assert cosines_of_part["ESM-2"].p1 > 0.9
+    assert set(cosines_of_part) == {"ESM-2", "DNABERT-S"}
+    assert cosines_of_part["ESM-2"].n == len(values)
 
 
 def embedded(folder: Path, reads: str, noise: float) -> Path:

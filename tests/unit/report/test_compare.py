@@ -57,38 +57,42 @@ ROWS: list[Row] = [
 def test_order_does_not_matter(tmp_path: Path) -> None:
     shuffled = ROWS[:]
     random.Random(3).shuffle(shuffled)
-    found = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shuffled))
-    assert found.frames is not None
-    assert (found.frames.agreement, found.frames.agreeing, found.frames.in_both) == (1.0, 4, 4)
-    assert found.frames.score is not None
-    assert found.frames.score.max == 0
-    assert meets(found, 1.0)
+    comparison = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shuffled))
+    assert comparison.frames is not None
+    assert (comparison.frames.agreement, comparison.frames.agreeing, comparison.frames.in_both) == (
+        1.0,
+        4,
+        4,
+    )
+    assert comparison.frames.score is not None
+    assert comparison.frames.score.max == 0
+    assert meets(comparison, 1.0)
 
 
 def test_ids_of_one_side_are_disagreements(tmp_path: Path) -> None:
-    found = compare(
+    comparison = compare(
         frames(tmp_path / "a.txt", ROWS),
         frames(tmp_path / "b.txt", [*ROWS[:2], ("r9_chunk_1F1", 0.5)]),
         mode="frame",
     ).frames
-    assert found is not None
-    assert (found.in_both, found.only_in_a, found.only_in_b) == (2, 2, 1)
-    assert found.agreement == pytest.approx(2 / 5)
-    assert "r9_chunk_1F1: only in b" in found.examples
+    assert comparison is not None
+    assert (comparison.in_both, comparison.only_in_a, comparison.only_in_b) == (2, 2, 1)
+    assert comparison.agreement == pytest.approx(2 / 5)
+    assert "r9_chunk_1F1: only in b" in comparison.examples
 
 
 def test_labels_that_differ_are_named(tmp_path: Path) -> None:
     changed = [*ROWS[:3], ("r3_chunk_1F1", 0.45)]
-    found = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", changed))
-    assert found.frames is not None
-    assert found.frames.examples == ("r3_chunk_1F1: virus / others",)
-    assert found.frames.score is not None
-    assert found.frames.score.max == pytest.approx(0.25)
-    assert found.frames.score.share_within_tolerance == 0.75
-    assert not found.frames.score.allclose
-    assert found.consensus is not None
-    assert found.consensus.agreement == pytest.approx(2 / 3)
-    assert not meets(found, 0.99)
+    comparison = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", changed))
+    assert comparison.frames is not None
+    assert comparison.frames.examples == ("r3_chunk_1F1: virus / others",)
+    assert comparison.frames.score is not None
+    assert comparison.frames.score.max == pytest.approx(0.25)
+    assert comparison.frames.score.share_within_tolerance == 0.75
+    assert not comparison.frames.score.allclose
+    assert comparison.consensus is not None
+    assert comparison.consensus.agreement == pytest.approx(2 / 3)
+    assert not meets(comparison, 0.99)
 
 
 def test_agreement_is_told_by_class_and_near_the_threshold(tmp_path: Path) -> None:
@@ -99,22 +103,22 @@ def test_agreement_is_told_by_class_and_near_the_threshold(tmp_path: Path) -> No
         ("c_chunk_1F1", 0.2),
         ("e_chunk_1F1", 0.99),
     ]
-    found = compare(frames(tmp_path / "a.txt", rows), frames(tmp_path / "b.txt", other)).frames
-    assert found is not None
-    told = {name: (one.ids, one.agreeing) for name, one in found.classes.items()}
+    labels = compare(frames(tmp_path / "a.txt", rows), frames(tmp_path / "b.txt", other)).frames
+    assert labels is not None
+    told = {name: (one.ids, one.agreeing) for name, one in labels.classes.items()}
     assert told == {"viral": (3, 1), "non-viral": (2, 1), "near threshold": (1, 0)}
-    assert sum(one.agreeing for one in list(found.classes.values())[:2]) == found.agreeing
+    assert sum(one.agreeing for one in list(labels.classes.values())[:2]) == labels.agreeing
 
 
 def test_the_strict_score_test_is_a_thousandth(tmp_path: Path) -> None:
     for shift, close in ((0.0009, True), (0.01, False)):
         shifted = [(name, score + shift) for name, score in ROWS]
-        found = compare(
+        labels = compare(
             frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shifted)
         ).frames
-        assert found is not None
-        assert found.score is not None
-        assert found.score.allclose is close
+        assert labels is not None
+        assert labels.score is not None
+        assert labels.score.allclose is close
 
 
 def test_vanilla_and_successor_files_are_read_alike(tmp_path: Path) -> None:
@@ -124,10 +128,10 @@ def test_vanilla_and_successor_files_are_read_alike(tmp_path: Path) -> None:
         "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\nr1_chunk_1\tTrue\t0.1\t0.9\nr2_chunk_1\tFalse\t0.6\t0.4\n",
         encoding="utf-8",
     )
-    found = compare(two, four, mode="consensus").consensus
-    assert found is not None
-    assert found.agreement == 1.0
-    assert found.score is None, "two columns have no scores"
+    comparison = compare(two, four, mode="consensus").consensus
+    assert comparison is not None
+    assert comparison.agreement == 1.0
+    assert comparison.score is None, "two columns have no scores"
     assert compare(four, four).consensus.score.max == 0  # type: ignore[union-attr]
 
 
@@ -135,10 +139,10 @@ def test_a_consensus_file_against_a_run_directory(tmp_path: Path) -> None:
     two = consensus2(
         tmp_path / "two.csv", [("r1_chunk_1", True), ("r2_chunk_1", False), ("r3_chunk_1", True)]
     )
-    found = compare(two, run_dir(tmp_path / "run", ROWS))
-    assert found.frames is None
-    assert found.consensus is not None
-    assert found.consensus.agreement == 1.0
+    comparison = compare(two, run_dir(tmp_path / "run", ROWS))
+    assert comparison.frames is None
+    assert comparison.consensus is not None
+    assert comparison.consensus.agreement == 1.0
 
 
 def test_shortest_and_widened_scores_are_the_same(tmp_path: Path) -> None:
@@ -149,10 +153,10 @@ def test_shortest_and_widened_scores_are_the_same(tmp_path: Path) -> None:
         f"{FRAMES_HEAD}x_chunk_1F1\tothers\t{float(1 - value)!r}\t{float(value)!r}\n",
         encoding="utf-8",
     )
-    found = compare(a, b).frames
-    assert found is not None
-    assert found.score is not None
-    assert found.score.max < 1e-8
+    labels = compare(a, b).frames
+    assert labels is not None
+    assert labels.score is not None
+    assert labels.score.max < 1e-8
 
 
 def test_a_tie_of_the_chunk_is_a_virus(tmp_path: Path) -> None:
@@ -171,11 +175,11 @@ def test_ids_that_look_like_nothing_stay_ids(tmp_path: Path) -> None:
 
 def test_ids_that_stand_twice_are_joined_one_to_one(tmp_path: Path) -> None:
     twice = [("x_chunk_1F1", 0.9), ("x_chunk_1F1", 0.1), ("y_chunk_1F1", 0.9)]
-    found = compare(
+    comparison = compare(
         frames(tmp_path / "a.txt", twice), frames(tmp_path / "b.txt", twice[::-1][:2]), mode="frame"
     ).frames
-    assert found is not None
-    assert (found.in_both, found.only_in_a, found.only_in_b) == (2, 1, 0)
+    assert comparison is not None
+    assert (comparison.in_both, comparison.only_in_a, comparison.only_in_b) == (2, 1, 0)
 
 
 @given(
@@ -189,12 +193,12 @@ def test_agreement_is_that_of_the_slow_count(a: dict[str, bool], b: dict[str, bo
         pd.DataFrame({"id": pd.Series(list(d), dtype="str"), "virus": list(d.values())})
         for d in (a, b)
     )
-    found = agreement([RowPair(left, right)], 0.01)
+    labels = agreement([RowPair(left, right)], 0.01)
     every = a.keys() | b.keys()
     same = sum(a.get(name) == b.get(name) for name in every)
-    assert found.total == len(every)
-    assert found.agreeing == same
-    assert found.agreement == (same / len(every) if every else None)
+    assert labels.total == len(every)
+    assert labels.agreeing == same
+    assert labels.agreement == (same / len(every) if every else None)
 
 
 def test_results_read_in_pieces_agree_as_results_read_whole(
@@ -215,21 +219,21 @@ def test_results_read_in_pieces_agree_as_results_read_whole(
 
 
 def test_two_empty_results_agree_on_nothing(tmp_path: Path) -> None:
-    found = compare(frames(tmp_path / "a.txt", []), frames(tmp_path / "b.txt", []))
-    assert found.frames is not None
-    assert found.frames.agreement is None
-    assert not meets(found, 0.0)
+    comparison = compare(frames(tmp_path / "a.txt", []), frames(tmp_path / "b.txt", []))
+    assert comparison.frames is not None
+    assert comparison.frames.agreement is None
+    assert not meets(comparison, 0.0)
 
 
 def test_a_subset_is_compared_over_its_reads_only(tmp_path: Path) -> None:
     part = [("r1_chunk_1F1", 0.9), ("r1_chunk_1R2", 0.2)]
     small, whole = run_dir(tmp_path / "small", part), run_dir(tmp_path / "whole", ROWS)
-    found = compare(small, whole, subset_of_a=True)
-    assert found.subset_reads == 1
-    assert found.frames is not None
-    assert (found.frames.total, found.frames.agreement) == (2, 1.0)
-    assert found.consensus is not None
-    assert found.consensus.total == 1
+    comparison = compare(small, whole, subset_of_a=True)
+    assert comparison.subset_reads == 1
+    assert comparison.frames is not None
+    assert (comparison.frames.total, comparison.frames.agreement) == (2, 1.0)
+    assert comparison.consensus is not None
+    assert comparison.consensus.total == 1
 
 
 def test_a_subset_that_was_staged_apart_is_compared_all_the_same(tmp_path: Path) -> None:
@@ -238,24 +242,24 @@ def test_a_subset_that_was_staged_apart_is_compared_all_the_same(tmp_path: Path)
         run_dir(tmp_path / "small", ROWS[:2], **apart),
         run_dir(tmp_path / "whole", ROWS, **RECORD),
     )
-    found = compare(small, whole, subset_of_a=True).frames
-    assert found is not None
-    assert (found.total, found.agreement) == (2, 1.0)
+    comparison = compare(small, whole, subset_of_a=True).frames
+    assert comparison is not None
+    assert (comparison.total, comparison.agreement) == (2, 1.0)
 
 
 def test_a_row_missing_within_the_subset_still_counts(tmp_path: Path) -> None:
     small, whole = run_dir(tmp_path / "small", ROWS[:1]), run_dir(tmp_path / "whole", ROWS)
-    found = compare(small, whole, subset_of_a=True).frames
-    assert found is not None
-    assert (found.only_in_b, found.agreement) == (1, 0.5)
+    comparison = compare(small, whole, subset_of_a=True).frames
+    assert comparison is not None
+    assert (comparison.only_in_b, comparison.agreement) == (1, 0.5)
 
 
 def test_the_reads_table_says_what_the_subset_is(tmp_path: Path) -> None:
     small, whole = run_dir(tmp_path / "small", ROWS[:2]), run_dir(tmp_path / "whole", ROWS)
     (small / "reads.tsv").write_text("id\tlength\nr1\t100\nr3\t100\n", encoding="utf-8")
-    found = compare(small, whole, subset_of_a=True).frames
-    assert found is not None
-    assert found.only_in_b == 1, "r3 was to be done and has no row"
+    comparison = compare(small, whole, subset_of_a=True).frames
+    assert comparison is not None
+    assert comparison.only_in_b == 1, "r3 was to be done and has no row"
 
 
 RECORD = {"model_length": 500, "fingerprints": {"head": "h" * 64, "reads": "r" * 64}}
@@ -358,9 +362,9 @@ def test_nothing_in_common_is_said(tmp_path: Path) -> None:
 def test_a_score_that_is_no_number_is_near_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text(FRAMES_HEAD + "x_chunk_1F1\tothers\tnan\tnan\n", encoding="utf-8")
-    found = compare(path, path).frames
-    assert found is not None
-    assert found.score is None
+    labels = compare(path, path).frames
+    assert labels is not None
+    assert labels.score is None
 
 
 def test_consensus_scores_are_read(tmp_path: Path) -> None:

@@ -300,14 +300,14 @@ def test_a_run_that_was_cut_off_gives_no_derived_figure(copied: tuple[Path, Prof
 def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(devices=4, shards=16, between=(2,)))
     report = build_report(tmp_path, profile)
-    found = by_id(report)
+    criteria = by_id(report)
     assert [run.name for run in report.runs] == ["devices-1", "devices-2", "devices-4"]
-    assert (found["two_device_time"].device, found["two_device_time"].verdict) == (
+    assert (criteria["two_device_time"].device, criteria["two_device_time"].verdict) == (
         "2x RTX 4090",
         "pass",
     )
-    assert found["two_device_time"].raw == ("devices-2/summary.json",)
-    assert (found["scaling"].device, found["scaling"].profile_line) == (
+    assert criteria["two_device_time"].raw == ("devices-2/summary.json",)
+    assert (criteria["scaling"].device, criteria["scaling"].profile_line) == (
         "2x RTX 4090",
         "scaling: >= 1.9",
     )
@@ -315,13 +315,13 @@ def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path
         ("Scaling", "2x RTX 4090"),
         ("Scaling on 4 devices", "4x RTX 4090"),
     ]
-    assert found["speedup"].device == "4x RTX 4090"
+    assert criteria["speedup"].device == "4x RTX 4090"
     page = report_text(report)
     for said in ("2x RTX 4090:  ", "Scaling on 4 devices:"):
         assert said in page, page
     slow = profile.model_copy(update={"scaling_bands": {"4": (3.99, 4.0)}})
     missed = build_report(tmp_path, slow)
-    assert by_id(missed)["scaling"].verdict == found["scaling"].verdict
+    assert by_id(missed)["scaling"].verdict == criteria["scaling"].verdict
     assert "Scaling on 4 devices" in missed.missed, (
         "a band that is missed fails, whatever the two-device run did"
     )
@@ -603,9 +603,9 @@ def test_a_number_of_which_nothing_was_counted_is_not_run(
 ) -> None:
     profile = load_profile("phase10-1m")
     spec = replace(PACKING, perf_id=CORRECTNESS, measure=lambda *_: Finding(99.0, samples))
-    found = judge(spec, build_report(tmp_path, profile))
-    assert found.verdict == "not run"
-    assert found.reason == "nothing was counted"
+    judged = judge(spec, build_report(tmp_path, profile))
+    assert judged.verdict == "not run"
+    assert judged.reason == "nothing was counted"
 
 
 def test_a_profile_can_set_a_target_for_each_criterion_and_for_nothing_else() -> None:

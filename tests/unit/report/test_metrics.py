@@ -52,11 +52,11 @@ def used(flops: ModelFlops, precision: str, **work: tuple[int, float | None]) ->
 
 
 def test_mfu_weighs_each_device_by_its_seconds() -> None:
-    found = used(FLOPS, "fp16", a=(600, 10.0), b=(100, 5.0))
-    assert found.ceiling_tokens_per_s == pytest.approx((10 * 100 + 5 * 40) / 15)
-    assert found.mfu_of_ceiling == pytest.approx(700 / (10 * 100 + 5 * 40))
+    metrics = used(FLOPS, "fp16", a=(600, 10.0), b=(100, 5.0))
+    assert metrics.ceiling_tokens_per_s == pytest.approx((10 * 100 + 5 * 40) / 15)
+    assert metrics.mfu_of_ceiling == pytest.approx(700 / (10 * 100 + 5 * 40))
     peaks = 10 * 989.5e12 + 5 * 121e12
-    assert found.mfu_of_datasheet == pytest.approx(700 * 5e9 / peaks)
+    assert metrics.mfu_of_datasheet == pytest.approx(700 * 5e9 / peaks)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_mfu_weighs_each_device_by_its_seconds() -> None:
 def test_mfu_is_unknown_when_a_ceiling_or_a_time_is(
     work: dict[str, tuple[int, float | None]],
 ) -> None:
-    found = used(FLOPS, "fp16", **work)
-    assert (found.ceiling_tokens_per_s, found.mfu_of_ceiling, found.mfu_of_datasheet) == (
+    metrics = used(FLOPS, "fp16", **work)
+    assert (metrics.ceiling_tokens_per_s, metrics.mfu_of_ceiling, metrics.mfu_of_datasheet) == (
         None,
         None,
         None,

@@ -31,10 +31,10 @@ def test_packing_is_tokens_over_slots_tails_included() -> None:
     table = record_table(
         BatchRecord, [batch(0, tokens=1000), batch(1, tokens=1000), batch(2, tokens=100)]
     )
-    found = batch_metrics(table)
-    assert found.packing_efficiency == pytest.approx(2100 / 3000)
-    assert found.min_packing_efficiency == pytest.approx(0.1)
-    assert found.batches_below_threshold == 1
+    metrics = batch_metrics(table)
+    assert metrics.packing_efficiency == pytest.approx(2100 / 3000)
+    assert metrics.min_packing_efficiency == pytest.approx(0.1)
+    assert metrics.batches_below_threshold == 1
 
 
 @settings(max_examples=25)
@@ -49,28 +49,28 @@ def test_packing_is_never_above_one_for_batches_that_fit(sizes: list[tuple[int, 
 
 
 def test_nothing_launched_is_unknown_not_zero() -> None:
-    found = batch_metrics(record_table(BatchRecord, []))
-    assert found.batches == 0
-    assert found.packing_efficiency is None
-    assert found.avg_wait_ms is None
-    assert found.queue is None
-    assert found.tokens_per_s is None
+    metrics = batch_metrics(record_table(BatchRecord, []))
+    assert metrics.batches == 0
+    assert metrics.packing_efficiency is None
+    assert metrics.avg_wait_ms is None
+    assert metrics.queue is None
+    assert metrics.tokens_per_s is None
     assert embedding_span(record_table(BatchRecord, [])) is None
     assert windows(record_table(BatchRecord, []), 30.0, 0.0) == ()
 
 
 def test_a_batch_without_slots_divides_by_nothing() -> None:
-    found = batch_metrics(record_table(BatchRecord, [batch(0, tokens=0, slots=0, rows=0)]))
-    assert found.packing_efficiency is None
-    assert found.min_packing_efficiency is None
+    metrics = batch_metrics(record_table(BatchRecord, [batch(0, tokens=0, slots=0, rows=0)]))
+    assert metrics.packing_efficiency is None
+    assert metrics.min_packing_efficiency is None
 
 
 def test_waits() -> None:
-    found = batch_metrics(
+    metrics = batch_metrics(
         record_table(BatchRecord, [batch(i, wait_ms=float(i)) for i in range(101)])
     )
-    assert (found.avg_wait_ms, found.p95_wait_ms, found.max_wait_ms) == (50, 95, 100)
-    assert found.waiting_share == pytest.approx(99 / 101)
+    assert (metrics.avg_wait_ms, metrics.p95_wait_ms, metrics.max_wait_ms) == (50, 95, 100)
+    assert metrics.waiting_share == pytest.approx(99 / 101)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +90,17 @@ def test_queue_shares_add_up() -> None:
 
 
 def test_throughput_is_over_first_launch_to_last_finish() -> None:
-    found = batch_metrics(record_table(BatchRecord, [batch(10.0), batch(12.0, device_ms=2000.0)]))
-    assert found.span_s == pytest.approx(4.0)
-    assert found.tokens_per_s == pytest.approx(1800 / 4)
-    assert found.device_s == pytest.approx(2.1)
+    metrics = batch_metrics(record_table(BatchRecord, [batch(10.0), batch(12.0, device_ms=2000.0)]))
+    assert metrics.span_s == pytest.approx(4.0)
+    assert metrics.tokens_per_s == pytest.approx(1800 / 4)
+    assert metrics.device_s == pytest.approx(2.1)
 
 
 def test_warm_up_is_left_out_of_the_steady_rate() -> None:
     slow = [batch(i * 10.0) for i in range(10)]
     fast = [batch(100 + i * 0.1) for i in range(20)]
-    found = batch_metrics(record_table(BatchRecord, [*slow, *fast]))
-    assert found.steady_tokens_per_s == pytest.approx(20 * 900 / 2.0)
+    metrics = batch_metrics(record_table(BatchRecord, [*slow, *fast]))
+    assert metrics.steady_tokens_per_s == pytest.approx(20 * 900 / 2.0)
     assert batch_metrics(record_table(BatchRecord, fast[:19])).steady_tokens_per_s is None, (
         "too few to tell"
     )
@@ -111,9 +111,9 @@ def test_encoders_are_told_apart() -> None:
         BatchRecord,
         [batch(0), batch(1, encoder="dnabert_s", tokens=100), batch(2, encoder="dnabert_s")],
     )
-    found = by_encoder(table)
-    assert found["esm2"].batches == 1
-    assert found["dnabert_s"].tokens == 1000
+    metrics = by_encoder(table)
+    assert metrics["esm2"].batches == 1
+    assert metrics["dnabert_s"].tokens == 1000
 
 
 def test_windows_cut_the_run_and_lose_no_batch() -> None:
