@@ -8,9 +8,10 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from virnuc.flows.flow_run import named, with_parameters
+from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.parameters import build
 from virnuc.flows.preflight import preflight
+from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.inbox import InboxSettings
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.shared_workers import predict_with, shared_workers
@@ -26,7 +27,7 @@ from virnuc_core.runfiles import RunSummary
 SHOWN_COLUMNS = ("file", "fate", "reads", "viral", "run", "note")
 
 
-@flow(name="predict-inbox", flow_run_name=named("inbox", "devices"))
+@flow(name="predict-inbox", flow_run_name=named_by("inbox", "devices"))
 @with_parameters(InboxSettings)
 def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     """Predicts each new file of a folder once, and writes one row for each file with its fate to inbox.tsv."""

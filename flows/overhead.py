@@ -3,8 +3,9 @@
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from virnuc.flows.flow_run import named, with_parameters
+from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.preflight import preflight
+from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.overhead import OverheadSettings
 from virnuc.tasks.overhead import measure_costs
 from virnuc.tasks.running_mark import announce
@@ -15,7 +16,7 @@ from virnuc_core.tools.bench import Bench
 from virnuc_core.validation import OverheadFile
 
 
-@flow(name="overhead", flow_run_name=named("out", "devices"))
+@flow(name="overhead", flow_run_name=named_by("out", "devices"))
 @with_parameters(OverheadSettings)
 def overhead(settings: OverheadSettings) -> State[OverheadFile]:
     """Times what commits, the sampler and loading the models anew cost, over the first shards of a validation.

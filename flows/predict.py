@@ -3,14 +3,16 @@
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from virnuc.flows.flow_run import named, publish_prediction, with_parameters
+from virnuc.flows.flow_decorator import with_parameters
+from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.predict import PredictSettings
+from virnuc.flows.shared_steps import publish_prediction
 from virnuc.flows.staged_run import staged_run
 from virnuc.tasks.task import completed
 from virnuc_core.runfiles import RunSummary
 
 
-@flow(name="predict", flow_run_name=named("reads", "samples", "devices", "cluster"))
+@flow(name="predict", flow_run_name=named_by("reads", "samples", "devices", "cluster"))
 @with_parameters(PredictSettings)
 def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""

@@ -6,7 +6,8 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from virnuc.flows.flow_run import named, with_parameters
+from virnuc.flows.flow_decorator import with_parameters
+from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.profile import ProfileSettings
 from virnuc.flows.staged_run import staged_run
 from virnuc.tasks.artifacts import Rows, host_key, publish_markdown, publish_table
@@ -23,7 +24,7 @@ from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.trace import TraceTable
 
 
-@flow(name="profile", flow_run_name=named("reads", "devices"))
+@flow(name="profile", flow_run_name=named_by("reads", "devices"))
 @with_parameters(ProfileSettings)
 def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
     """Records a few shards with torch's profiler, after a run of all reads that tells the seconds of the nine stages.

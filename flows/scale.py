@@ -3,7 +3,7 @@
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from virnuc.flows.flow_run import named, stage_input, with_parameters
+from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.measured_runs import (
     Judgement,
     MeasuredWork,
@@ -16,14 +16,16 @@ from virnuc.flows.measured_runs import (
 )
 from virnuc.flows.outcome import ValidationResult, final_state
 from virnuc.flows.preflight import preflight
+from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.scale import ScaleSettings
+from virnuc.flows.shared_steps import stage_reads_of
 from virnuc.tasks.running_mark import announce
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.report import messages
 
 
-@flow(name="scale", flow_run_name=named("reads", "profile", "devices", "cluster"))
+@flow(name="scale", flow_run_name=named_by("reads", "profile", "devices", "cluster"))
 @with_parameters(ScaleSettings)
 def scale(settings: ScaleSettings) -> State[ValidationResult]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
@@ -40,7 +42,7 @@ def run_steps(settings: ScaleSettings) -> Judgement:
     finished_before = finished_runs(settings.out)
     with connected_machines(settings) as (spec, machines):
         announce(label, profile.name, machines.local.kind)
-        staging = stage_input(settings, label)
+        staging = stage_reads_of(settings, label)
         work = MeasuredWork(settings.out, label, profile, spec, machines, staging)
         record_work(work)
         names = run_on_each(work, machines.scaling_counts(profile, settings.repeats))

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from virnuc.flows.flow_run import publish_prediction, stage_input
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.shared import FlowSettings
+from virnuc.flows.shared_steps import publish_prediction, stage_reads_of
 from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.embedding import embed
 from virnuc_core.engine.devices import resolve_here
@@ -62,7 +62,7 @@ def predict_with(
             n_workers = max(1, n_cores // n_parallel)
             settings = settings.model_copy(update={"stage_workers": n_workers})
         spec = settings.spec(label)
-        staging = stage_input(settings, label)
+        staging = stage_reads_of(settings, label)
         if expected_sha256:
             _require_content(staging, expected_sha256)
         if not staging.counts.n_reads:

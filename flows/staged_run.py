@@ -7,9 +7,9 @@ from typing import Final
 
 from prefect.client.schemas.objects import State
 
-from virnuc.flows.flow_run import stage_input
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.shared import RunSettings
+from virnuc.flows.shared_steps import stage_reads_of
 from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.embedding import embed
 from virnuc.tasks.running_mark import announce
@@ -72,5 +72,5 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
             with suppress(TimeoutError):  # `embed` waits for busy devices
                 slots.enter_context(device_slots(resolve_here(spec), wait_s=FREE_NOW_S))
                 pool = workers.enter_context(workers_for(spec, run.root, warm=True))
-        staging = stage_input(settings, label)
+        staging = stage_reads_of(settings, label)
         yield StagedRun(run, staging, label, spec, pool, workers)

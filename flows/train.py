@@ -5,7 +5,8 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from virnuc.flows.flow_run import named, with_parameters
+from virnuc.flows.flow_decorator import with_parameters
+from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.train import TrainSettings
 from virnuc.flows.staged_run import StagedRun, staged_run
 from virnuc.tasks.embedding import embed
@@ -23,7 +24,7 @@ from virnuc_core.training.train_file import TrainFile
 from virnuc_core.training.training import link_models, remove_results
 
 
-@flow(name="train", flow_run_name=named("reads", "devices"))
+@flow(name="train", flow_run_name=named_by("reads", "devices"))
 @with_parameters(TrainSettings)
 def train(settings: TrainSettings) -> State[TrainFile]:
     """Fits a head on reads whose origin is known; no genome, nor one of its kin, is on both sides of a split.

@@ -3,9 +3,11 @@
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from virnuc.flows.flow_run import named, stage_input, with_parameters
+from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.preflight import preflight
+from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.tune import TuneSettings
+from virnuc.flows.shared_steps import stage_reads_of
 from virnuc.flows.sweep import sweep_all
 from virnuc.tasks.running_mark import announce
 from virnuc.tasks.task import completed
@@ -17,7 +19,7 @@ from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.tune import Recommendation, Sweep, candidates
 
 
-@flow(name="tune", flow_run_name=named("reads", "profile", "devices"))
+@flow(name="tune", flow_run_name=named_by("reads", "profile", "devices"))
 @with_parameters(TuneSettings)
 def tune(settings: TuneSettings) -> State[Recommendation]:
     """Finds the fastest engine settings for this machine, weights and reads that leave the results as they are.
@@ -30,7 +32,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     tried = candidates(base, settings.swept())
     label = sample_name(settings.named)
     announce(label, profile.name, devices.kind)
-    stage_input(settings, label)
+    stage_reads_of(settings, label)
 
     bench = Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s)
     sweep = Sweep(settings.out, bench, base, profile, settings.repeats, settings.search)

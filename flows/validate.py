@@ -8,7 +8,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from virnuc.flows.approval import ask_reviewer
-from virnuc.flows.flow_run import named, stage_input, with_parameters
+from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.measured_runs import (
     Judgement,
     MeasuredWork,
@@ -21,7 +21,9 @@ from virnuc.flows.measured_runs import (
 )
 from virnuc.flows.outcome import ValidationResult, final_state
 from virnuc.flows.preflight import preflight
+from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.validate import ValidateSettings
+from virnuc.flows.shared_steps import stage_reads_of
 from virnuc.flows.tuning_rounds import tune_round
 from virnuc.tasks.baseline import measure_baseline
 from virnuc.tasks.report import emit_outcome
@@ -34,7 +36,7 @@ from virnuc_core.report.model import BASELINE
 from virnuc_core.rundir import RunDir
 
 
-@flow(name="validate", flow_run_name=named("reads", "profile", "devices", "cluster"))
+@flow(name="validate", flow_run_name=named_by("reads", "profile", "devices", "cluster"))
 @with_parameters(ValidateSettings)
 def validate(settings: ValidateSettings) -> State[ValidationResult]:
     """Proves a machine: the same reads by the baseline, on one device, two and all, compared and judged by a profile.
@@ -63,7 +65,7 @@ def run_steps(settings: ValidateSettings) -> Judgement:
     with connected_machines(settings) as (spec, machines):
         announce(label, profile.name, machines.local.kind)
 
-        staging = stage_input(settings, label)
+        staging = stage_reads_of(settings, label)
         profile = settings.with_baseline(profile, staging.counts.n_reads)
         work = MeasuredWork(settings.out, label, profile, spec, machines, staging)
         record_work(work)

@@ -26,7 +26,8 @@ from prefect.serializers import PickleSerializer
 from prefect.settings import PREFECT_API_URL
 
 from virnuc.flows.cli.options import OnTerminal
-from virnuc.flows.flow_run import run_flow, with_parameters
+from virnuc.flows.flow_decorator import with_parameters
+from virnuc.flows.flow_run import run_flow
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.tasks.task import completed
 from virnuc_core.errors import VirnucError

@@ -24,7 +24,9 @@ from prefect.states import Completed
 from virnuc.flows import exit_deadline, output_folder, preflight
 from virnuc.flows.cli.options import OnTerminal
 from virnuc.flows.cli.prefect_settings import prepare_prefect
-from virnuc.flows.flow_run import run_flow, run_name, with_parameters
+from virnuc.flows.flow_decorator import with_parameters
+from virnuc.flows.flow_run import run_flow
+from virnuc.flows.run_names import run_name
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.profile import ProfileSettings
 from virnuc.flows.settings.scale import ScaleSettings

@@ -1,0 +1,126 @@
+"""The decorator below `@flow`: it turns a function of settings into a flow's function, with all that surrounds its work."""
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Final, TypeVar
+
+from prefect import runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext, SyncClientContext
+from prefect.states import Failed
+
+from virnuc.flows.cancellation import interrupted_when_cancelled
+from virnuc.flows.exit_deadline import exit_deadline
+from virnuc.flows.own_outcome import current_outcome
+from virnuc.flows.parameters import build, require_within_roots, with_flow_signature
+from virnuc.flows.settings.shared import FlowSettings
+from virnuc.tasks.server_connection import connection, route_through_connection
+from virnuc.tasks.task import core_logs
+from virnuc_core.config import INPUT_FIELDS
+from virnuc_core.engine.process import end_all_children
+from virnuc_core.errors import VirnucError
+from virnuc_core.reads.sources import redact_url
+
+Settings = TypeVar("Settings", bound=FlowSettings)
+T = TypeVar("T")
+WORKERS_CHILD: Final = "PREFECT__FLOW_RUN_ID"  # set in the process that a worker starts for a run
+LOGGERS_OF_ERRORS: Final = ("prefect.flow_runs", "prefect.engine")
+
+
+def with_parameters(
+    model: type[Settings],
+) -> Callable[[Callable[[Settings], State[T]]], Callable[..., State[T]]]:
+    """Turn a function of one settings model into one with the model's fields as parameters.
+
+    The parameters are checked. The function's run then has an exit deadline, its log, its locked
+    output directory, and a cancel button that works. An error of ours becomes a failed state whose
+    message is the error's sentence.
+
+    Args:
+        model: The settings model.
+    """
+
+    def decorate(function: Callable[[Settings], State[T]]) -> Callable[..., State[T]]:
+        def called(**values: Any) -> State[T]:
+            _hide_own_tracebacks()
+            outcome = current_outcome()
+            try:
+                settings = _checked_settings(model, values)
+                state = _run(function, settings)
+            except VirnucError as error:
+                state = Failed(message=str(error), data=error)
+            except BaseException as error:
+                outcome.error = error
+                raise
+            outcome.keep(state)
+            return state
+
+        return with_flow_signature(called, function, model)
+
+    return decorate
+
+
+def _checked_settings(model: type[Settings], values: dict[str, Any]) -> Settings:
+    """Return the settings of a run.
+
+    Raises:
+        ConfigError: A value cannot be used, or a path is not allowed.
+    """
+    settings = build(model, values)
+    require_within_roots(settings)
+    client_context = SyncClientContext.get()
+    if client_context is not None:
+        route_through_connection(client_context.client)
+    planned = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
+    return settings.for_start_time(planned.astimezone(UTC))
+
+
+def _run(function: Callable[[Settings], State[T]], settings: Settings) -> State[T]:
+    """Run the function of a flow with all that surrounds it."""
+    is_workers_child = WORKERS_CHILD in os.environ
+    with (
+        exit_deadline(final=is_workers_child),
+        core_logs(),
+        interrupted_when_cancelled(),
+        settings.locked_output(),
+    ):
+        try:
+            return function(_without_queries(settings))
+        finally:
+            # here and not in a task, because signals reach the main thread only
+            end_all_children()
+
+
+def _hide_own_tracebacks() -> None:
+    """Keep Prefect from logging tracebacks of our errors. The state has said them in a sentence."""
+    for name in LOGGERS_OF_ERRORS:
+        logging.getLogger(name).addFilter(_is_not_ours)  # the same filter is added only once
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    """Tell if a log record has no traceback, or one of an error that is not ours."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], VirnucError)
+
+
+def _without_queries(settings: Settings) -> Settings:
+    """Return the settings without the query strings of URLs, and remove them from the server's record.
+
+    A query string may hold a signature. Whoever created the run at a server gave it in full; the
+    full URLs stay in this process's memory.
+    """
+    names = {field: getattr(settings, field, ()) for field in INPUT_FIELDS}
+    redacted = {}
+    for field, urls in names.items():
+        redacted[field] = tuple(redact_url(url) for url in urls)
+    context = FlowRunContext.get()
+    if redacted == names or context is None or context.flow_run is None:
+        return settings
+    flow_run = context.flow_run
+    as_lists = {field: list(urls) for field, urls in redacted.items()}
+    reporting = connection.reporting("addresses without their queries")
+    with reporting, get_client(sync_client=True) as client:
+        client.update_flow_run(flow_run.id, parameters=flow_run.parameters | as_lists)
+    return settings.model_copy(update=redacted)

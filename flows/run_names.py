@@ -1,0 +1,62 @@
+"""Names of flow runs: made of a run's parameters, so that people find it in the UI."""
+
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from prefect import runtime
+
+from virnuc_core.config import INPUT_FIELDS
+from virnuc_core.errors import printable
+from virnuc_core.reads.sources import sample_name
+
+PATHS_SHOWN_BY_NAME: Final = ("inbox", "out", "profile", "samples")
+
+
+def named_by(*keys: str) -> Callable[[], str]:
+    """Return a function that names the current flow run by some of its parameters.
+
+    The name is like `lung · ci-smoke · cpu:2`. A run of a deployment also has its date and host.
+
+    Args:
+        keys: Names of the parameters.
+    """
+
+    def name() -> str:
+        text = run_name(runtime.flow_run.parameters or {}, *keys)
+        if runtime.deployment.id is None:
+            return text
+        planned = runtime.flow_run.scheduled_start_time
+        return f"{text} · {planned:%Y-%m-%d %H:%M} · {platform.node()}"
+
+    return name
+
+
+def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
+    """Return the name that parameters give to a run.
+
+    Args:
+        parameters: Parameters of a flow by name.
+        keys: Those to show. `reads` is shown as the sample's name, a path by its last part, and
+            what is not set is left out.
+    """
+    texts = {key: str(parameters[key]) for key in keys if parameters.get(key)}
+    for key in PATHS_SHOWN_BY_NAME:
+        if key in texts:
+            texts[key] = Path(texts[key]).name.removesuffix(".toml")
+    if not parameters.get("samples"):
+        texts["reads"] = sample_name(_reads_in(parameters))
+    else:
+        texts.pop("reads", None)
+    shown = [texts[key] for key in keys if texts.get(key)]
+    return printable(" · ".join(shown))
+
+
+def _reads_in(parameters: Mapping[str, Any]) -> list[str]:
+    """Return all files of reads among parameters, also those of mates."""
+    names = []
+    for field in INPUT_FIELDS:
+        for read in parameters.get(field) or ():
+            names.append(str(read))
+    return names
