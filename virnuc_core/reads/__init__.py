@@ -1,1 +1,1 @@
-"""Files of reads to open frames: parse, chunk, translate, store."""
+"""Turn files of reads into a store of open reading frames: parse, chunk, translate, store."""

@@ -74,12 +74,12 @@ def parse(
             unless `log.on_error` is `skip`.
     """
     with Workers(1) as this_process:
-        yield from parse_by(
+        yield from map_batches(
             this_process, lambda batch: batch, files, log or ParseLog(), block_bytes=block_bytes
         )
 
 
-def parse_by(
+def map_batches(
     workers: Workers,
     work: Callable[[ReadBatch], Output],
     files: tuple[str, ...],

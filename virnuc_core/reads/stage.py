@@ -28,7 +28,7 @@ from virnuc_core.errors import (
 )
 from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
-from virnuc_core.reads.parse import BLOCK_BYTES, parse_by
+from virnuc_core.reads.parse import BLOCK_BYTES, map_batches
 from virnuc_core.reads.sources import (
     Inputs,
     ReadSpan,
@@ -304,7 +304,7 @@ def _translate_inputs(
 ) -> Iterator[BatchResult]:
     """Read and translate all files: those with mates first, then the others."""
     work = partial(translate_batch, model_length=spec.model_length, folder=folder)
-    results = parse_by(workers, work, inputs.singles, log, block_bytes=BLOCK_BYTES)
+    results = map_batches(workers, work, inputs.singles, log, block_bytes=BLOCK_BYTES)
     if not inputs.pairs:
         return results
     from virnuc_core.reads.pairs import pair_batches
