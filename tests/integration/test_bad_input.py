@@ -34,9 +34,9 @@ class Virnuc:
 
     def refuses(self, code: int, *words: object) -> str:
         """The only line that the command writes."""
-        found = cli.main([str(word) for word in words])
-        said = self._capsys.readouterr()
-        return only_line(found, said.out, said.err, code)
+        exit_code = cli.main([str(word) for word in words])
+        printed = self._capsys.readouterr()
+        return only_line(exit_code, printed.out, printed.err, code)
 
 
 @pytest.fixture
@@ -51,15 +51,16 @@ def virnuc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return Virnuc(capsys)
 
 
-def only_line(found: int, out: str, err: str, code: int) -> str:
-    assert found == code, err
+def only_line(exit_code: int, out: str, err: str, expected_code: int) -> str:
+    """Return the only line of standard error, where nothing was written to standard output."""
+    assert exit_code == expected_code, err
     assert out == ""
     (line,) = err.splitlines()
     assert line.startswith("virnuc: ")
     return line
 
 
-def file(folder: Path, name: str, data: bytes = FASTA) -> Path:
+def write_file(folder: Path, name: str, data: bytes = FASTA) -> Path:
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
@@ -70,7 +71,7 @@ def cut_short(folder: Path) -> Path:
     whole = simulate(
         SimulateSpec(reads=200, seed=1), folder / "whole.fastq.gz"
     ).reads_file.read_bytes()
-    return file(folder, "cut.fastq.gz", whole[: len(whole) // 2])
+    return write_file(folder, "cut.fastq.gz", whole[: len(whole) // 2])
 
 
 BAD_READS: dict[str, tuple[MakeReads, str]] = {
@@ -80,36 +81,39 @@ BAD_READS: dict[str, tuple[MakeReads, str]] = {
         ": cannot be read: File name too long; check the path",
     ),
     "folder without reads": (
-        lambda f: file(f, "in/notes.md", b"# notes\n").parent,
+        lambda f: write_file(f, "in/notes.md", b"# notes\n").parent,
         "in: the folder holds no FASTA",
     ),
     "no sequences": (
-        lambda f: file(f, "notes.txt", b"dear diary\n"),
+        lambda f: write_file(f, "notes.txt", b"dear diary\n"),
         "notes.txt: this is neither FASTA nor FASTQ",
     ),
-    "SAM": (lambda f: file(f, "a.sam", b"@HD\tVN:1.6\nr1\t4\n"), "a.sam: the SAM data is damaged"),
-    "proteins": (lambda f: file(f, "p.fa", b">p1\nMKLPEFILQ\n"), "p.fa:1: read 'p1': 'L'"),
-    "empty": (lambda f: file(f, "empty.fq", b""), "empty.fq: holds no reads"),
-    "blank": (lambda f: file(f, "blank.fa", b"\n \n"), "blank.fa: holds no reads"),
+    "SAM": (
+        lambda f: write_file(f, "a.sam", b"@HD\tVN:1.6\nr1\t4\n"),
+        "a.sam: the SAM data is damaged",
+    ),
+    "proteins": (lambda f: write_file(f, "p.fa", b">p1\nMKLPEFILQ\n"), "p.fa:1: read 'p1': 'L'"),
+    "empty": (lambda f: write_file(f, "empty.fq", b""), "empty.fq: holds no reads"),
+    "blank": (lambda f: write_file(f, "blank.fa", b"\n \n"), "blank.fa: holds no reads"),
     "folder of empty files": (
-        lambda f: file(f, "in/a.fa", b"").parent,
+        lambda f: write_file(f, "in/a.fa", b"").parent,
         "in: the folder holds no FASTA",
     ),
     "cut gzip": (cut_short, "cut.fastq.gz: the gzip data ends early"),
     "no sequence": (
-        lambda f: file(f, "half.fastq", b"@r1\nACGT\n+\nIIII\n@r2\n"),
+        lambda f: write_file(f, "half.fastq", b"@r1\nACGT\n+\nIIII\n@r2\n"),
         "half.fastq:5: read 'r2'",
     ),
 }
 
 
-@pytest.mark.parametrize(("make", "said"), BAD_READS.values(), ids=BAD_READS)
+@pytest.mark.parametrize(("make", "message"), BAD_READS.values(), ids=BAD_READS)
 def test_reads_that_cannot_be_used(
-    make: MakeReads, said: str, tmp_path: Path, models: Path, virnuc: Virnuc
+    make: MakeReads, message: str, tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
     out = tmp_path / "out"
     words = ["predict", make(tmp_path), "-o", out, "--models", models, "--devices", "cpu:1"]
-    assert said in virnuc.refuses(2, *words)
+    assert message in virnuc.refuses(2, *words)
     assert not out.exists()
 
 
@@ -126,14 +130,15 @@ def test_a_directory_with_files_of_others_under_our_names(
 ) -> None:
     out = tmp_path / "theirs"
     (out / name).parent.mkdir(parents=True, exist_ok=True)
-    file(out, name, b"precious")
-    before, reads = contents(tmp_path), file(tmp_path, "a.fa")
-    said = virnuc.refuses(
+    write_file(out, name, b"precious")
+    before = contents(tmp_path)
+    reads = write_file(tmp_path, "a.fa")
+    message = virnuc.refuses(
         2, "predict", reads, "-o", out, "--models", models, "--devices", "cpu:1", *force
     )
     assert (
         f"theirs was not made by virnuc, and {name} would be overwritten; choose another directory"
-        in said
+        in message
     )
     assert contents(out) == before
 
@@ -145,21 +150,25 @@ def test_an_input_that_lies_where_an_output_would(
     words: tuple[str, ...], tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
     out = tmp_path / "f"
-    reads = file(out, "viral.fasta.gz", gzip.compress(FASTA))
-    file(out, ".virnuc", b'{"product": "virnuc"}')
+    reads = write_file(out, "viral.fasta.gz", gzip.compress(FASTA))
+    write_file(out, ".virnuc", b'{"product": "virnuc"}')
     before = contents(tmp_path)
     for given in (reads, out):
-        said = virnuc.refuses(2, *words, given, "-o", out, "--models", models, "--devices", "cpu:1")
-        assert "viral.fasta.gz is read, and would be overwritten" in said
+        message = virnuc.refuses(
+            2, *words, given, "-o", out, "--models", models, "--devices", "cpu:1"
+        )
+        assert "viral.fasta.gz is read, and would be overwritten" in message
     assert contents(tmp_path) == before
 
 
 def test_places_that_are_no_output_directory(
     tmp_path: Path, models: Path, virnuc: Virnuc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home, work, reads = tmp_path / "home", tmp_path / "work", file(tmp_path, "a.fa")
+    home = tmp_path / "home"
     home.mkdir()
+    work = tmp_path / "work"
     work.mkdir()
+    reads = write_file(tmp_path, "a.fa")
     monkeypatch.chdir(work)
     monkeypatch.setenv("HOME", str(home))
     given = ("predict", reads, "--models", models, "--devices", "cpu:1", "-o")
@@ -210,15 +219,25 @@ BAD_MODELS: dict[str, tuple[Spoil, str]] = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "said"), BAD_MODELS.values(), ids=BAD_MODELS)
+@pytest.mark.parametrize(("spoil", "message"), BAD_MODELS.values(), ids=BAD_MODELS)
 def test_weights_that_cannot_be_used(
-    spoil: Spoil, said: str, tmp_path: Path, models: Path, virnuc: Virnuc
+    spoil: Spoil, message: str, tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
-    copied, out = tmp_path / "models", tmp_path / "out"
+    copied = tmp_path / "models"
+    out = tmp_path / "out"
     shutil.copytree(models, copied)
     spoil(copied)
-    words = ["predict", file(tmp_path, "r.fa"), "-o", out, "--models", copied, "--devices", "cpu:1"]
-    assert said in virnuc.refuses(3, *words)
+    words = [
+        "predict",
+        write_file(tmp_path, "r.fa"),
+        "-o",
+        out,
+        "--models",
+        copied,
+        "--devices",
+        "cpu:1",
+    ]
+    assert message in virnuc.refuses(3, *words)
     assert not out.exists()
 
 
@@ -240,15 +259,15 @@ BAD_SETTINGS: dict[str, tuple[tuple[str, ...], int]] = {
 
 
 @pytest.mark.parametrize(
-    ("said", "words", "code"), [(said, *case) for said, case in BAD_SETTINGS.items()]
+    ("message", "words", "code"), [(message, *case) for message, case in BAD_SETTINGS.items()]
 )
 def test_settings_that_cannot_run(
-    said: str, words: tuple[str, ...], code: int, tmp_path: Path, models: Path, virnuc: Virnuc
+    message: str, words: tuple[str, ...], code: int, tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
     devices = () if "--devices" in words else ("--devices", "cpu:1")
     given = [
         "predict",
-        file(tmp_path, "r.fa"),
+        write_file(tmp_path, "r.fa"),
         "-o",
         tmp_path / "out",
         "--models",
@@ -256,15 +275,16 @@ def test_settings_that_cannot_run(
         *devices,
         *words,
     ]
-    assert said in virnuc.refuses(code, *given)
+    assert message in virnuc.refuses(code, *given)
     assert not (tmp_path / "out").exists()
 
 
 def test_as_a_process_it_is_one_line_too(tmp_path: Path, models: Path) -> None:
-    copied, out = tmp_path / "models", tmp_path / "out"
+    copied = tmp_path / "models"
+    out = tmp_path / "out"
     shutil.copytree(models, copied)
     os.truncate(copied / "esm2" / "model.safetensors", 200_000)
-    file(tmp_path, "r.fa")
+    write_file(tmp_path, "r.fa")
     words = [
         "predict",
         str(tmp_path / "r.fa"),
@@ -294,23 +314,28 @@ def test_as_a_process_it_is_one_line_too(tmp_path: Path, models: Path) -> None:
 def test_every_flow_looks_before_it_starts(
     command: str, tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
-    words = [] if command == "train" else ["--reads"]
-    more = {"train": ["--truth", tmp_path / "truth.tsv"], "scale": []}.get(
-        command, ["--profile", "ci-smoke"]
-    )
-    reads, out = file(tmp_path, "notes.txt", b"dear diary\n"), tmp_path / "out"
-    given = [*words, reads, "-o", out, "--models", models, "--devices", "cpu:1", *more]
-    assert "notes.txt: this is neither" in virnuc.refuses(2, command, *given)
+    options_of_command: dict[str, list[str | Path]] = {
+        "validate": ["--profile", "ci-smoke"],
+        "train": ["--truth", tmp_path / "truth.tsv"],
+        "scale": [],
+    }
+    reads = write_file(tmp_path, "notes.txt", b"dear diary\n")
+    out = tmp_path / "out"
+    named_reads = [reads] if command == "train" else ["--reads", reads]
+    words = [command, *named_reads, "-o", out, "--models", models, "--devices", "cpu:1"]
+    options = options_of_command[command]
+    assert "notes.txt: this is neither" in virnuc.refuses(2, *words, *options)
     assert not out.exists()
 
 
 def test_an_inbox_looks_at_its_weights_before_it_starts(
     tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
-    copied, out = tmp_path / "models", tmp_path / "out"
+    copied = tmp_path / "models"
+    out = tmp_path / "out"
     shutil.copytree(models, copied)
     os.truncate(copied / "head" / "model.safetensors", 500)
-    inbox = file(tmp_path, "in/r.fa").parent
+    inbox = write_file(tmp_path, "in/r.fa").parent
     words = ["predict-inbox", "--inbox", inbox, "-o", out, "--models", copied, "--devices", "cpu:1"]
     assert "head/model.safetensors" in virnuc.refuses(3, *words)
     assert not out.exists()
@@ -324,7 +349,7 @@ def test_an_inbox_that_is_no_folder_and_a_missing_table_of_origins(
         2, "predict-inbox", "--inbox", tmp_path / "absent", *given
     )
     assert "inside the inbox" in virnuc.refuses(2, "predict-inbox", "--inbox", tmp_path, *given)
-    reads = file(tmp_path, "r.fa")
+    reads = write_file(tmp_path, "r.fa")
     assert "truth.tsv" in virnuc.refuses(
         2, "train", reads, "--truth", tmp_path / "truth.tsv", *given
     )
@@ -332,20 +357,21 @@ def test_an_inbox_that_is_no_folder_and_a_missing_table_of_origins(
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
-    reads = file(tmp_path, "r.fa")
+    reads = write_file(tmp_path, "r.fa")
     given = ["--models", models, "--devices", "cpu:1"]
     assert "/proc" in virnuc.refuses(2, "predict", reads, "-o", "/proc/virnuc/out", *given)
     assert "is a file" in virnuc.refuses(2, "predict", reads, "-o", reads / "out", *given)
 
 
 def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
-    reads, out = file(tmp_path, "r.fa"), tmp_path / "out"
+    reads = write_file(tmp_path, "r.fa")
+    out = tmp_path / "out"
     settings = PredictSettings(reads=(str(reads),), out=out, models=models, devices="cpu:1")
-    for _ in range(2):
+    for was_there in (False, True):
         preflight.preflight(settings)
-        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"] * out.exists() + [
-            "r.fa"
-        ]
+        entries = {entry.name for entry in tmp_path.iterdir()}
+        assert entries - {"out"} == {"r.fa"}
+        assert out.exists() is was_there
         out.mkdir(exist_ok=True)
     assert list(out.iterdir()) == []
 
@@ -353,9 +379,11 @@ def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
 def test_a_calibration_of_other_weights_is_refused_before_reads_are_staged(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied, out = tmp_path / "models", tmp_path / "out"
+    copied = tmp_path / "models"
+    out = tmp_path / "out"
     shutil.copytree(models, copied)
-    simulate(SimulateSpec(reads=400, seed=3), reads := tmp_path / "reads.fasta")
+    reads = tmp_path / "reads.fasta"
+    simulate(SimulateSpec(reads=400, seed=3), reads)
     quantise(copied, str(reads), torch.device("cpu"))
     monkeypatch.setattr(
         "virnuc_core.engine.devices.resolve_engine", lambda engine, kind: engine
@@ -376,10 +404,10 @@ def test_a_calibration_of_other_weights_is_refused_before_reads_are_staged(
 def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse(
     tmp_path: Path,
 ) -> None:
-    good, empty = file(tmp_path, "good.fa"), file(tmp_path, "empty.fa", b"")
+    good, empty = write_file(tmp_path, "good.fa"), write_file(tmp_path, "empty.fa", b"")
     preflight.count_rows((str(good), str(empty)), "stop")
     preflight.count_rows((str(empty),), "stop", are_all=False)  # the others are fetched later
-    broken = file(tmp_path, "broken.fastq", b"@r1\nACGT\n+\nII\n")
+    broken = write_file(tmp_path, "broken.fastq", b"@r1\nACGT\n+\nII\n")
     preflight.count_rows((str(broken),), "skip")
     with pytest.raises(InputError, match=r"broken\.fastq:1"):
         preflight.count_rows((str(broken),), "stop")
@@ -406,7 +434,7 @@ def test_only_the_beginning_of_a_file_is_read(
         return data
 
     monkeypatch.setattr(Source, "read", counted)
-    big = file(tmp_path, "big.fa", FASTA * 400_000)
+    big = write_file(tmp_path, "big.fa", FASTA * 400_000)
     preflight.count_rows((str(big),), "stop")
     assert 0 < drawn < big.stat().st_size / 4
 
@@ -423,10 +451,8 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_samples_that_cannot_be_told_apart_are_refused(
     tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
-    sheet, given = (
-        tmp_path / "sheet.csv",
-        ["--models", models, "--devices", "cpu:1", "-o", tmp_path / "out"],
-    )
+    sheet = tmp_path / "sheet.csv"
+    given = ["--models", models, "--devices", "cpu:1", "-o", tmp_path / "out"]
     sheet.write_text("sample,fastq_1,fastq_2\na/b,a.fq,\n")
     assert "sheet.csv:2: sample 'a/b': not the name" in virnuc.refuses(
         2, "predict", "--samples", sheet, *given
@@ -435,7 +461,7 @@ def test_samples_that_cannot_be_told_apart_are_refused(
     assert "sheet.csv:3: field larger than field limit" in virnuc.refuses(
         2, "predict", "--samples", sheet, *given
     )
-    reads = file(tmp_path, "r.fa")
+    reads = write_file(tmp_path, "r.fa")
     assert "names all reads" in virnuc.refuses(2, "predict", reads, "--samples", sheet, *given)
     assert "reads: none are named" in virnuc.refuses(2, "predict", "--sample-from", "name", *given)
     assert "not a BAM, CRAM or SAM" in virnuc.refuses(

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -36,46 +37,55 @@ def virnuc(
     )
 
 
-def one_line(err: str) -> None:
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def require_one_line(err: str) -> None:
     """Standard error holds one line of ours."""
     (line,) = err.splitlines()
     assert line.startswith("virnuc: ")
 
 
-def inside(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Exit code and both outputs of the command within this process, which starts much sooner."""
+def run_inside(capsys: pytest.CaptureFixture[str], *words: object) -> Outcome:
+    """Run the command within this process, which starts much sooner."""
     try:
         code = cli.main([str(word) for word in words])
     except SystemExit as end:
         code = int(end.code or 0)
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    printed = capsys.readouterr()
+    return Outcome(code, printed.out, printed.err)
 
 
 def test_the_program_explains_itself() -> None:
-    done = virnuc("--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(f"  {name}: " in done.stdout for name in COMMAND_NAMES)
+    completed = virnuc("--help")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    for name in COMMAND_NAMES:
+        assert f"  {name}: " in completed.stdout
 
 
 def test_help_and_wrong_options_import_neither_torch_nor_prefect() -> None:
-    code = (
-        "import sys, virnuc.flows.cli\n"
-        "virnuc.flows.cli.main(['--help']); virnuc.flows.cli.main(['predict', 'a']); virnuc.flows.cli.main(['validate', '--bogus'])\n"
-        "virnuc.flows.cli.main(['bogus']); virnuc.flows.cli.main(['--bogus'])\n"
+    program = (
+        "import sys\n"
+        "from virnuc.flows.cli import main\n"
+        "for words in (['--help'], ['predict', 'a'], ['validate', '--bogus'], ['bogus'], ['--bogus']):\n"
+        "    main(words)\n"
         "sys.exit(bool({'torch', 'prefect', 'pandas', 'matplotlib'} & set(sys.modules)))\n"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
-        == 0
-    )
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert completed.returncode == 0
 
 
 @pytest.mark.parametrize("name", sorted(COMMAND_NAMES))
 def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = inside(capsys, name, "--help")
-    assert (code, err) == (0, "")
-    assert out.lower().startswith(f"usage: virnuc {name}")
+    outcome = run_inside(capsys, name, "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.lower().startswith(f"usage: virnuc {name}")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -99,8 +109,8 @@ def written_commands() -> list[str]:
 
 @pytest.mark.parametrize("line", written_commands())
 def test_the_guides_commands_are_understood(line: str) -> None:
-    called, _, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
-    assert called.__module__.startswith("virnuc.flows.cli.")
+    command, _, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
+    assert command.__module__.startswith("virnuc.flows.cli.")
 
 
 @pytest.mark.parametrize(
@@ -109,10 +119,10 @@ def test_the_guides_commands_are_understood(line: str) -> None:
 def test_a_wrong_command_line_is_one_line_and_2(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, _, err = inside(capsys, *words)
-    assert code == 2
+    outcome = run_inside(capsys, *words)
+    assert outcome.code == 2
     if words:
-        one_line(err)
+        require_one_line(outcome.err)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +142,7 @@ def test_what_is_missing_or_too_much_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("VIRNUC_MODELS", raising=False)
-    assert inside(capsys, *words)[2] == f"virnuc: {problem}\n"
+    assert run_inside(capsys, *words).err == f"virnuc: {problem}\n"
 
 
 def reads_file(folder: Path, name: str, data: bytes) -> Path:
@@ -146,11 +156,12 @@ def test_predict_says_what_it_found_and_nothing_alarming(
 ) -> None:
     out = tmp_path / "out"
     words = ["predict", reads, "-o", out, "--models", models, "--devices", "cpu:1"]
-    done = virnuc(*words, environment=child_environment)
-    assert done.returncode == 0, done.stderr
-    assert "of 300 reads are viral" in done.stdout
-    assert "Total wall time" in done.stderr
-    assert not any(word in done.stderr for word in ("Traceback", "WARNING", "ERROR", "prefect"))
+    completed = virnuc(*words, environment=child_environment)
+    assert completed.returncode == 0, completed.stderr
+    assert "of 300 reads are viral" in completed.stdout
+    assert "Total wall time" in completed.stderr
+    for alarming in ("Traceback", "WARNING", "ERROR", "prefect"):
+        assert alarming not in completed.stderr
 
 
 def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
@@ -171,24 +182,24 @@ def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
         "cpu:1",
         "--no-prefect",
     )
-    code, printed, said = inside(capsys, *words, "--json", "--quiet")
-    assert (code, said) == (0, "")
-    told = json.loads(printed)
-    assert (told["state"], told["exit_code"], told["results"]) == (
-        "Completed",
-        0,
-        str(tmp_path / "out"),
-    )
-    assert sum(told["data"]["fates"].values()) == 60
+    outcome = run_inside(capsys, *words, "--json", "--quiet")
+    assert (outcome.code, outcome.err) == (0, "")
+    result = json.loads(outcome.out)
+    assert result["state"] == "Completed"
+    assert result["exit_code"] == 0
+    assert result["results"] == str(tmp_path / "out")
+    assert sum(result["data"]["fates"].values()) == 60
 
-    def in_vain(*_: object, **__: object) -> None:
+    def refuse_to_start(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr("virnuc.flows.cli.run_from_terminal.start_temporary_server", in_vain)
+    monkeypatch.setattr(
+        "virnuc.flows.cli.run_from_terminal.start_temporary_server", refuse_to_start
+    )
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # where no server is named
-        code, printed, said = inside(capsys, *words[:-1], "--quiet")
-    assert printed.splitlines()[0].endswith("; nothing had to be computed")
-    assert (code, said) == (0, "")
+        outcome = run_inside(capsys, *words[:-1], "--quiet")
+    assert outcome.out.splitlines()[0].endswith("; nothing had to be computed")
+    assert (outcome.code, outcome.err) == (0, "")
 
 
 def test_debug_shows_the_traceback(
@@ -203,10 +214,10 @@ def test_debug_shows_the_traceback(
         models,
         "--debug",
     )
-    code, _, err = inside(capsys, *words)
-    assert code == 2
-    assert "Traceback" in err
-    assert "InputError" in err
+    outcome = run_inside(capsys, *words)
+    assert outcome.code == 2
+    assert "Traceback" in outcome.err
+    assert "InputError" in outcome.err
 
 
 @pytest.mark.slow
@@ -235,15 +246,15 @@ def test_a_failed_criterion_is_5_and_the_report_is_printed(
         "-o",
         out,
     )
-    code, printed, said = inside(capsys, "validate", *words)
-    assert code == 5, said
-    assert "OVERALL: 0 of 1 asked criteria met" in printed
-    assert "not met: Time on one device" in printed
-    assert inside(capsys, "verify", out)[0] == 0
-    changed = json.loads((out / "report" / "report.json").read_text())
-    changed["run"]["total_s"] = 0.0005
-    (out / "report" / "report.json").write_text(json.dumps(changed))
-    assert inside(capsys, "verify", out)[0] == 1
+    outcome = run_inside(capsys, "validate", *words)
+    assert outcome.code == 5, outcome.err
+    assert "OVERALL: 0 of 1 asked criteria met" in outcome.out
+    assert "not met: Time on one device" in outcome.out
+    assert run_inside(capsys, "verify", out).code == 0
+    report = json.loads((out / "report" / "report.json").read_text())
+    report["run"]["total_s"] = 0.0005
+    (out / "report" / "report.json").write_text(json.dumps(report))
+    assert run_inside(capsys, "verify", out).code == 1
 
     words = (sys.executable, "-m", "virnuc.flows.cli", "report", str(out), "--serve")
     with subprocess.Popen(
@@ -264,47 +275,62 @@ def test_compare_tells_agreement_by_its_exit_code(
     header = "Sequence_ID\tPrediction\tscore1\tscore2\n"
     a = reads_file(tmp_path, "a.txt", f"{header}r_chunk_1F1\tvirus\t0.1\t0.9\n".encode())
     b = reads_file(tmp_path, "b.txt", f"{header}r_chunk_1F1\tothers\t0.9\t0.1\n".encode())
-    assert inside(capsys, "compare", a, a)[0] == 0
-    assert inside(capsys, "compare", a, b)[0] == 5
-    found = json.loads(inside(capsys, "compare", a, b, "--json", "--mode", "frame")[1])
-    assert found["frames"]["agreement"] == 0
-    assert inside(capsys, "compare", a, tmp_path / "absent")[0] == 2
+    assert run_inside(capsys, "compare", a, a).code == 0
+    assert run_inside(capsys, "compare", a, b).code == 5
+    comparison = json.loads(run_inside(capsys, "compare", a, b, "--json", "--mode", "frame").out)
+    assert comparison["frames"]["agreement"] == 0
+    assert run_inside(capsys, "compare", a, tmp_path / "absent").code == 2
 
 
-def test_models_simulate_devices_and_profiles(
+def test_random_models_are_not_written_over_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert inside(capsys, "models", "init-random", tmp_path / "m", "--seed", "3")[0] == 0
-    assert (
-        inside(capsys, "models", "init-random", tmp_path / "m")[0] == 3
-    )  # there is a model already
-    assert inside(capsys, "simulate", tmp_path / "r.fastq.gz", "--reads", "tiny")[0] == 0
+    words = ("models", "init-random", tmp_path / "m")
+    assert run_inside(capsys, *words, "--seed", "3").code == 0
+    assert run_inside(capsys, *words).code == 3
+
+
+def test_simulate_writes_the_asked_number_of_reads_and_the_truth_of_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_inside(capsys, "simulate", tmp_path / "r.fastq.gz", "--reads", "tiny").code == 0
     with gzip.open(tmp_path / "r.fastq.gz", "rt") as handle:
-        assert sum(1 for _ in handle) == 40
-    assert "1,000 reads" in inside(capsys, "simulate", tmp_path / "usual.fasta")[1]
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("r.*")}
-    code, _, err = inside(
-        capsys, "simulate", tmp_path / "r.fasta"
-    )  # beside which others of the name lie
-    assert code == 2
-    assert (
-        f"{tmp_path / 'r.truth.tsv'}, {tmp_path / 'r.genomes.fasta.gz'} would be overwritten; choose"
-        in err
-    )
-    one_line(err)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("r.*")} == before
-    assert inside(capsys, "simulate", tmp_path / "r.fasta", "--reads", "20", "--force")[0] == 0
-    assert len((tmp_path / "r.truth.tsv").read_text().splitlines()) == 21
-    code, _, err = inside(capsys, "simulate", tmp_path / "r.odd")
-    assert code == 2
-    assert "r.odd" in err
-    assert (
-        "Unknown option: --bogus"
-        in inside(capsys, "simulate", tmp_path / "r.fastq", "--bogus", "3")[2]
-    )
-    assert "cpu:" in inside(capsys, "devices")[1]
-    assert "ci-smoke" in inside(capsys, "profiles")[1]
-    assert inside(capsys, "profiles", "absent")[0] == 2
+        assert len(handle.readlines()) == 4 * 10
+    assert "1,000 reads" in run_inside(capsys, "simulate", tmp_path / "usual.fasta").out
+    outcome = run_inside(capsys, "simulate", tmp_path / "r.fasta", "--reads", "20", "--force")
+    assert outcome.code == 0
+    header, *rows = (tmp_path / "r.truth.tsv").read_text().splitlines()
+    assert header.startswith("read")
+    assert len(rows) == 20
+
+
+def test_simulate_does_not_write_over_the_truth_of_other_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_inside(capsys, "simulate", tmp_path / "r.fastq.gz", "--reads", "tiny").code == 0
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("r.*")}
+    outcome = run_inside(capsys, "simulate", tmp_path / "r.fasta")
+    assert outcome.code == 2
+    overwritten = f"{tmp_path / 'r.truth.tsv'}, {tmp_path / 'r.genomes.fasta.gz'}"
+    assert f"{overwritten} would be overwritten; choose" in outcome.err
+    require_one_line(outcome.err)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("r.*")} == times
+
+
+def test_simulate_refuses_unknown_formats_and_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = run_inside(capsys, "simulate", tmp_path / "r.odd")
+    assert outcome.code == 2
+    assert "r.odd" in outcome.err
+    outcome = run_inside(capsys, "simulate", tmp_path / "r.fastq", "--bogus", "3")
+    assert "Unknown option: --bogus" in outcome.err
+
+
+def test_devices_and_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cpu:" in run_inside(capsys, "devices").out
+    assert "ci-smoke" in run_inside(capsys, "profiles").out
+    assert run_inside(capsys, "profiles", "absent").code == 2
 
 
 def test_a_run_scored_again_with_another_threshold(
@@ -318,6 +344,7 @@ def test_a_run_scored_again_with_another_threshold(
 
     out = tmp_path / "out"
     predict(reads=[str(few_reads)], out=out, models=models, devices="cpu:1")
-    code, _, err = inside(capsys, "rescore", out, "-o", tmp_path / "strict", "--threshold", "1")
-    assert code == 0, err
-    assert inside(capsys, "rescore", out, "-o", tmp_path / "strict", "--threshold", "2")[0] == 2
+    words = ("rescore", out, "-o", tmp_path / "strict", "--threshold")
+    outcome = run_inside(capsys, *words, "1")
+    assert outcome.code == 0, outcome.err
+    assert run_inside(capsys, *words, "2").code == 2

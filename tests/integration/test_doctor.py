@@ -62,17 +62,15 @@ def test_a_sound_machine_is_said_to_be(
 ) -> None:
     assert doctor(out=tmp_path, models=models, devices="cpu:1") == 0
     *lines, _, last = capsys.readouterr().out.splitlines()
-    found = {
-        name: detail
-        for verdict, _, rest in (line.partition("  ") for line in lines)
-        if verdict == "ok"
-        for name, _, detail in [rest.strip().partition(": ")]
-    }
-    assert {"file locks", "commits", "Prefect server", "weights"} <= set(found)
-    computed = next(
-        detail for name, detail in found.items() if name.startswith("compute cpu-core-")
-    )
-    assert "equals the float32 reference" in computed
+    details = {}
+    for line in lines:
+        verdict, _, check = line.partition("  ")
+        if verdict == "ok":
+            name, _, detail = check.strip().partition(": ")
+            details[name] = detail
+    assert {"file locks", "commits", "Prefect server", "weights"} <= set(details)
+    (compute,) = [name for name in details if name.startswith("compute cpu-core-")]
+    assert "equals the float32 reference" in details[compute]
     assert last.startswith("This machine is sound: 0 failed")
 
 
@@ -81,31 +79,28 @@ def test_what_is_wrong_is_named_one_line_a_check(
 ) -> None:
     with temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         assert doctor(out=tmp_path, models=tmp_path / "absent", compute=False) == 1
-    said = capsys.readouterr()
-    lines = said.out.splitlines()
-    assert any(
-        line.startswith("FAIL  Prefect server: http://127.0.0.1:9/api does not answer")
-        for line in lines
-    )
-    assert any(line.startswith("FAIL  weights: ") and "absent" in line for line in lines)
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    server, weights = [line for line in lines if line.startswith("FAIL")]
+    assert server.startswith("FAIL  Prefect server: http://127.0.0.1:9/api does not answer")
+    assert weights.startswith("FAIL  weights: ")
+    assert "absent" in weights
     assert lines[-1].startswith("This machine is not sound: 2 failed")
-    assert said.err == ""
+    assert printed.err == ""
 
 
 def test_packages_that_are_compiled_at_each_start_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def verdict(kept: Path) -> tuple[str, str]:
-        monkeypatch.setattr("torch.__spec__.cached", str(kept))
-        found = [*check_packages()][1]
-        return found.verdict, found.detail
-
-    kept = tmp_path / "torch.pyc"
-    said, how = verdict(kept)
-    assert said == "warn"
-    assert f"python -m compileall -q {Path(torch.__file__).parent.parent}" in how
-    kept.touch()
-    assert verdict(kept)[0] == "ok"
+    compiled = tmp_path / "torch.pyc"
+    monkeypatch.setattr("torch.__spec__.cached", str(compiled))
+    _, bytecode = check_packages()
+    assert bytecode.verdict == "warn"
+    folder = Path(torch.__file__).parent.parent
+    assert f"python -m compileall -q {folder}" in bytecode.detail
+    compiled.touch()
+    _, bytecode = check_packages()
+    assert bytecode.verdict == "ok"
 
 
 class Server(BaseHTTPRequestHandler):
@@ -114,21 +109,20 @@ class Server(BaseHTTPRequestHandler):
     secret = ""
 
     def do_GET(self) -> None:
-        told = base64.b64decode(
-            self.headers.get("Authorization", "").removeprefix("Basic ")
-        ).decode()
-        self.send_response(200 if told == self.secret or not self.secret else 401)
+        authorization = self.headers.get("Authorization", "")
+        password = base64.b64decode(authorization.removeprefix("Basic ")).decode()
+        is_accepted = not self.secret or password == self.secret
+        self.send_response(200 if is_accepted else 401)
         self.end_headers()
         self.wfile.write(json.dumps(metadata.version("prefect")).encode())
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.answer(self.runs if "flow_runs" in asked else self.deployed)
-
-    def answer(self, told: Any) -> None:
+        n_bytes = int(self.headers["Content-Length"])
+        request = json.loads(self.rfile.read(n_bytes))
+        answer = self.runs if "flow_runs" in request else self.deployed
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps(told).encode())
+        self.wfile.write(json.dumps(answer).encode())
 
     deployed: ClassVar[list[dict[str, Any]]] = []
     runs = 0  # planned, and late
@@ -138,9 +132,9 @@ class Server(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def a_server(bound: str = "127.0.0.1", **kind: Any) -> Iterator[str]:
-    """The address of a server that answers so."""
-    with HTTPServer((bound, 0), type("Kind", (Server,), kind)) as server:
+def serve(host: str = "127.0.0.1", **attributes: Any) -> Iterator[str]:
+    """Yield the address of a `Server` with these attributes."""
+    with HTTPServer((host, 0), type("Handler", (Server,), attributes)) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/api"
@@ -149,7 +143,7 @@ def a_server(bound: str = "127.0.0.1", **kind: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("active", "runs", "verdict", "said"),
+    ("active", "runs", "verdict", "detail"),
     [
         (True, 0, "fail", "no run of nightly is planned"),
         (True, 3, "warn", "3 runs are late"),
@@ -157,48 +151,60 @@ def a_server(bound: str = "127.0.0.1", **kind: Any) -> Iterator[str]:
     ],
 )
 def test_a_scheduler_that_plans_nothing_fails_and_late_runs_are_a_warning(
-    active: bool, runs: int, verdict: str, said: str
+    active: bool, runs: int, verdict: str, detail: str
 ) -> None:
     nightly = {"id": "1", "name": "nightly", "paused": False, "schedules": [{"active": active}]}
     with (
-        a_server(deployed=[nightly], runs=runs) as address,
+        serve(deployed=[nightly], runs=runs) as address,
         httpx.Client(base_url=address) as client,
     ):
-        found = check_scheduler(client)
-    assert (found.verdict, said in found.detail) == (verdict, True)
+        check = check_scheduler(client)
+    assert check.verdict == verdict
+    assert detail in check.detail
 
 
 @pytest.mark.parametrize(
-    ("bound", "secret", "own", "roots", "said"),
+    ("host", "secret", "own_secret", "roots", "verdict", "detail"),
     [
-        ("0.0.0.0", "", None, "/srv", "anybody who reaches 0.0.0.0 port"),
-        ("127.0.0.1", "", None, "/srv", "open to this machine only, no password"),
-        ("0.0.0.0", "a:b", "a:b", "/srv", "open to this machine only, a password"),
-        ("127.0.0.1", "", None, "", "set VIRNUC_ROOTS"),
-        ("127.0.0.1", "a:b", "a:c", "/srv", "wants another PREFECT_API_AUTH_STRING"),
+        ("0.0.0.0", "", None, "/srv", "warn", "anybody who reaches 0.0.0.0 port"),
+        ("127.0.0.1", "", None, "/srv", "ok", "open to this machine only, no password"),
+        ("0.0.0.0", "a:b", "a:b", "/srv", "ok", "open to this machine only, a password"),
+        ("127.0.0.1", "", None, "", "warn", "set VIRNUC_ROOTS"),
+        ("127.0.0.1", "a:b", "a:c", "/srv", "fail", "wants another PREFECT_API_AUTH_STRING"),
     ],
 )
-def test_an_open_door_is_a_warning(
-    bound: str, secret: str, own: str | None, roots: str, said: str, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_others_can_use_is_a_warning(
+    host: str,
+    secret: str,
+    own_secret: str | None,
+    roots: str,
+    verdict: str,
+    detail: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VIRNUC_ROOTS", roots)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with (
-        a_server(bound, secret=secret) as address,
-        temporary_settings(updates={PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: own}),
+        serve(host, secret=secret) as address,
+        temporary_settings(updates={PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: own_secret}),
     ):
-        *_, found = run_checks({"Prefect server": check_prefect_server()})
-    assert said in found.detail
-    assert found.verdict == {"run": "warn", "any": "warn", "ope": "ok"}.get(
-        found.detail[:3], "fail"
-    )
-    if own == secret:
-        monkeypatch.setattr("os.geteuid", lambda: 0)
-        root = check_access(httpx.URL("http://127.0.0.1:9/api"), answers_anybody=False)
-        far = check_access(httpx.URL("http://10.0.0.1:4200/api"), answers_anybody=True)
-        assert "run as root" in root.detail
-        assert "10.0.0.1 port 4200" in far.detail
-        assert "TLS" in far.detail
+        *_, access = run_checks({"Prefect server": check_prefect_server()})
+    assert access.verdict == verdict
+    assert detail in access.detail
+
+
+def test_workers_that_run_as_root_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    check = check_access(httpx.URL("http://127.0.0.1:9/api"), answers_anybody=False)
+    assert check.verdict == "warn"
+    assert "run as root" in check.detail
+
+
+def test_a_server_on_another_machine_without_password_and_encryption_is_a_warning() -> None:
+    check = check_access(httpx.URL("http://10.0.0.1:4200/api"), answers_anybody=True)
+    assert check.verdict == "warn"
+    assert "10.0.0.1 port 4200" in check.detail
+    assert "TLS" in check.detail
 
 
 GPU = Gpu("GPU-of-no-run", "a GPU")
@@ -236,9 +242,9 @@ def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=GIB // 2))
     assert next(check_disk(tmp_path)).verdict == "fail"
-    [found] = run_checks({"file locks": check_file_system(Path("/proc/nowhere"))})
-    assert (found.name, found.verdict) == ("file locks", "fail")
-    assert "/proc" in found.detail
+    [check] = run_checks({"file locks": check_file_system(Path("/proc/nowhere"))})
+    assert (check.name, check.verdict) == ("file locks", "fail")
+    assert "/proc" in check.detail
 
 
 def test_locks_that_do_not_exclude_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -248,21 +254,30 @@ def test_locks_that_do_not_exclude_fail(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (locks.verdict, commits.verdict) == ("fail", "ok")
 
 
-def test_a_device_that_computes_something_else_fails() -> None:
-    reference = np.array([[0.25, 0.75], [0.5, 0.5]], dtype=np.float32)
-    assert check_scores(CORE, reference, reference.copy()).verdict == "ok"
-    assert "bit for bit" in check_scores(CORE, reference, reference.copy()).detail
-    near, far, lost = reference + 1e-6, reference + 1e-3, np.full_like(reference, np.nan)
-    assert check_scores(CORE, reference, near.astype(np.float32)).verdict == "ok"
-    assert check_scores(CORE, reference, far.astype(np.float32)).verdict == "fail"
-    assert check_scores(CORE, reference, lost).verdict == "fail"
-    assert [f.verdict for f in check_agreement({CORE: reference, OTHER: far})] == ["fail"]
-    assert [f.verdict for f in check_agreement({CORE: reference, OTHER: reference})] == ["ok"]
-    assert list(check_agreement({CORE: reference})) == []
+REFERENCE = np.array([[0.25, 0.75], [0.5, 0.5]], dtype=np.float32)
 
 
 @pytest.mark.parametrize(
-    ("starts", "missing", "said"),
+    ("error", "verdict"), [(0.0, "ok"), (1e-6, "ok"), (1e-3, "fail"), (np.nan, "fail")]
+)
+def test_a_device_that_computes_other_scores_fails(error: float, verdict: str) -> None:
+    scores = (REFERENCE + error).astype(np.float32)
+    check = check_scores(CORE, REFERENCE, scores)
+    assert check.verdict == verdict
+    assert ("bit for bit" in check.detail) is (error == 0.0)
+
+
+def test_devices_of_one_model_must_give_equal_bytes() -> None:
+    other_scores = REFERENCE + np.float32(1e-3)
+    [check] = check_agreement({CORE: REFERENCE, OTHER: other_scores})
+    assert check.verdict == "fail"
+    [check] = check_agreement({CORE: REFERENCE, OTHER: REFERENCE})
+    assert check.verdict == "ok"
+    assert list(check_agreement({CORE: REFERENCE})) == []
+
+
+@pytest.mark.parametrize(
+    ("cuda_starts", "triton_problem", "expected"),
     [
         (True, "", [("ok", "driver"), ("ok", "kernels"), ("ok", "cuda:0")]),
         (
@@ -274,18 +289,19 @@ def test_a_device_that_computes_something_else_fails() -> None:
     ],
 )
 def test_a_gpu_on_which_our_kernels_cannot_run_is_not_sound(
-    starts: bool, missing: str, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    cuda_starts: bool,
+    triton_problem: str,
+    expected: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What stops the driver is told once, and no compiler is blamed for it."""
+    """What stops the driver is reported once, and no compiler is blamed for it."""
     library = FakeGpus([GPU], occupancies={GPU.uuid: occupancy(79)})
     monkeypatch.setattr(gpus, "NVML", library)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: starts)
-    monkeypatch.setattr(doctor_checks, "triton_problem", lambda: missing)
-    found = [*check_driver_and_gpus()]
-    assert "driver 570.86.15, which knows CUDA up to 12.8" in found[0].detail
-    assert [(check.verdict, check.name) for check in found] == said
-    assert (
-        not missing
-        or not starts
-        or "they need Triton, which cannot start (no gcc)" in found[1].detail
-    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda_starts)
+    monkeypatch.setattr(doctor_checks, "triton_problem", lambda: triton_problem)
+    checks = list(check_driver_and_gpus())
+    assert "driver 570.86.15, which knows CUDA up to 12.8" in checks[0].detail
+    assert [(check.verdict, check.name) for check in checks] == expected
+    for check in checks:
+        if check.verdict == "fail" and check.name == "kernels":
+            assert check.detail == f"they need Triton, {triton_problem}"

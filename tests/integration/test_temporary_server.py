@@ -40,6 +40,7 @@ pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
 OUTSIDER = Path(__file__).with_name("outsider.py")
 TOKEN = "0nly-for-this-test-0123456789abcdefghijklmn"
 SECRET = f"virnuc:{TOKEN}"
+PAGES = ("/", "/docs", "/openapi.json", "/ui-settings", "/api/health", "/api/ready", "/api/docs")
 TEAM = "team:words"  # of another server; the user has set it for good
 # the command, with a secret that the test knows
 KNOWN_SECRET = f"""
@@ -68,23 +69,17 @@ def server_routes() -> list[tuple[str, str]]:
     from prefect.server.api.server import create_app
 
     schema = create_app(ephemeral=True).openapi()
-    routes = [
-        (method.upper(), f"/api{path}".replace("/api/api/", "/api/"))
-        for path, methods in schema["paths"].items()
-        for method in methods
-    ]
+    routes = []
+    for path, methods in schema["paths"].items():
+        full_path = f"/api{path}".replace("/api/api/", "/api/")
+        concrete_path = full_path.replace("{", "").replace("}", "")
+        for method in methods:
+            routes.append((method.upper(), concrete_path))
     assert len(routes) > 150, "Prefect's routes were not found"
-    named = [(method, path.replace("{", "").replace("}", "")) for method, path in routes]
-    pages = [
-        "/",
-        "/docs",
-        "/openapi.json",
-        "/ui-settings",
-        "/api/health",
-        "/api/ready",
-        "/api/docs",
-    ]
-    return [*named, *(("GET", page) for page in pages), ("OPTIONS", "/api/flow_runs/filter")]
+    for page in PAGES:
+        routes.append(("GET", page))
+    routes.append(("OPTIONS", "/api/flow_runs/filter"))
+    return routes
 
 
 def outsiders_answers(port: int) -> dict[str, tuple[int, bool]]:
@@ -106,22 +101,28 @@ def outsiders_answers(port: int) -> dict[str, tuple[int, bool]]:
 
 
 def leaks_of_secret(*folders: Path) -> list[str]:
-    """Files of the folders, and command lines and environments of all processes, that show the secret."""
-    forms = [TOKEN.encode(), base64.b64encode(SECRET.encode())]
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    processes = [
-        path for name in ("cmdline", "environ") for path in Path("/proc").glob(f"[0-9]*/{name}")
-    ]
-    found = []
-    for path in [*files, *processes]:
+    """Return the files of the folders, and the processes, that show the secret.
+
+    Of processes, the command lines and the environments are read.
+    """
+    paths = []
+    for folder in folders:
+        paths += [path for path in folder.rglob("*") if path.is_file()]
+    for name in ("cmdline", "environ"):
+        paths += Path("/proc").glob(f"[0-9]*/{name}")
+    secret_forms = [TOKEN.encode(), base64.b64encode(SECRET.encode())]
+    leaking = []
+    for path in paths:
         try:
             content = path.read_bytes()
         except OSError:  # a process that is gone
             continue
         # the command under test has the token in its program, which makes it known to this test
-        if KNOWN_SECRET.encode() not in content and any(form in content for form in forms):
-            found.append(str(path))
-    return found
+        is_this_test = KNOWN_SECRET.encode() in content
+        shows_secret = any(form in content for form in secret_forms)
+        if shows_secret and not is_this_test:
+            leaking.append(str(path))
+    return leaking
 
 
 @pytest.fixture(scope="module")
