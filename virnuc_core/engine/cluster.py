@@ -292,6 +292,9 @@ class Cluster(AbstractContextManager["Cluster"]):
     async def _prepare(self, node: RemoteNode) -> None:
         """Check a node's devices and files, and give it devices, once their kind is decided.
 
+        Files are sent to a node that shares no file system with us; the models may also be copied
+        to its own disk.
+
         Raises:
             DeviceError: The node cannot be used.
             WeightsError: It holds other models than this machine.
@@ -415,6 +418,7 @@ class ClusterWorkers(LocalWorkers):
         self._known: set[RemoteNode] = set()
 
     def _own_devices(self, node: RemoteNode) -> list[Device]:
+        """Return the devices of a node that are for these workers."""
         if self._devices is None:
             return list(node.devices)
         return [device for device in node.devices if device in self._devices]
@@ -431,6 +435,7 @@ class ClusterWorkers(LocalWorkers):
         return [device for node in nodes for device in self._own_devices(node)]
 
     def _make(self, spec: WorkerSpec) -> Child:
+        """Start a worker process on the node that has the device, or report it as lost."""
         child = RemoteChild(spec, self._inbox, self._cluster.loop)
         nodes = [node for node in self._cluster.used if spec.device in node.devices]
         if nodes:

@@ -129,16 +129,16 @@ def tokenise(source: Source, span: Slice) -> dict[EncoderName, TokenRows]:
     return token_rows
 
 
-def slices(kept: Ints) -> list[Slice]:
+def slices(positions: Ints) -> list[Slice]:
     """Cut sorted positions into runs of consecutive ones, none longer than `SLICE_ROWS`.
 
     Returns:
         The first position of each run, and one past its last.
     """
-    starts_run = np.diff(kept) != 1
-    starts_slice = kept[1:] % SLICE_ROWS == 0
+    starts_run = np.diff(positions) != 1
+    starts_slice = positions[1:] % SLICE_ROWS == 0
     cuts = np.flatnonzero(starts_run | starts_slice) + 1
-    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(kept, cuts) if len(run)]
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(positions, cuts) if len(run)]
 
 
 def join(parts: Sequence[TokenRows]) -> TokenRows:

@@ -113,6 +113,7 @@ class Node:
         threading.Thread(target=self._end).start()
 
     def _end(self) -> None:
+        """End the worker processes, and remove the folder."""
         self._workers.__exit__()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -252,6 +253,7 @@ class Node:
         await loop.run_in_executor(self._starter, self._follow, Orders.model_validate_json(orders))
 
     def _follow(self, orders: Orders) -> None:
+        """Start, end, or send a message to worker processes, as the orders say."""
         for order in orders.lines:
             message = Message.of(order.line)
             if isinstance(message, WorkerSpec):
@@ -314,6 +316,7 @@ class Node:
         )
 
     def _number_of(self, child: Child) -> int:
+        """Return the number by which the submitting side knows a worker process."""
         # A copy, because another thread adds to it.
         numbers = [number for number, own in self._children.copy().items() if own is child]
         return numbers[0]

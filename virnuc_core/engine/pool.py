@@ -201,6 +201,7 @@ class Pool(AbstractContextManager["Pool"]):
         return job
 
     def _work(self) -> None:
+        """Run the pool's thread: compute jobs until the pool is closed, then end what is left."""
         while not self._closed:
             try:
                 self._step()
@@ -294,6 +295,7 @@ class Pool(AbstractContextManager["Pool"]):
         return not any(self._is_suspect(task) for task in (self._todo[0], *slot.tasks))
 
     def _is_suspect(self, task: ShardTask) -> bool:
+        """Return whether workers have died at this shard."""
         return task.probe or self._jobs[task.run].deaths_at_shard[task.shard] > 0
 
     def _send_next(self, slot: WorkerSlot) -> None:
@@ -340,6 +342,11 @@ class Pool(AbstractContextManager["Pool"]):
     def _handle_message(
         self, slot: WorkerSlot, worker: process.Child, message: process.Message
     ) -> None:
+        """Handle one message of a worker.
+
+        Raises:
+            VirnucError: An error that no other worker would avoid; it ends the job, or all jobs.
+        """
         match message:
             case process.Ready():
                 self._handle_ready(slot, worker, message)
@@ -519,6 +526,7 @@ class Pool(AbstractContextManager["Pool"]):
             job.completion.set_exception(error)
 
     def _end_workers(self) -> None:
+        """End all workers, whatever they hold."""
         workers = [slot.worker for slot in self._slots if slot.worker is not None]
         for worker in workers:
             worker.send(process.Closed())

@@ -179,6 +179,7 @@ class Child:
             self._stdin.flush()
 
     def _read_messages(self) -> None:
+        """Pass its messages on, in a thread, until its output ends."""
         try:
             with contextlib.suppress(ValueError, OSError), self._stdout:
                 for line in self._stdout:
@@ -204,6 +205,7 @@ class Child:
         self._inbox.put((self, message))
 
     def _read_errors(self) -> None:
+        """Note what it writes to standard error, in a thread, until that ends."""
         with contextlib.suppress(ValueError, OSError), self._stderr:
             # The empty line at the end writes what was kept for a log that came later.
             for line in itertools.chain(self._stderr, [""]):
@@ -248,6 +250,7 @@ class Child:
         return status
 
     def _forget(self) -> None:
+        """Take it off the list of workers that `end_all_children` ends."""
         _children.discard(self)
 
 
@@ -323,6 +326,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         return child
 
     def _make(self, spec: WorkerSpec) -> Child:
+        """Start a process. A cluster starts it on a node."""
         return Child(self.module, spec, self._inbox)
 
     def new_devices(self, n_waiting: int) -> Iterable[Device]:

@@ -500,11 +500,13 @@ class Worker:
         raise RuntimeError(f"{models} has other models now")
 
     def _answer(self, computed: Computed) -> None:
+        """Report to the parent that the oldest task is done."""
         self._held.popleft()
         self._parent.send(computed)
 
 
 def _source_of(task: ShardTask, models: str | Path) -> Source:
+    """Return where the sequences of a task come from."""
     return Source(Path(task.store), task.reads, Path(models))
 
 
