@@ -15,6 +15,7 @@ import contextlib
 import gc
 import itertools
 import json
+import math
 import shlex
 import sys
 import time
@@ -89,27 +90,35 @@ def sustain(step: Callable[[], object], seconds: float, device: torch.device) ->
 def batch_of(
     name: Name, vocab: int, length: int, slots: int, capacity: int, device: torch.device
 ) -> PackedBatch:
-    """Rows of `length` tokens filling the slots as far as they go."""
+    """Make a batch of random rows of `length` tokens, as many as fit."""
     rows = max(1, min(slots // length, capacity))
     generator = torch.Generator().manual_seed(length)
-    first, last = (4, 24) if name == "esm2" else (5, vocab)
-    tokens = torch.randint(first, last, (slots,), generator=generator)
-    begin = torch.arange(rows) * length
-    tokens[begin], tokens[begin + length - 1] = (0, 2) if name == "esm2" else (1, 2)
-    tokens[rows * length :] = PAD[name]
-    bounds = torch.full((capacity + 1,), rows * length, dtype=torch.int32)
-    bounds[: rows + 1] = torch.arange(rows + 1) * length
-    longest = max(64, 1 << (length - 1).bit_length())
-    return PackedBatch(tokens, bounds, rows, longest, rows * length).to(device)
+    if name == "esm2":
+        first_id, end_id, begin_token, end_token = 4, 24, 0, 2
+    else:
+        first_id, end_id, begin_token, end_token = 5, vocab, 1, 2
+    tokens = torch.randint(first_id, end_id, (slots,), generator=generator)
+    starts = torch.arange(rows) * length
+    tokens[starts] = begin_token
+    tokens[starts + length - 1] = end_token
+    n_real = rows * length
+    tokens[n_real:] = PAD[name]
+    cu_seqlens = torch.full((capacity + 1,), n_real, dtype=torch.int32)
+    cu_seqlens[: rows + 1] = torch.arange(rows + 1) * length
+    max_seqlen = max(64, 1 << (length - 1).bit_length())
+    return PackedBatch(tokens, cu_seqlens, rows, max_seqlen, n_real).to(device)
 
 
 def mixed_batch(name: Name, vocab: int, device: torch.device) -> PackedBatch:
-    """128 rows of 8 to 168 tokens, for the cosines."""
-    lengths = torch.randint(8, 169, (128,), generator=torch.Generator().manual_seed(1))
+    """Make a batch of 128 rows of 8 to 168 tokens, for the cosines."""
+    rows = 128
+    lengths = torch.randint(8, 169, (rows,), generator=torch.Generator().manual_seed(1))
     ends = lengths.cumsum(0)
-    flat = batch_of(name, vocab, 8, -(-int(ends[-1]) // 256) * 256, 128, torch.device("cpu"))
-    bounds = torch.cat((torch.zeros(1), ends)).to(torch.int32)
-    return PackedBatch(flat.tokens, bounds, 128, 256, int(ends[-1])).to(device)
+    n_real = int(ends[-1])
+    slots = math.ceil(n_real / 256) * 256
+    tokens = batch_of(name, vocab, 8, slots, rows, torch.device("cpu")).tokens
+    cu_seqlens = torch.cat((torch.zeros(1), ends)).to(torch.int32)
+    return PackedBatch(tokens, cu_seqlens, rows, 256, n_real).to(device)
 
 
 def build(

@@ -98,29 +98,36 @@ def check_attention(
 
 
 def check_attention_bound(device: torch.device, dtype: torch.dtype) -> None:
-    """A row's numbers depend on the power of two above the bound: neighbours and the bound itself change no bit."""
-    every = itertools.product((True, False), (100, 150, 250, 400))
-    for rotary, length in ((True, 100), (False, 260)) if INTERPRETED else every:
-        alone = attention_case(rotary, device, dtype, (length,), heads=1)
-        top = 1 << (length - 1).bit_length()
-        beside = alone.qkv.new_zeros(top + 3, alone.qkv.shape[1]).normal_()
-        both = torch.cat((beside, alone.qkv))
-        cu = torch.tensor([0, top, top + 3, top + 3 + length], dtype=torch.int32, device=device)
-        one = fused_attention(alone.qkv, alone.rows._replace(rows=1))[:length]
-        beside_others = alone.rows._replace(cu_seqlens=cu, rows=3, max_seqlen=top)
-        other = fused_attention(both, beside_others)[top + 3 : top + 3 + length]
-        assert torch.equal(one, other), (rotary, length)
+    """Neighbours, and the bound below its power of two, change no bit of a row's attention."""
+    cases = list(itertools.product((True, False), (100, 150, 250, 400)))
+    if INTERPRETED:  # which is slow
+        cases = [(True, 100), (False, 260)]
+    for rotary, length in cases:
+        case = attention_case(rotary, device, dtype, (length,), heads=1)
+        alone = fused_attention(case.qkv, case.rows._replace(rows=1))[:length]
+        power_of_two = 1 << (length - 1).bit_length()
+        start = power_of_two + 3  # behind two other rows
+        others = case.qkv.new_zeros(start, case.qkv.shape[1]).normal_()
+        bounds = [0, power_of_two, start, start + length]
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+        layout = case.rows._replace(cu_seqlens=cu_seqlens, rows=3, max_seqlen=power_of_two)
+        in_company = fused_attention(torch.cat((others, case.qkv)), layout)
+        assert torch.equal(alone, in_company[start : start + length]), (rotary, length)
 
 
 def check_norm(device: torch.device, dtype: torch.dtype) -> None:
     """Layer norm alone, and with biases left out of the stream."""
     torch.manual_seed(4)
-    x, shift = torch.randn(9, 160).to(device, dtype), torch.randn(160).to(device)
-    affine = torch.randn(160).to(device, dtype), torch.randn(160).to(device, dtype)
-    wide = affine[0].float(), affine[1].float()
-    close(kernels.norm(x, affine, 1e-5), F.layer_norm(x.float(), (160,), *wide, 1e-5), dtype)
-    expected = F.layer_norm(x.float() + shift, (160,), *wide, 1e-5)
-    close(kernels.norm(x, affine, 1e-5, shift), expected, dtype)
+    width, eps = 160, 1e-5
+    x = torch.randn(9, width).to(device, dtype)
+    shift = torch.randn(width).to(device)
+    weight, bias = torch.randn(width).to(device, dtype), torch.randn(width).to(device, dtype)
+
+    def expected(wide_x: Tensor) -> Tensor:
+        return F.layer_norm(wide_x, (width,), weight.float(), bias.float(), eps)
+
+    close(kernels.norm(x, (weight, bias), eps), expected(x.float()), dtype)
+    close(kernels.norm(x, (weight, bias), eps, shift), expected(x.float() + shift), dtype)
 
 
 def check_int8(device: torch.device, dtype: torch.dtype) -> None:
@@ -164,9 +171,9 @@ def check_gated_unit(device: torch.device, dtype: torch.dtype) -> None:
     for m, n, k in ((200, 256, 64), (130, 128, 200)):
         x = torch.randn(m, k).to(device, dtype)
         weight = torch.randn(2 * n, k).to(device, dtype) / 8
-        both = x.float() @ weight.float().T
-        got = kernels.gated_unit(x, kernels.interleave(weight))
-        close(got, F.gelu(both[:, :n]) * both[:, n:], dtype)
+        activated, gate = (x.float() @ weight.float().T).split(n, dim=1)
+        unit = kernels.gated_unit(x, kernels.interleave(weight))
+        close(unit, F.gelu(activated) * gate, dtype)
 
 
 def check_span_means(device: torch.device, dtype: torch.dtype) -> None:
@@ -183,14 +190,20 @@ def check_span_means(device: torch.device, dtype: torch.dtype) -> None:
     assert torch.equal(alone[0], got[3])
 
 
-def seen(esm2: Esm2, batch: PackedBatch) -> Calibration:
-    """What the products of an ESM-2 by plain torch take of a batch."""
-    esm2.dense = found = CalibrationRecorder(esm2)
+def input_statistics(esm2: Esm2, batch: PackedBatch) -> Calibration:
+    """Record what the linear layers of an ESM-2 by plain torch are given for a batch."""
+    recorder = CalibrationRecorder(esm2)
+    esm2.dense = recorder
     esm2.embed(batch)
-    tensors = {name: InputStatistics(*both) for name, both in found.tensors().items()}
-    return [
-        {name: tensors[f"layers.{i}.{name}"] for name in PRODUCTS} for i in range(len(esm2.layers))
-    ]
+    tensors = recorder.tensors()
+    layers = []
+    for i in range(len(esm2.layers)):
+        statistics = {}
+        for name in PRODUCTS:
+            largest, mean = tensors[f"layers.{i}.{name}"]
+            statistics[name] = InputStatistics(largest, mean)
+        layers.append(statistics)
+    return layers
 
 
 def check_stack(device: torch.device, dtype: torch.dtype) -> None:
@@ -220,8 +233,10 @@ def check_stack(device: torch.device, dtype: torch.dtype) -> None:
         )
     if precision == "fp16":
         reading: Any = functools.partial(random_tensor, shape)
-        found = seen(Esm2(shape, reading, device, precision="fp32", attention="reference"), batch)
-        way: Any = {"precision": "int8", "calibration": found}
+        calibration = input_statistics(
+            Esm2(shape, reading, device, precision="fp32", attention="reference"), batch
+        )
+        way: Any = {"precision": "int8", "calibration": calibration}
         got, expected = (
             Esm2(shape, reading, device, attention=attention, **way).embed(batch)
             for attention in ("fused", "reference")

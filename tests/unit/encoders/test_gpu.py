@@ -68,13 +68,13 @@ def esm2(shape: Esm2Shape, precision: Resolved, way: BackendName) -> Esm2:
 
 def _made(shape: Esm2Shape, precision: Resolved, way: BackendName) -> Esm2:
     """With random weights; int8 as a batch of rows told."""
-    from .kernel_checks import seen
+    from .kernel_checks import input_statistics
 
     read = partial(random_tensor, shape)
     found = None
     if precision == "int8":
         half = Esm2(shape, read, GPU, precision="fp16", attention="reference")
-        found = seen(half, protein_batch(list(range(48))))
+        found = input_statistics(half, protein_batch(list(range(48))))
     return Esm2(shape, read, GPU, precision=precision, attention=way, calibration=found)
 
 
