@@ -17,6 +17,7 @@ from virnuc.flows.exit_deadline import exit_deadline
 from virnuc.flows.own_outcome import current_outcome
 from virnuc.flows.parameters import build, require_within_roots, with_flow_signature
 from virnuc.flows.settings.shared import FlowSettings
+from virnuc.flows.strict_parameters import refuse_unknown_parameters
 from virnuc.tasks.server_connection import connection, route_through_connection
 from virnuc.tasks.task import core_logs
 from virnuc_core.config import INPUT_FIELDS
@@ -42,6 +43,7 @@ def with_parameters(
     Args:
         model: The settings model.
     """
+    refuse_unknown_parameters()
 
     def decorate(function: Callable[[Settings], State[T]]) -> Callable[..., State[T]]:
         def called(**values: Any) -> State[T]:

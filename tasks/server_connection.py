@@ -1,8 +1,8 @@
-"""The line to the Prefect server, which shows what a run does: no run waits for it long or fails because of it.
+"""The connection to the Prefect server, which shows what a run does. No run waits for it long or fails with it.
 
-A request is given a few seconds; after one that was not answered others are not sent for a while; a state which a run
-proposes in vain is taken as accepted. What could not be reported is said in the log. Runs wait for one another's
-devices there; the lock of the operating system, taken by the worker process itself, is what makes sharing impossible.
+A request is given a few seconds. After one that was not answered, others are not sent for a while. If
+the server does not accept the state that a run proposes, because it is away, the run goes on as if it
+had. What could not be reported is said in the log.
 """
 
 import contextvars
@@ -13,8 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, NoReturn, TypeVar
@@ -23,133 +24,202 @@ from uuid import uuid4
 import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import PrefectException
-from prefect.utilities import callables
 
 from virnuc.tasks.result_references import without_result_references
 
 T = TypeVar("T")
 Ask = Callable[[httpx.Request], httpx.Response]
 REQUEST_TIMEOUT_S: Final = 15.0  # for one request; a busy server has needed some seconds
-SILENT_S: Final = 30.0  # after a request that was not answered
+SILENT_S: Final = 30.0  # how long nothing is sent after a request that was not answered
+REPEAT_S: Final = 1.0  # time between two tries of one request
 REPORTING_ERRORS: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
+UNFINISHED_STATES: Final = ("PENDING", "RUNNING", "PAUSED")
+COPIED_FIELDS: Final = ("type", "name", "message", "state_details")  # of a state
 logger = logging.getLogger(__name__)
-
-
-class _NoOthers(callables.ParameterSchema):
-    """A flow's parameters, as a server holds new runs against them: names that are none of these are refused."""
-
-    additionalProperties: bool  # noqa: N815 - a word of JSON Schema
-
-    def __init__(
-        self, **schema: Any
-    ) -> None:  # what is not given is left out where a flow is deployed
-        super().__init__(**schema, additionalProperties=False)
-
-
-# there is no setting for it, and Prefect makes the schema anew wherever it deploys a flow
-callables.ParameterSchema = _NoOthers  # type: ignore[misc]
 
 
 class ServerLostError(httpx.TransportError):
     """The server did not answer in time, or is gone. Prefect's own client does not try again after it."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProposedState:
+    """The state of a flow run or task run that a request proposes to the server."""
+
+    fields: dict[str, Any]
+
+    @property
+    def type(self) -> str:
+        """The type of the state, as `COMPLETED`."""
+        return str(self.fields["type"])
+
+    @property
+    def is_end(self) -> bool:
+        """Whether the run has ended with this state."""
+        return self.type not in UNFINISHED_STATES
+
+    def accepted(self, request: httpx.Request) -> httpx.Response:
+        """Return the answer of a server that accepts the state."""
+        state = {name: self.fields.get(name) for name in COPIED_FIELDS}
+        state["id"] = str(uuid4())
+        state["timestamp"] = datetime.now(UTC).isoformat()
+        body = {"state": state, "status": "ACCEPT", "details": {"type": "accept_details"}}
+        return httpx.Response(200, json=body, request=request)
+
+
 class Connection:
-    """What this process knows of its server."""
+    """What this process knows of its server.
+
+    Attributes:
+        answered: Whether the server has ever answered.
+        lost: Whether the last request was not answered.
+        unreported: What could not be reported since the last state.
+        embedded: The process of the server, if this process started it.
+        patient_until_s: Until this moment (`time.monotonic`) the server may be away, because a
+            person is waited for.
+    """
 
     def __init__(self) -> None:
-        self.answered = self.lost = False
+        self.answered = False
+        self.lost = False
         self.unreported: list[str] = []
-        self.embedded: subprocess.Popen[Any] | None = None  # the server that this process started
+        self.embedded: subprocess.Popen[Any] | None = None
+        self.patient_until_s = 0.0
         self._silent_until_s = 0.0
-        self.patient_until_s = (
-            0.0  # while a person is waited for, a server that is away may be, too
-        )
 
     def send(self, request: httpx.Request, ask: Ask) -> httpx.Response:
-        """What the server answers to `ask`; on a state ours, when it answers nothing. Errors: `ServerLostError`."""
-        proposed = request.method == "POST" and request.url.path.endswith("/set_state")
-        state: Mapping[str, Any] | None = json.loads(request.content)["state"] if proposed else None
-        until_s = max(
-            self.patient_until_s, time.monotonic() + (REQUEST_TIMEOUT_S if state else 0.0)
-        )
-        while True:
-            try:
-                answer = self._try(
-                    request, ask, at_once=state is not None or time.monotonic() < until_s
-                )
-            except ServerLostError:
-                gone = self.embedded is not None and self.embedded.poll() is not None
-                if not gone and time.monotonic() < until_s:
-                    time.sleep(1.0)
-                    continue
-                if state is None or state["type"] == "PAUSED":  # nobody could ever end that pause
-                    raise
-                self.unreported.append(f"the state {state['name']}")
-                told = {
-                    name: state.get(name) for name in ("type", "name", "message", "state_details")
-                }
-                told |= {"id": str(uuid4()), "timestamp": datetime.now(UTC).isoformat()}
-                body = {"state": told, "status": "ACCEPT", "details": {"type": "accept_details"}}
-                answer = httpx.Response(200, json=body, request=request)
-            break
-        if state is not None and state["type"] not in ("PENDING", "RUNNING", "PAUSED"):
-            if self.unreported:
-                logger.warning(
-                    "not reported to the Prefect server: %s",
-                    ", ".join(dict.fromkeys(self.unreported)),
-                )
-                self.unreported.clear()
-            if (
-                self.lost and os.environ.get("PREFECT__FLOW_RUN_ID", "none") in request.url.path
-            ):  # a worker's child
-                self._end_soon(int(state["type"] != "COMPLETED"))
+        """Send a request to the server.
+
+        A request with a state is tried again for a while. If the server does not answer, the state
+        is taken as accepted.
+
+        Args:
+            request: The request.
+            ask: Sends it and returns the answer.
+
+        Returns:
+            The answer, or one of ours.
+
+        Raises:
+            ServerLostError: There is no answer, and the request proposes no state, or a pause:
+                nobody could ever end that.
+        """
+        state = proposed_state(request)
+        try:
+            answer = self._send_patiently(request, ask, is_state=state is not None)
+        except ServerLostError:
+            if state is None or state.type == "PAUSED":
+                raise
+            self.unreported.append(f"the state {state.fields['name']}")
+            answer = state.accepted(request)
+        if state is not None and state.is_end:
+            self._end_run(request, state)
         return answer
 
-    def _try(self, request: httpx.Request, ask: Ask, *, at_once: bool) -> httpx.Response:
-        if time.monotonic() < self._silent_until_s and not at_once:
+    def _send_patiently(
+        self, request: httpx.Request, ask: Ask, *, is_state: bool
+    ) -> httpx.Response:
+        """Try a request until it is answered, or until it is too late or the server has ended."""
+        patience_s = REQUEST_TIMEOUT_S if is_state else 0.0
+        until_s = max(self.patient_until_s, time.monotonic() + patience_s)
+        while True:
+            is_urgent = is_state or time.monotonic() < until_s
+            try:
+                return self._try(request, ask, is_urgent=is_urgent)
+            except ServerLostError:
+                if self._has_ended() or time.monotonic() >= until_s:
+                    raise
+            time.sleep(REPEAT_S)
+
+    def _try(self, request: httpx.Request, ask: Ask, *, is_urgent: bool) -> httpx.Response:
+        """Send a request once, and note whether the server answers.
+
+        Args:
+            request: The request.
+            ask: Sends it and returns the answer.
+            is_urgent: Send it also shortly after a request that was not answered.
+
+        Raises:
+            ServerLostError: There is no answer, or the request was not sent.
+        """
+        if time.monotonic() < self._silent_until_s and not is_urgent:
             raise ServerLostError("the Prefect server did not answer before")
         request.extensions["timeout"] = httpx.Timeout(REQUEST_TIMEOUT_S).as_dict()
         try:
-            if self.embedded is not None and self.embedded.poll() is not None:
+            if self._has_ended():
                 # whoever has its port now is not asked
                 raise httpx.ConnectError("its process has ended")
             response = without_result_references(request, ask(request))
         except httpx.TransportError as error:
-            self._silent_until_s = time.monotonic() + SILENT_S
-            if self.answered and not self.lost:
-                reason = type(error).__name__
-                logger.warning(
-                    "the Prefect server does not answer (%s); the run goes on without it", reason
-                )
-            self.lost = True
+            self._note_loss(error)
             raise ServerLostError(str(error)) from error
         if self.lost:
             logger.warning("the Prefect server answers again")
-        self.answered, self.lost, self._silent_until_s = True, False, 0.0
+        self.answered = True
+        self.lost = False
+        self._silent_until_s = 0.0
         return response
 
+    def _has_ended(self) -> bool:
+        """Tell if the server was started by this process and has ended."""
+        return self.embedded is not None and self.embedded.poll() is not None
+
+    def _note_loss(self, error: httpx.TransportError) -> None:
+        """Note that a request was not answered. The first time it is said in the log."""
+        self._silent_until_s = time.monotonic() + SILENT_S
+        if self.answered and not self.lost:
+            logger.warning(
+                "the Prefect server does not answer (%s); the run goes on without it",
+                type(error).__name__,
+            )
+        self.lost = True
+
+    def _end_run(self, request: httpx.Request, state: ProposedState) -> None:
+        """Say what could not be reported of a run that has ended.
+
+        A worker's child process is ended if the server is lost, because threads of Prefect would
+        wait for it.
+        """
+        if self.unreported:
+            items = ", ".join(dict.fromkeys(self.unreported))
+            logger.warning("not reported to the Prefect server: %s", items)
+            self.unreported.clear()
+        run_of_workers_child = os.environ.get("PREFECT__FLOW_RUN_ID", "none")
+        if self.lost and run_of_workers_child in request.url.path:
+            exit_code = 0 if state.type == "COMPLETED" else 1
+            self._exit_soon(exit_code)
+
     @contextmanager
-    def reporting(self, what: str) -> Iterator[None]:
-        """Around a report to the server: one that cannot be given is remembered, and the run goes on."""
+    def reporting(self, subject: str) -> Iterator[None]:
+        """Remember a report to the server that fails in the body, and go on.
+
+        Args:
+            subject: What is reported.
+        """
         try:
             yield
         except REPORTING_ERRORS as error:
-            logger.debug("%s: not reported: %s", what, error)
-            self.unreported.append(what)
+            logger.debug("%s: not reported: %s", subject, error)
+            self.unreported.append(subject)
 
     def leave(self, code: int) -> None:
-        """See to it that this process ends now, or soon: threads of Prefect would wait for a lost server for ever."""
-        if self.lost:
-            self._end(code)
-        self._end_soon(code)
+        """End this process now or soon: threads of Prefect would wait for a lost server for ever.
 
-    def _end_soon(self, code: int) -> None:
-        timer = threading.Timer(REQUEST_TIMEOUT_S, self._end, (code,))
+        Args:
+            code: The exit code.
+        """
+        if self.lost:
+            self._exit(code)
+        self._exit_soon(code)
+
+    def _exit_soon(self, code: int) -> None:
+        """End this process after the time for one request, unless it ends by itself."""
+        timer = threading.Timer(REQUEST_TIMEOUT_S, self._exit, (code,))
         timer.daemon = True
         timer.start()
 
-    def _end(self, code: int) -> NoReturn:
+    def _exit(self, code: int) -> NoReturn:
+        """End this process, and the server that it started, without waiting for threads."""
         if self.embedded is not None:
             self.embedded.kill()
         with suppress(OSError, ValueError):
@@ -161,26 +231,46 @@ class Connection:
 connection: Final = Connection()
 
 
+def proposed_state(request: httpx.Request) -> ProposedState | None:
+    """Return the state that a request proposes for a run; None for any other request."""
+    if request.method != "POST" or not request.url.path.endswith("/set_state"):
+        return None
+    body = json.loads(request.content)
+    return ProposedState(body["state"])
+
+
 def route_through_connection(client: SyncPrefectClient) -> None:
-    """Let this client, which a flow run and all within it share, ask through `connection`."""
-    own = (
-        client._client
-    )  # Prefect knows settings for all of its clients only, made before ours are read
-    for way in filter(None, (own._transport, *own._mounts.values())):
-        if not isinstance(way.handle_request, partial):
-            way.handle_request = partial(connection.send, ask=way.handle_request)  # type: ignore[method-assign]
+    """Let the client that a flow run and all within it share send its requests by `connection`.
+
+    Prefect has settings for all of its clients only, and makes them before ours are read. So the
+    transports of the client are changed.
+    """
+    http_client = client._client
+    transports = (http_client._transport, *http_client._mounts.values())
+    for transport in transports:
+        if transport is None or isinstance(transport.handle_request, partial):
+            continue
+        routed = partial(connection.send, ask=transport.handle_request)
+        transport.handle_request = routed  # type: ignore[method-assign]
 
 
-_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("runs without Prefect", default=False)
+_runs_alone: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "runs without Prefect", default=False
+)
 
 
 def with_server() -> bool:
-    """Whether there is a Prefect server to tell."""
-    return not _alone.get()
+    """Tell if there is a Prefect server to report to."""
+    return not _runs_alone.get()
 
 
-def without_server(called: Callable[..., T], **given: Any) -> T:
-    """What `called` returns when it and the tasks in it are plain functions: nothing is recorded, nobody is asked."""
+def without_server(function: Callable[..., T], **arguments: Any) -> T:
+    """Call a function whose flows and tasks are plain functions: no server is asked or told.
+
+    Args:
+        function: The function to call.
+        arguments: Its keyword arguments.
+    """
     context = contextvars.copy_context()
-    context.run(_alone.set, True)
-    return context.run(called, **given)
+    context.run(_runs_alone.set, True)
+    return context.run(function, **arguments)
