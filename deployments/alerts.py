@@ -1,4 +1,5 @@
-"""Automations that notify people. `make alerts BLOCK=slack-webhook/oncall` creates those of `alerts.yaml`.
+"""Automations that notify people. `make alerts BLOCK=slack-webhook/oncall` creates those of
+`alerts.yaml`.
 
 An automation of the same name is replaced, so the command can be given again with another block.
 """

@@ -1,4 +1,6 @@
-"""Asking a reviewer: the flow run pauses after the report until somebody has answered, or until a time-out."""
+"""Asking a reviewer: the flow run pauses after the report until somebody has answered, or until a
+time-out.
+"""
 
 import logging
 import threading

@@ -1,7 +1,7 @@
 """The cancel button of the UI, for a flow that was started from a terminal.
 
-A worker or `serve` ends the process of a flow run that is cancelled. Nobody does that for a run from
-a terminal, so this process asks the server itself.
+A worker or `serve` ends the process of a flow run that is cancelled. Nobody does that for a run
+from a terminal, so this process asks the server itself.
 """
 
 import signal

@@ -1,4 +1,6 @@
-"""A process that is told to end has ended within ten seconds, whatever holds it up; its children die with it."""
+"""A process that is told to end has ended within ten seconds, whatever holds it up; its children
+die with it.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""The decorator below `@flow`: it turns a function of settings into a flow's function, with all that surrounds its work."""
+"""The decorator below `@flow`: it turns a function of settings into a flow's function, with all
+that surrounds its work.
+"""
 
 import logging
 import os
@@ -108,7 +110,8 @@ def _is_not_ours(record: logging.LogRecord) -> bool:
 
 
 def _without_queries(settings: Settings) -> Settings:
-    """Return the settings without the query strings of URLs, and remove them from the server's record.
+    """Return the settings without the query strings of URLs, and remove them from the server's
+    record.
 
     A query string may hold a signature. Whoever created the run at a server gave it in full; the
     full URLs stay in this process's memory.

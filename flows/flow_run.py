@@ -1,4 +1,6 @@
-"""A flow run in this process, started from a terminal: a tidy console, and errors raised to the caller."""
+"""A flow run in this process, started from a terminal: a tidy console, and errors raised to the
+caller.
+"""
 
 import logging
 from collections.abc import Callable, Mapping

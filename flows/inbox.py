@@ -30,7 +30,9 @@ SHOWN_COLUMNS = ("file", "fate", "reads", "viral", "run", "note")
 @flow(name="predict-inbox", flow_run_name=named_by("inbox", "devices"))
 @with_parameters(InboxSettings)
 def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
-    """Predicts each new file of a folder once, and writes one row for each file with its fate to inbox.tsv."""
+    """Predicts each new file of a folder once, and writes one row for each file with its fate to
+    inbox.tsv.
+    """
     preflight(settings)
     announce("inbox", settings.inbox.name)
     ledger = Ledger(settings.inbox, settings.out)

@@ -1,4 +1,6 @@
-"""The devices that a validation or a scaling curve is measured on: this machine's, or those of a cluster's nodes."""
+"""The devices that a validation or a scaling curve is measured on: this machine's, or those of a
+cluster's nodes.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ def find_machines(spec: ClassifySpec, cluster: Cluster | None) -> Machines:
 
 
 def _local_ids(spec: ClassifySpec, kind: str) -> tuple[str, ...]:
-    """Return the ids of this machine's devices of a kind; none if the named devices are not here."""
+    """Return the ids of this machine's devices of a kind; none if the named ones are not here."""
     try:
         local_devices = resolve(spec.devices)
     except DeviceError:

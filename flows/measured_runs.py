@@ -1,4 +1,6 @@
-"""The steps that a validation and a scaling curve share: runs on several numbers of devices, and their report."""
+"""The steps that a validation and a scaling curve share: runs on several numbers of devices, and
+their report.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -57,7 +59,7 @@ class MeasuredWork:
 
     @property
     def bench(self) -> Bench:
-        """The same reads and models on this machine's own devices, for what is measured here only."""
+        """The same reads and models on this machine's devices, for what is measured here only."""
         return Bench(RunDir(self.out).store, self.spec.models, self.machines.local)
 
 
@@ -70,7 +72,7 @@ class Judgement:
 
     @property
     def note(self) -> str:
-        """The words that keep readers from taking old figures for new ones; empty for new figures."""
+        """Words that keep readers from taking old figures for new ones; empty for new ones."""
         return "; nothing had to be computed" if self.reused else ""
 
 
@@ -90,7 +92,7 @@ def connected_machines(settings: MeasureSettings) -> Iterator[tuple[ClassifySpec
 
 
 def record_work(work: MeasuredWork) -> None:
-    """Write the record of the validation: settings, profile, devices and what cannot be measured."""
+    """Write the record of the validation, with what cannot be measured here."""
     remarks = []
     if not work.machines.has_local_devices:
         remarks.append(NO_LOCAL_DEVICE)

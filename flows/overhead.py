@@ -1,4 +1,6 @@
-"""The cost of commits, of the sampler and of loading the models anew, measured on a finished validation."""
+"""The cost of commits, of the sampler and of loading the models anew, measured on a finished
+validation.
+"""
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -19,9 +21,11 @@ from virnuc_core.validation import OverheadFile
 @flow(name="overhead", flow_run_name=named_by("out", "devices"))
 @with_parameters(OverheadSettings)
 def overhead(settings: OverheadSettings) -> State[OverheadFile]:
-    """Times what commits, the sampler and loading the models anew cost, over the first shards of a validation.
+    """Times what commits, the sampler and loading the models anew cost, over the first shards of a
+    validation.
 
-    Its report is then made again. What was measured before, of the same all, is measured again by `force` only.
+    Its report is then made again. What was measured before, of the same all, is measured again by
+    `force` only.
     """
     out = settings.out
     profile = settings.profile

@@ -1,4 +1,6 @@
-"""What the function of a flow returned or raised in this process, whatever a server says of the run."""
+"""What the function of a flow returned or raised in this process, whatever a server says of the
+run.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -81,8 +83,8 @@ def recorded_outcome() -> Iterator[OwnOutcome]:
 def current_outcome() -> OwnOutcome:
     """Return the outcome of the run from a terminal, or else one that nobody reads.
 
-    A served flow is pickled with the variables that its wrapper names, and a context variable cannot
-    be pickled. So the wrapper names this function.
+    A served flow is pickled with the variables that its wrapper names, and a context variable
+    cannot be pickled. So the wrapper names this function.
     """
     outcome = _outcome.get()
     if outcome is None:

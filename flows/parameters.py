@@ -1,4 +1,5 @@
-"""Settings models as parameters: of a flow, whose form the UI shows, and of the command that starts it.
+"""Settings models as parameters: of a flow, whose form the UI shows, and of the command that starts
+it.
 
 Prefect replaces a model-typed parameter as a whole when one of its fields is given, so that a
 deployment's other settings would silently fall back to the model's defaults. A flow therefore has
@@ -76,7 +77,8 @@ def require_within_roots(settings: BaseModel) -> None:
         resolved = path.resolve()
         if not any(resolved.is_relative_to(root) for root in roots):
             raise ConfigError(
-                f"{name}: {path} lies in none of the folders that {ROOTS} names; choose one that does"
+                f"{name}: {path} lies in none of the folders that {ROOTS} names; "
+                "choose one that does"
             )
 
 

@@ -15,7 +15,9 @@ from virnuc_core.runfiles import RunSummary
 @flow(name="predict", flow_run_name=named_by("reads", "samples", "devices", "cluster"))
 @with_parameters(PredictSettings)
 def predict(settings: PredictSettings) -> State[RunSummary]:
-    """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""
+    """Says which reads are viral. A run that stopped goes on where it was; a complete one is not
+    computed again.
+    """
     if settings.has_samples:
         from virnuc.flows.predict_samples import predict_samples  # few runs need it
 

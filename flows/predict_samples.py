@@ -1,4 +1,4 @@
-"""Predictions for many samples, each with a run directory of its own. The `predict` flow calls it."""
+"""Predictions for many samples, each with a run directory of its own; called by `predict`."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,4 +1,6 @@
-"""Checks before a flow begins: what could only fail later is refused at once. Nothing is started here."""
+"""Checks before a flow begins: what could only fail later is refused at once. Nothing is started
+here.
+"""
 
 from dataclasses import dataclass
 from itertools import islice

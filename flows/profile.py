@@ -27,9 +27,11 @@ from virnuc_core.tools.trace import TraceTable
 @flow(name="profile", flow_run_name=named_by("reads", "devices"))
 @with_parameters(ProfileSettings)
 def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
-    """Records a few shards with torch's profiler, after a run of all reads that tells the seconds of the nine stages.
+    """Records a few shards with torch's profiler, after a run of all reads that tells the seconds
+    of the nine stages.
 
-    The run is a prediction like any other and is not repeated when it is there; the recording is always made anew.
+    The run is a prediction like any other and is not repeated when it is there; the recording is
+    always made anew.
     """
     with staged_run(settings) as staged:
         run, label = staged.run, staged.label

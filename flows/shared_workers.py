@@ -1,4 +1,4 @@
-"""Many predictions by one loading of the weights: workers that stay up, and a run that uses them."""
+"""Many predictions by one loading of the weights: workers that stay up, and runs with them."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""A run whose reads are staged while worker processes load the weights. Predictions, profiles and training begin so."""
+"""A run whose reads are staged while worker processes load the weights. Predictions, profiles and
+training begin so.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress

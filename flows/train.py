@@ -27,11 +27,12 @@ from virnuc_core.training.training import link_models, remove_results
 @flow(name="train", flow_run_name=named_by("reads", "devices"))
 @with_parameters(TrainSettings)
 def train(settings: TrainSettings) -> State[TrainFile]:
-    """Fits a head on reads whose origin is known; no genome, nor one of its kin, is on both sides of a split.
+    """Fits a head on reads whose origin is known; no genome, nor one of its kin, is on both sides
+    of a split.
 
-    The figures are of genomes that the head has never met, with intervals and baselines: `OUT/train.json` and
-    `OUT/train.html`. The head is written to `OUT/head`; with `install` it takes the place of the models directory's
-    own, which is kept (`virnuc models heads`).
+    The figures are of genomes that the head has never met, with intervals and baselines:
+    `OUT/train.json` and `OUT/train.html`. The head is written to `OUT/head`; with `install` it
+    takes the place of the models directory's own, which is kept (`virnuc models heads`).
     """
     head_shape = check_models(settings.models, settings.model_length)
     # embeddings need no head; a models directory without one gets an untrained head for the run

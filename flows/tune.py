@@ -1,4 +1,4 @@
-"""The sweep over engine settings: which are fastest on this machine, with these weights and reads."""
+"""The sweep over engine settings: which are fastest here, with these weights and reads."""
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -22,9 +22,11 @@ from virnuc_core.tools.tune import Recommendation, Sweep, candidates
 @flow(name="tune", flow_run_name=named_by("reads", "profile", "devices"))
 @with_parameters(TuneSettings)
 def tune(settings: TuneSettings) -> State[Recommendation]:
-    """Finds the fastest engine settings for this machine, weights and reads that leave the results as they are.
+    """Finds the fastest engine settings for this machine, weights and reads that leave the results
+    as they are.
 
-    Measurements are kept: a sweep that stopped goes on where it was, and one that is complete measures nothing again.
+    Measurements are kept: a sweep that stopped goes on where it was, and one that is complete
+    measures nothing again.
     """
     profile = load_profile(settings.profile)
     devices = preflight(settings)

@@ -1,4 +1,6 @@
-"""Rounds of tuning within a validation: when a speed was missed, the settings that it depends on are swept."""
+"""Rounds of tuning within a validation: when a speed was missed, the settings that it depends on
+are swept.
+"""
 
 from pathlib import Path
 from typing import Final

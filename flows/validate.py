@@ -1,7 +1,7 @@
 """The validation, which proves a release or a machine.
 
-Its steps: staging, the v1.0 baseline, a run on one GPU, on two and on all, the comparison, the report.
-If it was asked for, rounds of tuning follow, and then a reviewer approves.
+Its steps: staging, the v1.0 baseline, a run on one GPU, on two and on all, the comparison, the
+report. If it was asked for, rounds of tuning follow, and then a reviewer approves.
 """
 
 from prefect import flow
@@ -39,9 +39,11 @@ from virnuc_core.rundir import RunDir
 @flow(name="validate", flow_run_name=named_by("reads", "profile", "devices", "cluster"))
 @with_parameters(ValidateSettings)
 def validate(settings: ValidateSettings) -> State[ValidationResult]:
-    """Proves a machine: the same reads by the baseline, on one device, two and all, compared and judged by a profile.
+    """Proves a machine: the same reads by the baseline, on one device, two and all, compared and
+    judged by a profile.
 
-    A validation that stopped goes on where it was; one that is complete is judged again without computing anything.
+    A validation that stopped goes on where it was; one that is complete is judged again without
+    computing anything.
     """
     judgement = run_steps(settings)
     judgement = tune_and_run_again(settings, judgement)

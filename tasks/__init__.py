@@ -1,1 +1,3 @@
-"""The steps of the flows: each calls the core, retries what a retry can help, and records what it saw."""
+"""The steps of the flows: each calls the core, retries what a retry can help, and records what it
+saw.
+"""

@@ -1,8 +1,8 @@
 """Artifacts: the tables, texts and progress bars that Prefect shows of a run.
 
-Prefect renders table cells as Markdown, so that `>= 0.9` would appear as a quotation that reads "= 0.9".
-One infinite number empties a whole table. The list of artifacts loads the body of each. Hence the
-rules of `table_cell`, and the limits on sizes.
+Prefect renders table cells as Markdown, so that `>= 0.9` would appear as a quotation that reads "=
+0.9". One infinite number empties a whole table. The list of artifacts loads the body of each. Hence
+the rules of `table_cell`, and the limits on sizes.
 """
 
 import math

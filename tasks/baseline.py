@@ -1,4 +1,6 @@
-"""The step that runs the baseline, which is v1.0 or the original algorithm, or takes its recorded results."""
+"""The step that runs the baseline, which is v1.0 or the original algorithm, or takes its recorded
+results.
+"""
 
 from prefect.client.schemas.objects import State
 

@@ -1,4 +1,4 @@
-"""The step that measures the ceilings of the devices: how fast their linear layers can be at most."""
+"""The step that measures how fast the linear layers can be at most on the devices."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The step that embeds a sample of the sequences in fp32, which the embeddings are compared with."""
+"""The step that embeds a sample of the sequences in fp32, to compare the embeddings with."""
 
 from pathlib import Path
 

@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 def without_result_references(request: httpx.Request, response: httpx.Response) -> httpx.Response:
     """Return the response without the references to results in its states.
 
-    A reference names a file and how to load it, with pickle for example, and Prefect follows it when
-    a state is asked for its result. Results of our flows and tasks never leave this process, so what
-    a server sends as one is not ours. It is removed before Prefect parses it, because already
-    parsing imports modules that the reference names.
+    A reference names a file and how to load it, with pickle for example, and Prefect follows it
+    when a state is asked for its result. Results of our flows and tasks never leave this process,
+    so what a server sends as one is not ours. It is removed before Prefect parses it, because
+    already parsing imports modules that the reference names.
 
     Args:
         request: The request that was answered. Only the answers of routes with states are changed.
@@ -40,7 +40,7 @@ def without_result_references(request: httpx.Request, response: httpx.Response) 
 
 
 def _remove_references(value: Any) -> bool:
-    """Remove `data` from every state in a parsed JSON value, in place. Return whether any had it."""
+    """Remove `data` from every state in a parsed JSON value, in place. Tell if any had it."""
     has_removed = False
     if isinstance(value, dict):
         if "type" in value and value.get("data") is not None:

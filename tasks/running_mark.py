@@ -1,4 +1,5 @@
-"""The mark of a running flow run: which process it is. By it, runs whose process was killed are found.
+"""The mark of a running flow run: which process it is. By it, runs whose process was killed are
+found.
 
 Prefect hears from nobody that a process was killed, and its run would stay "Running" for ever.
 """

@@ -1,8 +1,9 @@
-"""The connection to the Prefect server, which shows what a run does. No run waits for it long or fails with it.
+"""The connection to the Prefect server, which shows what a run does. No run waits for it long or
+fails with it.
 
-A request is given a few seconds. After one that was not answered, others are not sent for a while. If
-the server does not accept the state that a run proposes, because it is away, the run goes on as if it
-had. What could not be reported is said in the log.
+A request is given a few seconds. After one that was not answered, others are not sent for a while.
+If the server does not accept the state that a run proposes, because it is away, the run goes on as
+if it had. What could not be reported is said in the log.
 """
 
 import contextvars
@@ -39,7 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 class ServerLostError(httpx.TransportError):
-    """The server did not answer in time, or is gone. Prefect's own client does not try again after it."""
+    """The server did not answer in time, or is gone. Prefect's own client does not try again after
+    it.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""The decorator of every task: it retries what a retry can help, and shows the core's log lines in the run."""
+"""The decorator of every task: it retries what a retry can help, and shows the core's log lines in
+the run.
+"""
 
 import contextvars
 import logging
@@ -101,7 +103,8 @@ class RetryingTask(Task[P, T]):
 def is_retryable(error: BaseException) -> bool:
     """Tell whether the same call may succeed later.
 
-    A worker that died or a busy disk may recover. A wrong setting, bad input or a full disk does not.
+    A worker that died or a busy disk may recover. A wrong setting, bad input or a full disk does
+    not.
     """
     if isinstance(error, PERMANENT_ERRORS) or storage_error(error) is not None:
         return False
@@ -132,7 +135,9 @@ def completed(result: T, message: str, *, reused: bool = False) -> State[T]:
 
 @contextmanager
 def core_logs() -> Iterator[None]:
-    """Let the core log from INFO up while the body runs. In a flow run the server gets the lines, too."""
+    """Let the core log from INFO up while the body runs. In a flow run the server gets the lines,
+    too.
+    """
     core_logger = logging.getLogger("virnuc_core")
     previous_level = core_logger.level
     core_logger.setLevel(min(core_logger.getEffectiveLevel(), logging.INFO))

@@ -1,1 +1,3 @@
-"""One settings model for each flow. Nothing here imports Prefect, so that the command line can use them quickly."""
+"""One settings model for each flow. Nothing here imports Prefect, so that the command line can use
+them quickly.
+"""

@@ -1,4 +1,6 @@
-"""What flows take whose figures are judged by a profile: where their runs lie, and how many are kept."""
+"""What flows take whose figures are judged by a profile: where their runs lie, and how many are
+kept.
+"""
 
 import logging
 import os
@@ -46,7 +48,8 @@ class MeasureSettings(ClusterSpec, RunSettings):
     keep: int | None = Field(
         None,
         ge=1,
-        description="write each run to OUT/date (OUT/latest links to the newest), keep only the newest N",
+        description="write each run to OUT/date (OUT/latest links to the newest), "
+        "keep only the newest N",
     )
 
     @property

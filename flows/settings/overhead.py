@@ -34,7 +34,8 @@ class OverheadSettings(FlowSettings):
         record = read_usable(RunDir(self.out).record, ValidationRecord)
         if record is None or record.profile is None:
             raise ConfigError(
-                f"{self.out}: no validation (its run.json names no profile); run virnuc validate first"
+                f"{self.out}: no validation (its run.json names no profile); "
+                "run virnuc validate first"
             )
         return record.profile
 

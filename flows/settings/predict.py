@@ -19,11 +19,13 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
 
     samples: Path | None = Field(
         None,
-        description="sample sheet (columns sample, fastq_1, fastq_2): a run for each sample, in OUT/sample",
+        description="sample sheet (columns sample, fastq_1, fastq_2): "
+        "a run for each sample, in OUT/sample",
     )
     sample_from: Literal["none", "name", "read-group"] = Field(
         "none",
-        description="one run per sample, named by file name or by the read groups of a BAM (SM, else ID)",
+        description="one run per sample, named by file name or by the read groups of a BAM "
+        "(SM, else ID)",
     )
 
     @property

@@ -12,17 +12,20 @@ from virnuc_core import config
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, ReadingSpec, ReadsSpec, Spec
 from virnuc_core.rundir import check_output, run_lock
 
-# lists of words, so that the UI shows a choice; an optional type would show as a switch between types
+# lists of words, so that the UI shows a choice; an optional type would be a switch between types
 PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "int8"]
 AttentionChoice = Literal["default", "auto", "fused", "reference"]
 
 
 class ComputeSettings(Spec):
-    """Where and how to compute. A setting left at `default`, or empty, is the profile's, or the engine's own."""
+    """Where and how to compute. A setting left at `default`, or empty, is the profile's, or the
+    engine's own.
+    """
 
     devices: str = Field(
         "auto",
-        description="cuda:0,cuda:1 or cuda:GPU-UUID, cpu:2 (cores), or auto: all GPUs, else one core",
+        description="cuda:0,cuda:1 or cuda:GPU-UUID, cpu:2 (cores), "
+        "or auto: all GPUs, else one core",
         # no asterisk: the UI shows the pattern of a refused value as Markdown
         pattern=r"^(auto|cpu|cpu:[1-9][0-9]{0,3}|cuda:[^, ]+(, ?cuda:[^, ]+){0,63})$",
     )

@@ -66,7 +66,8 @@ class TuneSettings(RunSettings):
     profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
     grid: Literal["lists", "quick", "full"] = Field(
         "lists",
-        description="quick: 3 x 3 loader workers and batches kept ready; full: 4 x 3 x 3, budgets too",
+        description="quick: 3 x 3 loader workers and batches kept ready; "
+        "full: 4 x 3 x 3, budgets too",
     )
     search: Literal["halving", "grid"] = Field(
         "halving", description="halving drops the slower half after each round"

@@ -15,7 +15,8 @@ class ValidateSettings(MeasureSettings):
 
     baseline_results: Path | None = Field(
         None,
-        description="the baseline's result files of an earlier run over these reads, or their directory",
+        description="the baseline's result files of an earlier run over these reads, "
+        "or their directory",
     )
     baseline_seconds: float | None = Field(
         None, gt=0, description="that run's time, with --baseline-device"
@@ -27,7 +28,8 @@ class ValidateSettings(MeasureSettings):
         0,
         ge=0,
         le=10,
-        description="if a speed target is missed, tune the settings behind it and re-run, at most N times",
+        description="if a speed target is missed, tune the settings behind it and re-run, "
+        "at most N times",
     )
     approval: bool = Field(
         False, description="pause after the report until a reviewer has answered"
@@ -60,7 +62,8 @@ class ValidateSettings(MeasureSettings):
         super().check_own_files()
         if self.tune_rounds and self.cluster:
             raise ConfigError(
-                "tune_rounds: a cluster's settings are not swept; run virnuc tune on one of its machines"
+                "tune_rounds: a cluster's settings are not swept; "
+                "run virnuc tune on one of its machines"
             )
         if (self.baseline_seconds is None) != (self.baseline_device is None):
             raise ConfigError(
