@@ -1,4 +1,4 @@
-"""Pages of the documentation that code or data tell better than a hand: commands, columns, Python, and the README."""
+"""Pages of the documentation that are generated: commands, columns, the Python API and the README."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODELS = ("RunSpec", "EngineSpec")  # of virnuc_core.config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """The pages that stand in no file of `docs/`, and pictures of the UI where its test has drawn them."""
+    """Add the generated pages to the site. mkdocs calls this function."""
     from mkdocs.structure.files import File
 
     pages = {"index.md": front(), "commands.md": commands(), "tables.md": tables(), "api.md": api()}
@@ -23,70 +23,89 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def front() -> str:
-    """The README, its links as seen from within `docs/`; those to other files of the repository become plain words."""
+    """Return the README with links that work inside `docs/`.
+
+    Links to other files of the repository become plain words.
+    """
     text = (HERE.parent / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"\]\(docs/([\w.-]+\.md)(#[\w-]+)?\)", r"](\1\2)", text)
     return re.sub(r"\[([^\]]+)\]\((?!https?:|[\w.-]+\.md)[^)]*\)", r"\1", text)
 
 
 def commands() -> str:
-    """Every command with its options, as the command line itself knows them."""
+    """Return every command with its options, as the command line itself knows them."""
     from virnuc.flows.cli.app import app
 
     return str(app.generate_docs()).replace("# virnuc\n", "# Every command\n", 1)
 
 
 def tables() -> str:
-    """The columns of each table, from the schema that tests hold the files to."""
+    """Return the columns of each table, from the schema that tests hold the files to."""
     lines = [
         "# Columns of every table\n",
-        "Tables are TAB-separated UTF-8 with one header line and no quoting. A JSON Schema describes the rows of each",
-        "(`docs/tables.json`), and the tests hold what runs write to it.\n",
+        "Tables are TAB-separated UTF-8 with one header line and no quoting. A JSON Schema",
+        "describes the rows of each (`docs/tables.json`). Tests check the files of runs by it.\n",
     ]
-    for name, table in json.loads((HERE / "tables.json").read_text(encoding="utf-8")).items():
-        lines += [
-            f"## `{name}`",
-            "",
-            table["description"],
-            "",
-            "| column | type | content |",
-            "| --- | --- | --- |",
-        ]
-        for column, about in table["properties"].items():
-            kind = about.get("type", "string")
-            kind = " or ".join(kind) if isinstance(kind, list) else kind
-            lines.append(
-                f"| `{column}` | {kind.replace('null', 'empty')} | {about['description'].replace('|', chr(92) + '|')} |"
-            )
+    schemas = json.loads((HERE / "tables.json").read_text(encoding="utf-8"))
+    for name, schema in schemas.items():
+        lines += [f"## `{name}`", "", schema["description"], ""]
+        lines += ["| column | type | content |", "| --- | --- | --- |"]
+        for column, description in schema["properties"].items():
+            lines.append(_row(f"`{column}`", _column_type(description), description["description"]))
         lines.append("")
     return "\n".join(lines)
+
+
+def _column_type(description: dict[str, Any]) -> str:
+    """Return the type of a column in words."""
+    types = description.get("type", "string")
+    if isinstance(types, list):
+        types = " or ".join(types)
+    return str(types).replace("null", "empty")
 
 
 def api() -> str:
-    """What a script or notebook calls, and the fields of what it gives."""
+    """Return the page on functions for scripts and notebooks, and the fields of their settings."""
     from virnuc_core import config
 
-    lines = ["# Python\n", *(f"::: {name}\n" for name in FUNCTIONS)]
-    for model in (getattr(config, name) for name in MODELS):
-        lines += [
-            f"## `virnuc_core.config.{model.__name__}`\n",
-            f"{model.__doc__}\n",
-            "| field | type | default | |",
-        ]
-        lines.append("| --- | --- | --- | --- |")
+    lines = ["# Python\n"]
+    lines += [f"::: {name}\n" for name in FUNCTIONS]
+    for model_name in MODELS:
+        model = getattr(config, model_name)
+        lines += [f"## `virnuc_core.config.{model_name}`\n", f"{model.__doc__}\n"]
+        lines += ["| field | type | default | |", "| --- | --- | --- | --- |"]
         for name, field in model.model_fields.items():
-            kind = (
-                re.sub(r"\b(\w+\.)+", "", str(field.annotation))
-                .removeprefix("<class '")
-                .removesuffix("'>")
+            lines.append(
+                _row(
+                    f"`{name}`",
+                    f"`{_type_name(field.annotation)}`",
+                    _default_text(field),
+                    field.description or "",
+                )
             )
-            default = field.get_default()
-            given = (
-                "its own"
-                if isinstance(default, config.EngineSpec)
-                else f"`{default}`" * (not field.is_required())
-            )
-            cells = (f"`{name}`", f"`{kind}`", given, field.description or "")
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _type_name(annotation: object) -> str:
+    """Return a type without the modules that its parts come from."""
+    name = re.sub(r"\b(\w+\.)+", "", str(annotation))
+    return name.removeprefix("<class '").removesuffix("'>")
+
+
+def _default_text(field: Any) -> str:
+    """Return the default of a field; empty for a required one."""
+    from virnuc_core.config import EngineSpec
+
+    if field.is_required():
+        return ""
+    default = field.get_default()
+    if isinstance(default, EngineSpec):
+        return "its own"
+    return f"`{default}`"
+
+
+def _row(*cells: str) -> str:
+    """Return a row of a Markdown table."""
+    escaped = [cell.replace("|", "\\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
