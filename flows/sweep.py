@@ -10,7 +10,7 @@ from virnuc_core.engine.devices import resolve
 from virnuc_core.report.views.tools import candidate_rows
 from virnuc_core.rundir import write_text_atomically
 from virnuc_core.tools.sweep_files import settings_toml, tune_file, tune_json
-from virnuc_core.tools.tune import Candidate, Recommendation, Sweep, recommend, rounds
+from virnuc_core.tools.tune import Candidate, Recommendation, Sweep, recommend, schedule_trials
 
 
 def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommendation:
@@ -24,7 +24,7 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
         label: The name of the sample, for names in the UI.
     """
     halving = sweep.search == "halving"
-    for candidate, repeat, name in rounds(tried, sweep.repeats, halving=halving):
+    for candidate, repeat, name in schedule_trials(tried, sweep.repeats, halving=halving):
         trial = run_trial(sweep, candidate, repeat, name=name).result()
         candidate.add(trial)
     recommendation = recommend(tried, tolerance=sweep.profile.score_tolerance)

@@ -16,7 +16,7 @@ from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.rundir import RunDir, discard
 from virnuc_core.tools.bench import Bench
-from virnuc_core.tools.tune import Recommendation, Sweep, candidates
+from virnuc_core.tools.tune import Recommendation, Sweep, make_candidates
 
 
 @flow(name="tune", flow_run_name=named_by("reads", "profile", "devices"))
@@ -31,7 +31,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     profile = load_profile(settings.profile)
     devices = preflight(settings)
     base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
-    tried = candidates(base, settings.swept())
+    tried = make_candidates(base, settings.swept())
     label = sample_name(settings.named)
     announce(label, profile.name, devices.kind)
     stage_reads_of(settings, label)

@@ -16,7 +16,7 @@ from virnuc_core.report.raw_files import run_names
 from virnuc_core.rundir import RUN_FILES, RunDir, discard
 from virnuc_core.runfiles import RunRecord, write
 from virnuc_core.tools.bench import Bench
-from virnuc_core.tools.tune import Recommendation, Sweep, candidates
+from virnuc_core.tools.tune import Recommendation, Sweep, make_candidates
 from virnuc_core.validation import TUNING, TuningFile, TuningRound, read_usable
 
 TUNED_TOKENS: Final = 4_000_000  # of each trial; a minute or so on a GPU
@@ -103,5 +103,5 @@ def _sweep_knobs(settings: ValidateSettings, report: Report, loss_kind: str) -> 
     base = resolve_engine(tuned_engine(out, settings.engine()), device_kind)
     bench = Bench(RunDir(out).store, settings.models, devices, report.profile.sample_s)
     sweep = Sweep(out, bench, base, report.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
-    tried = candidates(base, KNOBS[loss_kind])
+    tried = make_candidates(base, KNOBS[loss_kind])
     return sweep_all(sweep, tried, sample_name(settings.named))

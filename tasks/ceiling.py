@@ -10,7 +10,8 @@ from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.report import messages
 from virnuc_core.runfiles import ModelFlops
-from virnuc_core.tools.bench import Bench, measure_ceilings
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.ceiling import measure_ceilings
 
 
 @retrying_task("ceiling", "ceiling of {bench.devices}")

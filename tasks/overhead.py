@@ -13,7 +13,8 @@ from virnuc_core.config import EngineSpec, Switch
 from virnuc_core.engine.devices import resolve
 from virnuc_core.report import messages
 from virnuc_core.report.views.tools import overhead_rows
-from virnuc_core.tools.bench import Bench, measure_overhead
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.overhead import measure_overhead
 from virnuc_core.validation import OverheadFile
 
 

@@ -8,7 +8,8 @@ from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.task import completed, retrying_task
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.tools.bench import Bench, measure_precision
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.precision import measure_precision
 
 
 @retrying_task("precision", "fp32 sequences of {label}")

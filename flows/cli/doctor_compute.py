@@ -28,7 +28,7 @@ from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device
-from virnuc_core.tools.bench import Bench, measure
+from virnuc_core.tools.bench import Bench, measure_job
 
 Scores = NDArray[np.float32]  # of all distinct sequences, [n, 2]
 
@@ -76,7 +76,7 @@ class Trial:
         devices = Devices(kind=device.kind, ids=(device.id,))
         run = RunDir(self.folder / device.id)
         job = Bench(self.store, self.models, devices).job(run, ENGINE)
-        measure(replace(job, devices=(device,)))  # a core has no name in settings
+        measure_job(replace(job, devices=(device,)))  # a core has no name in settings
         return shards.read_scores(job.run)[0]
 
     def reference_scores(self) -> Scores:

@@ -36,7 +36,7 @@ from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.precision import Resolved, resolve_precision
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.errors import VirnucError
-from virnuc_core.tools.bench import AHEAD, linear_pass
+from virnuc_core.tools.ceiling import MAX_PENDING, linear_pass
 
 # dense tensor-core peaks of the datasheets, TFLOP/s with float32 accumulation: 16-bit, 8-bit
 DATASHEET = {
@@ -78,7 +78,7 @@ def sustain(step: Callable[[], object], seconds: float, device: torch.device) ->
         if device.type == "cuda":
             events.append(torch.cuda.Event())
             events[-1].record()
-            if len(events) > AHEAD:
+            if len(events) > MAX_PENDING:
                 events.pop(0).synchronize()
             if mhz is None and time.perf_counter() - start > 0.8 * seconds:
                 with contextlib.suppress(Exception):  # not every driver tells

@@ -11,7 +11,7 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Job
 from virnuc_core.profiles import load_profile
 from virnuc_core.tools.bench import Bench
-from virnuc_core.tools.tune import Sweep, candidates, recommend, rounds
+from virnuc_core.tools.tune import Sweep, make_candidates, recommend, schedule_trials
 
 from .conftest import BUDGET, KIND, devices
 
@@ -21,11 +21,12 @@ SWEPT = {"token_budget": (BUDGET // 2, BUDGET), "prefetch_factor": (2, 4)}
 def test_sweep(benchmark: Any, job: Callable[[str], Job], tmp_path: Path) -> None:
     made, on = job("medium"), Devices.parse(devices(1))
     base = resolve_engine(made.engine, resolve(on)[0].kind)
-    bench, tried = Bench(made.store.path, made.spec.models, on), candidates(base, SWEPT)
+    bench = Bench(made.store.path, made.spec.models, on)
+    tried = make_candidates(base, SWEPT)
     sweep = Sweep(tmp_path, bench, base, load_profile("ci-smoke"), 1, "grid")
 
     def run() -> None:
-        for candidate, repeat, _ in rounds(tried, 1, halving=False):
+        for candidate, repeat, _ in schedule_trials(tried, 1, halving=False):
             candidate.add(sweep.trial(candidate, repeat))
 
     benchmark.group = f"sweep of settings ({KIND})"

@@ -13,7 +13,8 @@ import pytest
 from virnuc_core.config import Devices
 from virnuc_core.engine.embedding import Job
 from virnuc_core.profiles import load_profile
-from virnuc_core.tools.bench import Bench, measure_overhead
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.overhead import measure_overhead
 
 from .conftest import BUDGET, GPUS, KIND, SCALES, devices, keep, kept, needs_gpus, virnuc
 

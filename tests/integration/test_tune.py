@@ -20,6 +20,7 @@ from virnuc.tasks.artifacts import host_key
 from virnuc_core.config import EngineSpec, read_settings
 from virnuc_core.errors import ConfigError
 from virnuc_core.report.verify import verify_report
+from virnuc_core.tools.tune import ScoreChange
 
 from ..bare import validate
 
@@ -158,7 +159,7 @@ def test_settings_that_change_results_are_marked_and_not_recommended(
     tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "virnuc_core.tools.tune.compare_scores", lambda _, scores: (0.25, len(scores))
+        "virnuc_core.tools.tune.compare_scores", lambda _, scores: ScoreChange(0.25, len(scores))
     )
     few = {"token_budgets": [512], "attentions": ["reference"]}
     state = ask(tmp_path / "sweep", few_reads, models, **few)

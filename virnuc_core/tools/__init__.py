@@ -1,0 +1,1 @@
+"""Tools that measure the engine: tune, trace, overhead, ceiling, precision; and rescore."""

@@ -1,11 +1,13 @@
-"""Stored embeddings scored again by another head."""
+"""Score stored embeddings again with another head."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from virnuc_core.config import Share, VerdictSpec
 from virnuc_core.encoders.checkpoint import open_folder
@@ -14,10 +16,12 @@ from virnuc_core.encoders.digests import part_digest
 from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine import shards
+from virnuc_core.engine.shards import ShardPlan
 from virnuc_core.errors import ConfigError
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import ResultSummary, write_results
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunFile, read_record, write
+from virnuc_core.runfiles import RunFile, RunRecord, read_record, write
 
 RESCORE: Final = "rescore.json"
 DEFAULT_VERDICT: Final = VerdictSpec()
@@ -25,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class RescoreSummary(RunFile):
-    """`rescore.json`: what the result files beside it stand on."""
+    """`rescore.json`: what the result files beside it were made of."""
 
     schema_version: int = 2
     run: str  # the run whose embeddings were scored
@@ -33,67 +37,161 @@ class RescoreSummary(RunFile):
     head: str  # fingerprint of the head that scored
     model_length: int
     results: ResultSummary
-    uncertain: tuple[Share, Share] | None = None  # scores of which no verdict was wanted
+    uncertain: tuple[Share, Share] | None = None  # scores for which no verdict was wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _FinishedRun:
+    """A run all of whose shards are computed."""
+
+    run: RunDir
+    record: RunRecord
+    store: OrfStore
+    plan: ShardPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """Scores of all sequences, and how reads are judged by them."""
+
+    scores: NDArray[np.float32]  # [uniques, 2] P(others) and P(virus)
+    is_failed: NDArray[np.bool_]  # [uniques] without a score
+    head_digest: str
+    threshold: float
+    uncertain: tuple[float, float] | None
 
 
 def rescore(
-    run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec = DEFAULT_VERDICT
+    run: RunDir,
+    new_head: Path | None,
+    out: RunDir,
+    verdict_spec: VerdictSpec = DEFAULT_VERDICT,
 ) -> RescoreSummary:
-    """Write the result files of `run` anew into `out`, scored by `new_head`, a folder or a models directory with it.
-    Without it the run's own scores are kept and only the threshold moves. Errors: `WeightsError` when no head is there
-    or it is not finite; `ConfigError` when the run is not finished, or is `out` itself, when the head is for another
-    model length or other widths, or its card does not tell what is asked; `ShardError` for a damaged shard."""
+    """Write the result files of a run again, by another head or with another threshold.
+
+    Args:
+        run: The finished run with the embeddings.
+        new_head: The folder of a head, or a models directory that has one. None: the scores of the
+            run are kept, and only the threshold is new.
+        out: The directory to write to.
+        verdict_spec: How reads are judged.
+
+    Raises:
+        WeightsError: There is no head, or it is not finite.
+        ConfigError: The run is not finished, `out` holds a run, the head is for another model
+            length or other encoders, or its card does not say what is needed.
+        ShardError: A shard is damaged.
+    """
+    _require_own_directory(run, out)
+    finished = _open_finished_run(run)
+    if new_head is None and (run.root / "train.json").exists():
+        # The scores that a training has stored are those of a random head.
+        new_head = run.root
+    if new_head is None:
+        scoring = _keep_scores(finished, verdict_spec)
+    else:
+        scoring = _score_with(finished, new_head, verdict_spec)
+    (out.root / RESCORE).unlink(missing_ok=True)  # it describes the files that are now replaced
+    results = write_results(
+        out,
+        finished.store,
+        scoring.scores,
+        scoring.is_failed,
+        threshold=scoring.threshold,
+        uncertain=scoring.uncertain,
+    )
+    summary = RescoreSummary(
+        run=str(run.root.resolve()),
+        reads=finished.store.fingerprint,
+        head=scoring.head_digest,
+        model_length=finished.store.model_length,
+        results=results,
+        uncertain=scoring.uncertain,
+    )
+    write(out.root / RESCORE, summary)
+    return summary
+
+
+def _require_own_directory(run: RunDir, out: RunDir) -> None:
+    """Raise an error if new results would replace those of a run."""
     if out.root.resolve() == run.root.resolve():
         raise ConfigError(
             f"{out.root} is the run itself; give the new results a directory of their own"
         )
     if out.record.exists():
         raise ConfigError(f"{out.root} holds a run of its own; choose another directory")
+
+
+def _open_finished_run(run: RunDir) -> _FinishedRun:
+    """Open a run; raise an error if some of its shards are not computed yet."""
     record = read_record(run)
-    store, plan = shards.store_of(run, record), shards.read_plan(run)
-    if missing := sum(not shards.shard_path(run, shard).exists() for shard in range(len(plan))):
+    store = shards.store_of(run, record)
+    plan = shards.read_plan(run)
+    n_missing = sum(not shards.shard_path(run, shard).exists() for shard in range(len(plan)))
+    if n_missing:
         raise ConfigError(
-            f"{run.root}: {missing} of {len(plan)} shards are not computed yet; finish the run first"
+            f"{run.root}: {n_missing} of {len(plan)} shards are not computed yet; "
+            "finish the run first"
         )
-    scores, failed = shards.read_scores(run)
-    digest, threshold, uncertain = record.fingerprints["head"], asked.threshold, None
-    if (
-        new_head is None and (run.root / "train.json").exists()
-    ):  # a training's own scores are of no head that is kept
-        new_head = run.root
-    if new_head is None and (asked.abstain or asked.fdr is not None):
-        raise ConfigError("fdr and abstain: a head's card tells; name the head with --head")
-    if new_head is not None:
-        folder = new_head / "head" if (new_head / "head").is_dir() else new_head
-        shape, read = open_folder(folder, HeadShape)
-        if shape.model_length != (cut := store.model_length):
-            problem = f"is for length {shape.model_length}, the run's reads were cut at {cut}"
-            raise ConfigError(f"the head in {folder} {problem}")
-        dna, protein = record.widths.get("dna"), record.widths.get("protein")
-        if record.widths and (shape.dna_width, shape.protein_width) != (dna, protein):
-            its = f"{shape.dna_width} (DNA) + {shape.protein_width} (protein)"
-            problem = f"is for embeddings of {its}, the run has {dna} + {protein}; it belongs to other encoders"
-            raise ConfigError(f"the head in {folder} {problem}")
-        threshold, uncertain = score_thresholds(shape, asked)
-        for remark in training_mismatches(
-            shape, np.asarray(store.read_length), record.fingerprints
-        ):
-            log.warning("%s", remark)
-        head, digest = Head(shape, read, torch.device("cpu")), part_digest(folder)
-        for shard in range(len(plan)):
-            result = shards.read_shard(run, plan, shard)
-            scores[slice(*plan.range(shard))] = head.scores(
-                torch.from_numpy(result.embeddings)
-            ).numpy()
-        failed = np.isnan(scores[:, 0])
-    (out.root / RESCORE).unlink(missing_ok=True)  # it speaks of the files that are replaced now
-    summary = RescoreSummary(
-        run=str(run.root.resolve()),
-        reads=store.fingerprint,
-        head=digest,
-        model_length=store.model_length,
-        results=write_results(out, store, scores, failed, threshold=threshold, uncertain=uncertain),
+    return _FinishedRun(run, record, store, plan)
+
+
+def _keep_scores(finished: _FinishedRun, verdict_spec: VerdictSpec) -> _Scoring:
+    """Return the scores of the run itself."""
+    scores, is_failed = shards.read_scores(finished.run)
+    if verdict_spec.abstain or verdict_spec.fdr is not None:
+        raise ConfigError(
+            "--fdr and --abstain need the head's calibration; give the head with --head"
+        )
+    return _Scoring(
+        scores=scores,
+        is_failed=is_failed,
+        head_digest=finished.record.fingerprints["head"],
+        threshold=verdict_spec.threshold,
+        uncertain=None,
+    )
+
+
+def _score_with(finished: _FinishedRun, new_head: Path, verdict_spec: VerdictSpec) -> _Scoring:
+    """Score the embeddings of the run with another head."""
+    folder = new_head
+    if (new_head / "head").is_dir():
+        folder = new_head / "head"
+    shape, read_tensor = open_folder(folder, HeadShape)
+    _require_fitting_head(folder, shape, finished)
+    threshold, uncertain = score_thresholds(shape, verdict_spec)
+    read_lengths = np.asarray(finished.store.read_length)
+    for mismatch in training_mismatches(shape, read_lengths, finished.record.fingerprints):
+        log.warning("%s", mismatch)
+    head = Head(shape, read_tensor, torch.device("cpu"))
+    scores, _ = shards.read_scores(finished.run)
+    for shard in range(len(finished.plan)):
+        result = shards.read_shard(finished.run, finished.plan, shard)
+        start, end = finished.plan.range(shard)
+        scores[start:end] = head.scores(torch.from_numpy(result.embeddings)).numpy()
+    return _Scoring(
+        scores=scores,
+        is_failed=np.isnan(scores[:, 0]),
+        head_digest=part_digest(folder),
+        threshold=threshold,
         uncertain=uncertain,
     )
-    write(out.root / RESCORE, summary)
-    return summary
+
+
+def _require_fitting_head(folder: Path, shape: HeadShape, finished: _FinishedRun) -> None:
+    """Raise an error if the head is for other reads or other encoders than those of the run."""
+    chunk_bases = finished.store.model_length
+    if shape.model_length != chunk_bases:
+        raise ConfigError(
+            f"the head in {folder} is for length {shape.model_length}, "
+            f"the run's reads were cut at {chunk_bases}"
+        )
+    widths = finished.record.widths  # empty in records of old versions
+    dna_width = widths.get("dna")
+    protein_width = widths.get("protein")
+    if widths and (shape.dna_width, shape.protein_width) != (dna_width, protein_width):
+        raise ConfigError(
+            f"the head in {folder} is for embeddings of {shape.dna_width} (DNA) + "
+            f"{shape.protein_width} (protein), the run has {dna_width} + {protein_width}; "
+            "it belongs to other encoders"
+        )

@@ -1,12 +1,14 @@
-"""A few shards of a run under torch's profiler: traces for chrome://tracing or Perfetto, and tables of operations.
+"""Record a few shards of a run with torch's profiler: traces, and tables of operations.
 
-They are recorded by the engine's own workers: `work` is what such a worker runs. Recording slows the launch loop, so
-that its times are for shares and for finding things, never for rates."""
+The traces are for chrome://tracing or Perfetto. They are recorded by the engine's own workers:
+`work` is what such a worker runs. Recording slows the launch loop, so that its times are good for
+shares and for finding things, never for rates.
+"""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,12 +24,15 @@ from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
 from virnuc_core.rundir import RUN_FILES, TRACE_FILES, RunDir, atomic_file, discard
 from virnuc_core.runfiles import Device, RunFile, read, write
-from virnuc_core.tools.bench import Bench, measure
+from virnuc_core.tools.bench import Bench, measure_job
 
 TABLE: Final = "{}.operations.json"  # of a device
 WAIT: Final = "dataloader_fetch"
-SHAPES_WIDTH: Final = 200
+SHAPES_WIDTH: Final = 200  # characters
 MARKS: Final = (WAIT, *ENCODER_NAMES, HEAD)  # the launch loop's own ranges, in its order
+US_PER_MS: Final = 1e3
+
+Side = Literal["host", "device"]
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +41,18 @@ class Operation(RunFile):
     """One operation, or one mark of the launch loop, added up over the recorded shards."""
 
     name: str
-    on: Literal["host", "device"]  # a kernel runs on the device, what launches it on the host
+    on: Side  # a kernel runs on the device, what launches it on the host
     calls: int
     host_ms: float  # of an operation without those it calls, of a mark with them
     device_ms: float  # of a kernel, or of all kernels within a mark; 0 on CPU
     shapes: str = ""
+
+    @property
+    def own_ms(self) -> float:
+        """Time on the side that the operation runs on."""
+        if self.on == "device":
+            return self.device_ms
+        return self.host_ms
 
 
 class TraceTable(RunFile):
@@ -55,23 +67,38 @@ class TraceTable(RunFile):
     window_ms: float  # from the first recorded shard's start to the last one's end
     marks: tuple[Operation, ...]
     operations: tuple[Operation, ...]  # kernels, then what the host did; most time first
-    trace: str | None  # file name; None when it would have been too large
+    trace: str | None  # file name; None if it was too large to keep
     trace_bytes: int
 
 
 def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable, ...]:
-    """The tables of new traces, one a device; both lie in `spec.folder`. As many shards as every device needs to record
-    its own are computed and thrown away. Errors: those of `prepare` and of the pool; `VirnucError` for no recording."""
-    folder, scratch = Path(spec.folder), RunDir(Path(spec.folder) / "recording")
+    """Record new traces, one for each device, and their tables in `spec.folder`.
+
+    As many shards are computed as every device needs to record its own. Their results are thrown
+    away.
+
+    Args:
+        bench: The reads, models and devices.
+        engine: Settings of the engine.
+        spec: What to record, and where.
+
+    Returns:
+        The table of each device that recorded something.
+
+    Raises:
+        VirnucError: Nothing was recorded, or the run failed.
+    """
+    folder = Path(spec.folder)
+    scratch = RunDir(folder / "recording")
     discard(folder, *TRACE_FILES)
     folder.mkdir(parents=True, exist_ok=True)
     job = bench.job(scratch, engine.model_copy(update={"commit": False}))
-    if len(job.plan) < (spec.skip + spec.traced_shards) * len(job.devices):
-        spec = spec.model_copy(
-            update={"skip": 0}
-        )  # so few reads that there is nothing to warm up with
+    n_devices = len(job.devices)
+    if len(job.plan) < (spec.skip + spec.traced_shards) * n_devices:
+        # There are so few reads that no shard is left to warm up with.
+        spec = spec.model_copy(update={"skip": 0})
     job = replace(job, trace=spec, worker=__name__)
-    measure(job, shards=(spec.skip + spec.traced_shards) * len(job.devices))
+    measure_job(job, shards=(spec.skip + spec.traced_shards) * n_devices)
     discard(scratch.root, *RUN_FILES)
     paths = [folder / TABLE.format(device.id) for device in job.devices]
     tables = tuple(read(path, TraceTable) for path in paths if path.is_file())
@@ -79,128 +106,201 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
         raise VirnucError(f"{folder}: no shard was recorded; give more reads")
     for table in tables:
         if table.trace is None:
-            log.warning(
-                "%s: a trace of %s bytes was not kept", table.device, f"{table.trace_bytes:,}"
-            )
+            n_bytes = f"{table.trace_bytes:,}"
+            log.warning("%s: a trace of %s bytes was not kept", table.device, n_bytes)
     return tables
+
+
+# --- In a worker ----------------------------------------------------------------------------------
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:
     """Compute shards as `engine.worker` does, and record some."""
-    wanted = spec.trace
-    assert wanted is not None
-    Worker(parent, spec, lambda take: recorded(take, wanted, spec.device)).run()
+    trace_spec = spec.trace
+    assert trace_spec is not None
+    Worker(parent, spec, lambda take: recorded(take, trace_spec, spec.device)).run()
 
 
 @contextmanager
 def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
-    """What stands before the loader, `take`, and records what the launch loop does from a shard's beginning until the
-    item after the last shard is asked for: by then, in that very thread, the head of that shard has been launched."""
-    profiler: profile | None = None
-    told = ended = batches = tokens = 0
-    on_gpu = device.kind == "cuda"
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    synchronize: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+    """Record what the launch loop does with the items that `take` returns.
 
-    def finish() -> None:
-        nonlocal profiler
-        if profiler is not None:
-            synchronize()
-            profiler.stop()
-            write_table(profiler, spec, device, shards=ended, batches=batches, tokens=tokens)
-            profiler = None
+    Yields:
+        The function to call instead of `take`.
+    """
+    recorder = _Recorder(take, spec, device)
+    yield recorder.next_item
+    recorder.finish()
 
-    def next_item() -> tuple[Item, float]:
-        nonlocal profiler, told, ended, batches, tokens
-        if ended >= spec.traced_shards:
-            finish()
-        with record_function(WAIT):  # the wait for it is a range of the trace
-            item, wait_ms = take()
-        match item:
-            case ShardTask():  # before its batches, and after them
-                told += 1
-                ended += profiler is not None and told % 2 == 0
-                if told == 2 * spec.skip + 1:
-                    synchronize()
-                    profiler = profile(
-                        activities=activities,
-                        record_shapes=spec.shapes,
-                        profile_memory=spec.memory,
-                        acc_events=True,
-                    )
-                    profiler.start()
-            case Batch() if profiler is not None:
-                batches += 1
-                tokens += item.packed.real_tokens
+
+@dataclass(slots=True)
+class Recording:
+    """What was recorded so far."""
+
+    shards: int = 0
+    batches: int = 0
+    tokens: int = 0
+
+
+class _Recorder:
+    """Records the launch loop from the beginning of a shard to the end of another.
+
+    The recording ends when the item after the last shard is asked for. By then, the thread that
+    asks has launched the head of that shard.
+    """
+
+    def __init__(self, take: Take, spec: TraceSpec, device: Device) -> None:
+        self._take = take
+        self._spec = spec
+        self._device = device
+        self._profiler: profile | None = None
+        self._n_shard_marks = 0  # one before the batches of each shard, and one after them
+        self._recording = Recording()
+
+    def next_item(self) -> tuple[Item, float]:
+        """Return the next item, and how long it was waited for, in ms."""
+        if self._recording.shards >= self._spec.traced_shards:
+            self.finish()
+        with record_function(WAIT):  # the wait is a range of the trace
+            item, wait_ms = self._take()
+        if isinstance(item, ShardTask):
+            self._note_shard_mark()
+        elif isinstance(item, Batch) and self._profiler is not None:
+            self._recording.batches += 1
+            self._recording.tokens += item.packed.real_tokens
         return item, wait_ms
 
-    yield next_item
-    finish()
+    def finish(self) -> None:
+        """End the recording, if there is one, and write it."""
+        if self._profiler is not None:
+            self._synchronize()
+            self._profiler.stop()
+            write_table(self._profiler, self._spec, self._device, self._recording)
+            self._profiler = None
 
+    def _note_shard_mark(self) -> None:
+        """Count the beginning or the end of a shard; start recording if its turn has come."""
+        self._n_shard_marks += 1
+        is_end = self._n_shard_marks % 2 == 0
+        if is_end and self._profiler is not None:
+            self._recording.shards += 1
+        if self._n_shard_marks == 2 * self._spec.skip + 1:
+            self._start()
 
-def write_table(
-    profiler: profile, spec: TraceSpec, device: Device, *, shards: int, batches: int, tokens: int
-) -> None:
-    """The trace, unless it is too large, and `<device>.operations.json`."""
-    trace = Path(spec.folder, f"{device.id}.json.gz")
-    with atomic_file(trace) as aside:
-        gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
-        profiler.export_chrome_trace(str(gz))
-        gz.replace(aside)
-    if (size := trace.stat().st_size) > (spec.max_trace_mb << 20):
-        trace.unlink()
-    averages = profiler.key_averages(group_by_input_shape=spec.shapes)
-    spans = [event.time_range for event in profiler.events() or ()]
-    first, last = (
-        min((span.start for span in spans), default=0.0),
-        max((span.end for span in spans), default=0.0),
-    )
-    rows = [  # each without the time of what it calls
-        Operation(
-            name=row.key,
-            on=_on(row),
-            calls=row.count,
-            host_ms=row.self_cpu_time_total / 1e3,
-            device_ms=row.self_device_time_total / 1e3 if _on(row) == "device" else 0.0,
-            shapes=str(row.input_shapes)[:SHAPES_WIDTH]
-            if getattr(row, "input_shapes", None)
-            else "",
+    def _start(self) -> None:
+        """Start the profiler."""
+        activities = [ProfilerActivity.CPU]
+        if self._device.kind == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._synchronize()
+        self._profiler = profile(
+            activities=activities,
+            record_shapes=self._spec.shapes,
+            profile_memory=self._spec.memory,
+            acc_events=True,
         )
-        for row in averages
-        if row.key not in MARKS
-    ]
-    rows.sort(key=lambda row: row.device_ms if row.on == "device" else row.host_ms, reverse=True)
-    kernels, host = (
-        [row for row in rows if row.on == on][: spec.operations] for on in ("device", "host")
-    )
-    # of the launch loop's ranges; with shapes one may come in several rows, and the device has a copy of each
-    by_name = {
-        name: [row for row in averages if row.key == name and _on(row) == "host"] for name in MARKS
-    }
-    totals = ("count", "cpu_time_total", "device_time_total")
-    sums = {
-        name: [sum(getattr(row, of) for row in rows) for of in totals]
-        for name, rows in by_name.items()
-        if rows
-    }
-    marks = tuple(
-        Operation(name=name, on="host", calls=calls, host_ms=host / 1e3, device_ms=device / 1e3)
-        for name, (calls, host, device) in sums.items()
-    )
+        self._profiler.start()
+
+    def _synchronize(self) -> None:
+        """Wait until a GPU has done what was launched."""
+        if self._device.kind == "cuda":
+            torch.cuda.synchronize()
+
+
+# --- Tables ---------------------------------------------------------------------------------------
+
+
+def write_table(profiler: profile, spec: TraceSpec, device: Device, recording: Recording) -> None:
+    """Write the trace, unless it is too large, and `<device>.operations.json`."""
+    trace_path = Path(spec.folder, f"{device.id}.json.gz")
+    n_bytes = _write_trace(profiler, trace_path)
+    is_kept = n_bytes <= spec.max_trace_mb << 20
+    if not is_kept:
+        trace_path.unlink()
+    averages = profiler.key_averages(group_by_input_shape=spec.shapes)
+    operations = [_operation(row) for row in averages if row.key not in MARKS]
+    kernels = _longest(operations, "device", spec.operations)
+    host_operations = _longest(operations, "host", spec.operations)
     table = TraceTable(
         device=device.id,
         kind=device.kind,
-        shards=shards,
-        batches=batches,
-        tokens=tokens,
-        window_ms=(last - first) / 1e3,
-        marks=marks,
-        operations=(*kernels, *host),
-        trace=trace.name if size <= (spec.max_trace_mb << 20) else None,
-        trace_bytes=size,
+        shards=recording.shards,
+        batches=recording.batches,
+        tokens=recording.tokens,
+        window_ms=_window_ms(profiler),
+        marks=tuple(_sum_marks(averages)),
+        operations=(*kernels, *host_operations),
+        trace=trace_path.name if is_kept else None,
+        trace_bytes=n_bytes,
     )
-    write(trace.with_name(TABLE.format(device.id)), table)
+    write(trace_path.with_name(TABLE.format(device.id)), table)
 
 
-def _on(row: Any) -> Literal["host", "device"]:
-    return "host" if row.device_type.name == "CPU" else "device"
+def _write_trace(profiler: profile, path: Path) -> int:
+    """Write the compressed trace, and return its size in bytes."""
+    with atomic_file(path) as temp_path:
+        # torch decides by the name whether to compress.
+        gz_path = temp_path.with_name(f"{temp_path.name}.gz")
+        profiler.export_chrome_trace(str(gz_path))
+        gz_path.replace(temp_path)
+    return path.stat().st_size
+
+
+def _window_ms(profiler: profile) -> float:
+    """Return the time from the first event to the last."""
+    spans = [event.time_range for event in profiler.events() or ()]
+    if not spans:
+        return 0.0
+    start_us = min(span.start for span in spans)
+    end_us = max(span.end for span in spans)
+    return float(end_us - start_us) / US_PER_MS
+
+
+def _operation(row: Any) -> Operation:
+    """Return an operation, without the time of what it calls, from a row of torch's averages."""
+    side = _side(row)
+    device_ms = 0.0
+    if side == "device":
+        device_ms = row.self_device_time_total / US_PER_MS
+    shapes = ""
+    if getattr(row, "input_shapes", None):
+        shapes = str(row.input_shapes)[:SHAPES_WIDTH]
+    return Operation(
+        name=row.key,
+        on=side,
+        calls=row.count,
+        host_ms=row.self_cpu_time_total / US_PER_MS,
+        device_ms=device_ms,
+        shapes=shapes,
+    )
+
+
+def _longest(operations: Sequence[Operation], side: Side, limit: int) -> list[Operation]:
+    """Return the operations of a side that took most time, at most `limit`."""
+    of_side = [operation for operation in operations if operation.on == side]
+    of_side.sort(key=lambda operation: operation.own_ms, reverse=True)
+    return of_side[:limit]
+
+
+def _sum_marks(averages: Sequence[Any]) -> Iterator[Operation]:
+    """Yield the launch loop's own ranges that occur, each as one operation.
+
+    With shapes, a range may have several rows. The device has a copy of each, which does not count.
+    """
+    for name in MARKS:
+        rows = [row for row in averages if row.key == name and _side(row) == "host"]
+        if rows:
+            yield Operation(
+                name=name,
+                on="host",
+                calls=sum(row.count for row in rows),
+                host_ms=sum(row.cpu_time_total for row in rows) / US_PER_MS,
+                device_ms=sum(row.device_time_total for row in rows) / US_PER_MS,
+            )
+
+
+def _side(row: Any) -> Side:
+    """Return where an operation of torch's averages runs."""
+    if row.device_type.name == "CPU":
+        return "host"
+    return "device"

@@ -1,14 +1,15 @@
-"""Which engine settings are fastest here: candidates measured in rounds, and the one that may be recommended.
+"""Find the fastest engine settings here: measure candidates in rounds, and recommend one.
 
-Only measured rates count, a difference within the spread of the measurements counts as none. Settings that turn a label
-or change the scores by more than the tolerance are never recommended."""
+Only measured rates count, and a difference within the spread of the measurements counts as none.
+Settings that change a label, or scores by more than the tolerance, are never recommended.
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,36 +17,45 @@ from numpy.typing import NDArray
 from virnuc_core.config import DEFAULT_THRESHOLD, EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.engine.embedding import Job
 from virnuc_core.errors import ConfigError, DeviceError, NotFiniteError, ShardError
 from virnuc_core.profiles import Profile
 from virnuc_core.rundir import SHARD_FILES, RunDir, atomic_file, device_holder, discard, run_lock
 from virnuc_core.runfiles import write
-from virnuc_core.tools.bench import Bench, Measurement, measure
+from virnuc_core.tools.bench import Bench, Measurement, measure_job
 from virnuc_core.validation import read_usable
 
+Scores = NDArray[np.float32]  # [uniques, 2] P(others) and P(virus)
+
 MAX_CANDIDATES: Final = 200
-FINALISTS: Final = 3  # stay in the running to the end, whatever the first rounds say
-DEVICE_WAIT_S: Final = (
-    60.0  # a device that another run is just leaving is waited for, not held against a candidate
-)
+MIN_FINALISTS: Final = 3  # stay to the end, whatever the first rounds say
+DIGEST_LENGTH: Final = 16  # characters of a digest in the names of files
+# A device that another run is just leaving is waited for, not held against a candidate.
+DEVICE_WAIT_S: Final = 60.0
 
 Verdict = Literal["base", "usable", "changes scores", "changes labels", "cannot run"]
 
 
-class Trial(Measurement):
-    """One measurement of one candidate on all reads; kept as `trial.json`."""
+# --- Candidates -----------------------------------------------------------------------------------
 
-    score_difference: float  # largest, against the base
+
+class Trial(Measurement):
+    """One measurement of one candidate; kept as `trial.json`."""
+
+    score_difference: float  # largest, from the base
     labels_changed: int
     reused: bool = False  # measured by an earlier run over the same directory
 
 
 @dataclass(slots=True)
 class Candidate:
-    """One set of settings and what was measured of it so far. Number 0 is the base: what all are held against."""
+    """Settings, and what was measured of them so far.
+
+    Number 0 is the base, which all others are compared with.
+    """
 
     number: int
-    changes: dict[str, Any]  # against the base
+    changes: dict[str, Any]  # from the base
     engine: EngineSpec
     trials: list[Trial] = field(default_factory=list)
     refused: str = ""  # why these settings cannot run here
@@ -58,26 +68,34 @@ class Candidate:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Tokens a second of each trial."""
+        """Tokens/s of each trial."""
         return tuple(trial.tokens_per_s for trial in self.trials)
 
     @property
     def rate(self) -> float:
-        """The median of the rates; 0 of nothing."""
-        return median(self.rates) if self.rates else 0.0
+        """The median of the rates; 0 without a trial."""
+        if not self.trials:
+            return 0.0
+        return median(self.rates)
 
     @property
     def spread(self) -> float:
-        """(Largest − least) ÷ median of the rates; 0 of one."""
-        return (max(self.rates) - min(self.rates)) / self.rate if self.rate else 0.0
+        """(Largest − smallest) ÷ median of the rates; 0 for a single trial."""
+        if not self.rate:
+            return 0.0
+        return (max(self.rates) - min(self.rates)) / self.rate
 
     @property
     def difference(self) -> float | None:
-        """Largest score difference against the base in any trial."""
+        """The largest difference of scores from the base in any trial."""
         return max((trial.score_difference for trial in self.trials), default=None)
 
     def add(self, outcome: Trial | str) -> None:
-        """Keep a trial, or the reason why there is none; `ConfigError` when it is the base that cannot run."""
+        """Keep a trial, or the reason why the settings cannot run.
+
+        Raises:
+            ConfigError: It is the base that cannot run.
+        """
         if isinstance(outcome, Trial):
             self.trials.append(outcome)
         elif self.number == 0:
@@ -86,105 +104,165 @@ class Candidate:
             self.refused = outcome
 
     def verdict(self, tolerance: float) -> Verdict:
-        """Whether it may be recommended."""
+        """Return whether the settings may be recommended, if scores may differ by `tolerance`."""
         if self.refused or self.difference is None:
             return "cannot run"
         if self.number == 0:
             return "base"
         if any(trial.labels_changed for trial in self.trials):
             return "changes labels"
-        return "usable" if self.difference <= tolerance else "changes scores"
+        if self.difference > tolerance:
+            return "changes scores"
+        return "usable"
 
 
-class Recommendation(NamedTuple):
+def make_candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tuple[Candidate, ...]:
+    """Return the base, then every combination of the swept values that differs from it.
+
+    >>> swept = {"num_workers": (0, 2), "prefetch_factor": (4,)}
+    >>> [candidate.label for candidate in make_candidates(EngineSpec(), swept)]
+    ['base', 'num_workers=2']
+
+    Args:
+        base: The settings to compare with.
+        swept: The values to try, by name of the setting.
+
+    Raises:
+        ConfigError: There are too many combinations.
+    """
+    engines = [base]
+    for values in itertools.product(*swept.values()):
+        changed = dict(zip(swept, values, strict=True))
+        engines.append(EngineSpec.model_validate(base.model_dump() | changed))
+    distinct_engines = list(dict.fromkeys(engines))
+    if len(distinct_engines) > MAX_CANDIDATES:
+        raise ConfigError(
+            f"{len(distinct_engines)} combinations are too many (at most {MAX_CANDIDATES}); "
+            "give shorter lists"
+        )
+    return tuple(
+        Candidate(number, _changed_settings(base, engine, swept), engine)
+        for number, engine in enumerate(distinct_engines)
+    )
+
+
+def _changed_settings(
+    base: EngineSpec, engine: EngineSpec, swept: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+    """Return the swept settings that differ from the base, with their values."""
+    changes = {}
+    for name in swept:
+        value = getattr(engine, name)
+        if value != getattr(base, name):
+            changes[name] = value
+    return changes
+
+
+# --- Rounds ---------------------------------------------------------------------------------------
+
+
+def schedule_trials(
+    candidates: Sequence[Candidate], repeats: int, *, halving: bool
+) -> Iterator[tuple[Candidate, int, str]]:
+    """Yield what to measure next. The caller adds the outcome before it asks for the next.
+
+    All candidates are measured once in each round, so that a machine that warms up does so for all.
+
+    Args:
+        candidates: The candidates, the base first.
+        repeats: Number of rounds.
+        halving: Drop the slower half after each round; never the base, and never so many that
+            fewer than MIN_FINALISTS stay.
+
+    Yields:
+        The candidate, the round counted from 0, and a name for the measurement.
+    """
+    running = list(candidates)
+    for repeat in range(repeats):
+        for position, candidate in enumerate(running, start=1):
+            name = f"round {repeat + 1}, {position} of {len(running)}: {candidate.label}"
+            yield candidate, repeat, name
+        running = [candidate for candidate in running if not candidate.refused]
+        if halving:
+            _drop_slower_half(running)
+            running = [candidate for candidate in running if not candidate.dropped]
+
+
+def _drop_slower_half(running: Sequence[Candidate]) -> None:
+    """Mark the slower half of the candidates as dropped, but not the base."""
+    by_rate = sorted(running, key=lambda candidate: candidate.rate, reverse=True)
+    n_kept = max(MIN_FINALISTS, (len(running) + 1) // 2)
+    for candidate in by_rate[n_kept:]:
+        candidate.dropped = candidate.number != 0
+
+
+# --- Recommendation -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
     """The settings to use, and what speaks for them."""
 
     candidate: Candidate
-    gain: float  # over the base's median; 0 when the base is recommended
+    gain: float  # over the base's median, as a share; 0 if the base is recommended
     reason: str
 
 
-def candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tuple[Candidate, ...]:
-    """The base, then every combination of the swept values that differs from it; `ConfigError` when they are too many.
+def recommend(candidates: Sequence[Candidate], *, tolerance: float) -> Recommendation:
+    """Recommend the fastest settings that may be used.
 
-    >>> [c.label for c in candidates(EngineSpec(), {"num_workers": (0, 2), "prefetch_factor": (4,)})]
-    ['base', 'num_workers=2']
+    Their median must be higher than the base's by more than half of either spread.
+
+    Args:
+        candidates: The measured candidates, the base first.
+        tolerance: How much scores may differ from the base's.
+
+    Raises:
+        ConfigError: Nothing was measured of the base.
     """
-    combined = (
-        base.model_dump() | dict(zip(swept, one, strict=True))
-        for one in itertools.product(*swept.values())
-    )
-    found = []
-    for number, engine in enumerate(
-        dict.fromkeys([base, *map(EngineSpec.model_validate, combined)])
-    ):
-        changes = {
-            name: getattr(engine, name)
-            for name in swept
-            if getattr(engine, name) != getattr(base, name)
-        }
-        found.append(Candidate(number, changes, engine))
-    if len(found) > MAX_CANDIDATES:
-        raise ConfigError(
-            f"{len(found)} combinations are too many (at most {MAX_CANDIDATES}); give shorter lists"
-        )
-    return tuple(found)
-
-
-def rounds(
-    entries: Sequence[Candidate], repeats: int, *, halving: bool
-) -> Iterator[tuple[Candidate, int, str]]:
-    """What to measure next, its round and a name for it; the caller adds the outcome before it asks for the next. Round
-    by round a machine that warms up does so for all. With `halving` the slower half leaves after each, never the base
-    and never below `FINALISTS`."""
-    running = list(entries)
-    for repeat in range(repeats):
-        for place, candidate in enumerate(running, start=1):
-            yield (
-                candidate,
-                repeat,
-                f"round {repeat + 1}, {place} of {len(running)}: {candidate.label}",
-            )
-        running = [candidate for candidate in running if not candidate.refused]
-        if halving:
-            running.sort(key=lambda candidate: -candidate.rate)
-            for candidate in running[max(FINALISTS, (len(running) + 1) // 2) :]:
-                candidate.dropped = candidate.number != 0
-            running = sorted(
-                (one for one in running if not one.dropped), key=lambda one: one.number
-            )
-
-
-def recommend(entries: Sequence[Candidate], *, tolerance: float) -> Recommendation:
-    """The fastest settings that may be used, if their median lies above the base's by more than half of either spread.
-    Errors: `ConfigError` when nothing was measured of the base."""
-    base = entries[0]
+    base = candidates[0]
     if not base.rate:
         raise ConfigError(
             "nothing was measured with the settings to compare with; give reads with open frames"
         )
-    most = max(len(candidate.trials) for candidate in entries)
+    n_trials = max(len(candidate.trials) for candidate in candidates)
     usable = [
-        one for one in entries if one.verdict(tolerance) == "usable" and len(one.trials) == most
+        candidate
+        for candidate in candidates
+        if candidate.verdict(tolerance) == "usable" and len(candidate.trials) == n_trials
     ]
     best = max(usable, key=lambda candidate: candidate.rate, default=base)
     gain = best.rate / base.rate - 1
-    scatter = max(best.spread, base.spread) / 2
     if best is base or gain <= 0:
-        return Recommendation(
-            base, 0.0, "the base stays: nothing else that may be used was as fast"
-        )
-    said = f"{100 * gain:.1f} % faster"
+        reason = "the base stays: nothing else that may be used was as fast"
+        return Recommendation(base, 0.0, reason)
+    scatter = max(best.spread, base.spread) / 2
+    faster = f"{100 * gain:.1f} % faster"
     if gain <= scatter:
-        near = f"{best.label} is {said}, within the scatter of {100 * scatter:.1f} %"
-        return Recommendation(base, 0.0, f"the base stays: {near}")
-    known = (
-        f"scatter {100 * scatter:.1f} %" if most > 1 else "measured once: the scatter is not known"
-    )
-    return Recommendation(best, gain, f"{best.label}: {said} than the base ({known})")
+        reason = (
+            f"the base stays: {best.label} is {faster}, within the scatter of {100 * scatter:.1f} %"
+        )
+        return Recommendation(base, 0.0, reason)
+    if n_trials > 1:
+        certainty = f"scatter {100 * scatter:.1f} %"
+    else:
+        certainty = "measured once: the scatter is not known"
+    return Recommendation(best, gain, f"{best.label}: {faster} than the base ({certainty})")
 
 
-class Sweep(NamedTuple):
+# --- Trials ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredScores:
+    """A measurement, and the scores of the sequences that it embedded."""
+
+    measurement: Measurement
+    scores: Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
     """Where candidates are measured, and what with. `base` names every setting; none is `auto`."""
 
     out: Path
@@ -193,72 +271,130 @@ class Sweep(NamedTuple):
     profile: Profile
     repeats: int
     search: Literal["halving", "grid"]
-    tokens: int | None = (
-        None  # a candidate is measured on the first shards of so many ESM-2 tokens; None: on all
-    )
+    # A candidate is measured on the first shards with so many ESM-2 tokens. None: on all.
+    tokens: int | None = None
 
     def trial(self, candidate: Candidate, repeat: int) -> Trial | str:
-        """The engine's rate over the whole store with these settings, new or of an earlier run over the same all; or
-        why they cannot run here. Errors: what a retry can help; `ConfigError` of a store or models that do not fit."""
+        """Measure a candidate once, or return a trial of the same work that is already there.
+
+        Args:
+            candidate: The settings to measure.
+            repeat: Which of its measurements this is.
+
+        Returns:
+            The trial, or the reason why the settings cannot run here.
+
+        Raises:
+            DeviceError: Another run holds a device, which says nothing about the settings.
+            ConfigError: The store or the models cannot be used.
+            VirnucError: The run failed in a way that a retry may help.
+        """
         try:
             resolve_engine(candidate.engine, resolve(self.bench.devices)[0].kind)
         except ConfigError as error:
             return str(error)
-        # what a trial depends on: all that a measurement does, and the settings it is held against
-        against = self.base.model_dump(mode="json") | (
-            {"tokens": self.tokens} if self.tokens else {}
-        )
-        own, base = (
-            self.bench.fingerprint(engine, against)[:16] for engine in (candidate.engine, self.base)
-        )
-        run, reference = (
-            RunDir(self.out / "trials" / f"{own}-{repeat}"),
-            self.out / "trials" / f"{base}.npy",
-        )
-        kept = run.root / "trial.json"
+        trials = self.out / "trials"
+        base_scores_path = trials / f"{self._digest(self.base)}.npy"
+        run = RunDir(trials / f"{self._digest(candidate.engine)}-{repeat}")
+        trial_path = run.root / "trial.json"
         with run_lock(run.root):
-            before = read_usable(kept, Trial)
-            if before is not None and (candidate.number or reference.exists()):
-                return before.model_copy(update={"reused": True})
-            job = self.bench.job(
-                run, candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S})
-            )
-            try:
-                first = None if self.tokens is None else -(-self.tokens // job.engine.shard_tokens)
-                measured = measure(job, shards=first, sample_s=self.bench.sample_s)
-                scores = shards.read_scores(run, range(len(job.plan))[:first])[0]
-            except (ConfigError, DeviceError, ShardError, NotFiniteError) as error:
-                if isinstance(error, DeviceError) and any(
-                    device_holder(device.id) for device in job.devices
-                ):
-                    raise  # another run has it: nothing has been said about these settings
-                return str(error)  # and nothing kept: what is refused today may run after an update
-            finally:
-                discard(run.root, *SHARD_FILES)  # the embeddings of every trial would fill the disk
-            if measured.reduced:
-                count, divisor = len(measured.reduced), measured.reduced[0][1]
-                return f"the device cannot hold these budgets: {count} shards ran on 1/{divisor} of them"
-            if candidate.number == 0 and not reference.exists():  # those of its first trial stay
-                with atomic_file(reference) as aside, aside.open("wb") as handle:
-                    np.save(handle, scores)
-            known = np.load(
-                reference
-            )  # the base's scores; those of shards of another size may end elsewhere
-            shared = min(len(known), len(scores))
-            difference, changed = compare_scores(known[:shared], scores[:shared])
-            trial = Trial(
-                **measured.model_dump(), score_difference=difference, labels_changed=changed
-            )
-            write(kept, trial)
+            earlier = read_usable(trial_path, Trial)
+            has_base_scores = candidate.number != 0 or base_scores_path.exists()
+            if earlier is not None and has_base_scores:
+                return earlier.model_copy(update={"reused": True})
+            outcome = self._measure(candidate, run)
+            if isinstance(outcome, str):
+                return outcome  # nothing is kept: what is refused today may run after an update
+            if candidate.number == 0 and not base_scores_path.exists():
+                _save_scores(base_scores_path, outcome.scores)
+            trial = _compare_with_base(outcome, np.load(base_scores_path))
+            write(trial_path, trial)
         return trial
 
+    def _digest(self, engine: EngineSpec) -> str:
+        """Return a digest of all that a trial depends on, including what it is compared with."""
+        compared_with = self.base.model_dump(mode="json")
+        if self.tokens:
+            compared_with["tokens"] = self.tokens
+        return self.bench.fingerprint(engine, compared_with)[:DIGEST_LENGTH]
 
-def compare_scores(
-    reference: NDArray[np.float32], scores: NDArray[np.float32]
-) -> tuple[float, int]:
-    """Largest difference of P(virus) and the number of labels that turned; both [n, 2]. A score that is missing on one
-    side only counts as the largest difference there can be."""
-    a, b = reference[:, 1].astype(np.float64), scores[:, 1].astype(np.float64)
-    alone = np.isnan(a) ^ np.isnan(b)
-    apart = np.where(alone, 1.0, np.nan_to_num(np.abs(a - b))).max(initial=0.0)
-    return float(apart), int((alone | ((a >= DEFAULT_THRESHOLD) != (b >= DEFAULT_THRESHOLD))).sum())
+    def _measure(self, candidate: Candidate, run: RunDir) -> _MeasuredScores | str:
+        """Run a candidate, and return its rate and scores; or the reason why it cannot run."""
+        engine = candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S})
+        job = self.bench.job(run, engine)
+        n_shards = None
+        if self.tokens is not None:
+            n_shards = -(-self.tokens // job.engine.shard_tokens)  # rounded up
+        try:
+            measurement = measure_job(job, shards=n_shards, sample_s=self.bench.sample_s)
+            scores = shards.read_scores(run, range(len(job.plan))[:n_shards])[0]
+        except DeviceError as error:
+            if _is_held_by_another_run(job):
+                raise
+            return str(error)
+        except (ConfigError, ShardError, NotFiniteError) as error:
+            return str(error)
+        finally:
+            discard(run.root, *SHARD_FILES)  # the embeddings of all trials would fill the disk
+        if measurement.reduced:
+            n_reduced = len(measurement.reduced)
+            _, divisor = measurement.reduced[0]
+            return (
+                f"the device cannot hold these budgets: {n_reduced} shards ran on "
+                f"1/{divisor} of them"
+            )
+        return _MeasuredScores(measurement, scores)
+
+
+def _is_held_by_another_run(job: Job) -> bool:
+    """Return whether another run holds a device of the job."""
+    return any(device_holder(device.id) for device in job.devices)
+
+
+def _save_scores(path: Path, scores: Scores) -> None:
+    """Write the scores of the base's first trial, which all trials are compared with."""
+    with atomic_file(path) as temp_path, temp_path.open("wb") as file:
+        np.save(file, scores)
+
+
+def _compare_with_base(measured: _MeasuredScores, base_scores: Scores) -> Trial:
+    """Return a trial: a measurement with the difference of its scores from the base's.
+
+    Shards of another size may end at another sequence; only sequences of both are compared.
+    """
+    n_shared = min(len(base_scores), len(measured.scores))
+    change = compare_scores(base_scores[:n_shared], measured.scores[:n_shared])
+    return Trial(
+        **measured.measurement.model_dump(),
+        score_difference=change.max_difference,
+        labels_changed=change.n_labels_changed,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreChange:
+    """How much scores differ from those of the base."""
+
+    max_difference: float  # of P(virus)
+    n_labels_changed: int
+
+
+def compare_scores(base_scores: Scores, scores: Scores) -> ScoreChange:
+    """Compare scores with those of the base.
+
+    A score that is missing (NaN) on one side counts as the largest possible difference.
+
+    Args:
+        base_scores: Scores of the base, [n, 2].
+        scores: Scores of the same sequences, [n, 2].
+    """
+    base_virus = base_scores[:, 1].astype(np.float64)
+    virus = scores[:, 1].astype(np.float64)
+    is_on_one_side = np.isnan(base_virus) ^ np.isnan(virus)
+    differences = np.nan_to_num(np.abs(base_virus - virus))
+    differences[is_on_one_side] = 1.0
+    changes_label = (base_virus >= DEFAULT_THRESHOLD) != (virus >= DEFAULT_THRESHOLD)
+    return ScoreChange(
+        max_difference=float(differences.max(initial=0.0)),
+        n_labels_changed=int((is_on_one_side | changes_label).sum()),
+    )

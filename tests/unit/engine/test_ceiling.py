@@ -11,7 +11,7 @@ from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
 from virnuc_core.engine.devices import resolve
 from virnuc_core.errors import WorkerError
 from virnuc_core.runfiles import Device
-from virnuc_core.tools.bench import measure_ceilings
+from virnuc_core.tools.ceiling import measure_ceilings
 
 from .runs import no_workers_left
 

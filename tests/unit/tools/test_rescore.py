@@ -241,7 +241,7 @@ def test_the_card_of_the_new_head_tells_threshold_and_uncertain_scores(
     assert sum(unsure.results.fates.values()) == sum(plain.fates.values())
     with pytest.raises(ConfigError, match="fdr, abstain: the head has no card"):
         rescore(run, models, RunDir(tmp_path / "none"), VerdictSpec(fdr=0.01))
-    with pytest.raises(ConfigError, match="name the head with --head"):
+    with pytest.raises(ConfigError, match="give the head with --head"):
         rescore(run, None, RunDir(tmp_path / "none"), VerdictSpec(abstain=True))
 
 

@@ -1,4 +1,4 @@
-"""Recordings inside a worker process: bounded, read back as they were written, and nothing else left behind."""
+"""Recordings inside a worker process: bounded, read back as they were written, nothing else left."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def test_a_trace_that_is_too_large_is_not_kept_but_its_tables_are(
 ) -> None:
     folder = tmp_path / "traces"
     spec = TraceSpec(folder=str(folder), max_trace_mb=0, shapes=True, operations=5)
-    found = trace(bench, engine, spec)
-    [table] = found
+    tables = trace(bench, engine, spec)
+    [table] = tables
     assert table == read(folder / TABLE.format(table.device), TraceTable)
     assert table.trace is None
     assert table.trace_bytes > 16
-    assert any(row.shapes for row in table.operations)
+    assert any(operation.shapes for operation in table.operations)
     assert [path.name for path in folder.iterdir()] == [TABLE.format(table.device)]
-    assert messages.traced(found).endswith("batches of 1 shard on 1 device recorded")
+    assert messages.traced(tables).endswith("batches of 1 shard on 1 device recorded")

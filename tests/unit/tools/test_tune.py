@@ -11,19 +11,24 @@ from virnuc_core.telemetry.statistics import batch_metrics, record_table
 from virnuc_core.telemetry.tables import BatchRecord
 from virnuc_core.tools.tune import (
     Candidate,
+    Recommendation,
+    ScoreChange,
     Trial,
-    candidates,
     compare_scores,
+    make_candidates,
     recommend,
-    rounds,
+    schedule_trials,
 )
 
 TOLERANCE = 0.01
 
 
-def trial(rate: float, difference: float = 0.0, labels_changed: int = 0) -> Trial:
+def make_trial(rate: float, difference: float = 0.0, labels_changed: int = 0) -> Trial:
+    """Return a trial with this rate in tokens/s."""
+    metrics = dict(batch_metrics(record_table(BatchRecord, [])))
+    metrics["tokens_per_s"] = rate
     return Trial(
-        **dict(batch_metrics(record_table(BatchRecord, []))) | {"tokens_per_s": rate},
+        **metrics,
         committed_s=1.0,
         wall_s=2.0,
         utilisation=None,
@@ -35,101 +40,132 @@ def trial(rate: float, difference: float = 0.0, labels_changed: int = 0) -> Tria
     )
 
 
-def measured(*rates: tuple[float, ...], difference: float = 0.0) -> tuple[Candidate, ...]:
-    """The base and candidates with these rates; `difference` is that of all but the base."""
-    found = candidates(
-        EngineSpec(), {"token_budget": tuple(1024 * (n + 1) for n in range(len(rates) - 1))}
-    )
-    for candidate, each in zip(found, rates, strict=True):
-        for rate in each:
-            candidate.add(trial(rate, difference if candidate.number else 0.0))
-    return found
+def measured_candidates(
+    *rates: tuple[float, ...], difference: float = 0.0
+) -> tuple[Candidate, ...]:
+    """Return the base and candidates with these rates.
+
+    Args:
+        rates: For each of them the rate of each trial.
+        difference: Difference of scores of all but the base.
+    """
+    budgets = [1024 * number for number in range(1, len(rates))]
+    candidates = make_candidates(EngineSpec(), {"token_budget": budgets})
+    for candidate, candidate_rates in zip(candidates, rates, strict=True):
+        for rate in candidate_rates:
+            candidate.add(make_trial(rate, difference if candidate.number else 0.0))
+    return candidates
+
+
+def recommend_of(*rates: tuple[float, ...]) -> Recommendation:
+    """Recommend one of the candidates with these rates."""
+    return recommend(measured_candidates(*rates), tolerance=TOLERANCE)
 
 
 def test_every_combination_is_tried_once_and_the_base_first() -> None:
     base = EngineSpec(token_budget=1024)
-    found = candidates(base, {"token_budget": (1024, 2048), "num_workers": (0, 2)})
-    assert [c.label for c in found] == [
+    candidates = make_candidates(base, {"token_budget": (1024, 2048), "num_workers": (0, 2)})
+    assert [candidate.label for candidate in candidates] == [
         "base",
         "num_workers=2",
         "token_budget=2048",
         "token_budget=2048 num_workers=2",
     ]
-    assert found[0].engine == base
-    assert [one.engine for one in candidates(base, {})] == [base]
+    assert candidates[0].engine == base
+
+
+def test_without_a_setting_to_sweep_only_the_base_is_tried() -> None:
+    base = EngineSpec(token_budget=1024)
+    assert [candidate.engine for candidate in make_candidates(base, {})] == [base]
+
+
+def test_too_many_combinations_are_refused() -> None:
+    swept = {"token_budget": range(64, 79), "prefetch_factor": range(1, 16)}  # 15 x 15 and the base
     with pytest.raises(ConfigError, match="226 combinations are too many"):
-        candidates(base, {"token_budget": range(64, 79), "prefetch_factor": range(1, 16)})
+        make_candidates(EngineSpec(token_budget=1024), swept)
 
 
-def test_what_is_faster_by_more_than_the_scatter_is_recommended() -> None:
-    chosen = recommend(measured((100, 102, 98), (130, 131, 129)), tolerance=TOLERANCE)
-    assert chosen.candidate.label == "token_budget=1024"
-    assert chosen.gain == pytest.approx(0.30)
+def test_settings_that_are_faster_by_more_than_the_scatter_are_recommended() -> None:
+    recommendation = recommend_of((100, 102, 98), (130, 131, 129))
+    assert recommendation.candidate.label == "token_budget=1024"
+    assert recommendation.gain == pytest.approx(0.30)
 
 
-def test_of_one_measurement_no_scatter_is_told() -> None:
-    assert (
-        "the scatter is not known"
-        in recommend(measured((100,), (130,)), tolerance=TOLERANCE).reason
-    )
-    assert (
-        "scatter 0.0 %" in recommend(measured((100, 100), (130, 130)), tolerance=TOLERANCE).reason
-    )
+def test_the_scatter_is_only_named_if_there_are_several_trials() -> None:
+    assert "the scatter is not known" in recommend_of((100,), (130,)).reason
+    assert "scatter 0.0 %" in recommend_of((100, 100), (130, 130)).reason
 
 
 def test_within_the_scatter_the_base_stays() -> None:
-    chosen = recommend(measured((100, 120, 80), (110, 110, 110)), tolerance=TOLERANCE)
-    assert chosen.candidate.number == 0
-    assert "within the scatter" in chosen.reason
+    recommendation = recommend_of((100, 120, 80), (110, 110, 110))
+    assert recommendation.candidate.number == 0
+    assert "within the scatter" in recommendation.reason
 
 
-def test_what_changes_results_is_never_recommended() -> None:
-    found = measured((100,), (200,), difference=0.02)
-    assert found[1].verdict(TOLERANCE) == "changes scores"
-    assert recommend(found, tolerance=TOLERANCE).candidate is found[0]
+def test_settings_that_change_scores_are_never_recommended() -> None:
+    candidates = measured_candidates((100,), (200,), difference=0.02)
+    assert candidates[1].verdict(TOLERANCE) == "changes scores"
+    assert recommend(candidates, tolerance=TOLERANCE).candidate is candidates[0]
 
 
-def test_what_turns_a_label_is_never_recommended_however_near_its_scores() -> None:
-    found = measured((100,), ())
-    found[1].add(trial(200, difference=1e-6, labels_changed=1))
-    assert found[1].verdict(TOLERANCE) == "changes labels"
-    assert recommend(found, tolerance=TOLERANCE).candidate is found[0]
+def test_settings_that_change_a_label_are_never_recommended_however_near_their_scores() -> None:
+    candidates = measured_candidates((100,), ())
+    candidates[1].add(make_trial(200, difference=1e-6, labels_changed=1))
+    assert candidates[1].verdict(TOLERANCE) == "changes labels"
+    assert recommend(candidates, tolerance=TOLERANCE).candidate is candidates[0]
 
 
 def test_a_candidate_that_was_measured_less_often_is_not_recommended() -> None:
-    found = measured((100, 100), (200,))
-    assert recommend(found, tolerance=TOLERANCE).candidate.number == 0
+    assert recommend_of((100, 100), (200,)).candidate.number == 0
 
 
 def test_halving_drops_the_slower_half_but_neither_the_base_nor_the_last_three() -> None:
     rates = (1.0, 60.0, 50.0, 40.0, 30.0, 20.0, 10.0)
-    asked: list[list[int]] = [[], [], [], []]
-    for candidate, repeat, _ in rounds(measured(*[()] * len(rates)), len(asked), halving=True):
-        asked[repeat].append(candidate.number)
-        candidate.add(trial(rates[candidate.number]))
-    assert asked == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3]]
+    candidates = measured_candidates(*[()] * len(rates))
+    measured_in_round: list[list[int]] = [[], [], [], []]
+    for candidate, repeat, _ in schedule_trials(candidates, 4, halving=True):
+        measured_in_round[repeat].append(candidate.number)
+        candidate.add(make_trial(rates[candidate.number]))
+    assert measured_in_round == [
+        [0, 1, 2, 3, 4, 5, 6],
+        [0, 1, 2, 3, 4],
+        [0, 1, 2, 3],
+        [0, 1, 2, 3],
+    ]
 
 
-def test_what_cannot_run_is_not_tried_again_and_a_base_that_cannot_is_an_error() -> None:
-    found = measured((100,), ())
-    asked = []
-    for candidate, repeat, name in rounds(found, 2, halving=True):
-        asked.append((candidate.number, repeat))
+def test_settings_that_cannot_run_are_not_tried_again() -> None:
+    candidates = measured_candidates((100,), ())
+    scheduled = []
+    for candidate, repeat, name in schedule_trials(candidates, 2, halving=True):
+        scheduled.append((candidate.number, repeat))
         assert candidate.label in name
-        candidate.add("needs a CUDA device" if candidate.number else trial(100))
-    assert asked == [(0, 0), (1, 0), (0, 1)]
-    assert found[1].verdict(TOLERANCE) == "cannot run"
+        if candidate.number == 0:
+            candidate.add(make_trial(100))
+        else:
+            candidate.add("needs a CUDA device")
+    assert scheduled == [(0, 0), (1, 0), (0, 1)]
+    assert candidates[1].verdict(TOLERANCE) == "cannot run"
+
+
+def test_a_base_that_cannot_run_is_an_error() -> None:
+    base = measured_candidates((100,))[0]
     with pytest.raises(ConfigError, match="cannot run here: no"):
-        found[0].add("no")
+        base.add("no")
+
+
+def test_a_base_of_which_nothing_was_measured_is_an_error() -> None:
     with pytest.raises(ConfigError, match="nothing was measured"):
-        recommend(measured(()), tolerance=TOLERANCE)
+        recommend_of(())
 
 
 def test_scores_are_compared_row_by_row_and_a_missing_one_counts_most() -> None:
-    a = np.array([[0.9, 0.1], [0.51, 0.49], [np.nan, np.nan]], dtype=np.float32)
-    b = np.array([[0.9, 0.1], [0.49, 0.51], [np.nan, np.nan]], dtype=np.float32)
-    difference, changed = compare_scores(a, b)
-    assert (difference, changed) == (pytest.approx(0.02, abs=1e-6), 1)
-    b[2] = 0.5
-    assert compare_scores(a, b) == (1.0, 2)
-    assert compare_scores(a, a) == compare_scores(a[:0], a[:0]) == (0.0, 0)
+    base = np.array([[0.9, 0.1], [0.51, 0.49], [np.nan, np.nan]], dtype=np.float32)
+    scores = np.array([[0.9, 0.1], [0.49, 0.51], [np.nan, np.nan]], dtype=np.float32)
+    change = compare_scores(base, scores)
+    assert change.max_difference == pytest.approx(0.02, abs=1e-6)
+    assert change.n_labels_changed == 1
+    scores[2] = 0.5
+    assert compare_scores(base, scores) == ScoreChange(1.0, 2)
+    assert compare_scores(base, base) == ScoreChange(0.0, 0)
+    assert compare_scores(base[:0], base[:0]) == ScoreChange(0.0, 0)

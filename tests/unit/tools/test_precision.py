@@ -1,0 +1,52 @@
+"""A sample of the sequences in fp32 is what the runs are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from virnuc_core.config import ClassifySpec, EngineSpec
+from virnuc_core.pipeline import classify
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.compare import compare_runs
+from virnuc_core.rundir import RunDir
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.precision import embed_sample, measure_precision
+
+N_SEQUENCES = 150
+
+
+@pytest.mark.slow
+def test_a_sample_in_fp32_is_compared_with_a_run(
+    tmp_path: Path, bench: Bench, engine: EngineSpec
+) -> None:
+    reads = StageSpec(reads=(str(bench.store.with_name("reads.fasta")),), model_length=300)
+    spec = ClassifySpec(models=bench.models, devices=bench.devices, engine=engine)
+    classify(RunDir(tmp_path / "devices-1"), stage(reads, bench.store), spec)
+    sample = RunDir(tmp_path / "fp32")
+    # As for very many reads, one shard of the run could hold all sequences.
+    large_shards = engine.model_copy(update={"attention": "reference", "shard_tokens": 1 << 20})
+    embed_sample(sample, bench.job(sample, large_shards), N_SEQUENCES, "of this test")
+    assert not list(sample.shards.glob("*.h5"))
+    with h5py.File(sample.embeddings) as file:
+        gaps = np.flatnonzero(np.diff(file["uniques"][:]) > 1)
+    assert len(gaps), "the sample is from several places"
+
+    [comparison] = compare_runs(tmp_path, ("devices-1",), tolerance=0.01, subset=False)
+    assert (comparison.a, comparison.b, comparison.bitwise) == ("fp32", "devices-1", None)
+    joined = comparison.cosines[0]
+    assert N_SEQUENCES <= joined.n < OrfStore.open(bench.store).n_uniques
+    assert joined.minimum > 0.9999
+    for agreement in (comparison.frames, comparison.consensus):
+        assert agreement is not None
+        assert agreement.agreement == 1.0
+        assert (agreement.only_in_a, agreement.only_in_b) == (0, 0)
+        assert agreement.in_both > 20
+
+    # CPU cores compute in fp32 anyway. The sample, made for runs in another precision, is removed.
+    assert not measure_precision(tmp_path, bench, engine, N_SEQUENCES)
+    assert compare_runs(tmp_path, ("devices-1",), tolerance=0.01, subset=False) == ()

@@ -1,0 +1,183 @@
+"""Measure what commits, the sampler and loading the models anew cost: pairs of runs with and without."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from virnuc_core.config import EngineSpec, OnShare, Switch
+from virnuc_core.engine.devices import resolve
+from virnuc_core.errors import VirnucError
+from virnuc_core.rundir import SHARD_FILES, RunDir, discard, run_lock
+from virnuc_core.runfiles import write
+from virnuc_core.tools.bench import Bench, Measurement, measure_job
+from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, read_usable
+
+log = logging.getLogger(__name__)
+
+# A minute or so on a GPU: long beside the first batches, short beside a whole run.
+SHARDS_PER_DEVICE: Final = 16
+NEVER_S: Final = 86_400.0  # between two samples of the devices: no sample is taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Series:
+    """What all runs of a measurement have in common."""
+
+    out: Path
+    bench: Bench
+    engine: EngineSpec
+    max_shards: int  # of a run
+
+
+@dataclass(frozen=True, slots=True)
+class _SwitchedRun:
+    """A run with or without what costs."""
+
+    name: str  # run directory, relative to the validation's
+    tokens_per_s: float  # 0 if nothing was launched
+    seconds: float
+    restarts: int  # of workers
+    shards: int
+
+
+def measure_overhead(
+    out: Path,
+    bench: Bench,
+    engine: EngineSpec,
+    *,
+    switches: Sequence[Switch] = ("commits",),
+    pairs: int = MIN_PAIRS,
+    shards: int = SHARDS_PER_DEVICE,
+    force: bool = False,
+    on_run: OnShare = lambda _: None,
+) -> OverheadFile:
+    """Run pairs of runs with and without what costs, and write `out/checkpoint_overhead.json`.
+
+    An earlier measurement of the same reads, weights, settings and devices is used. The telemetry
+    of the runs stays in `out/overhead/`.
+
+    Args:
+        out: The directory of the validation.
+        bench: The reads, models and devices.
+        engine: Settings of the runs.
+        switches: What is switched on and off.
+        pairs: Pairs of runs for each switch.
+        shards: Shards of each run, for each device.
+        force: Measure again.
+        on_run: Called with the share of the pairs that are done.
+
+    Raises:
+        VirnucError: No batch was launched, or a run failed.
+    """
+    job_digest = bench.fingerprint(engine)
+    device_ids = tuple(device.id for device in resolve(bench.devices))
+    if not force:
+        earlier = read_usable(out / OVERHEAD, OverheadFile)
+        if earlier is not None and (earlier.job, earlier.devices) == (job_digest, device_ids):
+            n_measured = Counter(pair.of for pair in earlier.pairs)
+            if all(n_measured[switch] >= pairs for switch in switches):
+                return earlier
+
+    series = _Series(out, bench, engine, max_shards=shards * len(device_ids))
+    measured_pairs: list[OverheadPair] = []
+    n_shards: list[int] = []
+    for number in range(1, pairs + 1):
+        for switch in switches:
+            run_with, run_without = _run_pair(series, switch, number)
+            measured_pairs.append(_compare(switch, run_with, run_without))
+            n_shards.append(run_with.shards)
+            log.info(
+                "%s, pair %d: %.0f tokens/s with, %.0f without",
+                switch,
+                number,
+                run_with.tokens_per_s,
+                run_without.tokens_per_s,
+            )
+        on_run(number / pairs)
+    measured = OverheadFile(
+        job=job_digest,
+        devices=device_ids,
+        shards=n_shards[0],
+        shard_tokens=engine.shard_tokens,
+        pairs=tuple(measured_pairs),
+    )
+    write(out / OVERHEAD, measured)
+    return measured
+
+
+def _run_pair(series: _Series, switch: Switch, number: int) -> tuple[_SwitchedRun, _SwitchedRun]:
+    """Run the same shards with and without what costs, and return both runs in this order.
+
+    Every other pair begins without, so that a drift of clocks and caches favours neither side.
+    """
+    order = (True, False)
+    if number % 2 == 0:
+        order = (False, True)
+    runs = {is_on: _run_switched(series, switch, number, is_on=is_on) for is_on in order}
+    if not all(run.tokens_per_s for run in runs.values()):
+        raise VirnucError(f"{series.out}: no batch was launched, so {switch} cannot be timed")
+    return runs[True], runs[False]
+
+
+def _run_switched(series: _Series, switch: Switch, number: int, *, is_on: bool) -> _SwitchedRun:
+    """Run the first shards with or without what costs.
+
+    With "models" switched off, the second half of the shards is computed by new workers, which
+    load the models anew. Then all of the time counts, not only that of the shards.
+    """
+    kind = "" if switch == "commits" else f"{switch}-"
+    name = f"overhead/{number}-{kind}{'on' if is_on else 'off'}"
+    commit = is_on or switch != "commits"
+    sample_s = series.bench.sample_s
+    if switch == "sampler" and not is_on:
+        sample_s = NEVER_S
+
+    run = RunDir(series.out / name)
+    with run_lock(run.root):
+        engine = series.engine.model_copy(update={"commit": commit})
+        job = series.bench.job(run, engine)
+        shards = job.todo[: series.max_shards]
+        parts = [shards]
+        if switch == "models" and not is_on:
+            half = len(shards) // 2
+            parts = [shards[:half], shards[half:]]
+        measurements = [
+            measure_job(replace(job, todo=part), sample_s=sample_s) for part in parts if part
+        ]
+        discard(run.root, *SHARD_FILES)  # the embeddings are not needed
+
+    seconds = sum(_seconds(measurement, switch) for measurement in measurements)
+    tokens = sum(measurement.tokens_per_s * measurement.span_s for measurement in measurements)
+    tokens_per_s = 0.0
+    if seconds:
+        tokens_per_s = tokens / seconds
+    return _SwitchedRun(
+        name=name,
+        tokens_per_s=tokens_per_s,
+        seconds=seconds,
+        restarts=sum(measurement.restarts for measurement in measurements),
+        shards=len(shards),
+    )
+
+
+def _seconds(measurement: Measurement, switch: Switch) -> float:
+    """Return the time that counts for a switch."""
+    if switch == "models":
+        return measurement.wall_s
+    return measurement.committed_s
+
+
+def _compare(switch: Switch, run_with: _SwitchedRun, run_without: _SwitchedRun) -> OverheadPair:
+    """Return the record of a pair of runs."""
+    return OverheadPair(
+        of=switch,
+        with_run=run_with.name,
+        without_run=run_without.name,
+        with_tokens_per_s=run_with.tokens_per_s,
+        without_tokens_per_s=run_without.tokens_per_s,
+        seconds=min(run_with.seconds, run_without.seconds),
+        restarts=run_with.restarts + run_without.restarts,
+    )

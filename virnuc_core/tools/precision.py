@@ -1,0 +1,137 @@
+"""Embed a sample of the sequences in fp32, for comparison with runs in lower precision."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
+from virnuc_core.engine.shards import ShardPlan, make_plan, read_shard, write_plan
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.results import write_covered
+from virnuc_core.rundir import EXACT_FILES, SHARD_FILES, RunDir, atomic_hdf5, discard, run_lock
+from virnuc_core.tools.bench import Bench
+
+# Of a batch in fp32, whose activations are large; also the least of a shard.
+EXACT_TOKENS: Final = 4_096
+STRETCHES: Final = 64  # of neighbouring sequences, so that no part of the reads dominates
+SPECIAL_TOKENS: Final = 2  # of a protein: its begin and its end
+
+
+def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: int) -> bool:
+    """Embed some sequences in fp32 by plain torch on one device, unless they are already there.
+
+    Writes to `out/fp32` result files of the reads all of whose frames were embedded, and
+    `embeddings.h5` with the sequences' numbers (`uniques`).
+
+    Args:
+        out: The directory of the validation.
+        bench: The reads, models and devices; the first device is used.
+        engine: Settings of the runs that are compared.
+        sequences: Number of sequences, about.
+
+    Returns:
+        Whether there are embeddings in fp32; not if the runs compute in fp32 themselves, or if
+        there are no sequences.
+
+    Raises:
+        VirnucError: The device or its worker failed.
+    """
+    run = RunDir(out / EXACT_FILES)
+    device_kind = resolve(bench.devices)[0].kind
+    is_fp32 = resolve_engine(engine, device_kind).precision == "fp32"
+    if is_fp32 or not OrfStore.open(bench.store).n_uniques:
+        run.embeddings.unlink(missing_ok=True)  # it was made for runs of another precision
+        return False
+    first_device = bench.devices.model_copy(update={"ids": bench.devices.ids[:1]})
+    exact_bench = replace(bench, devices=first_device)
+    exact_engine = engine.model_copy(
+        update={
+            "precision": "fp32",
+            "attention": "reference",
+            "token_budget": EXACT_TOKENS,
+            "dna_token_budget": EXACT_TOKENS,
+            "shard_tokens": EXACT_TOKENS,
+        }
+    )
+    identity = exact_bench.fingerprint(exact_engine, sequences)
+    with run_lock(run.root):
+        if _embeddings_identity(run) != identity:
+            embed_sample(run, exact_bench.job(run, exact_engine), sequences, identity)
+    return True
+
+
+def _embeddings_identity(run: RunDir) -> str | None:
+    """Return what the embeddings that are already there were made of; None if there are none."""
+    if not run.embeddings.is_file():
+        return None
+    with h5py.File(run.embeddings, "r") as file:
+        return str(file.attrs["fingerprint"])
+
+
+def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
+    """Embed a sample of the sequences, and write the results.
+
+    Args:
+        run: The run directory to write.
+        job: The job, whose plan is replaced.
+        sequences: Number of sequences, about.
+        identity: Digest of what the embeddings are made of, which is written beside them.
+    """
+    store = job.store
+    plan = _plan_stretches(store, sequences, job.plan.fingerprint)
+    write_plan(run, plan)
+    n_wanted = -(-sequences * len(plan) // store.n_uniques)  # rounded up
+    chosen = _spread_shards(len(plan), n_wanted)
+    sample_job = replace(job, plan=plan, todo=chosen)
+    Embedding(sample_job, RunMonitor(), time.monotonic()).run()
+
+    results = [read_shard(run, plan, shard) for shard in chosen]
+    uniques = np.concatenate([np.arange(*plan.range(shard)) for shard in chosen])
+    scores = np.full((store.n_uniques, 2), np.nan, dtype=np.float32)
+    scores[uniques] = np.concatenate([result.scores for result in results])
+    _write_covered_reads(run, store, scores)
+    with atomic_hdf5(run.embeddings) as file:
+        file["embeddings"] = np.concatenate([result.embeddings for result in results])
+        file["uniques"] = uniques
+        file.attrs["fingerprint"] = identity
+    discard(run.root, *SHARD_FILES)
+
+
+def _plan_stretches(store: OrfStore, sequences: int, fingerprint: str) -> ShardPlan:
+    """Cut the store into shards so small that `sequences` of its sequences fill STRETCHES of them."""
+    n_tokens = int(store.protein_offsets[-1]) + SPECIAL_TOKENS * store.n_uniques
+    shard_tokens = n_tokens * sequences // (STRETCHES * store.n_uniques)
+    return make_plan(
+        store.protein_offsets, max(EXACT_TOKENS, shard_tokens), EXACT_TOKENS, fingerprint
+    )
+
+
+def _spread_shards(n_shards: int, n_wanted: int) -> tuple[int, ...]:
+    """Choose at least two shards, if there are two, evenly over the store."""
+    n_chosen = min(n_shards, max(2, n_wanted))
+    places = np.linspace(0, n_shards - 1, n_chosen).astype(int)
+    return tuple(np.unique(places).tolist())
+
+
+def _write_covered_reads(run: RunDir, store: OrfStore, scores: NDArray[np.float32]) -> None:
+    """Write result files of the reads all of whose frames have a score.
+
+    Args:
+        run: The run directory to write.
+        store: The store of the reads.
+        scores: Scores of the distinct sequences, NaN for those that were not embedded,
+            [uniques, 2].
+    """
+    scores_of_rows = scores[np.asarray(store.row_unique)]
+    has_score = ~np.isnan(scores_of_rows[:, 0])
+    n_scored = np.bincount(store.row_read, has_score, store.n_reads)  # frames of each read
+    is_covered = (n_scored == store.read_rows) & (n_scored > 0)
+    is_row_covered = is_covered[np.asarray(store.row_read)]
+    write_covered(run, store, is_covered, scores_of_rows[is_row_covered])
