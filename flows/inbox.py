@@ -42,7 +42,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     ledger.write_table(rows)
     todo = []
     for number, row in enumerate(rows):
-        if ledger.wants_work(row, retry_failed=settings.retry_failed):
+        if ledger.is_due(row, retry_failed=settings.retry_failed):
             todo.append(number)
     with shared_workers(settings, warm=True) if todo else nullcontext() as pool:
         for number in todo:
@@ -78,7 +78,7 @@ def _predict_file(settings: InboxSettings, ledger: Ledger, row: Row, pool: Pool 
             return error
         return summary
 
-    return ledger.work(row, predicted, retry_failed=settings.retry_failed)
+    return ledger.attempt(row, predicted, retry_failed=settings.retry_failed)
 
 
 def _publish_rows(settings: InboxSettings, rows: Sequence[Row]) -> None:

@@ -1,21 +1,24 @@
-"""The ledger of an inbox folder: which content has met which fate, in plain files.
+"""The ledger of an inbox folder: what became of each content, in plain files.
 
-    OUT/fates/<sha256>.json   the fate of a content, or how often it was tried without one; written whole
+    OUT/fates/<sha256>.json   the fate of a content, or how often it was tried without one
     OUT/claims/<sha256>.N     the lease of the run that works on it
     OUT/runs/<sha256:16>/     the run directory of that content
-    OUT/inbox.tsv             one row for each file seen, made anew from the above
+    OUT/inbox.tsv             a row for each file, written anew from the above
 
-Files are told apart by content, so that a renamed or copied file is not predicted again, and a name used twice is.
+Files are told apart by content. A renamed or copied file is therefore not predicted again, and a
+name that is used again for another content is.
 
-No file holds up the others. An attempt is counted before it begins, so that one that ends this process counts as well;
-a file that had all its attempts is failed, with the reason of the last."""
+No file holds up the others. An attempt is counted before it begins, so that one that kills this
+process counts, too. A file that had all its attempts has failed, with the reason of the last.
+"""
 
 import hashlib
 import logging
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -28,20 +31,18 @@ from virnuc_core.rundir import INBOX_MARK, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary, read_or_set_aside, sha256_of, write
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
-UNSETTLED: Final = (
-    "waiting",
-    "busy",
-    "duplicate",
-)  # an overlapping run may find what becomes of these
-SAME: Final = "same content as {}"
+UNSETTLED: Final = ("waiting", "busy", "duplicate")  # an overlapping run may change these
+DUPLICATE_NOTE: Final = "same content as {}"
 SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")
-ATTEMPTS: Final = 3  # of a content that ends without saying what is wrong with it
+MAX_ATTEMPTS: Final = 3  # with a content that ends without saying what is wrong with it
 KILLED: Final = "ended before it could say why: killed, or out of memory"
+RUN_NAME_LENGTH: Final = 16  # characters of the SHA-256
+SEAL_BYTES: Final = 8
 log = logging.getLogger(__name__)
 
 
 class Row(RunFile):
-    """One file of the inbox, as inbox.tsv shows it."""
+    """A file of the inbox, as `inbox.tsv` shows it."""
 
     file: str  # relative to the inbox
     sha256: str
@@ -53,237 +54,329 @@ class Row(RunFile):
     viral: str = ""
     note: str = ""
 
-    def but(self, **changes: Any) -> Self:
-        """The row with some columns changed."""
-        return self.model_copy(update=changes)
+    def changed(self, **columns: Any) -> Self:
+        """Return the row with some columns changed."""
+        return self.model_copy(update=columns)
 
 
 class Fate(Row):
-    """What became of one content, by the file it was predicted from; `waiting` was tried, and will be again."""
+    """What became of a content, by the file it was predicted from.
+
+    The fate `waiting` was tried, and will be tried again.
+    """
 
     attempts: int = 1
-    seal: str = ""  # of what was written
+    seal: str = ""  # digest of the other fields
 
     def sealed(self) -> Self:
-        """The fate with its seal."""
+        """Return the fate with its seal."""
         body = self.model_dump_json(exclude={"seal"})
-        return self.but(seal=hashlib.blake2b(body.encode(), digest_size=8).hexdigest())
+        digest = hashlib.blake2b(body.encode(), digest_size=SEAL_BYTES)
+        return self.changed(seal=digest.hexdigest())
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        if self.seal not in ("", self.sealed().seal):
+    def _require_seal(self) -> Self:
+        """Refuse a fate that is not the one that was written."""
+        if self.seal and self.seal != self.sealed().seal:
             raise ValueError("not what was written (seal)")
         return self
 
 
+Outcome = RunSummary | Exception
+Predict = Callable[[Row, Path], Outcome]  # takes the row and its run directory
+
+
+@dataclass(frozen=True, slots=True)
+class _FileState:
+    """What tells without reading a file that it has not changed."""
+
+    file: str
+    size: int
+    mtime_ns: int
+
+
 class Ledger:
-    """Reads and writes the fates of one inbox."""
+    """Reads and writes the fates of an inbox."""
 
     def __init__(self, inbox: Path, out: Path) -> None:
+        """Open the ledger of an inbox.
+
+        Args:
+            inbox: The folder of new files.
+            out: The directory of the results.
+
+        Raises:
+            InputError: There is no such folder.
+            ConfigError: The results would be written into the inbox.
+        """
         if not inbox.is_dir():
-            raise errors.InputError(
-                "no such folder", file=inbox, hint="create it or name another inbox"
-            )
-        if out.resolve() == inbox.resolve() or inbox.resolve() in out.resolve().parents:
+            hint = "create it or name another inbox"
+            raise errors.InputError("no such folder", file=inbox, hint=hint)
+        inbox_root, out_root = inbox.resolve(), out.resolve()
+        if out_root == inbox_root or inbox_root in out_root.parents:
             raise errors.ConfigError(
                 f"{out}: results would lie inside the inbox {inbox}; choose another directory"
             )
-        self.inbox, self.out, self.table = inbox, out, out / "inbox.tsv"
+        self.inbox = inbox
+        self.out = out
+        self.table = out / "inbox.tsv"
+
+    # --- Files ------------------------------------------------------------------------------------
 
     def scan(self, *, settle_s: float, now_s: float | None = None) -> list[Row]:
-        """Every file of the inbox, oldest first, with what is known of its content. A file changed less than `settle_s`
-        ago is `arriving` and not read. Content without a fate is `waiting`; of several files with one content all but
-        the one it was, or will be, predicted from are `duplicate`. What cannot be opened, or has a name that no table
-        can hold, is `failed` until that is mended."""
-        settled_before = (time.time() if now_s is None else now_s) - settle_s
-        known = {
-            (row.file, row.size, row.mtime_ns): row.sha256
+        """Return all files of the inbox with the fates of their contents, the oldest first.
+
+        - `arriving`: changed less than `settle_s` ago. The file is not read.
+        - `waiting`: the content has no fate yet.
+        - `duplicate`: another file with the same content was predicted, or will be.
+        - `failed`: also a file that cannot be opened, or has a name that no table can hold.
+
+        Args:
+            settle_s: Seconds without a change after which a file is complete.
+            now_s: The time, in seconds since 1970. Default: now.
+        """
+        if now_s is None:
+            now_s = time.time()
+        known_digests = {
+            _FileState(row.file, row.size, row.mtime_ns): row.sha256
             for row in self.read_table()
             if row.sha256
         }
         rows = []
-        for path in self.inbox.rglob("*"):
-            hidden = any(part.startswith(".") for part in path.relative_to(self.inbox).parts)
-            if (
-                not hidden
-                and path.suffix not in SKIPPED_SUFFIXES
-                and (row := self._seen(path, known, settled_before))
-            ):
+        for path in self._candidate_paths():
+            row = self._describe_file(path, known_digests, settled_before_s=now_s - settle_s)
+            if row is not None:
                 rows.append(row)
         rows.sort(key=lambda row: (row.mtime_ns, row.file))
-        # the file a fate was written for comes first, else the oldest
-        foremost = [
-            row
-            for row in reversed(rows)
-            if row.sha256 and (row.fate == "waiting" or row.note == "")
-        ]
-        first = {row.sha256: row.file for row in foremost}
-        twins = ((row, first.get(row.sha256, row.file)) for row in rows)
-        return [
-            row if twin == row.file else row.but(fate="duplicate", note=SAME.format(twin))
-            for row, twin in twins
-        ]
+        return _mark_duplicates(rows)
 
-    def _seen(
-        self, path: Path, known: dict[tuple[str, int, int], str], settled_before: float
+    def _candidate_paths(self) -> Iterator[Path]:
+        """Yield what is in the inbox, except for hidden and partial files."""
+        for path in self.inbox.rglob("*"):
+            names = path.relative_to(self.inbox).parts
+            is_hidden = any(name.startswith(".") for name in names)
+            if not is_hidden and path.suffix not in SKIPPED_SUFFIXES:
+                yield path
+
+    def _describe_file(
+        self, path: Path, known_digests: dict[_FileState, str], settled_before_s: float
     ) -> Row | None:
-        """One file as it is now; None for what is no file, or is gone."""
+        """Return a file as it is now; None for anything that is not a file, or is gone."""
         name = str(path.relative_to(self.inbox))
-        plain = (
-            name.encode("utf-8", "backslashreplace").decode().replace("\r", "\\r")
-        )  # what the table can hold
-        row = Row(file=plain, sha256="", size=0, mtime_ns=0, fate="failed")
+        # The table cannot hold all names that a file may have.
+        printable = name.encode("utf-8", "backslashreplace").decode().replace("\r", "\\r")
+        row = Row(file=printable, sha256="", size=0, mtime_ns=0, fate="failed")
         try:
-            at = path.stat()
-            if not stat.S_ISREG(at.st_mode):
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
                 return None
-            row = row.but(size=at.st_size, mtime_ns=at.st_mtime_ns)
-            if at.st_mtime > settled_before:
-                return row.but(fate="arriving")
-            if plain != name:
-                return row.but(note="its name is not UTF-8, or holds a line break; rename it")
-            sha256 = known.get((name, row.size, row.mtime_ns)) or sha256_of(path)
+            row = row.changed(size=status.st_size, mtime_ns=status.st_mtime_ns)
+            if status.st_mtime > settled_before_s:
+                return row.changed(fate="arriving")
+            if printable != name:
+                return row.changed(note="its name is not UTF-8, or holds a line break; rename it")
+            sha256 = known_digests.get(_FileState(name, row.size, row.mtime_ns))
+            if sha256 is None:
+                sha256 = sha256_of(path)
         except FileNotFoundError:
             return None
         except OSError as error:
-            return row.but(
-                note=f"cannot be read: {error.strerror or error}; check its permissions, or remove it"
-            )
-        return self._with_fate(row.but(sha256=sha256, fate="waiting"))
+            problem = f"cannot be read: {error.strerror or error}"
+            return row.changed(note=f"{problem}; check its permissions, or remove it")
+        return self._with_fate(row.changed(sha256=sha256, fate="waiting"))
 
-    def wants_work(self, row: Row, *, retry_failed: bool) -> bool:
-        """Whether a file waits for its fate."""
-        return row.fate == "waiting" or (row.fate == "failed" and retry_failed and row.sha256 != "")
+    # --- Attempts ---------------------------------------------------------------------------------
 
-    def work(
-        self,
-        row: Row,
-        predict: Callable[[Row, Path], RunSummary | Exception],
-        *,
-        retry_failed: bool,
-    ) -> Row:
-        """The row with its new fate. `predict` takes the row and its run directory, and returns what it ended with:
-        `OWN` is the file's fate at once, any other failure an attempt, the last of which is its fate. Raised, and no
-        attempt: `MACHINE`, and what `predict` raises."""
-        with suppress(
-            OSError
-        ):  # which `predict` will meet; what a table said of another time proves nothing
-            row = row.but(sha256=sha256_of(self.inbox / row.file))
-        with self.claim(row.sha256) as other:
-            if other:
-                return row.but(fate="busy", note="another run predicts it")
-            _sweep(self._fate_file(row.sha256))
-            known = self.fate(row.sha256)
-            if (
-                known is not None
-                and known.fate != "waiting"
-                and not (known.fate == "failed" and retry_failed)
-            ):
-                return self._with_fate(row)  # an overlapping run was faster
-            attempt = 1 if known is None or known.fate == "failed" else known.attempts + 1
-            last, run = attempt >= ATTEMPTS, f"runs/{row.sha256[:16]}"
-            told = Fate(**(dict(row) | {"run": run, "attempts": attempt, "note": ""}))
-            self.record(told.but(fate="failed" if last else "waiting", note=KILLED))
-            try:
-                found = predict(row, self.out / run)
-                if isinstance(found, Exception) and errors.is_machine_error(found):
-                    raise found
-            except BaseException:
-                self._forget(row.sha256, known)
-                raise
-            if isinstance(
-                found, errors.RunMismatchError
-            ):  # of settings, of which the file knows nothing
-                self._forget(row.sha256, known)
-                row = row.but(note=str(found))
-            elif isinstance(found, RunSummary):
-                self.record(
-                    told.but(
-                        fate="predicted", reads=str(found.n_reads), viral=str(found.fates["viral"])
-                    )
-                )
-            else:
-                fate = (
-                    "failed"
-                    if last or isinstance(found, errors.INPUT_SPECIFIC_ERRORS)
-                    else "waiting"
-                )
-                log.warning("%s: attempt %d of %d: %s", row.file, attempt, ATTEMPTS, found)
-                why = (
-                    str(found)
-                    if isinstance(found, errors.VirnucError)
-                    else f"{type(found).__name__}: {found}"
-                )
-                self.record(told.but(fate=fate, note=why))
-            return self._with_fate(row)
+    def is_due(self, row: Row, *, retry_failed: bool) -> bool:
+        """Return whether a file should be predicted now."""
+        if row.fate == "failed":
+            return retry_failed and row.sha256 != ""
+        return row.fate == "waiting"
 
-    def _forget(self, sha256: str, known: Fate | None) -> None:
-        """An attempt that does not count."""
-        if known is None:
+    def attempt(self, row: Row, predict: Predict, *, retry_failed: bool) -> Row:
+        """Predict a file, unless its content has a fate by now.
+
+        An error that lies with the input is the file's fate at once. Any other is an attempt, and
+        the last attempt is the fate.
+
+        Args:
+            row: The file.
+            predict: Predicts it, and returns its summary or the error.
+            retry_failed: Whether a content that has failed is tried again.
+
+        Returns:
+            The row with its new fate.
+
+        Raises:
+            VirnucError: The error that `predict` returned, if it lies with the machine. It does not
+                count as an attempt.
+            BaseException: What `predict` raised. It does not count as an attempt.
+        """
+        # The digest in the table may be that of an earlier content. If the file cannot be read,
+        # `predict` will say so.
+        with suppress(OSError):
+            row = row.changed(sha256=sha256_of(self.inbox / row.file))
+        with self.claim(row.sha256) as owner:
+            if owner:
+                return row.changed(fate="busy", note="another run predicts it")
+            _remove_partial_files(self._fate_file(row.sha256))
+            earlier = self.read_fate(row.sha256)
+            if earlier is None or earlier.fate == "waiting":
+                return self._attempt_claimed(row, predict, earlier)
+            if earlier.fate == "failed" and retry_failed:
+                return self._attempt_claimed(row, predict, earlier)
+            return self._with_fate(row)  # an overlapping run was faster
+
+    def _attempt_claimed(self, row: Row, predict: Predict, earlier: Fate | None) -> Row:
+        """Predict a file that this process has claimed, and write down its fate."""
+        number = 1
+        if earlier is not None and earlier.fate == "waiting":
+            number = earlier.attempts + 1
+        fate_if_unexplained: RowFate = "waiting"
+        if number >= MAX_ATTEMPTS:
+            fate_if_unexplained = "failed"
+        run = f"runs/{row.sha256[:RUN_NAME_LENGTH]}"
+        columns = dict(row) | {"run": run, "attempts": number, "note": ""}
+        begun = Fate(**columns)
+        self.write_fate(begun.changed(fate=fate_if_unexplained, note=KILLED))
+        try:
+            outcome = predict(row, self.out / run)
+            if isinstance(outcome, Exception) and errors.is_machine_error(outcome):
+                raise outcome
+        except BaseException:
+            self._undo_attempt(row.sha256, earlier)
+            raise
+
+        if isinstance(outcome, RunSummary):
+            n_reads, n_viral = str(outcome.n_reads), str(outcome.fates["viral"])
+            self.write_fate(begun.changed(fate="predicted", reads=n_reads, viral=n_viral))
+        elif isinstance(outcome, errors.RunMismatchError):
+            # It is about the settings, and says nothing of the file.
+            self._undo_attempt(row.sha256, earlier)
+            row = row.changed(note=str(outcome))
+        else:
+            log.warning("%s: attempt %d of %d: %s", row.file, number, MAX_ATTEMPTS, outcome)
+            fate = fate_if_unexplained
+            if isinstance(outcome, errors.INPUT_SPECIFIC_ERRORS):
+                fate = "failed"
+            self.write_fate(begun.changed(fate=fate, note=_describe_error(outcome)))
+        return self._with_fate(row)
+
+    def _undo_attempt(self, sha256: str, earlier: Fate | None) -> None:
+        """Restore the fate of before an attempt that does not count."""
+        if earlier is None:
             self._fate_file(sha256).unlink()
         else:
-            self.record(known)
+            self.write_fate(earlier)
 
-    def fate(self, sha256: str) -> Fate | None:
-        """What is known of a content; None for nothing, also where the file that tells was damaged: it is set aside."""
+    # --- Fates ------------------------------------------------------------------------------------
+
+    def read_fate(self, sha256: str) -> Fate | None:
+        """Return the fate of a content, if it is known. A damaged file is set aside."""
         return read_or_set_aside(self._fate_file(sha256), Fate)
 
-    def record(self, fate: Fate) -> None:
-        """Write a fate down."""
+    def write_fate(self, fate: Fate) -> None:
+        """Write down the fate of a content."""
         write(self._fate_file(fate.sha256), fate.sealed())
 
     def _fate_file(self, sha256: str) -> Path:
+        """Return the file with the fate of a content."""
         return self.out / "fates" / f"{sha256}.json"
 
     def claim(self, sha256: str) -> AbstractContextManager[str]:
-        """Hold a content while working on it; yields who else holds it, or "" when nobody does."""
+        """Hold a content while the `with` block lasts.
+
+        Yields an empty string, or a description of the process that holds it already.
+        """
         return lease(self.out / "claims" / sha256, self._fate_file(sha256))
 
+    def _with_fate(self, row: Row) -> Row:
+        """Return the row with the fate that its content has by now, from this or another run."""
+        fate = self.read_fate(row.sha256)
+        if fate is None:
+            return row
+        if fate.fate == "waiting":
+            if row.fate == "busy":
+                return row
+            note = f"attempt {fate.attempts} of {MAX_ATTEMPTS}: {fate.note}"
+            return row.changed(fate="waiting", note=note)
+        columns = fate.model_dump(include={"fate", "run", "reads", "viral", "note"})
+        row = row.changed(**columns)
+        if fate.file != row.file:
+            row = row.changed(fate="duplicate", note=DUPLICATE_NOTE.format(fate.file))
+        return row
+
+    # --- Table ------------------------------------------------------------------------------------
+
     def read_table(self) -> list[Row]:
-        """The rows written last; none when there is no table, or it cannot be read."""
+        """Return the rows written last; none if there is no table, or it cannot be read."""
         try:
             table = pd.read_csv(self.table, sep="\t", dtype=str, na_filter=False)
             return [Row.model_validate(row) for row in table.to_dict("records")]
         except FileNotFoundError:
             return []
-        except ValueError as error:  # pandas' own and pydantic's are such
+        except ValueError as error:  # of pandas and of pydantic
             log.warning(
                 "%s is made anew, for it cannot be read (%s)", self.table, type(error).__name__
             )
             return []
 
     def write_table(self, rows: Sequence[Row]) -> None:
-        """Write the table whole: `rows`, and after them the files that were seen before and are gone."""
+        """Write the table: `rows`, then the files that were in the last table and are gone."""
         mark = self.out / INBOX_MARK
         with lease(mark, self.table, wait=True):
             mark.touch()
-            _sweep(self.table)
-            here = {row.file for row in rows}
-            gone = [row.but(fate="gone") for row in self.read_table() if row.file not in here]
-            rows = [self._with_fate(row) if row.fate in UNSETTLED else row for row in rows]
-            table = pd.DataFrame(
-                [row.model_dump() for row in [*rows, *gone]], columns=list(Row.model_fields)
-            )
-            write_text_atomically(
-                self.table, table.to_csv(sep="\t", index=False, lineterminator="\n")
-            )
-
-    def _with_fate(self, row: Row) -> Row:
-        """The row with the fate its content has by now, an overlapping run's too; as it was while there is none."""
-        fate = self.fate(row.sha256)
-        if fate is None or (fate.fate == "waiting" and row.fate == "busy"):
-            return row
-        if fate.fate == "waiting":
-            return row.but(
-                fate="waiting", note=f"attempt {fate.attempts} of {ATTEMPTS}: {fate.note}"
-            )
-        twin = (
-            {} if fate.file == row.file else {"fate": "duplicate", "note": SAME.format(fate.file)}
-        )
-        return row.but(**fate.model_dump(include={"fate", "run", "reads", "viral", "note"}) | twin)
+            _remove_partial_files(self.table)
+            current_rows = []
+            for row in rows:
+                if row.fate in UNSETTLED:
+                    current_rows.append(self._with_fate(row))
+                else:
+                    current_rows.append(row)
+            present_files = {row.file for row in rows}
+            gone_rows = [
+                row.changed(fate="gone")
+                for row in self.read_table()
+                if row.file not in present_files
+            ]
+            lines = [row.model_dump() for row in [*current_rows, *gone_rows]]
+            table = pd.DataFrame(lines, columns=list(Row.model_fields))
+            text = table.to_csv(sep="\t", index=False, lineterminator="\n")
+            write_text_atomically(self.table, text)
 
 
-def _sweep(path: Path) -> None:
-    """Remove what killed writers of a file left beside it; whoever else writes it is kept out by a lock."""
-    for left in path.parent.glob(f".{path.name}.*.part"):
-        left.unlink(missing_ok=True)
+def _mark_duplicates(rows: Sequence[Row]) -> list[Row]:
+    """Mark all but one of several files with the same content as duplicates.
+
+    That one is the file that the fate was written for, else the oldest.
+
+    Args:
+        rows: The rows with their fates, the oldest first.
+    """
+    original_files: dict[str, str] = {}  # by SHA-256
+    for row in rows:
+        is_original = row.fate == "waiting" or row.note == ""
+        if row.sha256 and is_original:
+            original_files.setdefault(row.sha256, row.file)
+    marked = []
+    for row in rows:
+        original = original_files.get(row.sha256, row.file)
+        if original == row.file:
+            marked.append(row)
+        else:
+            note = DUPLICATE_NOTE.format(original)
+            marked.append(row.changed(fate="duplicate", note=note))
+    return marked
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the message of an error, with its class unless it is one of our own."""
+    if isinstance(error, errors.VirnucError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _remove_partial_files(path: Path) -> None:
+    """Remove what killed writers of a file left beside it. The caller keeps other writers out."""
+    for partial in path.parent.glob(f".{path.name}.*.part"):
+        partial.unlink(missing_ok=True)

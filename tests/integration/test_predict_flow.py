@@ -191,7 +191,7 @@ def test_a_file_of_an_inbox_replaced_before_it_is_read_does_not_pass_for_what_it
     monkeypatch.setattr("virnuc.flows.inbox.shared_workers", lambda *_, **__: nullcontext())
     given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
     assert predict_inbox(**given, return_state=True).message == "1 waiting"
-    fate = Ledger(inbox, out).fate(seen[0])
+    fate = Ledger(inbox, out).read_fate(seen[0])
     assert fate is not None
     assert "was replaced before it was read" in fate.note
     assert not RunDir(out / "runs" / seen[0][:16]).shards.exists()
