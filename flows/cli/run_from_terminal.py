@@ -38,17 +38,8 @@ def run_from_terminal(flow_path: str, settings: Any) -> "State[Any]":
         VirnucError: The flow cannot run on these settings, failed or was cancelled.
     """
     prepare_prefect()
-    has_named_server = False
-    wait_for_server: Callable[[], object] | None = None
-    uses_prefect = not getattr(settings, "no_prefect", False)
-    if uses_prefect:
-        from prefect.settings import PREFECT_API_URL
-
-        has_named_server = PREFECT_API_URL.value() is not None
-        if has_named_server:
-            wait_for_server = _need_not_wait
-        elif not settings.is_done():
-            wait_for_server = _start_server(settings)
+    has_named_server = _has_named_server(settings)
+    wait_for_server = _prepare_server(settings, has_named_server)
     with ExitStack() as prestarted:
         # a named server says whose turn it is on a device, so no worker starts before it is asked
         if not has_named_server:
@@ -72,8 +63,33 @@ def run_from_terminal(flow_path: str, settings: Any) -> "State[Any]":
     return state
 
 
-def _start_server(settings: Any) -> Callable[[], None]:
-    """Start a temporary server. Return the function that waits for it and then reports it."""
+def _runs_without_prefect(settings: Any) -> bool:
+    """Return whether the user wants no server. Only `virnuc predict` has the option."""
+    return bool(getattr(settings, "no_prefect", False))
+
+
+def _has_named_server(settings: Any) -> bool:
+    """Return whether the flow is to use a server that the user named."""
+    if _runs_without_prefect(settings):
+        return False
+    from prefect.settings import PREFECT_API_URL
+
+    return PREFECT_API_URL.value() is not None
+
+
+def _prepare_server(settings: Any, has_named_server: bool) -> Callable[[], object] | None:
+    """Start a temporary server if the flow needs one.
+
+    Returns:
+        A function that waits for the flow's server, or None if the flow runs without one. A run
+        that is complete needs none.
+    """
+    if _runs_without_prefect(settings):
+        return None
+    if has_named_server:
+        return _need_not_wait
+    if settings.is_done():
+        return None
     server = start_temporary_server(debug=settings.debug)
 
     def wait() -> None:
