@@ -1,4 +1,4 @@
-"""The messages that the states of tasks and flows show, and the hints beside a reviewer's questions."""
+"""The messages of tasks and flows, and the hints beside the questions to a reviewer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

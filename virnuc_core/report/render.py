@@ -308,7 +308,7 @@ def _tiles(report: Report) -> list[Tile]:
 
 @cache
 def environment() -> Environment:
-    """Return the templates. In HTML every value is escaped; a name that is not given is an error."""
+    """Return the templates. In HTML values are escaped; a name that is not given is an error."""
     jinja = Environment(
         loader=PackageLoader("virnuc_core.report"),
         autoescape=lambda name: name is not None and name.endswith(".html.j2"),

@@ -1,4 +1,4 @@
-"""The parts of a report as every form shows them: sections of sentences and tables of named columns."""
+"""The parts of a report that every form shows: sections of sentences, and tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
