@@ -64,7 +64,7 @@ def test_a_rejected_validation_does_not_end_as_if_all_were_well(
 ) -> None:
     """What answers when the time is over says no here, in place of a person."""
     monkeypatch.setattr(
-        "virnuc.tasks.approval.TIME_OUT_ANSWER",
+        "virnuc.flows.approval.TIME_OUT_ANSWER",
         {"verdict": "rejected", "reviewer": "Ada", "note": "wrong sample"},
     )
     state = validate(
