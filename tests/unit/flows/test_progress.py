@@ -1,0 +1,63 @@
+"""Progress that Prefect shows: sent seldom, and without harm when the server is away."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import httpx
+import pytest
+
+from virnuc.tasks.artifacts import progress_artifact
+from virnuc.tasks.server_connection import connection
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Percentages that reach Prefect, as if this were a run."""
+    found: list[float] = []
+    monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
+    monkeypatch.setattr(
+        "virnuc.tasks.artifacts.artifacts.create_progress_artifact",
+        lambda percent, **_: found.append(percent) or "id",
+    )
+    monkeypatch.setattr(
+        "virnuc.tasks.artifacts.artifacts.update_progress_artifact",
+        lambda _, progress: found.append(progress),
+    )
+    return found
+
+
+def test_progress_is_sent_seldom_and_at_the_end(sent: list[float]) -> None:
+    with progress_artifact("p", "", every_s=0.05) as show:
+        began = time.monotonic()
+        for step in range(1000):
+            show(step / 1000)
+        while sent[-1:] != [99.9]:
+            time.sleep(0.01)
+        show(1.0)
+    assert sent[-1] == 100.0
+    assert len(sent) <= (time.monotonic() - began) / 0.05 + 2
+    assert sent == sorted(set(sent))
+
+
+@pytest.mark.usefixtures("sent")
+def test_a_server_that_is_away_does_not_stop_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: float, **_given: str) -> None:
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr("virnuc.tasks.artifacts.artifacts.create_progress_artifact", refuse)
+    with progress_artifact("p", "", every_s=0.01) as show:
+        show(0.5)
+    assert "progress p" in connection.unreported
+    connection.unreported.clear()
+
+
+@pytest.mark.usefixtures("sent")
+def test_no_thread_is_left_behind() -> None:
+    before = threading.active_count()
+    with progress_artifact("p", "", every_s=0.01):
+        pass
+    assert threading.active_count() == before
