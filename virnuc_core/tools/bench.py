@@ -114,7 +114,7 @@ def measure_job(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -
 def _lowest_utilisation(
     devices: Sequence[Device], batches: pd.DataFrame, samples: pd.DataFrame
 ) -> float | None:
-    """Return the utilisation of the least used device while batches ran; None if none was sampled."""
+    """Return the utilisation of the least used device while batches ran; None without samples."""
     window = embedding_span(batches)
     utilisations = []
     for device in devices:

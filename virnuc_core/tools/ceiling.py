@@ -72,8 +72,8 @@ def measure_ceilings(
 def work(parent: Parent, spec: WorkerSpec) -> None:
     """Measure the rate of each encoder's linear layers on this process's GPU and tell the parent.
 
-    Every encoder is run once before, so that the kernels of the first run that follows are compiled,
-    too. The process stays until the parent ends it.
+    Every encoder is run once before, so that the kernels of the first run that follows are
+    compiled, too. The process stays until the parent ends it.
     """
     device = torch.device("cuda:0")
     engine = spec.engine

@@ -1,4 +1,4 @@
-"""Measure what commits, the sampler and loading the models anew cost: pairs of runs with and without."""
+"""Measure what commits, the sampler and loading the models anew cost, by pairs of runs."""
 
 import logging
 from collections import Counter

@@ -105,7 +105,7 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
 
 
 def _plan_stretches(store: OrfStore, sequences: int, fingerprint: str) -> ShardPlan:
-    """Cut the store into shards so small that `sequences` of its sequences fill STRETCHES of them."""
+    """Cut the store into shards so small that `sequences` sequences fill STRETCHES of them."""
     n_tokens = int(store.protein_offsets[-1]) + SPECIAL_TOKENS * store.n_uniques
     shard_tokens = n_tokens * sequences // (STRETCHES * store.n_uniques)
     return make_plan(

@@ -85,11 +85,13 @@ def related(genomes: Any, items: Any, min_share: float = 0.0) -> tuple[Indices, 
     """
     item_numbers, _ = pd.factorize(items)
     entries = pd.DataFrame({"genome": genomes, "item": item_numbers}).drop_duplicates()
-    has_item = csr_array((np.ones(len(entries)), (entries["genome"], entries["item"])))
+    ones = np.ones(len(entries))
+    has_item = csr_array((ones, (entries["genome"], entries["item"])))  # [genomes, items]
     n_items = np.diff(has_item.indptr)  # of each genome
     n_shared = (has_item @ has_item.T).tocoo()  # [genomes, genomes]
     first, second = n_shared.coords
-    is_related = n_shared.data >= min_share * np.minimum(n_items[first], n_items[second])
+    fewer_items = np.minimum(n_items[first], n_items[second])
+    is_related = n_shared.data >= min_share * fewer_items
     return first[is_related], second[is_related]
 
 
@@ -106,9 +108,11 @@ def _kmers_of_genomes(
     if spec.genomes is not None:
         known_sequences = read_genomes(spec.genomes)
     genomes = [known_sequences.get(name, "").encode() for name in genome_names]
-    genome_ends = store.dna_offsets[-1] + np.cumsum([len(genome) for genome in genomes])
     # The genomes follow the frames, and are numbered after them.
-    letters = np.concatenate([store.dna_bytes[:], np.frombuffer(b"".join(genomes), np.uint8)])
+    genome_letters = np.frombuffer(b"".join(genomes), np.uint8)
+    letters = np.concatenate([store.dna_bytes[:], genome_letters])
+    genome_lengths = [len(genome) for genome in genomes]
+    genome_ends = store.dna_offsets[-1] + np.cumsum(genome_lengths)
     offsets = np.append(store.dna_offsets, genome_ends)
     numbers = np.arange(len(genomes))
     genome_owners = pd.DataFrame({"unique": store.n_uniques + numbers, "genome": numbers})

@@ -302,7 +302,8 @@ def false_discovery_rate(table: pd.DataFrame, threshold: float, prevalence: floa
     n_clusters = int(table["cluster"].max()) + 1
     weights = row_weights(table, np.ones((1, n_clusters)), prevalence)[0]
     is_virus = table["label"] == VIRUS
-    return float(weights[is_called & ~is_virus].sum() / weights[is_called].sum())
+    false_weight = weights[is_called & ~is_virus].sum()
+    return float(false_weight / weights[is_called].sum())
 
 
 def curves(table: pd.DataFrame) -> dict[str, Points]:

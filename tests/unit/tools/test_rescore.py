@@ -1,4 +1,4 @@
-"""Stored embeddings scored again."""
+"""Stored embeddings are scored again, by another head or with another threshold."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from virnuc_core import runfiles
@@ -31,25 +33,42 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import write
 from virnuc_core.tools.rescore import rescore
 
-FILES = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv", "failed.tsv")
+FRAMES = "prediction_results.txt"
+FRAME_FILES = (FRAMES, "prediction_results_highestscore.csv")
+FILES = (*FRAME_FILES, "reads.tsv", "failed.tsv")
+N_READS = 300
+SHARD_ROWS = 53
+FAILED_UNIQUE = 7  # a sequence without a finite embedding
 
 
-def new_models(folder: Path, seed: int, model_length: int = 500) -> Path:
+def make_models(folder: Path, seed: int, model_length: int = 500) -> Path:
+    """Write tiny random models."""
     init_random(folder, esm2="tiny", dnabert_s="tiny", model_length=model_length, seed=seed)
     return folder
 
 
+def open_head(models: Path) -> Head:
+    """Load the head of a models directory."""
+    return Head(*open_part(models, HeadShape), torch.device("cpu"))
+
+
+def score(models: Path, embeddings: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Score embeddings with the head of a models directory, [uniques, 2]."""
+    return open_head(models).scores(torch.from_numpy(embeddings)).numpy()
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return new_models(tmp_path_factory.mktemp("models"), seed=1)
+    return make_models(tmp_path_factory.mktemp("models"), seed=1)
 
 
 @pytest.fixture
 def run(tmp_path: Path, models: Path) -> RunDir:
     """A finished run with random embeddings, one of its sequences failed."""
     run = RunDir(tmp_path / "run")
-    made = simulate(SimulateSpec(reads=300, genome_length=3_000, seed=2), tmp_path / "reads.fasta")
-    stage(StageSpec(reads=(str(made.reads_file),)), run.store)
+    spec = SimulateSpec(reads=N_READS, genome_length=3_000, seed=2)
+    simulated = simulate(spec, tmp_path / "reads.fasta")
+    stage(StageSpec(reads=(str(simulated.reads_file),)), run.store)
     store = OrfStore.open(run.store)
     record = runfiles.new_record(
         runfiles.RunRecord,
@@ -60,83 +79,87 @@ def run(tmp_path: Path, models: Path) -> RunDir:
         widths={"dna": 64, "protein": 64},
     )
     write(run.record, record)
-    plan = shards.ShardPlan(
-        bounds=(*range(0, store.n_uniques, 53), store.n_uniques), fingerprint="made"
-    )
-    shards.write_plan(run, plan)
+    width = open_head(models).shape.width
     rng = np.random.default_rng(0)
-    head = Head(*open_part(models, HeadShape), torch.device("cpu"))
-    embeddings = rng.normal(size=(store.n_uniques, head.shape.width)).astype(np.float32)
-    embeddings[7] = np.nan
-    scores = head.scores(torch.from_numpy(embeddings)).numpy()
-    for shard in range(len(plan)):
-        lo, hi = plan.range(shard)
-        shards.commit(run, plan, shard, shards.ShardResult(embeddings[lo:hi], scores[lo:hi]))
+    embeddings = rng.normal(size=(store.n_uniques, width)).astype(np.float32)
+    embeddings[FAILED_UNIQUE] = np.nan
+    write_shards(run, embeddings, score(models, embeddings))
     write_results(run, store, *shards.read_scores(run))
     return run
 
 
-def content(run: RunDir) -> list[bytes]:
-    return [(run.root / name).read_bytes() for name in FILES]
+def write_shards(run: RunDir, embeddings: NDArray[np.float32], scores: NDArray[np.float32]) -> None:
+    """Commit embeddings and scores as the shards of a run."""
+    bounds = (*range(0, len(embeddings), SHARD_ROWS), len(embeddings))
+    plan = shards.ShardPlan(bounds=bounds, fingerprint="made")
+    shards.write_plan(run, plan)
+    for shard in range(len(plan)):
+        rows = slice(*plan.range(shard))
+        shards.commit(run, plan, shard, shards.ShardResult(embeddings[rows], scores[rows]))
+
+
+def read_files(run: RunDir, names: tuple[str, ...] = FILES) -> list[bytes]:
+    """Return the result files of a run."""
+    return [(run.root / name).read_bytes() for name in names]
+
+
+# --- What is written ------------------------------------------------------------------------------
 
 
 def test_the_same_head_gives_the_same_bytes(tmp_path: Path, run: RunDir, models: Path) -> None:
     out = RunDir(tmp_path / "again")
     summary = rescore(run, models, out)
-    assert content(out) == content(run)
+    assert read_files(out) == read_files(run)
     assert summary.results.fates["failed"] > 0, "the failed sequence stays failed"
     assert summary.head == fingerprint(models)["head"]
 
 
 def test_another_head_gives_its_own_scores(tmp_path: Path, run: RunDir) -> None:
-    other = new_models(tmp_path / "other", seed=9)
-    before = content(run)
+    other = make_models(tmp_path / "other", seed=9)
+    files = read_files(run)
     out = RunDir(tmp_path / "new")
     summary = rescore(run, other, out)
-    assert content(run) == before, "the run itself is left alone"
-    assert content(out) != before
-    store, plan = OrfStore.open(run.store), shards.read_plan(run)
-    embeddings = np.concatenate(
-        [shards.read_shard(run, plan, shard).embeddings for shard in range(len(plan))]
-    )
-    scores = (
-        Head(*open_part(other, HeadShape), torch.device("cpu"))
-        .scores(torch.from_numpy(embeddings))
-        .numpy()
-    )
-    lines = [line.split("\t") for line in (out.root / FILES[0]).read_text().splitlines()[1:]]
-    unique = store.row_unique[:]
-    kept = unique[~np.isnan(scores[unique, 0])]
-    assert np.array_equal(np.array([np.float32(line[3]) for line in lines]), scores[kept, 1])
-    written = json.loads((out.root / "rescore.json").read_text())
-    assert written["schema_version"] == 2
-    assert written["head"] == summary.head == fingerprint(other)["head"]
-    assert sum(written["results"]["fates"].values()) == 300
+    assert read_files(run) == files, "the run itself is left alone"
+    assert read_files(out) != files
+
+    plan = shards.read_plan(run)
+    results = [shards.read_shard(run, plan, shard) for shard in range(len(plan))]
+    scores = score(other, np.concatenate([result.embeddings for result in results]))
+    virus_scores = scores[OrfStore.open(run.store).row_unique[:], 1]
+    table = pd.read_csv(out.root / FRAMES, sep="\t", dtype={"score2": np.float32})
+    assert np.array_equal(table["score2"], virus_scores[~np.isnan(virus_scores)])
+
+    record = json.loads((out.root / "rescore.json").read_text())
+    assert record["schema_version"] == 2
+    assert record["head"] == summary.head == fingerprint(other)["head"]
+    assert sum(record["results"]["fates"].values()) == N_READS
 
 
-def test_the_threshold_alone_moves_reads_only(tmp_path: Path, run: RunDir) -> None:
-    low, high = RunDir(tmp_path / "low"), RunDir(tmp_path / "high")
-    few = rescore(run, None, high, VerdictSpec(threshold=0.9))
-    many = rescore(run, None, low, VerdictSpec(threshold=0.1))
-    assert few.results.fates["viral"] < many.results.fates["viral"]
-    assert content(low)[:2] == content(high)[:2] == content(run)[:2]
+def test_another_threshold_changes_only_the_verdicts_on_reads(tmp_path: Path, run: RunDir) -> None:
+    low = RunDir(tmp_path / "low")
+    high = RunDir(tmp_path / "high")
+    few_viral = rescore(run, None, high, VerdictSpec(threshold=0.9)).results.fates["viral"]
+    many_viral = rescore(run, None, low, VerdictSpec(threshold=0.1)).results.fates["viral"]
+    assert few_viral < many_viral
+    frame_files = read_files(run, FRAME_FILES)
+    assert read_files(low, FRAME_FILES) == frame_files
+    assert read_files(high, FRAME_FILES) == frame_files
 
 
-def test_a_rescoring_that_is_cut_short_leaves_no_record_of_the_one_before(
+def test_an_interrupted_rescoring_leaves_no_record_of_the_one_before(
     tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The record would be about files that are no longer there."""
     out = RunDir(tmp_path / "out")
     rescore(run, None, out, VerdictSpec(threshold=0.9))
-    monkeypatch.setattr("os.replace", stopped_at("reads.tsv"))
+    monkeypatch.setattr("os.replace", interrupt_at("reads.tsv"))
     with pytest.raises(KeyboardInterrupt):
         rescore(run, None, out, VerdictSpec(threshold=0.1))
-    assert not (out.root / "rescore.json").exists(), (
-        "it would speak of files that are no longer there"
-    )
+    assert not (out.root / "rescore.json").exists()
 
 
-def stopped_at(name: str) -> Callable[[Path, Path], None]:
-    """Renames up to one file, where the user has had enough."""
+def interrupt_at(name: str) -> Callable[[Path, Path], None]:
+    """Return a function that renames files until it comes to `name`."""
 
     def replace(source: Path, target: Path) -> None:
         if target.name == name:
@@ -146,57 +169,102 @@ def stopped_at(name: str) -> Callable[[Path, Path], None]:
     return replace
 
 
+def test_the_folder_of_a_head_can_be_given(tmp_path: Path, run: RunDir, models: Path) -> None:
+    shutil.copytree(models / "head", tmp_path / "new")
+    out = RunDir(tmp_path / "out")
+    summary = rescore(run, tmp_path / "new", out)
+    assert read_files(out) == read_files(run)
+    assert summary.head == fingerprint(models)["head"]
+
+
+# --- The card of the head -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def head_with_card(tmp_path: Path, models: Path) -> Path:
+    """A head that was trained on reads of 900 bases and more."""
+    head = Path(shutil.copytree(models / "head", tmp_path / "head"))
+    card = HeadCard(
+        reads="a",
+        truth="b",
+        test="c",
+        lengths=(900, 950, 990),
+        prevalence=0.5,
+        auroc=Estimate(value=0.5, low=0.4, high=0.6),
+        thresholds={0.01: 0.7},
+        uncertain=(0.65, 0.75),
+    )
+    shape = read_shape(head / "config.json", HeadShape)
+    write_shape(shape.model_copy(update={"card": card}), head / "config.json")
+    return head
+
+
+def test_the_card_gives_the_threshold_of_a_false_discovery_rate(
+    tmp_path: Path, run: RunDir, head_with_card: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_threshold = rescore(
+        run, head_with_card, RunDir(tmp_path / "threshold"), VerdictSpec(threshold=0.7)
+    )
+    by_rate = rescore(run, head_with_card, RunDir(tmp_path / "rate"), VerdictSpec(fdr=0.01))
+    assert by_rate.results.threshold == 0.7
+    assert by_rate.results.fates == by_threshold.results.fates
+    assert "trained on reads of 900 to 990 bases" in caplog.text
+
+
+def test_the_card_gives_the_uncertain_scores(
+    tmp_path: Path, run: RunDir, head_with_card: Path
+) -> None:
+    spec = VerdictSpec(fdr=0.01, abstain=True)
+    summary = rescore(run, head_with_card, RunDir(tmp_path / "out"), spec)
+    assert summary.uncertain == (0.65, 0.75)
+    assert summary.results.fates["uncertain"] > 0
+    assert sum(summary.results.fates.values()) == N_READS
+
+
+def test_without_a_card_a_false_discovery_rate_is_refused(
+    tmp_path: Path, run: RunDir, models: Path
+) -> None:
+    with pytest.raises(ConfigError, match="fdr, abstain: the head has no card"):
+        rescore(run, models, RunDir(tmp_path / "out"), VerdictSpec(fdr=0.01))
+
+
+def test_without_a_head_there_are_no_uncertain_scores(tmp_path: Path, run: RunDir) -> None:
+    with pytest.raises(ConfigError, match="give the head with --head"):
+        rescore(run, None, RunDir(tmp_path / "out"), VerdictSpec(abstain=True))
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
 def test_the_files_of_another_run_are_not_replaced(tmp_path: Path, run: RunDir) -> None:
     other = RunDir(tmp_path / "other")
     shutil.copytree(run.root, other.root)
-    before = content(other)
+    files = read_files(other)
     with pytest.raises(ConfigError, match="holds a run"):
         rescore(run, None, other, VerdictSpec(threshold=0.9))
-    assert content(other) == before
+    assert read_files(other) == files
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
-    with pytest.raises(ConfigError, match="length 300"):
-        rescore(
-            run, new_models(tmp_path / "short", seed=1, model_length=300), RunDir(tmp_path / "out")
-        )
-    wide = tmp_path / "wide"
-    init_random(wide, esm2="t6_8M", dnabert_s="tiny", model_length=500)
-    with pytest.raises(ConfigError, match="other encoders"):
-        rescore(run, wide, RunDir(tmp_path / "out"))
+def test_the_files_of_the_run_itself_are_not_replaced(run: RunDir, models: Path) -> None:
     with pytest.raises(ConfigError, match="the run itself"):
         rescore(run, models, run)
-    with pytest.raises(ConfigError, match="not a run directory"):
-        rescore(RunDir(tmp_path / "nothing"), models, RunDir(tmp_path / "out"))
-    with pytest.raises(WeightsError):
-        rescore(run, tmp_path / "nothing", RunDir(tmp_path / "out"))
+
+
+def test_a_head_for_another_model_length_is_refused(tmp_path: Path, run: RunDir) -> None:
+    short = make_models(tmp_path / "short", seed=1, model_length=300)
+    with pytest.raises(ConfigError, match="length 300"):
+        rescore(run, short, RunDir(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unfinished_or_damaged_run_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
-    plan = shards.read_plan(run)
-    path = shards.shard_path(run, 1)
-    kept = path.read_bytes()
-    path.unlink()
-    with pytest.raises(ConfigError, match=f"1 of {len(plan)} shards"):
-        rescore(run, models, RunDir(tmp_path / "out"))
-    damaged = bytearray(kept)
-    damaged[len(kept) // 2] ^= 0xFF
-    path.write_bytes(bytes(damaged))
-    with pytest.raises(ShardError, match="00001"):
-        rescore(run, models, RunDir(tmp_path / "out"))
+def test_a_head_for_other_encoders_is_refused(tmp_path: Path, run: RunDir) -> None:
+    init_random(tmp_path / "wide", esm2="t6_8M", dnabert_s="tiny", model_length=500)
+    with pytest.raises(ConfigError, match="other encoders"):
+        rescore(run, tmp_path / "wide", RunDir(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
-def test_another_store_in_its_place_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
-    made = simulate(SimulateSpec(reads=20, genome_length=3_000, seed=3), tmp_path / "others.fasta")
-    shutil.rmtree(run.store, ignore_errors=True)
-    run.store.unlink(missing_ok=True)
-    stage(StageSpec(reads=(str(made.reads_file),)), run.store)
-    with pytest.raises(ConfigError, match="other reads"):
-        rescore(run, models, RunDir(tmp_path / "out"))
-
-
-def test_a_head_of_other_widths_is_refused_whatever_its_sum(
+def test_a_head_of_other_widths_is_refused_even_if_their_sum_fits(
     tmp_path: Path, run: RunDir, models: Path
 ) -> None:
     odd = tmp_path / "odd"
@@ -208,52 +276,53 @@ def test_a_head_of_other_widths_is_refused_whatever_its_sum(
         rescore(run, odd, RunDir(tmp_path / "out"))
 
 
-def test_a_heads_own_folder_will_do(tmp_path: Path, run: RunDir, models: Path) -> None:
-    shutil.copytree(models / "head", tmp_path / "new")
-    summary = rescore(run, tmp_path / "new", RunDir(tmp_path / "out"))
-    assert content(RunDir(tmp_path / "out")) == content(run)
-    assert summary.head == fingerprint(models)["head"]
+def test_a_folder_without_a_head_is_refused(tmp_path: Path, run: RunDir) -> None:
     with pytest.raises(WeightsError, match="no head here"):
-        rescore(run, tmp_path, RunDir(tmp_path / "other"))
-
-
-def test_the_card_of_the_new_head_tells_threshold_and_uncertain_scores(
-    tmp_path: Path, run: RunDir, models: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    head = Path(shutil.copytree(models / "head", tmp_path / "head"))
-    chance = Estimate(value=0.5, low=0.4, high=0.6)
-    told = {
-        "lengths": (900, 950, 990),
-        "prevalence": 0.5,
-        "auroc": chance,
-        "thresholds": {0.01: 0.7},
-    }
-    card = HeadCard(reads="a", truth="b", test="c", uncertain=(0.65, 0.75), **told)
-    shape = read_shape(head / "config.json", HeadShape)
-    write_shape(shape.model_copy(update={"card": card}), head / "config.json")
-    plain = rescore(run, head, RunDir(tmp_path / "plain"), VerdictSpec(threshold=0.7)).results
-    asked = rescore(run, head, RunDir(tmp_path / "asked"), VerdictSpec(fdr=0.01)).results
-    assert (asked.fates, asked.threshold) == (plain.fates, 0.7)
-    assert "trained on reads of 900 to 990 bases" in caplog.text
-    unsure = rescore(run, head, RunDir(tmp_path / "unsure"), VerdictSpec(fdr=0.01, abstain=True))
-    assert unsure.uncertain == (0.65, 0.75)
-    assert unsure.results.fates["uncertain"] > 0
-    assert sum(unsure.results.fates.values()) == sum(plain.fates.values())
-    with pytest.raises(ConfigError, match="fdr, abstain: the head has no card"):
-        rescore(run, models, RunDir(tmp_path / "none"), VerdictSpec(fdr=0.01))
-    with pytest.raises(ConfigError, match="give the head with --head"):
-        rescore(run, None, RunDir(tmp_path / "none"), VerdictSpec(abstain=True))
+        rescore(run, tmp_path, RunDir(tmp_path / "out"))
+    with pytest.raises(WeightsError):
+        rescore(run, tmp_path / "nothing", RunDir(tmp_path / "out"))
 
 
 def test_a_head_that_is_not_finite_is_refused_as_predict_refuses_it(
     tmp_path: Path, run: RunDir, models: Path
 ) -> None:
-    bad = Path(shutil.copytree(models, tmp_path / "bad"))
-    tensors = load_file(bad / "head" / "model.safetensors")
+    broken = Path(shutil.copytree(models, tmp_path / "broken"))
+    tensors = load_file(broken / "head" / "model.safetensors")
     tensors["bn1.weight"][3] = torch.inf
-    save_file(tensors, bad / "head" / "model.safetensors")
-    said = "head: tensor bn1.weight holds NaN or infinity"
-    with pytest.raises(WeightsError, match=said):
-        rescore(run, bad, RunDir(tmp_path / "out"))
-    with pytest.raises(WeightsError, match=said):
-        check_models(bad)
+    save_file(tensors, broken / "head" / "model.safetensors")
+    problem = "head: tensor bn1.weight holds NaN or infinity"
+    with pytest.raises(WeightsError, match=problem):
+        rescore(run, broken, RunDir(tmp_path / "out"))
+    with pytest.raises(WeightsError, match=problem):
+        check_models(broken)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, models: Path) -> None:
+    with pytest.raises(ConfigError, match="not a run directory"):
+        rescore(RunDir(tmp_path / "nothing"), models, RunDir(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unfinished_run_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
+    n_shards = len(shards.read_plan(run))
+    shards.shard_path(run, 1).unlink()
+    with pytest.raises(ConfigError, match=f"1 of {n_shards} shards"):
+        rescore(run, models, RunDir(tmp_path / "out"))
+
+
+def test_a_damaged_shard_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
+    path = shards.shard_path(run, 1)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(bytes(content))
+    with pytest.raises(ShardError, match="00001"):
+        rescore(run, models, RunDir(tmp_path / "out"))
+
+
+def test_a_store_of_other_reads_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
+    spec = SimulateSpec(reads=20, genome_length=3_000, seed=3)
+    simulated = simulate(spec, tmp_path / "others.fasta")
+    run.store.unlink()
+    stage(StageSpec(reads=(str(simulated.reads_file),)), run.store)
+    with pytest.raises(ConfigError, match="other reads"):
+        rescore(run, models, RunDir(tmp_path / "out"))

@@ -1,4 +1,4 @@
-"""Recordings inside a worker process: bounded, read back as they were written, nothing else left."""
+"""Recordings in a worker process are bounded, are read back as written, and leave nothing else."""
 
 from __future__ import annotations
 
