@@ -222,10 +222,10 @@ def _reuse_or_build(
         summary = None if anew else _reusable_store(spec, inputs, out)
         if summary is not None:
             _require_same_reads(spec, inputs, out, summary.fingerprint, expected)
-        else:
-            with _create_log(spec, out) as log, Workers(spec.workers) as workers:
-                times = _build_store(spec, inputs, out, Path(folder), log, workers, expected)
-            summary = _summarize(spec, inputs, out, log, times)
+            return summary
+        with _create_log(spec, out) as log, Workers(spec.workers) as workers:
+            times = _build_store(spec, inputs, out, Path(folder), log, workers, expected)
+        summary = _summarize(spec, inputs, out, log, times)
         write(out.with_suffix(SUMMARY_SUFFIX), summary)
     return summary
 
