@@ -84,12 +84,15 @@ class ComputeSettings(Spec):
 
     def _default_engine(self) -> EngineSpec:
         """Return the profile's engine settings, or the engine's own where there is no profile."""
-        profile_name = getattr(self, "profile", None)
-        if not isinstance(profile_name, str):
-            return EngineSpec()
-        from virnuc_core.profiles import load_profile  # few runs need it
+        profile = getattr(self, "profile", None)  # a name, or the profile of a finished validation
+        if isinstance(profile, str):
+            from virnuc_core.profiles import load_profile  # few runs need it
 
-        return load_profile(profile_name).engine
+            profile = load_profile(profile)
+        if profile is None:
+            return EngineSpec()
+        engine: EngineSpec = profile.engine
+        return engine
 
 
 class FlowSettings(ComputeSettings, ReadingSpec):

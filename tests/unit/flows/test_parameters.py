@@ -25,6 +25,9 @@ from virnuc_core.encoders.model_config import HeadShape, read_shape
 from virnuc_core.errors import ConfigError, InputError, WeightsError
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.parse import ParseLog, parse
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import write
+from virnuc_core.validation import ValidationRecord
 
 
 def flow_parameters(model: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
@@ -432,3 +435,14 @@ def test_a_script_can_say_all_that_the_command_takes() -> None:
 def test_overhead_of_a_folder_that_is_no_validation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run virnuc validate first"):
         OverheadSettings(out=tmp_path, models=tmp_path).check_place()
+
+
+def test_overhead_computes_with_the_engine_settings_of_the_validation(tmp_path: Path) -> None:
+    """It times the same work as the validation did, not the engine's own defaults."""
+    profile = load_profile("ci-smoke")
+    engine = profile.engine.model_copy(update={"token_budget": 1_024})
+    assert engine.token_budget != EngineSpec().token_budget
+    validated = profile.model_copy(update={"engine": engine})
+    record = ValidationRecord(fingerprints={}, profile=validated)
+    write(RunDir(tmp_path).record, record)
+    assert OverheadSettings(out=tmp_path, models=tmp_path).engine() == engine
