@@ -1,4 +1,4 @@
-"""Pages of the documentation that are generated: commands, columns, the Python API and the README."""
+"""Generated pages of the documentation: commands, columns, the Python API and the README."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ def ask_reviewer(settings: ValidateSettings, report: Report) -> ApprovalRecord:
     folder = RunDir(settings.out).report
     form = approval_form(report)
     approval = wait_for_approval(folder, form, timeout_s=settings.approval_timeout_s)
-    answered = rerender(settings.out)
-    text = answer_markdown(answered)
+    answered_report = rerender(settings.out)
+    text = answer_markdown(answered_report)
     description = f"{approval.verdict} by {approval.reviewer}"
     publish_markdown(host_key(f"approval-{report.profile.name}"), text, description, folder)
     return approval

@@ -101,10 +101,10 @@ class _Deadline:
         """
         with self._watched_end:
             while True:
-                received = self._watched_end.recv(1)
-                if not received:  # closed: the body has ended
+                signal_byte = self._watched_end.recv(1)
+                if not signal_byte:  # closed: the body has ended
                     return
-                if received[0] in TERMINATION_SIGNALS:
+                if signal_byte[0] in TERMINATION_SIGNALS:
                     break
             deadline_s = time.monotonic() + ENDING_S
             self._wait_for_body(deadline_s)

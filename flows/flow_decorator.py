@@ -78,8 +78,8 @@ def _checked_settings(model: type[Settings], values: dict[str, Any]) -> Settings
     client_context = SyncClientContext.get()
     if client_context is not None:
         route_through_connection(client_context.client)
-    planned = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
-    return settings.for_start_time(planned.astimezone(UTC))
+    planned_start = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
+    return settings.for_start_time(planned_start.astimezone(UTC))
 
 
 def _run(function: Callable[[Settings], State[T]], settings: Settings) -> State[T]:
@@ -117,15 +117,15 @@ def _without_queries(settings: Settings) -> Settings:
     full URLs stay in this process's memory.
     """
     names = {field: getattr(settings, field, ()) for field in INPUT_FIELDS}
-    redacted = {}
+    redacted_inputs = {}
     for field, urls in names.items():
-        redacted[field] = tuple(redact_url(url) for url in urls)
+        redacted_inputs[field] = tuple(redact_url(url) for url in urls)
     context = FlowRunContext.get()
-    if redacted == names or context is None or context.flow_run is None:
+    if redacted_inputs == names or context is None or context.flow_run is None:
         return settings
     flow_run = context.flow_run
-    as_lists = {field: list(urls) for field, urls in redacted.items()}
+    as_lists = {field: list(urls) for field, urls in redacted_inputs.items()}
     reporting = connection.reporting("addresses without their queries")
     with reporting, get_client(sync_client=True) as client:
         client.update_flow_run(flow_run.id, parameters=flow_run.parameters | as_lists)
-    return settings.model_copy(update=redacted)
+    return settings.model_copy(update=redacted_inputs)

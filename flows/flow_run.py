@@ -32,15 +32,15 @@ class TerminalOptions(Protocol):
 
     @property
     def quiet(self) -> bool:
-        """Whether only warnings and the outcome are shown."""
+        """Show only warnings and the outcome."""
 
     @property
     def no_progress(self) -> bool:
-        """Whether plain lines are shown in place of live bars."""
+        """Show plain lines in place of live bars."""
 
     @property
     def debug(self) -> bool:
-        """Whether everything is shown, also what Prefect logs."""
+        """Show everything, also what Prefect logs."""
 
 
 def run_flow(

@@ -66,11 +66,11 @@ def _failures(rows: Sequence[Row]) -> set[tuple[str, str]]:
 
 def _predict_file(settings: InboxSettings, ledger: Ledger, row: Row, pool: Pool | None) -> Row:
     """Predict one file of the inbox, and return its row with the fate that it has now."""
-    shared = settings.model_dump(include={*PredictSettings.model_fields}, exclude={"out"})
+    shared_settings = settings.model_dump(include={*PredictSettings.model_fields}, exclude={"out"})
 
     def predicted(row: Row, out: Path) -> RunSummary | Exception:
         try:
-            values = {"reads": (str(settings.inbox / row.file),), "out": out, **shared}
+            values = {"reads": (str(settings.inbox / row.file),), "out": out, **shared_settings}
             own = build(PredictSettings, values)
             label = sample_name(own.named)
             summary, _ = predict_with(pool, own, label, expected_sha256=row.sha256)
@@ -83,10 +83,10 @@ def _predict_file(settings: InboxSettings, ledger: Ledger, row: Row, pool: Pool 
 
 def _publish_rows(settings: InboxSettings, rows: Sequence[Row]) -> None:
     """Show the files of the inbox as a table."""
-    shown = []
+    shown_rows = []
     for row in rows:
-        shown.append({name: getattr(row, name) for name in SHOWN_COLUMNS})
-    publish_table(f"inbox-{settings.inbox.name}", shown, f"Files of {settings.inbox}")
+        shown_rows.append({name: getattr(row, name) for name in SHOWN_COLUMNS})
+    publish_table(f"inbox-{settings.inbox.name}", shown_rows, f"Files of {settings.inbox}")
 
 
 def _describe_counts(counts: Counter[RowFate]) -> str:

@@ -39,12 +39,12 @@ class Machines:
 
     @property
     def has_local_devices(self) -> bool:
-        """Whether this machine has a device of the kind that the runs use."""
+        """Tell whether this machine has a device of the kind that the runs use."""
         return bool(self.local.ids)
 
     @property
     def has_local_gpus(self) -> bool:
-        """Whether this machine has GPUs and the runs use GPUs."""
+        """Tell whether this machine has GPUs and the runs use GPUs."""
         return self.has_local_devices and self.local.kind == "cuda"
 
     def device_counts(self) -> list[int]:
@@ -64,13 +64,13 @@ class Machines:
             The whole list is repeated `repeats` times.
         """
         total = len(self.devices)
-        wanted = {1, total}
+        device_counts = {1, total}
         n_machines = 1
         while n_machines <= len(self.node_ends):
-            wanted.add(self.node_ends[n_machines - 1])
+            device_counts.add(self.node_ends[n_machines - 1])
             n_machines *= 2
-        wanted.update(int(count) for count in profile.scaling_bands)
-        counts = sorted(count for count in wanted if count <= total)
+        device_counts.update(int(count) for count in profile.scaling_bands)
+        counts = sorted(count for count in device_counts if count <= total)
         return counts * repeats
 
     def subset(self, count: int) -> Devices:

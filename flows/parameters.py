@@ -39,8 +39,8 @@ def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True)
     """
     for name, text in _texts_of(values.items()):
         if not _is_utf8(text):
-            shown = repr(text) if quoted else "this"
-            raise ConfigError(f"{name}: {shown} is no text (UTF-8); rename the file")
+            shown_value = repr(text) if quoted else "this"
+            raise ConfigError(f"{name}: {shown_value} is no text (UTF-8); rename the file")
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -74,8 +74,8 @@ def require_within_roots(settings: BaseModel) -> None:
     if not roots:
         return
     for name, path in _paths_of(settings):
-        resolved = path.resolve()
-        if not any(resolved.is_relative_to(root) for root in roots):
+        real_path = path.resolve()
+        if not any(real_path.is_relative_to(root) for root in roots):
             raise ConfigError(
                 f"{name}: {path} lies in none of the folders that {ROOTS} names; "
                 "choose one that does"
@@ -120,14 +120,14 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     for base in model.__mro__:
         names |= dict.fromkeys(inspect.get_annotations(base))
     fields = {name: model.model_fields[name] for name in names if name in model.model_fields}
-    first = {}
-    others = {}
+    first_fields = {}
+    other_fields = {}
     for name, field in fields.items():
         if name == "reads" or field.is_required():
-            first[name] = field
+            first_fields[name] = field
         else:
-            others[name] = field
-    return first | others
+            other_fields[name] = field
+    return first_fields | other_fields
 
 
 def set_signature(

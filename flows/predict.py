@@ -23,11 +23,11 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
 
         return predict_samples(settings)
     with staged_run(settings) as staged:
-        embedded = staged.embed()
-        summary = embedded.result()
+        embedding = staged.embed()
+        summary = embedding.result()
         publish_prediction(staged.run, staged.label, summary, staged.staging)
     message = describe_result(summary)
-    if embedded.name == "Reused":
+    if embedding.name == "Reused":
         message += "; nothing had to be computed"
     return completed(summary, message)
 

@@ -180,12 +180,12 @@ def _note_result(table: SampleTable, name: str, future: Future[Prediction], n_do
 
 def _error_of_samples(table: SampleTable) -> VirnucError:
     """Return the error that says how many samples failed, with the exit code of the first."""
-    first = next(name for name in table.rows if name in table.errors)
-    error = table.errors[first]
+    first_failed = next(name for name in table.rows if name in table.errors)
+    error = table.errors[first_failed]
     reason = str(error) or type(error).__name__
     problem = VirnucError(
         f"{len(table.errors)} of {len(table.rows)} samples failed, the others are done "
-        f"({table.path} tells of each); {first}: {reason}"
+        f"({table.path} tells of each); {first_failed}: {reason}"
     )
     problem.exit_code = getattr(error, "exit_code", VirnucError.exit_code)
     return problem

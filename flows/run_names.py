@@ -49,14 +49,14 @@ def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
         texts["reads"] = sample_name(_reads_in(parameters))
     else:
         texts.pop("reads", None)
-    shown = [texts[key] for key in keys if texts.get(key)]
-    return printable(" · ".join(shown))
+    shown_texts = [texts[key] for key in keys if texts.get(key)]
+    return printable(" · ".join(shown_texts))
 
 
 def _reads_in(parameters: Mapping[str, Any]) -> list[str]:
     """Return all files of reads among parameters, also those of mates."""
     names = []
     for field in INPUT_FIELDS:
-        for read in parameters.get(field) or ():
-            names.append(str(read))
+        for read_name in parameters.get(field) or ():
+            names.append(str(read_name))
     return names

@@ -45,13 +45,13 @@ def train(settings: TrainSettings) -> State[TrainFile]:
         fragments_run: RunDir | str = NO_GENOMES
         if settings.genomes is not None:
             fragments_run = _embed_fragments(staged, examples, settings.genomes)
-        fitted = fit_head(staged.run, examples, settings, fragments_run, label=staged.label)
-        record = fitted.result()
-        summary = str(fitted.message)
+        training = fit_head(staged.run, examples, settings, fragments_run, label=staged.label)
+        record = training.result()
+        summary = str(training.message)
         if settings.install or settings.install_anyway:
             head = staged.run.root / "head"
-            installed = install_head(head, settings.models, anyway=settings.install_anyway)
-            summary = f"{summary}; {installed}"
+            installation = install_head(head, settings.models, anyway=settings.install_anyway)
+            summary = f"{summary}; {installation}"
     return completed(record, summary)
 
 

@@ -31,7 +31,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     profile = load_profile(settings.profile)
     devices = preflight(settings)
     base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
-    tried = make_candidates(base, settings.swept())
+    candidates = make_candidates(base, settings.swept())
     label = sample_name(settings.named)
     announce(label, profile.name, devices.kind)
     stage_reads_of(settings, label)
@@ -40,9 +40,9 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     sweep = Sweep(settings.out, bench, base, profile, settings.repeats, settings.search)
     if settings.force:
         discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
-    recommendation = sweep_all(sweep, tried, label)
+    recommendation = sweep_all(sweep, candidates, label)
 
-    trials = [trial for candidate in tried for trial in candidate.trials]
+    trials = [trial for candidate in candidates for trial in candidate.trials]
     all_reused = all(trial.reused for trial in trials)
     summary = recommendation.reason
     if all_reused:

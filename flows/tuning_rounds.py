@@ -34,17 +34,17 @@ def tuned_engine(out: Path, engine: EngineSpec) -> EngineSpec:
     Returns:
         What the last successful round of tuning recommended; `engine` if there was none.
     """
-    recommended = None
+    recommended_engine = None
     for tuning_round in _earlier_rounds(out):
         if tuning_round.engine:
-            recommended = tuning_round.engine
-    if recommended is None:
+            recommended_engine = tuning_round.engine
+    if recommended_engine is None:
         return engine
     for name in run_names(out):
         record = read_usable(RunDir(out / name).record, RunRecord)
-        if record is not None and record.spec.get("engine") != recommended:
+        if record is not None and record.spec.get("engine") != recommended_engine:
             discard(out / name, *RUN_FILES)
-    return EngineSpec.model_validate(recommended)
+    return EngineSpec.model_validate(recommended_engine)
 
 
 def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None:
@@ -62,8 +62,10 @@ def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None
     """
     out = settings.out
     earlier = _earlier_rounds(out)
-    missed = [criterion for criterion in report.failed if criterion.id not in NOT_ABOUT_SPEED]
-    if not missed or len(earlier) >= settings.tune_rounds:
+    missed_criteria = [
+        criterion for criterion in report.failed if criterion.id not in NOT_ABOUT_SPEED
+    ]
+    if not missed_criteria or len(earlier) >= settings.tune_rounds:
         return None
     if earlier and earlier[-1].engine is None:
         return None
@@ -77,11 +79,11 @@ def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None
         remarks.append(f"against {loss.kind}, {knobs} were swept: {recommendation.reason}")
         if recommendation.candidate.number:  # 0 are the present settings
             engine = recommendation.candidate.engine.model_dump(mode="json")
-    for other in report.losses:
-        if other.kind not in KNOBS:
-            remarks.append(f"no setting mends {other.kind} ({other.advice})")
+    for other_loss in report.losses:
+        if other_loss.kind not in KNOBS:
+            remarks.append(f"no setting mends {other_loss.kind} ({other_loss.advice})")
 
-    titles = tuple(criterion.title for criterion in missed)
+    titles = tuple(criterion.title for criterion in missed_criteria)
     tuning_round = TuningRound(missed=titles, said="; ".join(remarks), engine=engine)
     write(out / TUNING, TuningFile(rounds=(*earlier, tuning_round)))
     return tuning_round
@@ -103,5 +105,5 @@ def _sweep_knobs(settings: ValidateSettings, report: Report, loss_kind: str) -> 
     base = resolve_engine(tuned_engine(out, settings.engine()), device_kind)
     bench = Bench(RunDir(out).store, settings.models, devices, report.profile.sample_s)
     sweep = Sweep(out, bench, base, report.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
-    tried = make_candidates(base, KNOBS[loss_kind])
-    return sweep_all(sweep, tried, sample_name(settings.named))
+    candidates = make_candidates(base, KNOBS[loss_kind])
+    return sweep_all(sweep, candidates, sample_name(settings.named))

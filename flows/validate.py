@@ -98,9 +98,9 @@ def run_baseline(work: MeasuredWork) -> bool:
 
 def tune_and_run_again(settings: ValidateSettings, judgement: Judgement) -> Judgement:
     """Tune what a missed speed depends on and run the steps again, as often as was asked for."""
-    resumed = settings.model_copy(update={"force": False})
+    resuming_settings = settings.model_copy(update={"force": False})
     while True:
-        tuning_round = tune_round(resumed, judgement.report)
+        tuning_round = tune_round(resuming_settings, judgement.report)
         if tuning_round is None:
             return judgement
         if tuning_round.engine is None:
@@ -108,4 +108,4 @@ def tune_and_run_again(settings: ValidateSettings, judgement: Judgement) -> Judg
             report = write_report(settings.out, judgement.report.profile)
             judgement = Judgement(report, judgement.reused)
         else:
-            judgement = run_steps(resumed)
+            judgement = run_steps(resuming_settings)

@@ -79,21 +79,21 @@ def bounded_rows(rows: Rows) -> list[dict[str, str]]:
 
     If rows had to be left out, a last row says how many.
     """
-    kept: list[dict[str, str]] = []
+    kept_rows: list[dict[str, str]] = []
     n_bytes = 0
     for row in rows:
         cells = {column: table_cell(value) for column, value in row.items()}
         for column, text in cells.items():
             n_bytes += len(column.encode()) + len(text.encode()) + CELL_MARKUP_BYTES
         if n_bytes > MAX_BYTES:
-            n_left_out = len(rows) - len(kept)
+            n_left_out = len(rows) - len(kept_rows)
             note = dict.fromkeys(row, "")
             first_column = next(iter(row))
             note[first_column] = f"… {n_left_out:,} more rows: see the files of the run"
-            kept.append(note)
+            kept_rows.append(note)
             break
-        kept.append(cells)
-    return kept
+        kept_rows.append(cells)
+    return kept_rows
 
 
 def publish_table(name: str, rows: Rows, description: str) -> None:
@@ -136,7 +136,7 @@ def publish_markdown(name: str, text: str, description: str, full_text: Path | s
 
 
 def inside_a_run() -> bool:
-    """Whether this code runs inside a Prefect flow or task."""
+    """Tell whether this code runs inside a Prefect flow or task."""
     if not with_server():
         return False
     return FlowRunContext.get() is not None or TaskRunContext.get() is not None

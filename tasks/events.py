@@ -19,6 +19,6 @@ def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> No
     """
     if not with_server():
         return
-    about = {"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name}
+    subject = {"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name}
     with connection.reporting(f"event {event}"):
-        emit_event(event=f"virnuc.{event}", resource=about, payload=dict(payload))
+        emit_event(event=f"virnuc.{event}", resource=subject, payload=dict(payload))

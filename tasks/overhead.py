@@ -46,16 +46,18 @@ def measure_costs(
         shards: Shards of each run, for each device.
     """
     options: dict[str, Any] = {"switches": switches, "pairs": pairs, "shards": shards}
-    given = {name: value for name, value in options.items() if value is not None}
+    given_options = {name: value for name, value in options.items() if value is not None}
     progress = progress_artifact(
         f"progress-{label}-overhead", f"Runs with and without what costs, of {label}"
     )
     must_measure = force and first_attempt()
     with device_slots(resolve(bench.devices)), progress as show:
-        measured = measure_overhead(out, bench, engine, force=must_measure, on_run=show, **given)
+        costs = measure_overhead(
+            out, bench, engine, force=must_measure, on_run=show, **given_options
+        )
     publish_table(
         host_key(f"overhead-{label}"),
-        overhead_rows(measured.pairs),
+        overhead_rows(costs.pairs),
         f"What these cost, {label} on {bench.devices}",
     )
-    return completed(measured, messages.overhead(measured.pairs))
+    return completed(costs, messages.overhead(costs.pairs))

@@ -134,12 +134,12 @@ def _report_folder(out: Path) -> str:
 def _emit_criterion(criterion: Criterion, facts: dict[str, str]) -> None:
     """Send an event about the verdict on one criterion."""
     target = criterion.target
-    wanted = None
+    target_text = None
     if target is not None:
-        wanted = f"{target.op} {target.value:g} {criterion.unit}"
+        target_text = f"{target.op} {target.value:g} {criterion.unit}"
     payload: dict[str, Any] = {
         "value": criterion.value,
-        "target": wanted,
+        "target": target_text,
         "reason": criterion.reason,
         **facts,
     }
@@ -178,8 +178,8 @@ def _publish_trend(report: Report, out: Path) -> None:
     regression = RunDir(out).root / REGRESSION
     if not regression.is_file():
         return
-    compared = read(regression, RegressionFile)
-    nights = trend((*compared.history, compared.entry))[-MAX_NIGHTS:]
+    comparison = read(regression, RegressionFile)
+    nights = trend((*comparison.history, comparison.entry))[-MAX_NIGHTS:]
     newest_first = nights[::-1]
     publish_table(
         host_key(f"trend-{report.profile.name}"),

@@ -16,21 +16,21 @@ def stage_rows(summary: RunSummary) -> Rows:
     appear that were measured. Together they make up the total.
     """
     total_s = summary.total_s or 0.0
-    shown = [name for name in ROWS if name in STAGES or name in summary.stages]
+    shown_stages = [name for name in ROWS if name in STAGES or name in summary.stages]
     rows: list[dict[str, object]] = []
-    for number, name in enumerate(shown, start=1):
+    for number, name in enumerate(shown_stages, start=1):
         title = f"Stage {number}: {name}" if name in STAGES else name
         seconds = summary.stages.get(name)
         if seconds is not None:
-            spent = f"{seconds:.2f}"
+            seconds_text = f"{seconds:.2f}"
         elif name in summary.stages:
-            spent = "fused"
+            seconds_text = "fused"
         else:
-            spent = "not measured"
+            seconds_text = "not measured"
         if name == OVERLAPPED:
-            spent = f"-{spent}"  # counted twice, so it is subtracted from the total
+            seconds_text = f"-{seconds_text}"  # counted twice, so it is subtracted from the total
         share = None if seconds is None else _percent(seconds, total_s)
-        rows.append({"stage": title, "seconds": spent, "share": share})
+        rows.append({"stage": title, "seconds": seconds_text, "share": share})
     title = Markdown("**Total wall time**")
     rows.append({"stage": title, "seconds": f"{total_s:.2f}", "share": "100 %"})
     return rows

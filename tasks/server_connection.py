@@ -58,7 +58,7 @@ class ProposedState:
 
     @property
     def is_end(self) -> bool:
-        """Whether the run has ended with this state."""
+        """Tell whether the run has ended with this state."""
         return self.type not in UNFINISHED_STATES
 
     def accepted(self, request: httpx.Request) -> httpx.Response:

@@ -30,9 +30,9 @@ def stage(spec: StageSpec, store: Path, *, label: str, force: bool = False) -> S
 def _describe(summary: StageSummary) -> str:
     """Say in one line what was staged."""
     counts = summary.counts
-    how = "reused, content unchanged" if summary.reused else "staged"
+    action = "reused, content unchanged" if summary.reused else "staged"
     text = (
-        f"{counts.n_reads:,} reads {how}: "
+        f"{counts.n_reads:,} reads {action}: "
         f"{counts.n_rows:,} open frames, {counts.n_uniques:,} distinct"
     )
     if summary.n_pairs:

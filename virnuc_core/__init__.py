@@ -1,3 +1,3 @@
-"""virnuc's library: files of reads to verdicts, without any orchestration. Importing it does nothing."""
+"""The library of virnuc: files of reads to verdicts, without Prefect. Importing does nothing."""
 
 __version__ = "0.1.0"

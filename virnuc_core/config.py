@@ -439,8 +439,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     with refuse_unreadable(f"settings {path}", "TOML"):
         settings = tomllib.loads(read_small_text(path))
-    allowed = set(EngineSpec.model_fields) - {"commit"}  # commit is for measurements only
-    unknown = sorted(set(settings) - allowed)
+    allowed_names = set(EngineSpec.model_fields) - {"commit"}  # commit is for measurements only
+    unknown = sorted(set(settings) - allowed_names)
     if unknown:
         raise ConfigError(
             f"settings {path}: {join_first(unknown)} is no engine setting; see docs/operations.md"

@@ -179,7 +179,7 @@ def format_bytes(n_bytes: int) -> str:
 
 
 class SpentInputError(VirnucError):
-    """Staging failed in a way that a retry might help, but the reads came by a pipe and are gone."""
+    """Staging failed, and a retry might help, but the reads came by a pipe and are gone."""
 
 
 class RunMismatchError(ConfigError):
@@ -191,7 +191,7 @@ INPUT_SPECIFIC_ERRORS: Final = (InputError, NotFiniteError)
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Return true if the machine or the weights failed, so that every other input would fail too."""
+    """Return true if the machine or the weights failed: every other input would fail too."""
     if isinstance(error, INPUT_SPECIFIC_ERRORS):
         return False
     return isinstance(error, (WeightsError, DeviceError, StorageError))

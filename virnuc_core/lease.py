@@ -81,8 +81,8 @@ def require_lease(path: Path, *, look: bool = True) -> None:
         ConfigError: Another process has taken over, or the lease was removed.
     """
     real_path = path.parent.resolve() / path.name
-    for covered, own_lease in list(_leases.items()):
-        if not real_path.is_relative_to(covered):
+    for covered_root, own_lease in list(_leases.items()):
+        if not real_path.is_relative_to(covered_root):
             continue
         is_held = own_lease.held() if look else own_lease.is_ours
         if is_held:
@@ -93,7 +93,7 @@ def require_lease(path: Path, *, look: bool = True) -> None:
                 f"{own_lease.owner} is working here now, "
                 f"for this run was held up for over {EXPIRY_S:.0f} s"
             )
-        raise ConfigError(f"{covered}: {reason}; it writes no more here")
+        raise ConfigError(f"{covered_root}: {reason}; it writes no more here")
 
 
 def process_namespace() -> str:

@@ -71,8 +71,8 @@ def read_summary(run: RunDir) -> RunSummary | None:
     summary = read_or_set_aside(path, RunSummary)
     if summary is None or summary.stopped_at_limit:
         return None
-    required = (summary.total_s, summary.n_reads, summary.threshold, summary.shards)
-    if None in required:
+    required_fields = (summary.total_s, summary.n_reads, summary.threshold, summary.shards)
+    if None in required_fields:
         return None
     return summary
 
@@ -302,29 +302,29 @@ def _check_files(job: Job, summary: RunSummary) -> _ResultFiles:
     if summary.files is None or verdicts != (spec.threshold, job.uncertain):
         return _ResultFiles(set(), are_complete=False)
     sound = set()
-    wrong = []
+    wrong_names = []
     for path in run.listed:
-        recorded = summary.files.get(path.name)
+        recorded_digest = summary.files.get(path.name)
         actual = digest(path)
         # There is no table of pairs where reads are single.
         may_be_absent = path == run.pairs_table
-        if actual == recorded and (recorded or may_be_absent):
+        if actual == recorded_digest and (recorded_digest or may_be_absent):
             sound.add(path)
             continue
         is_read_file = path in run.reads_of()
         is_requested = path in run.reads_of(spec.written)
         # Files of reads may have been moved elsewhere; they count only if they were changed, or if
         # they are asked for again.
-        if not is_read_file or (recorded and (actual or is_requested)):
-            wrong.append(path.name)
-    if wrong:
+        if not is_read_file or (recorded_digest and (actual or is_requested)):
+            wrong_names.append(path.name)
+    if wrong_names:
         log.warning(
             "%s: %s not as the run left it; the result files are written again from its shards",
             run.root,
-            ", ".join(wrong),
+            ", ".join(wrong_names),
         )
     has_requested = all(not sound.isdisjoint(run.reads_of((name,))) for name in spec.written)
-    return _ResultFiles(sound, are_complete=not wrong and has_requested)
+    return _ResultFiles(sound, are_complete=not wrong_names and has_requested)
 
 
 def prepare(
@@ -390,8 +390,8 @@ def prepare(
     record = _record_killed_attempt(run, runfiles.resume_or_refuse(run, new_record), store)
     _require_same_plan(run, plan)
     shards.write_plan(run, plan)
-    committed_shards, damaged = shards.committed(run, plan)
-    for line in damaged:
+    committed_shards, damaged_lines = shards.committed(run, plan)
+    for line in damaged_lines:
         log.warning("%s; it will be computed again", line)
     todo = tuple(sorted(set(range(len(plan))) - set(committed_shards)))
     is_complete = not todo and run.record.exists() and run.summary.exists()
@@ -406,7 +406,7 @@ def prepare(
         engine=engine,
         plan=plan,
         todo=todo,
-        damaged=tuple(damaged),
+        damaged=tuple(damaged_lines),
         lost=int(failed_rows.sum()),
         spec=spec,
         unique_bytes=4 * (sum(widths.values()) + 2),  # float32: an embedding and two scores
@@ -477,8 +477,8 @@ def _compute(
     """Embed, judge and write: the rest of a run that is not complete."""
     clock = _staging_clock(staging, started_s)
     embedding = Embedding(job, monitor, started_s)
-    computed = embedding.run(pool)
-    embedding.record_times(clock, computed)
+    pooled_job = embedding.run(pool)
+    embedding.record_times(clock, pooled_job)
     log_errors = _log_errors(job.run)
     verdicts = _write_results(job, staging, clock, since_s=embedding.ended_s)
     own_s = time.monotonic() - started_s
@@ -492,7 +492,7 @@ def _compute(
         clock.add("Earlier attempts: lost", attempt_s - attempt.worked_s)
         earlier_s += attempt_s
         deaths += attempt.deaths
-    deaths += computed.deaths
+    deaths += pooled_job.deaths
     wall_s = own_s + earlier_s
     warnings = list(job.remarks)
     if log_errors:
@@ -510,26 +510,26 @@ def _compute(
         protein_tokens=int(store.protein_offsets[-1]) + 2 * store.n_uniques,
         **verdicts,
         devices=job.devices,
-        workers=tuple(computed.records.values()),
+        workers=tuple(pooled_job.records.values()),
         resumed=len(job.todo) < len(job.plan) or bool(earlier),
         shards=len(job.plan),
         shards_computed=len(job.todo),
         shards_reused=len(job.plan) - len(job.todo),
-        rows_repeated=computed.n_repeated,
+        rows_repeated=pooled_job.n_repeated,
         restarts=len(deaths),
         deaths=tuple(deaths),
         telemetry=_newest_telemetry(earlier),
         damaged=job.damaged,
         log_errors=len(log_errors),
         warnings=tuple(warnings),
-        reduced_budgets={str(shard): n for shard, n in computed.reduced_budgets.items()},
+        reduced_budgets={str(shard): n for shard, n in pooled_job.reduced_budgets.items()},
         flops=job.flops,
     )
     telemetry_path = None
     if job.todo:
         telemetry_path = embedding.write(clock.times(), own_s, summary.sequences_per_hour)
     current = finished_attempt(
-        record.attempts[-1], embedding.measured, own_s, computed.deaths, telemetry_path
+        record.attempts[-1], embedding.measured, own_s, pooled_job.deaths, telemetry_path
     )
     attempts = (*record.attempts[:-1], current)
     write(job.run.record, record.model_copy(update={"attempts": attempts}))

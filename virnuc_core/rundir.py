@@ -218,10 +218,10 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        translated = storage_error(error, path)
-        if translated is None:
+        storage_problem = storage_error(error, path)
+        if storage_problem is None:
             raise
-        raise translated from error
+        raise storage_problem from error
 
 
 def check_room(folder: Path, n_bytes: int, what: str) -> None:
@@ -364,9 +364,9 @@ def is_ours(root: Path) -> bool:
     if "candidates" in _read_json_object(root / "tune.json"):
         return True
     place = root.resolve()
-    for held in _held.get():
-        if place.is_relative_to(held):
-            name = str(place.relative_to(held))
+    for held_root in _held.get():
+        if place.is_relative_to(held_root):
+            name = str(place.relative_to(held_root))
             if any(fnmatch.fnmatch(name, pattern) for pattern in (".", *NESTED_RUNS)):
                 return True
     return False
@@ -528,9 +528,9 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
             write_text_atomically(marker, json.dumps(content) + "\n")
     except OSError as error:
         if error.errno != errno.EROFS:
-            translated = storage_error(error, marker)
-            if translated is not None:
-                raise translated from error
+            storage_problem = storage_error(error, marker)
+            if storage_problem is not None:
+                raise storage_problem from error
         raise ConfigError(
             f"{marker}: cannot be written: {error.strerror}; choose another directory"
         ) from error

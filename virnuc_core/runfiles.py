@@ -307,10 +307,10 @@ def changed_inputs(recorded: Sequence[InputFile], files: Sequence[str]) -> list[
     contents = {}
     for name in files:
         contents[name] = digest(Path(name)) if Path(name).is_file() else None
-    shared = (recorded_contents & set(contents.values())) - {None}
+    shared_contents = (recorded_contents & set(contents.values())) - {None}
 
-    missing = {Path(file.file).name for file in recorded if file.content not in shared}
-    new = {Path(name).name for name, content in contents.items() if content not in shared}
+    missing = {Path(file.file).name for file in recorded if file.content not in shared_contents}
+    new = {Path(name).name for name, content in contents.items() if content not in shared_contents}
     sentences = [f"{name} has other content" for name in sorted(missing & new)]
     if recorded:
         sentences += [f"{name} was read then" for name in sorted(missing - new)]
@@ -331,10 +331,10 @@ def resume_or_refuse(run: RunDir, new: RunRecord) -> RunRecord:
     Raises:
         RunMismatchError: The directory holds another run.
     """
-    recorded = read_or_set_aside(run.record, RunRecord)
-    if recorded is None:
+    recorded_run = read_or_set_aside(run.record, RunRecord)
+    if recorded_run is None:
         return new
-    mismatches = find_mismatches(_full_identity(recorded), _full_identity(new), strict=True)
+    mismatches = find_mismatches(_full_identity(recorded_run), _full_identity(new), strict=True)
     if mismatches:
         details = "; ".join(
             f"{name} {_shorten(old)} → {_shorten(current)}"
@@ -343,8 +343,8 @@ def resume_or_refuse(run: RunDir, new: RunRecord) -> RunRecord:
         raise RunMismatchError(
             f"{run.root} holds another run ({details}); choose another directory or --force"
         )
-    attempts = (*recorded.attempts, *new.attempts)
-    return recorded.model_copy(update={"devices": new.devices, "attempts": attempts})
+    attempts = (*recorded_run.attempts, *new.attempts)
+    return recorded_run.model_copy(update={"devices": new.devices, "attempts": attempts})
 
 
 def _full_identity(record: RunRecord) -> dict[str, str]:

@@ -50,5 +50,5 @@ def sample(
     """
     from virnuc_core.reads.subsets import sample as draw_sample
 
-    drawn = draw_sample(str(source), reads, out, seed, force=force)
-    print("\n".join(drawn.lines()))
+    sample_summary = draw_sample(str(source), reads, out, seed, force=force)
+    print("\n".join(sample_summary.lines()))

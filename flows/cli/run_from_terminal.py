@@ -49,9 +49,10 @@ def run_from_terminal(flow_path: str, settings: Any) -> "State[Any]":
             prestart_digest(settings)
         nodes_or_devices = getattr(settings, "cluster", None) or devices
         module_name, _, function_name = flow_path.partition(":")
-        out = printable(str(settings.out))
+        out_name = printable(str(settings.out))
         _report_progress(
-            settings, f"{function_name} into {out} on {nodes_or_devices}: reads and weights will do"
+            settings,
+            f"{function_name} into {out_name} on {nodes_or_devices}: reads and weights will do",
         )
         from virnuc.flows import flow_run
 

@@ -110,12 +110,12 @@ def keep_newest(night: Path, keep: int) -> None:
         keep: How many dated directories are kept.
     """
     _link_latest(night)
-    dated = []
+    dated_runs = []
     for path in night.parent.glob(DATE_PATTERN):
         if path.is_dir() and not path.is_symlink() and is_ours(path):
-            dated.append(path)
+            dated_runs.append(path)
     markers_of_nested = [f"{run}/{MARKER_FILE}*" for run in NESTED_RUNS]
-    for old in sorted(dated)[:-keep]:
+    for old in sorted(dated_runs)[:-keep]:
         if old == night:
             continue
         try:

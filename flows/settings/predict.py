@@ -30,7 +30,7 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
 
     @property
     def has_samples(self) -> bool:
-        """Whether the reads are of several samples, each with a run of its own."""
+        """Tell whether the reads are of several samples, each with a run of its own."""
         return self.samples is not None or self.sample_from != "none"
 
     def check_own_files(self) -> None:
@@ -43,12 +43,12 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         """
         if self.has_samples:
             file_of_others = RunDir(self.out).record
-            others = "a single run"
+            other_inputs = "a single run"
         else:
             file_of_others = self.out / SAMPLES
-            others = "samples"
+            other_inputs = "samples"
         if file_of_others.exists():
-            raise ConfigError(f"{self.out} holds {others}; choose another directory")
+            raise ConfigError(f"{self.out} holds {other_inputs}; choose another directory")
         if self.has_samples:
             self.by_sample()
 

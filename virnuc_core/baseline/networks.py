@@ -90,11 +90,11 @@ class PaddedEncoder(ABC):
             padding_value=self.tokenizer.pad_id,
         )
         is_real = torch.arange(tokens.shape[1]) < lengths[:, None]
-        hidden = self.hidden(tokens.to(self.device), is_real.to(self.device))
+        hidden_states = self.hidden(tokens.to(self.device), is_real.to(self.device))
         counts = (lengths - 2 * self.N_END_TOKENS).clamp(max=self.MAX_POOLED).tolist()
         means = []
         for row, count in enumerate(counts):
-            pooled = hidden[row, self.N_END_TOKENS : self.N_END_TOKENS + count]
+            pooled = hidden_states[row, self.N_END_TOKENS : self.N_END_TOKENS + count]
             means.append(pooled.mean(0).float().cpu())
         return torch.stack(means)
 
@@ -203,8 +203,8 @@ def load_network(
         WeightsError: It cannot be used.
     """
     encoder = encoder_named(name)
-    shape, read = open_part(models, encoder.shape_type)
-    tensors = load_tensors(read, shape.tensors(), device, dtype)
+    shape, read_tensor = open_part(models, encoder.shape_type)
+    tensors = load_tensors(read_tensor, shape.tensors(), device, dtype)
     return PADDED_NETWORKS[name](tensors, shape, encoder.open_tokenizer(models))
 
 

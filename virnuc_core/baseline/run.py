@@ -133,13 +133,13 @@ def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
     summary = read_or_set_aside(run.summary, BaselineSummary)
     if summary is None or summary.fingerprint != identity:
         return None
-    changed = []
-    for name, expected in (summary.files or {}).items():
-        if digest(run.root / name) != expected:
-            changed.append(name)
-    if not changed:
+    changed_files = []
+    for name, expected_digest in (summary.files or {}).items():
+        if digest(run.root / name) != expected_digest:
+            changed_files.append(name)
+    if not changed_files:
         return summary
-    names = ", ".join(changed)
+    names = ", ".join(changed_files)
     log.warning("%s: %s not as the baseline left it; it is measured again", run.root, names)
     return None
 
@@ -247,16 +247,16 @@ class _Measurement:
         """Choose the reads that are measured, and cut their rows into files."""
         store = self.store
         reads = choose_reads(store.n_reads, self.spec.reads, SEED)
-        covered = np.zeros(store.n_reads, dtype=bool)
-        covered[reads] = True
-        rows = np.flatnonzero(covered[np.asarray(store.row_read)])
+        is_covered = np.zeros(store.n_reads, dtype=bool)
+        is_covered[reads] = True
+        rows = np.flatnonzero(is_covered[np.asarray(store.row_read)])
         if len(rows) == 0 and store.n_rows > 0:
             raise InputError(
                 f"none of the {len(reads)} reads drawn for the baseline has an open frame; "
                 "draw more"
             )
         if len(rows) == 0 or len(reads) == store.n_reads:
-            return _Work(covered, rows, batches.cut(len(rows), batches.FILE_ROWS), None)
+            return _Work(is_covered, rows, batches.cut(len(rows), batches.FILE_ROWS), None)
         unique_tokens = np.diff(np.asarray(store.protein_offsets)) + 2
         row_tokens = unique_tokens[np.asarray(store.row_unique)]
         subset = BaselineSubset(
@@ -268,7 +268,7 @@ class _Measurement:
         # Smaller files, so that every device has work, as it would have on the whole input.
         rows_per_device = math.ceil(len(rows) / len(self.devices))
         file_rows = max(1, min(batches.FILE_ROWS, rows_per_device))
-        return _Work(covered, rows, batches.cut(len(rows), file_rows), subset)
+        return _Work(is_covered, rows, batches.cut(len(rows), file_rows), subset)
 
     def _read_scores(self, n_files: int) -> NDArray[np.float32]:
         """Return the scores of all rows, [rows, 2]."""
@@ -324,7 +324,7 @@ class _Measurement:
         sizes = [high - low for low, high in work.files]
         shares = batches.assign(sizes, len(self.devices))
         all_files = list(range(len(sizes)))
-        done = {}
+        done_files = {}
         started_s = time.monotonic()
         with self.workers as workers:
             children = self._start_children(workers)
@@ -336,9 +336,9 @@ class _Measurement:
                 else:
                     files_of_child = {children[0]: all_files}
                 self._send_tasks(operation, files_of_child)
-                done[stage] = self._wait_for_files(workers, files_of_child, len(work.rows))
+                done_files[stage] = self._wait_for_files(workers, files_of_child, len(work.rows))
                 self.seconds[stage] = time.monotonic() - stage_started_s
-        return _WorkerTimes(done, start_s)
+        return _WorkerTimes(done_files, start_s)
 
     def _start_children(self, workers: LocalWorkers) -> list[Child]:
         """Start a worker process on each device, and wait until all are ready."""

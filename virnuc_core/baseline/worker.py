@@ -174,17 +174,17 @@ class FileWorker:
     def predict(self, folder: Path, task: FileTask) -> float:
         """Score a file of merged embeddings, and return the seconds that loading the head took."""
         started_s = time.monotonic()
-        shape, read = open_part(self.models, HeadShape)
-        tensors = load_tensors(read, shape.tensors(), self.device, torch.float32)
+        shape, read_tensor = open_part(self.models, HeadShape)
+        tensors = load_tensors(read_tensor, shape.tensors(), self.device, torch.float32)
         load_s = time.monotonic() - started_s
-        merged = file_path(folder, "merged.npy", task.file)
-        features = torch.from_numpy(np.load(merged))
+        merged_path = file_path(folder, "merged.npy", task.file)
+        features = torch.from_numpy(np.load(merged_path))
         scores = []
         with torch.inference_mode():
             for block in features.split(HEAD_BATCH_ROWS):
                 scores.append(plain_scores(tensors, block, shape.norm_eps))
         save(file_path(folder, "scores.npy", task.file), torch.cat(scores).numpy())
-        merged.unlink()
+        merged_path.unlink()
         return load_s
 
 

@@ -120,10 +120,10 @@ def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
 def _open_tensors(folder: Path, shape: Shape, open_file: OpenFile) -> Read:
     """Find the tensors of a part; of a classifier, which is small, the numbers are checked, too."""
     tensors = open_safetensors(weight_files(folder), open_file)
-    read = match_tensors(folder, tensors, shape)
+    read_tensor = match_tensors(folder, tensors, shape)
     if isinstance(shape, HeadShape):
-        check_finite(folder, shape, read)
-    return read
+        check_finite(folder, shape, read_tensor)
+    return read_tensor
 
 
 def _read_headers(path: Path) -> dict[str, TensorHeader]:
@@ -159,13 +159,13 @@ def check_widths(models: Path, head: HeadShape) -> None:
         folder = part_folder(models, encoder.name)
         widths[encoder.name] = read_shape(folder / CONFIG, encoder.shape_type).width
     if any(encoder.width_in(head) != widths[encoder.name] for encoder in ENCODERS):
-        wanted = " + ".join(
+        wanted_widths = " + ".join(
             f"{encoder.width_in(head)} ({_molecule_text(encoder)})" for encoder in ENCODERS
         )
-        given = " + ".join(str(widths[encoder.name]) for encoder in ENCODERS)
+        given_widths = " + ".join(str(widths[encoder.name]) for encoder in ENCODERS)
         raise WeightsError(
-            f"{models / HEAD}: made for embeddings of {wanted}, the encoders beside it give "
-            f"{given}; use the head that belongs to them"
+            f"{models / HEAD}: made for embeddings of {wanted_widths}, the encoders beside it give "
+            f"{given_widths}; use the head that belongs to them"
         )
 
 
@@ -221,14 +221,14 @@ def part_folder(models: Path, part: str) -> Path:
             f"models directory {models}: no such directory; make one with virnuc models"
         )
     if not (models / part).is_dir():
-        needed = ", ".join(f"{name}/" for name in PARTS)
+        needed_folders = ", ".join(f"{name}/" for name in PARTS)
         way_out = ""
         if part == HEAD:
             way_out = (
                 "; virnuc models use-head puts one back, virnuc train --model-length makes one"
             )
         raise WeightsError(
-            f"models directory {models}: no {part}/ in it; it needs {needed}{way_out}"
+            f"models directory {models}: no {part}/ in it; it needs {needed_folders}{way_out}"
         )
     return models / part
 
@@ -326,15 +326,22 @@ def load_encoder(
     from virnuc_core.encoders.precision import resolve_precision
 
     encoder = network.INFO
-    shape, read = open_part(models, encoder.shape_type)
+    shape, read_tensor = open_part(models, encoder.shape_type)
     if precision == "int8" and not encoder.has_int8:
         precision = "fp16"
-    resolved = resolve_precision(precision, device)
+    resolved_precision = resolve_precision(precision, device)
     backend = choose_backend(attention, shape.head_dim, device)
     inputs = None
-    if resolved == "int8":
+    if resolved_precision == "int8":
         inputs = as_calibration(read_calibration(models, encoder).layers)
-    return network(shape, read, device, precision=resolved, attention=backend, calibration=inputs)
+    return network(
+        shape,
+        read_tensor,
+        device,
+        precision=resolved_precision,
+        attention=backend,
+        calibration=inputs,
+    )
 
 
 @dataclass(frozen=True)
@@ -390,8 +397,8 @@ def load_models(
     with ThreadPoolExecutor(len(ENCODERS)) as threads:
         # The last one of the registry is the largest, so its loading starts first.
         loading = {info.name: threads.submit(load, info) for info in reversed(ENCODERS)}
-    loaded = {name: future.result() for name, future in loading.items()}
-    encoders = {info.name: loaded[info.name] for info in ENCODERS}
+    networks = {name: future.result() for name, future in loading.items()}
+    encoders = {info.name: networks[info.name] for info in ENCODERS}
     head = Head(*open_part(models, HeadShape), device)
     for encoder in out_of_memory:
         warm(encoder)

@@ -98,8 +98,8 @@ def convert_encoder(
     if TOKENIZER in encoder.extra_files:
         read_tokenizer(folder / TOKENIZER)
         tokenizer = (folder / TOKENIZER).read_bytes()
-    read = match_tensors(source, tensors, shape, drop_extra)
-    write_part(out, shape, read, source.name, dtype, tokenizer)
+    read_tensor = match_tensors(source, tensors, shape, drop_extra)
+    write_part(out, shape, read_tensor, source.name, dtype, tokenizer)
     return shape
 
 
@@ -273,9 +273,11 @@ def init_random(
     Raises:
         WeightsError: `out` holds a model already.
     """
-    taken = [f"{part}/" for part in PARTS if (out / part).exists()]
-    if taken:
-        raise WeightsError(f"{out}: already holds {', '.join(taken)}; choose another directory")
+    existing_parts = [f"{part}/" for part in PARTS if (out / part).exists()]
+    if existing_parts:
+        raise WeightsError(
+            f"{out}: already holds {', '.join(existing_parts)}; choose another directory"
+        )
     protein, dna = ESM2.sizes[esm2], DNABERT_S.sizes[dnabert_s]
     head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
     origin = f"{RANDOM_ORIGIN}, seed {seed}"

@@ -102,9 +102,9 @@ def _cached_digest(path: Path, state: tuple[int, ...], anew: bool) -> str:
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
         cache_path = cache_path.expanduser()
         if not anew:
-            remembered = cache_path.read_text("ascii", "replace")
-            if re.fullmatch("[0-9a-f]{64}", remembered):
-                return remembered
+            cached_text = cache_path.read_text("ascii", "replace")
+            if re.fullmatch("[0-9a-f]{64}", cached_text):
+                return cached_text
     digest = digest_of(path)
     with suppress(OSError, VirnucError):
         if path.stat().st_size >= LARGE_BYTES and cache_path.is_absolute():

@@ -55,9 +55,9 @@ def _threshold_for_fdr(card: HeadCard, fdr: float, threshold: float) -> float:
             f"fdr {fdr:g} and threshold {threshold:g} both say when a read is viral; give one"
         )
     if fdr not in card.thresholds:
-        known = ", ".join(f"{rate:g}" for rate in sorted(card.thresholds)) or "none"
+        known_rates = ", ".join(f"{rate:g}" for rate in sorted(card.thresholds)) or "none"
         raise ConfigError(
-            f"fdr {fdr:g}: the head's card has no threshold for it; it has those for {known}"
+            f"fdr {fdr:g}: the head's card has no threshold for it; it has those for {known_rates}"
         )
     return card.thresholds[fdr]
 

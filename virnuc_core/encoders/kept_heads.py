@@ -135,9 +135,10 @@ def use_head(models: Path, number: int) -> Path:
     """
     folders = dict(_kept_folders(models))
     if number not in folders:
-        known = ", ".join(map(str, folders)) or "none"
+        known_numbers = ", ".join(map(str, folders)) or "none"
         raise ConfigError(
-            f"{models}: no head is kept under {number}; there are {known}, see virnuc models heads"
+            f"{models}: no head is kept under {number}; there are {known_numbers}, "
+            "see virnuc models heads"
         )
     return _put_in_place(folders[number], models)
 
@@ -167,10 +168,10 @@ def _put_in_place(head: Path, models: Path) -> Path:
     with run_lock(models / KEPT):
         if (current / CONFIG).is_file() and tensor_files(current):
             _keep(current, models)
-        kept = _keep(head, models)
+        kept_folder = _keep(head, models)
         for leftover in (new, former):  # of a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
-        _copy(kept, new)
+        _copy(kept_folder, new)
         if not current.exists():
             new.rename(current)
         elif not _exchange(new, current):
@@ -179,7 +180,7 @@ def _put_in_place(head: Path, models: Path) -> Path:
             new.rename(current)
         for leftover in (new, former):
             shutil.rmtree(leftover, ignore_errors=True)
-    return kept
+    return kept_folder
 
 
 def _keep(head: Path, models: Path) -> Path:
@@ -188,15 +189,15 @@ def _keep(head: Path, models: Path) -> Path:
     suffix = f"-{digest[:DIGEST_LETTERS]}"
     folders = _kept_folders(models)
     number = folders[-1].number + 1 if folders else 1
-    kept = models / KEPT / f"{number:03d}{suffix}"
+    kept_folder = models / KEPT / f"{number:03d}{suffix}"
     for folder in folders:
         if folder.path.name.endswith(suffix):
-            kept = folder.path
+            kept_folder = folder.path
             break
-    is_whole = (kept / CONFIG).is_file() and part_digest(kept) == digest
+    is_whole = (kept_folder / CONFIG).is_file() and part_digest(kept_folder) == digest
     if not is_whole:  # new, half a copy, or damaged since
-        _copy(head, kept)
-    return kept
+        _copy(head, kept_folder)
+    return kept_folder
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -250,9 +250,9 @@ class Encoder(ABC):
             float32 [row_capacity, width]; rows past `batch.rows` are zero.
         """
         with torch.inference_mode():
-            hidden = self.hidden(batch)
+            hidden_states = self.hidden(batch)
             starts, ends = self.pooled_spans(batch.cu_seqlens)
-            return self._backend.mean(hidden, starts, ends)
+            return self._backend.mean(hidden_states, starts, ends)
 
     def _add_product(self, stream: Tensor, x: Tensor, layer: Dense) -> Tensor:
         """Return the residual stream with a product of `x` added.

@@ -124,9 +124,9 @@ def _load_tensors(path: Path, *, mmap: bool) -> dict[str, Tensor]:
             break
     if not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError("no dictionary of tensors")
-    claimed = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    if claimed > MAX_SHARING * size:
-        raise ValueError(f"it claims {claimed:,} bytes of numbers, the file has {size:,}")
+    claimed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    if claimed_bytes > MAX_SHARING * size:
+        raise ValueError(f"it claims {claimed_bytes:,} bytes of numbers, the file has {size:,}")
     return {str(name): tensor.detach() for name, tensor in state.items()}
 
 

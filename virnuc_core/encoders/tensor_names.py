@@ -114,15 +114,15 @@ def _by_our_names(
     tensors: Mapping[str, Any], wanted: Mapping[str, object], shape: Shape
 ) -> dict[str, GivenTensor]:
     """Return the tensors of a checkpoint by our names; of several with one name, the first."""
-    given: dict[str, GivenTensor] = {}
+    given_tensors: dict[str, GivenTensor] = {}
     for public_name, tensor in tensors.items():
         name = public_name if public_name in wanted else our_name(public_name)
-        given.setdefault(name, GivenTensor(public_name, tensor))
-    if isinstance(shape, Esm2Shape) and "inv_freq" not in given:
+        given_tensors.setdefault(name, GivenTensor(public_name, tensor))
+    if isinstance(shape, Esm2Shape) and "inv_freq" not in given_tensors:
         from virnuc_core.encoders.positions import rotary_frequencies
 
-        given["inv_freq"] = GivenTensor("inv_freq", rotary_frequencies(shape.head_dim))
-    return given
+        given_tensors["inv_freq"] = GivenTensor("inv_freq", rotary_frequencies(shape.head_dim))
+    return given_tensors
 
 
 def _parts_of(name: str, given: Mapping[str, object]) -> list[str]:
@@ -140,12 +140,12 @@ def _check_names(
 ) -> None:
     """Raise `WeightsError` for missing or unexpected tensors; warn of those left out."""
     missing = []
-    known = {UNUSED_NAME}
+    known_names = {UNUSED_NAME}
     for name, part_names in parts.items():
-        known.update(part_names)
+        known_names.update(part_names)
         if not given.keys() >= set(part_names):
             missing.append(name)
-    unexpected = {given[name].public_name for name in given.keys() - known}
+    unexpected = {given[name].public_name for name in given.keys() - known_names}
     left_out = {name for name in unexpected if drop_extra or _TASK_HEAD.fullmatch(name)}
     problems = []
     if missing:

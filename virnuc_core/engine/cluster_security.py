@@ -1,7 +1,8 @@
 """Who may connect to a Dask cluster: certificates, and the private folders that hold them.
 
-Whoever can talk to a Dask scheduler can run code on all its nodes. A cluster that we start therefore
-has a certificate of its own, made for one run. Only processes that can read its key can connect.
+Whoever can talk to a Dask scheduler can run code on all its nodes. A cluster that we start
+therefore has a certificate of its own, made for one run. Only processes that can read its key can
+connect.
 """
 
 import ipaddress
@@ -66,9 +67,9 @@ def remove_stale_folders(base: Path) -> None:
 def temporary_security(folder: Path) -> Security:
     """Make a certificate for one cluster, and write it and its key into a private folder.
 
-    Dask can make one, too (`Security.temporary`), with two drawbacks. It keeps the key in memory, so
-    that it can be handed to other programs in words only. And nodes whose clocks are a second late
-    refuse it.
+    Dask can make one, too (`Security.temporary`), with two drawbacks. It keeps the key in memory,
+    so that it can be handed to other programs in words only. And nodes whose clocks are a second
+    late refuse it.
     """
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     certificate_text, key_text = make_certificate()

@@ -3,8 +3,9 @@
 A Dask worker without a named host or interface listens on all addresses of its machine. It needs
 only the one by which the scheduler and the other workers know it.
 
-Dask imports a copy of this file on the nodes of a batch system, by its option `--preload`, as it does
-with `no_http`. The same holds here: the import changes Dask, and the file imports nothing of virnuc.
+Dask imports a copy of this file on the nodes of a batch system, by its option `--preload`, as it
+does with `no_http`. The same holds here: the import changes Dask, and the file imports nothing of
+virnuc.
 """
 
 from typing import Any

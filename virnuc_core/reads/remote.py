@@ -421,12 +421,12 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
         ConfigError: There is no mail address, or a word is not an accession number.
         InputError: NCBI cannot be reached, or does not have all of them.
     """
-    wanted = [accession.strip() for accession in accessions if accession.strip()]
-    invalid = [word for word in wanted if not _ACCESSION.fullmatch(word)]
-    if invalid or not wanted:
+    wanted_accessions = [accession.strip() for accession in accessions if accession.strip()]
+    invalid = [word for word in wanted_accessions if not _ACCESSION.fullmatch(word)]
+    if invalid or not wanted_accessions:
         words = ", ".join(invalid) or "nothing named"
         raise ConfigError(f"no NCBI accession: {words}; expected such as NC_045512.2")
-    digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:12]
+    digest = hashlib.sha256("\n".join(wanted_accessions).encode()).hexdigest()[:12]
     target = folder / f"ncbi_{digest}.fasta"
     if target.is_file():
         return target
@@ -437,13 +437,13 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
         )
     form = {
         "db": "nuccore",
-        "id": ",".join(wanted),
+        "id": ",".join(wanted_accessions),
         "rettype": "fasta",
         "retmode": "text",
         "tool": "virnuc",
         "email": email,
     }
-    name = f"{NCBI_PREFIX}{','.join(wanted)}"
+    name = f"{NCBI_PREFIX}{','.join(wanted_accessions)}"
     with atomic_file(target) as temp_path:
 
         def download() -> None:
@@ -451,7 +451,7 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
                 _save_body(response, file, name)
 
         _retry(name, download)
-        missing = _find_missing(wanted, temp_path)
+        missing = _find_missing(wanted_accessions, temp_path)
         if missing:
             raise InputError(
                 f"NCBI has nothing for {', '.join(missing)}", hint="check the accessions"

@@ -154,8 +154,8 @@ def _check_columns(path: Path, names: Sequence[str]) -> list[str]:
             but must be there: under another name it would be passed over.
     """
     columns = [name.strip() for name in names]
-    required = COLUMNS if len(columns) > 2 else COLUMNS[:2]
-    for name in required:
+    required_columns = COLUMNS if len(columns) > 2 else COLUMNS[:2]
+    for name in required_columns:
         if name not in columns:
             raise InputError(
                 f"no column {name}; the first line names {', '.join(COLUMNS)}", file=path, line=1

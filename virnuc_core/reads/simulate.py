@@ -308,9 +308,9 @@ def _add_errors(spec: SimulateSpec, codes: NDArray[np.uint8], rng: np.random.Gen
     """Substitute some bases, and make some N, in place."""
     flat_codes = codes.reshape(-1)
     n_substituted = rng.binomial(flat_codes.size, spec.error_rate)
-    substituted = rng.integers(0, flat_codes.size, n_substituted)
-    shifts = rng.integers(1, 4, len(substituted))
-    flat_codes[substituted] = (flat_codes[substituted] + shifts) % 4
+    substituted_places = rng.integers(0, flat_codes.size, n_substituted)
+    shifts = rng.integers(1, 4, len(substituted_places))
+    flat_codes[substituted_places] = (flat_codes[substituted_places] + shifts) % 4
     n_unknown = rng.binomial(flat_codes.size, spec.n_rate)
     flat_codes[rng.integers(0, flat_codes.size, n_unknown)] = _N_CODE
 

@@ -430,9 +430,9 @@ class StoreWriter:
         protein_letters: list[int] = []
         dna_letters: list[int] = []
         for number, segment in enumerate(self._segments):
-            repeated = self._repeats_within("row", number).index - self._starts["row"][number]
-            protein_lengths = np.delete(segment.column("protein_length"), repeated)
-            dna_lengths = np.delete(segment.column("dna_length"), repeated)
+            repeated_rows = self._repeats_within("row", number).index - self._starts["row"][number]
+            protein_lengths = np.delete(segment.column("protein_length"), repeated_rows)
+            dna_lengths = np.delete(segment.column("dna_length"), repeated_rows)
             n_uniques.append(len(dna_lengths))
             protein_letters.append(int(protein_lengths.sum()))
             dna_letters.append(int(dna_lengths.sum()))

@@ -99,11 +99,11 @@ def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False
     require_absent(out, force=force)
     lengths = _read_lengths(files, out)
     reads_by_length = np.argsort(lengths, kind="stable")
-    drawn = reads_by_length[choose_reads(len(lengths), n, seed)]
+    drawn_reads = reads_by_length[choose_reads(len(lengths), n, seed)]
     is_drawn = np.zeros(len(lengths), bool)
-    is_drawn[drawn] = True
+    is_drawn[drawn_reads] = True
     _copy_reads(files, is_drawn, out)
-    return _summarize_sample(lengths, lengths[drawn])
+    return _summarize_sample(lengths, lengths[drawn_reads])
 
 
 def _copy_reads(files: tuple[str, ...], is_drawn: NDArray[np.bool_], out: Path) -> None:

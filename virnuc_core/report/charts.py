@@ -404,7 +404,7 @@ def _draw_scaling(
 
 def _draw_queue(axes: "Axes", queue: QueueShares) -> float:
     """Draw the shares of batches by how ready they were, one after the other."""
-    left = 0.0
+    left_edge = 0.0
     states = (
         ("full", queue.full, GREEN),
         ("normal", queue.normal, OCHRE),
@@ -412,8 +412,10 @@ def _draw_queue(axes: "Axes", queue: QueueShares) -> float:
     )
     for name, share, colour in states:
         percent = 100 * share
-        axes.barh(0, percent, left=left, color=colour, label=f"{name} {percent:.1f} %", height=0.5)
-        left += percent
+        axes.barh(
+            0, percent, left=left_edge, color=colour, label=f"{name} {percent:.1f} %", height=0.5
+        )
+        left_edge += percent
     axes.set(yticks=[], xlim=(0, 100), xlabel="percent of batches")
     return 1.25
 

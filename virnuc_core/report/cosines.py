@@ -65,15 +65,15 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
         raise InputError(f"embeddings of {a} or {b} cannot be read ({error})") from error
     stats = []
     for part, values in cosines_of_part.items():
-        known = values[~np.isnan(values)]
-        if len(known):
+        known_values = values[~np.isnan(values)]
+        if len(known_values):
             stats.append(
                 CosineStats(
                     part=part,
-                    n=len(known),
-                    minimum=known.min(),
-                    p1=np.percentile(known, 1),
-                    mean=known.mean(),
+                    n=len(known_values),
+                    minimum=known_values.min(),
+                    p1=np.percentile(known_values, 1),
+                    mean=known_values.mean(),
                 )
             )
     return tuple(stats)
@@ -91,8 +91,8 @@ def _cosines_of_parts(
     """
     table_a = file_a["embeddings"]
     table_b = file_b["embeddings"]
-    shared = _shared_rows(a, b, file_a, file_b)
-    n_rows = len(shared.in_a)
+    shared_rows = _shared_rows(a, b, file_a, file_b)
+    n_rows = len(shared_rows.in_a)
     width = table_a.shape[1]
     if n_rows == 0 or table_b.shape[1] != width:
         return {}
@@ -104,15 +104,15 @@ def _cosines_of_parts(
     total = np.zeros(width)
     n_good = 0
     for block in blocks:
-        rows_a = _read_rows(table_a, shared.in_a[block])
+        rows_a = _read_rows(table_a, shared_rows.in_a[block])
         total += np.nansum(rows_a, axis=0)
         n_good += int((~np.isnan(rows_a[:, 0])).sum())
     mean = total / max(1, n_good)
 
     cosines_of_part = {name: np.full(n_rows, np.nan) for name in parts}
     for block in blocks:
-        centred_a = _read_rows(table_a, shared.in_a[block]) - mean
-        centred_b = _read_rows(table_b, shared.in_b[block]) - mean
+        centred_a = _read_rows(table_a, shared_rows.in_a[block]) - mean
+        centred_b = _read_rows(table_b, shared_rows.in_b[block]) - mean
         for name, columns in parts.items():
             _write_cosines(
                 centred_a[:, columns], centred_b[:, columns], out=cosines_of_part[name][block]

@@ -390,8 +390,8 @@ def measure_centred_worst(report: Report, _: RunMetrics | None) -> Finding:
     cosines = _cosines_to_fp32(report)
     if not cosines:
         return Finding(not_measured=NO_EXACT_RUN)
-    least = min(cosine.minimum for cosine in cosines)
-    return Finding(least, samples=min(cosine.n for cosine in cosines))
+    lowest_cosine = min(cosine.minimum for cosine in cosines)
+    return Finding(lowest_cosine, samples=min(cosine.n for cosine in cosines))
 
 
 CENTRED_WORST: Final = CriterionSpec(
@@ -413,8 +413,8 @@ def measure_centred_mean(report: Report, _: RunMetrics | None) -> Finding:
     cosines = _cosines_to_fp32(report)
     if not cosines:
         return Finding(not_measured=NO_EXACT_RUN)
-    least = min(cosine.mean for cosine in cosines)
-    return Finding(least, samples=min(cosine.n for cosine in cosines))
+    lowest_mean = min(cosine.mean for cosine in cosines)
+    return Finding(lowest_mean, samples=min(cosine.n for cosine in cosines))
 
 
 CENTRED_MEAN: Final = CriterionSpec(
@@ -449,10 +449,10 @@ def measure_verdicts_held(report: Report, _: RunMetrics | None) -> Finding:
     interval_text = f"95 % interval {low:.3f} to {high:.3f} %"
 
     target = report.profile.targets.get("verdicts_held") or Target(op=">=", value=0.0)
-    needed = samples_needed(target.value / 100.0)
+    n_needed = samples_needed(target.value / 100.0)
     not_measured = ""
-    if n_chunks < needed:
-        not_measured = f"{n_chunks:,} chunks, {interval_text}; {needed:,} are needed"
+    if n_chunks < n_needed:
+        not_measured = f"{n_chunks:,} chunks, {interval_text}; {n_needed:,} are needed"
     return Finding(
         100.0 * consensus.agreement,
         samples=n_chunks,
@@ -491,19 +491,19 @@ def measure_same_bytes(report: Report, _: RunMetrics | None) -> Finding:
         names = ", ".join(missing)
         return Finding(not_measured=f"{names} not compared bit for bit with a run on one device")
 
-    compared = sum(one.files_compared + one.shards_compared for one in equalities.values())
+    n_compared = sum(one.files_compared + one.shards_compared for one in equalities.values())
     models = {device.name for run in report.runs for device in run.devices}
     if len(models) > 1:
         reason = "devices of different models need not agree bit for bit"
-        return Finding(samples=compared, not_measured=reason)
+        return Finding(samples=n_compared, not_measured=reason)
     differences = []
     for name, equality in equalities.items():
         differences += [f"{name}: {file}" for file in equality.differing]
     if differences:
-        return Finding(0.0, compared, remark="; ".join(differences))
+        return Finding(0.0, n_compared, remark="; ".join(differences))
     if not all(equality.identical for equality in equalities.values()):
         return Finding(not_measured="there were no shards, or no result files, to compare")
-    return Finding(1.0, compared)
+    return Finding(1.0, n_compared)
 
 
 SAME_BYTES: Final = CriterionSpec(

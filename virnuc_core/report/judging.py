@@ -183,10 +183,13 @@ def _why_no_evidence(spec: CriterionSpec, run: RunMetrics | None, profile: Profi
         return ""
     for device in run.devices:
         names = f"{device.name} {short_name(device)}".lower()
-        if not any(wanted.lower() in names for wanted in profile.device_names):
-            meant = " or ".join(profile.device_names)
-            here = short_name(device)
-            return f"the target is meant for {meant}; on {here} it is for reference only"
+        if not any(wanted_name.lower() in names for wanted_name in profile.device_names):
+            meant_devices = " or ".join(profile.device_names)
+            device_name = short_name(device)
+            return (
+                f"the target is meant for {meant_devices}; "
+                f"on {device_name} it is for reference only"
+            )
     return ""
 
 
@@ -283,6 +286,6 @@ def _judge_scaling(report: Report, scaled_run: RunMetrics | None) -> tuple[Scali
         spec = SCALING
         if run is not scaled_run:
             spec = replace(SCALING, title=f"Scaling on {figure.num_gpus} devices")
-        judged = judge(spec, report, run=run)
-        figures[figures.index(figure)] = figure.model_copy(update={"judged": judged})
+        judgement = judge(spec, report, run=run)
+        figures[figures.index(figure)] = figure.model_copy(update={"judged": judgement})
     return tuple(figures)

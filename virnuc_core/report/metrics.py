@@ -334,14 +334,14 @@ def _recorded_baseline(
     spec: BaselineSpec, n_reads: int | None, run: RunMetrics | None
 ) -> BaselineMetrics:
     """Return a recorded time. It counts only for the devices and reads that it was recorded on."""
-    recorded = f"{spec.recorded_devices or 0}x {spec.recorded_device or 'unknown'}"
+    recorded_devices = f"{spec.recorded_devices or 0}x {spec.recorded_device or 'unknown'}"
     return BaselineMetrics(
         name=spec.name,
-        label=recorded,
+        label=recorded_devices,
         models=() if spec.recorded_device is None else (spec.recorded_device,),
         source="recorded",
         seconds=spec.recorded_seconds,
-        problem=_why_recorded_time_does_not_count(spec, recorded, n_reads, run),
+        problem=_why_recorded_time_does_not_count(spec, recorded_devices, n_reads, run),
     )
 
 

@@ -237,7 +237,7 @@ class Accounting(Record):
 
 
 class ApprovalState(ApprovalRecord):
-    """What the reviewer said; where an answer was asked for and nobody has answered yet, there is no reviewer."""
+    """The answer of the reviewer. Without a reviewer nobody has answered yet."""
 
     of_earlier_run: bool = False  # the answer is older than the figures
 

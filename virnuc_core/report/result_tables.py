@@ -190,7 +190,8 @@ def _require_same_ids(file: Path, expected: "pd.Index[str]") -> None:
     if max(len(foreign), len(missing)) > MAX_FOREIGN_SHARE * len(expected):
         raise InputError(
             f"results of other reads: {len(foreign):,} of its {len(ids):,} ids are not among "
-            f"these reads, {len(missing):,} of the {len(expected):,} ids of these reads are missing",
+            f"these reads, {len(missing):,} of the {len(expected):,} ids of these reads "
+            "are missing",
             file=file,
             hint="give results of the very reads",
         )

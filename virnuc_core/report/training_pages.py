@@ -322,8 +322,8 @@ def _thresholds(training: TrainFile) -> list[Threshold]:
     """Return the thresholds of the head, with what they came to in its test."""
     thresholds = []
     for rate, score in training.card.thresholds.items():
-        realised = cell(percent(training.realised[rate], 2))
-        thresholds.append(Threshold(rate, f"{score:.4f}", realised))
+        realised_rate = cell(percent(training.realised[rate], 2))
+        thresholds.append(Threshold(rate, f"{score:.4f}", realised_rate))
     return thresholds
 
 

@@ -90,10 +90,10 @@ class Verification:
         for number, (line, computed_line) in enumerate(pairs, start=1):
             if line != computed_line:
                 start = max(0, _common_length(line, computed_line) - CHARACTERS_BEFORE_DIFFERENCE)
-                shown = _brief(_text_from(line, start))
+                shown_line = _brief(_text_from(line, start))
                 computed_shown = _brief(_text_from(computed_line, start))
                 self.differences.append(
-                    f"{where}: line {number} says {shown}, {source} give {computed_shown}"
+                    f"{where}: line {number} says {shown_line}, {source} give {computed_shown}"
                 )
                 return
 

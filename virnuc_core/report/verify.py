@@ -76,17 +76,17 @@ def verify_report(
     predictions = [RunDir(out / name).predictions for name in runs]
     n_bytes = sum(path.stat().st_size for path in predictions if path.is_file())
     n_processes = len(os.sched_getaffinity(0)) if n_bytes > MIN_BYTES_FOR_PROCESSES else 1
-    whole = Verification()
+    verification = Verification()
     with Workers(n_processes) as workers:
         parts = workers.map(partial(_run_check, out), checks)
         for n_done, part in enumerate(parts, start=1):
-            whole.figures += part.figures
+            verification.figures += part.figures
             for difference in part.differences:
-                if difference not in whole.differences:
-                    whole.differences.append(difference)
-            whole.remarks += part.remarks
+                if difference not in verification.differences:
+                    verification.differences.append(difference)
+            verification.remarks += part.remarks
             on_part(n_done / len(checks))
-    return whole
+    return verification
 
 
 def _runs_and_repetitions(out: Path) -> list[str]:
@@ -197,20 +197,20 @@ def _verify_profile(
         profile_name: The profile that the user names.
     """
     name = profile.name
-    shipped = load_profile(name) if name in profile_names() else None
-    expected = shipped
+    shipped_profile = load_profile(name) if name in profile_names() else None
+    expected_profile = shipped_profile
     if profile_name:
-        expected = load_profile(profile_name)
+        expected_profile = load_profile(profile_name)
     elif began_with is not None and began_with.name == name:
-        expected = began_with
-    if expected is None:
+        expected_profile = began_with
+    if expected_profile is None:
         verification.add_difference(
             f"profile {name}: neither what the validation began with nor virnuc's own; "
             "name it: --profile FILE"
         )
     else:
-        verification.compare("profile", profile, expected)
-    if shipped not in (None, expected):
+        verification.compare("profile", profile, expected_profile)
+    if shipped_profile not in (None, expected_profile):
         verification.remarks.append(f"profile {name}: not virnuc's own of this name")
 
 

@@ -165,11 +165,11 @@ def _verify_telemetry(
         stages = {stage.name: stage.seconds for stage in telemetry.stages}
         verification.compare(f"{name}: stages of {SUMMARY}", summary.stages, stages)
 
-    computed = summary.shards_computed
+    n_computed = summary.shards_computed
     counts = {
         "shards_computed": len(shards) if is_newest else None,
         "rows_set_aside": int(shards.skipped.sum()) if len(summary.attempts) < 2 else None,
-        "shards": None if computed is None else computed + (summary.shards_reused or 0),
+        "shards": None if n_computed is None else n_computed + (summary.shards_reused or 0),
     }
     verification.compare_fields(f"{name}: {SUMMARY}", summary, counts)
     _verify_batches(verification, file)
@@ -244,8 +244,8 @@ def verify_baseline(verification: Verification, raw: RawFolder) -> None:
         profile = None if record is None else record.profile
         asked_reads = None if profile is None else profile.baseline.reads
         if asked_reads is not None and summary.n_reads is not None:
-            expected = min(asked_reads, summary.n_reads)
-            verification.compare(f"{summary_name}: subset.reads", subset.reads, expected)
+            expected_reads = min(asked_reads, summary.n_reads)
+            verification.compare(f"{summary_name}: subset.reads", subset.reads, expected_reads)
     if run.predictions.is_file():
         n_rows = sum(len(rows) for rows in iterate_results(run.predictions))
         verification.compare_fields(summary_name, summary, {"measured_rows": n_rows})

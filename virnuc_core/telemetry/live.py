@@ -256,13 +256,13 @@ def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
         title = f"Stage {number}: {name} ".ljust(STAGE_WIDTH, ".")
         lines.append(f"{title}  {_stage_text(stage_of_name.get(name), total_s)}")
     lines.append(f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)")
-    others = []
+    other_rows = []
     for stage in stages:
         if stage.name not in STAGES and stage.seconds and stage.seconds >= MIN_SHOWN_S:
             sign = "-" if stage.name == OVERLAPPED else ""
-            others.append(f"{stage.name} {sign}{stage.seconds:.1f} s")
-    if others:
-        lines.append(f"The rest: {', '.join(others)}")
+            other_rows.append(f"{stage.name} {sign}{stage.seconds:.1f} s")
+    if other_rows:
+        lines.append(f"The rest: {', '.join(other_rows)}")
     lines.append(RULE)
     return "\n".join(lines)
 

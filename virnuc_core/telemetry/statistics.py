@@ -280,8 +280,8 @@ def windows(
 
 def _mean_utilisation(samples: pd.DataFrame, span: Span) -> dict[str, float]:
     """Return the mean utilisation in a span of each device that has samples in it."""
-    inside = samples[samples.time_s.between(*span)]
-    means = inside.groupby("device", observed=True).utilisation.mean()
+    samples_in_span = samples[samples.time_s.between(*span)]
+    means = samples_in_span.groupby("device", observed=True).utilisation.mean()
     return {str(device): float(mean) for device, mean in means.dropna().items()}
 
 
@@ -378,10 +378,10 @@ def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -
     """
     start_s, end_s = span or (-np.inf, np.inf)
     own = samples[(samples.device == device) & samples.time_s.between(start_s, end_s)]
-    metered = own[own.power_w.notna()]
+    metered_samples = own[own.power_w.notna()]
     energy_kwh = None
-    if len(metered) > 1:
-        energy_kwh = np.trapezoid(metered.power_w, metered.time_s) / JOULES_PER_KWH
+    if len(metered_samples) > 1:
+        energy_kwh = np.trapezoid(metered_samples.power_w, metered_samples.time_s) / JOULES_PER_KWH
     return DeviceUsage(
         device=device,
         gpu_util_avg=none_if_nan(own.utilisation.mean()),
@@ -417,13 +417,13 @@ def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[str, ...]:
     if span is None:
         return ()
     sentences = []
-    inside = samples[samples.time_s.between(*span) & samples.utilisation.notna()]
-    for device, own in inside.groupby("device", observed=True):
+    samples_in_span = samples[samples.time_s.between(*span) & samples.utilisation.notna()]
+    for device, own in samples_in_span.groupby("device", observed=True):
         idle_s = _longest_idle_s(own)
         if idle_s >= IDLE_FOR_S:
             below = f"below {IDLE_BELOW_PERCENT:g} % for {idle_s:.0f} s while embedding"
             sentences.append(f"gpu utilisation of {device} {below}")
-    means = inside.groupby("device", observed=True).utilisation.mean()
+    means = samples_in_span.groupby("device", observed=True).utilisation.mean()
     if len(means) and means.max() - means.min() > IMBALANCE_POINTS:
         low = f"gpu utilisation of {means.idxmin()} is {means.min():.1f} %"
         high = f"of {means.idxmax()} {means.max():.1f} %"

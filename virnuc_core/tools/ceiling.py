@@ -79,13 +79,13 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
     engine = spec.engine
     rates: dict[str, float] = {}  # tokens/s by encoder
     try:
-        loaded = load_models(Path(spec.models), device, engine)
-        longest_row = loaded.head.shape.model_length // 3 + 2
+        models = load_models(Path(spec.models), device, engine)
+        longest_row = models.head.shape.model_length // 3 + 2
         for encoder in ENCODERS:
-            network = loaded.encoders[encoder.name]
+            network = models.encoders[encoder.name]
             warm_up(network, encoder.token_budget(engine), device, longest_row)
         for encoder in reversed(ENCODERS):
-            layers = loaded.encoders[encoder.name].layers
+            layers = models.encoders[encoder.name].layers
             budget = encoder.token_budget(engine)
             run_layers = linear_pass(layers, budget, device)
             passes_per_s = sustained_rate(run_layers, encoder.ceiling_s)

@@ -88,12 +88,12 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
     plan = _plan_stretches(store, sequences, job.plan.fingerprint)
     write_plan(run, plan)
     n_wanted = -(-sequences * len(plan) // store.n_uniques)  # rounded up
-    chosen = _spread_shards(len(plan), n_wanted)
-    sample_job = replace(job, plan=plan, todo=chosen)
+    chosen_shards = _spread_shards(len(plan), n_wanted)
+    sample_job = replace(job, plan=plan, todo=chosen_shards)
     Embedding(sample_job, RunMonitor(), time.monotonic()).run()
 
-    results = [read_shard(run, plan, shard) for shard in chosen]
-    uniques = np.concatenate([np.arange(*plan.range(shard)) for shard in chosen])
+    results = [read_shard(run, plan, shard) for shard in chosen_shards]
+    uniques = np.concatenate([np.arange(*plan.range(shard)) for shard in chosen_shards])
     scores = np.full((store.n_uniques, 2), np.nan, dtype=np.float32)
     scores[uniques] = np.concatenate([result.scores for result in results])
     _write_covered_reads(run, store, scores)

@@ -83,18 +83,18 @@ def rescore(
         ShardError: A shard is damaged.
     """
     _require_own_directory(run, out)
-    finished = _open_finished_run(run)
+    finished_run = _open_finished_run(run)
     if new_head is None and (run.root / "train.json").exists():
         # The scores that a training has stored are those of a random head.
         new_head = run.root
     if new_head is None:
-        scoring = _keep_scores(finished, verdict_spec)
+        scoring = _keep_scores(finished_run, verdict_spec)
     else:
-        scoring = _score_with(finished, new_head, verdict_spec)
+        scoring = _score_with(finished_run, new_head, verdict_spec)
     (out.root / RESCORE).unlink(missing_ok=True)  # it describes the files that are now replaced
     results = write_results(
         out,
-        finished.store,
+        finished_run.store,
         scoring.scores,
         scoring.is_failed,
         threshold=scoring.threshold,
@@ -102,9 +102,9 @@ def rescore(
     )
     summary = RescoreSummary(
         run=str(run.root.resolve()),
-        reads=finished.store.fingerprint,
+        reads=finished_run.store.fingerprint,
         head=scoring.head_digest,
-        model_length=finished.store.model_length,
+        model_length=finished_run.store.model_length,
         results=results,
         uncertain=scoring.uncertain,
     )

@@ -248,13 +248,13 @@ def _estimate(samples: Floats, cluster_labels: "pd.Series[float]") -> Estimate |
     """
     if not np.isfinite(samples[0]):
         return None
-    known = np.clip(samples[np.isfinite(samples)], 0, 1)
+    known_samples = np.clip(samples[np.isfinite(samples)], 0, 1)
     n_others = (cluster_labels < 1).sum()
     n_virus = (cluster_labels > 0).sum()
     low, high = 0.0, 1.0
     if min(n_others, n_virus) > 1:
-        low, high = np.quantile(known, INTERVAL).tolist()
-    return Estimate(value=known[0], low=low, high=high)
+        low, high = np.quantile(known_samples, INTERVAL).tolist()
+    return Estimate(value=known_samples[0], low=low, high=high)
 
 
 def fdr_thresholds(

@@ -53,15 +53,15 @@ def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) 
     embeddings = _read_embeddings(run, uniques, width)
     four_mers = _count_four_mers(store, uniques)
     is_finite = embeddings.isfinite().all(dim=1)[unique_of_row]
-    kept = np.flatnonzero(is_finite)
-    n_lost = len(rows) - len(kept)
+    kept_rows = np.flatnonzero(is_finite)
+    n_lost = len(rows) - len(kept_rows)
     if 100 * n_lost > MAX_LOST_PERCENT * len(rows):
         raise VirnucError(
             f"{run.root}: {n_lost} of {len(rows)} frames have no finite embedding; "
             "see its failed.tsv"
         )
     features = Features(rows, embeddings[unique_of_row], four_mers[unique_of_row])
-    return features.select(kept)
+    return features.select(kept_rows)
 
 
 def _read_embeddings(run: RunDir, uniques: NDArray[np.int64], width: int) -> Tensor:

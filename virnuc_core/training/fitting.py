@@ -132,15 +132,15 @@ def _cross_validate_once(
     scores_of_method = {method: np.empty(n_rows) for method in METHODS}
     for fold in range(folds.max() + 1):
         fold_seed = seed + fold
-        tested = np.flatnonzero(folds == fold)
+        test_rows = np.flatnonzero(folds == fold)
         rest = np.flatnonzero(folds != fold)
         sides = np.full(n_rows, TEST_SIDE)
         sides[rest] = assign_training_sides(
             features.rows.iloc[rest], spec.validation_share, fold_seed
         )
-        fitted = fit_methods(features, sides, shape, spec, fold_seed)
-        for method, scorer in fitted.scorers.items():
-            scores_of_method[method][tested] = scorer(features.select(tested))
+        scorers = fit_methods(features, sides, shape, spec, fold_seed)
+        for method, scorer in scorers.scorers.items():
+            scores_of_method[method][test_rows] = scorer(features.select(test_rows))
     return scores_of_method
 
 
@@ -181,8 +181,8 @@ def _balanced_sample(
         sampling: "even" or "natural", see `subsample`.
         rng: The random number generator.
     """
-    numbered = features.rows.reset_index(drop=True)
-    candidates = numbered[is_wanted].assign(rows=1)
+    numbered_rows = features.rows.reset_index(drop=True)
+    candidates = numbered_rows[is_wanted].assign(rows=1)
     limit = int(candidates["label"].value_counts().min())
     chosen = subsample(candidates, limit, sampling, rng)
     return features.select(rng.permutation(chosen.to_numpy()))

@@ -141,15 +141,15 @@ def _reverse_complement(dna: bytes) -> bytes:
 def _require_one_label(rows: pd.DataFrame, store: OrfStore) -> None:
     """Raise an error if a sequence is known as viral and as other, on whichever strand."""
     n_labels = rows.groupby("sequence")["label"].transform("nunique")
-    mixed = rows[n_labels > 1]
-    if mixed.empty:
+    mixed_rows = rows[n_labels > 1]
+    if mixed_rows.empty:
         return
-    first_sequence = mixed["sequence"].iloc[0]
-    examples = mixed[mixed["sequence"] == first_sequence].drop_duplicates("label")
+    first_sequence = mixed_rows["sequence"].iloc[0]
+    examples = mixed_rows[mixed_rows["sequence"] == first_sequence].drop_duplicates("label")
     others_read, virus_read = examples.sort_values("label")["read"]
     others = store.read_ids(others_read, others_read + 1)[0]
     virus = store.read_ids(virus_read, virus_read + 1)[0]
-    n_more = mixed["sequence"].nunique() - 1
+    n_more = mixed_rows["sequence"].nunique() - 1
     raise InputError(
         f"reads {virus!r} (virus) and {others!r} (others) hold the same sequence, "
         f"on either strand, as do {n_more} more",
