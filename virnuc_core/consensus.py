@@ -53,6 +53,34 @@ def is_viral(scores: NDArray[Any], threshold: float) -> Mask:
     return np.asarray(scores >= threshold)
 
 
+def top_scores(scores: NDArray[Any], first_frames: Places) -> NDArray[Any]:
+    """Return the scores with which each chunk votes: the largest of each class over its frames.
+
+    Args:
+        scores: Scores of all frames, those of a chunk together; NaN for failed ones, [frames, 2].
+        first_frames: The first frame of each chunk, [chunks].
+
+    Returns:
+        [chunks, 2]; NaN for a chunk of which every frame failed.
+    """
+    if len(first_frames) == 0:
+        return scores[:0]
+    tops: NDArray[Any] = np.fmax.reduceat(scores, first_frames)  # ignores NaN
+    return tops
+
+
+def top_scores_by_chunk(scores: NDArray[Any], chunks: Places) -> NDArray[Any]:
+    """Return `top_scores` of frames that are in any order.
+
+    Args:
+        scores: Scores of all frames, [frames, 2].
+        chunks: The chunk of each frame; each number from 0 on occurs, [frames].
+    """
+    order = np.argsort(chunks, kind="stable")
+    first_frames = np.flatnonzero(np.diff(chunks[order], prepend=-1))
+    return top_scores(scores[order], first_frames)
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkVotes:
     """The votes of consecutive chunks, each over its scored frames."""
@@ -72,16 +100,14 @@ def vote_chunks(scores: Scores, is_first: Mask) -> ChunkVotes:
         is_first: Marks the first frame of each chunk, [frames].
     """
     first_frames = np.flatnonzero(is_first)
-    if len(first_frames) == 0:
-        no_frames = np.empty(0, np.int64)
-        return ChunkVotes(no_frames, no_frames, no_frames, np.empty(0), np.empty(0, bool))
-    top_scores = np.maximum.reduceat(scores, first_frames)  # [chunks, 2]
+    tops = top_scores(scores, first_frames)  # [chunks, 2]
     chunk_of_frame = np.cumsum(is_first) - 1
-    is_top = scores == top_scores[chunk_of_frame]  # [frames, 2]
-    others_frames, virus_frames = np.flatnonzero(is_top[:, 0]), np.flatnonzero(is_top[:, 1])
+    is_top = scores == tops[chunk_of_frame]  # [frames, 2]
+    others_frames = np.flatnonzero(is_top[:, 0])
+    virus_frames = np.flatnonzero(is_top[:, 1])
     # The difference of two float32 numbers has the right sign in float64.
-    max_others = top_scores[:, 0].astype(np.float64)
-    max_virus = top_scores[:, 1].astype(np.float64)
+    max_others = tops[:, 0].astype(np.float64)
+    max_virus = tops[:, 1].astype(np.float64)
     return ChunkVotes(
         first_frames=first_frames,
         top_others=others_frames[np.searchsorted(others_frames, first_frames)],
@@ -137,13 +163,19 @@ def viral_scores(means: Margins, single_frame_scores: ViralScores | None = None)
     return scores
 
 
-def chunk_scores(max_virus: NDArray[Any], min_virus: NDArray[Any]) -> NDArray[Any]:
-    """Return scores of chunks whose frames have P(virus) only, as in training.
+def chunk_scores(virus_scores: NDArray[Any], chunks: Places) -> NDArray[Any]:
+    """Return the score of each chunk whose frames have P(virus) only, as in training.
 
     With P(others) = 1 − P(virus) the margin of a chunk is max + min − 1 of its frames' P(virus), so
     that its score 0.5 + margin / 2 is the mean of the two.
+
+    Args:
+        virus_scores: P(virus) of all frames, [frames].
+        chunks: The chunk of each frame; each number from 0 on occurs, [frames].
     """
-    scores: NDArray[Any] = (max_virus + min_virus) / 2
+    both_signs = np.stack((-virus_scores, virus_scores), axis=1)
+    tops = top_scores_by_chunk(both_signs, chunks)  # [chunks, 2]: -min, max
+    scores: NDArray[Any] = (tops[:, 1] - tops[:, 0]) / 2
     return scores
 
 

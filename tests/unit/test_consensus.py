@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from virnuc_core import consensus
-from virnuc_core.report.exports import _contig_votes
+from virnuc_core.report.exports import _chunk_votes, _contig_votes
 from virnuc_core.report.result_tables import derive_consensus
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
@@ -82,10 +82,8 @@ def results_table(folder: Path, all_reads: list[Scores], name: str) -> list[dict
 
 
 def contig_votes(frames: pd.DataFrame, num_reads: int, bases: int = 1) -> pd.DataFrame:
-    chunks = frames.groupby(["read", "chunk"], as_index=False)[["others", "virus"]].max()
-    chunks["bases"] = bases
-    chunks["has_failed"] = False
-    return _contig_votes(chunks, num_reads, threshold=0.5)
+    chunks = _chunk_votes(frames.assign(has_failed=False))
+    return _contig_votes(chunks.assign(bases=bases), num_reads, threshold=0.5)
 
 
 def training_scores(frames: pd.DataFrame, level: str) -> NDArray[np.float64]:
@@ -173,6 +171,29 @@ def test_another_rule_for_reads_changes_every_user(
     assert scores(tmp_path / "mean") == pytest.approx([mean, mean, mean])
     monkeypatch.setattr(consensus, "mean_margins", largest)
     assert scores(tmp_path / "maximum") == pytest.approx([0.75, 0.75, 0.75])
+
+
+def test_another_vote_of_frames_changes_every_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest scores of the frames vote. If the first frame decides, all users follow."""
+    reads: list[Scores] = [((Fraction(1, 8), Fraction(5, 8), Fraction(3, 4)),)]
+
+    def scores(folder: Path) -> list[float]:
+        frames = frame_table(reads)
+        [read] = results_table(folder, reads, "reads.tsv")
+        [contig] = contig_votes(frames, 1)["viral_score"]
+        ids = [f"r_chunk_1F{frame}" for frame in frames["frame"]]
+        named = pd.DataFrame({"id": ids, "score1": frames["others"], "score2": frames["virus"]})
+        [largest] = derive_consensus(named)["score2"]
+        [trained] = training_scores(frames, "chunk")
+        return [float(read["viral_score"]), float(contig), float(largest), float(trained)]
+
+    # by hand: largest P(virus) 6/8, largest P(others) 7/8, margin -1/8
+    assert scores(tmp_path / "largest") == pytest.approx([0.4375, 0.4375, 0.75, 0.4375])
+    monkeypatch.setattr(consensus, "top_scores", lambda scores, first: scores[first])
+    # the first frame: P(virus) 1/8, P(others) 7/8, margin -6/8
+    assert scores(tmp_path / "first") == pytest.approx([0.125, 0.125, 0.125, 0.125])
 
 
 def test_a_contig_weights_its_chunks_by_their_bases() -> None:

@@ -242,8 +242,14 @@ def _own_bases(
 
 
 def _chunk_votes(frames: pd.DataFrame) -> pd.DataFrame:
-    """Return the highest score of each class over the frames of a chunk."""
-    return frames.groupby(["read", "chunk"], as_index=False).max()
+    """Return the scores with which each chunk votes, and whether one of its frames failed."""
+    by_chunk = frames.groupby(["read", "chunk"])
+    chunks = by_chunk[["has_failed"]].max().reset_index()
+    frame_scores = frames[["others", "virus"]].to_numpy()
+    tops = consensus.top_scores_by_chunk(frame_scores, np.asarray(by_chunk.ngroup(), np.int64))
+    chunks["others"] = tops[:, 0]
+    chunks["virus"] = tops[:, 1]
+    return chunks
 
 
 def _contig_votes(chunks: pd.DataFrame, num_reads: int, threshold: float) -> pd.DataFrame:

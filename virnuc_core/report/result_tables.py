@@ -140,11 +140,17 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
         The same columns for chunks, in the order of each chunk's first row.
     """
     chunk_ids = frames["id"].str.slice(stop=-2)
-    by_chunk = frames.groupby(chunk_ids, sort=False)
-    chunks = by_chunk[["score1", "score2"]].max().reset_index()  # the best scores of each chunk
-    score1 = chunks["score1"].to_numpy()
-    score2 = chunks["score2"].to_numpy()
-    return chunks.assign(virus=consensus.is_viral_chunk(score1, score2))
+    chunk_of_frame, ids = pd.factorize(chunk_ids)  # in order of first occurrence
+    frame_scores = frames[["score1", "score2"]].to_numpy()
+    tops = consensus.top_scores_by_chunk(frame_scores, chunk_of_frame)
+    return pd.DataFrame(
+        {
+            "id": ids,
+            "score1": tops[:, 0],
+            "score2": tops[:, 1],
+            "virus": consensus.is_viral_chunk(tops[:, 0], tops[:, 1]),
+        }
+    )
 
 
 def take_results(path: Path, run: RunDir, store: OrfStore) -> None:

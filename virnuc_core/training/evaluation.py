@@ -67,11 +67,10 @@ def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
     """
     frames = rows[["read", "chunk", "label", "cluster"]].assign(score=score)
     first_label_and_cluster = {"label": ("label", "first"), "cluster": ("cluster", "first")}
-    chunks = frames.groupby(["read", "chunk"]).agg(
-        max_score=("score", "max"), min_score=("score", "min"), **first_label_and_cluster
-    )
+    by_chunk = frames.groupby(["read", "chunk"])
+    chunks = by_chunk.agg(**first_label_and_cluster)
     chunks["score"] = consensus.chunk_scores(
-        chunks["max_score"].to_numpy(), chunks["min_score"].to_numpy()
+        np.asarray(score), np.asarray(by_chunk.ngroup(), np.int64)
     )
     reads = chunks.groupby("read").agg(**first_label_and_cluster)
     read_of_chunk = np.unique(chunks.index.get_level_values("read"), return_inverse=True)[1]
