@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,21 @@ def real_data() -> Path:
     return folder
 
 
-# a shell starts background jobs deaf to Ctrl-C, and they hand that on to their children, which tests interrupt
+@pytest.fixture(autouse=True)
+def _signal_handlers() -> Iterator[None]:
+    """Put back what an interrupted command leaves: a process that ignores further signals.
+
+    Child processes of later tests would inherit that and could not be interrupted.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+# A shell starts background jobs that ignore Ctrl-C, and their children, which tests interrupt,
+# inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-settings.register_profile(
-    "virnuc", deadline=None
-)  # shared machines stall; pytest-timeout catches what hangs
+# No deadline: shared machines stall. What hangs is caught by pytest-timeout.
+settings.register_profile("virnuc", deadline=None)
 settings.load_profile("virnuc")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,16 +43,6 @@ def test_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     assert "[/of] a file" in printed
 
 
-@pytest.fixture
-def _signal_handlers() -> Iterator[None]:
-    """Puts back what an interrupted command leaves: a process that ignores further signals."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_signal_handlers")
 def test_an_error_that_a_signal_causes_is_reported_as_an_interruption(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
