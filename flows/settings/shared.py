@@ -9,12 +9,21 @@ from pydantic import Field, field_validator
 
 from virnuc.flows.parameters import build
 from virnuc_core import config
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec, ReadingSpec, ReadsSpec, Spec
+from virnuc_core.config import (
+    Attention,
+    ClassifySpec,
+    Devices,
+    EngineSpec,
+    Precision,
+    ReadingSpec,
+    ReadsSpec,
+    Spec,
+)
 from virnuc_core.rundir import check_output, run_lock
 
 # lists of words, so that the UI shows a choice; an optional type would be a switch between types
-PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "int8"]
-AttentionChoice = Literal["default", "auto", "fused", "reference"]
+PrecisionChoice = Literal["default", Precision]
+AttentionChoice = Literal["default", Attention]
 
 
 class ComputeSettings(Spec):
