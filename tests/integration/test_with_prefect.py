@@ -209,7 +209,16 @@ def test_a_signed_address_is_kept_nowhere(models: Path, database: Path, tmp_path
         )
     )
     assert (
-        main(["predict", f"{address}5ec4e7", "-o", str(tmp_path / "a"), "--models", str(models)])
+        main(
+            [
+                "predict",
+                f"{address}NeverKeepThis",
+                "-o",
+                str(tmp_path / "a"),
+                "--models",
+                str(models),
+            ]
+        )
         == 2
     )
     with get_client(sync_client=True) as client:
@@ -218,7 +227,7 @@ def test_a_signed_address_is_kept_nowhere(models: Path, database: Path, tmp_path
         assert "private address" in str(by_hand.state)
         assert by_hand.parameters["reads"][0].startswith("https://localhost:1/lung.fq.gz#query-")
         assert files
-        assert not [file for file in files if b"5ec4e7" in file.read_bytes()]
+        assert not [file for file in files if b"NeverKeepThis" in file.read_bytes()]
         # one that was made on a server, as a form does: it stood there until the run began
         mates = {"mates_1": (f"{address}4ec4e7",), "mates_2": (f"{address}94ec4e7",)}
         assert predict(**mates, out=tmp_path / "b", models=models, return_state=True).is_failed()
