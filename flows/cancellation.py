@@ -84,13 +84,17 @@ def interrupted_when_cancelled() -> Iterator[None]:
     flow_run_id = context.flow_run.id
 
     def watch(stop: threading.Event) -> None:
+        """Interrupt the main thread once the server says that this flow run is cancelled."""
         with get_client(sync_client=True) as client:
             while not stop.wait(POLL_S):
                 if _is_cancelled(client, flow_run_id) and not stop.is_set():
                     cancellation.flow_run_id = flow_run_id
                     break
+        # after the client is closed, so that no request is open when the interrupt comes
         if cancellation.flow_run_id is not None:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            main_thread = threading.main_thread().ident
+            assert main_thread is not None  # it has been started
+            signal.pthread_kill(main_thread, signal.SIGINT)
 
     with background_thread(watch):
         yield

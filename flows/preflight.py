@@ -68,7 +68,9 @@ def preflight(settings: FlowSettings) -> Devices:
         fingerprint(settings.models, "int8")  # raises an error for weights that were not calibrated
     is_planned = RunDir(settings.out).plan.exists()
     nbytes = 0 if is_planned else BYTES_PER_VALUE * head.width * n_rows
-    require_writable(settings.out, nbytes, "the embeddings of these reads, by their first,")
+    require_writable(
+        settings.out, nbytes, "the embeddings of these reads (estimated from the first ones)"
+    )
 
     if cluster:  # its nodes are checked once they are asked for
         return Devices.parse(settings.devices)

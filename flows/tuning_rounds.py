@@ -98,7 +98,7 @@ def _earlier_rounds(out: Path) -> tuple[TuningRound, ...]:
 
 
 def _sweep_knobs(settings: ValidateSettings, report: Report, loss_kind: str) -> Recommendation:
-    """Measure the settings that may lessen a loss of this kind, and recommend the fastest."""
+    """Try the settings that may reduce one kind of lost time, and recommend the fastest."""
     out = settings.out
     devices = Devices.parse(settings.devices)
     device_kind = resolve(devices)[0].kind

@@ -77,7 +77,7 @@ def embed(
 
 
 def _stopped_summary(staging: StageSummary, spec: ClassifySpec, wall_s: float) -> RunSummary:
-    """Return the summary of a run that was ended: how long it took, and nothing not measured."""
+    """Return the summary of a run that was ended early: its times, reads and devices only."""
     return RunSummary(
         stopped_at_limit=True,
         staging_s=staging.total_s,

@@ -436,7 +436,7 @@ def check_output(
             f"{out} is {description}, where --force removes nothing; choose a directory in it"
         )
     if place.is_dir():
-        _require_no_input(out, reads)
+        _refuse_reads_in_output(out, reads)
         require_own_directory(place)
 
 
@@ -446,12 +446,12 @@ def _home_directory() -> Path | None:
     return None
 
 
-def _require_no_input(out: Path, reads: Iterable[str]) -> None:
-    """Raise a `ConfigError` if a file of reads is a file of ours in `out`, also by a link."""
-    place = out.resolve()
-    outputs = [path.stat() for path in _matching_paths(place, ALL_FILES) if path.is_file()]
+def _refuse_reads_in_output(out: Path, reads: Iterable[str]) -> None:
+    """Raise a `ConfigError` if a file of reads would be overwritten in `out`, also by a link."""
+    paths = _matching_paths(out.resolve(), ALL_FILES)
+    outputs = [path.stat() for path in paths if path.is_file()]
     for name in reads:
-        with suppress(OSError, ValueError):  # no file: an address, or a name that is refused later
+        with suppress(OSError, ValueError):  # an address, or no file: refused later
             file = Path(name).stat()
             if any(os.path.samestat(file, output) for output in outputs):
                 raise ConfigError(

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with exit_deadline(by_hand=True, final=is_whole_process):
         code = _run_and_report(words)
     if is_whole_process:
-        gc.freeze()  # what is there now need not be taken apart before the end
+        gc.freeze()  # the process ends: its objects need no collection
         # asked for only if it was imported: commands that start no flow have no server
         server_connection = sys.modules.get("virnuc.tasks.server_connection")
         if server_connection is not None:

@@ -184,17 +184,17 @@ def _authenticate(auth_string: str) -> None:
     client = settings.client.model_copy(update={"custom_headers": {}})
     settings = settings.model_copy(update={"client": client})
     context.GLOBAL_SETTINGS_CONTEXT = current.model_copy(update={"settings": settings})
-    _ask_without_proxy()
+    _bypass_proxy_for_loopback()
     logging.getLogger("websockets").setLevel(logging.INFO)  # at DEBUG it logs the headers it sends
 
 
-def _ask_without_proxy() -> None:
+def _bypass_proxy_for_loopback() -> None:
     """Exclude the loopback address from proxies.
 
     A proxy would be sent the secret, and could not reach the server.
     """
     excluded_hosts = []
-    hosts_of_user = getproxies().get("no")
+    hosts_of_user = getproxies().get("no")  # Python keeps the user's no_proxy under this key
     if hosts_of_user:
         excluded_hosts.append(hosts_of_user)
     excluded_hosts.append(LOOPBACK)

@@ -88,7 +88,7 @@ class ComputeSettings(Spec):
         for name, value in self:
             if name in EngineSpec.model_fields and value not in (None, "default"):
                 own[name] = value
-        # no message may quote what stands in a file
+        # Whoever reads an error may not be allowed to read the file: its values are not quoted.
         return build(EngineSpec, defaults | from_file | own, quoted=not from_file)
 
     def _default_engine(self) -> EngineSpec:

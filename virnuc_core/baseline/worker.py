@@ -147,7 +147,11 @@ class FileWorker:
         return load_s
 
     def _network(self, name: EncoderName, algorithm: BaselineName) -> PaddedEncoder:
-        """Return an encoder, loaded anew unless the algorithm keeps it."""
+        """Return an encoder, loaded anew unless the algorithm keeps it loaded.
+
+        `KEPT_LOADED` lists at most one encoder for each algorithm.
+        """
+        # v1.0 computed in half precision on GPUs
         is_half = algorithm == "v1" and self.device.type == "cuda"
         dtype = torch.float16 if is_half else torch.float32
         if (algorithm, name) not in KEPT_LOADED:
@@ -172,7 +176,11 @@ class FileWorker:
         self._reported_s = self.progress_s
 
     def predict(self, folder: Path, task: FileTask) -> float:
-        """Score a file of merged embeddings, and return the seconds that loading the head took."""
+        """Score a file of merged embeddings and delete it.
+
+        Returns:
+            The seconds that loading the head took.
+        """
         started_s = time.monotonic()
         shape, read_tensor = open_part(self.models, HeadShape)
         tensors = load_tensors(read_tensor, shape.tensors(), self.device, torch.float32)

@@ -376,8 +376,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         if self._kind == "cpu":
             max_devices = len(self._wanted_devices.ids) or node.threads
         if self._is_local:
-            # All nodes are on this machine, and each counts as a host. Its GPUs are its own; of the
-            # cores, each node begins with another one.
+            # All nodes are on this machine, and each counts as a host of its own. Node i begins
+            # with core i, so that not all nodes take the first cores.
             host = node.name
             if self._kind == "cpu":
                 number = int(host.removeprefix("local-"))

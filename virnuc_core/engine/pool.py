@@ -400,6 +400,7 @@ class Pool(AbstractContextManager["Pool"]):
         job.deaths_at_shard.pop(task.shard, None)
         job.remaining.discard(task.shard)
         job.on_event(done)
+        # rows that were left out, less those that the task named
         n_not_finite = done.skipped - len(task.skip)
         if n_not_finite:
             text = "shard %05d: %d rows are not finite and are set aside (failed.tsv)"

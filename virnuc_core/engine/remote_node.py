@@ -280,10 +280,12 @@ class RemoteNode:
             for _ in range(MAX_FETCHES):
                 await self._download(name, temp_path)
                 if await asyncio.to_thread(is_sealed, temp_path):
+                    # Leaving `atomic_file` without an error renames the file into place. It waits
+                    # for the disk, so that it is done in a thread.
                     commit = stack.pop_all().close
-                    await asyncio.to_thread(commit)  # in a thread, because it waits for the disk
+                    await asyncio.to_thread(commit)
                     return
-            problem = f"shard {shard:05d} does not arrive from there as it was committed"
+            problem = f"shard {shard:05d}: its copy from the node is damaged"
             raise DeviceError(problem)
 
     async def _download(self, name: str, path: Path) -> None:

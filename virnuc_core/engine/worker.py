@@ -137,14 +137,14 @@ class Worker:
         self._parent = parent
         self._spec = spec
         self._recording = recording  # wraps the loader's queue; a trace records there
-        self._moved_s = time.monotonic()  # when it last did something
+        self._last_progress_s = time.monotonic()  # when it last did something
         self._held: deque[int] = deque()  # shards received and not answered
         self._stopping = threading.Event()
         self._writes: queue.Queue[Pending | None] = queue.Queue(maxsize=MAX_PENDING_COMMITS)
 
         def last_progress_s() -> float:
             # To load, or to wait with no task in hand, is no standstill.
-            return self._moved_s if self._held else time.monotonic()
+            return self._last_progress_s if self._held else time.monotonic()
 
         parent.progress = last_progress_s
         signal.signal(signal.SIGTERM, self._terminate)
@@ -159,7 +159,7 @@ class Worker:
         while not self._stopping.is_set():
             message = self._parent.receive(POLL_S)
             if isinstance(message, ShardTask):
-                self._moved_s = time.monotonic()
+                self._last_progress_s = time.monotonic()
                 self._held.append(message.shard)
                 return message
             if message is not None:
@@ -310,7 +310,7 @@ class Worker:
         pending: Pending | None = None
         while True:
             item, wait_ms = take()
-            self._moved_s = time.monotonic()
+            self._last_progress_s = time.monotonic()
             if item is None:
                 return
             if isinstance(item, Batch):

@@ -286,7 +286,10 @@ def first_word(header: bytes) -> bytes:
 
 
 def _printable_id(read_id: bytes) -> bytes:
-    """Return the first word of an id as printable UTF-8; Unicode has more blanks than ASCII."""
+    """Return the first word of an id as printable UTF-8.
+
+    It is decoded before it is split: Unicode has blanks that bytes do not know.
+    """
     words = read_id.decode("utf-8", "backslashreplace").split(None, 1)
     if not words:
         return b""

@@ -408,8 +408,9 @@ class _TextReader:
         """
         self._source = source
         self._block_bytes = block_bytes
-        self._line_mark = b""  # the first letter of the line in which the last text ended
-        self.format: Format = "fastq"  # until it is known, nothing is a comment
+        self._line_mark = b""  # first letter of the line in which the text before was cut
+        # Until the format is known: `read` removes comments from FASTA only.
+        self.format: Format = "fastq"
         self.first_line = 1
         beginning = self._skip_blanks(self.read(block_bytes).removeprefix(_BYTE_ORDER_MARK))
         mark = beginning[:1]

@@ -305,9 +305,10 @@ class Source:
         self.damage: InputError | None = None
         self.left_out = 0
         self._stream = stream
-        head = stream.read(_PIECE_BYTES)  # shorter only at the end: a slow pipe is waited for
+        head = stream.read(_PIECE_BYTES)  # waits for a slow pipe; shorter only at the end
         self._size = len(head)
         self._sha256 = hashlib.sha256(head)
+        # a generator, because it is closed at the end
         raw_pieces = (piece for piece in chain((head,), iter(self._next_piece, b"")))
         alignment_format = find_alignment_format(head)
         packing = _find_packing(head)

@@ -506,10 +506,12 @@ class StoreWriter:
         return places
 
     def _plan_segments(self) -> Iterator[_SegmentPlan]:
-        """Plan where each segment goes."""
+        """Plan where each segment goes, and which unique each repeated row belongs to."""
         for number, segment in enumerate(self._segments):
             repeated_rows = self._repeats_within("row", number)
-            # of the rows before a first row, those that repeat others are no uniques
+            # `first_index` is the number of the earlier row, over the whole store, that a row
+            # repeats. Repeats get no number as uniques, so that a first row's number as a unique
+            # is its row number less the repeats before it.
             n_repeats_before = np.searchsorted(self._repeated_rows.index, repeated_rows.first_index)
             yield _SegmentPlan(
                 segment=segment,

@@ -51,6 +51,7 @@ COLOURS: Final = (
 BLUE, ORANGE, GREEN = COLOURS[:3]
 OCHRE: Final = COLOURS[5]
 # part of the page, because another version of matplotlib draws the same in other bytes
+BAR_MARGIN: Final = 10  # beside a single bar, in units of the x axis
 GENERATOR: Final = f"virnuc, matplotlib {version('matplotlib')}"
 TIME_LABEL: Final = "seconds since the start"
 CPU: Final = "CPU"
@@ -421,12 +422,12 @@ def _draw_queue(axes: "Axes", queue: QueueShares) -> float:
 
 
 def _draw_histogram(axes: "Axes", histogram: Histogram, xlabel: str, ylabel: str) -> float:
-    """Draw counts between edges."""
+    """Draw counts between edges. Return the height that the picture needs, in inches."""
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.stairs(histogram.counts, histogram.edges, fill=True, color=BLUE)
     _scale_from_zero(axes, histogram.counts)
     if len(histogram.counts) == 1:  # one bar would fill the width and say nothing
-        axes.set_xlim(histogram.edges[0] - 10, histogram.edges[1] + 10)
+        axes.set_xlim(histogram.edges[0] - BAR_MARGIN, histogram.edges[1] + BAR_MARGIN)
     return 2.2
 
 

@@ -169,8 +169,8 @@ def measure_speedup(report: Report, run: RunMetrics | None) -> Finding:
     if baseline.seconds and run.total_s and not run.stopped_at_limit:
         value = baseline.seconds / run.total_s
 
-    # The baseline may have run on fewer devices of the same kind: that is a handicap of its own
-    # algorithm.
+    # The models of the devices must agree, not their number: that the baseline cannot use all
+    # devices belongs to what is measured.
     run_models = {short_name(device) for device in run.devices}
     is_same_kind = bool(run.devices) and set(baseline.models) == run_models
     problem = run.untimed

@@ -353,7 +353,7 @@ def _why_recorded_time_does_not_count(
     Args:
         spec: The recorded time and its devices.
         recorded: Those devices as text.
-        n_reads: The reads that the time is of.
+        n_reads: How many reads were processed in the recorded time.
         run: The run to compare it with.
     """
     device_name = spec.recorded_device

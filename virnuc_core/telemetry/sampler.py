@@ -71,7 +71,7 @@ class Sampler:
         Args:
             devices: The devices.
             every_s: The time between two samples.
-            on_samples: Gets every sample at once.
+            on_samples: Is called with each round of samples as soon as it is taken.
             read: Reads a device. It is needed for devices of other machines.
         """
         self.devices = tuple(devices)
@@ -82,7 +82,7 @@ class Sampler:
         self._has_failed = False
         self._samples_taken = itertools.count()
         self._processes: list[psutil.Process] = []  # this one and its children
-        psutil.cpu_percent(interval=None)  # the first call has no interval to speak of
+        psutil.cpu_percent(interval=None)  # the first call only sets the start
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
 

@@ -80,6 +80,7 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
     rates: dict[str, float] = {}  # tokens/s by encoder
     try:
         models = load_models(Path(spec.models), device, engine)
+        # residues of a whole chunk, a start and an end token
         longest_row = models.head.shape.model_length // 3 + 2
         for encoder in ENCODERS:
             network = models.encoders[encoder.name]

@@ -158,7 +158,11 @@ class _Recorder:
         self._recording = Recording()
 
     def next_item(self) -> tuple[Item, float]:
-        """Return the next item, and how long it was waited for, in ms."""
+        """Return the next item, and how long it was waited for, in ms.
+
+        Counts it for the trace, and ends the trace after the wanted number of shards. A `ShardTask`
+        among the batches marks the beginning or the end of a shard.
+        """
         if self._recording.shards >= self._spec.traced_shards:
             self.finish()
         with record_function(WAIT):  # the wait is a range of the trace

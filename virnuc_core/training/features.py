@@ -51,7 +51,7 @@ def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) 
     """
     uniques, unique_of_row = np.unique(rows["unique"], return_inverse=True)
     embeddings = _read_embeddings(run, uniques, width)
-    four_mers = _count_four_mers(store, uniques)
+    four_mers = _four_mer_shares(store, uniques)
     is_finite = embeddings.isfinite().all(dim=1)[unique_of_row]
     kept_rows = np.flatnonzero(is_finite)
     n_lost = len(rows) - len(kept_rows)
@@ -76,9 +76,10 @@ def _read_embeddings(run: RunDir, uniques: NDArray[np.int64], width: int) -> Ten
     return embeddings
 
 
-def _count_four_mers(store: OrfStore, uniques: NDArray[np.int64]) -> Floats:
+def _four_mer_shares(store: OrfStore, uniques: NDArray[np.int64]) -> Floats:
     """Return the share of each 4-mer in the DNA of distinct sequences, [uniques, 256]."""
     texts = [store.dna(unique, unique + 1)[0].decode() for unique in uniques.tolist()]
+    # without idf and with the l1 norm, this is count ÷ total
     vectorizer = TfidfVectorizer(
         norm="l1",
         use_idf=False,

@@ -19,10 +19,12 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.training.clusters import K, cluster_genomes
 from virnuc_core.training.genomes import in_coding_regions
 from virnuc_core.training.truth import (
+    OTHERS,
     SIDES,
     TEST_SIDE,
     TRAIN_SIDE,
     VALIDATION_SIDE,
+    VIRUS,
     read_truth,
     require_classes,
     truth_lines,
@@ -146,7 +148,9 @@ def _require_one_label(rows: pd.DataFrame, store: OrfStore) -> None:
         return
     first_sequence = mixed_rows["sequence"].iloc[0]
     examples = mixed_rows[mixed_rows["sequence"] == first_sequence].drop_duplicates("label")
-    others_read, virus_read = examples.sort_values("label")["read"]
+    read_of_label = examples.set_index("label")["read"]
+    others_read = read_of_label[OTHERS]
+    virus_read = read_of_label[VIRUS]
     others = store.read_ids(others_read, others_read + 1)[0]
     virus = store.read_ids(virus_read, virus_read + 1)[0]
     n_more = mixed_rows["sequence"].nunique() - 1

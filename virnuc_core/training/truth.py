@@ -19,6 +19,7 @@ from virnuc_core.reads.store import OrfStore
 # The three sets that genomes are split into. Columns named `side` hold the index.
 SIDES: Final = ("train", "validation", "test")
 TRAIN_SIDE, VALIDATION_SIDE, TEST_SIDE = range(len(SIDES))
+OTHERS: Final = LABELS.index("others")
 VIRUS: Final = LABELS.index("virus")  # columns named `label` hold the index into LABELS
 FIRST_LINE: Final = 2  # of a table, below the names of the columns
 

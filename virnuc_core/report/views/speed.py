@@ -61,9 +61,9 @@ def measured_runs(times_s: Sequence[float]) -> str:
 
 
 def unmeasured_device_counts(report: Report) -> dict[int, str]:
-    """Return numbers of devices without a figure of scaling, and the reasons.
+    """Return the device counts for which no scaling can be given, with the reasons.
 
-    These are runs without a time, and numbers of a band for which there were not enough devices.
+    Either the run had no valid time, or the profile asks for more devices than any run had.
     """
     reasons = {}
     for run in report.runs:
@@ -71,7 +71,7 @@ def unmeasured_device_counts(report: Report) -> dict[int, str]:
             reasons[len(run.devices)] = run.untimed
     most_devices = max((len(run.devices) for run in report.runs), default=0)
     for num_devices in sorted(int(count) for count in report.profile.scaling_bands):
-        if num_devices > most_devices > 0:
+        if most_devices > 0 and num_devices > most_devices:
             reasons[num_devices] = f"there were {most_devices} devices"
     return reasons
 
