@@ -202,13 +202,17 @@ class Pool(AbstractContextManager["Pool"]):
 
     def _work(self) -> None:
         """Run the pool's thread: compute jobs until the pool is closed, then end what is left."""
-        while not self._closed:
-            try:
-                self._step()
-            except Exception as error:  # noqa: BLE001 - raised by `compute`
-                self._end(error)
-        self._accept_jobs()
-        self._end(errors.VirnucError(process.INTERRUPTED))
+        try:
+            while not self._closed:
+                try:
+                    self._step()
+                except Exception as error:  # noqa: BLE001 - raised by `compute`
+                    self._end(error)
+        finally:  # nobody may wait for a thread that is gone
+            with self._submit_lock:
+                self._closed = True
+            self._accept_jobs()
+            self._end(errors.VirnucError(process.INTERRUPTED))
 
     def _step(self) -> None:
         """Start and feed workers, then wait for one message and handle it."""
@@ -519,12 +523,14 @@ class Pool(AbstractContextManager["Pool"]):
                 job.completion.set_exception(job.error)
 
     def _end(self, error: Exception) -> None:
-        """End the workers, and every job with an error."""
-        self._end_workers()
-        self._todo.clear()
-        while self._jobs:
-            _, job = self._jobs.popitem()
-            job.completion.set_exception(error)
+        """End the workers, and every job with an error, even if workers cannot be ended."""
+        try:
+            self._end_workers()
+        finally:
+            self._todo.clear()
+            while self._jobs:
+                _, job = self._jobs.popitem()
+                job.completion.set_exception(error)
 
     def _end_workers(self) -> None:
         """End all workers, whatever they hold."""

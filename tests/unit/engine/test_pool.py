@@ -16,13 +16,19 @@ import pytest
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine.pool import Pool
-from virnuc_core.engine.process import LocalWorkers, end_all_children, worker_specs
-from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
+from virnuc_core.engine.process import (
+    LocalWorkers,
+    WorkerSpec,
+    end_all_children,
+    worker_specs,
+)
+from virnuc_core.engine.shards import ShardTask
+from virnuc_core.errors import ConfigError, RunMismatchError, VirnucError, WorkerError
 from virnuc_core.pipeline import prepare, workers_for
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunSummary
+from virnuc_core.runfiles import Device, RunSummary
 
 from .runs import ALL_CORES, SMALL, classify_store, no_workers_left, result_bytes, running_workers
 
@@ -190,3 +196,25 @@ def test_a_pool_that_is_interrupted_or_closed_computes_nothing(
             pool.compute(tasks, tmp_path, lambda _: None)
     with pytest.raises(Exception, match="interrupted"):
         pool.compute(tasks, tmp_path, lambda _: None)
+
+
+def test_nobody_waits_for_a_pool_whose_workers_cannot_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the run directory is gone: the pool's thread fails twice, and the job still ends."""
+    core = Device(id="cpu-core-0", kind="cpu", name="", core=0)
+    spec = WorkerSpec(models="", device=core, engine=EngineSpec())
+    task = ShardTask(run="run", store="", reads="", weights={}, shard=0, lo=0, hi=1)
+
+    def fail(*_: object) -> None:
+        raise OSError("the directory is gone")
+
+    pool = Pool([spec], LocalWorkers("none"))
+    monkeypatch.setattr(pool, "_start_workers", fail)
+    monkeypatch.setattr(pool, "_end_workers", fail)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of the pool's thread
+    with ThreadPoolExecutor(1) as threads, pool:
+        computing = threads.submit(pool.compute, [task], tmp_path, lambda _: None)
+        assert isinstance(computing.exception(timeout=30), OSError)
+        with pytest.raises(VirnucError, match="interrupted"):
+            pool.compute([task], tmp_path, lambda _: None)
