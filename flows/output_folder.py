@@ -3,8 +3,9 @@
 import tempfile
 from pathlib import Path
 
-from virnuc_core.errors import ConfigError, storage_error
+from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import check_room
+from virnuc_core.system_errors import describe_system_error, storage_error
 
 
 def nearest_existing(path: Path) -> Path:
@@ -39,8 +40,6 @@ def require_writable(folder: Path, nbytes: int = 0, purpose: str = "") -> None:
         disk_problem = storage_error(error, folder)
         if disk_problem is not None:
             raise disk_problem from error
-        reason = error.strerror or error
-        raise ConfigError(
-            f"{folder}: cannot write in {place}: {reason}; make room or choose another directory"
-        ) from error
+        reason = describe_system_error(error, "choose another directory")
+        raise ConfigError(f"{folder}: cannot write in {place}: {reason}") from error
     check_room(place, nbytes, purpose)

@@ -25,8 +25,8 @@ from virnuc_core.errors import (
     ShardError,
     VirnucError,
     WorkerError,
-    storage_error,
 )
+from virnuc_core.system_errors import storage_error
 
 P = ParamSpec("P")
 T = TypeVar("T")

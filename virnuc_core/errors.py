@@ -1,9 +1,6 @@
 """The errors people see. Each says in one line what is wrong, where, and the way out."""
 
-import errno
-import os
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -128,43 +125,15 @@ class WorkerError(VirnucError):
             self.add_note(worker_traceback)
 
 
-# System errors of a disk that accepts no more data, and what to do about each.
-_STORAGE_ADVICE: Final = {
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room, or have the quota raised",
-    errno.EFBIG: "have the limit on file sizes raised (ulimit -f)",
-    errno.EIO: "have the disk looked at, or choose another",
-    errno.EROFS: "have it mounted for writing, or choose another directory",
-}
-
-
 class StorageError(VirnucError):
     """A disk that is full, broken or read-only, or a limit that is reached. A retry cannot help."""
 
 
-def storage_error(error: BaseException, path: Path | None = None) -> StorageError | None:
-    """Translate a system error of a disk into an error that says what to do.
+class UnreadableError(StorageError):
+    """A file whose content is not known, because the system could not read it (not even later).
 
-    Args:
-        error: Any error that was raised while a file was written.
-        path: The file. If absent, the file that `error` names.
-
-    Returns:
-        The error to raise, with the free space that is left, or None for all other errors.
+    The file may be as good as ever. It must not be called absent, damaged or changed.
     """
-    if not isinstance(error, OSError) or error.errno not in _STORAGE_ADVICE:
-        return None
-    if path is None and error.filename:
-        path = Path(os.fsdecode(error.filename))
-    advice = f"{_STORAGE_ADVICE[error.errno]} and run again, what was committed stays"
-    reason = os.strerror(error.errno)
-    if path is None:
-        return StorageError(f"{reason}; {advice}")
-    folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
-    if folder is not None:
-        free_bytes = shutil.disk_usage(folder).free
-        reason += f"; {format_bytes(free_bytes)} free there"
-    return StorageError(f"{path}: {reason}; {advice}")
 
 
 def format_bytes(n_bytes: int) -> str:
@@ -211,6 +180,7 @@ _ERRORS_BY_NAME: Final[dict[str, type[VirnucError]]] = {
         ShardError,
         WorkerError,
         StorageError,
+        UnreadableError,
         SpentInputError,
         RunMismatchError,
     )

@@ -37,9 +37,9 @@ from virnuc_core.errors import (
     StorageError,
     format_bytes,
     join_first,
-    storage_error,
 )
 from virnuc_core.lease import lease, require_lease
+from virnuc_core.system_errors import describe_system_error, storage_error
 
 if TYPE_CHECKING:
     import h5py
@@ -532,7 +532,8 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
             if storage_problem is not None:
                 raise storage_problem from error
         raise ConfigError(
-            f"{marker}: cannot be written: {error.strerror}; choose another directory"
+            f"{marker}: cannot be written: {describe_system_error(error)}, "
+            "or choose another directory"
         ) from error
     return is_new
 

@@ -40,6 +40,7 @@ from virnuc.flows.cli.registry import COMMAND_NAMES, COMMANDS
 from virnuc.flows.exit_deadline import exit_deadline
 from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.rundir import relax_garbage_collection
+from virnuc_core.system_errors import describe_system_error
 
 INTERRUPTED: Final = 130
 INTERRUPTED_MESSAGE: Final = (
@@ -141,7 +142,7 @@ def _report_error(error: Exception) -> int:
     if isinstance(error, VirnucError):
         return _complain(str(error), error.exit_code)
     if isinstance(error, OSError):
-        reason = error.strerror or str(error)
+        reason = describe_system_error(error)
         if error.filename:
             reason = f"{error.filename}: {reason}"
         return _complain(reason, FAILURE)

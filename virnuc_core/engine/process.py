@@ -30,10 +30,11 @@ from pydantic import Field
 
 from virnuc_core.config import EngineSpec, Spec, TraceSpec
 from virnuc_core.engine.devices import environment, open_context
-from virnuc_core.errors import WorkerError, storage_error
+from virnuc_core.errors import WorkerError
 from virnuc_core.lease import command_start_s
 from virnuc_core.rundir import lock_device, parent_bound_command
 from virnuc_core.runfiles import Device
+from virnuc_core.system_errors import storage_error
 from virnuc_core.telemetry.tables import DeviceSample
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,6 @@ from virnuc_core.errors import (
     RunMismatchError,
     SpentInputError,
     WorkerError,
-    storage_error,
 )
 from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
@@ -65,6 +64,7 @@ from virnuc_core.runfiles import (
     read_or_set_aside,
     write,
 )
+from virnuc_core.system_errors import describe_system_error, storage_error
 
 SKIPPED_LIST: Final = "skipped.tsv"
 SUMMARY_SUFFIX: Final = ".made.json"  # of the summary's file, beside the store
@@ -192,8 +192,9 @@ def stage(
     try:
         summary = _reuse_or_build(spec, inputs, out, anew=anew, expected=expected)
     except OSError as error:  # trouble of reading is an InputError: this is the output's
+        reason = describe_system_error(error, "choose another directory")
         raise storage_error(error, out) or ConfigError(
-            f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
+            f"{out}: cannot be written: {reason}"
         ) from error
     except (WorkerError, MemoryError) as error:
         spent_inputs = [name for name in inputs.files if not can_be_read_twice(name)]

@@ -13,10 +13,11 @@ import pytest
 
 from virnuc.tasks.task import is_retryable
 from virnuc_core.config import Devices
-from virnuc_core.errors import StorageError, storage_error
+from virnuc_core.errors import StorageError
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.rundir import RunDir, atomic_file
+from virnuc_core.system_errors import storage_error
 
 from .runs import classify_store, copy_run, no_workers_left, result_bytes
 

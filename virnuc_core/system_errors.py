@@ -1,0 +1,270 @@
+"""System errors (`OSError`): what each proves about a file, and what the user can do about it.
+
+An error of the operating system is an answer to a question, for example "what is in this file?".
+Only "there is no such file" is a certain answer. A stale handle of a network file system, a missing
+permission or a time-out say nothing about the file: its content is not known. Code that treats
+"not known" as "absent" or "damaged" computes finished work again, or removes it.
+"""
+
+import errno
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, TypeVar
+
+from virnuc_core.errors import StorageError, UnreadableError, format_bytes
+
+log = logging.getLogger(__name__)
+
+Content = TypeVar("Content")
+
+
+class ErrorKind(StrEnum):
+    """What a system error proves about the file that it names."""
+
+    ABSENT = "absent"  # there is no such file, and this is certain
+    TRANSIENT = "transient"  # nothing is known about the file; the same call may succeed later
+    REFUSED = "refused"  # nothing is known about the content; the same call will fail again
+    CONTENT = "content"  # the file was read, and its content is not what was expected
+
+
+ABSENT_ERRORS: Final = frozenset({errno.ENOENT, errno.ENOTDIR})
+
+_PERMISSION: Final = (
+    "check the permissions of the file and its folders, and on a network file system your Kerberos "
+    "ticket (klist)"
+)
+_FILE_SERVER: Final = "wait until the file server answers, or have the file system mounted again"
+_TICKET: Final = "renew your Kerberos ticket (kinit)"
+_FILE_SYSTEM_CHECK: Final = "have the file system checked (fsck)"
+_OTHER_FILE_SYSTEM: Final = "choose a directory on another file system"
+
+# The only table from an error number of the system to advice for the user. Each text is a clause
+# that can be followed by " and run again".
+ADVICE: Final = {
+    # A disk that accepts no more data.
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room, or have the quota raised",
+    errno.EFBIG: "have the limit on file sizes raised (ulimit -f)",
+    errno.EIO: "have the disk looked at, or choose another",
+    errno.EROFS: "have it mounted for writing, or choose another directory",
+    # A network file system.
+    errno.ENOLCK: (
+        "have the lock service of the file system started (for NFS: rpc.statd and lockd), have it "
+        "mounted with local locks (nolock), or choose another directory"
+    ),
+    errno.ESTALE: _FILE_SERVER,
+    errno.ETIMEDOUT: _FILE_SERVER,
+    errno.EHOSTDOWN: _FILE_SERVER,
+    errno.EHOSTUNREACH: _FILE_SERVER,
+    errno.ENETDOWN: _FILE_SERVER,
+    errno.ENETUNREACH: _FILE_SERVER,
+    errno.ECONNREFUSED: _FILE_SERVER,
+    errno.ECONNRESET: _FILE_SERVER,
+    errno.ECONNABORTED: _FILE_SERVER,
+    errno.ENOTCONN: _FILE_SERVER,
+    errno.ESHUTDOWN: _FILE_SERVER,
+    errno.EREMOTEIO: _FILE_SERVER,
+    errno.ENOKEY: _TICKET,
+    errno.EKEYEXPIRED: _TICKET,
+    errno.EKEYREVOKED: _TICKET,
+    errno.EKEYREJECTED: _TICKET,
+    # A user or a process that may not, or may not now.
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.EBUSY: "wait until the other program no longer uses it",
+    errno.EAGAIN: "wait, or have the limits on locks and processes raised (ulimit -a)",
+    errno.EDEADLK: "wait until the other program no longer uses it",
+    errno.EINTR: "wait a moment",
+    errno.EMFILE: "have the limit on open files raised (ulimit -n)",
+    errno.ENFILE: "close other programs: this machine has too many open files",
+    errno.ENOMEM: "close other programs, or have the limit on memory raised (ulimit -v)",
+    errno.ENOBUFS: "close other programs, or have the limit on memory raised (ulimit -v)",
+    # A disk or a file system with a fault.
+    errno.EUCLEAN: _FILE_SYSTEM_CHECK,
+    errno.EBADMSG: _FILE_SYSTEM_CHECK,
+    errno.ENODEV: "have the disk connected again",
+    errno.ENXIO: "have the disk connected again",
+    # A path that cannot be what it should be.
+    errno.EISDIR: "move away the directory that has the name of the file",
+    errno.ELOOP: "remove the symbolic links that lead to each other",
+    errno.ENAMETOOLONG: "choose a directory with a shorter name",
+    errno.ENOSYS: _OTHER_FILE_SYSTEM,
+    errno.EOPNOTSUPP: _OTHER_FILE_SYSTEM,
+}
+
+# Errors that a later call meets again, because something must be changed first.
+REFUSED_ERRORS: Final = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOSYS,
+        errno.EOPNOTSUPP,
+        errno.EINVAL,
+        errno.EOVERFLOW,
+    }
+)
+
+# Errors of a disk, or of a file system, that accepts no more data. A retry does not help.
+STORAGE_ERRORS: Final = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOLCK}
+)
+
+# Seconds to wait before each further attempt to read. A file server that restarts, or a handle that
+# has become stale, often answers again within this time.
+RETRY_PAUSES_S: Final = (0.1, 0.4, 1.0, 2.5)
+
+# The HDF5 library gives the number of the system's error in the text of its own error.
+_NUMBER_IN_TEXT: Final = re.compile(r"\berrno = (\d+)")
+
+
+def error_number(error: BaseException) -> int | None:
+    """Return the system's number (errno) of an error.
+
+    HDF5 names the number in its message, also in errors that are no `OSError`.
+
+    Returns:
+        The number, or None if the error does not come from the operating system.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    if isinstance(error, (OSError, RuntimeError, KeyError)):
+        match = _NUMBER_IN_TEXT.search(str(error))
+        if match:
+            return int(match[1])
+    return None
+
+
+def classify(error: BaseException) -> ErrorKind:
+    """Return what an error that was raised while a file was opened or read proves about the file.
+
+    An error without a number of the system was raised by a parser or by HDF5: the bytes were read,
+    and they are not what was expected.
+    """
+    number = error_number(error)
+    if number is None:
+        return ErrorKind.CONTENT
+    if number in ABSENT_ERRORS:
+        return ErrorKind.ABSENT
+    if number in REFUSED_ERRORS:
+        return ErrorKind.REFUSED
+    return ErrorKind.TRANSIENT
+
+
+def describe_system_error(error: BaseException, alternative: str = "") -> str:
+    """Return the system's words for an error, and what the user can do about it.
+
+    Args:
+        error: Any error. The text of an error that does not come from the system stays as it is.
+        alternative: Another way out, such as "choose another directory". If the table `ADVICE` has
+            no advice for the error, this is the only one.
+
+    Returns:
+        For example "No space left on device; make room, or choose another directory".
+    """
+    number = error_number(error)
+    if number is None:
+        reason = str(error) or type(error).__name__
+        advice = ""
+    else:
+        reason = os.strerror(number)
+        advice = ADVICE.get(number, "")
+    if not advice:
+        advice = alternative
+    elif alternative and "choose" not in advice:
+        advice = f"{advice}, or {alternative}"
+    if advice:
+        return f"{reason}; {advice}"
+    return reason
+
+
+def storage_error(error: BaseException, path: Path | None = None) -> StorageError | None:
+    """Translate a system error of a disk into an error that says what to do.
+
+    Args:
+        error: Any error that was raised while a file was written.
+        path: The file. If it is None, the file that `error` names.
+
+    Returns:
+        The error to raise, with the free space that is left, or None if `error` is not one of
+        `STORAGE_ERRORS`.
+    """
+    if not isinstance(error, OSError):
+        return None
+    number = error_number(error)
+    if number not in STORAGE_ERRORS:
+        return None
+    if path is None and error.filename:
+        path = Path(os.fsdecode(error.filename))
+    reason = os.strerror(number)
+    advice = f"{ADVICE[number]} and run again, what was committed stays"
+    if path is None:
+        return StorageError(f"{reason}; {advice}")
+    folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
+    if folder is not None:
+        free_bytes = shutil.disk_usage(folder).free
+        reason += f"; {format_bytes(free_bytes)} free there"
+    return StorageError(f"{path}: {reason}; {advice}")
+
+
+def unreadable_error(error: BaseException, path: Path) -> UnreadableError:
+    """Return the error to raise if the content of a file is not known because of `error`."""
+    return UnreadableError(
+        f"{path}: cannot be read: {describe_system_error(error)} and run again; "
+        "nothing was changed or moved"
+    )
+
+
+def read_with_retries(path: Path, read: Callable[[], Content]) -> Content:
+    """Return what `read` returns. If the system fails to read, call it again a few times.
+
+    A caller that catches `OSError` around this call gets only certain answers: the file is absent
+    (`FileNotFoundError`, `NotADirectoryError`), or it was read and a library refused its content
+    (an error without a number). `UnreadableError` is not an `OSError`.
+
+    Args:
+        path: The file, for the messages.
+        read: Opens and reads the file. It must be safe to call it again.
+
+    Raises:
+        UnreadableError: The content is not known: the system refuses, or still fails at the last
+            attempt.
+    """
+    pauses_s = list(RETRY_PAUSES_S)
+    while True:
+        try:
+            return read()
+        except (OSError, RuntimeError, KeyError) as error:
+            kind = classify(error)
+            if kind in (ErrorKind.ABSENT, ErrorKind.CONTENT):
+                raise
+            if kind is ErrorKind.REFUSED or not pauses_s:
+                raise unreadable_error(error, path) from error
+            reason = os.strerror(error_number(error) or 0)
+            log.warning("%s: cannot be read now (%s); trying again", path, reason)
+        time.sleep(pauses_s.pop(0))
+
+
+def path_exists(path: Path) -> bool:
+    """Return whether something has this path. A symbolic link counts, also one to nothing.
+
+    `Path.exists` returns false, in some versions of Python, for every error of the system.
+
+    Raises:
+        UnreadableError: It is not known, for example because the file server does not answer.
+    """
+    try:
+        read_with_retries(path, path.lstat)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
