@@ -23,7 +23,17 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("flows", "tasks", "virnuc_core", "deployments")
 # Layers of the core. A module may import from its own layer and from the layers above it in this list.
 LAYERS = (
-    ("config", "errors", "gpus", "lease", "rundir", "runfiles", "profiles"),
+    (
+        "config",
+        "errors",
+        "gpus",
+        "lease",
+        "profiles",
+        "rundir",
+        "runfiles",
+        "safe_files",
+        "system_errors",
+    ),
     ("reads", "encoders", "telemetry"),
     ("engine", "consensus"),
     ("baseline", "inbox", "pipeline", "results", "tools", "training", "validation"),
