@@ -11,13 +11,15 @@ RUN apt-get update \
     && python3.12 -m venv /opt/venv
 
 WORKDIR /opt/virnuc
-COPY constraints.txt pyproject.toml README.md LICENSE* ./
+COPY pyproject.toml README.md LICENSE* ./
 COPY flows flows
 COPY tasks tasks
 COPY virnuc_core virnuc_core
 COPY deployments deployments
 COPY src src
-RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt .
+# pip compares every download with its recorded hash; virnuc itself is built from the copied folders.
+RUN /opt/venv/bin/pip install --no-cache-dir --require-hashes -r deployments/requirements.txt \
+    && /opt/venv/bin/pip install --no-cache-dir --no-deps .
 
 ENV PATH=/opt/venv/bin:$PATH \
     VIRNUC_MODELS=/srv/virnuc/models \

@@ -15,12 +15,13 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 export PYTHONDONTWRITEBYTECODE :=
 test test-slow: export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench clean
+.PHONY: help setup demo test test-slow real-data test-real check lint lines sound deploy alerts test-ui test-postgres docs faults bench requirements audit clean
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
 	@echo "make test      the quick tests, 3 to 5 minutes      make test-slow  servers, schedules, many killed runs"
 	@echo "make check     format, lint, types, quick tests     make lines      size and structure of the source"
+	@echo "make audit     known vulnerabilities of the versions make requirements  the same versions, with hashes"
 	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
 	@echo "make real-data real weights and genomes to test on  make test-real  the tests on them, 8 minutes"
 	@echo "make test-ui   the UI in a real browser             make test-postgres  a team's server"
@@ -76,6 +77,16 @@ lines: setup
 sound: setup
 	$(BIN)/pip check
 	$(BIN)/python -W error::ImportWarning tests/sound.py
+
+# What a production machine installs: the same versions, with the hashes of all published files.
+# 3.11.9 stands for Python 3.11 here: uv would take 3.11 as 3.11.0, which some packages left behind.
+requirements: setup
+	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11.9 --extra bam --extra cluster \
+		--constraints constraints.txt --generate-hashes --no-annotate \
+		--custom-compile-command "make requirements" --output-file deployments/requirements.txt
+
+audit: setup
+	$(BIN)/python tests/audit.py
 
 # Paths as the workers see them. A schedule is on only when all it needs is given; POOL names the class of machines.
 POOL ?= gpu
