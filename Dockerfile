@@ -17,8 +17,9 @@ COPY tasks tasks
 COPY virnuc_core virnuc_core
 COPY deployments deployments
 COPY src src
-# pip compares every download with its recorded hash; virnuc itself is built from the copied folders.
-RUN /opt/venv/bin/pip install --no-cache-dir --require-hashes -r deployments/requirements.txt \
+# pip compares every download with its recorded hash. The file lists all packages, so pip resolves nothing.
+# virnuc itself is built from the copied folders.
+RUN /opt/venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r deployments/requirements.txt \
     && /opt/venv/bin/pip install --no-cache-dir --no-deps .
 
 ENV PATH=/opt/venv/bin:$PATH \
