@@ -35,13 +35,15 @@ def validate(
     staging = stage_reads(
         StageSpec(reads=(str(reads),), model_length=shape_of(models, HeadShape).model_length), store
     )
-    whole = ClassifySpec(models=models, devices=devices, engine=engine)
-    record_validation(out, whole, profile, staging, resolve(devices))
+    all_devices = ClassifySpec(models=models, devices=devices, engine=engine)
+    record_validation(out, all_devices, profile, staging, resolve(devices))
     slow = run_baseline(RunDir(out / "baseline"), store, models, devices, profile.baseline)
     names = tuple(f"devices-{count}" for count in sorted({1, len(devices.ids)}))
     for name in names:
-        few = Devices(kind=devices.kind, ids=devices.ids[: int(name.rpartition("-")[2])])
-        classify(RunDir(out / name), staging, whole.model_copy(update={"devices": few}))
+        fewer_devices = Devices(kind=devices.kind, ids=devices.ids[: int(name.rpartition("-")[2])])
+        classify(
+            RunDir(out / name), staging, all_devices.model_copy(update={"devices": fewer_devices})
+        )
     compare_runs(out, names, tolerance=profile.score_tolerance, subset=slow.subset is not None)
     return write_report(out, profile, out.parent / HISTORY)
 

@@ -29,8 +29,8 @@ def documented(path: Path, name: str = "") -> int:
                 for column, text in zip(header, line, strict=True)
             }
             wrong = [
-                f"{path}:{count + 1}: {'.'.join(map(str, one.path))}: {one.message}"
-                for one in check.iter_errors(row)
+                f"{path}:{count + 1}: {'.'.join(map(str, error.path))}: {error.message}"
+                for error in check.iter_errors(row)
             ]
             assert not wrong, wrong
     return count

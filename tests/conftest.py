@@ -14,8 +14,8 @@ from hypothesis import settings
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """Folder of real genomes, reads and broken files: `../shared/data` beside the checkout, or `VIRNUC_TEST_DATA`."""
-    named = os.environ.get("VIRNUC_TEST_DATA")
-    folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
+    data_dir = os.environ.get("VIRNUC_TEST_DATA")
+    folder = Path(data_dir) if data_dir else Path(__file__).resolve().parents[2] / "shared" / "data"
     if not (folder / "manifest.tsv").is_file():
         pytest.skip(
             "real sequences (manifest.tsv) are not in ../shared/data; put them there or set VIRNUC_TEST_DATA"

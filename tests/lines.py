@@ -101,7 +101,7 @@ def import_cycles(graph: dict[str, set[str]]) -> list[str]:
     cycles = set()
     for name in graph:
         if name in reachable[name]:
-            members = [other for other in reachable[name] if name in reachable[other]]
+            members = [target for target in reachable[name] if name in reachable[target]]
             cycles.add(" ↔ ".join(sorted(members)))
     return sorted(cycles)
 

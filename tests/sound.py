@@ -67,17 +67,20 @@ def main() -> None:
         }
         log = Path(home, "server.log")
         words = [sys.executable, "-m", "prefect", "server", "start", "--port", port, "--no-ui"]
-        with log.open("wb") as told, subprocess.Popen(words, stdout=told, stderr=told) as server:
+        with (
+            log.open("wb") as log_file,
+            subprocess.Popen(words, stdout=log_file, stderr=log_file) as server,
+        ):
             try:
                 wait_for("the server", log)
-                planned = planned_runs()
+                num_planned = planned_runs()
             finally:
                 server.terminate()
         errors = "\n".join(FAILED.findall(log.read_text()))
-    assert planned > 0, f"Prefect's scheduler planned no run for an hourly deployment\n{errors}"
+    assert num_planned > 0, f"Prefect's scheduler planned no run for an hourly deployment\n{errors}"
     assert not errors, errors
     print(
-        f"Prefect's server and its services start, and its scheduler plans: {planned} runs of an hourly deployment"
+        f"Prefect's server and its services start, and its scheduler plans: {num_planned} runs of an hourly deployment"
     )
 
 

@@ -60,7 +60,7 @@ class Sleeping(node.Node):
 
     async def follow(self, orders: str) -> None:
         loop = asyncio.get_running_loop()
-        now = time.monotonic()
+        now_s = time.monotonic()
         for order in node.Orders.model_validate_json(orders).lines:
             child = order.number
             message = Message.of(order.line)
@@ -69,15 +69,15 @@ class Sleeping(node.Node):
                 record = {
                     "device": message.device.id,
                     "pid": child,
-                    "started_s": now,
+                    "started_s": now_s,
                     "ready_s": 0.0,
                 }
                 self._put(child, Ready(record=record))
             elif isinstance(message, ShardTask):
-                began_s = max(now, self.free_s.get(child, now))
+                began_s = max(now_s, self.free_s.get(child, now_s))
                 self.free_s[child] = began_s + self.sleep_s
-                computed = answer(message, self.names[child], began_s, self.sleep_s)
-                loop.call_later(began_s + self.sleep_s - now, self._put, child, computed)
+                messages = answer(message, self.names[child], began_s, self.sleep_s)
+                loop.call_later(began_s + self.sleep_s - now_s, self._put, child, messages)
             elif isinstance(message, node.End):
                 self._put(child, node.Ended(status=0, last_words=""))
 
@@ -108,7 +108,7 @@ def answer(task: ShardTask, device: str, began_s: float, took_s: float) -> Compu
         "dna_tokens": 170_000,
     }
     times = {"started_s": began_s, "finished_s": began_s + took_s, "dnabert_s": 0.1, "esm2_s": 0.8}
-    done = ShardDone(
+    shard_done = ShardDone(
         device,
         task.shard,
         **counts,
@@ -117,7 +117,7 @@ def answer(task: ShardTask, device: str, began_s: float, took_s: float) -> Compu
         commit_s=0.01,
         batches=(batch,) * BATCHES,
     )
-    return Computed(done=done)
+    return Computed(done=shard_done)
 
 
 async def serve(nodes: int, devices: int, sleep_s: float, folder: Path) -> None:
@@ -162,27 +162,27 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
         engine, run = EngineSpec(precision="fp16"), folder / "run"
         spec = ClusterSpec(cluster=(folder / "address").read_text(), nodes=str(options.nodes))
         pool = Cluster(spec, folder / "models", Devices.parse("auto"), engine, run).pool()
-        told: dict[str, Any] = {"run": str(run), "store": "none", "reads": "none"}
-        tasks = [ShardTask(**told, shard=i, lo=i, hi=i + 1) for i in range(options.shards)]
-        specs, heard, began_s = pool.specs, list[float](), time.process_time()
-        with ExitStack() as held:
+        shard_message: dict[str, Any] = {"run": str(run), "store": "none", "reads": "none"}
+        tasks = [ShardTask(**shard_message, shard=i, lo=i, hi=i + 1) for i in range(options.shards)]
+        specs, reports, began_s = pool.specs, list[float](), time.process_time()
+        with ExitStack() as resources:
             ids = [one.device.id for one in specs]
-            keep = held.enter_context(
+            keep = resources.enter_context(
                 journal(folder / "journal", time.monotonic(), datetime.now(UTC), ids)
             )
 
             def note(noted: ShardDone | str) -> None:
                 keep(noted)
-                heard.append(time.monotonic())
+                reports.append(time.monotonic())
 
-            held.enter_context(pool).compute(tasks, run / "logs", note)
-        whole_s = heard[-1] - heard[0]
+            resources.enter_context(pool).compute(tasks, run / "logs", note)
+        whole_s = reports[-1] - reports[0]
         rates = sorted(
-            1000 / (b - a) for a, b in zip(heard[::1000], heard[1000::1000], strict=False)
+            1000 / (b - a) for a, b in zip(reports[::1000], reports[1000::1000], strict=False)
         )
-        cost_ms = 1e3 * (time.process_time() - began_s) / len(heard)
+        cost_ms = 1e3 * (time.process_time() - began_s) / len(reports)
         print(
-            f"{len(heard)} shards by {len(specs)} workers of {options.nodes} nodes: {len(heard) / whole_s:.0f} a second"
+            f"{len(reports)} shards by {len(specs)} workers of {options.nodes} nodes: {len(reports) / whole_s:.0f} a second"
         )
         slowest, fastest = (
             (rates or [math.nan])[0],
@@ -236,12 +236,18 @@ def pairs(options: argparse.Namespace, folder: Path) -> None:
     for turn in range(options.pairs):
         order = list(ways) if turn % 2 else list(ways)[::-1]
         rates = {way: one([*common, *ways[way]], folder / way) for way in order}
-        for way, found in ratios.items():
-            found.append(rates["nodes"] / rates[way])
+        for way, measured_ratios in ratios.items():
+            measured_ratios.append(rates["nodes"] / rates[way])
         print(", ".join(f"{way} {rate:,.0f} tokens/s" for way, rate in rates.items()), flush=True)
-    for way, found in ratios.items():
-        middle, low, high = statistics.median(found), min(found), max(found)
-        print(f"nodes / {way}: median {middle:.4f} ({low:.4f} to {high:.4f}) of {len(found)}")
+    for way, measured_ratios in ratios.items():
+        middle, low, high = (
+            statistics.median(measured_ratios),
+            min(measured_ratios),
+            max(measured_ratios),
+        )
+        print(
+            f"nodes / {way}: median {middle:.4f} ({low:.4f} to {high:.4f}) of {len(measured_ratios)}"
+        )
 
 
 def main() -> None:

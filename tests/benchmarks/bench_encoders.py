@@ -171,19 +171,23 @@ class Bench:
                 if name == "esm2"
                 else DNABERT_SIZES[self.options.dnabert_s]
             )
-            expected = None
+            reference = None
             if self.options.accuracy:
                 plain = build(shape, "fp32", "reference", self.device)
-                expected = plain.embed(mixed_batch(name, shape.vocab, self.device)).cpu()
+                reference = plain.embed(mixed_batch(name, shape.vocab, self.device)).cpu()
                 del plain
-            for asked in self.options.precisions:
+            for precision_name in self.options.precisions:
                 gc.collect()  # the weights of the precision before
                 try:
-                    precision = resolve_precision(asked, self.device)
-                    self.precision(name, shape, precision, expected)
+                    precision = resolve_precision(precision_name, self.device)
+                    self.precision(name, shape, precision, reference)
                 except VirnucError as error:
                     self.note(
-                        "not_run", encoder=name, precision=asked, variant="all", reason=str(error)
+                        "not_run",
+                        encoder=name,
+                        precision=precision_name,
+                        variant="all",
+                        reason=str(error),
                     )
 
     def precision(
@@ -201,13 +205,13 @@ class Bench:
                     each = torch.nn.functional.cosine_similarity(
                         got.double(), expected.double(), dim=1
                     )
-                    found = {
+                    result = {
                         "min": float(each.min()),
                         "p1": float(each.quantile(0.01)),
                         "mean": float(each.mean()),
                     }
                     self.note(
-                        "cosines", encoder=name, precision=precision, variant=variant, **found
+                        "cosines", encoder=name, precision=precision, variant=variant, **result
                     )
                 for slots, length in itertools.product(
                     self.options.budgets, self.options.lengths[name]
@@ -227,11 +231,15 @@ class Bench:
             step = linear_pass(encoder.layers, slots, self.device)
             step()
             ran = sustain(step, self.options.seconds, self.device)
-        found = slots * ran.calls / ran.elapsed_s
+        tokens_per_s = slots * ran.calls / ran.elapsed_s
         self.note(
-            "ceilings", encoder=name, precision=encoder.precision, slots=slots, tokens_per_s=found
+            "ceilings",
+            encoder=name,
+            precision=encoder.precision,
+            slots=slots,
+            tokens_per_s=tokens_per_s,
         )
-        return found
+        return tokens_per_s
 
     def one(
         self,
@@ -256,7 +264,7 @@ class Bench:
         )
         tflops = tokens * (linear + attention) / 1e12
         peak = self.datasheet(encoder.precision)
-        found = {
+        result = {
             "encoder": name,
             "precision": encoder.precision,
             "variant": variant,
@@ -272,7 +280,7 @@ class Bench:
             "first_s": first_s,  # to the first result: kernels are compiled, or found in the cache on disk
             **ran._asdict(),
         }
-        self.note("measured", **found)
+        self.note("measured", **result)
         if variant in self.options.profile:
             kernels = profile(lambda: encoder.embed(batch), self.device)
             self.note("profiles", variant=variant, slots=slots, row_tokens=length, kernels=kernels)

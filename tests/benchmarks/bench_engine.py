@@ -132,7 +132,7 @@ def row_of(
     assert window is not None
     started_s, finished_s = window
     span = finished_s - started_s
-    whole = batch_metrics(measured.batches)
+    totals = batch_metrics(measured.batches)
     parts = by_encoder(measured.batches)
     tokens = {name: metrics.tokens for name, metrics in parts.items()}
     of_bare = None
@@ -142,7 +142,7 @@ def row_of(
         of_bare = (esm2_s + dnabert_s) / (span * len(job.devices))
     usage = [device_usage(measured.samples, device.id, window) for device in job.devices]
     utilisation = [device.gpu_util_avg for device in usage if device.gpu_util_avg is not None]
-    queue = whole.queue
+    queue = totals.queue
     return Row(
         devices=devices,
         commits=job.engine.commit,
@@ -153,11 +153,11 @@ def row_of(
         tokens_per_s=sum(tokens.values()) / span,
         of_bare=of_bare,
         lowest_utilisation=min(utilisation, default=None),
-        packing=whole.packing_efficiency or 0.0,
+        packing=totals.packing_efficiency or 0.0,
         packing_esm2=parts["esm2"].packing_efficiency or 0.0,
         packing_dnabert_s=parts["dnabert_s"].packing_efficiency or 0.0,
-        starved=0 if queue is None else round(queue.starved * whole.batches),
-        p95_wait_ms=whole.p95_wait_ms,
+        starved=0 if queue is None else round(queue.starved * totals.batches),
+        p95_wait_ms=totals.p95_wait_ms,
         spread=device_time_spread(device_busy(measured.shards)),
         first_batch_s=started_s - measured.origin_s,
         commit_s=float(measured.shards.commit_s.sum()),
@@ -241,13 +241,13 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="virnuc-bench-") as folder:
         scratch = options.scratch or Path(folder)
-        rows, alone, facts = measure(options, scratch)
-    print(text(rows, alone))
+        rows, bare_run, facts = measure(options, scratch)
+    print(text(rows, bare_run))
     if options.out:
         body = {
             "schema_version": SCHEMA_VERSION,
             **facts,
-            "bare": alone and asdict(alone),
+            "bare": bare_run and asdict(bare_run),
             "rows": [asdict(r) for r in rows],
         }
         options.out.write_text(json.dumps(body, indent=1) + "\n")
@@ -291,7 +291,7 @@ def measure(
     )
     spec = EngineSpec.model_validate_json(options.engine)
     rows: list[Row] = []
-    alone: Bare | None = None
+    bare_run: Bare | None = None
     names: list[str] = []
     for number, (devices, commits, sample_s) in enumerate(variants(options)):
         run = RunDir(scratch / f"run-{number}")
@@ -303,15 +303,15 @@ def measure(
             ClassifySpec(models=models, devices=wanted_devices, engine=engine, force=True),
         )
         watch = RunMonitor(sample_s=sample_s)
-        if alone is None and options.bare_seconds > 0:
-            alone = bare(job, options.bare_seconds)
-            print(f"bare {alone}", flush=True)
+        if bare_run is None and options.bare_seconds > 0:
+            bare_run = bare(job, options.bare_seconds)
+            print(f"bare {bare_run}", flush=True)
         started_s = time.monotonic()
         embedding = Embedding(job, watch, started_s)
         pool = embedding.run()
         wall_s = time.monotonic() - started_s
-        measured = read_telemetry(embedding.write((), wall_s).with_suffix(".h5"))
-        rows.append(row_of(devices, job, watch, wall_s, measured, alone))
+        telemetry = read_telemetry(embedding.write((), wall_s).with_suffix(".h5"))
+        rows.append(row_of(devices, job, watch, wall_s, telemetry, bare_run))
         print(json.dumps(asdict(rows[-1])), flush=True)
         print(json.dumps([*pool.records.values()]), flush=True)
         names = sorted({d.name for d in resolve(wanted_devices)})
@@ -328,15 +328,18 @@ def measure(
             spec, resolve(Devices.parse(options.devices[0]))[0].kind
         ).model_dump(mode="json"),
     }
-    return rows, alone, facts
+    return rows, bare_run, facts
 
 
 def _commit() -> str | None:
-    here = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    repository = Path(__file__).resolve().parents[2]
+    process = subprocess.run(
+        ["git", "-C", str(repository), "rev-parse", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 if __name__ == "__main__":

@@ -86,18 +86,18 @@ def proteins(bases: tuple[int, int], tokens: int) -> list[bytes]:
 
 def groups(rows: Sequence[int], cost: Callable[[list[int]], int], most: int) -> list[list[int]]:
     """Rows in order, a new group wherever the cost would be more than `most`."""
-    found: list[list[int]] = [[]]
+    row_groups: list[list[int]] = [[]]
     for row in rows:
-        if found[-1] and cost([*found[-1], row]) > most:
-            found.append([])
-        found[-1].append(row)
-    return found
+        if row_groups[-1] and cost([*row_groups[-1], row]) > most:
+            row_groups.append([])
+        row_groups[-1].append(row)
+    return row_groups
 
 
 def packed(task: Task, rows: list[bytes], *, fixed: bool) -> Batches:
     """Rows end to end; with a fixed number of slots and rows, as our engine has it, or just what there is."""
     lengths = [len(row) + 2 for row in rows]
-    found: Batches = []
+    batches: Batches = []
     for group in groups(
         range(len(rows)), lambda some: sum(lengths[row] for row in some), task.slots
     ):
@@ -108,19 +108,21 @@ def packed(task: Task, rows: list[bytes], *, fixed: bool) -> Batches:
             bounds = F.pad(bounds, (0, task.slots // 8 - len(group)), value=real)
             longest = max(64, 1 << (longest - 1).bit_length())
         batch = PackedBatch(tokens, bounds.to(torch.int32), len(group), longest, real)
-        found.append((group, batch.to(task.device)))
-    return found
+        batches.append((group, batch.to(task.device)))
+    return batches
 
 
 def padded(task: Task, rows: list[bytes]) -> Batches:
     """Rows by length, padded to the longest of a batch."""
-    ordered = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
-    found: Batches = []
-    for group in groups(ordered, lambda some: len(some) * (len(rows[some[0]]) + 2), task.slots):
+    longest_first = sorted(range(len(rows)), key=lambda row: -len(rows[row]))
+    batches: Batches = []
+    for group in groups(
+        longest_first, lambda some: len(some) * (len(rows[some[0]]) + 2), task.slots
+    ):
         each = [Esm2Tokenizer().encode([rows[row]])[0] for row in group]
         tokens = nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=ESM2_PAD)
-        found.append((group, tokens.to(task.device)))
-    return found
+        batches.append((group, tokens.to(task.device)))
+    return batches
 
 
 def packed_means(x: Tensor, bounds: Tensor) -> Tensor:
@@ -134,19 +136,19 @@ def packed_means(x: Tensor, bounds: Tensor) -> Tensor:
 def ours(task: Task, precision: Resolved, way: BackendName) -> Engine:
     """virnuc."""
     build = functools.partial(Esm2, task.shape, task.weights.__getitem__, task.device)
-    found = None
+    recorder = None
     if precision == "int8":
         probe = build(precision="fp16" if way == "fused" else "fp32", attention="reference")
         probe.dense = seen = CalibrationRecorder(probe)
         probe.embed(packed(task, proteins((50, 300), task.slots // 2), fixed=True)[0][1])
         tables = seen.tensors()
         layers = range(task.shape.layers)
-        found = [
+        recorder = [
             {name: InputStatistics(*tables[f"layers.{i}.{name}"]) for name in PRODUCTS}
             for i in layers
         ]
         del probe, seen
-    esm2 = build(precision=precision, attention=way, calibration=found)
+    esm2 = build(precision=precision, attention=way, calibration=recorder)
     return Engine(
         lambda rows: packed(task, rows, fixed=True), lambda batch: esm2.embed(batch)[: batch.rows]
     )
@@ -248,11 +250,13 @@ def transformers(task: Task, *, compiled: bool) -> Engine:
 
     def embed(tokens: Tensor) -> Tensor:
         real = tokens != ESM2_PAD
-        out = model(tokens, attention_mask=real).last_hidden_state
-        inside = real.clone()  # residues: neither the start nor the end token
-        inside[:, 0] = False
-        inside[torch.arange(len(real), device=real.device), real.sum(1) - 1] = False
-        return (out * inside[..., None]).sum(1, dtype=torch.float32) / inside.sum(1, keepdim=True)
+        hidden_states = model(tokens, attention_mask=real).last_hidden_state
+        residues = real.clone()  # residues: neither the start nor the end token
+        residues[:, 0] = False
+        residues[torch.arange(len(real), device=real.device), real.sum(1) - 1] = False
+        return (hidden_states * residues[..., None]).sum(1, dtype=torch.float32) / residues.sum(
+            1, keepdim=True
+        )
 
     return Engine(lambda rows: padded(task, rows), embed)
 
@@ -280,9 +284,9 @@ def esm_efficient(task: Task) -> Engine:
     )
 
     def embed(batch: PackedBatch) -> Tensor:
-        at = batch.cu_seqlens, batch.max_seqlen
+        sequence_bounds = batch.cu_seqlens, batch.max_seqlen
         return packed_means(
-            network.forward_representation(batch.tokens, pad_args=at), batch.cu_seqlens
+            network.forward_representation(batch.tokens, pad_args=sequence_bounds), batch.cu_seqlens
         )
 
     return Engine(lambda rows: packed(task, rows, fixed=False), embed)
@@ -305,10 +309,10 @@ def faesm(task: Task) -> Engine:
 
     def embed(batch: PackedBatch) -> Tensor:
         x = F.embedding(batch.tokens, table)
-        out = encoder(
+        hidden_states = encoder(
             x, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen, return_dict=False
         )[0]
-        return packed_means(out, batch.cu_seqlens)
+        return packed_means(hidden_states, batch.cu_seqlens)
 
     return Engine(lambda rows: packed(task, rows, fixed=False), embed)
 
@@ -342,7 +346,7 @@ def rotary_kernel() -> Any:
     def kernel(x, cos, sin, bounds, token_step, head_step, half: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
         begin, end = tl.load(bounds + tl.program_id(0)), tl.load(bounds + tl.program_id(0) + 1)
         position = tl.program_id(1) * block + tl.arange(0, block)
-        column, inside = tl.arange(0, half)[None, :], (begin + position < end)[:, None]
+        column, is_inside = tl.arange(0, half)[None, :], (begin + position < end)[:, None]
         place = (
             x
             + (begin + position).to(tl.int64)[:, None] * token_step
@@ -350,12 +354,12 @@ def rotary_kernel() -> Any:
             + column
         )
         angle = position[:, None] * half + column
-        c = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
-        low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        high = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, (low * c - high * s).to(x.dtype.element_ty), mask=inside)
-        tl.store(place + half, (high * c + low * s).to(x.dtype.element_ty), mask=inside)
+        c = tl.load(cos + angle, mask=is_inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + angle, mask=is_inside, other=0.0).to(tl.float32)
+        low = tl.load(place, mask=is_inside, other=0.0).to(tl.float32)
+        high = tl.load(place + half, mask=is_inside, other=0.0).to(tl.float32)
+        tl.store(place, (low * c - high * s).to(x.dtype.element_ty), mask=is_inside)
+        tl.store(place + half, (high * c + low * s).to(x.dtype.element_ty), mask=is_inside)
 
     return kernel
 
@@ -454,17 +458,21 @@ def settle(device: torch.device) -> None:
 def embeddings(engine: Engine, batches: Batches) -> Tensor:
     """Of the first rows, in order, as far as they are in these batches; NaN where they are not: [COMPARED, width]."""
     groups_ = [torch.tensor(group) for group, _ in batches]
-    found = torch.cat([engine.embed(batch).float().cpu() for _, batch in batches])
-    out = torch.full((1 + max(COMPARED, int(torch.cat(groups_).max())), found.shape[1]), torch.nan)
-    out[torch.cat(groups_)] = found
-    return out[:COMPARED]
+    embedded = torch.cat([engine.embed(batch).float().cpu() for _, batch in batches])
+    in_row_order = torch.full(
+        (1 + max(COMPARED, int(torch.cat(groups_).max())), embedded.shape[1]), torch.nan
+    )
+    in_row_order[torch.cat(groups_)] = embedded
+    return in_row_order[:COMPARED]
 
 
 def agreement(got: Tensor, exact: Tensor) -> tuple[float, float]:
     """Centred cosine of embeddings to float32 ones: worst and mean."""
-    there = ~got.isnan().any(1) & ~exact.isnan().any(1)
-    middle = exact[there].double().mean(0)
-    each = F.cosine_similarity(got[there].double() - middle, exact[there].double() - middle)
+    both_computed = ~got.isnan().any(1) & ~exact.isnan().any(1)
+    middle = exact[both_computed].double().mean(0)
+    each = F.cosine_similarity(
+        got[both_computed].double() - middle, exact[both_computed].double() - middle
+    )
     return float(each.min()), float(each.mean())
 
 
@@ -476,24 +484,25 @@ def measure(
     repeats: int,
 ) -> Found:
     """One engine on all sets of rows."""
-    rates, agreed = {}, []
+    rates, agreements = {}, []
     for name, rows in sets.items():
         batches = engine.batches(rows[: max(COMPARED, len(rows) // engine.slower)])
         batches = batches[: max(1, len(batches) - 1)]  # the last is not full
         tokens, found = sum(len(rows[row]) + 2 for group, _ in batches for row in group), []
-        agreed.append(
+        agreements.append(
             agreement(embeddings(engine, batches), exact[name])
         )  # and kernels of every size are compiled
         for _ in range(repeats):
             settle(task.device)
-            started = time.perf_counter()
+            started_s = time.perf_counter()
             for _, batch in batches:
                 engine.embed(batch)
             settle(task.device)
-            found.append(tokens / (time.perf_counter() - started))
+            found.append(tokens / (time.perf_counter() - started_s))
         rates[name] = statistics.median(found), (max(found) - min(found)) / statistics.median(found)
     return Found(
-        rates, (min(worst for worst, _ in agreed), statistics.mean(mean for _, mean in agreed))
+        rates,
+        (min(worst for worst, _ in agreements), statistics.mean(mean for _, mean in agreements)),
     )
 
 
@@ -502,10 +511,10 @@ def engines(task: Task) -> dict[str, Callable[[], Engine]]:
     gpu, kind = task.device.type == "cuda", "fp16" if task.device.type == "cuda" else "fp32"
     own: tuple[Resolved, ...] = ("fp16", "bf16", "int8") if gpu else ("fp32", "int8")
     way: BackendName = "fused" if gpu else "reference"
-    found: dict[str, Callable[[], Engine]] = {
+    engines_by_name: dict[str, Callable[[], Engine]] = {
         f"virnuc, {name}": functools.partial(ours, task, name, way) for name in own
     }
-    return found | {
+    return engines_by_name | {
         f"transformers, SDPA, {kind}": functools.partial(transformers, task, compiled=False),
         f"transformers, SDPA, compiled, {kind}": functools.partial(
             transformers, task, compiled=True
@@ -521,33 +530,33 @@ def engines(task: Task) -> dict[str, Callable[[], Engine]]:
 
 def table(found: Mapping[str, Found | str], sets: Sequence[str]) -> str:
     """A markdown table; speeds in thousands of real tokens a second, and how many times as fast ours is."""
-    base = next((one for one in found.values() if isinstance(one, Found)), None)
+    base = next((result for result in found.values() if isinstance(result, Found)), None)
     heads = [head for name in sets for head in (f"{name}, k tokens/s", "virnuc is")]
     lines = [
         f"| engine | {' | '.join(heads)} | agreement |",
         f"| --- {'| ---: ' * (len(heads) + 1)}|",
     ]
-    for name, one in found.items():
-        cells = [f"not run: {one}", *[""] * len(heads)] if isinstance(one, str) else []
-        if isinstance(one, Found) and base is not None:
+    for name, result in found.items():
+        cells = [f"not run: {result}", *[""] * len(heads)] if isinstance(result, str) else []
+        if isinstance(result, Found) and base is not None:
             for each in sets:
-                rate, spread = one.rates[each]
+                rate, spread = result.rates[each]
                 cells += [
                     f"{rate / 1e3:.1f} ± {50 * spread:.1f} %",
                     f"{base.rates[each][0] / rate:.2f}×",
                 ]
-            cells.append(f"{one.agreement[0]:.5f}; {one.agreement[1]:.5f}")
+            cells.append(f"{result.agreement[0]:.5f}; {result.agreement[1]:.5f}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def versions() -> str:
     """Versions of what took part."""
-    found = []
+    lines = []
     for name in ("torch", "triton", "transformers", "esm-efficient", "faesm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return ", ".join(found)
+            lines.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -577,7 +586,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name: proteins(bases, 3_000 if options.tiny else options.tokens)
         for name, bases in SETS.items()
     }
-    found: dict[str, Found | str] = {}
+    results: dict[str, Found | str] = {}
     with torch.inference_mode():
         plain = ours(task, "fp32", "reference")
         exact = {
@@ -590,19 +599,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.collect()
             try:
                 late = time.perf_counter() - began > options.time_limit
-                found[name] = (
+                results[name] = (
                     "no time left" if late else measure(build(), task, exact, sets, options.repeats)
                 )
             except Exception as error:  # noqa: BLE001 - another's package: whatever it is, the rest is measured
-                found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                results[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             print(
-                f"{time.perf_counter() - began:6.1f} s  {name}: {found[name]}",
+                f"{time.perf_counter() - began:6.1f} s  {name}: {results[name]}",
                 file=sys.stderr,
                 flush=True,
             )
-    where = "CPU" if options.tiny else torch.cuda.get_device_name(device)
-    about = f"{datetime.now(UTC):%Y-%m-%d}, {where}, Python {sys.version.split()[0]}, {versions()}"
-    text = f"{about}; {shape.layers} layers of {shape.width}, {options.repeats} repeats\n\n{table(found, list(SETS))}\n"
+    hardware = "CPU" if options.tiny else torch.cuda.get_device_name(device)
+    description = (
+        f"{datetime.now(UTC):%Y-%m-%d}, {hardware}, Python {sys.version.split()[0]}, {versions()}"
+    )
+    text = f"{description}; {shape.layers} layers of {shape.width}, {options.repeats} repeats\n\n{table(results, list(SETS))}\n"
     print(text)
     if options.out:
         options.out.write_text(text, encoding="utf-8")

@@ -36,24 +36,26 @@ WAYS: Final = ("bare", "server", "embedded")
 
 def timed(words: list[str], environment: dict[str, str]) -> float:
     """Wall seconds of a process; ends this one with what it printed when it fails."""
-    started = time.perf_counter()
-    done = subprocess.run(
+    started_s = time.perf_counter()
+    process = subprocess.run(
         words, env=environment, cwd=ROOT, check=False, capture_output=True, text=True
     )
-    seconds = time.perf_counter() - started
-    if done.returncode:
-        raise SystemExit(f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+    seconds = time.perf_counter() - started_s
+    if process.returncode:
+        raise SystemExit(
+            f"{words}: exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
+        )
     return seconds
 
 
 def clean_environment(home: Path) -> dict[str, str]:
     """No server named, and Prefect's data in `home`."""
-    kept = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PREFECT_", "VIRNUC_"))
     }
-    return {**kept, "PREFECT_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    return {**environment, "PREFECT_HOME": str(home), "PYTHONPATH": str(ROOT)}
 
 
 @contextmanager
@@ -121,14 +123,14 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     init_random(given.scratch / "models", seed=5)
     own = clean_environment(given.scratch / "home-server")
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    with server(own, given.scratch / "server.log") as served:
-        embedded = clean_environment(given.scratch / "home-embedded")
-        environments = {"bare": own, "server": served, "embedded": embedded}
+    with server(own, given.scratch / "server.log") as server_process:
+        embedded_environment = clean_environment(given.scratch / "home-embedded")
+        environments = {"bare": own, "server": server_process, "embedded": embedded_environment}
         for number in range(given.pairs + 1):
             for way in WAYS:
-                out = given.scratch / "out" / f"{way}-{number}"
-                took = once(way, given, out, environments)
-                shutil.rmtree(out)
+                out_dir = given.scratch / "out" / f"{way}-{number}"
+                took = once(way, given, out_dir, environments)
+                shutil.rmtree(out_dir)
                 print(f"{'warm-up' if number == 0 else number}  {way:<9}{took:7.2f} s", flush=True)
                 if number:
                     seconds[way].append(took)
@@ -137,7 +139,7 @@ def measure(given: argparse.Namespace) -> dict[str, list[float]]:
 
 def summary_of(given: argparse.Namespace, seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Medians, and the overhead of each way in each pair."""
-    apart = {
+    differences_s = {
         way: [took - plain for took, plain in zip(seconds[way], seconds["bare"], strict=True)]
         for way in WAYS
         if way != "bare"
@@ -150,8 +152,10 @@ def summary_of(given: argparse.Namespace, seconds: dict[str, list[float]]) -> di
         "profile": PROFILE,
         "cores": len(os.sched_getaffinity(0)),
         "seconds": seconds,
-        "overhead_s": apart,
-        "median_overhead_s": {way: statistics.median(values) for way, values in apart.items()},
+        "overhead_s": differences_s,
+        "median_overhead_s": {
+            way: statistics.median(values) for way, values in differences_s.items()
+        },
         "limit_s": LIMIT_S,
     }
 
@@ -165,16 +169,16 @@ def main() -> int:
     parser.add_argument("--reads", type=int, default=1000)
     parser.add_argument("--devices", default="cpu:2")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="virnuc-overhead-") as folder:
-        given.scratch = Path(folder)
-        body = summary_of(given, measure(given))
+        options.scratch = Path(folder)
+        body = summary_of(options, measure(options))
     for way, overhead in body["median_overhead_s"].items():
         print(
-            f"{way}: {overhead:.1f} s over bare (median of {given.pairs} pairs; limit {LIMIT_S:.0f} s)"
+            f"{way}: {overhead:.1f} s over bare (median of {options.pairs} pairs; limit {LIMIT_S:.0f} s)"
         )
-    if given.out:
-        given.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    if options.out:
+        options.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     return int(max(body["median_overhead_s"].values()) > LIMIT_S)
 
 

@@ -84,11 +84,11 @@ def one(reads: Path, workers: int, cores: list[int]) -> Numbers:
     """The measured process."""
     os.sched_setaffinity(0, cores)
     with tempfile.TemporaryDirectory(dir=reads.parent) as folder, peak_of_all() as peak:
-        before = cpu_s()
+        cpu_before_s = cpu_s()
         summary = stage(
             StageSpec(reads=(str(reads),), stage_workers=workers), Path(folder) / "orfs.h5"
         )
-        used = cpu_s() - before
+        used = cpu_s() - cpu_before_s
     return {
         "reads": summary.counts.n_reads,
         "bases": summary.counts.n_bases,
@@ -107,53 +107,55 @@ def one(reads: Path, workers: int, cores: list[int]) -> Numbers:
 
 def cpu_s() -> float:
     """Seconds of processor time of this process and of its children that have ended."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    usages = [
+        resource.getrusage(target) for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    ]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 @contextmanager
 def peak_of_all() -> Iterator[list[int]]:
     """The most resident bytes that this process and its children held at one time, summed; sampled."""
-    peak, done = [0], threading.Event()
+    peak, finished = [0], threading.Event()
 
     def watch() -> None:
         me = psutil.Process()
-        over = False
-        while not over:
-            over = done.wait(
+        is_over = False
+        while not is_over:
+            is_over = finished.wait(
                 SAMPLE_S
             )  # a last look after the end, so that the shortest run has one
-            held = 0
+            held_bytes = 0
             for process in (me, *me.children(recursive=True)):
                 with suppress(psutil.NoSuchProcess):
-                    held += process.memory_info().rss
-            peak[0] = max(peak[0], held)
+                    held_bytes += process.memory_info().rss
+            peak[0] = max(peak[0], held_bytes)
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
         yield peak
     finally:
-        done.set()
+        finished.set()
         thread.join()
 
 
 def twin(reads: Path) -> Numbers:
     """The slow twin's pace on one core: chunk and translate only, it stores nothing."""
-    taken: list[tuple[str, str]] = []
+    pieces: list[tuple[str, str]] = []
     for batch in parse((str(reads),)):
-        taken += [(batch.id(i), batch.bases[i].decode()) for i in range(len(batch))]
-        if len(taken) >= TWIN_READS:
+        pieces += [(batch.id(i), batch.bases[i].decode()) for i in range(len(batch))]
+        if len(pieces) >= TWIN_READS:
             break
-    taken = taken[:TWIN_READS]
-    started = time.perf_counter()
-    made = rows(taken, 500)
-    wall_s = time.perf_counter() - started
+    pieces = pieces[:TWIN_READS]
+    started_s = time.perf_counter()
+    table = rows(pieces, 500)
+    wall_s = time.perf_counter() - started_s
     return {
-        "reads": len(taken),
-        "rows": len(made),
+        "reads": len(pieces),
+        "rows": len(table),
         "wall_s": wall_s,
-        "reads_per_s": len(taken) / wall_s,
+        "reads_per_s": len(pieces) / wall_s,
     }
 
 
@@ -170,29 +172,37 @@ def speed(reads: Path, workers: list[int], repeats: int) -> Numbers:
             tries.append(apart(reads, n))
     if len({run["fingerprint"] for tries in runs.values() for run in tries}) != 1:
         raise SystemExit("the fingerprints of the stagings differ")
-    slow, alone = median(twins, "reads_per_s"), median(runs[1], "reads_per_s")
-    lines = [{"kind": "slow twin", "workers": 1, "reads_per_s": slow, "over_one": slow / alone}]
+    slow, twin_rate = median(twins, "reads_per_s"), median(runs[1], "reads_per_s")
+    lines = [{"kind": "slow twin", "workers": 1, "reads_per_s": slow, "over_one": slow / twin_rate}]
     for n in workers:
         pace = median(runs[n], "reads_per_s")
-        kept = {key: median(runs[n], key) for key in ("wall_s", "cpu_s", "chunk_s", "peak_bytes")}
+        medians = {
+            key: median(runs[n], key) for key in ("wall_s", "cpu_s", "chunk_s", "peak_bytes")
+        }
         lines.append(
-            {"kind": "staging", "workers": n, "reads_per_s": pace, "over_one": pace / alone, **kept}
+            {
+                "kind": "staging",
+                "workers": n,
+                "reads_per_s": pace,
+                "over_one": pace / twin_rate,
+                **medians,
+            }
         )
         if n > 1:
-            most = median(control[n], "reads_per_s")
+            highest_rate = median(control[n], "reads_per_s")
             cpu = median(control[n], "cpu_s")
             lines.append(
                 {
                     "kind": "apart",
                     "workers": n,
-                    "reads_per_s": most,
-                    "over_one": most / alone,
+                    "reads_per_s": highest_rate,
+                    "over_one": highest_rate / twin_rate,
                     "cpu_s": cpu,
                 }
             )
-            lines[-2]["of_apart"] = pace / most
+            lines[-2]["of_apart"] = pace / highest_rate
     return {
-        "times_the_twin": alone / slow,
+        "times_the_twin": twin_rate / slow,
         "chunk_share": median(runs[1], "chunk_s") / median(runs[1], "wall_s"),
         "lines": lines,
         "all_reads_per_s": {
@@ -227,17 +237,17 @@ def table(result: Numbers) -> Iterator[str]:
 
 def memory(folder: Path, sizes: list[int], workers: list[int]) -> Numbers:
     """Peak memory of staging few and many gzipped reads."""
-    found = []
+    rows_ = []
     for n in sizes:
         reads = folder / f"{n}.fastq.gz"
         simulate(SimulateSpec(reads=n, genome_length=500_000), reads)
-        found += [measure(reads, count) for count in workers]
+        rows_ += [measure(reads, count) for count in workers]
         reads.unlink()
     ratios = {
-        count: found[-len(workers) + i]["peak_bytes"] / found[i]["peak_bytes"]
+        count: rows_[-len(workers) + i]["peak_bytes"] / rows_[i]["peak_bytes"]
         for i, count in enumerate(workers)
     }
-    return {"runs": found, "largest_over_smallest": ratios}
+    return {"runs": rows_, "largest_over_smallest": ratios}
 
 
 def memory_table(result: Numbers) -> Iterator[str]:
@@ -263,27 +273,27 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file that keeps the result")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--cores", type=int, nargs="+", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one is not None:
-        print(json.dumps(one(given.one, given.workers[0], given.cores)))
+    options = parser.parse_args()
+    if options.one is not None:
+        print(json.dumps(one(options.one, options.workers[0], options.cores)))
         return
     result: Numbers = {"python": platform.python_version(), "machine": platform.machine()}
     result["cores"] = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if given.memory:
-            result["memory"] = memory(folder, given.sizes, given.workers)
+        if options.memory:
+            result["memory"] = memory(folder, options.sizes, options.workers)
             lines = memory_table(result["memory"])
         else:
-            reads = given.reads
+            reads = options.reads
             if reads is None:
-                reads = folder / ("reads.fastq.gz" if given.gz else "reads.fastq")
-                simulate(SimulateSpec(reads=given.n, genome_length=500_000), reads)
-            result["speed"] = speed(reads, sorted({1, *given.workers}), given.repeats)
+                reads = folder / ("reads.fastq.gz" if options.gz else "reads.fastq")
+                simulate(SimulateSpec(reads=options.n, genome_length=500_000), reads)
+            result["speed"] = speed(reads, sorted({1, *options.workers}), options.repeats)
             lines = table(result["speed"])
         print("\n".join(lines))
-    if given.json is not None:
-        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

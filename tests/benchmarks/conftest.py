@@ -86,8 +86,8 @@ def needs_gpus(count: int = 1) -> None:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if named := os.environ.get("VIRNUC_MODELS"):
-        return Path(named)
+    if models_dir := os.environ.get("VIRNUC_MODELS"):
+        return Path(models_dir)
     folder = tmp_path_factory.mktemp("models")
     init_random(
         folder,
@@ -168,7 +168,7 @@ def measured(benchmark: Any, results: Path) -> Callable[..., StageThroughputResu
                 lambda: settled(work), setup=setup, rounds=rounds, warmup_rounds=1, iterations=1
             )
         stats = benchmark.stats.stats
-        found = StageThroughputResult(
+        result = StageThroughputResult(
             stage=name,
             scale=scale,
             total_sequences=sequences,
@@ -182,9 +182,9 @@ def measured(benchmark: Any, results: Path) -> Callable[..., StageThroughputResu
             gpu_util_max=max(used, default=None),
             peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 if GPUS else None,
         )
-        benchmark.extra_info.update(asdict(found))
-        keep(results, asdict(found))
-        return found
+        benchmark.extra_info.update(asdict(result))
+        keep(results, asdict(result))
+        return result
 
     return measure
 
@@ -205,8 +205,8 @@ class _sampled:  # noqa: N801 - used as a function
         self._sampler = Sampler(ids, every_s=0.1, on_samples=self._note)
 
     def _note(self, *samples: Any) -> None:
-        told = (getattr(sample, "utilisation", None) for sample in samples)
-        self._used += [percent for percent in told if percent is not None]
+        utilisations = (getattr(sample, "utilisation", None) for sample in samples)
+        self._used += [percent for percent in utilisations if percent is not None]
 
     def __enter__(self) -> None:
         self._sampler.__enter__()
@@ -228,10 +228,10 @@ def kept(results: Path) -> Iterator[dict[str, Any]]:
 
 def virnuc(*words: object) -> float:
     """Seconds of a command as a user types it."""
-    started = time.perf_counter()
+    started_s = time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "virnuc.flows.cli", *map(str, words)],
         check=True,
         capture_output=True,
     )
-    return time.perf_counter() - started
+    return time.perf_counter() - started_s

@@ -29,12 +29,12 @@ def test_prediction(
         devices(1),
     )
     budgets = ("--token-budget", BUDGET, "--dna-token-budget", BUDGET)
-    found = measured(
+    result = measured(
         "end to end",
         scale,
         SCALES[scale],
         lambda: virnuc(*words, *budgets, "--force", "--no-prefect"),
         rounds=3,
     )
-    assert found.throughput_seq_per_sec > 0
+    assert result.throughput_seq_per_sec > 0
     assert (tmp_path / "out" / "prediction_results_highestscore.csv").is_file()

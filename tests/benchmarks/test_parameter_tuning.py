@@ -19,18 +19,20 @@ SWEPT = {"token_budget": (BUDGET // 2, BUDGET), "prefetch_factor": (2, 4)}
 
 
 def test_sweep(benchmark: Any, job: Callable[[str], Job], tmp_path: Path) -> None:
-    made, on = job("medium"), Devices.parse(devices(1))
-    base = resolve_engine(made.engine, resolve(on)[0].kind)
-    bench = Bench(made.store.path, made.spec.models, on)
-    tried = make_candidates(base, SWEPT)
+    staged_job, requested_devices = job("medium"), Devices.parse(devices(1))
+    base = resolve_engine(staged_job.engine, resolve(requested_devices)[0].kind)
+    bench = Bench(staged_job.store.path, staged_job.spec.models, requested_devices)
+    candidates = make_candidates(base, SWEPT)
     sweep = Sweep(tmp_path, bench, base, load_profile("ci-smoke"), 1, "grid")
 
     def run() -> None:
-        for candidate, repeat, _ in schedule_trials(tried, 1, halving=False):
+        for candidate, repeat, _ in schedule_trials(candidates, 1, halving=False):
             candidate.add(sweep.trial(candidate, repeat))
 
     benchmark.group = f"sweep of settings ({KIND})"
     benchmark.pedantic(run, rounds=1)
-    chosen = recommend(tried, tolerance=0.01)
-    benchmark.extra_info.update({one.label: one.rate for one in tried}, chosen=chosen.reason)
-    assert all(one.rates for one in tried)
+    recommended = recommend(candidates, tolerance=0.01)
+    benchmark.extra_info.update(
+        {one.label: one.rate for one in candidates}, chosen=recommended.reason
+    )
+    assert all(one.rates for one in candidates)

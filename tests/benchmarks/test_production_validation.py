@@ -21,8 +21,8 @@ PROFILE = "production-6m"
 
 def test_production_workload(tmp_path: Path) -> None:
     needs_gpus(2)
-    given = [os.environ.get(name) for name in ("VIRNUC_BENCH_READS", "VIRNUC_MODELS")]
-    if not all(given):
+    values = [os.environ.get(name) for name in ("VIRNUC_BENCH_READS", "VIRNUC_MODELS")]
+    if not all(values):
         pytest.skip(
             "VIRNUC_BENCH_READS and VIRNUC_MODELS name the reads and the weights of a production run"
         )
@@ -32,9 +32,9 @@ def test_production_workload(tmp_path: Path) -> None:
         "--profile",
         PROFILE,
         "--reads",
-        given[0],
+        values[0],
         "--models",
-        given[1],
+        values[1],
         "--devices",
         devices(2),
     )

@@ -43,7 +43,7 @@ class TestGPUScaling:
         tmp_path: Path,
         count: int,
     ) -> None:
-        on, source = devices(count), reads(SCALE)
+        requested_devices, source = devices(count), reads(SCALE)
         budgets = (
             "--token-budget",
             BUDGET,
@@ -62,30 +62,39 @@ class TestGPUScaling:
                 "--models",
                 models,
                 "--devices",
-                on,
+                requested_devices,
                 *budgets,
             )
             virnuc(*words, "--force", "--no-prefect")
 
         benchmark.group = f"scaling over devices ({KIND}), {SCALES[SCALE]} reads"
         benchmark.pedantic(predict, rounds=ROUNDS, warmup_rounds=1)
-        spent = benchmark.stats.stats.median
-        one = next(
-            (one["time_seconds"] for one in kept(results) if one.get("num_gpus") == 1), spent
+        median_s = benchmark.stats.stats.median
+        one_device_s = next(
+            (
+                one_device_s["time_seconds"]
+                for one_device_s in kept(results)
+                if one_device_s.get("num_gpus") == 1
+            ),
+            median_s,
         )
-        found = ScalingResult(count, spent, one / spent, one / spent / count)
-        figures = {name: getattr(found, name) for name in ScalingResult.__slots__}
+        result = ScalingResult(
+            count, median_s, one_device_s / median_s, one_device_s / median_s / count
+        )
+        figures = {name: getattr(result, name) for name in ScalingResult.__slots__}
         benchmark.extra_info.update(figures)
         keep(results, figures)
 
     def test_validate_scaling_ratios(self, results: Path) -> None:
         needs_gpus(2)
         bands = load_profile("phase6-scaling").scaling_bands
-        found = {str(one["num_gpus"]): one["speedup"] for one in kept(results) if "num_gpus" in one}
+        speedups = {
+            str(row["num_gpus"]): row["speedup"] for row in kept(results) if "num_gpus" in row
+        }
         short = {
-            count: found[count]
-            for count, (least, _) in bands.items()
-            if count in found and found[count] < least
+            count: speedups[count]
+            for count, (lowest, _) in bands.items()
+            if count in speedups and speedups[count] < lowest
         }
         assert not short, f"below their bands: {short}"
 
@@ -93,15 +102,17 @@ class TestGPUScaling:
         self, benchmark: Any, job: Callable[[str], Job], tmp_path: Path
     ) -> None:
         """The same shards by workers that keep their models, and by workers that load them anew halfway."""
-        made = job(SCALE)
-        bench = Bench(made.store.path, made.spec.models, Devices.parse(devices(1)))
-        found = benchmark.pedantic(
-            lambda: measure_overhead(tmp_path, bench, made.engine, switches=("models",), shards=4),
+        staged_job = job(SCALE)
+        bench = Bench(staged_job.store.path, staged_job.spec.models, Devices.parse(devices(1)))
+        result = benchmark.pedantic(
+            lambda: measure_overhead(
+                tmp_path, bench, staged_job.engine, switches=("models",), shards=4
+            ),
             rounds=1,
         )
-        shares = [pair.overhead for pair in found.pairs if pair.overhead is not None]
+        shares = [pair.overhead for pair in result.pairs if pair.overhead is not None]
         benchmark.extra_info["share_of_loading_anew"] = median(shares)
         assert (
-            all(pair.with_tokens_per_s > pair.without_tokens_per_s for pair in found.pairs)
+            all(pair.with_tokens_per_s > pair.without_tokens_per_s for pair in result.pairs)
             or not GPUS
         )

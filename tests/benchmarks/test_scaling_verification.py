@@ -18,7 +18,7 @@ def test_two_gpus_reach_the_target(
 ) -> None:
     needs_gpus(2)
     target = load_profile("phase10-1m").targets["scaling"]
-    spent = {}
+    seconds = {}
     for count in (1, 2):
         words = (
             "predict",
@@ -30,5 +30,5 @@ def test_two_gpus_reach_the_target(
             "--force",
             "--no-prefect",
         )
-        spent[count] = median(virnuc(*words, "-o", tmp_path / str(count)) for _ in range(ROUNDS))
-    assert spent[1] / spent[2] >= target.value, spent
+        seconds[count] = median(virnuc(*words, "-o", tmp_path / str(count)) for _ in range(ROUNDS))
+    assert seconds[1] / seconds[2] >= target.value, seconds

@@ -57,62 +57,68 @@ class TestStageThroughput:
         )
         batches = batches_of(job, name, DEVICE)
         rows = sum(batch.rows for batch in batches)
-        found = measured(name, scale, rows, lambda: [encoder.embed(batch) for batch in batches])
+        result = measured(name, scale, rows, lambda: [encoder.embed(batch) for batch in batches])
         if GPUS and scale != "small":
-            assert (found.gpu_util_avg or 0.0) >= LEAST_UTILISATION
+            assert (result.gpu_util_avg or 0.0) >= LEAST_UTILISATION
 
     def test_merge_throughput(
         self, measured: Measured, job: Callable[[str], Job], scale: str
     ) -> None:
         """The embeddings of both encoders joined and committed, shard by shard."""
-        made, dice = job(scale), np.random.default_rng(0)
-        parts = [np.zeros((made.store.n_uniques, width), np.float32) for width in (768, 2560)]
-        scores = dice.random((made.store.n_uniques, 2), dtype=np.float32)
+        staged_job, dice = job(scale), np.random.default_rng(0)
+        parts = [np.zeros((staged_job.store.n_uniques, width), np.float32) for width in (768, 2560)]
+        scores = dice.random((staged_job.store.n_uniques, 2), dtype=np.float32)
 
         def merge() -> None:
-            for shard in range(len(made.plan)):
-                rows = slice(*made.plan.range(shard))
-                joined = np.concatenate([part[rows] for part in parts], axis=1)
-                commit(made.run, made.plan, shard, ShardResult(joined, scores[rows]))
+            for shard in range(len(staged_job.plan)):
+                rows = slice(*staged_job.plan.range(shard))
+                merged = np.concatenate([part[rows] for part in parts], axis=1)
+                commit(staged_job.run, staged_job.plan, shard, ShardResult(merged, scores[rows]))
 
-        made.run.shards.mkdir(parents=True, exist_ok=True)
-        measured("merge", scale, made.store.n_rows, merge, rounds=3)
-        shutil.rmtree(made.run.shards)
+        staged_job.run.shards.mkdir(parents=True, exist_ok=True)
+        measured("merge", scale, staged_job.store.n_rows, merge, rounds=3)
+        shutil.rmtree(staged_job.run.shards)
 
     def test_prediction_throughput(
         self, measured: Measured, job: Callable[[str], Job], scale: str, tmp_path: Path
     ) -> None:
         """Scores of the head, and the result files."""
-        made = job(scale)
-        head, uniques = Head(*open_part(made.spec.models, HeadShape), DEVICE), made.store.n_uniques
+        staged_job = job(scale)
+        head, uniques = (
+            Head(*open_part(staged_job.spec.models, HeadShape), DEVICE),
+            staged_job.store.n_uniques,
+        )
         rows = torch.zeros(uniques, head.shape.width, device=DEVICE)
 
         def predict() -> None:
             with torch.inference_mode():
                 scores = head.scores(rows).float().cpu().numpy()
-            write_results(RunDir(tmp_path), made.store, scores, np.zeros(uniques, bool))
+            write_results(RunDir(tmp_path), staged_job.store, scores, np.zeros(uniques, bool))
 
-        measured("prediction", scale, made.store.n_rows, predict)
+        measured("prediction", scale, staged_job.store.n_rows, predict)
 
 
 def test_identify_bottlenecks(results: Path) -> None:
     """Of what was measured above: stages with over 30 % of the time, or a GPU that was used less than 80 %."""
-    found = [
-        one
-        for one in kept(results)
-        if one.get("scale") == "large" and "throughput_seq_per_sec" in one
+    stages = [
+        row
+        for row in kept(results)
+        if row.get("scale") == "large" and "throughput_seq_per_sec" in row
     ]
-    if not found:
-        pytest.skip("no stage was measured in this session")
-    whole = sum(one["total_time_seconds"] for one in found)
-    for one in sorted(found, key=lambda one: -one["total_time_seconds"]):
-        share, used = one["total_time_seconds"] / whole, one["gpu_util_avg"]
+    if not stages:
+        pytest.skip("no row was measured in this session")
+    total_s = sum(row["total_time_seconds"] for row in stages)
+    for row in sorted(stages, key=lambda row: -row["total_time_seconds"]):
+        share, used = row["total_time_seconds"] / total_s, row["gpu_util_avg"]
         idle = (
             KIND == "cuda"
-            and one["stage"] in ("esm2", "dnabert_s")
+            and row["row"] in ("esm2", "dnabert_s")
             and (used or 0.0) < LEAST_UTILISATION
         )
         mark = "bottleneck" if share > LARGE_SHARE or idle else ""
-        pace = f"{one['total_time_seconds']:8.3f} s {share:6.1%} {one['throughput_seq_per_sec']:12,.0f}/s"
-        print(f"{one['stage']:<12} {pace} {mark}")
-    assert any(one["total_time_seconds"] > LARGE_SHARE * whole for one in found) or len(found) > 3
+        pace = f"{stage['total_time_seconds']:8.3f} s {share:6.1%} {stage['throughput_seq_per_sec']:12,.0f}/s"
+        print(f"{stage['stage']:<12} {pace} {mark}")
+    assert (
+        any(stage["total_time_seconds"] > LARGE_SHARE * total_s for stage in stages)
+        or len(stages) > 3
+    )

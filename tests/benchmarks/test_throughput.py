@@ -33,13 +33,13 @@ def test_encoder_throughput(benchmark: Any, name: Any, precision: Any, slots: in
         sizes, precision, "fused" if GPUS and precision != "fp32" else "reference", DEVICE
     )
     batch = batch_of(name, sizes.vocab, LENGTHS[name], slots, max(1, slots // 8), DEVICE)
-    found = Timer(
+    result = Timer(
         "embed(batch)", globals={"embed": encoder.embed, "batch": batch}
     ).blocked_autorange(min_run_time=0.5)
     benchmark.group = f"tokens/s of {name} ({KIND})"
-    tokens = {"tokens": batch.real_tokens, "tokens_per_s": batch.real_tokens / found.median}
+    tokens = {"tokens": batch.real_tokens, "tokens_per_s": batch.real_tokens / result.median}
     benchmark.extra_info.update(
-        tokens, timer_median_s=found.median, timer_mean_s=found.mean, timer_iqr_s=found.iqr
+        tokens, timer_median_s=result.median, timer_mean_s=result.mean, timer_iqr_s=result.iqr
     )
 
     def once() -> None:
@@ -52,11 +52,11 @@ def test_encoder_throughput(benchmark: Any, name: Any, precision: Any, slots: in
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_loader_throughput(benchmark: Any, job: Callable[[str], Job], scale: str) -> None:
-    made = job(scale)
-    loader = Loader(made.spec.models, made.engine, pin=False)
+    staged_job = job(scale)
+    loader = Loader(staged_job.spec.models, staged_job.engine, pin=False)
 
     def load() -> int:
-        tasks = made.tasks(range(len(made.plan)))
+        tasks = staged_job.tasks(range(len(staged_job.plan)))
         return sum(
             item.packed.real_tokens
             for task in tasks

@@ -15,8 +15,8 @@ from .conftest import GPUS, devices
 def test_speedup(
     benchmark: Any, models: Path, reads: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    made = (reads("medium"), models, tmp_path / "out", devices(1))
-    report = benchmark.pedantic(lambda: validate(*made), rounds=1)
+    arguments = (reads("medium"), models, tmp_path / "out", devices(1))
+    report = benchmark.pedantic(lambda: validate(*arguments), rounds=1)
     assert report.baseline is not None
     assert report.run is not None
     assert report.baseline.seconds
@@ -24,7 +24,11 @@ def test_speedup(
     benchmark.extra_info.update(
         speedup=speedup, baseline_seconds=report.baseline.seconds, seconds=report.run.total_s
     )
-    consensus = [one.consensus.agreement for one in report.comparisons if one.consensus is not None]
+    consensus = [
+        comparison.consensus.agreement
+        for comparison in report.comparisons
+        if comparison.consensus is not None
+    ]
     assert min(agreement or 0.0 for agreement in consensus) >= 0.99
     if GPUS:
         assert speedup >= load_profile("phase10-1m").targets["speedup"].value

@@ -19,5 +19,5 @@ def core_scene(tmp_path_factory: pytest.TempPathFactory) -> injected.Scene:
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """Prepare what rounds of the real command share."""
-    with prepared(tmp_path_factory.mktemp("rounds") / "scene") as made:
-        yield made
+    with prepared(tmp_path_factory.mktemp("rounds") / "scene") as prepared_scene:
+        yield prepared_scene

@@ -48,8 +48,8 @@ def cores(job: int, jobs: int) -> set[int]:
     """Return the cores of one of so many jobs: apart from the others' while there are enough."""
     available = sorted(os.sched_getaffinity(0))
     n_cores = min(len(available), max(CORES, len(available) // jobs))
-    first = job * n_cores
-    return {available[(first + i) % len(available)] for i in range(n_cores)}
+    first_core = job * n_cores
+    return {available[(first_core + i) % len(available)] for i in range(n_cores)}
 
 
 def works(kinds: Sequence[Plan]) -> set[Work]:
@@ -57,14 +57,14 @@ def works(kinds: Sequence[Plan]) -> set[Work]:
 
     A few more are made when a round needs them.
     """
-    needed = set()
+    needed_works = set()
     for plan in kinds:
-        needed.add(replace(plan.work, nodes=0))
+        needed_works.add(replace(plan.work, nodes=0))
         if plan.how == "rewrite" or "threshold" in plan.whom:
-            needed.add(Work(plan.command, threshold=1))
+            needed_works.add(Work(plan.command, threshold=1))
         if "other reads" in plan.whom:
-            needed.add(Work(plan.command, "b"))
-    return needed
+            needed_works.add(Work(plan.command, "b"))
+    return needed_works
 
 
 def make_truths(scene: Scene, needed: set[Work], jobs: int) -> None:
@@ -76,8 +76,8 @@ def make_truths(scene: Scene, needed: set[Work], jobs: int) -> None:
             scene.truth(work)
 
     with ThreadPoolExecutor(max(1, min(jobs, len(needed)))) as pool:
-        done = pool.map(play_undisturbed, range(len(needed)), sorted(needed, key=str))
-        list(done)  # raise what one of them raised
+        truths = pool.map(play_undisturbed, range(len(needed)), sorted(needed, key=str))
+        list(truths)  # raise what one of them raised
 
 
 def serve(

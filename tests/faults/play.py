@@ -117,23 +117,23 @@ class Play:
         if any("unexpected" in line for line in lines):
             self._say(f"{what}: {lines[-1][:160]}")
         if code == 0:
-            expected = (truth or self.truth).said
+            expected_output = (truth or self.truth).said
             counts = said(run.printed())
-            if counts != expected:
-                self._say(f"{what}: told {counts!r} for {expected!r}")
+            if counts != expected_output:
+                self._say(f"{what}: told {counts!r} for {expected_output!r}")
         return code
 
     def compare(self, what: str, truth: Truth | None = None) -> None:
         """Compare every file that a user reads with that of an undisturbed run."""
-        expected = (truth or self.truth).files
+        expected_files = (truth or self.truth).files
         actual = leaves(self.out)
-        for name in sorted(expected.keys() | actual.keys()):
-            is_foreign = self.plan.how == "odd" and name not in expected
-            if name in STRANGERS or is_foreign or expected.get(name) == actual.get(name):
+        for name in sorted(expected_files.keys() | actual.keys()):
+            is_foreign = self.plan.how == "odd" and name not in expected_files
+            if name in STRANGERS or is_foreign or expected_files.get(name) == actual.get(name):
                 continue
             if name not in actual:
                 fault = "missing"
-            elif name not in expected:
+            elif name not in expected_files:
                 fault = "left over"
             else:
                 fault = "differs"
@@ -157,10 +157,12 @@ class Play:
         """Files of others in the directory."""
         if not self.out.is_dir():
             return {}
-        found = {self.out / name: name for name in STRANGERS if (self.out / name).parent.is_dir()}
-        for path, text in found.items():
+        strangers = {
+            self.out / name: name for name in STRANGERS if (self.out / name).parent.is_dir()
+        }
+        for path, text in strangers.items():
             path.write_text(text)
-        return found
+        return strangers
 
     def _say(self, problem: str) -> None:
         self.round.problems.append(problem)
@@ -169,22 +171,22 @@ class Play:
 
     def _struck(self) -> None:
         """Kill, stop, terminate or interrupt a process."""
-        how, whom, first = self.plan.how, self.plan.whom, self.start()
+        kind, whom, process = self.plan.how, self.plan.whom, self.start()
         if whom.startswith("after "):
-            stopped = whom.split()[1]
-            at_s, _ = self._strike(first, "stop", stopped)
+            stopped_process = whom.split()[1]
+            at_s, _ = self._strike(process, "stop", stopped_process)
             time.sleep(self.rng.random())
-            _, struck_s = strike(first, how, "main", 0.0, self.rng)
+            _, struck_s = strike(process, kind, "main", 0.0, self.rng)
         else:
-            at_s, struck_s = self._strike(first, how, whom)
+            at_s, struck_s = self._strike(process, kind, whom)
         self.round.at_s = at_s
         self.round.hit = at_s is not None
-        allowed = self._allowed_codes(first)
-        is_ended = how in ("terminate", "interrupt") or -9 in allowed
+        allowed_codes = self._allowed_codes(process)
+        is_ended = kind in ("terminate", "interrupt") or -9 in allowed_codes
         if at_s is not None and is_ended and at_s < 2.0:
-            allowed = (*allowed, -15, -2, -9)  # before it could hear
-        code = self.ends(first, allowed, "struck")
-        if how in ("terminate", "interrupt") and at_s is not None:
+            allowed_codes = (*allowed_codes, -15, -2, -9)  # before it could hear
+        code = self.ends(process, allowed_codes, "struck")
+        if kind in ("terminate", "interrupt") and at_s is not None:
             took_s = time.monotonic() - struck_s
             if took_s > ENDS_WITHIN_S:
                 self._say(f"struck: ended {took_s:.0f} s after it was told to")
@@ -194,20 +196,20 @@ class Play:
 
     def _allowed_codes(self, run: Running) -> tuple[int, ...]:
         """Return the exit codes that a struck command may end with."""
-        how = self.plan.how
+        kind = self.plan.how
         whom = self.plan.whom
         if whom == "server" and run.ends() is not None:
             # The server may have gone before there was a run.
             is_without_server = any(text in run.complained() for text in NO_SERVER)
             return (1,) if is_without_server else (0,)
-        is_command_killed = how == "kill" and whom.startswith(("main", "after "))
+        is_command_killed = kind == "kill" and whom.startswith(("main", "after "))
         if whom == "all" or is_command_killed:
             return (0, -9)
-        if whom == "scheduler" or (how == "stop" and whom in NODE):
+        if whom == "scheduler" or (kind == "stop" and whom in NODE):
             return (0, 4)  # nothing is begun on a node that does not answer
-        if whom in ("server", "worker", "loader", *NODE) or (how, whom) == ("stop", "main"):
+        if whom in ("server", "worker", "loader", *NODE) or (kind, whom) == ("stop", "main"):
             return (0,)  # replaced, or nothing that the results need
-        if how in ("terminate", "interrupt"):
+        if kind in ("terminate", "interrupt"):
             return (0, 130)
         return (0, 1)
 
@@ -233,8 +235,8 @@ class Play:
         """Play on a disk that is full sooner or later."""
         with small_disk(
             self.folder / "disk", int(self.rng.uniform(8_192, self.truth.nbytes * 1.1))
-        ) as mounted:
-            if not mounted:
+        ) as mount_point:
+            if not mount_point:
                 raise NotRunError("a small disk cannot be mounted here")
             self.out = self.folder / "disk" / "out"
             self._full(self.start())
@@ -259,23 +261,23 @@ class Play:
 
     def _flip(self) -> None:
         """Damage one file of a complete run, or of one that was killed."""
-        first = self.start()
-        unfinished = (
+        first_run = self.start()
+        incomplete = (
             self.plan.whom in ("store", "shard", "plan", "record") and self.rng.random() < 0.3
         )
-        if unfinished:
-            self._strike(first, "kill", "main")
-        self.ends(first, (0, -9), "first")
+        if incomplete:
+            self._strike(first_run, "kill", "main")
+        self.ends(first_run, (0, -9), "first")
         victim = damage(self.out, self.plan.how, self.plan.whom, self.rng)
         self.round.hit = victim is not None
-        again = self.start()
-        code = self.ends(again, (0, *OWN_WAYS), "again")
+        second_run = self.start()
+        code = self.ends(second_run, (0, *OWN_WAYS), "again")
         if code == 0:
             self.compare("again")
         elif victim is not None:
-            if victim.name not in again.complained():
+            if victim.name not in second_run.complained():
                 self._say(
-                    f"again: refused without naming {victim.name}: {again.complained()[-160:]}"
+                    f"again: refused without naming {victim.name}: {second_run.complained()[-160:]}"
                 )
             self.round.resumed = True
             if self.ends(self.start(None, "--force"), (0,), "with --force") == 0:
@@ -288,46 +290,50 @@ class Play:
 
         What stays must be of the last run that ended well.
         """
-        other = Work(
+        twin_work = Work(
             self.plan.command,
             "b" if "reads" in self.plan.whom else "a",
             int("threshold" in self.plan.whom),
         )
-        truths = self.truth, self.scene.truth(other)
-        more = ["--force"] if "--force" in self.plan.whom else []
-        first = self.start()
+        truths = self.truth, self.scene.truth(twin_work)
+        extra_options = ["--force"] if "--force" in self.plan.whom else []
+        first_run = self.start()
         rests = "rests" in self.plan.whom
         if rests:  # at a moment at which it surely works
-            while first.alive and not self.out.exists():
+            while first_run.alive and not self.out.exists():
                 time.sleep(0.001)
-            self._while_it_writes(first, 2)  # its lease is there
-            first.process.send_signal(signal.SIGSTOP)
+            self._while_it_writes(first_run, 2)  # its lease is there
+            first_run.process.send_signal(signal.SIGSTOP)
         else:
             time.sleep(self.rng.random() * self.truth.seconds)
-        self.round.at_s = time.monotonic() - first.began_s
+        self.round.at_s = time.monotonic() - first_run.began_s
         first_works = not (self.out / "summary.json").exists()  # its last file is missing
-        second = self.start(other, *more)
+        second = self.start(twin_work, *extra_options)
         if rests:
             second.ends()
-            first.process.send_signal(signal.SIGCONT)
-        deadline, ended = time.monotonic() + LIMIT_S, list[int]()
-        while len(ended) < 2 and time.monotonic() < deadline:
-            ended += [
-                i for i, run in enumerate((first, second)) if i not in ended and not run.alive
+            first_run.process.send_signal(signal.SIGCONT)
+        deadline, ended_processes = time.monotonic() + LIMIT_S, list[int]()
+        while len(ended_processes) < 2 and time.monotonic() < deadline:
+            ended_processes += [
+                i
+                for i, run in enumerate((first_run, second))
+                if i not in ended_processes and not run.alive
             ]
             time.sleep(0.01)
         codes = [
             self.ends(run, (0, 2), name, truth)
-            for run, name, truth in zip((first, second), ("first", "second"), truths, strict=True)
+            for run, name, truth in zip(
+                (first_run, second), ("first", "second"), truths, strict=True
+            )
         ]
-        well = [i for i in ended if codes[i] == 0]
+        well = [i for i in ended_processes if codes[i] == 0]
         if not well:
             self._say("neither of the two runs ended well")
             return
         if rests and first_works and codes[1] == 0:
             self._say("the second wrote where the first was at work")
         self.compare("both", truths[well[-1]])
-        self.resume(truths[well[-1]], (self.work, other)[well[-1]])
+        self.resume(truths[well[-1]], (self.work, twin_work)[well[-1]])
 
     def _while_it_writes(self, run: Running, least: int = 0) -> None:
         """Wait until some of the files that appear and go one after the other have done so."""
@@ -342,14 +348,14 @@ class Play:
 
     def _rewrite(self) -> None:
         """Judge a complete run at another threshold, and kill it meanwhile."""
-        other = Work(self.plan.command, threshold=1)
+        new_work = Work(self.plan.command, threshold=1)
         self.ends(self.start(), (0,), "first")
-        second = self.start(other)
+        second = self.start(new_work)
         self._while_it_writes(second)
         self.round.at_s, _ = strike(second, "kill", self.plan.whom, 0.01, self.rng)
         self.round.hit = self.round.at_s is not None
-        self.ends(second, (0, -9), "struck", self.scene.truth(other))
-        self.resume(self.scene.truth(other), other)
+        self.ends(second, (0, -9), "struck", self.scene.truth(new_work))
+        self.resume(self.scene.truth(new_work), new_work)
 
     def _odd(self) -> None:
         """Predict an inbox with files that nobody can predict among good ones."""
@@ -362,8 +368,8 @@ class Play:
         shutil.copy(inbox / "s0.fasta.gz", bytes(inbox) + b"/bad-\xff.fasta.gz")
         (inbox / "bad-shut.fasta").write_text(">x\nACGT\n")
         (inbox / "bad-shut.fasta").chmod(0)
-        for what in ("first", "again"):
-            self.ends(self.start(Work(self.plan.command, name)), (0,), what)
+        for start_name in ("first", "again"):
+            self.ends(self.start(Work(self.plan.command, name)), (0,), start_name)
         self.compare("again")
 
 
@@ -374,5 +380,5 @@ def mark_of(number: int, scene: Scene) -> str:
 
 def play(number: int, scene: Scene, seed: int, plan: Plan | None = None) -> Round:
     """Play round `number`; the kind is its turn's unless one is given."""
-    every = plans()
-    return Play(number, plan or every[number % len(every)], scene, seed).play()
+    all_plans = plans()
+    return Play(number, plan or all_plans[number % len(all_plans)], scene, seed).play()

@@ -93,8 +93,8 @@ def _kill_and_stop_plans() -> list[Plan]:
 def _server_plans() -> list[Plan]:
     """Return rounds in which the Prefect server is killed or stopped."""
     kinds = []
-    for how in ("kill", "stop"):
-        kinds += [Plan(how, "server", "predict", server) for server in ("embedded", "own")]
+    for kind in ("kill", "stop"):
+        kinds += [Plan(kind, "server", "predict", server) for server in ("embedded", "own")]
     kinds.append(Plan("kill", "server", "validate", "embedded"))
     kinds.append(Plan("stop", "server", "validate", "own"))
     return kinds
@@ -114,24 +114,24 @@ def _signal_plans() -> list[Plan]:
 def _full_disk_plans() -> list[Plan]:
     """Return rounds in which a disk is full, or a file may not become longer."""
     kinds = []
-    for how in ("disk", "filesize"):
-        kinds += [Plan(how, "out", command) for command in ("predict", "validate")]
+    for kind in ("disk", "filesize"):
+        kinds += [Plan(kind, "out", command) for command in ("predict", "validate")]
     return kinds
 
 
 def _damage_plans() -> list[Plan]:
     """Return rounds in which a file of the run is damaged or removed."""
     kinds = []
-    for how in ("flip", "cut"):
-        kinds += [Plan(how, file) for file in FILE_KINDS]
-    for how in ("zero", "remove"):
+    for kind in ("flip", "cut"):
+        kinds += [Plan(kind, file) for file in FILE_KINDS]
+    for kind in ("zero", "remove"):
         files = ("store", "shard", "record", "summary", "results")
-        kinds += [Plan(how, file) for file in files]
-    for how in ("flip", "cut"):
-        kinds += [Plan(how, file, "validate") for file in ("store", "baseline", "report")]
+        kinds += [Plan(kind, file) for file in files]
+    for kind in ("flip", "cut"):
+        kinds += [Plan(kind, file, "validate") for file in ("store", "baseline", "report")]
     for file in ("history", "results", "summary", "record"):
         kinds.append(Plan("flip", file, "validate"))
-    kinds += [Plan(how, "ledger", "predict-inbox") for how in ("flip", "cut")]
+    kinds += [Plan(kind, "ledger", "predict-inbox") for kind in ("flip", "cut")]
     return kinds
 
 
@@ -149,14 +149,14 @@ def _second_run_plans() -> list[Plan]:
 
 def _cluster_plans() -> list[Plan]:
     """Return rounds on a cluster of three nodes, with and without a shared file system."""
-    killed = ("dask worker", "nanny", "tree", "worker", "scheduler", "main", "all")
-    strikes = [("kill", whom) for whom in killed]
+    killed_processes = ("dask worker", "nanny", "tree", "worker", "scheduler", "main", "all")
+    strikes = [("kill", whom) for whom in killed_processes]
     strikes += [("stop", whom) for whom in ("dask worker", "tree", "main")]
     strikes.append(("terminate", "main"))
     kinds = []
-    for how, whom in strikes:
+    for kind, whom in strikes:
         for transfer in (False, True):
-            kinds.append(Plan(how, whom, server="none", nodes=3, transfer=transfer))
+            kinds.append(Plan(kind, whom, server="none", nodes=3, transfer=transfer))
     return kinds
 
 
@@ -200,14 +200,18 @@ def line(result: Round) -> str:
 
 def table(results: Sequence[Round]) -> str:
     """Return a Markdown table of kinds of rounds, then what was wrong, then what was not run."""
-    played = [result for result in results if result.played]
-    bad = [result for result in played if not result.good]
-    n_hits = sum(result.hit for result in played)
+    played_rounds = [result for result in results if result.played]
+    bad = [result for result in played_rounds if not result.good]
+    n_hits = sum(result.hit for result in played_rounds)
     lines = ["| round | played | hit | run again | good |", "| --- | --- | --- | --- | --- |"]
-    for name in sorted({result.plan.name for result in played}):
-        lines.append(_table_row(name, [result for result in played if result.plan.name == name]))
+    for name in sorted({result.plan.name for result in played_rounds}):
+        lines.append(
+            _table_row(name, [result for result in played_rounds if result.plan.name == name])
+        )
     lines.append("")
-    lines.append(f"{len(played) - len(bad)} of {len(played)} rounds good; {n_hits} strikes hit.")
+    lines.append(
+        f"{len(played_rounds) - len(bad)} of {len(played_rounds)} rounds good; {n_hits} strikes hit."
+    )
     if bad:
         lines += ["", "| round | what was wrong |", "| --- | --- |"]
     for result in sorted(bad, key=lambda result: result.number):

@@ -137,7 +137,7 @@ class Scene:
             server: An address, `embedded`, or `none` (a run without Prefect).
             home: Prefect's folder.
         """
-        kept = {
+        environment = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("PREFECT_", "VIRNUC_"))
@@ -157,7 +157,7 @@ class Scene:
             own |= {"PREFECT_API_URL": server, "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false"}
         elif server == "none":
             own["VIRNUC_NO_PREFECT"] = "1"
-        return kept | own | {"OMP_NUM_THREADS": "1"}
+        return environment | own | {"OMP_NUM_THREADS": "1"}
 
     def truth(self, work: Work) -> Truth:
         """Return what an undisturbed run on two cores does; it is made when it is first needed."""
@@ -165,35 +165,40 @@ class Scene:
         if work not in self.truths:
             if not self.url and work.command != "predict":
                 raise NotRunError(NO_SERVER_HERE)
-            out = (
+            output_dir = (
                 self.folder
                 / f"truth-{work.command}-{work.reads}-{work.threshold}-{os.getpid()}"
                 / "out"
             )
-            out.parent.mkdir()
-            whole = Scene(self.folder, self.url, thresholds=self.thresholds)
-            environment = whole.environment("truth", self.url or "none", out.parent / "home")
+            output_dir.parent.mkdir()
+            scene = Scene(self.folder, self.url, thresholds=self.thresholds)
+            environment = scene.environment("truth", self.url or "none", output_dir.parent / "home")
             began_s = time.monotonic()
-            words = self.words(work, out, "cpu:2")
-            done = subprocess.run(
-                words, env=environment, cwd=out.parent, capture_output=True, text=True, check=False
+            words = self.words(work, output_dir, "cpu:2")
+            process = subprocess.run(
+                words,
+                env=environment,
+                cwd=output_dir.parent,
+                capture_output=True,
+                text=True,
+                check=False,
             )
-            assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
+            assert process.returncode == 0, f"{' '.join(words)}\n{process.stdout}\n{process.stderr}"
             seconds = time.monotonic() - began_s
-            sizes = [path.stat().st_size for path in out.rglob("*") if path.is_file()]
+            sizes = [path.stat().st_size for path in output_dir.rglob("*") if path.is_file()]
             self.truths[work] = Truth(
-                leaves(out), said(done.stdout), seconds, sum(sizes), max(sizes)
+                leaves(output_dir), said(process.stdout), seconds, sum(sizes), max(sizes)
             )
-            shutil.rmtree(out.parent)
+            shutil.rmtree(output_dir.parent)
         return self.truths[work]
 
 
 def python_path(*more: Path) -> str:
     """Return a child's PYTHONPATH: `more`, this source, and what is on the path of this process."""
     folders = [*map(str, more), str(ROOT)]
-    inherited = os.environ.get("PYTHONPATH")
-    if inherited:
-        folders.append(inherited)
+    inherited_path = os.environ.get("PYTHONPATH")
+    if inherited_path:
+        folders.append(inherited_path)
     return os.pathsep.join(folders)
 
 
@@ -228,7 +233,7 @@ def server(
     folder.mkdir(parents=True, exist_ok=True)
     if database is not None and database.exists():
         shutil.copy(database, folder / "prefect.db")
-    kept = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PREFECT_", "VIRNUC_"))
@@ -250,7 +255,7 @@ def server(
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
                 words,
-                env=kept | own | {"PYTHONPATH": python_path()},
+                env=environment | own | {"PYTHONPATH": python_path()},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -288,23 +293,26 @@ def prepared(folder: Path) -> Iterator[Scene]:
     (folder / "settings.toml").write_text(SETTINGS)
     init_random(folder / "models", "tiny", "tiny", model_length=300, seed=3)
     with ExitStack() as servers:
-        scene, first = Scene(folder), folder / "first"
+        scene, first_dir = Scene(folder), folder / "first"
         with suppress(NotRunError):
             scene.url, _ = servers.enter_context(server(folder / "server", None, "shared"))
             with (
-                closing(sqlite3.connect(folder / "server" / "prefect.db")) as there,
-                closing(sqlite3.connect(folder / "prefect.db")) as here,
+                closing(sqlite3.connect(folder / "server" / "prefect.db")) as server_database,
+                closing(sqlite3.connect(folder / "prefect.db")) as template_database,
             ):
-                there.backup(here)
+                server_database.backup(template_database)
         environment = scene.environment("first", scene.url or "none", folder / "home")
         subprocess.run(
-            scene.words(Work(), first, "cpu:2"), env=environment, check=True, capture_output=True
+            scene.words(Work(), first_dir, "cpu:2"),
+            env=environment,
+            check=True,
+            capture_output=True,
         )
         table = np.loadtxt(
-            first / "prediction_results_highestscore.csv", skiprows=1, usecols=3, delimiter="\t"
+            first_dir / "prediction_results_highestscore.csv", skiprows=1, usecols=3, delimiter="\t"
         )
         scene.thresholds = (f"{np.quantile(table, 0.4):.4f}", f"{np.quantile(table, 0.7):.4f}")
-        shutil.rmtree(first)
+        shutil.rmtree(first_dir)
         yield scene
 
 
@@ -362,20 +370,20 @@ def digest(body: bytes) -> str:
 
 def h5_digest(path: Path) -> str:
     """Return a digest of every dataset; rows that are not there would read as NaN."""
-    seen = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     with h5py.File(path, "r") as file:
         names: list[str] = []
         file.visit(names.append)
         for name in sorted(names):
             if isinstance(file[name], h5py.Dataset):
                 values = file[name][()]
-                seen.update(
+                digest.update(
                     f"{name}{values.dtype.str}{values.shape}".encode()
                     + np.ascontiguousarray(values).tobytes()
                 )
                 if values.dtype.kind == "f" and np.isnan(values).any():
                     return f"NaN in {name}"
-    return seen.hexdigest()
+    return digest.hexdigest()
 
 
 def json_facts(path: Path) -> Any:

@@ -46,11 +46,11 @@ class Running:
     ) -> None:
         self.mark, self.folder = mark, folder
         self.out, self.err = folder / "stdout", folder / "stderr"
-        with self.out.open("wb") as out, self.err.open("wb") as err:
+        with self.out.open("wb") as stdout_file, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
-                stdout=out,
+                stdout=stdout_file,
                 stderr=err,
                 env=scene.environment(mark, server, folder / "home"),
                 cwd=folder,
@@ -80,13 +80,13 @@ class Running:
 
     def family(self) -> dict[str, list[psutil.Process]]:
         """Return the living processes of the command, by what they do."""
-        found: dict[str, list[psutil.Process]] = {}
+        processes: dict[str, list[psutil.Process]] = {}
         with contextlib.suppress(psutil.Error):
             itself = psutil.Process(self.process.pid)
             for process in [itself, *itself.children(recursive=True)]:
                 with contextlib.suppress(psutil.Error):
-                    found.setdefault(kind_of(process, itself.pid), []).append(process)
-        return found
+                    processes.setdefault(kind_of(process, itself.pid), []).append(process)
+        return processes
 
     def pids(self) -> set[int]:
         return {process.pid for group in self.family().values() for process in group}
@@ -140,13 +140,13 @@ def marked(mark: str) -> list[psutil.Process]:
 def left_over(mark: str, within_s: float = GONE_WITHIN_S) -> list[str]:
     """Return what still runs of a round after some time, by command line, and kill it."""
     deadline = time.monotonic() + within_s
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (leftovers := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     lines = []
-    for process in left:
+    for process in leftovers:
         with contextlib.suppress(psutil.Error):
             lines.append(" ".join(process.cmdline())[-80:] + f" ({process.status()})")
-    kill(left)
+    kill(leftovers)
     return lines
 
 
@@ -260,14 +260,14 @@ def small_disk(place: Path, nbytes: int) -> Iterator[bool]:
     """Mount a disk with so much room at `place`; yield false if this machine lets nobody do so."""
     place.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "virnuc-faults", str(place)]
-    mounted = (
+    is_mounted = (
         os.geteuid() == 0
         and subprocess.run(mount, check=False, capture_output=True).returncode == 0
     )
     try:
-        yield mounted
+        yield is_mounted
     finally:
-        if mounted:
+        if is_mounted:
             subprocess.run(["umount", "-l", str(place)], check=False)
 
 

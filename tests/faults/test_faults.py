@@ -57,12 +57,14 @@ def test_a_row_that_ends_workers_is_set_aside_by_name_and_the_rest_is_unchanged(
     core_scene: injected.Scene, tmp_path: Path, kind: str
 ) -> None:
     unique, protein = guilty_row(core_scene)
-    done = run(core_scene, tmp_path / "run", {"kind": kind, "protein": protein}, shard_tokens=1024)
-    assert done.returncode == 6, done.stderr
+    outcome = run(
+        core_scene, tmp_path / "run", {"kind": kind, "protein": protein}, shard_tokens=1024
+    )
+    assert outcome.returncode == 6, outcome.stderr
     store = OrfStore.open(core_scene.store)
     rows = [row for row in range(store.n_rows) if store.row_unique[row] == unique]
-    failed = (tmp_path / "run" / "failed.tsv").read_text().splitlines()[1:]
-    assert [line.split("\t")[0] for line in failed] == [
+    failed_rows = (tmp_path / "run" / "failed.tsv").read_text().splitlines()[1:]
+    assert [line.split("\t")[0] for line in failed_rows] == [
         store.row_ids(row, row + 1)[0] for row in rows
     ]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -71,8 +73,8 @@ def test_a_row_that_ends_workers_is_set_aside_by_name_and_the_rest_is_unchanged(
     assert sum(summary["fates"].values()) == store.n_reads
     ours = (tmp_path / "run" / "prediction_results.txt").read_text().splitlines()
     theirs = core_scene.reference["prediction_results.txt"].decode().splitlines()
-    lost = {store.row_ids(row, row + 1)[0] for row in rows}
-    assert [x for x in theirs if x.split("\t")[0] not in lost] == ours
+    lost_ids = {store.row_ids(row, row + 1)[0] for row in rows}
+    assert [x for x in theirs if x.split("\t")[0] not in lost_ids] == ours
 
 
 @pytest.mark.slow
@@ -80,18 +82,18 @@ def test_out_of_memory_halves_the_budget_for_that_shard_only(
     core_scene: injected.Scene, tmp_path: Path
 ) -> None:
     _, protein = guilty_row(core_scene)
-    done = run(core_scene, tmp_path / "run", {"kind": "oom", "protein": protein, "fits": 200})
-    assert done.returncode == 0, done.stderr
+    outcome = run(core_scene, tmp_path / "run", {"kind": "oom", "protein": protein, "fits": 200})
+    assert outcome.returncode == 0, outcome.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     (divisor,) = summary["reduced_budgets"].values()
     assert divisor in (2, 4, 8)
     ours = injected.result_bytes(tmp_path / "run")
-    changed = [
+    changed_rows = [
         name
         for name in ours
         if name.startswith("shards/") and ours[name] != core_scene.reference[name]
     ]
-    assert len(changed) <= 1
+    assert len(changed_rows) <= 1
 
 
 @pytest.mark.slow
@@ -99,8 +101,8 @@ def test_a_device_that_is_short_of_memory_at_several_shards_gets_smaller_batches
     core_scene: injected.Scene, tmp_path: Path
 ) -> None:
     fits = injected.ENGINE.token_budget // 4 - 1  # the largest batches of such shards have one more
-    done = run(core_scene, tmp_path / "run", {"kind": "oom", "fits": fits}, shard_tokens=2048)
-    assert done.returncode == 0, done.stderr
+    outcome = run(core_scene, tmp_path / "run", {"kind": "oom", "fits": fits}, shard_tokens=2048)
+    assert outcome.returncode == 0, outcome.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["shards"] > 8
     assert list(summary["reduced_budgets"].values()) == [2] * summary["shards"]
@@ -111,13 +113,13 @@ def test_a_device_that_is_short_of_memory_at_several_shards_gets_smaller_batches
 def test_an_error_of_every_row_is_reported_after_a_few_workers(
     core_scene: injected.Scene, tmp_path: Path
 ) -> None:
-    done = run(core_scene, tmp_path / "run", {"kind": "raise"})
-    assert done.returncode == 1
+    outcome = run(core_scene, tmp_path / "run", {"kind": "raise"})
+    assert outcome.returncode == 1
     assert (
         "no single row of it is the cause; last words: RuntimeError: device-side assert"
-        in done.stderr
+        in outcome.stderr
     )
-    assert done.stderr.count("ended (status") <= 8
+    assert outcome.stderr.count("ended (status") <= 8
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
@@ -125,8 +127,8 @@ def test_an_error_of_every_row_is_reported_after_a_few_workers(
 def test_a_hanging_worker_is_ended_and_replaced(core_scene: injected.Scene, tmp_path: Path) -> None:
     _, protein = guilty_row(core_scene)
     fault = {"kind": "hang", "protein": protein, "marker": str(tmp_path / "struck")}
-    done = run(core_scene, tmp_path / "run", fault, silence_s=8.0)
-    assert done.returncode == 0, done.stderr
+    outcome = run(core_scene, tmp_path / "run", fault, silence_s=8.0)
+    assert outcome.returncode == 0, outcome.stderr
     assert (tmp_path / "struck").exists()
     assert injected.result_bytes(tmp_path / "run") == core_scene.reference
 
@@ -136,10 +138,10 @@ def test_a_model_that_gives_no_numbers_stops_the_run_and_is_named(
     core_scene: injected.Scene, tmp_path: Path
 ) -> None:
     _, protein = guilty_row(core_scene)
-    done = run(core_scene, tmp_path / "run", {"kind": "nan", "protein": protein})
-    assert done.returncode == 3
-    assert "/esm2: of " in done.stderr
-    assert "it gives NaN or infinity for" in done.stderr
+    outcome = run(core_scene, tmp_path / "run", {"kind": "nan", "protein": protein})
+    assert outcome.returncode == 3
+    assert "/esm2: of " in outcome.stderr
+    assert "it gives NaN or infinity for" in outcome.stderr
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
@@ -149,8 +151,8 @@ def test_one_death_by_a_passing_fault_sets_nothing_aside(
 ) -> None:
     _, protein = guilty_row(core_scene)
     fault = {"kind": "poison", "protein": protein, "marker": str(tmp_path / "struck")}
-    done = run(core_scene, tmp_path / "run", fault)
-    assert done.returncode == 0, done.stderr
+    outcome = run(core_scene, tmp_path / "run", fault)
+    assert outcome.returncode == 0, outcome.stderr
     assert injected.result_bytes(tmp_path / "run") == core_scene.reference
 
 
@@ -173,14 +175,14 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_after_space_is_made(
     ).returncode:
         pytest.skip("this machine does not let tests mount a disk")
     try:
-        done = run(core_scene, disk / "run", {})
-        assert done.returncode == 1, done.stderr
-        assert "shards and the result files need about" in done.stderr
-        assert "Traceback" not in done.stderr
+        outcome = run(core_scene, disk / "run", {})
+        assert outcome.returncode == 1, outcome.stderr
+        assert "shards and the result files need about" in outcome.stderr
+        assert "Traceback" not in outcome.stderr
         assert injected.committed(disk / "run") == 0
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        again = run(core_scene, disk / "run", {})
-        assert again.returncode == 0, again.stderr
+        second_outcome = run(core_scene, disk / "run", {})
+        assert second_outcome.returncode == 0, second_outcome.stderr
         assert injected.result_bytes(disk / "run") == core_scene.reference
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=False)

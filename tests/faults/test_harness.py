@@ -43,17 +43,21 @@ def test_a_file_that_differs_is_missing_or_left_over_is_seen(tmp_path: Path) -> 
     (tmp_path / "reads.tsv").write_text("read\tfate\n")
     (tmp_path / "summary.json").write_text('{"n_reads": 3, "wall_s": 1.0}')
     (tmp_path / "shards" / "plan.json").write_text("{}")
-    before = leaves(tmp_path)
+    files_before = leaves(tmp_path)
     (tmp_path / "summary.json").write_text('{"n_reads": 3, "wall_s": 2.0}')
     (tmp_path / "telemetry").mkdir()
     (tmp_path / "telemetry" / "telemetry_1.json").write_text("{}")
-    assert leaves(tmp_path) == before  # times may differ
+    assert leaves(tmp_path) == files_before  # times may differ
     (tmp_path / "summary.json").write_text('{"n_reads": 4, "wall_s": 2.0}')
     (tmp_path / ".reads.tsv.17.part").write_text("")
     (tmp_path / "reads.tsv").unlink()
-    after = leaves(tmp_path)
-    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    assert changed == {"summary.json", ".reads.tsv.17.part", "reads.tsv"}
+    files_after = leaves(tmp_path)
+    changed_names = {
+        name
+        for name in files_before.keys() | files_after.keys()
+        if files_before.get(name) != files_after.get(name)
+    }
+    assert changed_names == {"summary.json", ".reads.tsv.17.part", "reads.tsv"}
 
 
 def test_a_row_that_is_not_a_number_and_a_file_that_cannot_be_read_are_seen(tmp_path: Path) -> None:
@@ -70,15 +74,15 @@ def test_damage_changes_one_file(tmp_path: Path, how: str) -> None:
 
     (tmp_path / "run.json").write_text("{}" * 50)
     (tmp_path / "orfs.h5").write_text("store")
-    before = leaves(tmp_path) | {"run.json": (tmp_path / "run.json").read_text()}
+    files_before = leaves(tmp_path) | {"run.json": (tmp_path / "run.json").read_text()}
     assert damage(tmp_path, how, "record", random.Random(1)) == tmp_path / "run.json"
     assert damage(tmp_path, how, "viral", random.Random(1)) is None
-    left = (
+    files_left = (
         (tmp_path / "run.json").read_text(errors="replace")
         if (tmp_path / "run.json").exists()
         else None
     )
-    assert left != before["run.json"]
+    assert files_left != files_before["run.json"]
     assert (tmp_path / "orfs.h5").read_text() == "store"
 
 
@@ -99,19 +103,19 @@ def test_there_is_a_round_for_every_child_and_every_file() -> None:
 
 
 def test_a_round_that_cannot_be_played_here_is_not_run_and_never_good() -> None:
-    plan, other = Plan("disk", "out"), Plan("kill", "all")
-    played = [
+    plan, damage_plan = Plan("disk", "out"), Plan("kill", "all")
+    results = [
         Round(0, plan, not_run="no disk"),
-        Round(1, other),
-        Round(2, other, problems=["process left"]),
+        Round(1, damage_plan),
+        Round(2, damage_plan, problems=["process left"]),
     ]
-    assert [one.good for one in played] == [False, True, False]
-    told = table(played)
-    assert "1 of 2 rounds good" in told
-    assert "not run: predict: disk out, 1 times: no disk" in told
-    assert "| predict: kill all | 2 |" in told
-    assert "| predict: disk" not in told
-    assert "not run" in line(played[0])
+    assert [result.good for result in results] == [False, True, False]
+    text = table(results)
+    assert "1 of 2 rounds good" in text
+    assert "not run: predict: disk out, 1 times: no disk" in text
+    assert "| predict: kill all | 2 |" in text
+    assert "| predict: disk" not in text
+    assert "not run" in line(results[0])
 
 
 def test_jobs_have_cores_of_their_own_while_there_are_enough(
@@ -126,9 +130,9 @@ def test_jobs_have_cores_of_their_own_while_there_are_enough(
 
 
 def test_the_undisturbed_runs_that_rounds_need_are_known_before_they_begin() -> None:
-    wanted = works(plans())
-    assert {replace(plan.work, nodes=0) for plan in plans()} < wanted
-    assert {Work(threshold=1), Work("predict", "b"), Work("validate", "b")} < wanted
+    needed_works = works(plans())
+    assert {replace(plan.work, nodes=0) for plan in plans()} < needed_works
+    assert {Work(threshold=1), Work("predict", "b"), Work("validate", "b")} < needed_works
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
@@ -137,8 +141,8 @@ def test_the_undisturbed_runs_that_rounds_need_are_known_before_they_begin() -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["all", "worker", "staging"])
 def test_a_struck_run_ends_as_an_undisturbed_one(scene: Scene, whom: str) -> None:
-    played = play(0, scene, SEED, Plan("kill", whom, server="none"))
-    assert played.good, table([played])
+    result = play(0, scene, SEED, Plan("kill", whom, server="none"))
+    assert result.good, table([result])
 
 
 @pytest.mark.slow
@@ -154,24 +158,26 @@ def test_a_struck_run_ends_as_an_undisturbed_one(scene: Scene, whom: str) -> Non
 def test_damage_a_full_disk_and_a_second_run_do_not_change_results(
     scene: Scene, plan: Plan
 ) -> None:
-    played = play(1, scene, SEED, plan)
-    assert played.good, table([played])
+    result = play(1, scene, SEED, plan)
+    assert result.good, table([result])
 
 
 @pytest.mark.slow
 def test_rounds_are_played_side_by_side_and_one_whose_job_is_killed_is_bad(scene: Scene) -> None:
-    kinds, found = [Plan("kill", "all", server="none"), Plan("odd", "files", "predict-inbox")], []
-    for one in rounds(range(3), scene, SEED, kinds, 2, lambda: False):
-        if not found:
+    kinds, results = [Plan("kill", "all", server="none"), Plan("odd", "files", "predict-inbox")], []
+    for result in rounds(range(3), scene, SEED, kinds, 2, lambda: False):
+        if not results:
             for job in multiprocessing.active_children():
-                if job.name == f"job {1 - one.number % 2}":
+                if job.name == f"job {1 - result.number % 2}":
                     job.kill()
-        found.append(one)
-    assert sorted(one.number for one in found) == [0, 1, 2]
-    assert [one.number for one in found if any("its process ended" in p for p in one.problems)], (
-        table(found)
-    )
-    assert found[0].good, table(found)
+        results.append(result)
+    assert sorted(result.number for result in results) == [0, 1, 2]
+    assert [
+        result.number
+        for result in results
+        if any("its process ended" in p for p in result.problems)
+    ], table(results)
+    assert results[0].good, table(results)
 
 
 # --- with something taken out, rounds must fail -----------------------------------------------------------------------
@@ -192,7 +198,7 @@ def test_the_harness_reports_what_was_taken_out(
 ) -> None:
     mutant = replace(scene, mutant=taken_out)
     for number in range(8):
-        played = play(100 + number, mutant, SEED, plan)
-        if any(word in problem for problem in played.problems):
+        result = play(100 + number, mutant, SEED, plan)
+        if any(word in problem for problem in result.problems):
             return
-    pytest.fail(f"eight rounds with {taken_out} and nothing was reported: {played}")
+    pytest.fail(f"eight rounds with {taken_out} and nothing was reported: {result}")

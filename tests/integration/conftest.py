@@ -48,10 +48,10 @@ def prefect_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert address is not None
         copy = tmp_path_factory.mktemp("database") / "prefect.db"
         with (
-            closing(sqlite3.connect(str(address).partition("///")[2])) as there,
-            closing(sqlite3.connect(copy)) as here,
+            closing(sqlite3.connect(str(address).partition("///")[2])) as template_database,
+            closing(sqlite3.connect(copy)) as test_database,
         ):
-            there.backup(here)
+            template_database.backup(test_database)
         yield copy
 
 
@@ -72,9 +72,9 @@ def _prefects_own_sockets() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Within these tests the collector may come by earlier, too."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here):
+        if item.path.is_relative_to(folder):
             item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
             item.add_marker(
                 pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -89,13 +89,13 @@ def child_environment(
     url = PREFECT_API_URL.value()
     assert url is not None
     home = str(tmp_path_factory.mktemp("prefect-home"))
-    kept = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PREFECT_", "VIRNUC_"))
     }
     return {
-        **kept,
+        **environment,
         "PREFECT_API_URL": url,
         "PREFECT_HOME": home,
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",

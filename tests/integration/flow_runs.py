@@ -20,9 +20,9 @@ def run_of(state: State[Any]) -> UUID:
 
 def task_runs(state: State[Any]) -> dict[str, TaskRun]:
     """Task runs of a flow run by name."""
-    wanted = FlowRunFilter(id=FlowRunFilterId(any_=[run_of(state)]))
+    run_filter = FlowRunFilter(id=FlowRunFilterId(any_=[run_of(state)]))
     with get_client(sync_client=True) as client:
-        return {run.name: run for run in client.read_task_runs(flow_run_filter=wanted)}
+        return {run.name: run for run in client.read_task_runs(flow_run_filter=run_filter)}
 
 
 def message(run: TaskRun) -> str:

@@ -23,10 +23,10 @@ PATIENCE_S = 280
 def wait_for(truth: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
     """The first true answer of `truth`."""
     deadline = time.monotonic() + patience_s
-    while not (found := truth()):
+    while not (result := truth()):
         assert time.monotonic() < deadline, f"waited {patience_s} s for {what}"
         time.sleep(0.02)
-    return found
+    return result
 
 
 def committed(out: Path) -> int:
@@ -48,12 +48,12 @@ def own_server(home: Path, database: Path) -> dict[str, str]:
     """
     home.mkdir(exist_ok=True)
     shutil.copy(database, home / "prefect.db")
-    kept = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PREFECT_", "VIRNUC_"))
     }
-    return {**kept, "PREFECT_HOME": str(home)}
+    return {**environment, "PREFECT_HOME": str(home)}
 
 
 @contextmanager

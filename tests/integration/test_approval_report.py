@@ -20,16 +20,16 @@ def validated(
     tmp_path_factory: pytest.TempPathFactory, few_reads: Path, models: Path, prefect_backend: None
 ) -> dict[str, Any]:
     """Parameters of a validation that is computed already."""
-    out = tmp_path_factory.mktemp("approval") / "validation"
-    given = {
+    out_dir = tmp_path_factory.mktemp("approval") / "validation"
+    arguments = {
         "reads": [str(few_reads)],
-        "out": out,
+        "out": out_dir,
         "models": models,
         "devices": "cpu:1",
         "profile": "ci-smoke",
     }
-    validate(**given)
-    return given
+    validate(**arguments)
+    return arguments
 
 
 @pytest.fixture(autouse=True)
@@ -40,22 +40,23 @@ def _asked_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_an_answer_the_report_says_pending_and_a_repetition_computes_nothing(
     validated: dict[str, Any],
 ) -> None:
-    out: Path = validated["out"]
+    output_dir: Path = validated["out"]
     state = validate(**validated, approval=True, approval_timeout_s=1, return_state=True)
     assert state.is_completed(), state.message
     assert (state.message or "").endswith(
         "nothing had to be computed; pending by nobody (time-out)"
     )
-    assert json.loads((out / "report" / "approval.json").read_text())["verdict"] == "pending"
-    assert "pending by nobody (time-out)" in (out / "report" / "report.txt").read_text()
+    assert json.loads((output_dir / "report" / "approval.json").read_text())["verdict"] == "pending"
+    assert "pending by nobody (time-out)" in (output_dir / "report" / "report.txt").read_text()
     assert (
-        json.loads((out / "report" / "report.json").read_text())["approval"]["verdict"] == "pending"
+        json.loads((output_dir / "report" / "report.json").read_text())["approval"]["verdict"]
+        == "pending"
     )
-    assert verify_report(out).ok
+    assert verify_report(output_dir).ok
 
-    again = validate(**validated, return_state=True)
-    assert (again.message or "").endswith("; nothing had to be computed")
-    assert verify_report(out).ok
+    second_state = validate(**validated, return_state=True)
+    assert (second_state.message or "").endswith("; nothing had to be computed")
+    assert verify_report(output_dir).ok
 
 
 @pytest.mark.parametrize(("fails", "kind"), [(True, "FAILED"), (False, "COMPLETED")])

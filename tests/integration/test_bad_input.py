@@ -35,8 +35,8 @@ class Virnuc:
     def refuses(self, code: int, *words: object) -> str:
         """The only line that the command writes."""
         exit_code = cli.main([str(word) for word in words])
-        printed = self._capsys.readouterr()
-        return only_line(exit_code, printed.out, printed.err, code)
+        output = self._capsys.readouterr()
+        return only_line(exit_code, output.out, output.err, code)
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def write_file(folder: Path, name: str, data: bytes = FASTA) -> Path:
 
 
 def cut_short(folder: Path) -> Path:
-    whole = simulate(
+    simulation = simulate(
         SimulateSpec(reads=200, seed=1), folder / "whole.fastq.gz"
     ).reads_file.read_bytes()
-    return write_file(folder, "cut.fastq.gz", whole[: len(whole) // 2])
+    return write_file(folder, "cut.fastq.gz", simulation[: len(simulation) // 2])
 
 
 BAD_READS: dict[str, tuple[MakeReads, str]] = {
@@ -111,10 +111,10 @@ BAD_READS: dict[str, tuple[MakeReads, str]] = {
 def test_reads_that_cannot_be_used(
     make: MakeReads, message: str, tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
-    out = tmp_path / "out"
-    words = ["predict", make(tmp_path), "-o", out, "--models", models, "--devices", "cpu:1"]
+    out_dir = tmp_path / "out"
+    words = ["predict", make(tmp_path), "-o", out_dir, "--models", models, "--devices", "cpu:1"]
     assert message in virnuc.refuses(2, *words)
-    assert not out.exists()
+    assert not out_dir.exists()
 
 
 def contents(root: Path) -> dict[Path, bytes]:
@@ -128,19 +128,19 @@ def contents(root: Path) -> dict[Path, bytes]:
 def test_a_directory_with_files_of_others_under_our_names(
     name: str, force: tuple[str, ...], tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
-    out = tmp_path / "theirs"
-    (out / name).parent.mkdir(parents=True, exist_ok=True)
-    write_file(out, name, b"precious")
-    before = contents(tmp_path)
+    out_dir = tmp_path / "theirs"
+    (out_dir / name).parent.mkdir(parents=True, exist_ok=True)
+    write_file(out_dir, name, b"precious")
+    files_before = contents(tmp_path)
     reads = write_file(tmp_path, "a.fa")
     message = virnuc.refuses(
-        2, "predict", reads, "-o", out, "--models", models, "--devices", "cpu:1", *force
+        2, "predict", reads, "-o", out_dir, "--models", models, "--devices", "cpu:1", *force
     )
     assert (
         f"theirs was not made by virnuc, and {name} would be overwritten; choose another directory"
         in message
     )
-    assert contents(out) == before
+    assert contents(out_dir) == files_before
 
 
 @pytest.mark.parametrize(
@@ -149,16 +149,16 @@ def test_a_directory_with_files_of_others_under_our_names(
 def test_an_input_that_lies_where_an_output_would(
     words: tuple[str, ...], tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
-    out = tmp_path / "f"
-    reads = write_file(out, "viral.fasta.gz", gzip.compress(FASTA))
-    write_file(out, ".virnuc", b'{"product": "virnuc"}')
-    before = contents(tmp_path)
-    for given in (reads, out):
+    out_dir = tmp_path / "f"
+    reads = write_file(out_dir, "viral.fasta.gz", gzip.compress(FASTA))
+    write_file(out_dir, ".virnuc", b'{"product": "virnuc"}')
+    files_before = contents(tmp_path)
+    for path in (reads, out_dir):
         message = virnuc.refuses(
-            2, *words, given, "-o", out, "--models", models, "--devices", "cpu:1"
+            2, *words, path, "-o", out_dir, "--models", models, "--devices", "cpu:1"
         )
         assert "viral.fasta.gz is read, and would be overwritten" in message
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == files_before
 
 
 def test_places_that_are_no_output_directory(
@@ -171,12 +171,12 @@ def test_places_that_are_no_output_directory(
     reads = write_file(tmp_path, "a.fa")
     monkeypatch.chdir(work)
     monkeypatch.setenv("HOME", str(home))
-    given = ("predict", reads, "--models", models, "--devices", "cpu:1", "-o")
-    assert "your home directory" in virnuc.refuses(2, *given, home)
-    assert "the root directory" in virnuc.refuses(2, *given, "/")
-    assert "holds the models directory" in virnuc.refuses(2, *given, models)
-    assert "holds the models directory" in virnuc.refuses(2, *given, models.parent)
-    assert "the working directory, where --force" in virnuc.refuses(2, *given, ".", "--force")
+    words = ("predict", reads, "--models", models, "--devices", "cpu:1", "-o")
+    assert "your home directory" in virnuc.refuses(2, *words, home)
+    assert "the root directory" in virnuc.refuses(2, *words, "/")
+    assert "holds the models directory" in virnuc.refuses(2, *words, models)
+    assert "holds the models directory" in virnuc.refuses(2, *words, models.parent)
+    assert "the working directory, where --force" in virnuc.refuses(2, *words, ".", "--force")
     assert [*home.iterdir(), *work.iterdir()] == []
 
 
@@ -223,22 +223,22 @@ BAD_MODELS: dict[str, tuple[Spoil, str]] = {
 def test_weights_that_cannot_be_used(
     spoil: Spoil, message: str, tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
-    copied = tmp_path / "models"
-    out = tmp_path / "out"
-    shutil.copytree(models, copied)
-    spoil(copied)
+    damaged_models = tmp_path / "models"
+    out_dir = tmp_path / "out"
+    shutil.copytree(models, damaged_models)
+    spoil(damaged_models)
     words = [
         "predict",
         write_file(tmp_path, "r.fa"),
         "-o",
-        out,
+        out_dir,
         "--models",
-        copied,
+        damaged_models,
         "--devices",
         "cpu:1",
     ]
     assert message in virnuc.refuses(3, *words)
-    assert not out.exists()
+    assert not out_dir.exists()
 
 
 BAD_SETTINGS: dict[str, tuple[tuple[str, ...], int]] = {
@@ -280,22 +280,22 @@ def test_settings_that_cannot_run(
 
 
 def test_as_a_process_it_is_one_line_too(tmp_path: Path, models: Path) -> None:
-    copied = tmp_path / "models"
-    out = tmp_path / "out"
-    shutil.copytree(models, copied)
-    os.truncate(copied / "esm2" / "model.safetensors", 200_000)
+    damaged_models = tmp_path / "models"
+    out_dir = tmp_path / "out"
+    shutil.copytree(models, damaged_models)
+    os.truncate(damaged_models / "esm2" / "model.safetensors", 200_000)
     write_file(tmp_path, "r.fa")
     words = [
         "predict",
         str(tmp_path / "r.fa"),
         "-o",
-        str(out),
+        str(out_dir),
         "--models",
-        str(copied),
+        str(damaged_models),
         "--devices",
         "cpu:1",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "virnuc.flows.cli", *words],
         capture_output=True,
         text=True,
@@ -306,8 +306,8 @@ def test_as_a_process_it_is_one_line_too(tmp_path: Path, models: Path) -> None:
             "PREFECT_API_URL": "http://127.0.0.1:9",
         },  # a flow would fail otherwise, and later
     )
-    only_line(done.returncode, done.stdout, done.stderr, 3)
-    assert not out.exists()
+    only_line(process.returncode, process.stdout, process.stderr, 3)
+    assert not out_dir.exists()
 
 
 @pytest.mark.parametrize("command", ["validate", "train", "scale"])
@@ -320,85 +320,95 @@ def test_every_flow_looks_before_it_starts(
         "scale": [],
     }
     reads = write_file(tmp_path, "notes.txt", b"dear diary\n")
-    out = tmp_path / "out"
+    out_dir = tmp_path / "out"
     named_reads = [reads] if command == "train" else ["--reads", reads]
-    words = [command, *named_reads, "-o", out, "--models", models, "--devices", "cpu:1"]
+    words = [command, *named_reads, "-o", out_dir, "--models", models, "--devices", "cpu:1"]
     options = options_of_command[command]
     assert "notes.txt: this is neither" in virnuc.refuses(2, *words, *options)
-    assert not out.exists()
+    assert not out_dir.exists()
 
 
 def test_an_inbox_looks_at_its_weights_before_it_starts(
     tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
-    copied = tmp_path / "models"
-    out = tmp_path / "out"
-    shutil.copytree(models, copied)
-    os.truncate(copied / "head" / "model.safetensors", 500)
+    damaged_models = tmp_path / "models"
+    out_dir = tmp_path / "out"
+    shutil.copytree(models, damaged_models)
+    os.truncate(damaged_models / "head" / "model.safetensors", 500)
     inbox = write_file(tmp_path, "in/r.fa").parent
-    words = ["predict-inbox", "--inbox", inbox, "-o", out, "--models", copied, "--devices", "cpu:1"]
+    words = [
+        "predict-inbox",
+        "--inbox",
+        inbox,
+        "-o",
+        out_dir,
+        "--models",
+        damaged_models,
+        "--devices",
+        "cpu:1",
+    ]
     assert "head/model.safetensors" in virnuc.refuses(3, *words)
-    assert not out.exists()
+    assert not out_dir.exists()
 
 
 def test_an_inbox_that_is_no_folder_and_a_missing_table_of_origins(
     tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
-    given = ["-o", tmp_path / "out", "--models", models, "--devices", "cpu:1"]
+    words = ["-o", tmp_path / "out", "--models", models, "--devices", "cpu:1"]
     assert "no such folder" in virnuc.refuses(
-        2, "predict-inbox", "--inbox", tmp_path / "absent", *given
+        2, "predict-inbox", "--inbox", tmp_path / "absent", *words
     )
-    assert "inside the inbox" in virnuc.refuses(2, "predict-inbox", "--inbox", tmp_path, *given)
+    assert "inside the inbox" in virnuc.refuses(2, "predict-inbox", "--inbox", tmp_path, *words)
     reads = write_file(tmp_path, "r.fa")
     assert "truth.tsv" in virnuc.refuses(
-        2, "train", reads, "--truth", tmp_path / "truth.tsv", *given
+        2, "train", reads, "--truth", tmp_path / "truth.tsv", *words
     )
     assert not (tmp_path / "out").exists()
 
 
 def test_an_output_that_cannot_be_written(tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
     reads = write_file(tmp_path, "r.fa")
-    given = ["--models", models, "--devices", "cpu:1"]
-    assert "/proc" in virnuc.refuses(2, "predict", reads, "-o", "/proc/virnuc/out", *given)
-    assert "is a file" in virnuc.refuses(2, "predict", reads, "-o", reads / "out", *given)
+    words = ["--models", models, "--devices", "cpu:1"]
+    assert "/proc" in virnuc.refuses(2, "predict", reads, "-o", "/proc/virnuc/out", *words)
+    assert "is a file" in virnuc.refuses(2, "predict", reads, "-o", reads / "out", *words)
 
 
 def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
     reads = write_file(tmp_path, "r.fa")
-    out = tmp_path / "out"
-    settings = PredictSettings(reads=(str(reads),), out=out, models=models, devices="cpu:1")
+    out_dir = tmp_path / "out"
+    settings = PredictSettings(reads=(str(reads),), out=out_dir, models=models, devices="cpu:1")
     for was_there in (False, True):
         preflight.preflight(settings)
         entries = {entry.name for entry in tmp_path.iterdir()}
         assert entries - {"out"} == {"r.fa"}
-        assert out.exists() is was_there
-        out.mkdir(exist_ok=True)
-    assert list(out.iterdir()) == []
+        assert out_dir.exists() is was_there
+        out_dir.mkdir(exist_ok=True)
+    assert list(out_dir.iterdir()) == []
 
 
 def test_a_calibration_of_other_weights_is_refused_before_reads_are_staged(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied = tmp_path / "models"
-    out = tmp_path / "out"
-    shutil.copytree(models, copied)
+    other_models = tmp_path / "models"
+    out_dir = tmp_path / "out"
+    shutil.copytree(models, other_models)
     reads = tmp_path / "reads.fasta"
     simulate(SimulateSpec(reads=400, seed=3), reads)
-    quantise(copied, str(reads), torch.device("cpu"))
+    quantise(other_models, str(reads), torch.device("cpu"))
     monkeypatch.setattr(
         "virnuc_core.engine.devices.resolve_engine", lambda engine, kind: engine
     )  # as on a GPU
-    given = {"reads": (str(reads),), "models": copied, "devices": "cpu:1"}
-    settings = PredictSettings(out=out, precision="int8", **given)
+    arguments = {"reads": (str(reads),), "models": other_models, "devices": "cpu:1"}
+    settings = PredictSettings(out=out_dir, precision="int8", **arguments)
     preflight.preflight(settings)
-    config = copied / "esm2" / "config.json"
+    config = other_models / "esm2" / "config.json"
     config.write_text(config.read_text().replace('"origin": "', '"origin": "another '))
     with pytest.raises(
         WeightsError,
         match="made for other weights of ESM-2; make it anew with virnuc models quantize",
     ):
         preflight.preflight(settings)
-    assert not out.exists()
+    assert not out_dir.exists()
 
 
 def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse(
@@ -407,10 +417,10 @@ def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse
     good, empty = write_file(tmp_path, "good.fa"), write_file(tmp_path, "empty.fa", b"")
     preflight.count_rows((str(good), str(empty)), "stop")
     preflight.count_rows((str(empty),), "stop", are_all=False)  # the others are fetched later
-    broken = write_file(tmp_path, "broken.fastq", b"@r1\nACGT\n+\nII\n")
-    preflight.count_rows((str(broken),), "skip")
+    broken_file = write_file(tmp_path, "broken.fastq", b"@r1\nACGT\n+\nII\n")
+    preflight.count_rows((str(broken_file),), "skip")
     with pytest.raises(InputError, match=r"broken\.fastq:1"):
-        preflight.count_rows((str(broken),), "stop")
+        preflight.count_rows((str(broken_file),), "stop")
 
 
 @pytest.mark.timeout(20)
@@ -424,19 +434,19 @@ def test_only_the_beginning_of_a_file_is_read(
 ) -> None:
     from virnuc_core.reads.sources import Source
 
-    drawn = 0
-    read = Source.read
+    num_bytes = 0
+    original_read = Source.read
 
     def counted(self: Source, size: int) -> bytes:
-        nonlocal drawn
-        data = read(self, size)
-        drawn += len(data)
+        nonlocal num_bytes
+        data = original_read(self, size)
+        num_bytes += len(data)
         return data
 
     monkeypatch.setattr(Source, "read", counted)
     big = write_file(tmp_path, "big.fa", FASTA * 400_000)
     preflight.count_rows((str(big),), "stop")
-    assert 0 < drawn < big.stat().st_size / 4
+    assert 0 < num_bytes < big.stat().st_size / 4
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,19 +462,19 @@ def test_samples_that_cannot_be_told_apart_are_refused(
     tmp_path: Path, models: Path, virnuc: Virnuc
 ) -> None:
     sheet = tmp_path / "sheet.csv"
-    given = ["--models", models, "--devices", "cpu:1", "-o", tmp_path / "out"]
+    words = ["--models", models, "--devices", "cpu:1", "-o", tmp_path / "out"]
     sheet.write_text("sample,fastq_1,fastq_2\na/b,a.fq,\n")
     assert "sheet.csv:2: sample 'a/b': not the name" in virnuc.refuses(
-        2, "predict", "--samples", sheet, *given
+        2, "predict", "--samples", sheet, *words
     )
     sheet.write_text(f"sample,fastq_1,fastq_2\na,a.fq,\nb,{'b' * 140_000},\n")
     assert "sheet.csv:3: field larger than field limit" in virnuc.refuses(
-        2, "predict", "--samples", sheet, *given
+        2, "predict", "--samples", sheet, *words
     )
     reads = write_file(tmp_path, "r.fa")
-    assert "names all reads" in virnuc.refuses(2, "predict", reads, "--samples", sheet, *given)
-    assert "reads: none are named" in virnuc.refuses(2, "predict", "--sample-from", "name", *given)
+    assert "names all reads" in virnuc.refuses(2, "predict", reads, "--samples", sheet, *words)
+    assert "reads: none are named" in virnuc.refuses(2, "predict", "--sample-from", "name", *words)
     assert "not a BAM, CRAM or SAM" in virnuc.refuses(
-        2, "predict", reads, "--sample-from", "read-group", *given
+        2, "predict", reads, "--sample-from", "read-group", *words
     )
     assert not (tmp_path / "out").exists()

@@ -33,29 +33,32 @@ def devices(folder: Path) -> set[str]:
 def test_a_validation_on_two_nodes_is_judged_like_any_other(
     tmp_path: Path, few_reads: Path, models: Path
 ) -> None:
-    out = tmp_path / "validation"
-    given: dict[str, Any] = {
+    out_dir = tmp_path / "validation"
+    arguments: dict[str, Any] = {
         "reads": [str(few_reads)],
-        "out": out,
+        "out": out_dir,
         "models": models,
         "profile": "ci-smoke",
     }
-    given |= {"devices": "cpu", "cluster": "local:2"}
+    arguments |= {"devices": "cpu", "cluster": "local:2"}
     with pytest.raises(ConfigError, match="tune_rounds"):
-        validate(**given, tune_rounds=1)
-    state = validate(**given, return_state=True)
+        validate(**arguments, tune_rounds=1)
+    state = validate(**arguments, return_state=True)
     assert (state.message or "").startswith("1 of 1 asked criteria met")
-    assert {name.partition("@")[2] for name in devices(out / "devices-2")} == {"local-0", "local-1"}
-    assert devices(out / "devices-1") < devices(out / "devices-2")
-    report = read_report(out / "report" / "report.json")
+    assert {name.partition("@")[2] for name in devices(out_dir / "devices-2")} == {
+        "local-0",
+        "local-1",
+    }
+    assert devices(out_dir / "devices-1") < devices(out_dir / "devices-2")
+    report = read_report(out_dir / "report" / "report.json")
     assert [check.verdict for check in report.checks if check.id == "same_bytes"] == ["pass"]
-    assert verify_report(out).ok
+    assert verify_report(out_dir).ok
     table = Artifact.get(host_key("devices-few-cpu-2"))
     assert table is not None
     rows = json.loads(str(table.data))
     assert {row["node"] for row in rows} <= {"local-0", "local-1"}
     assert sum(int(row["shards"]) for row in rows) == len(
-        [*(out / "devices-2" / "shards").glob("0*.h5")]
+        [*(out_dir / "devices-2" / "shards").glob("0*.h5")]
     )
 
 
@@ -66,18 +69,23 @@ def test_scaling_goes_node_by_node_without_a_device_here(
         raise DeviceError("no such device")
 
     monkeypatch.setattr("virnuc.flows.machines.resolve", none_here)
-    out = tmp_path / "curve"
-    given: dict[str, Any] = {
+    out_dir = tmp_path / "curve"
+    arguments: dict[str, Any] = {
         "reads": [str(few_reads)],
-        "out": out,
+        "out": out_dir,
         "models": models,
         "devices": "cpu:2",
     }
-    given |= {"cluster": "local:2", "transfer": True}
-    scale(**given, return_state=True)
-    assert len(devices(out / "devices-1")) == 1
-    assert {name.partition("@")[2] for name in devices(out / "devices-2")} == {"local-0"}
-    assert {name.partition("@")[2] for name in devices(out / "devices-4")} == {"local-0", "local-1"}
-    report = read_report(out / "report" / "report.json")
-    assert any("this machine has no device as the nodes have" in one for one in report.warnings)
-    assert verify_report(out).ok
+    arguments |= {"cluster": "local:2", "transfer": True}
+    scale(**arguments, return_state=True)
+    assert len(devices(out_dir / "devices-1")) == 1
+    assert {name.partition("@")[2] for name in devices(out_dir / "devices-2")} == {"local-0"}
+    assert {name.partition("@")[2] for name in devices(out_dir / "devices-4")} == {
+        "local-0",
+        "local-1",
+    }
+    report = read_report(out_dir / "report" / "report.json")
+    assert any(
+        "this machine has no device as the nodes have" in warning for warning in report.warnings
+    )
+    assert verify_report(out_dir).ok

@@ -58,15 +58,15 @@ def run_inside(capsys: pytest.CaptureFixture[str], *words: object) -> Outcome:
         code = cli.main([str(word) for word in words])
     except SystemExit as end:
         code = int(end.code or 0)
-    printed = capsys.readouterr()
-    return Outcome(code, printed.out, printed.err)
+    output = capsys.readouterr()
+    return Outcome(code, output.out, output.err)
 
 
 def test_the_program_explains_itself() -> None:
-    completed = virnuc("--help")
-    assert (completed.returncode, completed.stderr) == (0, "")
+    process = virnuc("--help")
+    assert (process.returncode, process.stderr) == (0, "")
     for name in COMMAND_NAMES:
-        assert f"  {name}: " in completed.stdout
+        assert f"  {name}: " in process.stdout
 
 
 def test_help_and_wrong_options_import_neither_torch_nor_prefect() -> None:
@@ -77,8 +77,8 @@ def test_help_and_wrong_options_import_neither_torch_nor_prefect() -> None:
         "    main(words)\n"
         "sys.exit(bool({'torch', 'prefect', 'pandas', 'matplotlib'} & set(sys.modules)))\n"
     )
-    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
-    assert completed.returncode == 0
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("name", sorted(COMMAND_NAMES))
@@ -154,14 +154,14 @@ def reads_file(folder: Path, name: str, data: bytes) -> Path:
 def test_predict_says_what_it_found_and_nothing_alarming(
     tmp_path: Path, reads: Path, models: Path, child_environment: dict[str, str]
 ) -> None:
-    out = tmp_path / "out"
-    words = ["predict", reads, "-o", out, "--models", models, "--devices", "cpu:1"]
-    completed = virnuc(*words, environment=child_environment)
-    assert completed.returncode == 0, completed.stderr
-    assert "of 300 reads are viral" in completed.stdout
-    assert "Total wall time" in completed.stderr
+    out_dir = tmp_path / "out"
+    words = ["predict", reads, "-o", out_dir, "--models", models, "--devices", "cpu:1"]
+    process = virnuc(*words, environment=child_environment)
+    assert process.returncode == 0, process.stderr
+    assert "of 300 reads are viral" in process.stdout
+    assert "Total wall time" in process.stderr
     for alarming in ("Traceback", "WARNING", "ERROR", "prefect"):
-        assert alarming not in completed.stderr
+        assert alarming not in process.stderr
 
 
 def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
@@ -233,7 +233,7 @@ def test_a_failed_criterion_is_5_and_the_report_is_printed(
         'name = "impossible"\ntitle = "Nobody meets this"\ndevice_names = [""]\n[baseline]\nname = "vanilla"\n'
         'reads = 50\n[targets]\none_device_seconds = { op = "<", value = 0.001 }\n'
     )
-    out = tmp_path / "validation"
+    out_dir = tmp_path / "validation"
     words = (
         "--profile",
         profile,
@@ -244,29 +244,31 @@ def test_a_failed_criterion_is_5_and_the_report_is_printed(
         "--devices",
         "cpu:1",
         "-o",
-        out,
+        out_dir,
     )
     outcome = run_inside(capsys, "validate", *words)
     assert outcome.code == 5, outcome.err
     assert "OVERALL: 0 of 1 asked criteria met" in outcome.out
     assert "not met: Time on one device" in outcome.out
-    assert run_inside(capsys, "verify", out).code == 0
-    report = json.loads((out / "report" / "report.json").read_text())
+    assert run_inside(capsys, "verify", out_dir).code == 0
+    report = json.loads((out_dir / "report" / "report.json").read_text())
     report["run"]["total_s"] = 0.0005
-    (out / "report" / "report.json").write_text(json.dumps(report))
-    assert run_inside(capsys, "verify", out).code == 1
+    (out_dir / "report" / "report.json").write_text(json.dumps(report))
+    assert run_inside(capsys, "verify", out_dir).code == 1
 
-    words = (sys.executable, "-m", "virnuc.flows.cli", "report", str(out), "--serve")
+    words = (sys.executable, "-m", "virnuc.flows.cli", "report", str(out_dir), "--serve")
     with subprocess.Popen(
         words, cwd=ROOT, env=child_environment, stdout=subprocess.PIPE, text=True
-    ) as shown:
-        assert shown.stdout is not None
+    ) as output:
+        assert output.stdout is not None
         address = next(
-            line.split()[0] for line in shown.stdout if line.startswith("http://127.0.0.1:")
+            line.split()[0] for line in output.stdout if line.startswith("http://127.0.0.1:")
         )
-        assert httpx.get(address, timeout=30).text == (out / "report" / "report.html").read_text()
-        shown.send_signal(signal.SIGINT)
-    assert shown.returncode == 0
+        assert (
+            httpx.get(address, timeout=30).text == (out_dir / "report" / "report.html").read_text()
+        )
+        output.send_signal(signal.SIGINT)
+    assert output.returncode == 0
 
 
 def test_compare_tells_agreement_by_its_exit_code(
@@ -342,9 +344,9 @@ def test_a_run_scored_again_with_another_threshold(
 ) -> None:
     from virnuc.flows.predict import predict
 
-    out = tmp_path / "out"
-    predict(reads=[str(few_reads)], out=out, models=models, devices="cpu:1")
-    words = ("rescore", out, "-o", tmp_path / "strict", "--threshold")
+    out_dir = tmp_path / "out"
+    predict(reads=[str(few_reads)], out=out_dir, models=models, devices="cpu:1")
+    words = ("rescore", out_dir, "-o", tmp_path / "strict", "--threshold")
     outcome = run_inside(capsys, *words, "1")
     assert outcome.code == 0, outcome.err
     assert run_inside(capsys, *words, "2").code == 2

@@ -61,7 +61,7 @@ def test_a_sound_machine_is_said_to_be(
     tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert doctor(out=tmp_path, models=models, devices="cpu:1") == 0
-    *lines, _, last = capsys.readouterr().out.splitlines()
+    *lines, _, last_line = capsys.readouterr().out.splitlines()
     details = {}
     for line in lines:
         verdict, _, check = line.partition("  ")
@@ -71,7 +71,7 @@ def test_a_sound_machine_is_said_to_be(
     assert {"file locks", "commits", "Prefect server", "weights"} <= set(details)
     (compute,) = [name for name in details if name.startswith("compute cpu-core-")]
     assert "equals the float32 reference" in details[compute]
-    assert last.startswith("This machine is sound: 0 failed")
+    assert last_line.startswith("This machine is sound: 0 failed")
 
 
 def test_what_is_wrong_is_named_one_line_a_check(
@@ -79,14 +79,14 @@ def test_what_is_wrong_is_named_one_line_a_check(
 ) -> None:
     with temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}):
         assert doctor(out=tmp_path, models=tmp_path / "absent", compute=False) == 1
-    printed = capsys.readouterr()
-    lines = printed.out.splitlines()
+    output = capsys.readouterr()
+    lines = output.out.splitlines()
     server, weights = [line for line in lines if line.startswith("FAIL")]
     assert server.startswith("FAIL  Prefect server: http://127.0.0.1:9/api does not answer")
     assert weights.startswith("FAIL  weights: ")
     assert "absent" in weights
     assert lines[-1].startswith("This machine is not sound: 2 failed")
-    assert printed.err == ""
+    assert output.err == ""
 
 
 def test_packages_that_are_compiled_at_each_start_are_a_warning(

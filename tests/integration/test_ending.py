@@ -38,10 +38,10 @@ class Run:
     log: Path
 
     def commands(self) -> str:
-        return "\n".join(" ".join(one.cmdline()) for one in self.family)
+        return "\n".join(" ".join(process.cmdline()) for process in self.family)
 
     def worker(self) -> psutil.Process:
-        return next(one for one in self.family if WORKER in one.cmdline())
+        return next(process for process in self.family if WORKER in process.cmdline())
 
     def ends(self) -> int:
         """The exit code, once neither it nor anything it started runs."""
@@ -54,18 +54,27 @@ class Run:
 @contextmanager
 def running(folder: Path, reads: Path, models: Path, environment: dict[str, str]) -> Iterator[Run]:
     """The command, once it has committed two shards; whatever is left of it is killed afterwards."""
-    out, log = folder / "run", folder / "log"
-    words = ("predict", str(reads), "-o", str(out), "--models", str(models), "--devices", "cpu:1")
+    out_dir, log = folder / "run", folder / "log"
+    words = (
+        "predict",
+        str(reads),
+        "-o",
+        str(out_dir),
+        "--models",
+        str(models),
+        "--devices",
+        "cpu:1",
+    )
     sizes = [
         word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))
     ]
     with background((*VIRNUC, *words, *sizes), environment, log) as process:
-        wait_for(lambda: committed(out) >= 2 or process.poll() is not None, "two shards")
+        wait_for(lambda: committed(out_dir) >= 2 or process.poll() is not None, "two shards")
         assert process.poll() is None, log.read_text()
         itself = psutil.Process(process.pid)
         family = [itself, *itself.children(recursive=True)]
         try:
-            yield Run(process, family, out, log)
+            yield Run(process, family, out_dir, log)
         finally:
             for one in family:
                 if one.is_running():
@@ -82,9 +91,9 @@ def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, some_reads: Path, models: Path, prefect_backend: None
 ) -> str:
     """Digest of the results of a run nobody disturbed, on two cores."""
-    out = tmp_path_factory.mktemp("undisturbed") / "run"
-    predict(reads=[str(some_reads)], out=out, models=models, devices="cpu:2", **SIZES)
-    return digest(out)
+    out_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    predict(reads=[str(some_reads)], out=out_dir, models=models, devices="cpu:2", **SIZES)
+    return digest(out_dir)
 
 
 @pytest.mark.slow
@@ -125,11 +134,11 @@ def test_a_killed_run_leaves_no_process_and_goes_on_later_on_other_devices(
         assert WORKER in run.commands()
         run.process.kill()
         assert run.ends() == -signal.SIGKILL
-    before = {path: path.stat().st_mtime_ns for path in (run.out / "shards").glob("*.h5")}
+    times_before = {path: path.stat().st_mtime_ns for path in (run.out / "shards").glob("*.h5")}
     predict(reads=[str(some_reads)], out=run.out, models=models, devices="cpu:2", **SIZES)
     assert {
-        path: path.stat().st_mtime_ns for path in before
-    } == before  # what was committed was not computed again
+        path: path.stat().st_mtime_ns for path in times_before
+    } == times_before  # what was committed was not computed again
     assert digest(run.out) == undisturbed
 
 
@@ -148,9 +157,9 @@ def test_a_killed_worker_is_replaced_and_the_flow_goes_on(
 
 
 def flow_run_of(name: str) -> FlowRun:
-    wanted = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+    run_filter = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
     with get_client(sync_client=True) as client:
-        runs = client.read_flow_runs(flow_run_filter=wanted)
+        runs = client.read_flow_runs(flow_run_filter=run_filter)
     alive = [run for run in runs if run.state is not None and run.state.is_running()]
     assert len(alive) == 1
     return alive[0]

@@ -23,13 +23,13 @@ pytestmark = pytest.mark.usefixtures("prefect_backend")
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     """What is sent about verdicts: payload by event."""
-    sent: dict[str, dict[str, Any]] = {}
+    sent_events: dict[str, dict[str, Any]] = {}
 
     def emit(event: str, _resource: str, _name: str, payload: dict[str, Any]) -> None:
-        sent[event] = payload
+        sent_events[event] = payload
 
     monkeypatch.setattr("virnuc.tasks.report.emit", emit)
-    return sent
+    return sent_events
 
 
 def write_profile(path: Path, targets: str, *, bands: str = "", names: str = '""') -> str:
@@ -53,7 +53,7 @@ def test_nothing_judged_is_no_success(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     foreign = write_profile(tmp_path / "foreign.toml", AGREEMENT + QUICK, names='"RTX 4090"')
-    given = [
+    words = [
         "--reads",
         few_reads,
         "--models",
@@ -63,16 +63,16 @@ def test_nothing_judged_is_no_success(
         "--out",
         tmp_path / "out",
     ]
-    assert main(["validate", "--profile", foreign, *map(str, given)]) == 7
-    said = capsys.readouterr().out
-    assert "OVERALL: 1 of 2 asked criteria met\n" in said
-    assert "\nnot judged here: Time on one device; 1 of 2 asked criteria met\n" in said
+    assert main(["validate", "--profile", foreign, *map(str, words)]) == 7
+    output = capsys.readouterr().out
+    assert "OVERALL: 1 of 2 asked criteria met\n" in output
+    assert "\nnot judged here: Time on one device; 1 of 2 asked criteria met\n" in output
     assert {event for event in events if event.startswith("validation")} == {
         "validation.not-judged"
     }
-    met = write_profile(tmp_path / "met.toml", AGREEMENT)
+    passing_profile = write_profile(tmp_path / "met.toml", AGREEMENT)
     assert (
-        main(["validate", "--profile", met, *map(str, given)]) == 0
+        main(["validate", "--profile", passing_profile, *map(str, words)]) == 0
     )  # the same runs, judged by another profile
     assert "OVERALL: ALL CRITERIA MET: 1 of 1 asked criteria met\n" in capsys.readouterr().out
     assert events["validation.passed"]["asked"] == 1
@@ -83,25 +83,25 @@ def test_each_forced_run_is_a_line_of_history_and_a_regression_fails(
     tmp_path: Path, few_reads: Path, models: Path, events: dict[str, Any]
 ) -> None:
     history = tmp_path / "virnuc-history.jsonl"
-    given = {
+    arguments = {
         "reads": [str(few_reads)],
         "out": tmp_path / "out",
         "models": models,
         "devices": "cpu:1",
     }
-    given |= {
+    arguments |= {
         "profile": write_profile(tmp_path / "nightly.toml", AGREEMENT),
         "force": True,
         "fail_on_criteria": False,
     }
     for count in (1, 2):
-        validate(**given, return_state=True)
+        validate(**arguments, return_state=True)
         assert len(read_history(history)) == count
     lines = [json.loads(line) for line in history.read_text(encoding="utf-8").splitlines()]
     assert len({line["created"] for line in lines}) == 2
     lines[-1] |= {"total_s": lines[-1]["total_s"] / 100}  # as if it had been much faster
     history.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    state = validate(**given, return_state=True)
+    state = validate(**arguments, return_state=True)
     assert (state.type.value, state.name) == ("COMPLETED", "Criteria not met")
     assert "not met: regression (over 10 % worse in " in (state.message or "")
     assert "total_s)" in (state.message or "")
@@ -119,27 +119,30 @@ def test_each_forced_run_is_a_line_of_history_and_a_regression_fails(
 def test_scale_fails_below_its_band_and_repeats_tell_their_spread(
     tmp_path: Path, few_reads: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {
+    arguments = {
         "reads": [str(few_reads)],
         "out": tmp_path / "out",
         "models": models,
         "devices": "cpu:2",
     }
-    given |= {
+    arguments |= {
         "profile": write_profile(tmp_path / "steep.toml", "", bands="2 = [1000, 2000]\n8 = [6, 8]")
     }
-    state = scale(**given, repeats=2, return_state=True)
+    state = scale(**arguments, repeats=2, return_state=True)
     assert (state.type.value, state.name) == ("FAILED", "Criteria not met")
     assert "%), median of 2 runs, " in (state.message or "")
     assert "8 devices: skipped, there were 2 devices; not met: Scaling" in (state.message or "")
     assert not (tmp_path / "out" / "devices-2.2" / "embeddings.h5").exists()
     assert verify_report(tmp_path / "out").ok
     words = [
-        str(word) for name, word in given.items() if name != "reads" for word in (f"--{name}", word)
+        str(word)
+        for name, word in arguments.items()
+        if name != "reads"
+        for word in (f"--{name}", word)
     ]
     assert main(["scale", "--reads", str(few_reads), *words, "--repeats", "2"]) == 5
     assert "nothing had to be computed" in capsys.readouterr().out
-    state = scale(**given, force=True, fail_on_criteria=False, return_state=True)
+    state = scale(**arguments, force=True, fail_on_criteria=False, return_state=True)
     assert (state.type.value, state.name) == ("COMPLETED", "Criteria not met")
     assert "%), one run; " in (state.message or ""), (
         "repeats of an earlier scale are not of this one"
@@ -160,22 +163,22 @@ def test_four_devices_are_run_as_one_two_and_all(
 
     monkeypatch.setattr(devices, "_cores", four)
     pair = 'two_device_seconds = { op = "<", value = 9e9 }\nscaling = { op = ">", value = 0 }\n'
-    given = {
+    arguments = {
         "reads": [str(few_reads)],
         "out": tmp_path / "out",
         "models": models,
         "devices": "cpu:4",
     }
     state = validate(
-        **given,
+        **arguments,
         profile=write_profile(tmp_path / "four.toml", pair, bands="4 = [0, 4]"),
         return_state=True,
     )
     assert (state.message or "").startswith("2 of 2 asked criteria met"), state.message
     report = read_report(tmp_path / "out" / "report" / "report.json")
     assert [run.name for run in report.runs] == ["devices-1", "devices-2", "devices-4"]
-    found = {criterion.id: criterion for criterion in report.criteria}
-    assert found["two_device_time"].raw == ("devices-2/summary.json",)
+    criteria = {criterion.id: criterion for criterion in report.criteria}
+    assert criteria["two_device_time"].raw == ("devices-2/summary.json",)
     assert [figure.num_gpus for figure in report.scaling] == [1, 2, 4]
     page = (tmp_path / "out" / "report" / "report.txt").read_text(encoding="utf-8")
     assert "Scaling on 4 devices:" in page
@@ -185,7 +188,7 @@ def test_four_devices_are_run_as_one_two_and_all(
 def test_what_cannot_be_judged_or_kept_is_refused_before_anything_is_written(
     tmp_path: Path, few_reads: Path, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, locked = tmp_path / "out", tmp_path / "locked.jsonl"
+    out_dir, history = tmp_path / "out", tmp_path / "locked.jsonl"
     given = [
         "--reads",
         str(few_reads),
@@ -194,24 +197,24 @@ def test_what_cannot_be_judged_or_kept_is_refused_before_anything_is_written(
         "--devices",
         "cpu:1",
         "--out",
-        str(out),
+        str(out_dir),
     ]
     (tmp_path / "odd.toml").write_text(
         'name = "odd"\ntitle = "Odd"\nmin_reads = "many"\n', encoding="utf-8"
     )
-    locked.mkdir()
+    history.mkdir()
     for command, words in (
         (
             ["validate", "--profile", str(tmp_path / "odd.toml"), *given],
             "min_reads: input should be a valid integer",
         ),
         (
-            ["scale", "--history", str(locked), *given],
-            f"history {locked}: no file that can be written",
+            ["scale", "--history", str(history), *given],
+            f"history {history}: no file that can be written",
         ),
         (
-            ["validate", "--history", str(locked), *given],
-            f"history {locked}: no file that can be written",
+            ["validate", "--history", str(history), *given],
+            f"history {history}: no file that can be written",
         ),
         (["report", str(tmp_path), "--profile", "ci-smoke"], "holds no runs of a validation"),
     ):

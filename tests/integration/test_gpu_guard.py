@@ -80,8 +80,8 @@ class Lines:
 
     def of(self, run: str, word: str) -> dict[str, Any] | None:
         text = self.path.read_text() if self.path.exists() else ""
-        found = [json.loads(line) for line in text.splitlines()]
-        return next((line for line in found if (line["run"], line["word"]) == (run, word)), None)
+        entries = [json.loads(line) for line in text.splitlines()]
+        return next((line for line in entries if (line["run"], line["word"]) == (run, word)), None)
 
 
 @contextmanager
@@ -90,11 +90,11 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:
     (folder / "guarded_worker.py").write_text(WORKER)
     words = [sys.executable, "-c", FLOW, run, str(folder / "log"), str(work_s)]
-    with (folder / f"{run}.out").open("wb") as out:
+    with (folder / f"{run}.out").open("wb") as stdout_file:
         process = subprocess.Popen(
             words,
-            stdout=out,
-            stderr=out,
+            stdout=stdout_file,
+            stderr=stdout_file,
             cwd=ROOT,
             env={**environment, "PYTHONPATH": f"{folder}:{ROOT}"},
         )
@@ -107,10 +107,10 @@ def running(
 
 def state_of(run: str) -> str:
     with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(
+        flow_runs = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run]))
         )
-    return (found[0].state.name or "") if found and found[0].state is not None else ""
+    return (flow_runs[0].state.name or "") if flow_runs and flow_runs[0].state is not None else ""
 
 
 def slots_taken() -> float:
@@ -120,15 +120,15 @@ def slots_taken() -> float:
 
 def test_the_second_run_waits_for_the_first_to_end(tmp_path: Path, server: dict[str, str]) -> None:
     lines = Lines(tmp_path / "log")
-    with running("first", tmp_path, WORK_S, server) as first:
+    with running("first", tmp_path, WORK_S, server) as first_run:
         wait_for(lambda: lines.of("first", "begins"), "the first to begin")
         with running("second", tmp_path, 0.1, server) as second:
             assert second.wait(PATIENCE_S) == 0, (tmp_path / "second.out").read_text()
-        assert first.wait(PATIENCE_S) == 0
-    ended, began = lines.of("first", "ends"), lines.of("second", "begins")
-    assert ended is not None
+        assert first_run.wait(PATIENCE_S) == 0
+    first_end_s, began = lines.of("first", "ends"), lines.of("second", "begins")
+    assert first_end_s is not None
     assert began is not None
-    assert ended["at"] <= began["at"]
+    assert first_end_s["at"] <= began["at"]
     assert slots_taken() == 0
 
 
@@ -136,7 +136,7 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
     tmp_path: Path, server: dict[str, str]
 ) -> None:
     lines = Lines(tmp_path / "log")
-    with running("killed", tmp_path, 600, server) as first:
+    with running("killed", tmp_path, 600, server) as first_run:
         worker = psutil.Process(
             wait_for(lambda: lines.of("killed", "begins"), "the first to begin")["pid"]
         )
@@ -145,7 +145,7 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
             time.sleep(WORK_S)
             assert lines.of("heir", "begins") is None
             assert slots_taken() == 1
-            os.kill(first.pid, signal.SIGKILL)
+            os.kill(first_run.pid, signal.SIGKILL)
             killed_at = time.time()
             wait_for(
                 lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE,

@@ -20,32 +20,32 @@ pytestmark = pytest.mark.slow
 def test_a_second_validation_with_other_reads_and_force_is_refused(
     tmp_path: Path, models: Path, database: Path
 ) -> None:
-    out, log = tmp_path / "proof", tmp_path / "first.log"
-    one, other = (
+    out_dir, log = tmp_path / "proof", tmp_path / "first.log"
+    first_words, second_words = (
         simulate(SimulateSpec(reads=n, seed=n), tmp_path / f"{n}.fasta").reads_file
         for n in (60, 30)
     )
 
     def words(reads: Path, *more: str) -> tuple[str, ...]:
-        given = (
+        arguments = (
             "--reads",
             str(reads),
             "-o",
-            str(out),
+            str(out_dir),
             "--models",
             str(models),
             "--devices",
             "cpu:1",
         )
-        return (*VIRNUC, "validate", *given, "--profile", "ci-smoke", *more)
+        return (*VIRNUC, "validate", *arguments, "--profile", "ci-smoke", *more)
 
-    with background(words(one), own_server(tmp_path / "home", database), log) as first:
-        wait_for((out / "orfs.made.json").exists, "the reads to be staged")
-        os.kill(first.pid, signal.SIGSTOP)  # between two of its steps
-        before = (out / "orfs.h5").read_bytes()
+    with background(words(first_words), own_server(tmp_path / "home", database), log) as first_run:
+        wait_for((out_dir / "orfs.made.json").exists, "the reads to be staged")
+        os.kill(first_run.pid, signal.SIGSTOP)  # between two of its steps
+        bytes_before = (out_dir / "orfs.h5").read_bytes()
         environment = own_server(tmp_path / "home of the second", database)
         second = subprocess.run(
-            words(other, "--force"),
+            words(second_words, "--force"),
             env=environment,
             capture_output=True,
             text=True,
@@ -53,9 +53,9 @@ def test_a_second_validation_with_other_reads_and_force_is_refused(
             check=False,
         )
         assert second.returncode == 2, second.stderr
-        assert f"process {first.pid} is working here" in second.stderr
-        assert (out / "orfs.h5").read_bytes() == before
-        os.kill(first.pid, signal.SIGCONT)
-        assert first.wait(2 * PATIENCE_S) == 0, log.read_text()
-    report = json.loads((out / "devices-1" / "summary.json").read_bytes())
+        assert f"process {first_run.pid} is working here" in second.stderr
+        assert (out_dir / "orfs.h5").read_bytes() == bytes_before
+        os.kill(first_run.pid, signal.SIGCONT)
+        assert first_run.wait(2 * PATIENCE_S) == 0, log.read_text()
+    report = json.loads((out_dir / "devices-1" / "summary.json").read_bytes())
     assert report["n_reads"] == 60

@@ -49,7 +49,7 @@ def free_port() -> int:
 
 
 def embedded_server(run: Run) -> psutil.Process:
-    return next(one for one in run.family if SERVER in " ".join(one.cmdline()))
+    return next(process for process in run.family if SERVER in " ".join(process.cmdline()))
 
 
 @pytest.mark.slow
@@ -104,8 +104,8 @@ def test_a_server_that_is_lost_while_it_starts_is_one_line(
             )[0]
         )
         assert process.wait(PATIENCE_S) == 1
-    *_, said = log.read_text().splitlines()
-    assert said.startswith("virnuc: Prefect's own server does not start")
+    *_, last_line = log.read_text().splitlines()
+    assert last_line.startswith("virnuc: Prefect's own server does not start")
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_workers_run_is_gone_in_ten_seconds_while_its_server_hangs(
         url.rpartition(":")[2].removesuffix("/api"),
         "--no-ui",
     )
-    given = {
+    arguments = {
         "reads": [str(many_reads)],
         "out": str(tmp_path / "run"),
         "models": str(models),
@@ -149,14 +149,14 @@ def test_a_workers_run_is_gone_in_ten_seconds_while_its_server_hangs(
     ) as server:
         wait_for(lambda: answers(f"{url}/health"), "the server")
         with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
-            run = client.create_flow_run(predict, parameters=given)
-        told = {
+            run = client.create_flow_run(predict, parameters=arguments)
+        messages = {
             "PREFECT__FLOW_RUN_ID": str(run.id),
             "PREFECT__FLOW_ENTRYPOINT": "flows/predict.py:predict",
         }
         engine = (sys.executable, "-m", "prefect.engine")
         with background(
-            engine, {**environment, **told, "PREFECT_API_URL": url}, tmp_path / "log"
+            engine, {**environment, **messages, "PREFECT_API_URL": url}, tmp_path / "log"
         ) as process:
             wait_for(
                 lambda: committed(tmp_path / "run") >= 2 or process.poll() is not None, "two shards"
@@ -195,24 +195,28 @@ def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_en
     port, environment = free_port(), own_server(tmp_path / "prefect", database)
     url = f"http://127.0.0.1:{port}/api"
     start = (*PREFECT, "server", "start", "--port", str(port), "--no-ui")
-    named = {**environment, "PREFECT_API_URL": url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    with background(start, named, tmp_path / "server.log") as first:
+    server_environment = {
+        **environment,
+        "PREFECT_API_URL": url,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+    with background(start, server_environment, tmp_path / "server.log") as first_server:
         wait_for(lambda: answers(f"{url}/health"), "the server")
-        with running(tmp_path, many_reads, models, named) as run:
+        with running(tmp_path, many_reads, models, server_environment) as run:
             for process in [
-                *psutil.Process(first.pid).children(recursive=True),
-                psutil.Process(first.pid),
+                *psutil.Process(first_server.pid).children(recursive=True),
+                psutil.Process(first_server.pid),
             ]:
                 process.kill()
             wait_for(lambda: TOLD in run.log.read_text(), "the run to notice")
             run.worker().suspend()  # lest the run ends before the server is there
-            with background(start, named, tmp_path / "server.log"):
+            with background(start, server_environment, tmp_path / "server.log"):
                 wait_for(lambda: answers(f"{url}/health"), "the server again")
                 run.worker().resume()
                 run.process.terminate()
                 assert run.ends() == 130, run.log.read_text()
-                found = httpx.post(f"{url}/flow_runs/filter", json={}).json()
-    assert [one["state_name"] for one in found] == ["Crashed"]
+                flow_runs = httpx.post(f"{url}/flow_runs/filter", json={}).json()
+    assert [flow_run["state_name"] for flow_run in flow_runs] == ["Crashed"]
 
 
 @pytest.mark.slow
@@ -226,8 +230,8 @@ def test_nobody_is_asked_at_a_server_that_hangs(
         context = SyncClientContext.get()
         assert context is not None
         route_through_connection(context.client)
-        with monkeypatch.context() as here:
-            here.setattr(httpcore.ConnectionPool, "handle_request", in_vain)
+        with monkeypatch.context() as patch:
+            patch.setattr(httpcore.ConnectionPool, "handle_request", in_vain)
             return wait_for_approval(tmp_path, Approval, timeout_s=1, poll_s=1).model_dump()
 
     assert gated()["verdict"] == "pending"
@@ -250,8 +254,8 @@ def test_without_prefect_the_same_files_come_and_nothing_is_recorded(
     assert main([*words, str(tmp_path / "untold"), "--no-prefect"]) == 0
     for name in RESULTS:
         assert (tmp_path / "told" / name).read_bytes() == (tmp_path / "untold" / name).read_bytes()
-    told, untold = capsys.readouterr().out.split("Results: ")[:2]
-    assert told.strip() == untold.splitlines()[1]
+    output, untold = capsys.readouterr().out.split("Results: ")[:2]
+    assert output.strip() == untold.splitlines()[1]
     monkeypatch.setenv("VIRNUC_NO_PREFECT", "1")
     assert main([*words, str(tmp_path / "untold")]) == 0
     assert "nothing had to be computed" in capsys.readouterr().out

@@ -36,10 +36,10 @@ def free_port() -> int:
 
 def wait_for(truth: Callable[[], Any], timeout_s: float, what: str) -> Any:
     deadline = time.monotonic() + timeout_s
-    while not (found := truth()):
+    while not (result := truth()):
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.2)
-    return found
+    return result
 
 
 def succeeds(*command: str) -> bool:
@@ -96,7 +96,7 @@ def database() -> Iterator[str]:
         ):
             ready = [str(programs / "pg_isready"), "-h", "127.0.0.1", "-p", str(port)]
             wait_for(lambda: succeeds(*ready), 30, "PostgreSQL")
-            made = [
+            commands = [
                 str(programs / "createdb"),
                 "-h",
                 "127.0.0.1",
@@ -106,7 +106,7 @@ def database() -> Iterator[str]:
                 "virnuc",
                 "prefect",
             ]
-            subprocess.run(made, check=True, capture_output=True)
+            subprocess.run(commands, check=True, capture_output=True)
             yield f"postgresql+asyncpg://virnuc@127.0.0.1:{port}/prefect"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -142,32 +142,33 @@ def test_a_flow_survives_a_restart_of_the_server(
             httpx.get(f"{api}/flow_runs/{run}", timeout=30).raise_for_status().json()["state"]
         )
 
-    log, out = tmp_path / "log", tmp_path / "run"
+    log, out_dir = tmp_path / "log", tmp_path / "run"
     server = [*PREFECT, "server", "start", "--port", str(port)]
     worker = [*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"]
-    with background(server, log, env=environment) as first:
+    with background(server, log, env=environment) as first_server:
         wait_for(healthy, 90, "the server")
         subprocess.run(
             ["make", "deploy"], env=environment, cwd=ROOT, check=True, capture_output=True
         )
-        found = [
+        flow_runs = [
             d["id"]
             for d in ask("deployments/filter")
             if d["entrypoint"] == "virnuc.flows.predict.predict"
         ]
         with background(worker, log, env=environment, cwd=ROOT):
-            given = {
+            arguments = {
                 "reads": [str(many_reads)],
-                "out": str(out),
+                "out": str(out_dir),
                 "models": str(models),
                 "devices": "cpu:1",
             }
             run = ask(
-                f"deployments/{found[0]}/create_flow_run", parameters=given | {"shard_tokens": 8192}
+                f"deployments/{flow_runs[0]}/create_flow_run",
+                parameters=arguments | {"shard_tokens": 8192},
             )["id"]
-            wait_for(lambda: len(list((out / "shards").glob("*.h5"))) >= 3, 120, "three shards")
-            first.terminate()
-            first.wait(30)
+            wait_for(lambda: len(list((out_dir / "shards").glob("*.h5"))) >= 3, 120, "three shards")
+            first_server.terminate()
+            first_server.wait(30)
             assert not healthy()
             time.sleep(3)
             with background(server, log, env=environment):
@@ -180,4 +181,4 @@ def test_a_flow_survives_a_restart_of_the_server(
                 state = run_state(run)
     assert state["name"] == "Completed", log.read_text()[-4000:]
     assert "reads are viral" in state["message"]
-    assert (out / "prediction_results.txt").is_file()
+    assert (out_dir / "prediction_results.txt").is_file()

@@ -32,28 +32,28 @@ pytestmark = pytest.mark.usefixtures("prefect_backend")
 
 
 def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, models: Path) -> None:
-    out = tmp_path / "run"
-    given = {
+    out_dir = tmp_path / "run"
+    arguments = {
         "reads": [str(reads)],
-        "out": out,
+        "out": out_dir,
         "models": models,
         "devices": "cpu:1",
         "write_viral": True,
     }
-    state = predict(**given, return_state=True)
+    state = predict(**arguments, return_state=True)
     assert state.is_completed()
-    summary = read_summary(RunDir(out))
+    summary = read_summary(RunDir(out_dir))
     assert summary is not None
     assert sum(summary.fates.values()) == 300
-    record = read_record(RunDir(out))
-    assert [(one.file, one.reads, one.content) for one in record.inputs] == [
-        (str(reads), 300, digest(reads))
-    ]
-    asked = {
+    record = read_record(RunDir(out_dir))
+    assert [
+        (input_file.file, input_file.reads, input_file.content) for input_file in record.inputs
+    ] == [(str(reads), 300, digest(reads))]
+    expected_columns = {
         name: record.spec[name]
         for name in ("sample", "on_error", "write_viral", "reads", "threshold")
     }
-    assert asked == {
+    assert expected_columns == {
         "sample": "few",
         "on_error": "stop",
         "write_viral": True,
@@ -77,40 +77,49 @@ def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, model
 def test_a_finished_prediction_is_not_computed_again(
     tmp_path: Path, reads: Path, models: Path
 ) -> None:
-    out = tmp_path / "run"
-    given = {"reads": [str(reads)], "out": out, "models": models, "devices": "cpu:1"}
-    predict(**given)
-    before = {
+    out_dir = tmp_path / "run"
+    arguments = {"reads": [str(reads)], "out": out_dir, "models": models, "devices": "cpu:1"}
+    predict(**arguments)
+    times_before = {
         path: path.stat().st_mtime_ns
-        for path in out.rglob("*")
+        for path in out_dir.rglob("*")
         if path.is_file() and path.name != "run.json"
     }
-    logs = (out / "logs").stat().st_mtime_ns
-    state = predict(**given, return_state=True)
+    logs = (out_dir / "logs").stat().st_mtime_ns
+    state = predict(**arguments, return_state=True)
     assert (state.message or "").endswith("; nothing had to be computed")
     states = {
         name: run.state.name for name, run in task_runs(state).items() if run.state is not None
     }
     assert states == {"stage few": "Reused", "embed few on cpu:1": "Reused"}
-    assert (out / "logs").stat().st_mtime_ns == logs  # no worker was started
-    changed = [str(path) for path, when in before.items() if path.stat().st_mtime_ns != when]
+    assert (out_dir / "logs").stat().st_mtime_ns == logs  # no worker was started
+    changed_files = [
+        str(path)
+        for path, modified_ns in times_before.items()
+        if path.stat().st_mtime_ns != modified_ns
+    ]
     assert [
-        name for name in changed if "shards/0" in name or "orfs" in name or "results" in name
+        name for name in changed_files if "shards/0" in name or "orfs" in name or "results" in name
     ] == []
 
 
 def test_other_reads_are_not_mixed_into_a_run_and_force_starts_over(
     tmp_path: Path, few_reads: Path, models: Path
 ) -> None:
-    out = tmp_path / "run"
-    predict(reads=[str(few_reads)], out=out, models=models, devices="cpu:1")
-    other = simulate(SimulateSpec(reads=50, seed=9), tmp_path / "other.fasta").reads_file
+    out_dir = tmp_path / "run"
+    predict(reads=[str(few_reads)], out=out_dir, models=models, devices="cpu:1")
+    other_reads = simulate(SimulateSpec(reads=50, seed=9), tmp_path / "other.fasta").reads_file
     with pytest.raises(
         RunMismatchError, match=r"other reads.*few.* was read then; other\.fasta was not"
     ):
-        predict(reads=[str(other)], out=out, models=models, devices="cpu:1")
+        predict(reads=[str(other_reads)], out=out_dir, models=models, devices="cpu:1")
     state = predict(
-        reads=[str(other)], out=out, models=models, devices="cpu:1", force=True, return_state=True
+        reads=[str(other_reads)],
+        out=out_dir,
+        models=models,
+        devices="cpu:1",
+        force=True,
+        return_state=True,
     )
     assert (state.message or "").endswith("of 50 reads are viral")
 
@@ -118,13 +127,15 @@ def test_other_reads_are_not_mixed_into_a_run_and_force_starts_over(
 def test_each_file_of_an_inbox_is_predicted_once(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[tuple[str, str, str]] = []  # by the inbox alone: each prediction sends its own
+    sent_messages: list[
+        tuple[str, str, str]
+    ] = []  # by the inbox alone: each prediction sends its own
 
     def emit(event: str, _resource: str, name: str, payload: dict[str, Any]) -> None:
-        sent.append((event, name, payload["reason"]))
+        sent_messages.append((event, name, payload["reason"]))
 
     monkeypatch.setattr("virnuc.flows.inbox.emit", emit)
-    inbox, out = tmp_path / "inbox", tmp_path / "out"
+    inbox, out_dir = tmp_path / "inbox", tmp_path / "out"
     inbox.mkdir()
     for number in (1, 2):
         simulate(
@@ -143,15 +154,22 @@ def test_each_file_of_an_inbox_is_predicted_once(
     monkeypatch.setattr(
         "virnuc_core.inbox.sha256_of", hashed
     )  # who runs tests may be allowed to read all
-    given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
-    state = predict_inbox(**given, return_state=True)
+    arguments = {
+        "inbox": inbox,
+        "out": out_dir,
+        "models": models,
+        "devices": "cpu:1",
+        "settle_s": 0,
+    }
+    state = predict_inbox(**arguments, return_state=True)
     assert state.message == "1 duplicate, 3 failed, 2 predicted"
-    assert {event for event, *_ in sent} == {"inbox.failed"}
+    assert {event for event, *_ in sent_messages} == {"inbox.failed"}
     assert any(
-        name == "broken.fasta" and "neither FASTA nor FASTQ" in reason for _, name, reason in sent
+        name == "broken.fasta" and "neither FASTA nor FASTQ" in reason
+        for _, name, reason in sent_messages
     )
-    assert len(sent) == 3
-    table = {row.file: row for row in Ledger(inbox, out).read_table()}
+    assert len(sent_messages) == 3
+    table = {row.file: row for row in Ledger(inbox, out_dir).read_table()}
     assert {
         name: row.fate for name, row in table.items() if name in ("2.fasta", "broken.fasta")
     } == {
@@ -160,74 +178,83 @@ def test_each_file_of_an_inbox_is_predicted_once(
     }
     assert "broken.fasta" in table["broken.fasta"].note
     assert table["2.fasta"].reads == "40"
-    run = out / table["2.fasta"].run
-    workers = [read_summary(RunDir(out / table[f"{number}.fasta"].run)) for number in (1, 2)]
+    run = out_dir / table["2.fasta"].run
+    workers = [read_summary(RunDir(out_dir / table[f"{number}.fasta"].run)) for number in (1, 2)]
     assert (
         len({worker["pid"] for summary in workers if summary for worker in summary.workers}) == 1
     ), "kept from file to file"
     assert all((run / name).is_file() for name in RESULTS)
-    again = predict_inbox(**given, return_state=True)
-    assert (again.name, again.message) == ("Reused", "1 duplicate, 3 failed, 2 predicted")
-    assert documented(out / "inbox.tsv") == 6
-    assert len(sent) == 3, "a failure is told of once"
+    second_state = predict_inbox(**arguments, return_state=True)
+    assert (second_state.name, second_state.message) == (
+        "Reused",
+        "1 duplicate, 3 failed, 2 predicted",
+    )
+    assert documented(out_dir / "inbox.tsv") == 6
+    assert len(sent_messages) == 3, "a failure is told of once"
 
 
 def test_a_file_of_an_inbox_replaced_before_it_is_read_does_not_pass_for_what_it_was(
     tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inbox, out = tmp_path / "inbox", tmp_path / "out"
+    inbox, out_dir = tmp_path / "inbox", tmp_path / "out"
     inbox.mkdir()
     file = inbox / "r.fasta"
     file.write_text(">a\nACGT\n")
-    seen: list[str] = []
+    predicted: list[str] = []
 
     def hashed(path: Path) -> str:
-        seen.append(sha256_of(path))
-        if len(seen) == 2:  # on being seen, and before work begins
+        predicted.append(sha256_of(path))
+        if len(predicted) == 2:  # on being seen, and before work begins
             path.write_text(">b\nTTGT\n")
-        return seen[-1]
+        return predicted[-1]
 
     monkeypatch.setattr("virnuc_core.inbox.sha256_of", hashed)
     monkeypatch.setattr("virnuc.flows.inbox.shared_workers", lambda *_, **__: nullcontext())
-    given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
-    assert predict_inbox(**given, return_state=True).message == "1 waiting"
-    fate = Ledger(inbox, out).read_fate(seen[0])
+    arguments = {
+        "inbox": inbox,
+        "out": out_dir,
+        "models": models,
+        "devices": "cpu:1",
+        "settle_s": 0,
+    }
+    assert predict_inbox(**arguments, return_state=True).message == "1 waiting"
+    fate = Ledger(inbox, out_dir).read_fate(predicted[0])
     assert fate is not None
     assert "was replaced before it was read" in fate.note
-    assert not RunDir(out / "runs" / seen[0][:16]).shards.exists()
+    assert not RunDir(out_dir / "runs" / predicted[0][:16]).shards.exists()
 
 
 @pytest.mark.slow
 def test_samples_of_a_sheet_share_their_workers_and_a_broken_one_fails_alone(
     tmp_path: Path, models: Path, few_reads: Path
 ) -> None:
-    out, sheet = tmp_path / "out", tmp_path / "sheet.tsv"
-    made = [
+    out_dir, sheet = tmp_path / "out", tmp_path / "sheet.tsv"
+    samples = [
         simulate(SimulateSpec(reads=40, seed=seed), tmp_path / f"{seed}.fastq").reads_file
         for seed in range(5)
     ]
     (tmp_path / "broken.fastq").write_text("@r1\nACGT\n+\nIII\n")
     (tmp_path / "others.fastq").write_text("@r1\nACGT\n+\nIIII\n")
     (tmp_path / "empty.fastq").touch()
-    lines = [f"s{seed}\t{path.name}\t" for seed, path in enumerate(made)]
+    lines = [f"s{seed}\t{path.name}\t" for seed, path in enumerate(samples)]
     lines[2:2] = [
         "cut off\tbroken.fastq\t",
         f"lanes\t{few_reads}\t",
-        f"steps\t{made[0]}\tothers.fastq",
+        f"steps\t{samples[0]}\tothers.fastq",
         "absent\tno.fq\t",
         f"long\t{'x' * 300}\t",
         "empty\tempty.fastq\t",
     ]
     sheet.write_text("\n".join(["sample\tfastq_1\tfastq_2", *lines, "lanes\t0.fastq\t"]))
-    given = {"samples": sheet, "out": out, "models": models, "devices": "cpu:1"}
-    state = predict(**given, return_state=True)
+    results = {"samples": sheet, "out": out_dir, "models": models, "devices": "cpu:1"}
+    state = predict(**results, return_state=True)
     assert state.is_failed()
     assert (state.message or "").startswith("5 of 11 samples failed, the others are done (")
     assert "; cut off: " in (state.message or "")
-    assert documented(out / "samples.tsv") == 11
+    assert documented(out_dir / "samples.tsv") == 11
     rows = {
         line.split("\t")[0]: line.split("\t")[1:]
-        for line in (out / "samples.tsv").read_text().splitlines()[1:]
+        for line in (out_dir / "samples.tsv").read_text().splitlines()[1:]
     }
     assert list(rows) == [
         "s0",
@@ -254,114 +281,133 @@ def test_samples_of_a_sheet_share_their_workers_and_a_broken_one_fails_alone(
     assert "File name too long" in rows["long"][-1]
     assert "empty.fastq: holds no reads" in rows["empty"][-1]
     assert rows["lanes"][1] == "100"
-    found = {
-        name: read_summary(RunDir(out / name))
+    arguments = {
+        name: read_summary(RunDir(out_dir / name))
         for name, row in rows.items()
         if row[0] == "predicted"
     }
     assert (
-        len({worker["pid"] for summary in found.values() if summary for worker in summary.workers})
+        len(
+            {
+                worker["pid"]
+                for summary in arguments.values()
+                if summary
+                for worker in summary.workers
+            }
+        )
         == 1
     )
     runs = task_runs(state)
     assert {"stage s0", "embed s4 on cpu:1"} <= runs.keys()
     assert "broken.fastq" in message(runs["stage cut off"])
-    alone = predict(
-        reads=[str(made[3])],
+    single_run = predict(
+        reads=[str(samples[3])],
         out=tmp_path / "alone",
         models=models,
         devices="cpu:1",
         return_state=True,
     )
-    assert alone.is_completed()
+    assert single_run.is_completed()
     assert all(
-        (out / "s3" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+        (out_dir / "s3" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
         for name in RESULTS
     )
-    times = {name: RunDir(out / name).summary.stat().st_mtime_ns for name in found}
+    times = {name: RunDir(out_dir / name).summary.stat().st_mtime_ns for name in arguments}
     sheet.write_text(
         sheet.read_text().replace("broken.fastq", "1.fastq").replace("no.fq", "2.fastq")
     )
-    again = predict(**given, return_state=True)
-    assert "3 of 11 samples failed" in (again.message or "")
-    assert {f"{step} {name}" for step in ("stage", "embed") for name in found}.isdisjoint(
-        task_runs(again)
+    second_state = predict(**results, return_state=True)
+    assert "3 of 11 samples failed" in (second_state.message or "")
+    assert {f"{step} {name}" for step in ("stage", "embed") for name in arguments}.isdisjoint(
+        task_runs(second_state)
     )
-    assert {name: RunDir(out / name).summary.stat().st_mtime_ns for name in found} == times, (
-        "only what was not complete"
-    )
+    assert {
+        name: RunDir(out_dir / name).summary.stat().st_mtime_ns for name in arguments
+    } == times, "only what was not complete"
 
 
 @pytest.mark.slow
 def test_read_groups_of_a_bam_are_samples(tmp_path: Path, models: Path) -> None:
     pysam = pytest.importorskip("pysam")
-    made = (
+    fastq_lines = (
         simulate(SimulateSpec(reads=60, seed=4), tmp_path / "made.fastq")
         .reads_file.read_text()
         .splitlines()
     )
-    bam, out, groups = tmp_path / "run.bam", tmp_path / "out", ("lung", "gut", "run")
+    bam, out_dir, groups = tmp_path / "run.bam", tmp_path / "out", ("lung", "gut", "run")
     with pysam.AlignmentFile(
         bam, "wb", header={"RG": [{"ID": "1", "SM": "lung"}, {"ID": "gut"}]}
-    ) as written:
-        for at in range(0, len(made), 4):
-            one = pysam.AlignedSegment(written.header)
-            one.query_name, one.flag, one.query_sequence = made[at][1:].split()[0], 4, made[at + 1]
-            one.set_tags([("RG", group) for group in ("1", "gut", "")[at // 4 % 3 :][:1] if group])
-            written.write(one)
-    given = {
+    ) as bam_file:
+        for first_line in range(0, len(fastq_lines), 4):
+            segment = pysam.AlignedSegment(bam_file.header)
+            segment.query_name, segment.flag, segment.query_sequence = (
+                fastq_lines[first_line][1:].split()[0],
+                4,
+                fastq_lines[first_line + 1],
+            )
+            segment.set_tags(
+                [("RG", group) for group in ("1", "gut", "")[first_line // 4 % 3 :][:1] if group]
+            )
+            bam_file.write(segment)
+    arguments = {
         "reads": [str(bam)],
         "sample_from": "read-group",
-        "out": out,
+        "out": out_dir,
         "models": models,
         "devices": "cpu:1",
     }
-    given |= {"write_viral": True, "write_nonviral": True}
-    told = predict(**given, return_state=True).message
+    arguments |= {"write_viral": True, "write_nonviral": True}
+    message = predict(**arguments, return_state=True).message
     for number, group in enumerate(groups):
-        wanted = [line[1:].split()[0] for line in made[4 * number :: 12]]
-        table = (out / group / "reads.tsv").read_text().splitlines()[1:]
-        assert [line.split("\t")[0] for line in table] == wanted
-        packed = [
+        expected_ids = [line[1:].split()[0] for line in fastq_lines[4 * number :: 12]]
+        table = (out_dir / group / "reads.tsv").read_text().splitlines()[1:]
+        assert [line.split("\t")[0] for line in table] == expected_ids
+        packed_sequences = [
             gzip.decompress(path.read_bytes()).decode()
-            for path in (out / group).glob("*viral.fastq.gz")
+            for path in (out_dir / group).glob("*viral.fastq.gz")
         ]
-        assert sorted(line[1:] for text in packed for line in text.splitlines()[::4]) == sorted(
-            wanted
-        )
-        assert read_record(RunDir(out / group)).spec["read_group"] == group
-    assert documented(out / "samples.tsv") == 3
-    again = predict(**given, return_state=True)
-    assert (again.message, task_runs(again)) == (told, {})
+        assert sorted(
+            line[1:] for text in packed_sequences for line in text.splitlines()[::4]
+        ) == sorted(expected_ids)
+        assert read_record(RunDir(out_dir / group)).spec["read_group"] == group
+    assert documented(out_dir / "samples.tsv") == 3
+    second_state = predict(**arguments, return_state=True)
+    assert (second_state.message, task_runs(second_state)) == (message, {})
 
 
 def test_a_content_another_run_works_on_is_left_to_it(tmp_path: Path, models: Path) -> None:
-    inbox, out = tmp_path / "inbox", tmp_path / "out"
+    inbox, out_dir = tmp_path / "inbox", tmp_path / "out"
     inbox.mkdir()
-    made = simulate(SimulateSpec(reads=40, seed=1), tmp_path / "1.fasta").reads_file
-    made.rename(inbox / "1.fasta")
-    given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
-    ledger = Ledger(inbox, out)
+    simulated_reads = simulate(SimulateSpec(reads=40, seed=1), tmp_path / "1.fasta").reads_file
+    simulated_reads.rename(inbox / "1.fasta")
+    arguments = {
+        "inbox": inbox,
+        "out": out_dir,
+        "models": models,
+        "devices": "cpu:1",
+        "settle_s": 0,
+    }
+    ledger = Ledger(inbox, out_dir)
     with ledger.claim(ledger.scan(settle_s=0)[0].sha256):
-        state = predict_inbox(**given, return_state=True)
+        state = predict_inbox(**arguments, return_state=True)
     assert state.message == "1 waiting"
-    assert not (out / "runs").exists()
-    assert predict_inbox(**given, return_state=True).message == "1 predicted"
+    assert not (out_dir / "runs").exists()
+    assert predict_inbox(**arguments, return_state=True).message == "1 predicted"
 
 
 @pytest.mark.slow
 def test_a_run_of_other_settings_holds_up_no_other_file_and_is_no_files_fate(
     tmp_path: Path, models: Path
 ) -> None:
-    inbox, out = tmp_path / "inbox", tmp_path / "out"
+    inbox, out_dir = tmp_path / "inbox", tmp_path / "out"
     inbox.mkdir()
-    made = simulate(SimulateSpec(reads=40, seed=1), tmp_path / "1.fasta").reads_file
-    made.rename(inbox / "1.fasta")
-    ledger = Ledger(inbox, out)
-    started = ledger.out / "runs" / ledger.scan(settle_s=0)[0].sha256[:16]
+    simulated_reads = simulate(SimulateSpec(reads=40, seed=1), tmp_path / "1.fasta").reads_file
+    simulated_reads.rename(inbox / "1.fasta")
+    ledger = Ledger(inbox, out_dir)
+    run_folder = ledger.out / "runs" / ledger.scan(settle_s=0)[0].sha256[:16]
     predict(
         reads=[str(inbox / "1.fasta")],
-        out=started,
+        out=run_folder,
         models=models,
         devices="cpu:1",
         token_budget=2048,
@@ -369,40 +415,55 @@ def test_a_run_of_other_settings_holds_up_no_other_file_and_is_no_files_fate(
     simulate(SimulateSpec(reads=40, seed=2), tmp_path / "2.fasta").reads_file.rename(
         inbox / "2.fasta"
     )
-    given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
-    state = predict_inbox(**given, token_budget=4096, return_state=True)
+    arguments = {
+        "inbox": inbox,
+        "out": out_dir,
+        "models": models,
+        "devices": "cpu:1",
+        "settle_s": 0,
+    }
+    state = predict_inbox(**arguments, token_budget=4096, return_state=True)
     assert state.message == "1 predicted, 1 waiting"
     rows = {row.file: row for row in ledger.read_table()}
     assert rows["1.fasta"].fate == "waiting"
     assert "token_budget 2048 → 4096" in rows["1.fasta"].note
-    assert not (out / "fates" / f"{rows['1.fasta'].sha256}.json").exists()
-    assert predict_inbox(**given, token_budget=2048, return_state=True).message == "2 predicted"
+    assert not (out_dir / "fates" / f"{rows['1.fasta'].sha256}.json").exists()
+    assert predict_inbox(**arguments, token_budget=2048, return_state=True).message == "2 predicted"
 
 
 def test_broken_reads_fail_the_flow_with_their_own_error_and_are_not_tried_again(
     tmp_path: Path, models: Path
 ) -> None:
-    broken = tmp_path / "broken.fastq"
+    broken_file = tmp_path / "broken.fastq"
     good = "".join(f"@r{number}\n{'ACGT' * 30}\n+\n{'I' * 120}\n" for number in range(4_000))
-    broken.write_text(
+    broken_file.write_text(
         f"{good}@last\nACGT\n+\nII\n"
     )  # further on than the look before the start reaches
     state = predict(
-        reads=[str(broken)], out=tmp_path / "run", models=models, devices="cpu:1", return_state=True
+        reads=[str(broken_file)],
+        out=tmp_path / "run",
+        models=models,
+        devices="cpu:1",
+        return_state=True,
     )
     with pytest.raises(InputError, match=r"broken\.fastq"):
         state.result()
-    staged = task_runs(state)["stage broken"]
-    assert staged.run_count == 1
+    staging = task_runs(state)["stage broken"]
+    assert staging.run_count == 1
     assert [path.name for path in (tmp_path / "run").rglob("*") if path.name != ".virnuc"] == []
 
 
 def test_duplicate_ids_are_refused_where_that_is_asked_for(tmp_path: Path, models: Path) -> None:
-    twice = tmp_path / "twice.fasta"
-    twice.write_text(">r1\nACGTACGTACGT\n>r1\nACGTACGTACGA\n")
-    given = {"reads": [str(twice)], "out": tmp_path / "run", "models": models, "devices": "cpu:1"}
+    duplicates = tmp_path / "twice.fasta"
+    duplicates.write_text(">r1\nACGTACGTACGT\n>r1\nACGTACGTACGA\n")
+    arguments = {
+        "reads": [str(duplicates)],
+        "out": tmp_path / "run",
+        "models": models,
+        "devices": "cpu:1",
+    }
     with pytest.raises(InputError, match="r1"):
-        predict(**given, strict=True)
+        predict(**arguments, strict=True)
 
 
 def test_reads_without_an_open_frame_give_files_with_headers_only(

@@ -22,11 +22,17 @@ SMALL = {"devices": "cpu:1", "shard_tokens": 4096, "token_budget": 1024, "dna_to
 def test_a_trace_holds_the_stages_and_the_run_is_left_alone(
     tmp_path: Path, few_reads: Path, models: Path
 ) -> None:
-    out = tmp_path / "run"
-    given = {"reads": [str(few_reads)], "out": out, "models": models, "operations": 5, **SMALL}
-    state = profile(**given, return_state=True)
+    out_dir = tmp_path / "run"
+    arguments = {
+        "reads": [str(few_reads)],
+        "out": out_dir,
+        "models": models,
+        "operations": 5,
+        **SMALL,
+    }
+    state = profile(**arguments, return_state=True)
     assert state.is_completed(), state.message
-    folder = out / "telemetry" / "traces"
+    folder = out_dir / "telemetry" / "traces"
     [table] = state.result()
     assert table == read(folder / TABLE.format(table.device), TraceTable)
     marks = {mark.name: mark for mark in table.marks}
@@ -41,12 +47,12 @@ def test_a_trace_holds_the_stages_and_the_run_is_left_alone(
         events = json.load(handle)["traceEvents"]
     assert sum(event.get("name") == "esm2" for event in events) == marks["esm2"].calls
 
-    assert (out / "prediction_results.txt").is_file()
+    assert (out_dir / "prediction_results.txt").is_file()
     text = (folder / "profile.md").read_text()
     assert "Stage 6: ESM-2" in text
     assert "Model Prediction" in text
     for key in ("operations-few-cpu-1", "marks-few-cpu-1", "profile-few-cpu-1"):
         assert Artifact.get(host_key(key)) is not None, key
-    assert len(json.loads((out / "run.json").read_text())["attempts"]) == 1, (
+    assert len(json.loads((out_dir / "run.json").read_text())["attempts"]) == 1, (
         "recording leaves the run alone"
     )

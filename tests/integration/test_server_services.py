@@ -38,8 +38,8 @@ def watched() -> None:
 @pytest.fixture
 def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
     EventsWorker.drain_all()  # one that an earlier test left would go on sending to that test's server
-    with get_client(sync_client=True) as found:
-        yield found
+    with get_client(sync_client=True) as prefect_client:
+        yield prefect_client
     EventsWorker.drain_all()
 
 
@@ -69,21 +69,21 @@ def deployment(client: SyncPrefectClient, name: str, *, every: timedelta | None 
     """A deployment as ours are: tagged, in a pool of processes; planned by the server if `every` is given."""
     if not any(pool.name == "gpu" for pool in client.read_work_pools()):
         client.create_work_pool(WorkPoolCreate(name="gpu", type="process"))
-    planned = (
+    schedules = (
         []
         if every is None
         else [DeploymentScheduleCreate(schedule=IntervalSchedule(interval=every))]
     )
-    made = client.create_flow(watched)
+    flow_id = client.create_flow(watched)
     return client.create_deployment(
-        made, name, schedules=planned, work_pool_name="gpu", tags=["virnuc"]
+        flow_id, name, schedules=schedules, work_pool_name="gpu", tags=["virnuc"]
     )
 
 
 def send(event: str, resource: str, **payload: str) -> None:
     """An event as ours are, straight to the server."""
-    about = {"prefect.resource.id": resource, "prefect.resource.name": resource}
-    emit_event(event=event, resource=about, payload=payload)
+    related = {"prefect.resource.id": resource, "prefect.resource.name": resource}
+    emit_event(event=event, resource=related, payload=payload)
 
 
 def test_every_alert_is_sent_and_none_pauses_a_deployment_unless_asked(
@@ -108,7 +108,16 @@ def test_every_alert_is_sent_and_none_pauses_a_deployment_unless_asked(
         subprocess.run(
             [*words, "custom-webhook/oncall"], env=server, cwd=ROOT, check=True, capture_output=True
         )
-    assert len([one for one in client.read_automations() if one.name.startswith("virnuc: ")]) == 5
+    assert (
+        len(
+            [
+                automation
+                for automation in client.read_automations()
+                if automation.name.startswith("virnuc: ")
+            ]
+        )
+        == 5
+    )
 
     late = deployment(client, "late")
     client.create_flow_run_from_deployment(
@@ -116,15 +125,15 @@ def test_every_alert_is_sent_and_none_pauses_a_deployment_unless_asked(
         state=Scheduled(scheduled_time=datetime.now(UTC) - timedelta(minutes=10)),
         name="nobody-came",
     )
-    crashed = client.create_flow_run_from_deployment(
+    crashed_run = client.create_flow_run_from_deployment(
         deployment(client, "crashed"), name="went-down"
     )
-    client.set_flow_run_state(crashed.id, Running(), force=True)
-    client.set_flow_run_state(crashed.id, Crashed(message="no word"), force=True)
+    client.set_flow_run_state(crashed_run.id, Running(), force=True)
+    client.set_flow_run_state(crashed_run.id, Crashed(message="no word"), force=True)
     send("virnuc.criterion.fail", "virnuc.criterion.speedup", value="3x", target="4x", report="r")
     send("virnuc.regression.fail", "virnuc.regression.ci", reason="12 % worse", report="r")
     send("virnuc.inbox.failed", "virnuc.inbox.lung.fastq", reason="not a read file")
-    wanted = (
+    expected_texts = (
         "not met",
         "slower than before",
         "went-down crashed",
@@ -132,8 +141,8 @@ def test_every_alert_is_sent_and_none_pauses_a_deployment_unless_asked(
         "lung.fastq failed",
     )
     wait_for(
-        lambda: all(any(word in s for s in subjects) for word in wanted),
-        f"all of {wanted}; {subjects} came",
+        lambda: all(any(word in s for s in subjects) for word in expected_texts),
+        f"all of {expected_texts}; {subjects} came",
     )
     assert not client.read_deployment(late).paused
 
@@ -141,10 +150,11 @@ def test_every_alert_is_sent_and_none_pauses_a_deployment_unless_asked(
 def test_the_scheduler_plans_late_runs_are_marked_and_a_pool_without_workers_is_not_ready(
     client: SyncPrefectClient,
 ) -> None:
-    planned = deployment(client, "planned", every=timedelta(hours=1))
+    deployment_id = deployment(client, "planned", every=timedelta(hours=1))
     wait_for(
         lambda: any(
-            run.deployment_id == planned and run.auto_scheduled for run in client.read_flow_runs()
+            run.deployment_id == deployment_id and run.auto_scheduled
+            for run in client.read_flow_runs()
         ),
         "a plan",
     )
@@ -163,13 +173,14 @@ def test_events_are_kept_and_can_be_asked_for(client: SyncPrefectClient) -> None
     run = client.create_flow_run_from_deployment(deployment(client, "seen"))
 
     def kept() -> bool:
-        found = httpx.post(
+        answer = httpx.post(
             f"{PREFECT_API_URL.value()}/events/filter",
             json={"filter": {"event": {"prefix": ["prefect.flow-run."]}}, "limit": 50},
             timeout=10,
         ).json()["events"]
         return any(
-            one["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}" for one in found
+            event["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}"
+            for event in answer
         )
 
     wait_for(kept, "an event of the run")
@@ -192,16 +203,16 @@ def test_what_a_cancelled_run_had_begun_is_cancelled_with_it(client: SyncPrefect
 
 
 def state(client: SyncPrefectClient, run: UUID) -> str:
-    found = client.read_flow_run(run).state
-    assert found is not None
-    return found.name or ""
+    run_state = client.read_flow_run(run).state
+    assert run_state is not None
+    return run_state.name or ""
 
 
 def test_make_deploy_switches_on_only_what_it_was_given_paths_for(
     client: SyncPrefectClient, server: dict[str, str], tmp_path: Path
 ) -> None:
     def deploy(*given: str) -> dict[str, DeploymentResponse]:
-        made = subprocess.run(
+        process = subprocess.run(
             ["make", "deploy", *given],
             env=server,
             cwd=ROOT,
@@ -209,19 +220,29 @@ def test_make_deploy_switches_on_only_what_it_was_given_paths_for(
             text=True,
             check=False,
         )
-        assert made.returncode == 0, made.stdout + made.stderr
-        return {one.name: one for one in client.read_deployments()}
+        assert process.returncode == 0, process.stdout + process.stderr
+        return {
+            deployment_info.name: deployment_info for deployment_info in client.read_deployments()
+        }
 
-    off = deploy("POOL=h200")
-    assert not off["nightly-h200"].schedules[0].active
-    assert off["nightly-h200"].parameters["models"].startswith("not set")
-    assert (off["nightly-h200"].description or "").startswith(
+    default_deployments = deploy("POOL=h200")
+    assert not default_deployments["nightly-h200"].schedules[0].active
+    assert default_deployments["nightly-h200"].parameters["models"].startswith("not set")
+    assert (default_deployments["nightly-h200"].description or "").startswith(
         "**Off until make deploy is given MODELS, READS and OUT.**"
     )
-    assert off.keys() >= {"inbox", "validate", "predict", "scale", "tune", "profile", "train"}
-    on = deploy("POOL=h200", "MODELS=/m", "READS=/r.fastq", f"OUT={tmp_path}")
-    assert on["nightly-h200"].schedules[0].active
-    assert on["nightly-h200"].parameters["reads"] == ["/r.fastq"]
-    assert (on["nightly-h200"].description or "").startswith("Proves")
-    assert not on["inbox"].schedules[0].active, "INBOX was not given"
-    assert on["predict"].work_pool_name == "h200"
+    assert default_deployments.keys() >= {
+        "inbox",
+        "validate",
+        "predict",
+        "scale",
+        "tune",
+        "profile",
+        "train",
+    }
+    full_deployments = deploy("POOL=h200", "MODELS=/m", "READS=/r.fastq", f"OUT={tmp_path}")
+    assert full_deployments["nightly-h200"].schedules[0].active
+    assert full_deployments["nightly-h200"].parameters["reads"] == ["/r.fastq"]
+    assert (full_deployments["nightly-h200"].description or "").startswith("Proves")
+    assert not full_deployments["inbox"].schedules[0].active, "INBOX was not given"
+    assert full_deployments["predict"].work_pool_name == "h200"

@@ -44,7 +44,7 @@ def begun(
 def worker_of(command: subprocess.Popen[bytes]) -> psutil.Process | None:
     assert command.poll() is None, "it ended before it had a worker"
     children = psutil.Process(command.pid).children()
-    return next((one for one in children if WORKER in one.cmdline()), None)
+    return next((process for process in children if WORKER in process.cmdline()), None)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_a_command_that_is_ended_takes_its_worker_along(
 
 
 def test_reads_that_are_refused_leave_no_worker(tmp_path: Path, models: Path) -> None:
-    broken = tmp_path / "broken.fastq"
-    broken.write_text("@r1\nACGT\n+\nIII\n")
-    with begun(tmp_path, broken, models) as (command, worker):
+    broken_file = tmp_path / "broken.fastq"
+    broken_file.write_text("@r1\nACGT\n+\nIII\n")
+    with begun(tmp_path, broken_file, models) as (command, worker):
         assert command.wait(PATIENCE_S) == 2
         wait_for(lambda: gone([worker]), "the worker to end")
     assert "Traceback" not in (tmp_path / "log").read_text()
@@ -95,9 +95,9 @@ def test_the_worker_that_was_started_first_does_the_work(
     with begun(tmp_path, some_reads, models, *words) as (command, worker):
         assert command.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
         assert gone([worker])
-    (found,) = (tmp_path / "run").rglob("summary.json")
-    summary = read_summary(RunDir(found.parent))
+    (summary_file,) = (tmp_path / "run").rglob("summary.json")
+    summary = read_summary(RunDir(summary_file.parent))
     assert summary is not None
-    assert [one["pid"] for one in summary.workers] == [worker.pid]
+    assert [worker_record["pid"] for worker_record in summary.workers] == [worker.pid]
     assert summary.stages["Start-up: command"]
     assert "wants others" not in (tmp_path / "log").read_text()

@@ -87,7 +87,7 @@ def outsiders_answers(port: int) -> dict[str, tuple[int, bool]]:
         pytest.skip(
             "only root can ask as another user; run this test as root, in a container for example"
         )
-    asked = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-I", str(OUTSIDER), str(port)],
         input=json.dumps(server_routes()),
         capture_output=True,
@@ -95,7 +95,7 @@ def outsiders_answers(port: int) -> dict[str, tuple[int, bool]]:
         timeout=PATIENCE_S,
         check=True,
     )
-    report = json.loads(asked.stdout)
+    report = json.loads(process.stdout)
     assert report["uid"] == 65534
     return {name: (status, cors) for name, (status, cors) in report["answers"].items()}
 
@@ -131,7 +131,7 @@ def evidence(
 ) -> Evidence:
     """One run: asked by an outsider while its worker is stopped, then brought to its end."""
     folder = tmp_path_factory.mktemp("temporary")
-    home, out, log, temporary = (folder / name for name in ("home", "run", "log", "tmp"))
+    home, out_dir, log, temporary = (folder / name for name in ("home", "run", "log", "tmp"))
     temporary.mkdir()
     environment = own_server(home, database) | {
         "TMPDIR": str(temporary),
@@ -150,7 +150,7 @@ def evidence(
         "predict",
         str(some_reads),
         "-o",
-        str(out),
+        str(out_dir),
         "--models",
         str(models),
         "--devices",
@@ -158,7 +158,7 @@ def evidence(
     )
     command = (sys.executable, "-c", KNOWN_SECRET, *words, *sizes, "--debug")
     with background(command, environment, log) as process:
-        wait_for(lambda: committed(out) >= 2 or process.poll() is not None, "two shards")
+        wait_for(lambda: committed(out_dir) >= 2 or process.poll() is not None, "two shards")
         assert process.poll() is None, log.read_text()
         family = psutil.Process(process.pid).children(recursive=True)
         server = next(child for child in family if SERVER in " ".join(child.cmdline()))
@@ -182,7 +182,8 @@ def evidence(
         }
         with httpx.Client(auth=auth, trust_env=False, timeout=PATIENCE_S) as client:
             with_secret = {
-                name: client.post(url, json={}, headers=given) for name, given in headers.items()
+                name: client.post(url, json={}, headers=request_headers)
+                for name, request_headers in headers.items()
             }
         worker.resume()
         code = process.wait(PATIENCE_S)
@@ -259,9 +260,9 @@ class Malicious:
 
 @pytest.fixture
 def payload(tmp_path: Path) -> Payload:
-    proof, stored = tmp_path / "loaded", tmp_path / "stored"
-    metadata = ResultRecordMetadata(storage_key=str(stored), serializer=PickleSerializer())
-    stored.write_bytes(ResultRecord(result=Malicious(proof), metadata=metadata).serialize())
+    proof, stored_result = tmp_path / "loaded", tmp_path / "stored"
+    metadata = ResultRecordMetadata(storage_key=str(stored_result), serializer=PickleSerializer())
+    stored_result.write_bytes(ResultRecord(result=Malicious(proof), metadata=metadata).serialize())
     return Payload(metadata.model_dump(mode="json", serialize_as_any=True), proof)
 
 
@@ -276,8 +277,8 @@ def forged_state(payload: Payload) -> dict[str, Any]:
 
 def test_the_payload_is_one_that_prefect_would_load(payload: Payload) -> None:
     """Else the tests below would show nothing."""
-    opened: Any = State.model_validate(forged_state(payload)).result()
-    opened.close()
+    loaded_result: Any = State.model_validate(forged_state(payload)).result()
+    loaded_result.close()
     assert payload.proof.exists()
 
 
@@ -442,7 +443,7 @@ def test_an_answer_to_a_validation_starts_no_server_without_a_secret(
     """`virnuc approve` without a named server looks into the database that temporary servers share."""
     # Prefect would start a server that answers anybody with this module
     program = "import sys; sys.modules['prefect.server.api.server'] = None; from virnuc.flows.cli import main; sys.exit(main())"
-    answered = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program, "approve", "nobody", "--yes"],
         env=own_server(tmp_path / "prefect", database),
         capture_output=True,
@@ -450,7 +451,7 @@ def test_an_answer_to_a_validation_starts_no_server_without_a_secret(
         timeout=PATIENCE_S,
         check=False,
     )
-    assert (answered.returncode, answered.stderr) == (
+    assert (process.returncode, process.stderr) == (
         2,
         "virnuc: no flow run has the name 'nobody'\n",
     )
@@ -460,7 +461,7 @@ def test_an_answer_that_cannot_have_a_server_is_told_how_to_name_one(tmp_path: P
     home = tmp_path / "prefect"
     home.write_text("a file")
     environment = {name: value for name, value in os.environ.items() if "PREFECT" not in name}
-    answered = subprocess.run(
+    process = subprocess.run(
         [*VIRNUC, "approve", "nobody", "--yes"],
         env=environment | {"PREFECT_HOME": str(home)},
         capture_output=True,
@@ -468,8 +469,8 @@ def test_an_answer_that_cannot_have_a_server_is_told_how_to_name_one(tmp_path: P
         timeout=PATIENCE_S,
         check=False,
     )
-    assert answered.returncode == 2
-    (line,) = answered.stderr.splitlines()
+    assert process.returncode == 2
+    (line,) = process.stderr.splitlines()
     assert line.startswith(f"virnuc: Prefect's home {home}: ")
     assert line.endswith(
         "; set another PREFECT_HOME, or name the server of the run with PREFECT_API_URL"

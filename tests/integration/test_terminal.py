@@ -24,15 +24,19 @@ def on_screen(environment: dict[str, str], *words: object) -> list[str]:
     """The lines that a terminal shows after the command."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
-    shown = {**environment, "TERM": "xterm"}
+    terminal_environment = {**environment, "TERM": "xterm"}
     process = subprocess.Popen(
-        (*VIRNUC, *map(str, words)), stdin=theirs, stdout=theirs, stderr=theirs, env=shown
+        (*VIRNUC, *map(str, words)),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=terminal_environment,
     )
     os.close(theirs)
     text = b""
     try:
-        while read := os.read(ours, 1 << 16):
-            text += read
+        while data := os.read(ours, 1 << 16):
+            text += data
     except OSError:  # the other side is closed
         pass
     finally:
@@ -45,12 +49,12 @@ def on_screen(environment: dict[str, str], *words: object) -> list[str]:
 def test_bars_and_lines_share_a_narrow_terminal_and_prefect_adds_no_notice(
     tmp_path: Path, few_reads: Path, models: Path, database: Path
 ) -> None:
-    twice = tmp_path / "twice.fasta"
-    twice.write_text(">r1\n" + "ACGT" * 60 + "\n>r1\n" + "AACC" * 60 + "\n")
+    duplicates = tmp_path / "twice.fasta"
+    duplicates.write_text(">r1\n" + "ACGT" * 60 + "\n>r1\n" + "AACC" * 60 + "\n")
     words = (
         "predict",
         few_reads,
-        twice,
+        duplicates,
         "--models",
         models,
         "--devices",

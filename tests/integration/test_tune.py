@@ -30,10 +30,10 @@ TOLERANCE = 0.01
 def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[RunSettings] = []
+    parsed_settings: list[RunSettings] = []
 
     def start(_flow: str, settings: RunSettings, *_: object) -> None:
-        asked.append(settings)
+        parsed_settings.append(settings)
         raise ConfigError("far enough")
 
     monkeypatch.setattr("virnuc.flows.cli.run_from_terminal.run_from_terminal", start)
@@ -50,12 +50,12 @@ def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
         "--loader-workers",
     ]
     assert main(words) == 2
-    settings = asked[0]
+    settings = parsed_settings[0]
     assert isinstance(settings, TuneSettings)
     assert (settings.loader_workers, settings.attentions) == ((), ("reference", "fused"))
     assert set(settings.swept()) == {"token_budget", "attention", "prefetch_factor"}
     assert main([*words, "--grid", "full"]) == 2
-    assert [len(values) for values in asked[1].swept().values()] == [4, 3, 3]  # type: ignore[attr-defined]
+    assert [len(values) for values in parsed_settings[1].swept().values()] == [4, 3, 3]  # type: ignore[attr-defined]
     assert main([*words, "0", "--attentions=fast"]) == 2
     assert 'Invalid value "fast"' in capsys.readouterr().err
 
@@ -67,9 +67,9 @@ def test_a_file_of_settings_stands_between_the_profile_and_what_is_given(tmp_pat
         'name = "p"\ntitle = "p"\n[engine]\ntoken_budget = 4096\nnum_workers = 3\n'
     )
     common = {"reads": ("r.fa",), "out": tmp_path, "models": tmp_path}
-    asked = TuneSettings(**common, profile=str(profile), settings=path, attention="auto")
+    parsed_settings = TuneSettings(**common, profile=str(profile), settings=path, attention="auto")
     expected = EngineSpec(token_budget=2048, attention="auto", num_workers=3)
-    assert asked.engine() == expected
+    assert parsed_settings.engine() == expected
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_value_out_of_range_in_the_file_is_refused(tmp_path: Path) -> None:
 
 
 def ask(out: Path, few_reads: Path, models: Path, **more: Any) -> State[Any]:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "reads": [str(few_reads)],
         "out": out,
         "models": models,
@@ -111,44 +111,44 @@ def ask(out: Path, few_reads: Path, models: Path, **more: Any) -> State[Any]:
         "prefetch_factors": [],
         "repeats": 1,
     }
-    return tune(**{**given, **more}, return_state=True)
+    return tune(**{**arguments, **more}, return_state=True)
 
 
 @pytest.mark.usefixtures("prefect_backend")
 def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(
     tmp_path: Path, few_reads: Path, models: Path
 ) -> None:
-    out = tmp_path / "sweep"
-    state = ask(out, few_reads, models, token_budgets=[512], precisions=["fp32", "fp16"])
+    out_dir = tmp_path / "sweep"
+    state = ask(out_dir, few_reads, models, token_budgets=[512], precisions=["fp32", "fp16"])
     assert state.is_completed(), state.message
-    body = json.loads((out / "tune.json").read_text())
+    body = json.loads((out_dir / "tune.json").read_text())
     assert body["schema_version"] == 1
-    found = {json.dumps(c["changes"], sort_keys=True): c for c in body["candidates"]}
-    assert len(found) == 3  # the base, and the budget in each precision
-    base = found["{}"]
+    candidates = {json.dumps(c["changes"], sort_keys=True): c for c in body["candidates"]}
+    assert len(candidates) == 3  # the base, and the budget in each precision
+    base = candidates["{}"]
     assert (base["verdict"], len(base["tokens_per_s"])) == ("base", 1)
     assert min(base["tokens_per_s"]) > 1000
-    small = found['{"token_budget": 512}']
+    small = candidates['{"token_budget": 512}']
     assert small["verdict"] == "usable"
-    assert all(one["score_difference"] <= TOLERANCE for one in small["trials"])
-    half = found['{"precision": "fp16", "token_budget": 512}']
+    assert all(trial["score_difference"] <= TOLERANCE for trial in small["trials"])
+    half = candidates['{"precision": "fp16", "token_budget": 512}']
     assert half["verdict"] == "cannot run"
     assert "needs a CUDA device" in half["reason"]
     assert (
-        read_settings(out / "settings.toml")["token_budget"]
+        read_settings(out_dir / "settings.toml")["token_budget"]
         == body["recommended"]["engine"]["token_budget"]
     )
     table = Artifact.get(host_key("tune-few-cpu-1"))
     assert table is not None
     rows = json.loads(str(table.data))
     assert [row["verdict"] for row in rows].count("**recommended**") == 1
-    assert list((out / "trials").rglob("shards/*.h5")) == []
+    assert list((out_dir / "trials").rglob("shards/*.h5")) == []
 
-    again = ask(out, few_reads, models, token_budgets=[512], precisions=["fp32", "fp16"])
-    assert again.name == "Reused"
-    assert (again.message or "").endswith("nothing had to be measured")
-    after = json.loads((out / "tune.json").read_text())
-    assert [c["tokens_per_s"] for c in after["candidates"]] == [
+    second_state = ask(out_dir, few_reads, models, token_budgets=[512], precisions=["fp32", "fp16"])
+    assert second_state.name == "Reused"
+    assert (second_state.message or "").endswith("nothing had to be measured")
+    body_after = json.loads((out_dir / "tune.json").read_text())
+    assert [c["tokens_per_s"] for c in body_after["candidates"]] == [
         c["tokens_per_s"] for c in body["candidates"]
     ]
 
@@ -161,8 +161,8 @@ def test_settings_that_change_results_are_marked_and_not_recommended(
     monkeypatch.setattr(
         "virnuc_core.tools.tune.compare_scores", lambda _, scores: ScoreChange(0.25, len(scores))
     )
-    few = {"token_budgets": [512], "attentions": ["reference"]}
-    state = ask(tmp_path / "sweep", few_reads, models, **few)
+    small_options = {"token_budgets": [512], "attentions": ["reference"]}
+    state = ask(tmp_path / "sweep", few_reads, models, **small_options)
     verdicts = {}
     for candidate in json.loads((tmp_path / "sweep" / "tune.json").read_text())["candidates"]:
         verdicts[candidate["changes"].get("attention", "auto")] = candidate["verdict"]
@@ -187,28 +187,32 @@ def test_predict_takes_the_settings_a_sweep_wrote(
 ) -> None:
     path = tmp_path / "settings.toml"
     path.write_text("token_budget = 1024\nshard_tokens = 8192\n")
-    out = tmp_path / "run"
-    predict(reads=[str(few_reads)], out=out, models=models, devices="cpu:1", settings=path)
-    resolved = json.loads((out / "run.json").read_text())["resolved"]
-    assert (resolved["token_budget"], resolved["shard_tokens"]) == (1024, 8192)
+    out_dir = tmp_path / "run"
+    predict(reads=[str(few_reads)], out=out_dir, models=models, devices="cpu:1", settings=path)
+    resolved_settings = json.loads((out_dir / "run.json").read_text())["resolved"]
+    assert (resolved_settings["token_budget"], resolved_settings["shard_tokens"]) == (1024, 8192)
 
 
 @pytest.mark.slow
 def test_overhead_is_timed_in_a_validation_and_can_be_verified(
     tmp_path: Path, few_reads: Path, models: Path, prefect_backend: Path
 ) -> None:
-    out = tmp_path / "out"
-    validate(few_reads, models, out, "cpu:1")
-    state = overhead(out=out, models=models, devices="cpu:1", pairs=1, shards=1, return_state=True)
+    out_dir = tmp_path / "out"
+    validate(few_reads, models, out_dir, "cpu:1")
+    state = overhead(
+        out=out_dir, models=models, devices="cpu:1", pairs=1, shards=1, return_state=True
+    )
     assert state.is_completed(), state.message
     assert all(
         word in str(state.message)
         for word in ("commits cost", "the sampler costs", "models twice costs")
     )
     assert len(state.result().pairs) == 3
-    found = verify_report(out)
-    assert found.ok, found.differences
-    again = overhead(out=out, models=models, devices="cpu:1", pairs=1, shards=1, return_state=True)
-    assert again.result() == state.result(), "nothing was measured again"
-    refused = overhead(out=tmp_path, models=models, devices="cpu:1", return_state=True)
-    assert "run virnuc validate first" in str(refused.message)
+    verification = verify_report(out_dir)
+    assert verification.ok, verification.differences
+    second_state = overhead(
+        out=out_dir, models=models, devices="cpu:1", pairs=1, shards=1, return_state=True
+    )
+    assert second_state.result() == state.result(), "nothing was measured again"
+    refused_state = overhead(out=tmp_path, models=models, devices="cpu:1", return_state=True)
+    assert "run virnuc validate first" in str(refused_state.message)

@@ -35,18 +35,18 @@ pytestmark = pytest.mark.usefixtures("prefect_backend")
 
 
 def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) -> None:
-    out = tmp_path / "validation"
-    given = {
+    out_dir = tmp_path / "validation"
+    arguments = {
         "reads": [str(reads)],
-        "out": out,
+        "out": out_dir,
         "models": models,
         "devices": "cpu:2",
         "profile": "ci-smoke",
     }
-    state = validate(**given, return_state=True)
+    state = validate(**arguments, return_state=True)
     assert state.is_completed(), state.message
     assert (state.message or "").startswith("1 of 1 asked criteria met")
-    assert verify_report(out).ok
+    assert verify_report(out_dir).ok
     assert set(task_runs(state)) == {
         "stage few",
         "baseline vanilla on cpu:2",
@@ -57,10 +57,10 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
     }
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(run_of(state)).name == "few · ci-smoke · cpu:2"
-    record = read_record(RunDir(out))
-    assert [(one.file, one.reads, one.content) for one in record.inputs] == [
-        (str(reads), 300, digest(reads))
-    ]
+    record = read_record(RunDir(out_dir))
+    assert [
+        (input_file.file, input_file.reads, input_file.content) for input_file in record.inputs
+    ] == [(str(reads), 300, digest(reads))]
     assert (record.spec["sample"], record.spec["profile"]) == ("few", "ci-smoke")
     criteria = Artifact.get(host_key("criteria-ci-smoke"))
     assert criteria is not None
@@ -77,9 +77,11 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
     ):
         assert Artifact.get(key if key == "comparison-few" else host_key(key)) is not None, key
 
-    again = validate(**given, return_state=True)
+    second_state = validate(**arguments, return_state=True)
     computing = {
-        name: run.state.name for name, run in task_runs(again).items() if run.state is not None
+        name: run.state.name
+        for name, run in task_runs(second_state).items()
+        if run.state is not None
     }
     assert {name for name, state_name in computing.items() if state_name == "Reused"} == {
         "stage few",
@@ -87,39 +89,41 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
         "embed few on cpu:1",
         "embed few on cpu:2",
     }
-    assert verify_report(out).ok
+    assert verify_report(out_dir).ok
 
-    fewer = validate(**given | {"devices": "cpu:1"}, return_state=True)
+    fewer = validate(**arguments | {"devices": "cpu:1"}, return_state=True)
     assert (fewer.message or "").startswith("1 of 1 asked criteria met"), (
         "the other run is of before"
     )
-    assert [run.name for run in read_report(out / "report" / "report.json").runs] == ["devices-1"]
-    assert verify_report(out).ok
+    assert [run.name for run in read_report(out_dir / "report" / "report.json").runs] == [
+        "devices-1"
+    ]
+    assert verify_report(out_dir).ok
 
 
 @pytest.mark.slow
 def test_starting_over_leaves_no_run_of_other_weights(
     tmp_path: Path, few_reads: Path, models: Path
 ) -> None:
-    out, mine = tmp_path / "validation", tmp_path / "validation" / "devices-2.bak" / "reads.tsv"
-    given = {
+    out_dir, mine = tmp_path / "validation", tmp_path / "validation" / "devices-2.bak" / "reads.tsv"
+    arguments = {
         "reads": [str(few_reads)],
-        "out": out,
+        "out": out_dir,
         "models": models,
         "devices": "cpu:2",
         "profile": "ci-smoke",
     }
-    validate(**given)
+    validate(**arguments)
     mine.parent.mkdir()
     mine.write_text("mine")
     init_random(tmp_path / "others", seed=2)
     state = validate(
-        **given | {"models": tmp_path / "others", "devices": "cpu:1", "force": True},
+        **arguments | {"models": tmp_path / "others", "devices": "cpu:1", "force": True},
         return_state=True,
     )
     assert state.is_completed(), state.message
-    assert not (out / "devices-2" / "summary.json").exists()
-    assert verify_report(out).ok
+    assert not (out_dir / "devices-2" / "summary.json").exists()
+    assert verify_report(out_dir).ok
     assert mine.read_text() == "mine", "a name like ours is not ours"
 
 
@@ -127,19 +131,19 @@ def test_starting_over_leaves_no_run_of_other_weights(
 def test_results_and_time_of_an_earlier_baseline_take_the_place_of_a_run(
     tmp_path: Path, few_reads: Path, models: Path
 ) -> None:
-    first, out = tmp_path / "first", tmp_path / "validation"
-    given: dict[str, Any] = {"reads": [str(few_reads)], "models": models, "devices": "cpu:1"}
-    predict(**given, out=first)
-    given |= {
-        "out": out,
+    first_dir, out_dir = tmp_path / "first", tmp_path / "validation"
+    arguments: dict[str, Any] = {"reads": [str(few_reads)], "models": models, "devices": "cpu:1"}
+    predict(**arguments, out=first_dir)
+    arguments |= {
+        "out": out_dir,
         "profile": "ci-smoke",
         "baseline_seconds": 900.0,
         "baseline_device": "2x RTX 4090",
     }
-    state = validate(**given, baseline_results=first, return_state=True)
+    state = validate(**arguments, baseline_results=first_dir, return_state=True)
     assert state.is_completed(), state.message
-    assert (out / "baseline" / RESULTS[0]).read_bytes() == (first / RESULTS[0]).read_bytes()
-    report = read_report(out / "report" / "report.json")
+    assert (out_dir / "baseline" / RESULTS[0]).read_bytes() == (first_dir / RESULTS[0]).read_bytes()
+    report = read_report(out_dir / "report" / "report.json")
     criteria = {criterion.id: criterion for criterion in report.criteria}
     assert (criteria["consensus"].verdict, criteria["consensus"].value) == ("pass", 100.0)
     assert report.baseline is not None
@@ -147,14 +151,14 @@ def test_results_and_time_of_an_earlier_baseline_take_the_place_of_a_run(
     assert "for reference only: the recorded time is of 2x RTX 4090" in (
         report.baseline.problem or ""
     )
-    assert verify_report(out).ok
+    assert verify_report(out_dir).ok
     with pytest.raises(
         ConfigError, match=r"prediction_results\.txt is read, and would be overwritten"
     ):
-        validate(**given, baseline_results=out / "baseline", force=True)
-    assert (out / "baseline" / RESULTS[0]).is_file()
+        validate(**arguments, baseline_results=out_dir / "baseline", force=True)
+    assert (out_dir / "baseline" / RESULTS[0]).is_file()
     with pytest.raises(ConfigError, match="a time needs the device"):
-        validate(**given | {"out": tmp_path / "other", "baseline_device": None})
+        validate(**arguments | {"out": tmp_path / "other", "baseline_device": None})
 
 
 @pytest.mark.slow
@@ -164,37 +168,39 @@ def test_a_missed_speed_is_tuned_and_judged_again(
     def first_other(entries: Sequence[Candidate], **_: object) -> Recommendation:
         return Recommendation(entries[1], 0.5, f"{entries[1].label}: chosen")
 
-    out, engine = tmp_path / "validation", "[engine]\ntoken_budget = 4096\n"
+    out_dir, engine = tmp_path / "validation", "[engine]\ntoken_budget = 4096\n"
     profile = write_profile(tmp_path / "strict.toml", engine, 0.001)
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "reads": [str(few_reads)],
-        "out": out,
+        "out": out_dir,
         "models": models,
         "devices": "cpu:1",
     }
-    given |= {"profile": profile, "fail_on_criteria": False}
+    arguments |= {"profile": profile, "fail_on_criteria": False}
     monkeypatch.setattr("virnuc.flows.tuning_rounds.KNOBS", {"packing": {"token_budget": (2048,)}})
     monkeypatch.setattr("virnuc.flows.sweep.recommend", first_other)
-    state = validate(**given, tune_rounds=1, return_state=True)
+    state = validate(**arguments, tune_rounds=1, return_state=True)
     assert state.is_completed(), state.message
-    rounds = read(out / "tuning.json", TuningFile).rounds
-    assert [one.engine and one.engine["token_budget"] for one in rounds] == [2048]
-    assert read_record(RunDir(out / "devices-1")).resolved["token_budget"] == 2048
-    notes = read_report(out / "report" / "report.json").notes
+    rounds = read(out_dir / "tuning.json", TuningFile).rounds
+    assert [
+        tuning_round.engine and tuning_round.engine["token_budget"] for tuning_round in rounds
+    ] == [2048]
+    assert read_record(RunDir(out_dir / "devices-1")).resolved["token_budget"] == 2048
+    notes = read_report(out_dir / "report" / "report.json").notes
     assert any(
-        "Tuning round 1, Time on one device missed: against packing, token_budget" in one
-        for one in notes
+        "Tuning round 1, Time on one device missed: against packing, token_budget" in tuning_round
+        for tuning_round in notes
     )
-    assert verify_report(out).ok
+    assert verify_report(out_dir).ok
 
     monkeypatch.setattr("virnuc.flows.tuning_rounds.KNOBS", {})
-    again = validate(**given, tune_rounds=2, return_state=True)
-    assert "nothing had to be computed" in (again.message or "")
-    rounds = read(out / "tuning.json", TuningFile).rounds
-    assert [one.engine is None for one in rounds] == [False, True]
+    second_state = validate(**arguments, tune_rounds=2, return_state=True)
+    assert "nothing had to be computed" in (second_state.message or "")
+    rounds = read(out_dir / "tuning.json", TuningFile).rounds
+    assert [tuning_round.engine is None for tuning_round in rounds] == [False, True]
     assert rounds[1].said.startswith("no setting mends ")
-    assert rounds[1].said in " ".join(read_report(out / "report" / "report.json").notes)
-    assert verify_report(out).ok
+    assert rounds[1].said in " ".join(read_report(out_dir / "report" / "report.json").notes)
+    assert verify_report(out_dir).ok
 
 
 def write_profile(path: Path, settings: str, limit_s: float) -> str:
@@ -210,15 +216,15 @@ def write_profile(path: Path, settings: str, limit_s: float) -> str:
 def test_a_criterion_that_is_missed_is_seen_in_the_run_list(
     tmp_path: Path, few_reads: Path, models: Path
 ) -> None:
-    given = {
+    arguments = {
         "reads": [str(few_reads)],
         "out": tmp_path / "validation",
         "models": models,
         "devices": "cpu:1",
     }
-    given |= {"profile": write_profile(tmp_path / "impossible.toml", "", 0.001)}
+    arguments |= {"profile": write_profile(tmp_path / "impossible.toml", "", 0.001)}
     for fails, kind in ((True, "FAILED"), (False, "COMPLETED")):
-        state = validate(**given, fail_on_criteria=fails, return_state=True)
+        state = validate(**arguments, fail_on_criteria=fails, return_state=True)
         assert (state.type.value, state.name) == (kind, "Criteria not met")
         assert "not met: Time on one device" in (state.message or "")
 
@@ -228,8 +234,8 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
     tmp_path: Path, many_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = "time_limit_s = 3600\nsample_s = 0.2\n[engine]\nshard_tokens = 4096\n"
-    out, enough = tmp_path / "validation", 0
-    run = out / "devices-1"
+    out_dir, enough = tmp_path / "validation", 0
+    run = out_dir / "devices-1"
 
     def after_shards(work: Callable[[Any], None]) -> AbstractContextManager[None]:
         """The limit of an hour is over once there are `enough` shards: the machine may be as slow as it likes."""
@@ -242,15 +248,15 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
         return background_thread(end if work.__name__ == "end" else work)
 
     monkeypatch.setattr("virnuc.tasks.time_limit.background_thread", after_shards)
-    given = {"reads": [str(many_reads)], "out": out, "models": models, "devices": "cpu:1"}
-    given |= {"profile": write_profile(tmp_path / "hasty.toml", settings, 3600)}
+    arguments = {"reads": [str(many_reads)], "out": out_dir, "models": models, "devices": "cpu:1"}
+    arguments |= {"profile": write_profile(tmp_path / "hasty.toml", settings, 3600)}
     enough = 2
-    state = validate(**given, return_state=True)
+    state = validate(**arguments, return_state=True)
     assert "not met: Time on one device" in (state.message or "")
     assert json.loads((run / "summary.json").read_text())["stopped_at_limit"] is True
-    before = committed(run)
-    enough = before + 2
-    validate(**given, return_state=True)  # goes on where it was
+    shards_before = committed(run)
+    enough = shards_before + 2
+    validate(**arguments, return_state=True)  # goes on where it was
     assert committed(run) >= enough
 
 
@@ -259,10 +265,15 @@ def test_a_validation_of_reads_without_an_open_frame_is_not_judged(
 ) -> None:
     stops = tmp_path / "stops.fasta"
     stops.write_text("".join(f">r{number}\n{'TAACTAGTTAG' * 9}\n" for number in range(3)))
-    given = {"reads": [str(stops)], "out": tmp_path / "run", "models": models, "devices": "cpu:2"}
+    arguments = {
+        "reads": [str(stops)],
+        "out": tmp_path / "run",
+        "models": models,
+        "devices": "cpu:2",
+    }
     state = validate(
-        **given, profile="production-6m", return_state=True
+        **arguments, profile="production-6m", return_state=True
     )  # which asks for the cost of commits, too
-    judged = state.result()
-    assert (judged.outcome, judged.failed, exit_code(state)) == ("not judged", (), 7)
+    report = state.result()
+    assert (report.outcome, report.failed, exit_code(state)) == ("not judged", (), 7)
     assert not (tmp_path / "virnuc-history.jsonl").exists(), "it would be held against the next run"

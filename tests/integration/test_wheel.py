@@ -58,16 +58,16 @@ class Installation:
 def pip(*words: object) -> None:
     """Run pip of this environment."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def build_wheel(folder: Path) -> Path:
     """Build the wheel from a copy of the sources, because the build writes beside them."""
     copy = folder / "sources"
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    ignored_files = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in SOURCES:
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored_files)
     for name in BUILD_FILES:
         shutil.copy(ROOT / name, copy)
     pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy)
@@ -114,34 +114,36 @@ def test_the_wheel_and_not_the_sources_is_imported(
     installation: Installation, environment: dict[str, str]
 ) -> None:
     program = "import virnuc.flows.cli, virnuc_core; print(virnuc.__file__, virnuc_core.__file__)"
-    done = installation.run("python", "-c", program, environment=environment)
-    assert done.returncode == 0, done.stderr
-    for path in done.stdout.split():
+    process = installation.run("python", "-c", program, environment=environment)
+    assert process.returncode == 0, process.stderr
+    for path in process.stdout.split():
         assert Path(path).is_relative_to(installation.bin.parent)
 
 
 def test_the_command_says_its_version(
     installation: Installation, environment: dict[str, str]
 ) -> None:
-    done = installation.run("virnuc", "--version", environment=environment)
-    assert (done.returncode, done.stdout) == (0, f"virnuc {version('virnuc')}\n"), done.stderr
+    process = installation.run("virnuc", "--version", environment=environment)
+    assert (process.returncode, process.stdout) == (0, f"virnuc {version('virnuc')}\n"), (
+        process.stderr
+    )
 
 
 def test_the_command_finds_its_own_modules_before_those_of_the_working_directory(
     installation: Installation, environment: dict[str, str]
 ) -> None:
-    done = installation.run("virnuc", "--help", environment={**environment, "PYTHONPATH": "."})
-    assert done.returncode == 0, done.stderr
-    assert "  predict: " in done.stdout
+    process = installation.run("virnuc", "--help", environment={**environment, "PYTHONPATH": "."})
+    assert process.returncode == 0, process.stderr
+    assert "  predict: " in process.stdout
 
 
 def test_the_command_writes_simulated_reads(
     installation: Installation, environment: dict[str, str]
 ) -> None:
-    done = installation.run(
+    process = installation.run(
         "virnuc", "simulate", "reads.fastq", "--reads", "20", environment=environment
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     lines = (installation.folder / "reads.fastq").read_text().splitlines()
     assert len(lines) == 4 * 20  # a FASTQ record has four lines
 
@@ -157,14 +159,14 @@ def test_a_worker_runs_a_deployment_of_the_installed_flow(
         ("work-pool", "create", "wheel", "--type", "process"),
         ("deploy", "--prefect-file", prefect_file, "--all"),
     ):
-        done = installation.run("python", *prefect, *words, environment=server)
-        assert done.returncode == 0, done.stdout + done.stderr
+        process = installation.run("python", *prefect, *words, environment=server)
+        assert process.returncode == 0, process.stdout + process.stderr
 
-    out = installation.folder / "run"
+    out_dir = installation.folder / "run"
     log = installation.folder / "worker.log"
     parameters = {
         "reads": [str(few_reads)],
-        "out": str(out),
+        "out": str(out_dir),
         "models": str(models),
         "devices": "cpu:1",
     }
@@ -182,4 +184,4 @@ def test_a_worker_runs_a_deployment_of_the_installed_flow(
     with background(worker, server, log, cwd=installation.folder):
         run = wait_for(ended, "the run of the deployment to end")
     assert run.state.name == "Completed", log.read_text()
-    assert (out / "prediction_results.txt").is_file()
+    assert (out_dir / "prediction_results.txt").is_file()

@@ -91,20 +91,20 @@ def test_records_of_the_core_reach_the_run_also_from_its_threads() -> None:
         return run_id()
 
     flow_run = whole()
-    wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
+    log_filter = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
 
     def logged() -> dict[str, bool]:
         with get_client(sync_client=True) as client:
-            lines = client.read_logs(log_filter=wanted)
-        found = {
+            lines = client.read_logs(log_filter=log_filter)
+        records = {
             line.message: line.task_run_id is not None
             for line in lines
             if line.name.startswith("virnuc_core")
         }
-        return found if len(found) >= 3 else {}
+        return records if len(records) >= 3 else {}
 
-    found = wait_for(logged, "the records")
-    assert found == {"from the flow": False, "from the task": True, "from a thread": True}
+    records = wait_for(logged, "the records")
+    assert records == {"from the flow": False, "from the task": True, "from a thread": True}
     assert logging.getLogger("virnuc_core").handlers == []
 
 
@@ -159,20 +159,25 @@ def test_wrong_input_is_one_sentence_in_the_log_and_in_the_state(
 def test_a_workers_log_has_one_sentence_on_wrong_input_and_no_traceback(
     parameters: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    given = {"reads": ["a.fa"], "out": str(tmp_path / "run"), "models": str(tmp_path), **parameters}
+    arguments = {
+        "reads": ["a.fa"],
+        "out": str(tmp_path / "run"),
+        "models": str(tmp_path),
+        **parameters,
+    }
     with get_client(sync_client=True) as client:
-        made = client.create_flow_run(predict, parameters=given)
+        flow_run = client.create_flow_run(predict, parameters=arguments)
     with (
         caplog.at_level(logging.INFO),
         pytest.raises(VirnucError, match=said),
     ):  # as a worker's child does
-        prefect_runs(predict, flow_run=made, error_logger=flow_run_logger(made))  # type: ignore[arg-type]
-    (told,) = [
+        prefect_runs(predict, flow_run=flow_run, error_logger=flow_run_logger(flow_run))  # type: ignore[arg-type]
+    (message,) = [
         record
         for record in caplog.records
         if record.levelno >= logging.ERROR or said in record.getMessage()
     ]
-    assert told.getMessage().startswith("Finished in state Failed(")
+    assert message.getMessage().startswith("Finished in state Failed(")
     assert "Traceback" not in caplog.text
 
 
@@ -231,10 +236,10 @@ def test_a_signed_address_is_kept_nowhere(models: Path, database: Path, tmp_path
         # one that was made on a server, as a form does: it stood there until the run began
         mates = {"mates_1": (f"{address}4ec4e7",), "mates_2": (f"{address}94ec4e7",)}
         assert predict(**mates, out=tmp_path / "b", models=models, return_state=True).is_failed()
-        (served,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
-        assert served.id != by_hand.id
-        logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[served.id])))
-    assert "4ec4e7" not in f"{served} {logs}"
+        (flow_run,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
+        assert flow_run.id != by_hand.id
+        logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run.id])))
+    assert "4ec4e7" not in f"{flow_run} {logs}"
     assert not [
         file for file in tmp_path.rglob("*") if file.is_file() and b"ec4e7" in file.read_bytes()
     ]
@@ -268,12 +273,12 @@ def test_a_run_whose_process_is_gone_is_called_crashed() -> None:
                 START_LABEL: process_start_ticks(os.getpid()),
             },
         }.items():
-            made = client.create_flow_run(
+            flow_run = client.create_flow_run(
                 whole, parameters={"dead": None}, name=name, tags=["virnuc"]
             )
-            client.update_flow_run_labels(made.id, labels)
-            client.set_flow_run_state(made.id, Running(), force=True)
-            runs[name] = made.id
+            client.update_flow_run_labels(flow_run.id, labels)
+            client.set_flow_run_state(flow_run.id, Running(), force=True)
+            runs[name] = flow_run.id
         whole(runs["killed"])
         states = {name: client.read_flow_run(one).state for name, one in runs.items()}
         for name in ("elsewhere", "alive"):
@@ -286,15 +291,15 @@ def test_a_run_whose_process_is_gone_is_called_crashed() -> None:
 
 
 def test_two_runs_never_hold_one_gpu() -> None:
-    inside: list[str] = []
+    running_names: list[str] = []
     overlaps: list[str] = []
 
     def hold(name: str) -> None:
         with device_slots([GPU]):
-            overlaps.extend(inside)
-            inside.append(name)
+            overlaps.extend(running_names)
+            running_names.append(name)
             time.sleep(0.5)
-            inside.remove(name)
+            running_names.remove(name)
 
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(hold, name))
@@ -317,24 +322,24 @@ def held_by_another(outside: contextvars.Context) -> bool:
         with device_slots([GPU], wait_s=1):
             pass
 
-    with ThreadPoolExecutor(1) as other:
-        return isinstance(other.submit(outside.run, take).exception(), TimeoutError)
+    with ThreadPoolExecutor(1) as executor:
+        return isinstance(executor.submit(outside.run, take).exception(), TimeoutError)
 
 
 def test_waiting_for_a_gpu_can_end() -> None:
-    outside = contextvars.copy_context()
+    outer_context = contextvars.copy_context()
     with device_slots([GPU]):
-        assert held_by_another(outside)
-    assert not held_by_another(outside)
+        assert held_by_another(outer_context)
+    assert not held_by_another(outer_context)
 
 
 def test_a_slot_is_taken_once_and_given_back_by_who_took_it() -> None:
-    outside = contextvars.copy_context()
+    outer_context = contextvars.copy_context()
     with device_slots([GPU]):
         with device_slots([GPU], wait_s=1):
             pass
-        assert held_by_another(outside)
-    assert not held_by_another(outside)
+        assert held_by_another(outer_context)
+    assert not held_by_another(outer_context)
 
 
 def test_cores_need_no_slot() -> None:
@@ -385,13 +390,13 @@ def test_the_gate_keeps_who_decided_what(
         "yes",
         "not answered",
     )
-    kept = json.loads((tmp_path / "approval.json").read_text())
-    assert (kept["reviewer"], kept["note"], kept["flow_run"]) == (
+    approval = json.loads((tmp_path / "approval.json").read_text())
+    assert (approval["reviewer"], approval["note"], approval["flow_run"]) == (
         "Ada",
         "raise the budget",
         str(run.id),
     )
-    assert kept["when"].endswith("+00:00")
+    assert approval["when"].endswith("+00:00")
     assert main(["approve", str(run.id), "--yes"]) == 2
     assert "does not wait" in capsys.readouterr().err
 

@@ -46,8 +46,8 @@ def start(deployment: str, parameters: dict[str, Any]) -> UUID:
 
     wait_for(known, f"deployment {deployment}")
     with get_client(sync_client=True) as client:
-        found = client.read_deployment_by_name(deployment)
-        return client.create_flow_run_from_deployment(found.id, parameters=parameters).id
+        deployment_info = client.read_deployment_by_name(deployment)
+        return client.create_flow_run_from_deployment(deployment_info.id, parameters=parameters).id
 
 
 def parameters(out: Path, reads: Path, models: Path) -> dict[str, Any]:
@@ -65,28 +65,29 @@ def cancel_and_finish(
     deployment: str, process: subprocess.Popen[bytes], given: dict[str, Any], log: Path
 ) -> None:
     """Cancel a run in the middle: all of it is gone in time; the same parameters then end it."""
-    out = Path(given["out"])
-    first = start(deployment, given)
+    out_dir = Path(given["out"])
+    flow_run = start(deployment, given)
     wait_for(
-        lambda: committed(out) >= 3 or state_name(first) in ("Failed", "Crashed"), "three shards"
+        lambda: committed(out_dir) >= 3 or state_name(flow_run) in ("Failed", "Crashed"),
+        "three shards",
     )
-    assert state_name(first) == "Running", log.read_text()
+    assert state_name(flow_run) == "Running", log.read_text()
     family = psutil.Process(process.pid).children(recursive=True)
     assert any("virnuc_core.engine.worker" in one.cmdline() for one in family)
     with get_client(sync_client=True) as client:
-        client.set_flow_run_state(first, Cancelling())
+        client.set_flow_run_state(flow_run, Cancelling())
     ours = [one for one in family if one.is_running()]
     engine = [one for one in ours if "virnuc_core" in " ".join(one.cmdline())]
     wait_for(lambda: gone(engine), "the run's processes to end")
-    wait_for(lambda: state_name(first) == "Cancelled", "the state Cancelled")
-    kept = committed(out)
+    wait_for(lambda: state_name(flow_run) == "Cancelled", "the state Cancelled")
+    shards_before = committed(out_dir)
     second = start(deployment, given)
     wait_for(lambda: state_name(second) in ("Completed", "Failed", "Crashed"), "the second run")
     state = read(second).state
     assert state is not None
     assert state.name == "Completed", log.read_text()
-    assert (out / "prediction_results.txt").is_file()
-    assert kept >= 3
+    assert (out_dir / "prediction_results.txt").is_file()
+    assert shards_before >= 3
 
 
 @pytest.mark.usefixtures("prefect_backend")
@@ -132,22 +133,22 @@ def test_a_served_flow_is_cancelled_to_the_last_process(
 
 def succeed(environment: dict[str, str], *words: str) -> None:
     """Run a command of Prefect."""
-    done = subprocess.run(
+    process = subprocess.run(
         (*PREFECT, *words), env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_a_scheduled_run_starts_by_itself_and_completes(
     tmp_path: Path, few_reads: Path, models: Path, server: dict[str, str]
 ) -> None:
     """Nobody starts it: the server's scheduler plans it, the worker takes it, and its files are there."""
-    out, log = tmp_path / "run", tmp_path / "log"
-    given = json.dumps(
-        {"reads": [str(few_reads)], "out": str(out), "models": str(models), "devices": "cpu:1"}
+    out_dir, log = tmp_path / "run", tmp_path / "log"
+    parameters = json.dumps(
+        {"reads": [str(few_reads)], "out": str(out_dir), "models": str(models), "devices": "cpu:1"}
     )
     succeed(server, "work-pool", "create", "gpu", "--type", "process")
-    deployed = (
+    deployments = (
         "-n",
         "soon",
         "-p",
@@ -155,11 +156,11 @@ def test_a_scheduled_run_starts_by_itself_and_completes(
         "--interval",
         "5",
         "--params",
-        given,
+        parameters,
         "--concurrency-limit",
         "1",
     )
-    succeed(server, "deploy", "flows/predict.py:predict", *deployed)
+    succeed(server, "deploy", "flows/predict.py:predict", *deployments)
 
     def ended() -> FlowRun | None:
         with get_client(sync_client=True) as client:
@@ -172,4 +173,4 @@ def test_a_scheduled_run_starts_by_itself_and_completes(
         assert check_scheduler(client).verdict != "fail"  # the doctor's question
     assert run.auto_scheduled
     assert run.state.name == "Completed", log.read_text()
-    assert (out / "prediction_results.txt").is_file()
+    assert (out_dir / "prediction_results.txt").is_file()

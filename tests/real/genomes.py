@@ -169,10 +169,10 @@ def write_reads(genomes: list[Genome], out: Path, length: int, viral: int, other
     ):
         truth.write("read\tlabel\tgenome\n")
         for number, place in enumerate(order):
-            read = reads[place]
-            genome = read.genome
-            name = f"{number:07d}_{genome.label}_{genome.name}_{read.start}"
-            fasta.write(b">%b\n%b\n" % (name.encode(), read.letters))
+            sequence = reads[place]
+            genome = sequence.genome
+            name = f"{number:07d}_{genome.label}_{genome.name}_{sequence.start}"
+            fasta.write(b">%b\n%b\n" % (name.encode(), sequence.letters))
             truth.write(f"{name}\t{genome.label}\t{genome.name}\n")
 
 

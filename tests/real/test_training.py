@@ -94,15 +94,15 @@ def test_half_precision_keeps_the_verdicts(
     run = RunDir(training.out)
     store = OrfStore.open(run.store)
     uniques = torch.arange(0, store.n_uniques, EVERY)
-    joined = stored_embeddings(run)[uniques]
+    embeddings = stored_embeddings(run)[uniques]
     shape, read_tensor = open_part(training.models, Esm2Shape)
     encoder = Esm2(shape, read_tensor, CPU, precision=precision, attention="reference")
     proteins = [store.protein(unique, unique + 1)[0] for unique in uniques.tolist()]
     half_embeddings = encoder.embed(packed(Esm2Tokenizer(), proteins))
-    joined_half = torch.cat([joined[:, : -shape.width], half_embeddings], dim=1)
+    joined_half = torch.cat([embeddings[:, : -shape.width], half_embeddings], dim=1)
 
     head = Head(*open_folder(training.out / "head", HeadShape), CPU)
-    scores = head.scores(joined)[:, 1]
+    scores = head.scores(embeddings)[:, 1]
     half_scores = head.scores(joined_half)[:, 1]
     is_same = (scores >= 0.5) == (half_scores >= 0.5)
     agreement = float(is_same.double().mean())

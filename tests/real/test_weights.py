@@ -40,16 +40,16 @@ IN_LAYER = {  # of transformers, and of fair-esm
 @pytest.fixture(scope="module")
 def proteins(wheels: Path) -> list[bytes]:
     """Frames without a stop, of reads of 30 to 300 bases of both kinds."""
-    found = []
+    selected = []
     for length in (30, 90, 150, 300):
         for genomes in (list(viruses(wheels, 1)), list(hosts(wheels, 100))):
             frames = [
-                read[at:][: length // 3 * 3 - 3]
-                for _, _, read in cut(genomes, length, 60)
-                for at in range(3)
+                sequence[offset:][: length // 3 * 3 - 3]
+                for _, _, sequence in cut(genomes, length, 60)
+                for offset in range(3)
             ]
-            found += [text for frame in frames if "*" not in (text := translate(frame.decode()))]
-    return [text.encode() for text in found]
+            selected += [text for frame in frames if "*" not in (text := translate(frame.decode()))]
+    return [text.encode() for text in selected]
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def fair_esm(public: Path) -> Any:
         from esm.model.esm2 import ESM2
 
     model = ESM2(num_layers=6, embed_dim=320, attention_heads=20, alphabet="ESM-1b")
-    given = torch.load(public / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    checkpoint = torch.load(public / "pytorch_model.bin", map_location="cpu", weights_only=True)
     state: dict[str, Tensor] = {}
-    for name, tensor in given.items():
+    for name, tensor in checkpoint.items():
         bare, end = name.removeprefix("esm.").rsplit(".", 1)
         if layer := re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", bare):
             if layer[2] in IN_LAYER:
@@ -109,12 +109,16 @@ def test_half_precision_keeps_real_embeddings(
     proteins: list[bytes],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    batch, (shape, read) = packed(Esm2Tokenizer(), proteins), open_part(models, Esm2Shape)
+    batch, (shape, read_tensor) = packed(Esm2Tokenizer(), proteins), open_part(models, Esm2Shape)
     wide = load_encoder(Esm2, models, CPU).embed(batch).double()
-    half = Esm2(shape, read, CPU, precision=precision, attention="reference").embed(batch).double()
+    half = (
+        Esm2(shape, read_tensor, CPU, precision=precision, attention="reference")
+        .embed(batch)
+        .double()
+    )
     plain = torch.cosine_similarity(wide, half)
-    centred = torch.cosine_similarity(wide - wide.mean(0), half - wide.mean(0))
+    centred_cosines = torch.cosine_similarity(wide - wide.mean(0), half - wide.mean(0))
     with capsys.disabled():
-        told = f"cosine {plain.min():.6f} at worst, centred {centred.min():.6f}, in the mean {centred.mean():.6f}"
-        print(f"\n{precision}: {told} of {len(wide)} rows")
-    assert centred.min() > least
+        summary = f"cosine {plain.min():.6f} at worst, centred {centred_cosines.min():.6f}, in the mean {centred_cosines.mean():.6f}"
+        print(f"\n{precision}: {summary} of {len(wide)} rows")
+    assert centred_cosines.min() > least

@@ -115,15 +115,15 @@ def main() -> None:
     parser.add_argument("wheels", type=Path)
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
-    wheels, out = arguments.wheels, arguments.out
-    out.mkdir(parents=True)
-    reads = make_reads(wheels, out, of_family=8, windows=600, viral=8_160, others=39_840)
-    models = make_models(wheels, out)
+    wheels, out_dir = arguments.wheels, arguments.out
+    out_dir.mkdir(parents=True)
+    reads = make_reads(wheels, out_dir, of_family=8, windows=600, viral=8_160, others=39_840)
+    models = make_models(wheels, out_dir)
     trainings = {
-        "real 8M": train(reads, models.real, out / "train_real"),
-        "random 8M": train(reads, models.random, out / "train_random"),
+        "real 8M": train(reads, models.real, out_dir / "train_real"),
+        "random 8M": train(reads, models.random, out_dir / "train_random"),
     }
-    (out / "training.md").write_text(figures_table(trainings), encoding="utf-8")
+    (out_dir / "training.md").write_text(figures_table(trainings), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -83,25 +83,29 @@ class Reads(NamedTuple):
         """Of each read, half of what its best score as a virus lies above its best as another: a virus from 0."""
         scores = head.scores(torch.cat((self.dna, protein), dim=1)).double().numpy()[self.unique]
         best = pd.DataFrame(scores).groupby(self.read).max().to_numpy()
-        found: NDArray[np.float64] = (best[:, 1] - best[:, 0]) / 2
-        return found
+        margins: NDArray[np.float64] = (best[:, 1] - best[:, 0]) / 2
+        return margins
 
 
 def make_reads(
     wheels: Path, trained: TrainFile, groups: Path, out: Path, viral: int, others: int
 ) -> Path:
     """Reads of families of which no genome was learnt from, and of windows of the host that were not."""
-    of = pd.read_csv(groups, sep="\t", index_col="genome")["group"]
+    group_of_genome = pd.read_csv(groups, sep="\t", index_col="genome")["group"]
     learnt = {
-        name for name, told in trained.genomes.items() if told["side"] in ("train", "validation")
+        name for name, facts in trained.genomes.items() if facts["side"] in ("train", "validation")
     }
-    asked = {str(of[name]) for name, told in trained.genomes.items() if told["side"] == "test"}
-    asked -= {str(of[name]) for name in learnt}
-    found = [
-        *(one for one in viruses(wheels) if one.group in asked),
-        *(one for one in hosts(wheels) if one.name not in learnt),
+    requested_groups = {
+        str(group_of_genome[name])
+        for name, facts in trained.genomes.items()
+        if facts["side"] == "test"
+    }
+    requested_groups -= {str(group_of_genome[name]) for name in learnt}
+    chosen_genomes = [
+        *(genome for genome in viruses(wheels) if genome.group in requested_groups),
+        *(genome for genome in hosts(wheels) if genome.name not in learnt),
     ]
-    write_reads(found, out / "reads", trained.model_length, viral, others)
+    write_reads(chosen_genomes, out / "reads", trained.model_length, viral, others)
     return out / "reads.fasta.gz"
 
 
@@ -110,16 +114,18 @@ def embedded(
 ) -> Tensor:
     """Embeddings in the order given, [rows, width]."""
     order = np.argsort([len(text) for text in texts], kind="stable")
-    out = torch.zeros(len(texts), encoder.width)
+    features = torch.zeros(len(texts), encoder.width)
     for some in np.array_split(order, -(-len(order) // AT_ONCE)):
-        out[some] = embed_sequences(encoder, tokenizer, [texts[one] for one in some], CPU).float()
-    return out
+        features[some] = embed_sequences(
+            encoder, tokenizer, [texts[row] for row in some], CPU
+        ).float()
+    return features
 
 
 def whole(models: Path, store: OrfStore, out: Path) -> tuple[Tensor, Tensor]:
     """Embeddings of all frames in float32, of DNA and of proteins, kept in `out`."""
-    kept = out / "fp32.pt"
-    if not kept.exists():
+    cache_file = out / "fp32.pt"
+    if not cache_file.exists():
         dna = embedded(
             load_encoder(DnabertS, models, CPU),
             DnabertTokenizer(models),
@@ -128,20 +134,20 @@ def whole(models: Path, store: OrfStore, out: Path) -> tuple[Tensor, Tensor]:
         protein = embedded(
             load_encoder(Esm2, models, CPU), Esm2Tokenizer(), store.protein(0, store.n_uniques)
         )
-        torch.save((dna, protein), kept)
-    dna, protein = torch.load(kept, weights_only=True)
+        torch.save((dna, protein), cache_file)
+    dna, protein = torch.load(cache_file, weights_only=True)
     return dna, protein
 
 
 def in_part(int8: tuple[Layer, ...], fp16: tuple[Layer, ...], kept: Kept) -> tuple[Layer, ...]:
     """Layers of int8 with some products, and the norms before those, as in fp16."""
-    made = []
-    for number, (rounded, half) in enumerate(zip(int8, fp16, strict=True)):
+    embedded = []
+    for number, (int8_row, half) in enumerate(zip(int8, fp16, strict=True)):
         names = [name for name in PRODUCTS if kept(6 * number // len(int8), name)]
         norms = {"qkv": "attn_norm", "up": "ffn_norm"}
         names += [norms[name] for name in names if name in norms]
-        made.append(rounded._replace(**{name: getattr(half, name) for name in names}))
-    return tuple(made)
+        embedded.append(int8_row._replace(**{name: getattr(half, name) for name in names}))
+    return tuple(embedded)
 
 
 def line(
@@ -153,17 +159,21 @@ def line(
 ) -> str:
     """A line of the table. What is expected puts the differences seen near the threshold on each read near it: a count
     with less chance in it than that of the reads that did change."""
-    changed, near = int(((exact >= 0) != (other >= 0)).sum()), abs(exact) < NEAR
-    assert abs(other - exact)[near].max() < NEAR
-    seen = (other - exact)[abs(exact) < NEAR / 2]
-    expected = ((np.add.outer(exact[near], seen) >= 0) != (exact[near] >= 0)[:, None]).mean(1).sum()
-    low, high = binomtest(len(exact) - changed, len(exact)).proportion_ci(method="wilson")
+    num_changed, is_near = int(((exact >= 0) != (other >= 0)).sum()), abs(exact) < NEAR
+    assert abs(other - exact)[is_near].max() < NEAR
+    near_changes = (other - exact)[abs(exact) < NEAR / 2]
+    expected = (
+        ((np.add.outer(exact[is_near], near_changes) >= 0) != (exact[is_near] >= 0)[:, None])
+        .mean(1)
+        .sum()
+    )
+    low, high = binomtest(len(exact) - num_changed, len(exact)).proportion_ci(method="wilson")
     speed = (
         "" if share is None else f"{1 / ((1 - share) / SPEED['int8'] + share / SPEED['fp16']):.0f}k"
     )
-    percent = f"{100 - 100 * changed / len(exact):.2f} ({100 * low:.2f} to {100 * high:.2f})"
+    percent = f"{100 - 100 * num_changed / len(exact):.2f} ({100 * low:.2f} to {100 * high:.2f})"
     part = "" if share is None else f"{100 * share:.0f} %"
-    return f"| {name} | {part} | {speed} | {changed} | {percent} | {100 - 100 * expected / len(exact):.2f} |"
+    return f"| {name} | {part} | {speed} | {num_changed} | {percent} | {100 - 100 * expected / len(exact):.2f} |"
 
 
 def main() -> None:
@@ -177,40 +187,40 @@ def main() -> None:
         default=110_000,
         help="reads of the host, of which few have an open frame",
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    given.out.mkdir(parents=True, exist_ok=True)
-    trained = read(given.trained / TRAIN_FILE, TrainFile)
+    options.out.mkdir(parents=True, exist_ok=True)
+    training = read(options.trained / TRAIN_FILE, TrainFile)
     fasta = make_reads(
-        given.wheels,
-        trained,
-        Path(trained.settings["groups"]),
-        given.out,
-        given.viral,
-        given.others,
+        options.wheels,
+        training,
+        Path(training.settings["groups"]),
+        options.out,
+        options.viral,
+        options.others,
     )
-    spec = StageSpec(reads=(str(fasta),), model_length=trained.model_length)
-    store = OrfStore.open(stage(spec, given.out / "orfs.h5").store)
+    spec = StageSpec(reads=(str(fasta),), model_length=training.model_length)
+    store = OrfStore.open(stage(spec, options.out / "orfs.h5").store)
     row = pd.factorize(np.asarray(store.row_read[:]))[0]
     reads = Reads(
-        store, *whole(given.models, store, given.out), row, np.asarray(store.row_unique[:])
+        store, *whole(options.models, store, options.out), row, np.asarray(store.row_unique[:])
     )
-    head = Head(*open_folder(given.trained / "head", HeadShape), CPU)
+    head = Head(*open_folder(options.trained / "head", HeadShape), CPU)
     exact = reads.margin(head, reads.protein)
     frames = np.unique(reads.unique[abs(exact[reads.read]) < NEAR])
-    texts = [store.protein(one, one + 1)[0] for one in frames.tolist()]
-    shape, weights = open_part(given.models, Esm2Shape)
+    texts = [store.protein(frame, frame + 1)[0] for frame in frames.tolist()]
+    shape, weights = open_part(options.models, Esm2Shape)
 
     def net(precision: Resolved) -> Esm2:
-        seen = (
-            as_calibration(read_calibration(given.models).layers) if precision == "int8" else None
+        positions = (
+            as_calibration(read_calibration(options.models).layers) if precision == "int8" else None
         )
         return Esm2(
-            shape, weights, CPU, precision=precision, attention="reference", calibration=seen
+            shape, weights, CPU, precision=precision, attention="reference", calibration=positions
         )
 
-    rounded, half = net("int8"), net("fp16")
-    int8, works = rounded.layers, [one.weight.numel() for one in half.layers[0].products]
+    int8_scores, half = net("int8"), net("fp16")
+    int8, works = int8_scores.layers, [frame.weight.numel() for frame in half.layers[0].products]
     print(
         f"{len(exact):,} reads, {len(texts):,} frames near the threshold\n\n| products in 16 bits | share of the "
         "work | 3B, predicted | changed | verdicts kept, % | expected, % |\n| --- | --- | --- | --- | --- | --- |"
@@ -225,24 +235,24 @@ def main() -> None:
     by_half = told("all, fp16", 1.0, half)
     told("all, bf16", None, net("bf16"))
     by_int8 = by_half
-    for name, kept in VARIANTS.items():
-        rounded.layers = in_part(int8, half.layers, kept)
+    for name, variant in VARIANTS.items():
+        int8_scores.layers = in_part(int8, half.layers, variant)
         share = sum(
-            work * kept(layer, one)
+            work * variant(layer, frame)
             for layer in range(6)
-            for one, work in zip(PRODUCTS, works, strict=True)
+            for frame, work in zip(PRODUCTS, works, strict=True)
         )
-        found = told(name, share / 6 / sum(works), rounded)
-        by_int8 = found if share == 0 else by_int8
+        table_line = told(name, share / 6 / sum(works), int8_scores)
+        by_int8 = table_line if share == 0 else by_int8
     doubtful = (
         head.scores(torch.cat((reads.dna, by_int8), dim=1))[:, 1:] - DEFAULT_THRESHOLD
     ).abs() < repeats.NEAR
     name = f"int8, {100 * doubtful.double().mean():.1f} % of the frames again in fp16: --precision int8"
-    last = line(
+    last_line = line(
         name, None, reads, exact, reads.margin(head, torch.where(doubtful, by_half, by_int8))
     )
     print(
-        last.rsplit("|", 2)[0] + "| |"
+        last_line.rsplit("|", 2)[0] + "| |"
     )  # differences near the threshold are fp16's, farther off int8's
 
 

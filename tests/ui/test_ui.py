@@ -65,9 +65,9 @@ class Server:
 
     def deployment(self, name: str) -> str:
         """Id of a deployment."""
-        found = [d["id"] for d in self.ask("deployments/filter") if d["name"] == name]
-        assert len(found) == 1
-        return str(found[0])
+        ids = [d["id"] for d in self.ask("deployments/filter") if d["name"] == name]
+        assert len(ids) == 1
+        return str(ids[0])
 
     def artifact(self, key: str) -> str:
         """Id of the newest version of an artifact."""
@@ -79,12 +79,12 @@ class Server:
 
     def run(self, deployment: str) -> dict[str, Any] | None:
         """The newest run of a deployment; None before there is one."""
-        found = self.ask(
+        answer = self.ask(
             "flow_runs/filter",
             flow_runs={"deployment_id": {"any_": [deployment]}},
             sort="EXPECTED_START_TIME_DESC",
         )
-        return dict(found[0]) if found else None
+        return dict(answer[0]) if answer else None
 
     def wait(self, deployment: str, *names: str, timeout_s: float = 120) -> dict[str, Any]:
         """The newest run, once its state bears one of the names."""
@@ -123,11 +123,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     def background(*words: str) -> psutil.Process:
         with (folder / f"{words[0]}.log").open("wb") as log:
-            started = subprocess.Popen(
+            process = subprocess.Popen(
                 [*PREFECT, *words], env=environment, cwd=ROOT, stdout=log, stderr=log
             )
-        processes.append(started)
-        return psutil.Process(started.pid)
+        processes.append(process)
+        return psutil.Process(process.pid)
 
     def healthy() -> bool:
         try:
@@ -144,8 +144,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(url, background("worker", "start", "-p", "gpu", "--limit", "2"), environment)
     finally:
         for process in reversed(processes):
-            for one in psutil.Process(process.pid).children(recursive=True):
-                one.kill()
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
             process.kill()
             process.wait(10)
 
@@ -192,20 +192,20 @@ def shot(page: Any, name: str) -> None:
 
 
 def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, page: Any) -> None:
-    found = {
+    parameters = {
         d["entrypoint"]: d for d in server.ask("deployments/filter")
     }  # one deployment of each flow
-    assert len(found) >= 7
-    for deployment in found.values():
+    assert len(parameters) >= 7
+    for deployment in parameters.values():
         properties = deployment["parameter_openapi_schema"]["properties"]
         page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
         page.get_by_role("button", name="Submit").wait_for()
-        for described in properties.values():
+        for description in properties.values():
             text = (
-                described["description"].split("`")[0].split("https:")[0].strip()
+                description["description"].split("`")[0].split("https:")[0].strip()
             )  # Markdown and links are rendered
             page.get_by_text(text, exact=False).first.wait_for(state="attached")
-    deployment = found["virnuc.flows.tune.tune"]
+    deployment = parameters["virnuc.flows.tune.tune"]
     page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
     page.get_by_text("slots of one ESM-2 batch to try").first.wait_for()
     shot(page, "0-form-of-tune")
@@ -310,14 +310,15 @@ def test_a_criterion_that_is_missed_pauses_the_deployment_where_that_is_asked_fo
     )
     reads = simulate(SimulateSpec(reads=100, seed=3), tmp_path / "lung.fasta").reads_file
     deployment = server.deployment("nightly-gpu")
-    given = {
+    arguments = {
         "reads": [str(reads)],
         "out": str(tmp_path / "out"),
         "models": str(models),
         "devices": "cpu:1",
     }
     server.ask(
-        f"deployments/{deployment}/create_flow_run", parameters={**given, "profile": str(profile)}
+        f"deployments/{deployment}/create_flow_run",
+        parameters={**arguments, "profile": str(profile)},
     )
     run = server.wait(deployment, "Criteria not met")
     assert run["state_type"] == "FAILED"
@@ -335,28 +336,28 @@ def test_a_run_cancelled_in_the_ui_is_gone(
 ) -> None:
     reads = simulate(SimulateSpec(reads=20_000, seed=4), tmp_path / "many.fastq.gz").reads_file
     deployment = server.deployment("predict")
-    out = tmp_path / "out"
-    given = {
+    out_dir = tmp_path / "out"
+    arguments = {
         "reads": [str(reads)],
-        "out": str(out),
+        "out": str(out_dir),
         "models": str(models),
         "devices": "cpu:1",
         "shard_tokens": 8192,
     }
-    server.ask(f"deployments/{deployment}/create_flow_run", parameters=given)
-    wait_until(lambda: len(list((out / "shards").glob("*.h5"))) >= 3, 120)
+    server.ask(f"deployments/{deployment}/create_flow_run", parameters=arguments)
+    wait_until(lambda: len(list((out_dir / "shards").glob("*.h5"))) >= 3, 120)
     run = server.wait(deployment, "Running")
     family = [
-        one
-        for one in server.host.children(recursive=True)
-        if "virnuc_core" in " ".join(one.cmdline())
+        child
+        for child in server.host.children(recursive=True)
+        if "virnuc_core" in " ".join(child.cmdline())
     ]
     assert family
     page.goto(f"{server.url}/runs/flow-run/{run['id']}")
     page.get_by_role("button", name="Cancel").first.click()
     shot(page, "9-cancel")
     page.locator("[role=dialog], .p-modal").last.get_by_role("button", name="Confirm").click()
-    wait_until(lambda: not any(one.is_running() for one in family), 15)
+    wait_until(lambda: not any(child.is_running() for child in family), 15)
     server.wait(deployment, "Cancelled", timeout_s=60)
     page.reload()
     shot(page, "10-cancelled")

@@ -43,7 +43,7 @@ class Made:
 
 def make(reads: list[Read]) -> Made:
     """Columns of a store, set by hand."""
-    pairs = [(i, frame) for i, read in enumerate(reads) for frame in read.frames]
+    pairs = [(i, frame) for i, scored_read in enumerate(reads) for frame in scored_read.frames]
     store = OrfStore()
     store.path = Path("made-up")
     store.duplicate_mark = "."
@@ -60,8 +60,8 @@ def make(reads: list[Read]) -> Made:
     store.row_chunk = np.array([f.chunk for _, f in pairs], dtype=np.int32)
     store.row_frame = np.array([f.frame for _, f in pairs], dtype=np.uint8)
     store.row_unique = np.arange(len(pairs), dtype=np.int64)
-    failed = np.array([f.scores is None for _, f in pairs], dtype=bool)
+    is_failed = np.array([f.scores is None for _, f in pairs], dtype=bool)
     scores = np.array([f.scores or (np.nan, np.nan) for _, f in pairs], dtype=np.float32).reshape(
         -1, 2
     )
-    return Made(store, scores, failed)
+    return Made(store, scores, is_failed)

@@ -52,29 +52,29 @@ def slow_score(read: Scores) -> Fraction:
 def as_reads(all_reads: list[Scores]) -> list[Read]:
     """Reads of a store, with P(others) and P(virus) of each frame."""
     reads = []
-    for number, read in enumerate(all_reads):
+    for number, scored_read in enumerate(all_reads):
         frames = []
-        for chunk, scores in enumerate(read):
+        for chunk, scores in enumerate(scored_read):
             for frame, score in enumerate(scores):
                 frames.append(Frame(chunk, frame, (float(1 - score), float(score))))
-        reads.append(Read(f"r{number}", 100 * len(read), len(read), tuple(frames)))
+        reads.append(Read(f"r{number}", 100 * len(scored_read), len(scored_read), tuple(frames)))
     return reads
 
 
 def frame_table(all_reads: list[Scores]) -> pd.DataFrame:
     """One row per frame: read, chunk, frame and both scores."""
     rows = []
-    for number, read in enumerate(all_reads):
-        for chunk, scores in enumerate(read):
+    for number, scored_read in enumerate(all_reads):
+        for chunk, scores in enumerate(scored_read):
             for frame, score in enumerate(scores):
                 rows.append((number, chunk, frame, float(1 - score), float(score)))
     return pd.DataFrame(rows, columns=["read", "chunk", "frame", "others", "virus"])
 
 
 def results_table(folder: Path, all_reads: list[Scores], name: str) -> list[dict[str, str]]:
-    made = make(as_reads(all_reads))
+    scored_store = make(as_reads(all_reads))
     run = RunDir(folder)
-    write_results(run, made.store, made.scores, made.failed)
+    write_results(run, scored_store.store, scored_store.scores, scored_store.failed)
     path = folder / name
     delimiter = "\t"
     with path.open() as file:
@@ -97,9 +97,13 @@ def test_results_exports_comparison_and_training_agree_with_the_rule(
     tmp_path_factory: pytest.TempPathFactory, all_reads: list[Scores]
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
-    expected_scores = [float(slow_score(read)) for read in all_reads]
-    expected_labels = ["virus" if slow_score(read) >= 0.5 else "others" for read in all_reads]
-    expected_chunks = [margin >= 0 for read in all_reads for margin in slow_margins(read)]
+    expected_scores = [float(slow_score(scored_read)) for scored_read in all_reads]
+    expected_labels = [
+        "virus" if slow_score(scored_read) >= 0.5 else "others" for scored_read in all_reads
+    ]
+    expected_chunks = [
+        margin >= 0 for scored_read in all_reads for margin in slow_margins(scored_read)
+    ]
     frames = frame_table(all_reads)
 
     reads = results_table(folder, all_reads, "reads.tsv")
@@ -114,8 +118,8 @@ def test_results_exports_comparison_and_training_agree_with_the_rule(
     assert contigs["viral_score"].tolist() == pytest.approx(expected_scores, abs=1e-6)
 
     ids = frames.apply(lambda row: f"r{row['read']:.0f}_chunk_{row['chunk']:.0f}F1", axis=1)
-    named = pd.DataFrame({"id": ids, "score1": frames["others"], "score2": frames["virus"]})
-    assert derive_consensus(named)["virus"].tolist() == expected_chunks
+    frame_rows = pd.DataFrame({"id": ids, "score1": frames["others"], "score2": frames["virus"]})
+    assert derive_consensus(frame_rows)["virus"].tolist() == expected_chunks
 
     assert training_scores(frames, "read") == pytest.approx(expected_scores, abs=1e-12)
     assert (training_scores(frames, "chunk") >= 0.5).tolist() == expected_chunks
@@ -133,11 +137,11 @@ def test_another_rule_for_chunks_changes_every_user(
         frames = frame_table(TIE)
         [chunk] = results_table(folder, TIE, "prediction_results_highestscore.csv")
         [contig] = contig_votes(frames, 1)["viral_chunks"]
-        named = pd.DataFrame(
+        frame_rows = pd.DataFrame(
             {"id": ["r_chunk_1F1", "r_chunk_1F2"], "score1": [0.75, 0.25], "score2": [0.25, 0.75]}
         )
-        [compared] = derive_consensus(named)["virus"]
-        return [chunk["Is_Virus"] == "True", bool(contig), bool(compared)]
+        [compared_score] = derive_consensus(frame_rows)["virus"]
+        return [chunk["Is_Virus"] == "True", bool(contig), bool(compared_score)]
 
     assert verdicts(tmp_path / "tie is viral") == [True, True, True]
     monkeypatch.setattr(consensus, "is_viral_chunk", lambda others, virus: virus > others)
@@ -152,10 +156,10 @@ def test_another_rule_for_reads_changes_every_user(
     frames = frame_table(reads)
 
     def scores(folder: Path) -> list[float]:
-        [read] = results_table(folder, reads, "reads.tsv")
+        [read_row] = results_table(folder, reads, "reads.tsv")
         [contig] = contig_votes(frames, 1)["viral_score"]
-        [trained] = training_scores(frames, "read")
-        return [float(read["viral_score"]), float(contig), float(trained)]
+        [training_score] = training_scores(frames, "read")
+        return [float(read_row["viral_score"]), float(contig), float(training_score)]
 
     def largest(
         margins: NDArray[np.float64],
@@ -181,13 +185,20 @@ def test_another_vote_of_frames_changes_every_user(
 
     def scores(folder: Path) -> list[float]:
         frames = frame_table(reads)
-        [read] = results_table(folder, reads, "reads.tsv")
+        [read_row] = results_table(folder, reads, "reads.tsv")
         [contig] = contig_votes(frames, 1)["viral_score"]
         ids = [f"r_chunk_1F{frame}" for frame in frames["frame"]]
-        named = pd.DataFrame({"id": ids, "score1": frames["others"], "score2": frames["virus"]})
-        [largest] = derive_consensus(named)["score2"]
-        [trained] = training_scores(frames, "chunk")
-        return [float(read["viral_score"]), float(contig), float(largest), float(trained)]
+        frame_rows = pd.DataFrame(
+            {"id": ids, "score1": frames["others"], "score2": frames["virus"]}
+        )
+        [largest] = derive_consensus(frame_rows)["score2"]
+        [training_score] = training_scores(frames, "chunk")
+        return [
+            float(read_row["viral_score"]),
+            float(contig),
+            float(largest),
+            float(training_score),
+        ]
 
     # by hand: largest P(virus) 6/8, largest P(others) 7/8, margin -1/8
     assert scores(tmp_path / "largest") == pytest.approx([0.4375, 0.4375, 0.75, 0.4375])

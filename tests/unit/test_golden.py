@@ -40,7 +40,7 @@ def write_inputs(folder: Path) -> tuple[str, ...]:
     def bases(count: int) -> str:
         return "".join(rng.choice("ACGT") for _ in range(count))
 
-    wrapped = []
+    fasta_lines = []
     for number in range(60):
         sequence = bases(rng.choice([30, 150, 300, 499, 500, 501, 1001, 1203]))
         if number % 7 == 0:
@@ -50,12 +50,12 @@ def write_inputs(folder: Path) -> tuple[str, ...]:
         if number % 11 == 0:
             sequence = sequence.replace("A", "R", 2).replace("C", "y", 1)
         lines = [sequence[start : start + 60] for start in range(0, len(sequence), 60)]
-        wrapped.append("\n".join([f">w{number} some words", *lines]))
+        fasta_lines.append("\n".join([f">w{number} some words", *lines]))
     (folder / "wrapped.fasta").write_text(
-        "\n".join([*wrapped, ">empty", "", ">w3 again", "ACGTTGCA", ""])
+        "\n".join([*fasta_lines, ">empty", "", ">w3 again", "ACGTTGCA", ""])
     )
-    known = [bases(150) for _ in range(20)]
-    reads = [rng.choice(known) if number % 3 == 0 else bases(150) for number in range(90)]
+    known_bases = [bases(150) for _ in range(20)]
+    reads = [rng.choice(known_bases) if number % 3 == 0 else bases(150) for number in range(90)]
     (folder / "repeats.fastq").write_text(
         "".join(
             f"@q{number} x\r\n{one}\r\n+\r\n{'I' * len(one)}\r\n"
@@ -91,16 +91,16 @@ def run(folder: Path) -> Path:
 
 def columns(out: Path) -> dict[str, object]:
     """What must be equal to the byte: digests of the staged columns, their attributes, and all fingerprints."""
-    found: dict[str, object] = {
+    values: dict[str, object] = {
         "fingerprints": json.loads((out / "run.json").read_text())["fingerprints"]
     }
     with h5py.File(out / "orfs.h5") as file:
-        found |= {name: str(value) for name, value in file.attrs.items()}
+        values |= {name: str(value) for name, value in file.attrs.items()}
         for name, column in file.items():
-            found[name] = (
+            values[name] = (
                 f"{column.dtype} {column.shape} {hashlib.sha256(column[...].tobytes()).hexdigest()}"
             )
-    return found
+    return values
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -119,17 +119,17 @@ def test_staged_columns_and_fingerprints_are_those_recorded(out: Path) -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_result_files_hold_the_recorded_rows(name: str, out: Path) -> None:
-    found, wanted = rows(out / name), rows(RECORDED / name)
-    for one, other in zip(found, wanted, strict=True):
-        assert list(one) == list(other)
-        for column, value in other.items():
+    actual_rows, recorded_rows = rows(out / name), rows(RECORDED / name)
+    for row, recorded_row in zip(actual_rows, recorded_rows, strict=True):
+        assert list(row) == list(recorded_row)
+        for column, value in recorded_row.items():
             if column in SCORES and value:
-                assert float(one[column]) == pytest.approx(float(value), abs=TOLERANCE), (
-                    other,
+                assert float(row[column]) == pytest.approx(float(value), abs=TOLERANCE), (
+                    recorded_row,
                     column,
                 )
             else:
-                assert one[column] == value, (other, column)
+                assert row[column] == value, (recorded_row, column)
 
 
 def test_each_table_has_the_columns_and_values_that_are_documented(out: Path) -> None:
@@ -139,10 +139,10 @@ def test_each_table_has_the_columns_and_values_that_are_documented(out: Path) ->
 
 
 def test_no_recorded_label_hangs_on_a_rounding() -> None:
-    recorded = rows(RECORDED / "prediction_results.txt")
-    assert {row["Prediction"] for row in recorded} == {"virus", "others"}
+    recorded_rows = rows(RECORDED / "prediction_results.txt")
+    assert {row["Prediction"] for row in recorded_rows} == {"virus", "others"}
     assert all(
-        abs(float(row["score1"]) - float(row["score2"])) > 10 * TOLERANCE for row in recorded
+        abs(float(row["score1"]) - float(row["score2"])) > 10 * TOLERANCE for row in recorded_rows
     )
 
 

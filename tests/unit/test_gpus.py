@@ -128,9 +128,9 @@ def test_a_gpu_is_read_by_its_uuid_and_what_it_does_not_tell_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nvitop, "Device", Device)
-    read = Nvml().reader(UUIDS)
-    assert read("GPU-aaaa") == Reading(11.0, float(1 << 30), 345.0, None)
-    assert read("GPU-bbbb") == Reading(None, float(1 << 30), 345.0, None)
+    sample_gpus = Nvml().reader(UUIDS)
+    assert sample_gpus("GPU-aaaa") == Reading(11.0, float(1 << 30), 345.0, None)
+    assert sample_gpus("GPU-bbbb") == Reading(None, float(1 << 30), 345.0, None)
 
 
 def test_a_gpu_that_nvml_does_not_know_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

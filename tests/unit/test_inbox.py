@@ -79,8 +79,8 @@ def test_a_file_that_may_still_be_arriving_is_not_read(ledger: Ledger) -> None:
     put(ledger.inbox, "a.fa")
     [arriving] = ledger.scan(settle_s=60, now_s=MODIFIED_S + 59)
     assert (arriving.fate, arriving.sha256) == ("arriving", "")
-    [settled] = ledger.scan(settle_s=60, now_s=MODIFIED_S + 61)
-    assert settled.fate == "waiting"
+    [settled_row] = ledger.scan(settle_s=60, now_s=MODIFIED_S + 61)
+    assert settled_row.fate == "waiting"
 
 
 def test_hidden_and_partial_files_are_ignored(ledger: Ledger) -> None:
@@ -115,14 +115,14 @@ def test_an_unchanged_file_is_not_hashed_again(
 ) -> None:
     put(ledger.inbox, "a.fa")
     ledger.write_table(ledger.scan(settle_s=0))
-    [known] = ledger.read_table()
+    [known_row] = ledger.read_table()
 
     def refuse(_: Path) -> str:
         raise AssertionError("hashed again")
 
     monkeypatch.setattr("virnuc_core.inbox.sha256_of", refuse)
-    [unchanged] = ledger.scan(settle_s=0)
-    assert unchanged.sha256 == known.sha256
+    [unchanged_row] = ledger.scan(settle_s=0)
+    assert unchanged_row.sha256 == known_row.sha256
     put(ledger.inbox, "a.fa", ">a\nAA\n")
     with pytest.raises(AssertionError):
         ledger.scan(settle_s=0)
@@ -196,9 +196,9 @@ def test_a_digest_that_was_changed_in_the_table_is_not_believed(ledger: Ledger) 
 def test_a_damaged_table_is_written_anew(ledger: Ledger, damage: bytes) -> None:
     put(ledger.inbox, "a.fa")
     ledger.write_table(ledger.scan(settle_s=0))
-    whole = ledger.table.read_bytes()
-    for damaged in (damage, whole.replace(b"waiting", b"wanting"), whole[:-20]):
-        ledger.table.write_bytes(damaged)
+    content = ledger.table.read_bytes()
+    for damaged_table in (damage, content.replace(b"waiting", b"wanting"), content[:-20]):
+        ledger.table.write_bytes(damaged_table)
         ledger.write_table(ledger.scan(settle_s=0))
         assert [row.file for row in ledger.read_table()] == ["a.fa"]
 
@@ -208,8 +208,8 @@ def test_what_killed_writers_left_is_removed(ledger: Ledger) -> None:
     [row] = ledger.scan(settle_s=0)
     partial_table = put(ledger.out, ".inbox.tsv.7.part", "half")
     partial_fate = put(ledger.out, f"fates/.{row.sha256}.json.7.part", "half")
-    failed = ledger.attempt(row, ends_with(InputError("none")), retry_failed=False)
-    ledger.write_table([failed])
+    failed_row = ledger.attempt(row, ends_with(InputError("none")), retry_failed=False)
+    ledger.write_table([failed_row])
     assert not partial_table.exists()
     assert not partial_fate.exists()
 
@@ -218,12 +218,16 @@ def test_what_killed_writers_left_is_removed(ledger: Ledger) -> None:
 
 
 def test_only_one_run_holds_a_content(ledger: Ledger) -> None:
-    other = Ledger(ledger.inbox, ledger.out)
-    with ledger.claim("aa") as own_owner, other.claim("aa") as owner, other.claim("bb") as free:
+    other_ledger = Ledger(ledger.inbox, ledger.out)
+    with (
+        ledger.claim("aa") as own_owner,
+        other_ledger.claim("aa") as owner,
+        other_ledger.claim("bb") as free,
+    ):
         assert own_owner == ""
         assert owner == f"process {os.getpid()}"
         assert free == ""
-    with other.claim("aa") as owner:
+    with other_ledger.claim("aa") as owner:
         assert owner == "", "it was given back"
 
 
@@ -258,24 +262,24 @@ def test_an_error_of_the_file_is_its_fate_at_once(ledger: Ledger, error: VirnucE
         run_directories.append(run)
         return error
 
-    failed = ledger.attempt(row, fail, retry_failed=False)
-    assert failed.fate == "failed"
-    assert str(error) in failed.note
+    failed_row = ledger.attempt(row, fail, retry_failed=False)
+    assert failed_row.fate == "failed"
+    assert str(error) in failed_row.note
     assert run_directories == [ledger.out / "runs" / row.sha256[:16]]
-    assert ledger.attempt(row, fail, retry_failed=False) == failed
+    assert ledger.attempt(row, fail, retry_failed=False) == failed_row
     assert len(run_directories) == 1, "a failed content is not tried again"
 
 
 def test_a_failed_file_is_predicted_again_on_request(ledger: Ledger) -> None:
     put(ledger.inbox, "a.fa")
     [row] = ledger.scan(settle_s=0)
-    failed = ledger.attempt(row, ends_with(InputError("no reads")), retry_failed=False)
-    assert not ledger.is_due(failed, retry_failed=False)
-    assert ledger.is_due(failed, retry_failed=True)
+    failed_row = ledger.attempt(row, ends_with(InputError("no reads")), retry_failed=False)
+    assert not ledger.is_due(failed_row, retry_failed=False)
+    assert ledger.is_due(failed_row, retry_failed=True)
     summary = RunSummary(n_reads=1, fates={"viral": 1})
-    predicted = ledger.attempt(failed, ends_with(summary), retry_failed=True)
-    assert (predicted.fate, predicted.note) == ("predicted", "")
-    assert (predicted.reads, predicted.viral) == ("1", "1")
+    predicted_row = ledger.attempt(failed_row, ends_with(summary), retry_failed=True)
+    assert (predicted_row.fate, predicted_row.note) == ("predicted", "")
+    assert (predicted_row.reads, predicted_row.viral) == ("1", "1")
 
 
 @pytest.mark.parametrize(

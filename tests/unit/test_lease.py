@@ -46,7 +46,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def elsewhere(root: Path, **changes: Any) -> Path:
     """A lease that a process of another machine, or `changes`, has in a directory."""
-    told = {
+    lease_record = {
         "token": "t",
         "pid": 7,
         "began": "1",
@@ -56,20 +56,20 @@ def elsewhere(root: Path, **changes: Any) -> Path:
     } | changes
     path = root / ".virnuc.4"
     root.mkdir(exist_ok=True)
-    path.write_text(json.dumps(list(told.values())))
+    path.write_text(json.dumps(list(lease_record.values())))
     return path
 
 
 @contextmanager
 def renewing(path: Path, wrote: threading.Event) -> Iterator[None]:
     """Somebody who writes a lease anew all the time, as on another machine."""
-    ended = threading.Event()
+    is_ended = threading.Event()
 
     def beat() -> None:
-        told = json.loads(path.read_text())
-        while not ended.wait(0.05):
-            told[-1] += 1
-            path.write_text(json.dumps(told))
+        lease_record = json.loads(path.read_text())
+        while not is_ended.wait(0.05):
+            lease_record[-1] += 1
+            path.write_text(json.dumps(lease_record))
             wrote.set()
 
     thread = threading.Thread(target=beat)
@@ -77,7 +77,7 @@ def renewing(path: Path, wrote: threading.Event) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        is_ended.set()
         thread.join()
 
 
@@ -141,17 +141,20 @@ def test_a_lease_that_says_nothing_is_watched(tmp_path: Path, quick: None, body:
 def test_who_was_stopped_for_too_long_writes_no_more(tmp_path: Path) -> None:
     """As another machine would follow, while this process hears nothing."""
     root = tmp_path / "run"
-    with ExitStack() as held:
-        held.enter_context(run_lock(root))
+    with ExitStack() as resources:
+        resources.enter_context(run_lock(root))
         early, late = (
-            held.enter_context(atomic_file(root / name)) for name in ("reads.tsv", "summary.json")
+            resources.enter_context(atomic_file(root / name))
+            for name in ("reads.tsv", "summary.json")
         )
         early.write_text("stale")
-        followed = elsewhere(root)  # and `late` is gone, as who follows removes temporary files
+        following_lease = elsewhere(
+            root
+        )  # and `late` is gone, as who follows removes temporary files
         for write in (
             lambda: discard(root, "orfs.h5"),
             lambda: write_text_atomically(root / "run.json", "stale"),
-            held.close,
+            resources.close,
         ):
             with pytest.raises(
                 ConfigError,
@@ -160,7 +163,7 @@ def test_who_was_stopped_for_too_long_writes_no_more(tmp_path: Path) -> None:
                 write()
         assert not late.exists()
         require_lease(tmp_path / "elsewhere")
-    assert names(root) == [".virnuc", ".virnuc.1", followed.name], (
+    assert names(root) == [".virnuc", ".virnuc.1", following_lease.name], (
         "nothing written, the other's lease untouched"
     )
 
@@ -185,22 +188,22 @@ def test_a_holder_notices_by_itself_that_it_is_one_no_more(tmp_path: Path, quick
 def test_who_judged_and_then_rested_withdraws(tmp_path: Path) -> None:
     elsewhere(tmp_path)
     slow, fast, next_one = (Lease(tmp_path / ".virnuc") for _ in range(3))
-    judged = slow._lease_files()
-    assert fast._create(5, judged)
+    lease_files = slow._lease_files()
+    assert fast._create(5, lease_files)
     fast.release()
     assert next_one.take() == ""
-    assert not slow._create(5, judged), "nobody has number 5, but not all is as it was"
+    assert not slow._create(5, lease_files), "nobody has number 5, but not all is as it was"
     assert (names(tmp_path), next_one.held()) == ([".virnuc.1"], True)
     next_one.release()
-    judged = Lease._lease_files(slow) if elsewhere(tmp_path) else {}
+    lease_files = Lease._lease_files(slow) if elsewhere(tmp_path) else {}
     elsewhere(tmp_path, beat=2)
-    assert not slow._create(5, judged), "its holder has woken"
+    assert not slow._create(5, lease_files), "its holder has woken"
 
 
 def test_a_lease_is_renewed(tmp_path: Path, quick: None) -> None:
     with lease(tmp_path / "x", tmp_path):
-        before = (tmp_path / "x.1").read_bytes()
-        while (tmp_path / "x.1").read_bytes() in (before, b""):
+        bytes_before = (tmp_path / "x.1").read_bytes()
+        while (tmp_path / "x.1").read_bytes() in (bytes_before, b""):
             time.sleep(0.01)
         require_lease(tmp_path)
     assert names(tmp_path) == []
@@ -212,15 +215,21 @@ def test_of_many_who_come_go_and_die_one_holds(
 ) -> None:
     """Every call that looks at or changes the folder takes its time, so that they meet in every order; and who looks
     (each a machine of its own) is shown for `late_s` what it saw before, until it changes something itself."""
-    rng, inside, most, taken, seen = random.Random(3), [0], [0], [0], threading.local()
+    rng, num_inside, max_inside, num_taken, thread_state = (
+        random.Random(3),
+        [0],
+        [0],
+        [0],
+        threading.local(),
+    )
     monkeypatch.setattr(module, "POLL_S", 0.0005)
     lying = Lease._lease_files
 
     def cached(mine: Lease) -> dict[int, bytes]:
         now_s = time.monotonic()
-        if now_s - getattr(seen, "at_s", 0.0) >= late_s:
-            seen.at_s, seen.found = now_s, lying(mine)
-        return dict(seen.found)
+        if now_s - getattr(thread_state, "at_s", 0.0) >= late_s:
+            thread_state.at_s, thread_state.found = now_s, lying(mine)
+        return dict(thread_state.found)
 
     def slowly(call: Callable[..., Any], changes: bool) -> Callable[..., Any]:
         def called(*given: Any, **named: Any) -> Any:
@@ -230,7 +239,7 @@ def test_of_many_who_come_go_and_die_one_holds(
             finally:
                 time.sleep(rng.choice((0, 0, 0.0003, 0.002)))
                 if changes:
-                    seen.at_s = 0.0
+                    thread_state.at_s = 0.0
 
         return called
 
@@ -243,10 +252,10 @@ def test_of_many_who_come_go_and_die_one_holds(
         for number in range(9):
             mine = Lease(tmp_path / "x")
             mine.take(wait=True)
-            inside[0] += 1
-            most[0], taken[0] = max(most[0], inside[0]), taken[0] + 1
+            num_inside[0] += 1
+            max_inside[0], num_taken[0] = max(max_inside[0], num_inside[0]), num_taken[0] + 1
             time.sleep(0.001)
-            inside[0] -= 1
+            num_inside[0] -= 1
             if dies and number % 3 == 0:
                 mine._start_ticks = "1"  # no living process began then
                 mine._path(mine._number).write_bytes(mine._content())
@@ -258,4 +267,4 @@ def test_of_many_who_come_go_and_die_one_holds(
         thread.start()
     for thread in threads:
         thread.join()
-    assert (most[0], taken[0]) == (1, 36)
+    assert (max_inside[0], num_taken[0]) == (1, 36)

@@ -23,13 +23,13 @@ PARTS = (
 
 def night(root: Path, name: str) -> Path:
     """A directory as a validation leaves it."""
-    made = root / name
+    night_dir = root / name
     for part in PARTS:
-        (made / part).parent.mkdir(parents=True, exist_ok=True)
-    with run_lock(made), run_lock(made / "devices-1"):
+        (night_dir / part).parent.mkdir(parents=True, exist_ok=True)
+    with run_lock(night_dir), run_lock(night_dir / "devices-1"):
         for part in PARTS:
-            (made / part).write_text("x")
-    return made
+            (night_dir / part).write_text("x")
+    return night_dir
 
 
 def names(root: Path) -> list[str]:
@@ -51,17 +51,17 @@ def test_what_is_not_ours_or_is_worked_in_stays(
     theirs.mkdir()
     (theirs / "holiday.jpg").write_text("x")
     (tmp_path / "2020-01-02T0000").symlink_to(theirs)
-    held, old = night(tmp_path, "2020-01-03T0000"), night(tmp_path, "2020-01-04T0000")
+    held_night, old = night(tmp_path, "2020-01-03T0000"), night(tmp_path, "2020-01-04T0000")
     (old / "notes.txt").write_text("mine")
     (tmp_path / "latest").mkdir()
-    with ExitStack() as other, caplog.at_level(logging.WARNING):
-        Context().run(other.enter_context, run_lock(held))
+    with ExitStack() as second_holder, caplog.at_level(logging.WARNING):
+        Context().run(second_holder.enter_context, run_lock(held_night))
         keep_newest(night(tmp_path, "2026-11-22T0200"), 1)
     assert (theirs / "holiday.jpg").exists()
-    assert (held / "devices-1" / "shards" / "00000.h5").exists()
+    assert (held_night / "devices-1" / "shards" / "00000.h5").exists()
     assert [path.relative_to(old).as_posix() for path in old.rglob("*")] == ["notes.txt"]
     assert (tmp_path / "latest").is_dir()
     assert not (tmp_path / "latest").is_symlink()
-    told = " ".join(record.message for record in caplog.records)
-    assert "is working here" in told
-    assert "is no link" in told
+    messages = " ".join(record.message for record in caplog.records)
+    assert "is working here" in messages
+    assert "is no link" in messages

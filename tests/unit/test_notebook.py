@@ -16,14 +16,14 @@ NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    shown = f"{code}\nprint(summary.fates, vectors.shape, len(frames), len(batches))\n"
-    done = subprocess.run(
-        [sys.executable, "-c", shown],
+    cell_program = f"{code}\nprint(summary.fates, vectors.shape, len(frames), len(batches))\n"
+    process = subprocess.run(
+        [sys.executable, "-c", cell_program],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
         timeout=200,
     )
-    assert done.returncode == 0, done.stderr
-    assert "'viral'" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "'viral'" in process.stdout

@@ -34,8 +34,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> OrfStore:
             "".join(f">r{i % 70}\n{bases}\n" for i, bases in enumerate(reads))
         )
     (folder / "long.fa").write_text(f">long\n{'ACG' * 3_000}\n")
-    first, second, alone = (str(folder / name) for name in ("1.fa", "2.fa", "long.fa"))
-    spec = StageSpec(mates_1=(first,), mates_2=(second,), reads=(alone,), model_length=60)
+    first_file, second, long_file = (str(folder / name) for name in ("1.fa", "2.fa", "long.fa"))
+    spec = StageSpec(mates_1=(first_file,), mates_2=(second,), reads=(long_file,), model_length=60)
     return OrfStore.open(stage(spec, folder / "orfs.h5").store)
 
 
@@ -43,46 +43,49 @@ def judge(
     root: Path, store: OrfStore, workers: int
 ) -> tuple[dict[str, bytes], results.ResultSummary]:
     rng = np.random.default_rng(0)
-    p, failed = rng.random(store.n_uniques).astype(np.float32), rng.random(store.n_uniques) < 0.02
+    p, is_failed = (
+        rng.random(store.n_uniques).astype(np.float32),
+        rng.random(store.n_uniques) < 0.02,
+    )
     scores = np.stack((1 - p, p), axis=1)
-    made = results.write_results(
-        RunDir(root), store, scores, failed, uncertain=(0.45, 0.55), workers=workers
+    written_files = results.write_results(
+        RunDir(root), store, scores, is_failed, uncertain=(0.45, 0.55), workers=workers
     )
     assert workers_of(os.getpid()) == []
-    assert min(made.predict_s, made.consensus_s) > 0
+    assert min(written_files.predict_s, written_files.consensus_s) > 0
     files = {
         path.name: path.read_bytes()
         for path in root.iterdir()
         if path.name in {t.name for t in RunDir(root).tables}
     }
-    return files, replace(made, predict_s=0, consensus_s=0)
+    return files, replace(written_files, predict_s=0, consensus_s=0)
 
 
 def test_the_bytes_do_not_depend_on_the_processes(
     store: OrfStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[object] = []
+    requests: list[object] = []
     submit = Workers._submit
 
     def counted(self: Workers, work: Any, item: Any) -> Any:
-        asked.append(item.span.is_complete)
+        requests.append(item.span.is_complete)
         return submit(self, work, item)
 
     monkeypatch.setattr(Workers, "_submit", counted)
-    whole = judge(tmp_path / "whole", store, 3)
-    assert not asked, "few reads need no other process"
-    assert len(whole[0]) == 5
-    assert set(whole[1].fates) == set(whole[1].pairs) == {*consensus.FATES, "uncertain"}
-    assert min(whole[1].fates.values()) > 0
+    full_files = judge(tmp_path / "whole", store, 3)
+    assert not requests, "few reads need no other process"
+    assert len(full_files[0]) == 5
+    assert set(full_files[1].fates) == set(full_files[1].pairs) == {*consensus.FATES, "uncertain"}
+    assert min(full_files[1].fates.values()) > 0
     monkeypatch.setattr(results, "BLOCK_READS", 8)
     monkeypatch.setattr(results, "BLOCK_ROWS", 8)
     monkeypatch.setattr(
         "virnuc_core.reads.workers._AHEAD", 1_000
     )  # all but the first is for others
-    assert judge(tmp_path / "one", store, 1) == whole
-    assert not asked
-    assert judge(tmp_path / "three", store, 3) == whole
-    assert {*asked} == {True, False}, "blocks of one read, too"
+    assert judge(tmp_path / "one", store, 1) == full_files
+    assert not requests
+    assert judge(tmp_path / "three", store, 3) == full_files
+    assert {*requests} == {True, False}, "blocks of one read, too"
 
 
 def test_a_process_that_dies_leaves_no_table_and_another_try_makes_them(

@@ -31,8 +31,10 @@ def one(name: str, *scores: tuple[float, float] | None) -> Read:
 
 
 def write(run: RunDir, reads: list[Read], **settings: float) -> results.ResultSummary:
-    made = make(reads)
-    return write_results(run, made.store, made.scores, made.failed, **settings)
+    scored_store = make(reads)
+    return write_results(
+        run, scored_store.store, scored_store.scores, scored_store.failed, **settings
+    )
 
 
 @pytest.fixture
@@ -95,34 +97,38 @@ def test_a_single_row_gives_the_read_its_own_score(run: RunDir) -> None:
 
 def test_a_score_reads_the_same_in_every_file(run: RunDir) -> None:
     margins = np.random.default_rng(5).normal(scale=4, size=(2_000, 1)).astype(np.float32)
-    raised = np.exp(
+    exponentials = np.exp(
         np.concatenate([np.zeros_like(margins), margins], axis=1)
     )  # a softmax in float32, as the head's
-    scores = raised / raised.sum(axis=1, keepdims=True)
+    scores = exponentials / exponentials.sum(axis=1, keepdims=True)
     write(run, [one(f"r{i}", (float(a), float(b))) for i, (a, b) in enumerate(scores)])
     rows = [line.split("\t")[3] for line in run.predictions.read_text().splitlines()[1:]]
     chunks = [line.split("\t")[3] for line in run.consensus.read_text().splitlines()[1:]]
     reads = [line.split("\t")[5] for line in run.reads_table.read_text().splitlines()[1:]]
     assert rows == chunks
-    assert [(row, read) for row, read in zip(rows, reads, strict=True) if row != read] == []
+    assert [
+        (row, read_row) for row, read_row in zip(rows, reads, strict=True) if row != read_row
+    ] == []
 
 
 def test_the_verdict_on_a_single_row_is_its_consensus_where_rounding_says_otherwise(
     run: RunDir,
 ) -> None:
-    below = np.nextafter(np.float32(0.5), np.float32(0))
-    lower = np.nextafter(below, np.float32(0))
-    above = np.nextafter(np.float32(0.5), np.float32(1))
-    write(run, [one("up", (float(lower), float(below))), one("down", (float(above), 0.5))])
+    just_below = np.nextafter(np.float32(0.5), np.float32(0))
+    lower = np.nextafter(just_below, np.float32(0))
+    just_above = np.nextafter(np.float32(0.5), np.float32(1))
+    write(
+        run, [one("up", (float(lower), float(just_below))), one("down", (float(just_above), 0.5))]
+    )
     table = [line.split("\t")[4:6] for line in run.reads_table.read_text().splitlines()[1:]]
-    assert table == [["viral", "0.5"], ["others", str(below)]]
+    assert table == [["viral", "0.5"], ["others", str(just_below)]]
 
 
 def test_scores_have_the_shortest_float32_form(run: RunDir) -> None:
     values = [(1e-5, 0.99999), (0.1, 0.9), (1 / 3, 2 / 3), (2.5e-8, 1.0)]
     write(run, [one("r", *values)])
-    written = [line.split("\t")[2:] for line in run.predictions.read_text().splitlines()[1:]]
-    assert written == [
+    score_texts = [line.split("\t")[2:] for line in run.predictions.read_text().splitlines()[1:]]
+    assert score_texts == [
         ["1e-05", "0.99999"],
         ["0.1", "0.9"],
         ["0.33333334", "0.6666667"],
@@ -143,10 +149,13 @@ def test_few_certain_chunks_outweigh_many_doubtful_ones(run: RunDir) -> None:
 
 
 def test_no_margin_is_too_small_to_tell(run: RunDir) -> None:
-    below, above = np.nextafter(np.float32(0.5), np.float32(0)), np.float32(0.5)
+    just_below, just_above = np.nextafter(np.float32(0.5), np.float32(0)), np.float32(0.5)
     write(
         run,
-        [one("just_others", (float(above), 0.0), (0.0, float(below))), one("tiny", (1e-30, 0.0))],
+        [
+            one("just_others", (float(just_above), 0.0), (0.0, float(just_below))),
+            one("tiny", (1e-30, 0.0)),
+        ],
     )
     fates = [line.split("\t")[4] for line in run.reads_table.read_text().splitlines()[1:]]
     assert fates == ["others", "others"]
@@ -188,9 +197,9 @@ def test_no_reads_and_no_rows_give_headers_only(run: RunDir) -> None:
 def test_the_threshold_moves_reads_and_nothing_else(run: RunDir) -> None:
     reads = [one("weak", (0.3, 0.7)), one("strong", (0.02, 0.98))]
     assert write(run, reads).fates["viral"] == 2
-    before = run.predictions.read_bytes(), run.consensus.read_bytes()
+    bytes_before = run.predictions.read_bytes(), run.consensus.read_bytes()
     assert write(run, reads, threshold=0.9).fates["viral"] == 1
-    assert (run.predictions.read_bytes(), run.consensus.read_bytes()) == before
+    assert (run.predictions.read_bytes(), run.consensus.read_bytes()) == bytes_before
 
 
 def test_reads_with_uncertain_scores_get_no_verdict_where_that_is_wanted(run: RunDir) -> None:
@@ -202,21 +211,21 @@ def test_reads_with_uncertain_scores_get_no_verdict_where_that_is_wanted(run: Ru
     ]
     reads += [one("half", (0.5, 0.5), None), Read("gone", 90, 1), Read("nothing", 0, 0)]
     plain = write(run, reads)
-    before = (
+    bytes_before = (
         run.predictions.read_bytes(),
         run.consensus.read_bytes(),
         run.reads_table.read_text().splitlines(),
     )
     assert "uncertain" not in plain.fates
     summary = write(run, reads, uncertain=(0.4, 0.6))
-    assert (run.predictions.read_bytes(), run.consensus.read_bytes()) == before[:2]
+    assert (run.predictions.read_bytes(), run.consensus.read_bytes()) == bytes_before[:2]
     assert [line.split("\t")[4:7] for line in run.reads_table.read_text().splitlines()[1:5]] == [
         ["others", "0.39", "others"],
         ["uncertain", "0.4", ""],
         ["uncertain", "0.59", ""],
         ["viral", "0.6", "virus"],
     ]
-    assert run.reads_table.read_text().splitlines()[5:] == before[2][5:]
+    assert run.reads_table.read_text().splitlines()[5:] == bytes_before[2][5:]
     assert summary.fates == {
         "viral": 1,
         "others": 1,
@@ -252,20 +261,20 @@ def test_flags_are_told_and_twins_are_kept_apart(run: RunDir) -> None:
 
 
 def test_a_missing_score_is_refused_and_nothing_is_written(run: RunDir) -> None:
-    made = make([one("r", (np.nan, np.nan))])
+    scored_store = make([one("r", (np.nan, np.nan))])
     with pytest.raises(ShardError, match="no score and did not fail"):
-        write_results(run, made.store, made.scores, np.array([False]))
+        write_results(run, scored_store.store, scored_store.scores, np.array([False]))
     assert not run.root.exists()
 
 
 def test_a_store_that_contradicts_itself_leaves_the_old_files(run: RunDir) -> None:
     write(run, [one("r", (0.25, 0.75))])
-    before = run.predictions.read_bytes()
-    made = make([one("r", (0.25, 0.75)), one("s", (0.25, 0.75))])
-    made.store.read_rows[:] = [1, 0]
+    bytes_before = run.predictions.read_bytes()
+    scored_store = make([one("r", (0.25, 0.75)), one("s", (0.25, 0.75))])
+    scored_store.store.read_rows[:] = [1, 0]
     with pytest.raises(VirnucError, match="claim 1 rows, it holds 2"):
-        write_results(run, made.store, made.scores, made.failed)
-    assert run.predictions.read_bytes() == before
+        write_results(run, scored_store.store, scored_store.scores, scored_store.failed)
+    assert run.predictions.read_bytes() == bytes_before
     assert sorted(p.name for p in run.root.iterdir()) == [
         "failed.tsv",
         "prediction_results.txt",
@@ -317,15 +326,15 @@ def test_viral_reads_come_out_as_they_went_in(tmp_path: Path) -> None:
     records = FASTQ.split("@h1\n")
     assert fastq == records[0] + "@v2" + FASTQ.split("@v2")[1]
     assert fasta == FASTA.split(">h2", maxsplit=1)[0]
-    before = [path.read_bytes() for path in files]
+    bytes_before = [path.read_bytes() for path in files]
     assert write_reads(run, store, reads, ("nonviral",)) == 2
     assert write_reads(run, store, reads, ("viral", "nonviral")) == 5
-    assert [path.read_bytes() for path in files] == before
-    others = [
+    assert [path.read_bytes() for path in files] == bytes_before
+    other_lines = [
         gzip.decompress((run.root / f"nonviral.{form}.gz").read_bytes()).decode()
         for form in ("fastq", "fasta")
     ]
-    assert others == ["@h1\n" + records[1].split("@v2")[0], ">h2" + FASTA.split(">h2")[1]]
+    assert other_lines == ["@h1\n" + records[1].split("@v2")[0], ">h2" + FASTA.split(">h2")[1]]
 
 
 def test_a_higher_threshold_leaves_no_read_of_before(tmp_path: Path) -> None:
@@ -402,7 +411,7 @@ def test_the_rules_said_slowly(
         summary = write(run, reads)
     with run.reads_table.open() as handle:
         table = list(csv.DictReader(handle, delimiter="\t"))
-    assert [row["fate"] for row in table] == [slow_fate(read) for read in reads]
+    assert [row["fate"] for row in table] == [slow_fate(scored_read) for scored_read in reads]
     assert sum(summary.fates.values()) == len(reads)
     small = {path.name: path.read_bytes() for path in run.root.iterdir() if path.is_file()}
     counts = replace(summary, predict_s=0, consensus_s=0)
@@ -410,36 +419,42 @@ def test_the_rules_said_slowly(
         replace(write(run, reads), predict_s=0, consensus_s=0) == counts
     )  # in blocks that hold all
     assert {path.name: path.read_bytes() for path in run.root.iterdir() if path.is_file()} == small
-    scored = [frame for read in reads for frame in read.frames if frame.scores is not None]
+    scored_frames = [
+        frame for scored_read in reads for frame in scored_read.frames if frame.scores is not None
+    ]
     with run.predictions.open() as handle:
         rows = list(csv.DictReader(handle, delimiter="\t"))
     assert [(np.float32(r["score1"]), np.float32(r["score2"])) for r in rows] == [
-        (np.float32(f.scores[0]), np.float32(f.scores[1])) for f in scored if f.scores
+        (np.float32(f.scores[0]), np.float32(f.scores[1])) for f in scored_frames if f.scores
     ]
     assert [r["Prediction"] for r in rows] == [
-        "virus" if f.scores[1] > f.scores[0] else "others" for f in scored if f.scores
+        "virus" if f.scores[1] > f.scores[0] else "others" for f in scored_frames if f.scores
     ]
     with run.consensus.open() as handle:
         chunks = {r["Modified_ID"]: r["Is_Virus"] for r in csv.DictReader(handle, delimiter="\t")}
-    wanted: dict[str, list[tuple[float, float]]] = {}
-    for read in reads:
-        for frame in read.frames:
+    margins_of: dict[str, list[tuple[float, float]]] = {}
+    for scored_read in reads:
+        for frame in scored_read.frames:
             if frame.scores:
-                wanted.setdefault(f"{read.name}_chunk_{frame.chunk + 1}", []).append(frame.scores)
-    assert list(chunks) == list(wanted)
+                margins_of.setdefault(f"{scored_read.name}_chunk_{frame.chunk + 1}", []).append(
+                    frame.scores
+                )
+    assert list(chunks) == list(margins_of)
     assert chunks == {
-        k: str(max(s[1] for s in v) >= max(s[0] for s in v)) for k, v in wanted.items()
+        k: str(max(s[1] for s in v) >= max(s[0] for s in v)) for k, v in margins_of.items()
     }
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_scores_of_covered_reads_must_be_as_many_as_their_rows(run: RunDir, count: int) -> None:
-    made = make([one("a", (0.1, 0.9), (0.2, 0.8)), one("b", (0.3, 0.7)), one("c", (0.4, 0.6))])
-    covered = np.array([True, False, True])
+    scored_store = make(
+        [one("a", (0.1, 0.9), (0.2, 0.8)), one("b", (0.3, 0.7)), one("c", (0.4, 0.6))]
+    )
+    is_covered = np.array([True, False, True])
     with pytest.raises(VirnucError, match=f"{count} scores for 3 rows"):
-        write_covered(run, made.store, covered, made.scores[:count])
+        write_covered(run, scored_store.store, is_covered, scored_store.scores[:count])
     assert not run.root.exists()
-    write_covered(run, made.store, covered, made.scores[[0, 1, 3]])
+    write_covered(run, scored_store.store, is_covered, scored_store.scores[[0, 1, 3]])
     assert run.predictions.read_text().splitlines()[1:] == [
         "a_chunk_1F1\tvirus\t0.1\t0.9",
         "a_chunk_1F2\tvirus\t0.2\t0.8",

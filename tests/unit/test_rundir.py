@@ -46,11 +46,11 @@ def put(root: Path, *names: str) -> dict[str, str]:
 def test_a_held_directory_is_marked_and_its_holder_is_named_to_other_threads_and_processes(
     tmp_path: Path,
 ) -> None:
-    root, said = tmp_path / "run", []
+    root, messages = tmp_path / "run", []
 
     def intrude() -> None:
         with suppress(ConfigError), run_lock(root):
-            said.append("held twice")
+            messages.append("held twice")
 
     with run_lock(root):
         assert json.loads((root / MARKER_FILE).read_bytes())["product"] == "virnuc"
@@ -63,14 +63,14 @@ def test_a_held_directory_is_marked_and_its_holder_is_named_to_other_threads_and
         thread.start()
         thread.join()
         code = f"from virnuc_core.rundir import *; run_lock(Path({str(root)!r})).__enter__()"
-        found = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=False
         )
-        assert f"process {os.getpid()} is working here" in found.stderr
-        assert said == []
+        assert f"process {os.getpid()} is working here" in process.stderr
+        assert messages == []
         put(root, "orfs.h5")
     intrude()
-    assert said == ["held twice"]
+    assert messages == ["held twice"]
 
 
 def test_a_killed_holder_blocks_nobody_and_its_half_files_are_swept(tmp_path: Path) -> None:
@@ -84,32 +84,32 @@ with run_lock(Path({str(root)!r})), atomic_file(Path({str(root)!r}, "shards", "0
     aside.with_name("of others.part").write_text("not ours")
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    killed = subprocess.run([sys.executable, "-c", code], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    process = subprocess.run([sys.executable, "-c", code], check=False)
+    assert process.returncode == -signal.SIGKILL
     assert len(list((root / "shards").glob(".00001.h5.*.part"))) == 1
-    with run_lock(root), atomic_file(root / "summary.json") as aside:
-        aside.write_text("{}")
+    with run_lock(root), atomic_file(root / "summary.json") as temp_file:
+        temp_file.write_text("{}")
         assert [path.name for path in (root / "shards").iterdir()] == ["of others.part"]
         with run_lock(root):
-            assert aside.exists()
+            assert temp_file.exists()
 
 
 def test_a_damaged_mark_is_made_whole_where_the_record_says_whose_it_is(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"fingerprints": {"reads": "r"}}))
-    for damaged in (b"", b"\0" * 300, b'{"product": "vir'):
-        (tmp_path / MARKER_FILE).write_bytes(damaged)
+    for damaged_content in (b"", b"\0" * 300, b'{"product": "vir'):
+        (tmp_path / MARKER_FILE).write_bytes(damaged_content)
         with run_lock(tmp_path):
             assert json.loads((tmp_path / MARKER_FILE).read_bytes())["product"] == "virnuc"
 
 
 def test_nothing_stays_where_nothing_was_made(tmp_path: Path) -> None:
-    made, theirs = tmp_path / "made", tmp_path / "theirs"
-    before = put(theirs, "letter.txt")
-    for root in (made, theirs):
+    run_folder, theirs = tmp_path / "made", tmp_path / "theirs"
+    files_before = put(theirs, "letter.txt")
+    for root in (run_folder, theirs):
         with run_lock(root):
             assert (root / MARKER_FILE).exists()
-    assert not made.exists()
-    assert contents(theirs) == before
+    assert not run_folder.exists()
+    assert contents(theirs) == files_before
 
 
 @pytest.mark.parametrize(
@@ -126,18 +126,18 @@ def test_nothing_stays_where_nothing_was_made(tmp_path: Path) -> None:
 def test_a_file_of_our_name_in_a_directory_of_others_is_named_and_left(
     tmp_path: Path, name: str
 ) -> None:
-    before = put(tmp_path, name, "letter.txt", "shards/mine.txt")
+    files_before = put(tmp_path, name, "letter.txt", "shards/mine.txt")
     with (
         pytest.raises(ConfigError, match=f"not made by virnuc, and {name} would be overwritten"),
         run_lock(tmp_path),
     ):
         pass
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == files_before
 
 
 def test_a_folder_of_others_is_left_in_a_directory_that_is_held_too(tmp_path: Path) -> None:
     """Samples have folders by any name, of which the guard of the directory above knows nothing."""
-    before = put(tmp_path, "lung/reads.tsv")
+    files_before = put(tmp_path, "lung/reads.tsv")
     with (
         run_lock(tmp_path),
         pytest.raises(
@@ -146,7 +146,7 @@ def test_a_folder_of_others_is_left_in_a_directory_that_is_held_too(tmp_path: Pa
         run_lock(tmp_path / "lung"),
     ):
         pass
-    assert contents(tmp_path / "lung") == {"reads.tsv": before["lung/reads.tsv"]}
+    assert contents(tmp_path / "lung") == {"reads.tsv": files_before["lung/reads.tsv"]}
 
 
 def test_a_directory_of_others_without_our_names_may_be_used_and_is_ours_then(
@@ -216,17 +216,17 @@ def test_starting_over_removes_our_files_by_name_and_names_the_rest(
     discard(tmp_path, *RUN_FILES)
     assert sorted(contents(tmp_path)) == sorted(theirs)
     assert not (tmp_path / "telemetry" / "traces").exists()
-    [said] = caplog.messages
-    assert "left as it is: logs/app.log, shards/1.h5, shards/notes.txt and 1 more" in said
+    [message] = caplog.messages
+    assert "left as it is: logs/app.log, shards/1.h5, shards/notes.txt and 1 more" in message
 
 
 def test_a_folder_that_is_a_link_is_not_emptied_of_what_is_not_ours(tmp_path: Path) -> None:
     elsewhere, root = tmp_path / "elsewhere", tmp_path / "run"
-    before = put(elsewhere, "shard.h5", "deep/00000.h5")
+    files_before = put(elsewhere, "shard.h5", "deep/00000.h5")
     root.mkdir()
     (root / "shards").symlink_to(elsewhere)
     discard(root, *RUN_FILES)
-    assert contents(elsewhere) == before
+    assert contents(elsewhere) == files_before
 
 
 def test_places_where_something_could_be_lost_are_no_output(
@@ -245,21 +245,21 @@ def test_places_where_something_could_be_lost_are_no_output(
         models: "models",
         Path(): "models",
     }
-    for place, said in places.items():
-        with pytest.raises(ConfigError, match=said):
+    for place, message in places.items():
+        with pytest.raises(ConfigError, match=message):
             check_output(place, models=models)
-    other = tmp_path / "other"
-    check_output(Path(), models=other)
-    check_output(Path("/proc"), models=other)
-    for place, said in {Path(): "working directory", Path("/proc"): "mount point"}.items():
-        with pytest.raises(ConfigError, match=said):
-            check_output(place, models=other, force=True)
+    other_folder = tmp_path / "other"
+    check_output(Path(), models=other_folder)
+    check_output(Path("/proc"), models=other_folder)
+    for place, message in {Path(): "working directory", Path("/proc"): "mount point"}.items():
+        with pytest.raises(ConfigError, match=message):
+            check_output(place, models=other_folder, force=True)
     check_output(tmp_path / "new", models=models, force=True)
 
 
 def test_an_input_is_never_an_output(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    before = put(root, MARKER_FILE, "viral.fasta.gz", "a.fasta", "devices-1/reads.tsv")
+    files_before = put(root, MARKER_FILE, "viral.fasta.gz", "a.fasta", "devices-1/reads.tsv")
     (root / MARKER_FILE).write_text('{"product": "virnuc"}')
     (tmp_path / "link.gz").symlink_to(root / "viral.fasta.gz")
     os.link(root / "devices-1" / "reads.tsv", tmp_path / "hard.txt")
@@ -269,7 +269,7 @@ def test_an_input_is_never_an_output(tmp_path: Path) -> None:
     for name in (root / "viral.fasta.gz", tmp_path / "link.gz", tmp_path / "hard.txt"):
         with pytest.raises(ConfigError, match="is read, and would be overwritten"):
             check_output(root, models=tmp_path / "models", reads=[str(name)])
-    assert set(contents(root)) == set(before)
+    assert set(contents(root)) == set(files_before)
 
 
 def test_a_device_is_held_by_name_until_its_process_ends(
@@ -293,11 +293,11 @@ def test_a_planted_link_in_a_shared_folder_does_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A device's lock was a file once, in a folder where anybody may write."""
-    victim, shared = tmp_path / "victim", tmp_path / "virnuc-devices"
-    shared.mkdir()
+    victim, shared_folder = tmp_path / "victim", tmp_path / "virnuc-devices"
+    shared_folder.mkdir()
     victim.write_text("precious")
     victim.chmod(0o600)
-    (shared / "GPU-planted.lock").symlink_to(victim)
+    (shared_folder / "GPU-planted.lock").symlink_to(victim)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("virnuc_core.rundir.SYSTEM_LOCKS", tmp_path / "absent", raising=False)
     device_holder("GPU-planted")
@@ -306,8 +306,8 @@ def test_a_planted_link_in_a_shared_folder_does_nothing(
 
 
 def test_files_of_one_name_are_made_at_once_in_two_folders(tmp_path: Path) -> None:
-    first, second = tmp_path / "a" / "x.h5", tmp_path / "b" / "x.h5"
-    with atomic_hdf5(first) as one, atomic_hdf5(second) as two:
-        one["n"], two["n"] = 1, 2
-    assert first.is_file()
+    first_file, second = tmp_path / "a" / "x.h5", tmp_path / "b" / "x.h5"
+    with atomic_hdf5(first_file) as first_hdf5, atomic_hdf5(second) as two:
+        first_hdf5["n"], two["n"] = 1, 2
+    assert first_file.is_file()
     assert second.is_file()

@@ -13,12 +13,12 @@ from virnuc_core.reads.workers import Workers
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
-    found = []
+    processes = []
     for child in psutil.Process(pid).children():
         with suppress(psutil.NoSuchProcess):  # a short-lived one of some import, gone by now
             if "reads.workers" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
+                processes.append(child)
+    return processes
 
 
 def kill_when_asked(patch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,12 @@ def strike(batch: object) -> bool:
 
     if "protein" not in FAULT:
         return True
-    wanted = Esm2Tokenizer().encode([FAULT["protein"].encode()])[0].numpy()
+    target_tokens = Esm2Tokenizer().encode([FAULT["protein"].encode()])[0].numpy()
     tokens = batch.tokens.cpu().numpy()  # type: ignore[attr-defined]
-    if len(tokens) < len(wanted):
+    if len(tokens) < len(target_tokens):
         return False
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(wanted))
-    if not (windows == wanted).all(axis=1).any():
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(target_tokens))
+    if not (windows == target_tokens).all(axis=1).any():
         return False
     marker = FAULT.get("marker")
     if marker:

@@ -28,8 +28,8 @@ def test_sorted_batches_hold_each_row_once_within_the_padded_budget(sizes: list[
     for batch, following in pairwise(batches):
         longest = sizes[batch[-1]] + 1
         assert longest * len(batch) <= 400 or len(batch) == 1
-        widened = max(longest, sizes[following[0]] + 1)
-        assert widened * (len(batch) + 1) > 400, (
+        wider_slots = max(longest, sizes[following[0]] + 1)
+        assert wider_slots * (len(batch) + 1) > 400, (
             "the batch was closed although the next row would have fitted"
         )
 
@@ -39,9 +39,9 @@ def test_filled_batches_keep_file_order_within_the_sum(sizes: list[int]) -> None
     batches = filled_batches(sizes, 300)
     assert [row for batch in batches for row in batch] == list(range(len(sizes)))
     for batch, following in pairwise(batches):
-        filled = sum(sizes[row] for row in batch)
-        assert filled <= 300
-        assert filled + sizes[following[0]] > 300
+        filled_slots = sum(sizes[row] for row in batch)
+        assert filled_slots <= 300
+        assert filled_slots + sizes[following[0]] > 300
 
 
 def test_the_budget_counts_one_token_more_than_residues() -> None:
@@ -133,11 +133,13 @@ def test_merging_joins_dna_first_and_refuses_another_number_of_rows(tmp_path: Pa
 
 
 def test_scaling_counts_loads_by_file_and_computing_by_token() -> None:
-    done = (
+    stage_times = (
         FileDone(load_s=10.0, compute_s=3.0),
         FileDone(load_s=12.0, compute_s=5.0),
     )
-    scaled = partial(scaled_seconds, done, 30.0, total_rows=30_000)  # three files of 10,000 rows
+    scaled = partial(
+        scaled_seconds, stage_times, 30.0, total_rows=30_000
+    )  # three files of 10,000 rows
     per_file_s = (3.0 + 5.0) * 30.0 / 3
     assert scaled(devices=2, load_each_file=True) == pytest.approx(2 * (per_file_s + 11.0))
     assert scaled(devices=2, load_each_file=False) == pytest.approx(2 * per_file_s + 11.0)

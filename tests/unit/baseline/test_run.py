@@ -52,23 +52,23 @@ def predictions(run: RunDir) -> dict[str, tuple[float, float]]:
 
 
 def children() -> list[psutil.Process]:
-    found = []
+    process_ids = []
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is waited for by nobody
             if "virnuc_core.baseline.worker" in child.cmdline():
-                found.append(child)
-    return found
+                process_ids.append(child)
+    return process_ids
 
 
 @pytest.fixture(scope="module")
 def vanilla(
     tmp_path_factory: pytest.TempPathFactory, store: OrfStore, models: Path
 ) -> tuple[RunDir, BaselineSummary]:
-    run, told = RunDir(tmp_path_factory.mktemp("vanilla")), list[float]()
+    run, progress = RunDir(tmp_path_factory.mktemp("vanilla")), list[float]()
     summary = run_baseline(
-        run, store.path, models, cores(1), BaselineSpec(name="vanilla"), on_progress=told.append
+        run, store.path, models, cores(1), BaselineSpec(name="vanilla"), on_progress=progress.append
     )
-    assert len(told) > 2, "rows are told while a file is worked on, not only at its end"
+    assert len(progress) > 2, "rows are told while a file is worked on, not only at its end"
     return run, summary
 
 
@@ -83,9 +83,13 @@ def test_vanilla_is_the_method_row_by_row(
         for op, s in rows.items()
     ]
     scores = Head(*open_part(models, HeadShape), CPU).scores(torch.cat(each, dim=1)).numpy()
-    written = predictions(vanilla[0])
-    assert list(written) == list(dict.fromkeys(store.row_ids(0, store.n_rows, original=True)))
-    ours = np.array([written[name] for name in store.row_ids(0, store.n_rows, original=True)])
+    prediction_rows = predictions(vanilla[0])
+    assert list(prediction_rows) == list(
+        dict.fromkeys(store.row_ids(0, store.n_rows, original=True))
+    )
+    ours = np.array(
+        [prediction_rows[name] for name in store.row_ids(0, store.n_rows, original=True)]
+    )
     assert np.abs(ours - scores).max() < 1e-5  # float32, padded against one by one
     assert scores[:, 1].std() > 0.01, "the scores must differ for the comparison to mean anything"
 
@@ -137,13 +141,13 @@ def test_a_subset_is_a_part_of_the_whole_and_its_time_is_scaled(
     tmp_path: Path, vanilla: tuple[RunDir, BaselineSummary], store: OrfStore, models: Path
 ) -> None:
     run = RunDir(tmp_path)
-    told: list[float] = []
+    progress: list[float] = []
     spec = BaselineSpec(name="vanilla", reads=40)
-    summary = run_baseline(run, store.path, models, cores(1), spec, on_progress=told.append)
-    whole, part = predictions(vanilla[0]), predictions(run)
-    assert 0 < len(part) < len(whole) / 2
-    assert all(abs(part[name][1] - whole[name][1]) < 1e-5 for name in part)
-    assert [name for name in whole if name in part] == list(part)
+    summary = run_baseline(run, store.path, models, cores(1), spec, on_progress=progress.append)
+    all_predictions, part = predictions(vanilla[0]), predictions(run)
+    assert 0 < len(part) < len(all_predictions) / 2
+    assert all(abs(part[name][1] - all_predictions[name][1]) < 1e-5 for name in part)
+    assert [name for name in all_predictions if name in part] == list(part)
     assert summary.subset is not None
     assert summary.subset.reads == 40
     residues = np.diff(store.protein_offsets) + 2
@@ -156,27 +160,29 @@ def test_a_subset_is_a_part_of_the_whole_and_its_time_is_scaled(
         "starting and loading happen once and must not be scaled"
     )
     assert summary.stages["ESM-2"] > summary.measured_stages["ESM-2"]
-    assert told[-1] == 1.0
+    assert progress[-1] == 1.0
 
 
 def test_a_finished_baseline_is_reused_and_another_is_not(
     tmp_path: Path, vanilla: tuple[RunDir, BaselineSummary], store: OrfStore, models: Path
 ) -> None:
     run = RunDir(Path(shutil.copytree(vanilla[0].root, tmp_path / "run")))
-    again = run_baseline(run, store.path, models, cores(1), BaselineSpec(name="vanilla"))
-    assert again.reused
-    assert again.model_copy(update={"reused": False}) == vanilla[1]
-    other = run_baseline(run, store.path, models, cores(1), BaselineSpec(name="v1", reads=21))
-    assert not other.reused
+    second_result = run_baseline(run, store.path, models, cores(1), BaselineSpec(name="vanilla"))
+    assert second_result.reused
+    assert second_result.model_copy(update={"reused": False}) == vanilla[1]
+    other_result = run_baseline(
+        run, store.path, models, cores(1), BaselineSpec(name="v1", reads=21)
+    )
+    assert not other_result.reused
 
 
 def test_the_record_says_what_the_baseline_was_made_from(
     vanilla: tuple[RunDir, BaselineSummary], store: OrfStore, models: Path
 ) -> None:
-    written = read_record(vanilla[0])
-    assert written.fingerprints == {"reads": store.fingerprint, **fingerprint(models)}
-    assert written.model_length == 500
-    assert (vanilla[0].root / written.store).resolve() == store.path.resolve()
+    record = read_record(vanilla[0])
+    assert record.fingerprints == {"reads": store.fingerprint, **fingerprint(models)}
+    assert record.model_length == 500
+    assert (vanilla[0].root / record.store).resolve() == store.path.resolve()
 
 
 def test_a_recorded_baseline_writes_its_record_and_no_results(
@@ -207,8 +213,13 @@ def test_no_rows_give_header_only_files(tmp_path: Path, models: Path, text: str)
 
 
 def test_a_subset_without_open_frames_is_refused(tmp_path: Path, models: Path) -> None:
-    closed = ">c%d\n" + "TAATTAATTAA" * 9 + "\n"
-    text = "".join(closed % i for i in range(50)) + ">open\n" + "ATGAAACCC" * 12 + "\n"
+    sequence_without_frames = ">c%d\n" + "TAATTAATTAA" * 9 + "\n"
+    text = (
+        "".join(sequence_without_frames % i for i in range(50))
+        + ">open\n"
+        + "ATGAAACCC" * 12
+        + "\n"
+    )
     (tmp_path / "reads.fa").write_text(text)
     stage(StageSpec(reads=(str(tmp_path / "reads.fa"),)), tmp_path / "orfs.h5")
     with pytest.raises(InputError, match="draw more"):
@@ -220,15 +231,17 @@ def test_a_subset_without_open_frames_is_refused(tmp_path: Path, models: Path) -
 def test_a_workers_own_error_arrives_by_its_type(
     tmp_path: Path, store: OrfStore, models: Path
 ) -> None:
-    broken = tmp_path / "models"
+    broken_models = tmp_path / "models"
     for part in ("esm2", "dnabert_s", "head"):
-        (broken / part).mkdir(parents=True)
+        (broken_models / part).mkdir(parents=True)
         for file in (models / part).iterdir():
-            (broken / part / file.name).write_bytes(file.read_bytes())
-    config = broken / "esm2" / "config.json"
+            (broken_models / part / file.name).write_bytes(file.read_bytes())
+    config = broken_models / "esm2" / "config.json"
     config.write_text(config.read_text().replace('"layers": 2', '"layers": 3'))
     with pytest.raises(WeightsError, match="layers"):
-        run_baseline(RunDir(tmp_path / "run"), store.path, broken, cores(1), BaselineSpec(reads=20))
+        run_baseline(
+            RunDir(tmp_path / "run"), store.path, broken_models, cores(1), BaselineSpec(reads=20)
+        )
     assert not children()
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -241,8 +254,8 @@ def test_a_finished_baseline_is_held_against_what_it_left(
     tmp_path: Path, store: OrfStore, models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, spec = RunDir(tmp_path), BaselineSpec(name="v1", reads=20)
-    first = run_baseline(run, store.path, models, cores(1), spec)
-    before = run.predictions.read_bytes()
+    first_result = run_baseline(run, store.path, models, cores(1), spec)
+    bytes_before = run.predictions.read_bytes()
     run.record.write_text("{")
     assert run_baseline(run, store.path, models, cores(1), spec).reused, (
         "its times do not come from run.json"
@@ -250,15 +263,15 @@ def test_a_finished_baseline_is_held_against_what_it_left(
     assert read(run.record, RunRecord).fingerprints["reads"] == store.fingerprint
     run.predictions.unlink()
     assert not run_baseline(run, store.path, models, cores(1), spec).reused
-    run.predictions.write_bytes(before[:-1] + b"9")
+    run.predictions.write_bytes(bytes_before[:-1] + b"9")
     assert not run_baseline(run, store.path, models, cores(1), spec).reused
-    assert run.predictions.read_bytes() == before
+    assert run.predictions.read_bytes() == bytes_before
     run.summary.write_text("[")
-    assert run_baseline(run, store.path, models, cores(1), spec).files == first.files
-    said = [record.message for record in caplog.records]
+    assert run_baseline(run, store.path, models, cores(1), spec).files == first_result.files
+    messages = [record.message for record in caplog.records]
     assert [
         next(word for word in ("run.json", "prediction_results", "summary.json") if word in line)
-        for line in said
+        for line in messages
     ] == [
         "run.json",
         "prediction_results",
@@ -282,7 +295,7 @@ def test_a_killed_worker_ends_the_baseline_and_leaves_nothing(
     tmp_path: Path, store: OrfStore, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(baseline_run.batches, "FILE_ROWS", 30)
-    killed: list[int] = []
+    killed_ids: list[int] = []
     run = RunDir(tmp_path)
     with pytest.raises(WorkerError, match=r"ended \(status -9\)"):
         run_baseline(
@@ -291,9 +304,9 @@ def test_a_killed_worker_ends_the_baseline_and_leaves_nothing(
             models,
             cores(2),
             BaselineSpec(name="v1"),
-            on_progress=kill_once(killed),
+            on_progress=kill_once(killed_ids),
         )
-    assert killed
+    assert killed_ids
     assert not children()
     assert not run.summary.exists()
     assert not run.predictions.exists()
@@ -308,9 +321,9 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_the_baseline(
     )
 
     def stop() -> None:
-        while not (found := children()):
+        while not (process_ids := children()):
             time.sleep(0.01)
-        found[0].suspend()
+        process_ids[0].suspend()
 
     thread = threading.Thread(target=stop)
     thread.start()
@@ -319,10 +332,10 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_the_baseline(
     thread.join()
     assert not children()
     monkeypatch.undo()
-    again = run_baseline(
+    second_result = run_baseline(
         RunDir(tmp_path), store.path, models, cores(1), BaselineSpec(name="v1", reads=20)
     )
-    assert again.measured_rows > 0, "another try does it all"
+    assert second_result.measured_rows > 0, "another try does it all"
 
 
 def test_an_interrupted_baseline_says_so_and_leaves_nothing(
@@ -345,7 +358,7 @@ def test_an_interrupted_baseline_says_so_and_leaves_nothing(
 def test_two_at_once_in_one_directory_are_refused(
     tmp_path: Path, store: OrfStore, models: Path
 ) -> None:
-    with ExitStack() as other:
-        Context().run(other.enter_context, run_lock(tmp_path))
+    with ExitStack() as second_holder:
+        Context().run(second_holder.enter_context, run_lock(tmp_path))
         with pytest.raises(ConfigError, match="is working here"):
             run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec())

@@ -59,8 +59,8 @@ def packed_tokens(
     slots, capacity = slots or total, capacity or len(rows)
     assert slots >= total
     assert capacity >= len(rows)
-    filled = torch.full((slots,), pad, dtype=torch.int64)
-    filled[:total] = torch.cat(rows)
+    filled_tokens = torch.full((slots,), pad, dtype=torch.int64)
+    filled_tokens[:total] = torch.cat(rows)
     bounds = torch.full((capacity + 1,), total, dtype=torch.int32)
     bounds[: len(rows) + 1] = torch.tensor([0, *lengths]).cumsum(0)
-    return PackedBatch(filled, bounds, len(rows), max_seqlen or max(lengths), total)
+    return PackedBatch(filled_tokens, bounds, len(rows), max_seqlen or max(lengths), total)

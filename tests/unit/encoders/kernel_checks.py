@@ -86,11 +86,11 @@ def check_attention(
     rotary: bool, device: torch.device, dtype: torch.dtype, heads: int = 2, head_dim: int = 32
 ) -> None:
     """Rows of every kind of length, each kind under its own bound; dead slots come out as zeros."""
-    every = ((1, 52, 0, 64, 2), (102, 1, 128, 0), (130, 0, 193, 256, 192, 3), (300, 20, 257))
+    length_sets = ((1, 52, 0, 64, 2), (102, 1, 128, 0), (130, 0, 193, 256, 192, 3), (300, 20, 257))
     blockwise = (
         (33, 1, 0, 70),
     )  # float32 goes by blocks of 32 whatever the length, and the interpreter is slow
-    for lengths in blockwise if INTERPRETED and dtype == torch.float32 else every:
+    for lengths in blockwise if INTERPRETED and dtype == torch.float32 else length_sets:
         case = attention_case(rotary, device, dtype, lengths, heads, head_dim)
         got = fused_attention(case.qkv, case.rows)
         close(got[: sum(lengths)], case.expected[: sum(lengths)], dtype)
@@ -104,15 +104,15 @@ def check_attention_bound(device: torch.device, dtype: torch.dtype) -> None:
         cases = [(True, 100), (False, 260)]
     for rotary, length in cases:
         case = attention_case(rotary, device, dtype, (length,), heads=1)
-        alone = fused_attention(case.qkv, case.rows._replace(rows=1))[:length]
+        result_alone = fused_attention(case.qkv, case.rows._replace(rows=1))[:length]
         power_of_two = 1 << (length - 1).bit_length()
         start = power_of_two + 3  # behind two other rows
-        others = case.qkv.new_zeros(start, case.qkv.shape[1]).normal_()
+        other_values = case.qkv.new_zeros(start, case.qkv.shape[1]).normal_()
         bounds = [0, power_of_two, start, start + length]
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
         layout = case.rows._replace(cu_seqlens=cu_seqlens, rows=3, max_seqlen=power_of_two)
-        in_company = fused_attention(torch.cat((others, case.qkv)), layout)
-        assert torch.equal(alone, in_company[start : start + length]), (rotary, length)
+        in_company = fused_attention(torch.cat((other_values, case.qkv)), layout)
+        assert torch.equal(result_alone, in_company[start : start + length]), (rotary, length)
 
 
 def check_norm(device: torch.device, dtype: torch.dtype) -> None:
@@ -139,30 +139,33 @@ def check_int8(device: torch.device, dtype: torch.dtype) -> None:
         torch.linspace(-9, 9, 192),
     )  # as far as fp16 goes; GELU's tails
     affine = torch.randn(192).to(device, dtype), torch.randn(192).to(device, dtype)
-    normed = F.layer_norm(x.float(), (192,), affine[0].float(), affine[1].float(), 1e-5)
+    normalised = F.layer_norm(x.float(), (192,), affine[0].float(), affine[1].float(), 1e-5)
     turning = hadamard_rotation(192, device)
     for (rows, scale), plain in (
-        (kernels.int8_rows(x, turning, norm=affine, eps=1e-5), normed),
+        (kernels.int8_rows(x, turning, norm=affine, eps=1e-5), normalised),
         (kernels.int8_rows(x, turning), x),
         (kernels.int8_rows(x, turning, gelu=True), F.gelu(x.float())),
     ):
         expected_rows, expected_scale = quantise_rows(rotated(plain.half().float()))
         torch.testing.assert_close(scale, expected_scale, rtol=1e-3, atol=0)
-        apart = (rows.int() - expected_rows.int()).abs()
+        differences = (rows.int() - expected_rows.int()).abs()
         assert rows.dtype == torch.int8
-        assert apart.max() <= 1  # a value on the edge of two steps may fall to either side
-        assert (apart > 0).float().mean() < 0.02
+        assert differences.max() <= 1  # a value on the edge of two steps may fall to either side
+        assert (differences > 0).float().mean() < 0.02
     for m, n, k in ((130, 320, 144), (3, 64, 320)):
         inputs = torch.randn(m, k).to(device)
         weight, scale = quantise_rows(rotated(torch.randn(n, k, device=device) / k**0.5))
         layer = Dense(weight, torch.randn(n, device=device), scale.squeeze(1))
-        rounded, expected = quantise_rows(rotated(inputs.half().float())), dense(inputs, layer)
-        close(kernels.int8_product(*rounded, layer), expected, dtype)
+        quantised_rows, expected = (
+            quantise_rows(rotated(inputs.half().float())),
+            dense(inputs, layer),
+        )
+        close(kernels.int8_product(*quantised_rows, layer), expected, dtype)
         stream = torch.randn(m, n).to(device, dtype)
-        summed = stream.float() + expected
-        got = kernels.int8_product(*rounded, layer, stream)
+        sums = stream.float() + expected
+        got = kernels.int8_product(*quantised_rows, layer, stream)
         assert got is stream
-        close(got, summed, dtype)
+        close(got, sums, dtype)
 
 
 def check_gated_unit(device: torch.device, dtype: torch.dtype) -> None:
@@ -171,9 +174,9 @@ def check_gated_unit(device: torch.device, dtype: torch.dtype) -> None:
     for m, n, k in ((200, 256, 64), (130, 128, 200)):
         x = torch.randn(m, k).to(device, dtype)
         weight = torch.randn(2 * n, k).to(device, dtype) / 8
-        activated, gate = (x.float() @ weight.float().T).split(n, dim=1)
+        activation, gate = (x.float() @ weight.float().T).split(n, dim=1)
         unit = kernels.gated_unit(x, kernels.interleave(weight))
-        close(unit, F.gelu(activated) * gate, dtype)
+        close(unit, F.gelu(activation) * gate, dtype)
 
 
 def check_span_means(device: torch.device, dtype: torch.dtype) -> None:
@@ -181,13 +184,15 @@ def check_span_means(device: torch.device, dtype: torch.dtype) -> None:
     torch.manual_seed(10)
     x = torch.randn(150, 300).to(device, dtype)
     starts, ends = (
-        torch.tensor(at, device=device, dtype=torch.int32)
-        for at in ((0, 3, 40, 40), (3, 40, 40, 131))
+        torch.tensor(spans, device=device, dtype=torch.int32)
+        for spans in ((0, 3, 40, 40), (3, 40, 40, 131))
     )
     got = kernels.span_means(x, starts, ends)
     torch.testing.assert_close(got, segment_mean(x, starts, ends), atol=1e-6, rtol=1e-6)
-    alone = kernels.span_means(x[40:131].clone(), starts.new_tensor([0]), starts.new_tensor([91]))
-    assert torch.equal(alone[0], got[3])
+    means_alone = kernels.span_means(
+        x[40:131].clone(), starts.new_tensor([0]), starts.new_tensor([91])
+    )
+    assert torch.equal(means_alone[0], got[3])
 
 
 def input_statistics(esm2: Esm2, batch: PackedBatch) -> Calibration:

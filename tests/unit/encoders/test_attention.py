@@ -29,9 +29,9 @@ CUDA = torch.device("cuda", 0)  # only named: nothing is put there
 
 
 def test_our_kernels_on_a_cpu_raise_in_one_line() -> None:
-    with pytest.raises(IncapableError, match="'fused' needs a CUDA device") as caught:
+    with pytest.raises(IncapableError, match="'fused' needs a CUDA device") as error_info:
         choose_backend("fused", 64, CPU)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
     assert choose_backend("auto", 64, CPU) == "reference"
 
 
@@ -86,10 +86,10 @@ def test_without_triton_a_gpu_is_refused_in_one_line_unless_plain_torch_is_asked
     backends.triton_problem.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, name, there)
-    with pytest.raises(IncapableError, match=said) as caught:
+    with pytest.raises(IncapableError, match=said) as error_info:
         choose_backend(asked, 64, CUDA)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).endswith("or use --attention reference, several times slower")
+    assert "\n" not in str(error_info.value)
+    assert str(error_info.value).endswith("or use --attention reference, several times slower")
     assert choose_backend("reference", 64, CUDA) == "reference"
     assert choose_backend("auto", 24, CUDA) == choose_backend("auto", 64, CPU) == "reference", (
         "there is no other there"
@@ -112,8 +112,8 @@ def test_reference_equals_torch_attention_row_by_row(
     got = reference_attention(qkv, RowLayout(cu, len(lengths), max(lengths), heads, slopes=slopes))
     for start, end in pairwise(cu):
         q, k, v = qkv[start:end].view(-1, 3, heads, dim).permute(1, 2, 0, 3)
-        at = torch.arange(end - start)
-        bias = -slopes.view(-1, 1, 1) * (at[:, None] - at).abs()
+        positions = torch.arange(end - start)
+        bias = -slopes.view(-1, 1, 1) * (positions[:, None] - positions).abs()
         expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         torch.testing.assert_close(
             got[start:end], expected.transpose(0, 1).flatten(1), atol=2e-6, rtol=0
@@ -126,12 +126,12 @@ def test_rotation_turns_pairs_by_their_angle() -> None:
     assert frequencies.tolist() == pytest.approx([1, 0.1, 0.01, 0.001])
     cos, sin = rotary_tables(frequencies, 200)
     x = torch.randn(200, 2, 8, dtype=torch.float64)
-    turned = rotate(x, cos, sin).double()
+    rotated_x = rotate(x, cos, sin).double()
     as_complex = torch.complex(x[..., :4], x[..., 4:])
     angles = torch.outer(torch.arange(200), frequencies.double())
     expected = as_complex * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
     torch.testing.assert_close(
-        turned, torch.cat((expected.real, expected.imag), -1), atol=5e-5, rtol=0
+        rotated_x, torch.cat((expected.real, expected.imag), -1), atol=5e-5, rtol=0
     )  # float32 angles
 
 

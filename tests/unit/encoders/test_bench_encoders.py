@@ -15,11 +15,11 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_encoders.py
 def test_the_benchmark_runs_on_a_cpu_and_says_what_it_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = importlib.util.spec_from_file_location("bench_encoders", SCRIPT)
-    assert found is not None
-    assert found.loader is not None
-    bench = importlib.util.module_from_spec(found)
-    found.loader.exec_module(bench)
+    spec = importlib.util.spec_from_file_location("bench_encoders", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
     record = tmp_path / "bench.json"
     words = [
         "--device",

@@ -15,17 +15,17 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_peers.py"
 def test_engines_agree_and_missing_ones_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = importlib.util.spec_from_file_location("bench_peers", SCRIPT)
-    assert found is not None
-    assert found.loader is not None
-    bench = importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location("bench_peers", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "bench_peers", bench)
-    found.loader.exec_module(bench)
+    spec.loader.exec_module(bench)
     monkeypatch.setitem(sys.modules, "transformers", None)  # as where they are not installed
     monkeypatch.setitem(sys.modules, "esme", None)
     assert bench.main(["--tiny"]) == 0
-    about, _, _, _, *lines = capsys.readouterr().out.splitlines()
-    assert "CPU" in about
+    description, _, _, _, *lines = capsys.readouterr().out.splitlines()
+    assert "CPU" in description
     rows = {
         (cells := [cell.strip() for cell in line.split("|")[1:-1]])[0]: cells[1:]
         for line in lines

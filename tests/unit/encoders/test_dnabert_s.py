@@ -61,8 +61,8 @@ def checkpoint() -> dict[str, Tensor]:
 
 @cache
 def ours() -> DnabertS:
-    read = match_tensors(Path("random"), checkpoint(), SHAPE)
-    return DnabertS(SHAPE, read, CPU, precision="fp32", attention="reference")
+    read_tensor = match_tensors(Path("random"), checkpoint(), SHAPE)
+    return DnabertS(SHAPE, read_tensor, CPU, precision="fp32", attention="reference")
 
 
 def twin(tokens: Tensor) -> Tensor:
@@ -70,9 +70,11 @@ def twin(tokens: Tensor) -> Tensor:
     w = {name.removeprefix("bert."): tensor.double() for name, tensor in checkpoint().items()}
 
     def norm(x: Tensor, name: str) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
+        centred_x = x - x.mean(-1, keepdim=True)
         return (
-            centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-12).sqrt() * w[name + ".weight"]
+            centred_x
+            / (centred_x.pow(2).mean(-1, keepdim=True) + 1e-12).sqrt()
+            * w[name + ".weight"]
             + w[name + ".bias"]
         )
 
@@ -95,16 +97,16 @@ def twin(tokens: Tensor) -> Tensor:
             )
             scores = q @ k.T / math.sqrt(dim) - PUBLISHED_SLOPES[h] * distance
             heads.append(scores.softmax(-1) @ v)
-        out = (
+        output = (
             torch.cat(heads, 1) @ w[p + "attention.output.dense.weight"].T
             + w[p + "attention.output.dense.bias"]
         )
-        x = norm(out + x, p + "attention.output.LayerNorm")
-        both = x @ w[p + "mlp.gated_layers.weight"].T
-        active, passed = both[:, :FFN], both[:, FFN:]
+        x = norm(output + x, p + "attention.output.LayerNorm")
+        gate_and_value = x @ w[p + "mlp.gated_layers.weight"].T
+        active, gate = gate_and_value[:, :FFN], gate_and_value[:, FFN:]
         gelu = 0.5 * active * (1 + torch.erf(active / math.sqrt(2)))
         x = norm(
-            (gelu * passed) @ w[p + "mlp.wo.weight"].T + w[p + "mlp.wo.bias"] + x,
+            (gelu * gate) @ w[p + "mlp.wo.weight"].T + w[p + "mlp.wo.bias"] + x,
             p + "mlp.layernorm",
         )
     return x.mean(0)

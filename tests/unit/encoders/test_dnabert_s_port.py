@@ -34,7 +34,7 @@ def port() -> Any:
 
 def renamed(public: dict[str, Tensor]) -> dict[str, Tensor]:
     """Names of the public checkpoint to the port's; its attention has queries, keys and values apart."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in public.items():
         new = (
             name.removeprefix("bert.")
@@ -44,10 +44,10 @@ def renamed(public: dict[str, Tensor]) -> dict[str, Tensor]:
         new = new.replace("mlp.gated_layers", "mlp.up_proj").replace("mlp.wo", "mlp.down_proj")
         if "Wqkv" in new:
             for part, own in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
-                found[new.replace("Wqkv", part)] = own
+                tensors[new.replace("Wqkv", part)] = own
         else:
-            found[new] = tensor
-    return found
+            tensors[new] = tensor
+    return tensors
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -49,8 +49,8 @@ def oracle() -> Any:
 @cache
 def ours(precision: Resolved = "fp32") -> Esm2:
     """The same weights in our module."""
-    read = match_tensors(Path("oracle"), oracle().state_dict(), SHAPE)
-    return Esm2(SHAPE, read, CPU, precision=precision, attention="reference")
+    read_tensor = match_tensors(Path("oracle"), oracle().state_dict(), SHAPE)
+    return Esm2(SHAPE, read_tensor, CPU, precision=precision, attention="reference")
 
 
 def one_by_one(sequence: bytes) -> torch.Tensor:
@@ -112,20 +112,20 @@ def test_a_row_without_residues_is_zero_and_finite() -> None:
 def test_position_128_is_the_same_number_wherever_the_row_lies() -> None:
     row = proteins([300], seed=5)[0]
     front = ours().hidden(packed(Esm2Tokenizer(), [row], slots=1000))
-    behind = ours().hidden(packed(Esm2Tokenizer(), [b"M" * 96, row], slots=1000))
-    assert torch.equal(front[129], behind[98 + 129])
+    padded_batch = ours().hidden(packed(Esm2Tokenizer(), [b"M" * 96, row], slots=1000))
+    assert torch.equal(front[129], padded_batch[98 + 129])
 
 
 def test_what_stands_in_dead_slots_reaches_no_row() -> None:
     rows = proteins([10, 20])
     batch = packed(Esm2Tokenizer(), rows, slots=100, capacity=8)
     clean = ours().embed(batch)
-    poisoned = copy(ours())
-    poisoned.table = poisoned.table.clone()
-    poisoned.table[31] = torch.nan  # a token that no residue has
+    poisoned_model = copy(ours())
+    poisoned_model.table = poisoned_model.table.clone()
+    poisoned_model.table[31] = torch.nan  # a token that no residue has
     tokens = batch.tokens.clone()
     tokens[batch.real_tokens :] = 31
-    got = poisoned.embed(replace(batch, tokens=tokens))
+    got = poisoned_model.embed(replace(batch, tokens=tokens))
     assert torch.equal(got, clean)
 
 
@@ -134,9 +134,9 @@ def test_rotary_frequencies_are_the_saved_ones() -> None:
     for name in list(tensors):
         if name.endswith("inv_freq"):
             tensors[name] = tensors[name] * 2
-    read = match_tensors(Path("doubled"), tensors, SHAPE)
-    doubled = Esm2(SHAPE, read, CPU, precision="fp32", attention="reference")
-    assert torch.equal(doubled.inv_freq, 2 * ours().inv_freq)
+    read_tensor = match_tensors(Path("doubled"), tensors, SHAPE)
+    doubled_model = Esm2(SHAPE, read_tensor, CPU, precision="fp32", attention="reference")
+    assert torch.equal(doubled_model.inv_freq, 2 * ours().inv_freq)
 
 
 def test_half_precision_keeps_the_rotary_frequencies_in_float32() -> None:

@@ -70,12 +70,14 @@ def _made(shape: Esm2Shape, precision: Resolved, way: BackendName) -> Esm2:
     """With random weights; int8 as a batch of rows told."""
     from .kernel_checks import input_statistics
 
-    read = partial(random_tensor, shape)
-    found = None
+    read_tensor = partial(random_tensor, shape)
+    calibration = None
     if precision == "int8":
-        half = Esm2(shape, read, GPU, precision="fp16", attention="reference")
-        found = input_statistics(half, protein_batch(list(range(48))))
-    return Esm2(shape, read, GPU, precision=precision, attention=way, calibration=found)
+        half = Esm2(shape, read_tensor, GPU, precision="fp16", attention="reference")
+        calibration = input_statistics(half, protein_batch(list(range(48))))
+    return Esm2(
+        shape, read_tensor, GPU, precision=precision, attention=way, calibration=calibration
+    )
 
 
 @cache
@@ -175,8 +177,8 @@ def test_tiny_models_on_the_gpu_equal_the_cpu(models: Path) -> None:
 
 @pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
 def test_a_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way: BackendName) -> None:
-    one = esm2(WIDE, precision, way)
-    _same_bits(one, protein_batch, list(range(48)))
+    encoder = esm2(WIDE, precision, way)
+    _same_bits(encoder, protein_batch, list(range(48)))
 
 
 @pytest.mark.parametrize(("precision", "way"), DNA_COMBINATIONS)
@@ -187,27 +189,27 @@ def test_a_dna_row_is_the_same_bits_with_any_neighbours(
 
 
 def _same_bits(one: Encoder, batch: Any, order: list[int]) -> None:
-    whole = one.embed(batch(order))
-    shuffled = [
+    all_rows = one.embed(batch(order))
+    shuffled_order = [
         order[i] for i in torch.randperm(48, generator=torch.Generator().manual_seed(9)).tolist()
     ]
-    again = one.embed(batch(shuffled))
-    few = one.embed(batch(shuffled[:3]))
-    for place, row in enumerate(shuffled):
-        assert torch.equal(again[place], whole[row]), f"row {row} at place {place}"
-    for place, row in enumerate(shuffled[:3]):
-        assert torch.equal(few[place], whole[row])
+    shuffled_rows = one.embed(batch(shuffled_order))
+    fewer_rows = one.embed(batch(shuffled_order[:3]))
+    for place, row in enumerate(shuffled_order):
+        assert torch.equal(shuffled_rows[place], all_rows[row]), f"row {row} at place {place}"
+    for place, row in enumerate(shuffled_order[:3]):
+        assert torch.equal(fewer_rows[place], all_rows[row])
 
 
 @pytest.mark.parametrize("name", ["esm2", "dnabert_s"])
 def test_embedding_never_waits_for_the_device(name: str) -> None:
     order = list(range(30))
-    one = esm2(WIDE, "fp16", "fused") if name == "esm2" else dnabert("fp16", "fused")
+    encoder = esm2(WIDE, "fp16", "fused") if name == "esm2" else dnabert("fp16", "fused")
     batch = protein_batch(order) if name == "esm2" else dna_tokens(order)
-    one.embed(batch)
+    encoder.embed(batch)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        one.embed(batch)
+        encoder.embed(batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -221,8 +223,8 @@ def test_long_rows_run_too() -> None:
 
 
 def test_auto_picks_our_kernels_and_says_so(models: Path) -> None:
-    one = load_encoder(Esm2, models, GPU)
-    assert (one.attention, one.precision) == ("fused", "fp16")
+    encoder = load_encoder(Esm2, models, GPU)
+    assert (encoder.attention, encoder.precision) == ("fused", "fp16")
 
 
 # -- real size ---------------------------------------------------------------------------------------------------------
@@ -245,10 +247,10 @@ def _big(precision: Resolved, way: BackendName) -> Tensor:
     encoder = _made(shape, precision, way)
     rows = proteins([10 + 3 * i % 157 for i in range(96)], seed=5)
     batch = packed(Esm2Tokenizer(), rows, slots=9216, capacity=128, max_seqlen=256).to(GPU)
-    pooled = encoder.embed(batch)[:96].cpu()
+    means = encoder.embed(batch)[:96].cpu()
     del encoder
     torch.cuda.empty_cache()
-    return pooled
+    return means
 
 
 @pytest.mark.parametrize("precision", list(DNABERT_THRESHOLD))

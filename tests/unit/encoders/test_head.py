@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("rows", [1, 2, 255, 256, 257, 1000])
 def test_scores_equal_torch_modules_in_eval(models: Path, rows: int) -> None:
-    shape, read = open_part(models, HeadShape)
-    state = {name: read(name) for name in shape.tensors()}
+    shape, read_tensor = open_part(models, HeadShape)
+    state = {name: read_tensor(name) for name in shape.tensors()}
     twin = nn.Sequential(
         nn.Linear(128, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, 2)
     )

@@ -83,9 +83,9 @@ def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
 def test_reads_far_from_those_of_training_are_remarked_in_one_line(
     lengths: list[int], far: bool
 ) -> None:
-    said = training_mismatches(HEAD, np.array(lengths, np.int64), {})
-    assert (len(said) == 1) == far
-    assert all("60 to 300 bases" in line and "\n" not in line for line in said)
+    mismatches = training_mismatches(HEAD, np.array(lengths, np.int64), {})
+    assert (len(mismatches) == 1) == far
+    assert all("60 to 300 bases" in line and "\n" not in line for line in mismatches)
     assert training_mismatches(BARE, np.array(lengths, np.int64), {}) == ()
 
 
@@ -101,6 +101,6 @@ def test_encoders_that_are_not_those_of_training_are_remarked(
     here: dict[str, str], others: str | None
 ) -> None:
     card = CARD.model_copy(update={"encoders": {"esm2": "e", "dnabert_s": "d"}})
-    said = training_mismatches(BARE.model_copy(update={"card": card}), np.array([150]), here)
-    assert len(said) == (others is not None)
-    assert all(others in line for line in said if others)
+    mismatches = training_mismatches(BARE.model_copy(update={"card": card}), np.array([150]), here)
+    assert len(mismatches) == (others is not None)
+    assert all(others in line for line in mismatches if others)

@@ -56,27 +56,27 @@ def trained(tmp_path: Path, drawn: list[Path]) -> Make:
 
 
 def test_the_head_before_is_kept_by_number_and_digest(models: Path, trained: Make) -> None:
-    before, new = part_digest(models / "head"), trained(0.9)
-    said = install_head(new, models)
-    assert said.startswith(
+    digest_before, new = part_digest(models / "head"), trained(0.9)
+    message = install_head(new, models)
+    assert message.startswith(
         f"installed as 002-{part_digest(new)[:8]}; the one before was not tested on these reads"
     )
     assert part_digest(models / "head") == part_digest(new)
     assert (models / "head" / "README.md").exists()
     assert sorted(path.name for path in (models / "heads").iterdir()) == [
-        f"001-{before[:8]}",
+        f"001-{digest_before[:8]}",
         f"002-{part_digest(new)[:8]}",
     ]
-    assert part_digest(models / "heads" / f"001-{before[:8]}") == before
+    assert part_digest(models / "heads" / f"001-{digest_before[:8]}") == digest_before
     assert [(head.number, head.installed) for head in kept_heads(models)] == [(1, False), (2, True)]
     check_models(models)
 
 
 def test_going_back_and_forth_keeps_each_once(models: Path, trained: Make) -> None:
-    first, second, third = part_digest(models / "head"), trained(0.8), trained(0.9, seed=2)
+    first_digest, second, third = part_digest(models / "head"), trained(0.8), trained(0.9, seed=2)
     install_head(second, models)
     install_head(third, models)
-    assert part_digest(use_head(models, 1)) == first == part_digest(models / "head")
+    assert part_digest(use_head(models, 1)) == first_digest == part_digest(models / "head")
     use_head(models, 2)
     assert part_digest(models / "head") == part_digest(second)
     install_head(third, models)
@@ -90,11 +90,11 @@ def test_a_kept_copy_that_was_damaged_since_is_made_again(models: Path, trained:
     new = trained(0.9)
     install_head(new, models)
     use_head(models, 1)
-    (kept,) = (models / "heads").glob(f"*-{part_digest(new)[:8]}")
-    weights = kept / "model.safetensors"
+    (kept_head,) = (models / "heads").glob(f"*-{part_digest(new)[:8]}")
+    weights = kept_head / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-400] + bytes(400))
     install_head(new, models)
-    assert part_digest(models / "head") == part_digest(kept) == part_digest(new)
+    assert part_digest(models / "head") == part_digest(kept_head) == part_digest(new)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -102,8 +102,8 @@ def test_a_broken_head_stops_neither_the_list_nor_going_back(
     models: Path, trained: Make, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     install_head(trained(0.9), models)
-    broken = models / "head" / name
-    broken.unlink() if name != "config.json" else broken.write_text("{")
+    broken_file = models / "head" / name
+    broken_file.unlink() if name != "config.json" else broken_file.write_text("{")
     assert [head.number for head in kept_heads(models)] == [1, 2]
     assert "head/" in caplog.text
     use_head(models, 2)
@@ -132,12 +132,12 @@ def test_a_head_that_was_put_there_by_hand_is_kept_too(
 
 @pytest.mark.parametrize("auroc", [0.55, 0.6, 0.3])
 def test_a_head_that_may_be_chance_is_refused(models: Path, trained: Make, auroc: float) -> None:
-    new, before = trained(auroc), part_digest(models / "head")
+    new, digest_before = trained(auroc), part_digest(models / "head")
     with pytest.raises(
         WeightsError, match=rf"not installed: its AUROC is {auroc:.3f} .* chance; --install-anyway"
     ):
         install_head(new, models)
-    assert part_digest(models / "head") == before
+    assert part_digest(models / "head") == digest_before
     assert not (models / "heads").exists()
     assert f"although its AUROC is {auroc:.3f}" in install_head(new, models, anyway=True)
     assert part_digest(models / "head") == part_digest(new)
@@ -154,8 +154,8 @@ def test_a_head_worse_on_the_same_test_is_refused_and_on_another_it_is_said(
     with pytest.raises(WeightsError, match="it is worse"):  # the same labels in another file
         install_head(trained(0.75, seed=2, truth="e" * 64), models)
     assert "cannot be compared" in install_head(trained(0.7, seed=2, test="d" * 64), models)
-    assert "AUROC 0.850" in (said := install_head(trained(0.85, seed=1, test="d" * 64), models))
-    assert "of the one before 0.700" in said
+    assert "AUROC 0.850" in (message := install_head(trained(0.85, seed=1, test="d" * 64), models))
+    assert "of the one before 0.700" in message
 
 
 def test_a_head_without_a_card_is_refused(models: Path, drawn: list[Path]) -> None:
@@ -204,14 +204,14 @@ def test_killed_at_any_step_no_head_is_lost_and_the_next_call_mends_it(
 ) -> None:
     """Every copy, rename and removal may be the last thing that happens."""
     heads = {part_digest(models / "head"), part_digest(new := trained(0.9))}
-    left = step
+    steps_left = step
 
     def dies(whole: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **more: object) -> object:
-            nonlocal left
-            if left == 0:
+            nonlocal steps_left
+            if steps_left == 0:
                 raise KeyboardInterrupt
-            left -= 1
+            steps_left -= 1
             return whole(*args, **more)
 
         return call
@@ -222,7 +222,7 @@ def test_killed_at_any_step_no_head_is_lost_and_the_next_call_mends_it(
         try:
             install_head(new, models)
         except KeyboardInterrupt:
-            assert left == 0
+            assert steps_left == 0
     check_models(models)  # there is one at every moment
     lying = {
         part_digest(p.parent)
@@ -239,18 +239,24 @@ def test_killed_at_any_step_no_head_is_lost_and_the_next_call_mends_it(
 def test_the_commands_list_heads_and_go_back(
     models: Path, trained: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = part_digest(models / "head")
+    digest_before = part_digest(models / "head")
     install_head(trained(0.9), models)
     assert main(["models", "heads", "--models", str(models)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert all(
-        word in said
-        for word in (before[:8], "no card", "0.900 (0.800 to 1.000)", "60-150-300", "installed")
+        word in output
+        for word in (
+            digest_before[:8],
+            "no card",
+            "0.900 (0.800 to 1.000)",
+            "60-150-300",
+            "installed",
+        )
     )
     monkeypatch.setenv("VIRNUC_MODELS", str(models))
     assert main(["models", "use-head", "1"]) == 0
-    assert f"is now 001-{before[:8]}" in capsys.readouterr().out
-    assert part_digest(models / "head") == before
+    assert f"is now 001-{digest_before[:8]}" in capsys.readouterr().out
+    assert part_digest(models / "head") == digest_before
     (models / "heads" / "001x-6c0daf88").mkdir()  # not ours
     for number in ("7", "1.5", "x"):
         assert main(["models", "use-head", number]) == 2

@@ -40,12 +40,12 @@ def test_every_kernel_equals_plain_torch_in_the_interpreter(dtype: str, kernels:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": path,
     }
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(script), dtype],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count(" ok\n") == kernels
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count(" ok\n") == kernels

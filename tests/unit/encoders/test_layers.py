@@ -22,19 +22,19 @@ def test_positions_restart_in_every_row(lengths: list[int], tail: int, spare: in
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 5))
 def test_means_equal_each_span_by_itself_bit_for_bit(lengths: list[int], gap: int) -> None:
-    spans, at = [], gap
+    spans, offset = [], gap
     for length in lengths:
-        spans.append((at, at + length))
-        at += length + gap
-    x = torch.randn(at + 7, 16, generator=torch.Generator().manual_seed(len(lengths)))
-    x[at:] = torch.nan
+        spans.append((offset, offset + length))
+        offset += length + gap
+    x = torch.randn(offset + 7, 16, generator=torch.Generator().manual_seed(len(lengths)))
+    x[offset:] = torch.nan
     starts, ends = torch.tensor(spans).T
     got = segment_mean(x, starts, ends)
     for mean, (start, end) in zip(got, spans, strict=True):
-        alone = segment_mean(x[start:end].clone(), torch.tensor([0]), torch.tensor([end - start]))[
-            0
-        ]
-        assert torch.equal(mean, alone)
+        mean_alone = segment_mean(
+            x[start:end].clone(), torch.tensor([0]), torch.tensor([end - start])
+        )[0]
+        assert torch.equal(mean, mean_alone)
         if end > start:
             torch.testing.assert_close(mean, x[start:end].mean(0), atol=1e-5, rtol=0)
         else:

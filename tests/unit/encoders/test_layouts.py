@@ -47,29 +47,29 @@ HF_DNABERT = {
 
 def fair_names(ours: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Our tensors under the names of fair-esm."""
-    named: dict[str, Tensor] = {
+    tensors: dict[str, Tensor] = {
         "lm_head.weight": torch.zeros(33, 64),
         "contact_head.regression.bias": torch.zeros(1),
     }
     for name, tensor in ours.items():
         if name == "inv_freq":
-            named |= {f"layers.{i}.self_attn.rot_emb.inv_freq": tensor.clone() for i in range(2)}
+            tensors |= {f"layers.{i}.self_attn.rot_emb.inv_freq": tensor.clone() for i in range(2)}
         elif ".qkv." in name:
             for letter, part in zip("qkv", tensor.chunk(3), strict=True):
-                named[name.replace("qkv", f"self_attn.{letter}_proj")] = part.clone()
+                tensors[name.replace("qkv", f"self_attn.{letter}_proj")] = part.clone()
         else:
             for old, new in (
                 ("embed.", "embed_tokens."), ("attn_norm", "self_attn_layer_norm"), (".out.", ".self_attn.out_proj."),
                 ("ffn_norm", "final_layer_norm"), ("final_norm", "emb_layer_norm_after"),
             ):  # fmt: skip
                 name = name.replace(old, new)  # noqa: PLW2901
-            named[name] = tensor
-    return {prefix + name: tensor for name, tensor in named.items()}
+            tensors[name] = tensor
+    return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def hf_names(ours: dict[str, Tensor], prefix: str, *, frequencies: bool) -> dict[str, Tensor]:
     """Our tensors under the names of the port to transformers."""
-    named: dict[str, Tensor] = {
+    tensors: dict[str, Tensor] = {
         f"{prefix}embeddings.position_ids": torch.arange(1026)[None],
         f"{prefix}embeddings.position_embeddings.weight": torch.zeros(1026, 64),
         f"{prefix}contact_head.regression.weight": torch.zeros(1, 4),
@@ -82,27 +82,27 @@ def hf_names(ours: dict[str, Tensor], prefix: str, *, frequencies: bool) -> dict
             if frequencies:
                 for i in range(2):
                     key = f"{prefix}encoder.layer.{i}.attention.self.rotary_embeddings.inv_freq"
-                    named[key] = tensor.clone()
+                    tensors[key] = tensor.clone()
         elif ".qkv." in name:
             for word, part in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
-                named[f"{layer}attention.self.{word}.{end}"] = part.clone()
+                tensors[f"{layer}attention.self.{word}.{end}"] = part.clone()
         else:
             middle = {
                 "out": "attention.output.dense", "attn_norm": "attention.LayerNorm", "fc1": "intermediate.dense",
                 "fc2": "output.dense", "ffn_norm": "LayerNorm",
             }.get(name.split(".")[-2])  # fmt: skip
             if middle:
-                named[f"{layer}{middle}.{end}"] = tensor
+                tensors[f"{layer}{middle}.{end}"] = tensor
             elif name == "embed.weight":
-                named[f"{prefix}embeddings.word_embeddings.weight"] = tensor
+                tensors[f"{prefix}embeddings.word_embeddings.weight"] = tensor
             else:
-                named[f"{prefix}encoder.emb_layer_norm_after.{end}"] = tensor
-    return named
+                tensors[f"{prefix}encoder.emb_layer_norm_after.{end}"] = tensor
+    return tensors
 
 
 def bert_names(ours: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Our tensors under the names of the public DNABERT-S."""
-    named: dict[str, Tensor] = {f"{prefix}pooler.dense.weight": torch.zeros(64, 64)}
+    tensors: dict[str, Tensor] = {f"{prefix}pooler.dense.weight": torch.zeros(64, 64)}
     for name, tensor in ours.items():
         for old, new in (
             ("embed.weight", "embeddings.word_embeddings.weight"),
@@ -117,8 +117,8 @@ def bert_names(ours: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
             ("ffn_norm", "mlp.layernorm"),
         ):
             name = name.replace(old, new)  # noqa: PLW2901
-        named[prefix + name] = tensor
-    return named
+        tensors[prefix + name] = tensor
+    return tensors
 
 
 def sharded(
@@ -129,27 +129,27 @@ def sharded(
 ) -> None:
     """Two shards and their index, as transformers writes them."""
     ending = "safetensors" if stem == "model" else "bin"
-    where = {}
+    file_of_tensor = {}
     names = sorted(tensors)
     for i in range(2):
         file = f"{stem}-0000{i + 1}-of-00002.{ending}"
         save({name: tensors[name] for name in names[i::2]}, folder / file)
-        where |= dict.fromkeys(names[i::2], file)
+        file_of_tensor |= dict.fromkeys(names[i::2], file)
     (folder / f"{stem}.{ending}.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": where})
+        json.dumps({"metadata": {}, "weight_map": file_of_tensor})
     )
 
 
 @pytest.fixture
 def esm2_tensors_of(models: Path) -> dict[str, Tensor]:
-    shape, read = open_part(models, Esm2Shape)
-    return {name: read(name) for name in shape.tensors()}
+    shape, read_tensor = open_part(models, Esm2Shape)
+    return {name: read_tensor(name) for name in shape.tensors()}
 
 
 @pytest.fixture
 def dnabert_tensors_of(models: Path) -> dict[str, Tensor]:
-    shape, read = open_part(models, DnabertShape)
-    return {name: read(name) for name in shape.tensors()}
+    shape, read_tensor = open_part(models, DnabertShape)
+    return {name: read_tensor(name) for name in shape.tensors()}
 
 
 def esm2_batch() -> PackedBatch:
@@ -206,7 +206,9 @@ def test_a_public_folder_put_in_place_needs_no_conversion(
     sharded(
         hf_names(esm2_tensors_of, "esm.", frequencies=True), tmp_path / "esm2", "model", save_file
     )
-    ours, theirs = (load_encoder(Esm2, at, CPU).embed(esm2_batch()) for at in (models, tmp_path))
+    ours, theirs = (
+        load_encoder(Esm2, folder, CPU).embed(esm2_batch()) for folder in (models, tmp_path)
+    )
     assert torch.equal(ours, theirs)
 
 
@@ -265,9 +267,9 @@ def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
 
 def test_stored_narrower_on_request(models: Path, tmp_path: Path) -> None:
     convert_encoder(ESM2, models / "esm2", tmp_path, dtype="fp16")
-    _, read = open_part(tmp_path, Esm2Shape)
-    assert read("layers.0.fc1.weight").dtype == torch.float16
-    assert read("inv_freq").dtype == torch.float32
+    _, read_tensor = open_part(tmp_path, Esm2Shape)
+    assert read_tensor("layers.0.fc1.weight").dtype == torch.float16
+    assert read_tensor("inv_freq").dtype == torch.float32
 
 
 def test_a_task_head_is_left_out_with_a_remark_and_more_only_when_asked(
@@ -400,15 +402,15 @@ def test_what_a_checkpoint_claims_is_bounded_before_it_is_made(
 
 
 def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
-    one = torch.ones(1)
+    scalar = torch.ones(1)
     path = tmp_path / "pytorch_model.bin"
     for old in (False, True):
-        torch.save({"wide": one.expand(1 << 40)}, path, _use_new_zipfile_serialization=not old)
+        torch.save({"wide": scalar.expand(1 << 40)}, path, _use_new_zipfile_serialization=not old)
         with pytest.raises(
             WeightsError, match=r"claims 4,398,046,511,104 bytes of numbers, the file has"
         ):
             convert_encoder(ESM2, path, tmp_path / "out")
-    torch.save({"hidden_layer.weight": one.expand(1 << 40)}, tmp_path / "300_model.pth")
+    torch.save({"hidden_layer.weight": scalar.expand(1 << 40)}, tmp_path / "300_model.pth")
     with pytest.raises(
         WeightsError, match="claims 4,398,046,511,104 bytes of numbers, the file has"
     ):

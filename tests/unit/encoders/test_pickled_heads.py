@@ -176,11 +176,11 @@ def test_an_exploit_is_refused_and_never_runs(name: str, layout: str, tmp_path: 
         archive(path, program)
     else:
         path.write_bytes(program)
-    with pytest.raises(WeightsError, match=r"refused|not a file of torch\.save") as caught:
+    with pytest.raises(WeightsError, match=r"refused|not a file of torch\.save") as error_info:
         read_pickled(path)
     assert not mark.exists()
-    assert "\n" not in str(caught.value)
-    assert str(path) in str(caught.value)
+    assert "\n" not in str(error_info.value)
+    assert str(path) in str(error_info.value)
 
 
 def test_the_payloads_do_run_where_nothing_stops_them(tmp_path: Path) -> None:

@@ -95,19 +95,19 @@ def calibrated(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_int8_by_plain_torch_is_close_to_float32(calibrated: Path) -> None:
-    shape, read = open_part(calibrated, Esm2Shape)
+    shape, read_tensor = open_part(calibrated, Esm2Shape)
     way: Any = {
         "attention": "reference",
         "calibration": as_calibration(read_calibration(calibrated).layers),
     }
     rows = proteins([49, 50, 48, 20, 33], seed=1)
-    exact, rounded = (
+    exact, rounded_rows = (
         embed_sequences(
-            Esm2(shape, read, CPU, precision=precision, **way), Esm2Tokenizer(), rows, CPU
+            Esm2(shape, read_tensor, CPU, precision=precision, **way), Esm2Tokenizer(), rows, CPU
         )
         for precision in ("fp32", "int8")
     )
-    alike = torch.nn.functional.cosine_similarity(exact, rounded)
+    alike = torch.nn.functional.cosine_similarity(exact, rounded_rows)
     assert 0.999 < alike.min() < 1  # rounded it is
 
 
@@ -141,19 +141,19 @@ def test_int8_without_its_calibration_is_refused(
     ):
         fingerprint(models, "int8")
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
-    kept = tmp_path / "esm2/int8.safetensors"
-    shutil.copy(calibrated / "esm2/int8.safetensors", kept)
+    calibration_file = tmp_path / "esm2/int8.safetensors"
+    shutil.copy(calibrated / "esm2/int8.safetensors", calibration_file)
     config = tmp_path / "esm2/config.json"
     config.write_text(config.read_text().replace('"origin": "', '"origin": "another '))
     with pytest.raises(WeightsError, match="made for other weights of ESM-2"):
         fingerprint(tmp_path, "int8")
-    whole = (calibrated / "esm2/int8.safetensors").read_bytes()
-    for damaged in (
+    content = (calibrated / "esm2/int8.safetensors").read_bytes()
+    for damaged_content in (
         b"nothing",
-        whole[:-4] + b"\xff\xff\xff\xff",
-        whole[:-4] + b"\0\0\x80\x4b",
+        content[:-4] + b"\xff\xff\xff\xff",
+        content[:-4] + b"\0\0\x80\x4b",
     ):  # NaN, 16777216
-        kept.write_bytes(damaged)
+        calibration_file.write_bytes(damaged_content)
         with pytest.raises(WeightsError, match="is no calibration for this ESM-2"):
             fingerprint(tmp_path, "int8")
 
@@ -162,11 +162,11 @@ def test_weights_whose_numbers_overflow_are_not_calibrated(
     calibrated: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(calibrated, tmp_path / "models")
-    weights, kept = (
+    weights, stored_numbers = (
         tmp_path / "models/esm2/model.safetensors",
         tmp_path / "models/esm2/int8.safetensors",
     )
-    before = kept.read_bytes()
+    bytes_before = stored_numbers.read_bytes()
     save_file(
         {
             name: tensor * (1e30 if tensor.ndim == 2 else 1)
@@ -178,7 +178,7 @@ def test_weights_whose_numbers_overflow_are_not_calibrated(
         WeightsError, match="esm2: gives NaN or infinity for rows of these reads; see virnuc models"
     ):
         quantise(tmp_path / "models", str(calibrated.with_name("reads.fasta")), CPU)
-    assert kept.read_bytes() == before
+    assert stored_numbers.read_bytes() == bytes_before
 
 
 @pytest.mark.parametrize("name", ["meta", "mps", "nothing"])

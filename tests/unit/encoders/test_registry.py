@@ -65,9 +65,9 @@ def test_the_estimated_tokens_of_a_protein_are_those_of_its_tokenizer(models: Pa
 def test_the_estimated_tokens_of_dna_are_of_the_right_size(models: Path) -> None:
     residues = 167
     _, offsets = DNABERT_S.open_tokenizer(models).encode(dnas([3 * residues]))
-    (estimated,) = DNABERT_S.estimate_tokens(np.array([residues])).tolist()
-    assert estimated == 3 * residues // 4 + 2
-    assert estimated == pytest.approx(int(offsets[-1]), rel=0.3)
+    (num_tokens,) = DNABERT_S.estimate_tokens(np.array([residues])).tolist()
+    assert num_tokens == 3 * residues // 4 + 2
+    assert num_tokens == pytest.approx(int(offsets[-1]), rel=0.3)
 
 
 def test_the_columns_of_the_joined_embeddings_are_dna_first() -> None:
@@ -77,10 +77,10 @@ def test_the_columns_of_the_joined_embeddings_are_dna_first() -> None:
 
 
 def test_loaded_models_know_their_columns_and_fit_the_classifier(models: Path) -> None:
-    loaded = load_models(models, CPU, EngineSpec())
+    models_ = load_models(models, CPU, EngineSpec())
     head = shape_of(models, HeadShape)
-    assert tuple(loaded.encoders) == ENCODER_NAMES
+    assert tuple(models_.encoders) == ENCODER_NAMES
     for encoder in ENCODERS:
-        columns = loaded.columns()[encoder.name]
+        columns = models_.columns()[encoder.name]
         assert columns.stop - columns.start == encoder.width_in(head)
-        assert loaded.encoders[encoder.name].INFO is encoder
+        assert models_.encoders[encoder.name].INFO is encoder

@@ -40,10 +40,10 @@ def pair(request: pytest.FixtureRequest, models: Path) -> tuple[Encoder, Tokeniz
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads_before)
 
 
 @settings(
@@ -59,7 +59,7 @@ def test_a_row_is_the_same_bits_in_any_company(
     pair: tuple[Encoder, Tokenizer, list[bytes]], seed: int, count: int, place: int, bound: int
 ) -> None:
     encoder, tokenizer, rows = pair
-    alone = encoder.embed(packed(tokenizer, [rows[0]], slots=SLOTS, capacity=64))[0]
+    row_alone = encoder.embed(packed(tokenizer, [rows[0]], slots=SLOTS, capacity=64))[0]
     generator = torch.Generator().manual_seed(seed)
     company = [rows[int(i)] for i in torch.randint(1, len(rows), (count,), generator=generator)]
     place = min(place, count)
@@ -70,7 +70,7 @@ def test_a_row_is_the_same_bits_in_any_company(
         capacity=64,
         max_seqlen=bound,
     )
-    assert torch.equal(encoder.embed(batch)[place], alone)
+    assert torch.equal(encoder.embed(batch)[place], row_alone)
 
 
 @pytest.mark.usefixtures("_threads")
@@ -78,12 +78,12 @@ def test_every_row_of_a_shuffled_batch_is_the_same_bits(
     pair: tuple[Encoder, Tokenizer, list[bytes]],
 ) -> None:
     encoder, tokenizer, rows = pair
-    whole = encoder.embed(packed(tokenizer, rows, slots=4 * SLOTS, capacity=64))
+    all_rows = encoder.embed(packed(tokenizer, rows, slots=4 * SLOTS, capacity=64))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(5)).tolist()
-    again = encoder.embed(
+    shuffled_rows = encoder.embed(
         packed(tokenizer, [rows[i] for i in order], slots=4 * SLOTS, capacity=100)
     )
-    assert torch.equal(again[: len(rows)], whole[order])
+    assert torch.equal(shuffled_rows[: len(rows)], all_rows[order])
 
 
 def test_what_the_dead_slots_hold_changes_nothing(
@@ -107,7 +107,7 @@ def test_rows_past_the_last_are_zero(pair: tuple[Encoder, Tokenizer, list[bytes]
 def test_scores_of_a_row_are_the_same_bits_in_any_company(models: Path) -> None:
     head: Head = Head(*open_part(models, HeadShape), CPU)
     features = torch.randn(700, head.shape.width, generator=torch.Generator().manual_seed(2))
-    whole = head.scores(features)
+    all_scores = head.scores(features)
     for row in (0, 1, 255, 256, 699):
-        assert torch.equal(head.scores(features[row : row + 1])[0], whole[row])
-    assert torch.equal(head.scores(features[100:400]), whole[100:400])
+        assert torch.equal(head.scores(features[row : row + 1])[0], all_scores[row])
+    assert torch.equal(head.scores(features[100:400]), all_scores[100:400])

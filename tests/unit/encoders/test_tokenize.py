@@ -66,8 +66,8 @@ def test_golden_encodings_of_the_real_tokenizer(real_data: Path, tmp_path: Path)
 def test_trained_vocabulary_has_the_special_ids_of_dnabert_2(models: Path) -> None:
     tokenizer = DnabertTokenizer(models)
     tokens, offsets = tokenizer.encode([b"ACGT", b"", b"acgN", b"A" * 40])
-    first, empty, unknown, run = (tokens[a:b].tolist() for a, b in pairwise(offsets))
-    assert (first[0], first[-1]) == (1, 2)
+    first_row, empty, unknown, run = (tokens[a:b].tolist() for a, b in pairwise(offsets))
+    assert (first_row[0], first_row[-1]) == (1, 2)
     assert empty == [1, 2]
     assert unknown == [
         1,
@@ -82,8 +82,8 @@ def test_trained_vocabulary_has_the_special_ids_of_dnabert_2(models: Path) -> No
 
 
 def test_training_a_vocabulary_gives_the_same_file_again() -> None:
-    made = train_tokenizer(vocab=200, seed=4)
-    assert made == train_tokenizer(vocab=200, seed=4) != train_tokenizer(vocab=200, seed=5)
+    tokenizer = train_tokenizer(vocab=200, seed=4)
+    assert tokenizer == train_tokenizer(vocab=200, seed=4) != train_tokenizer(vocab=200, seed=5)
 
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ def test_anchors_run_where_the_sizes_fit_and_fail_for_other_numbers(
         path.write_text(json.dumps(json.loads(path.read_text()) | {"origin": "elsewhere"}))
     tiny_encoders = tuple(replace(encoder, reference_size="tiny") for encoder in ENCODERS)
     monkeypatch.setattr(verifying, "ENCODERS", tiny_encoders)
-    found = [check for check in verify(copied, CPU) if check.name.startswith("anchor")]
-    assert [check.name for check in found] == [f"anchor {row.name}" for row in REFERENCE_ROWS]
-    assert {check.verdict for check in found} == {"fail"}
+    anchors = [check for check in verify(copied, CPU) if check.name.startswith("anchor")]
+    assert [check.name for check in anchors] == [f"anchor {row.name}" for row in REFERENCE_ROWS]
+    assert {check.verdict for check in anchors} == {"fail"}
 
 
 def test_a_reference_row_passes_for_its_own_numbers_only() -> None:
@@ -82,8 +82,8 @@ def test_a_reference_row_passes_for_its_own_numbers_only() -> None:
 
     def embedding(name: EncoderName) -> torch.Tensor:
         """A vector with the norm and the first entry that are expected."""
-        norm, first = row.embeddings[name].norm, row.embeddings[name].first
-        return torch.tensor([first, (norm**2 - first**2) ** 0.5])
+        norm, first_value = row.embeddings[name].norm, row.embeddings[name].first
+        return torch.tensor([first_value, (norm**2 - first_value**2) ** 0.5])
 
     dna, protein = embedding("dnabert_s"), embedding("esm2")
     scores = torch.tensor([1 - row.virus, row.virus])
@@ -121,25 +121,25 @@ def head_file(models: Path, tmp_path: Path) -> Path:
 def test_fetch_downloads_pinned_revisions_and_converts_them(
     models: Path, head_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    requests = []
 
     def download(repository: str, *, revision: str, allow_patterns: list[str]) -> str:
         assert not any("py" in pattern.split(".")[-1] for pattern in allow_patterns)
-        asked.append((repository, revision))
+        requests.append((repository, revision))
         return str(models / ("esm2" if "esm2" in repository else "dnabert_s"))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     fetch(tmp_path / "out", head_file)
-    published = [encoder.public for encoder in (DNABERT_S, ESM2)]
-    assert asked == [(weights.repository, weights.revision) for weights in published]
-    assert all(len(revision) == 40 for _, revision in asked)
+    published_encoders = [encoder.public for encoder in (DNABERT_S, ESM2)]
+    assert requests == [(weights.repository, weights.revision) for weights in published_encoders]
+    assert all(len(revision) == 40 for _, revision in requests)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "dnabert_s",
         "esm2",
         "head",
     ]
     fetch(tmp_path / "out", head_file)
-    assert len(asked) == 2  # what is there is not fetched again
+    assert len(requests) == 2  # what is there is not fetched again
 
 
 def test_fetch_without_a_network_is_one_clear_line(
@@ -153,9 +153,9 @@ def test_fetch_without_a_network_is_one_clear_line(
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(
         WeightsError, match=r"cannot be downloaded \(Cannot reach the hub\); without a network"
-    ) as caught:
+    ) as error_info:
         fetch(tmp_path / "out", head_file)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_fetch_without_a_head_says_where_heads_come_from(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_equal_seeds_give_equal_bytes_and_others_do_not(models: Path, tmp_path: 
     init_random(tmp_path / "other", seed=8)
     assert files(tmp_path / "same") == files(models)
     assert fingerprint(tmp_path / "same") == fingerprint(models)
-    ours, other = fingerprint(models), fingerprint(tmp_path / "other")
-    assert len({*ours.values(), *other.values()}) == 6
+    ours, other_fingerprint = fingerprint(models), fingerprint(tmp_path / "other")
+    assert len({*ours.values(), *other_fingerprint.values()}) == 6
 
 
 def test_files_are_plain_safetensors_of_the_sizes_in_config_json(models: Path) -> None:
@@ -112,8 +112,8 @@ def test_a_random_tensor_of_many_pieces_has_the_asked_spread(
     monkeypatch.setattr("virnuc_core.encoders.convert.DRAWN_AT_ONCE", 1000)
     shape = Esm2Shape(layers=1, width=64, heads=2, ffn_width=256)
     write_part(tmp_path, shape, partial(random_tensor, shape, seed=1), "random", "fp32")
-    _, read = open_part(tmp_path, Esm2Shape)
-    qkv = read("layers.0.qkv.weight")
+    _, read_tensor = open_part(tmp_path, Esm2Shape)
+    qkv = read_tensor("layers.0.qkv.weight")
     assert qkv.std() == pytest.approx(64**-0.5, rel=0.05)
     assert not torch.equal(qkv.flatten()[:1000], qkv.flatten()[1000:2000])
 
@@ -274,10 +274,10 @@ def test_a_spoilt_models_directory_is_one_clear_line(
     copied: Path, spoil: Callable[[Path], None], says: str, use: Callable[[Path], None]
 ) -> None:
     spoil(copied)
-    with pytest.raises(WeightsError, match=says) as caught:
+    with pytest.raises(WeightsError, match=says) as error_info:
         use(copied)
-    assert "\n" not in str(caught.value)
-    assert caught.value.exit_code == 3
+    assert "\n" not in str(error_info.value)
+    assert error_info.value.exit_code == 3
 
 
 def test_a_sound_models_directory_passes_and_its_weights_are_not_read(models: Path) -> None:
@@ -289,16 +289,20 @@ def test_a_sound_models_directory_passes_and_its_weights_are_not_read(models: Pa
 
 @pytest.mark.parametrize("part", ["esm2", "dnabert_s", "head"])
 def test_a_fingerprint_follows_the_content(copied: Path, models: Path, part: str) -> None:
-    before = fingerprint(copied)
-    assert before == fingerprint(models)
+    fingerprint_before = fingerprint(copied)
+    assert fingerprint_before == fingerprint(models)
     path = copied / part / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(time.time_ns(), time.time_ns() + 1))
-    after = fingerprint(copied)
-    changed = [name for name in ("esm2", "dnabert_s", "head") if before[name] != after[name]]
-    assert changed == [part]
+    fingerprint_after = fingerprint(copied)
+    changed_parts = [
+        name
+        for name in ("esm2", "dnabert_s", "head")
+        if fingerprint_before[name] != fingerprint_after[name]
+    ]
+    assert changed_parts == [part]
 
 
 def test_the_digest_of_a_large_file_is_remembered_until_the_file_changes(
@@ -306,40 +310,40 @@ def test_the_digest_of_a_large_file_is_remembered_until_the_file_changes(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(digests, "LARGE_BYTES", 1)
-    hashed: list[str] = []
+    hashed_files: list[str] = []
 
     def counted(path: Path) -> str:
-        hashed.append(path.name)
+        hashed_files.append(path.name)
         return digest_of(path)
 
     def asked(*, anew: bool = False) -> tuple[dict[str, str], int]:
         digests._cached_digest.cache_clear()  # as in another process
-        hashed.clear()
-        return fingerprint(copied, anew=anew), len(hashed)
+        hashed_files.clear()
+        return fingerprint(copied, anew=anew), len(hashed_files)
 
     monkeypatch.setattr(digests, "digest_of", counted)
-    before, files = asked()
+    digests_before, files = asked()
     assert files == 7
-    assert asked() == (before, 0)
-    assert asked(anew=True) == (before, files)
-    for kept in (tmp_path / "home/.cache/virnuc/digests").iterdir():
-        kept.write_text("no digest")
-    assert asked() == (before, files)
+    assert asked() == (digests_before, 0)
+    assert asked(anew=True) == (digests_before, files)
+    for cache_file in (tmp_path / "home/.cache/virnuc/digests").iterdir():
+        cache_file.write_text("no digest")
+    assert asked() == (digests_before, files)
     weights = copied / "head" / "model.safetensors"
     times, weights_bytes = weights.stat(), weights.read_bytes()
     weights.write_bytes(weights_bytes[:-1] + bytes([weights_bytes[-1] ^ 1]))
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))  # as if nothing had been done
-    after, count = asked()
-    assert (after["head"] != before["head"], count) == (True, 1)
+    digests_after, count = asked()
+    assert (digests_after["head"] != digests_before["head"], count) == (True, 1)
 
 
 def test_a_part_is_looked_at_once_while_its_files_stay_the_same(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = shape_of(copied, HeadShape)
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_open_tensors", None)
-        assert shape_of(copied, HeadShape) == found
+    shape = shape_of(copied, HeadShape)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_open_tensors", None)
+        assert shape_of(copied, HeadShape) == shape
     weights = copied / "head" / "model.safetensors"
     tensors = load_file(weights)
     save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, weights)
@@ -354,17 +358,17 @@ def test_every_stretch_of_a_file_is_in_its_digest(
     monkeypatch.setattr(digests, "STRETCH_BYTES", 8)
     path, content, found = tmp_path / "file", bytes(range(30)), set[str]()
     orders = (content, content[8:16] + content[:8] + content[16:])
-    for one in (
+    for chunks in (
         *orders,
-        *(content[:at] + b"!" + content[at + 1 :] for at in range(30)),
+        *(content[:offset] + b"!" + content[offset + 1 :] for offset in range(30)),
         content[:-1],
         b"",
     ):
-        path.write_bytes(one)
+        path.write_bytes(chunks)
         found.add(digest_of(path))
     assert len(found) == 34
     path.write_bytes(content)
-    parts = (content[at : at + 8] for at in range(0, 30, 8))
+    parts = (content[offset : offset + 8] for offset in range(0, 30, 8))
     assert (
         digest_of(path)
         == hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
@@ -378,10 +382,10 @@ def test_digests_need_no_home(copied: Path, models: Path, monkeypatch: pytest.Mo
 
 
 def test_the_tokenizer_is_part_of_the_fingerprint(copied: Path) -> None:
-    before = fingerprint(copied)
+    fingerprint_before = fingerprint(copied)
     path = copied / "dnabert_s" / "tokenizer.json"
     path.write_text(path.read_text() + "\n")
-    assert fingerprint(copied)["dnabert_s"] != before["dnabert_s"]
+    assert fingerprint(copied)["dnabert_s"] != fingerprint_before["dnabert_s"]
     path.unlink()
     with pytest.raises(WeightsError, match="tokenizer"):
         fingerprint(copied)

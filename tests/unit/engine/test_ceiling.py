@@ -19,10 +19,12 @@ from .runs import no_workers_left
 def test_a_cpu_has_no_ceiling_but_the_model_has_its_flops(
     tiny_models: Path, tmp_path: Path
 ) -> None:
-    found = measure_ceilings(tiny_models, resolve(Devices.parse("cpu:1")), EngineSpec(), tmp_path)
-    assert (found.esm2_ceiling_tokens_s, found.dnabert_s_ceiling_tokens_s) == ({}, {})
-    assert found.esm2_per_token == 2 * ESM2_SIZES["tiny"].linear_weights
-    assert found.dnabert_s_per_token == 2 * DNABERT_SIZES["tiny"].linear_weights
+    ceilings = measure_ceilings(
+        tiny_models, resolve(Devices.parse("cpu:1")), EngineSpec(), tmp_path
+    )
+    assert (ceilings.esm2_ceiling_tokens_s, ceilings.dnabert_s_ceiling_tokens_s) == ({}, {})
+    assert ceilings.esm2_per_token == 2 * ESM2_SIZES["tiny"].linear_weights
+    assert ceilings.dnabert_s_per_token == 2 * DNABERT_SIZES["tiny"].linear_weights
 
 
 def test_a_device_that_cannot_be_measured_is_an_error(tiny_models: Path, tmp_path: Path) -> None:

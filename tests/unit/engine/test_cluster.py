@@ -105,26 +105,32 @@ class Coming(LocalWorkers):
 
 
 def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path: Path) -> None:
-    workers, noted = Coming(), []
-    told: dict[str, Any] = {"run": str(tmp_path), "store": "none", "reads": "none"}
+    workers, progress = Coming(), []
+    shard_message: dict[str, Any] = {"run": str(tmp_path), "store": "none", "reads": "none"}
     with Pool(worker_specs(tmp_path, NODES[:2], EngineSpec(precision="fp16")), workers) as pool:
-        tasks = [ShardTask(**told, shard=i, lo=i, hi=i + 1) for i in range(40)]
-        found = pool.compute(tasks, tmp_path, noted.append)
-    assert sorted(one.shard for one in noted if isinstance(one, ShardDone)) == list(range(40))
-    assert set(found.records) == {device.id for device in NODES}
+        tasks = [ShardTask(**shard_message, shard=i, lo=i, hi=i + 1) for i in range(40)]
+        committed = pool.compute(tasks, tmp_path, progress.append)
+    assert sorted(message.shard for message in progress if isinstance(message, ShardDone)) == list(
+        range(40)
+    )
+    assert set(committed.records) == {device.id for device in NODES}
     assert workers.began.count(NODES[0].id) == 1  # it never came back, and was not called for
-    assert len(found.deaths) == 1
+    assert len(committed.deaths) == 1
 
 
 def test_times_of_a_node_are_moved_to_the_clock_of_this_machine() -> None:
     from virnuc_core.engine.remote_node import on_our_clock
 
-    heard = on_our_clock(
+    translated = on_our_clock(
         done(ShardTask(run="", store="", reads="", shard=1, lo=0, hi=1), "x").line(), 100.0
     )
-    assert isinstance(heard, Computed)
-    assert heard.done is not None
-    assert (heard.done.started_s, heard.done.finished_s, heard.done.esm2_s) == (101.0, 102.0, 0.1)
+    assert isinstance(translated, Computed)
+    assert translated.done is not None
+    assert (translated.done.started_s, translated.done.finished_s, translated.done.esm2_s) == (
+        101.0,
+        102.0,
+        0.1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,10 +154,10 @@ def test_a_node_refuses_chunks_that_are_not_what_was_sent(tmp_path: Path) -> Non
     node, digest = Node("none", str(tmp_path)), hashlib.sha256(b"some").hexdigest()
     with pytest.raises(OSError, match="does not arrive there as it was sent"):
         node.receive_chunk("a/file", b"soma", digest, first=True, last=True)
-    for first, last in ((True, False), (True, False), (False, True)):
+    for is_first, is_last in ((True, False), (True, False), (False, True)):
         with pytest.raises(DeviceError, match=r"cannot use .*a/file: No such file"):
             node.read_chunk("a/file", 0, 9)
-        node.receive_chunk("a/file", b"some", digest, first=first, last=last)
+        node.receive_chunk("a/file", b"some", digest, first=is_first, last=is_last)
     assert (node.read_chunk("a/file", 0, 5), node.read_chunk("a/file", 5, 5)) == (b"somes", b"ome")
     (tmp_path / "no-folder").touch()
     with pytest.raises(DeviceError, match="cannot use"):
@@ -204,9 +210,9 @@ def test_a_copy_of_models_without_the_int8_calibration_is_not_used(
         quantise(models, str(reads), torch.device("cpu"))
         bring("int8")
         (copy,) = (
-            one
-            for one in local.glob(f"*/{int8}")
-            if one.read_bytes() == (models / int8).read_bytes()
+            path
+            for path in local.glob(f"*/{int8}")
+            if path.read_bytes() == (models / int8).read_bytes()
         )
     copy.unlink()
     with pytest.raises(VirnucError, match="no such file; int8 needs it"):
@@ -216,15 +222,15 @@ def test_a_copy_of_models_without_the_int8_calibration_is_not_used(
 def test_an_excerpt_has_the_sequences_and_names_of_a_shard(tmp_path: Path, staged: Staged) -> None:
     from virnuc_core.engine.remote_node import excerpt
 
-    whole, lo, hi = OrfStore.open(staged[0]), 17, 60
-    (tmp_path / "orfs.h5").write_bytes(excerpt(whole, lo, hi))
+    full_store, lo, hi = OrfStore.open(staged[0]), 17, 60
+    (tmp_path / "orfs.h5").write_bytes(excerpt(full_store, lo, hi))
     part = OrfStore.open(tmp_path / "orfs.h5", check=False)
-    assert (part.fingerprint, part.n_uniques) == (whole.fingerprint, hi - lo)
-    assert part.protein(0, hi - lo) == whole.protein(lo, hi)
-    assert part.dna(0, hi - lo) == whole.dna(lo, hi)
+    assert (part.fingerprint, part.n_uniques) == (full_store.fingerprint, hi - lo)
+    assert part.protein(0, hi - lo) == full_store.protein(lo, hi)
+    assert part.dna(0, hi - lo) == full_store.dna(lo, hi)
     for unique in (0, 5, hi - lo - 1):
-        row, wanted = int(part.unique_row[unique]), int(whole.unique_row[lo + unique])
-        assert part.row_ids(row, row + 1) == whole.row_ids(wanted, wanted + 1)
+        row, expected_row = int(part.unique_row[unique]), int(full_store.unique_row[lo + unique])
+        assert part.row_ids(row, row + 1) == full_store.row_ids(expected_row, expected_row + 1)
 
 
 # --- real ones --------------------------------------------------------------------------------------------------------
@@ -235,19 +241,20 @@ def test_local_nodes_give_the_same_bytes_as_one_core_even_if_one_is_killed(
     tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
 ) -> None:
     def dask_workers() -> list[psutil.Process]:
-        found = psutil.Process().children(recursive=True)
+        processes = psutil.Process().children(recursive=True)
         return [
-            one
-            for one in found
-            if "spawn_main" in " ".join(one.cmdline()) and "dask" in str(one.parent().cmdline())
+            process
+            for process in processes
+            if "spawn_main" in " ".join(process.cmdline())
+            and "dask" in str(process.parent().cmdline())
         ]
 
     spec = ClassifySpec(
         models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, cluster="local:2"
     )
     with workers_for(spec, tmp_path) as pool:
-        killed = dask_workers()[0]
-        killed.kill()
+        killed_worker = dask_workers()[0]
+        killed_worker.kill()
         summary = classify_store(
             tmp_path / "run",
             staged,
@@ -392,37 +399,39 @@ def test_nodes_without_a_shared_file_system_give_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though what is on its way from a node is damaged, or the node dies."""
-    asked, base, told = (
+    requested, base, settings = (
         list[Path](),
         tmp_path_factory.getbasetemp(),
         {"PYTHONPROFILEIMPORTTIME": "1"},
     )  # on stderr
 
     def is_sealed(path: Path) -> bool:
-        asked.append(path)
-        if len(asked) == 2:
+        requested.append(path)
+        if len(requested) == 2:
             path.write_bytes(path.read_bytes()[:-1] + b"!") if strike == "damaged" else nodes[
                 0
             ].kill()
-        return len(asked) != 2 and shards.is_sealed(path)
+        return len(requested) != 2 and shards.is_sealed(path)
 
     monkeypatch.setattr("virnuc_core.engine.remote_node.is_sealed", is_sealed)
     monkeypatch.setattr("virnuc_core.engine.remote_node.CHUNK_BYTES", 10_000)
     run, cluster = tmp_path / "run", {"cluster": scheduler, "nodes": "2", "transfer": True}
-    with ExitStack() as held:
+    with ExitStack() as resources:
         nodes = [
-            held.enter_context(dask_worker(scheduler, f"n{i}", base / f"dask{i}", base, **told))
+            resources.enter_context(
+                dask_worker(scheduler, f"n{i}", base / f"dask{i}", base, **settings)
+            )
             for i in range(2)
         ]
         spec = ClassifySpec(
             models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, **cluster
         )
         with workers_for(spec, run) as pool:
-            found = classify_store(
+            summary = classify_store(
                 run, staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster
             )
     assert result_bytes(run) == result_bytes(reference)
-    assert len(asked) > found.shards_computed == found.shards
+    assert len(requested) > summary.shards_computed == summary.shards
     assert "import time" in next((run / "logs").glob("worker-cpu-core-*@*.log")).read_text()
     assert not list(run.rglob("*.part"))
 
@@ -454,19 +463,21 @@ def test_a_node_stopped_during_the_transfer_of_models_is_not_waited_for(
     spec = ClassifySpec(
         models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, node_wait_s=15, **cluster
     )
-    with ExitStack() as held:
+    with ExitStack() as resources:
         nodes = [
-            held.enter_context(dask_worker(scheduler, f"n{i}", tmp_path / f"dask{i}"))
+            resources.enter_context(dask_worker(scheduler, f"n{i}", tmp_path / f"dask{i}"))
             for i in range(count)
         ]
         if count == 1:
-            held.enter_context(pytest.raises(DeviceError, match="no node has answered in 15 s"))
+            resources.enter_context(
+                pytest.raises(DeviceError, match="no node has answered in 15 s")
+            )
         with workers_for(spec, run) as pool:
-            found = classify_store(
+            summary = classify_store(
                 run, staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster
             )
         assert result_bytes(run) == result_bytes(reference)
-        assert {worker["device"].partition("@")[0] for worker in found.workers} == {"cpu-core-0"}
+        assert {worker["device"].partition("@")[0] for worker in summary.workers} == {"cpu-core-0"}
 
 
 def test_a_missing_scheduler_is_reported(

@@ -93,10 +93,10 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (commands / name).write_text(textwrap.dedent(script)[1:])
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
-    shared = tmp_path / "shared"
-    shared.mkdir()
+    shared_dir = tmp_path / "shared"
+    shared_dir.mkdir()
     return yaml_file(
-        tmp_path, "slurm", f"shared-temp-directory: {shared}", f"local-directory: {shared}"
+        tmp_path, "slurm", f"shared-temp-directory: {shared_dir}", f"local-directory: {shared_dir}"
     )
 
 
@@ -124,14 +124,14 @@ def with_cluster(cluster: str, look: Callable[[Any], Awaitable[None]], nodes: in
 def processes_of(client: Any) -> list[psutil.Process]:
     """The processes of a cluster, by the files in its private folder, which are on their command lines."""
     folder = str(Path(client.security.tls_client_key).parent)
-    found = [psutil.Process()]
+    processes = [psutil.Process()]
     for process in psutil.process_iter():
         try:
-            if process != found[0] and folder in " ".join(process.cmdline()):
-                found += [process, *process.children(recursive=True)]
+            if process != processes[0] and folder in " ".join(process.cmdline()):
+                processes += [process, *process.children(recursive=True)]
         except psutil.Error:  # it has ended
             continue
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(processes))
 
 
 def listening(processes: list[psutil.Process]) -> list[tuple[str, int]]:
@@ -202,7 +202,7 @@ def test_only_holders_of_the_certificate_connect_and_nothing_is_left(
         cluster = yaml_file(tmp_path, "local")
     elif kind == "slurm":
         cluster, host = request.getfixturevalue("slurm"), get_ip()
-    seen = set[Path]()
+    visited = set[Path]()
     folders = list[Path]()
 
     async def look(client: Any) -> None:
@@ -231,19 +231,19 @@ def test_only_holders_of_the_certificate_connect_and_nothing_is_left(
             assert secret not in Path(f"/proc/{process.pid}/environ").read_bytes()
         for file in tmp_path.rglob("*"):
             assert file == key or not file.is_file() or secret not in file.read_bytes()
-        seen.update(semaphores(processes))
+        visited.update(semaphores(processes))
 
     with_cluster(cluster, look)
     proxy.setblocking(False)
     with pytest.raises(BlockingIOError):
         proxy.accept()
-    assert seen
+    assert visited
     deadline_s = time.monotonic() + (
         0 if kind == "local:2" else 30
     )  # jobs end a moment after their cluster
-    while any(name.exists() for name in seen) and time.monotonic() < deadline_s:
+    while any(name.exists() for name in visited) and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    assert not [name for name in seen if name.exists()]
+    assert not [name for name in visited if name.exists()]
     assert list(scratch.iterdir()) == []
     assert not [folder for folder in folders if folder.exists()]
 
@@ -281,19 +281,19 @@ def test_a_killed_local_cluster_leaves_nothing_after_the_next_start(
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     assert not [name for name in used if name.exists()]
-    (left,) = scratch.glob(f"{PREFIX}*")
+    (leftover,) = scratch.glob(f"{PREFIX}*")
     with private_folder(scratch):
-        assert not left.exists()
+        assert not leftover.exists()
 
 
 def test_only_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
     )
     with private_folder(tmp_path) as living:
         namespace, _, ticks = (living / OWNER).read_text().splitlines()
         names = {
-            "ended": ended.stdout.decode().strip(),
+            "ended": process.stdout.decode().strip(),
             "elsewhere": "1",
             "unowned": "",
             "outside": "",
@@ -301,16 +301,16 @@ def test_only_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
         for name, pid in names.items():
             (folder := tmp_path / f"{PREFIX}{name}").mkdir()
             if pid:
-                where = namespace if name == "ended" else "another machine"
-                (folder / OWNER).write_text(f"{where}\n{pid}\n{ticks}\n")
+                host = namespace if name == "ended" else "another machine"
+                (folder / OWNER).write_text(f"{host}\n{pid}\n{ticks}\n")
         (tmp_path / f"{PREFIX}outside").rename(tmp_path / "outside")
         shutil.copy(tmp_path / f"{PREFIX}ended" / OWNER, tmp_path / "outside" / OWNER)
         (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "outside")
         with private_folder(tmp_path):
-            left = {path.name.removeprefix(PREFIX) for path in tmp_path.iterdir()}
+            leftovers = {path.name.removeprefix(PREFIX) for path in tmp_path.iterdir()}
         assert living.exists()
-        assert {"elsewhere", "unowned", "outside", "link"} <= left
-        assert "ended" not in left
+        assert {"elsewhere", "unowned", "outside", "link"} <= leftovers
+        assert "ended" not in leftovers
 
 
 @pytest.mark.parametrize(
@@ -348,16 +348,18 @@ def test_a_scheduler_without_tls_is_used_with_one_warning(
         pytest.raises(DeviceError, match="no Dask scheduler"),
     ):
         with_cluster(address, unused)
-    told = [record.getMessage() for record in caplog.records if "no TLS" in record.getMessage()]
-    assert len(told) == warnings
-    assert all(address in message for message in told)
+    messages = [record.getMessage() for record in caplog.records if "no TLS" in record.getMessage()]
+    assert len(messages) == warnings
+    assert all(address in message for message in messages)
 
 
 def test_a_certificate_holds_where_a_clock_is_late_and_each_is_another() -> None:
-    made = [x509.load_pem_x509_certificate(make_certificate()[0].encode()) for _ in range(2)]
-    assert made[0].not_valid_before_utc < datetime.now(UTC) - timedelta(hours=23)
-    assert made[0].not_valid_after_utc > datetime.now(UTC) + timedelta(days=364)
-    assert made[0].public_key() != made[1].public_key()
+    certificates = [
+        x509.load_pem_x509_certificate(make_certificate()[0].encode()) for _ in range(2)
+    ]
+    assert certificates[0].not_valid_before_utc < datetime.now(UTC) - timedelta(hours=23)
+    assert certificates[0].not_valid_after_utc > datetime.now(UTC) + timedelta(days=364)
+    assert certificates[0].public_key() != certificates[1].public_key()
 
 
 @UNTIDY
@@ -372,14 +374,16 @@ def test_certificates_of_dasks_settings_are_used_if_they_serve_all_roles(
     settings = {"ca-file": own.tls_ca_file, **roles}
     with dask.config.set({"distributed.comm.tls": settings}):
         assert configured_security() is None
-    both = tmp_path / "both.pem"
-    both.write_text((tmp_path / "certificate.pem").read_text() + (tmp_path / "key.pem").read_text())
+    pem_file = tmp_path / "both.pem"
+    pem_file.write_text(
+        (tmp_path / "certificate.pem").read_text() + (tmp_path / "key.pem").read_text()
+    )
     lines = f"distributed: {{comm: {{tls: {{ca-file: {own.tls_ca_file}"
     for role in ("client", "scheduler", "worker"):
-        lines += f", {role}: {{cert: {both}}}"
+        lines += f", {role}: {{cert: {pem_file}}}"
 
     async def look(client: Any) -> None:
-        assert client.security.tls_client_cert == str(both)
+        assert client.security.tls_client_cert == str(pem_file)
         assert client.scheduler.address.startswith("tls://")
 
     with_cluster(yaml_file(tmp_path, "local", top=lines + "}}}\n"), look, nodes=1)
@@ -393,14 +397,14 @@ def test_tls_can_be_turned_off_by_name_with_a_warning(
     async def look(client: Any) -> None:
         address = client.scheduler.address
         assert address.startswith("tcp://127.0.0.1:")
-        said = await asyncio.to_thread(
+        answer = await asyncio.to_thread(
             intrude, ("127.0.0.1", int(address.rpartition(":")[2])), "", -1
         )
-        assert "ran code as" in said[-1]  # so the intruder of the other tests would notice
+        assert "ran code as" in answer[-1]  # so the intruder of the other tests would notice
 
-    off = "distributed: {comm: {require-encryption: false}}\n"
+    config_text = "distributed: {comm: {require-encryption: false}}\n"
     with caplog.at_level(logging.WARNING, "virnuc_core"):
-        with_cluster(yaml_file(tmp_path, "local", top=off), look, nodes=1)
+        with_cluster(yaml_file(tmp_path, "local", top=config_text), look, nodes=1)
     assert "turn TLS off" in caplog.text
 
 
@@ -421,12 +425,12 @@ def test_a_dashboard_that_is_asked_for_listens_where_the_scheduler_does(
 def test_the_folder_for_jobs_is_one_that_nodes_see_and_a_script_can_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home, spaced = tmp_path / "home", tmp_path / "two words"
-    spaced.mkdir()
+    home, dir_with_space = tmp_path / "home", tmp_path / "two words"
+    dir_with_space.mkdir()
     monkeypatch.setenv("HOME", str(home))
     assert folder_for_jobs("~/certificates", tmp_path) == home / "certificates"
     assert folder_for_jobs("$HOME", tmp_path) == home
     assert folder_for_jobs(None, tmp_path) == tmp_path
-    assert folder_for_jobs(None, None) == folder_for_jobs(None, spaced) == home
+    assert folder_for_jobs(None, None) == folder_for_jobs(None, dir_with_space) == home
     with pytest.raises(ConfigError, match="shared-temp-directory"):
-        folder_for_jobs(str(spaced), None)
+        folder_for_jobs(str(dir_with_space), None)

@@ -68,12 +68,12 @@ def test_gpus_are_chosen_by_number_or_by_uuid_and_all_of_them_by_auto(
 ) -> None:
     visible = [Gpu("GPU-aa", "H100"), Gpu("GPU-bb", "L40S")]
     monkeypatch.setattr(gpus, "NVML", FakeGpus(visible))
-    first = Device(id="GPU-aa", kind="cuda", name="H100")
+    first_gpu = Device(id="GPU-aa", kind="cuda", name="H100")
     second = Device(id="GPU-bb", kind="cuda", name="L40S")
-    assert visible_gpus() == [first, second]
-    assert resolve(Devices.parse("auto")) == (first, second)
+    assert visible_gpus() == [first_gpu, second]
+    assert resolve(Devices.parse("auto")) == (first_gpu, second)
     assert resolve(Devices.parse("cuda:1")) == (second,)
-    assert resolve(Devices.parse("cuda:GPU-aa")) == (first,)
+    assert resolve(Devices.parse("cuda:GPU-aa")) == (first_gpu,)
     with pytest.raises(DeviceError, match=r"cuda:2 is not here; visible: cuda:0 \(H100\), cuda:1"):
         resolve(Devices.parse("cuda:2"))
 
@@ -100,11 +100,11 @@ def test_the_first_gpu_has_its_context_made_or_is_left_to_torch(
     codes: dict[str, int] | None, called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the driver's functions as CUDA documents them; without a driver, or with one that fails, nothing is raised."""
-    asked = list[str]()
+    requests = list[str]()
 
     class Driver:
         def __getattr__(self, name: str) -> Callable[..., int]:
-            return lambda *_: (asked.append(name), (codes or {}).get(name, 0))[1]
+            return lambda *_: (requests.append(name), (codes or {}).get(name, 0))[1]
 
     def load(name: str) -> Driver:
         assert name == "libcuda.so.1"
@@ -114,4 +114,4 @@ def test_the_first_gpu_has_its_context_made_or_is_left_to_torch(
 
     monkeypatch.setattr(ctypes, "CDLL", load)
     open_context()
-    assert asked == called
+    assert requests == called

@@ -34,23 +34,23 @@ def measured(reference: Path) -> Telemetry:
 @pytest.fixture(scope="module")
 def told(reference: Path) -> dict:
     """The summary that the telemetry's JSON holds."""
-    found: dict = json.loads(latest(reference).with_suffix(".json").read_text())["summary"]
-    return found
+    summary: dict = json.loads(latest(reference).with_suffix(".json").read_text())["summary"]
+    return summary
 
 
 @pytest.fixture(scope="module")
 def run(reference: Path) -> RunMetrics:
-    found = run_metrics(RawFolder(reference.parent), reference.name, load_profile("ci-smoke"))
-    assert found is not None
-    return found
+    metrics = run_metrics(RawFolder(reference.parent), reference.name, load_profile("ci-smoke"))
+    assert metrics is not None
+    return metrics
 
 
 def test_a_sequence_counts_once_though_two_encoders_embed_it(
     measured: Telemetry, staged: tuple[Path, StageSummary]
 ) -> None:
-    uniques, whole = OrfStore.open(staged[0]).n_uniques, batch_metrics(measured.batches)
-    assert whole.rows == uniques
-    assert whole.rows_per_s == pytest.approx(uniques / whole.span_s)
+    uniques, totals = OrfStore.open(staged[0]).n_uniques, batch_metrics(measured.batches)
+    assert totals.rows == uniques
+    assert totals.rows_per_s == pytest.approx(uniques / totals.span_s)
     assert (
         sum(window.rows for window in windows(measured.batches, 0.5, measured.origin_s)) == uniques
     )
@@ -65,10 +65,10 @@ def test_the_rates_have_the_names_that_other_tools_ask_for(measured: Telemetry, 
 
 def test_the_first_and_the_last_window_are_divided_by_their_own_length(measured: Telemetry) -> None:
     """A run of one window has the rate of the whole: not that of the window's nominal length."""
-    (only,) = windows(measured.batches, 3600.0, measured.origin_s)
-    whole = batch_metrics(measured.batches)
-    assert only.end_s - only.start_s == pytest.approx(whole.span_s)
-    assert only.tokens_per_s == pytest.approx(whole.tokens_per_s)
+    (window,) = windows(measured.batches, 3600.0, measured.origin_s)
+    totals = batch_metrics(measured.batches)
+    assert window.end_s - window.start_s == pytest.approx(totals.span_s)
+    assert window.tokens_per_s == pytest.approx(totals.tokens_per_s)
 
 
 def test_sequences_per_hour_are_one_number(reference: Path, told: dict, run: RunMetrics) -> None:
@@ -80,10 +80,10 @@ def test_sequences_per_hour_are_one_number(reference: Path, told: dict, run: Run
 
 
 def test_reads_per_hour_are_reported_for_uninterrupted_runs_only(reference: Path) -> None:
-    whole = read(RunDir(reference).summary, RunSummary)
-    twice = {"attempts": whole.attempts * 2}
-    for change in ({"stopped_at_limit": True}, {"resumed": True}, {"shards_reused": 1}, twice):
-        assert whole.model_copy(update=change).sequences_per_hour is None
+    summary = read(RunDir(reference).summary, RunSummary)
+    doubled = {"attempts": summary.attempts * 2}
+    for change in ({"stopped_at_limit": True}, {"resumed": True}, {"shards_reused": 1}, doubled):
+        assert summary.model_copy(update=change).sequences_per_hour is None
 
 
 def test_encoder_rates_count_what_was_embedded(
@@ -121,11 +121,11 @@ def test_worker_logs_are_searched_for_errors(
         "bye",
     )
     (root / "logs" / "worker-cpu-core-0.log").write_text("\n".join(lines))
-    again = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
-    assert again.log_errors == 2
-    found = run_metrics(RawFolder(tmp_path), root.name, load_profile("ci-smoke"))
-    assert found is not None
-    assert found.warnings == (
+    second_summary = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
+    assert second_summary.log_errors == 2
+    metrics = run_metrics(RawFolder(tmp_path), root.name, load_profile("ci-smoke"))
+    assert metrics is not None
+    assert metrics.warnings == (
         "2 lines of the workers' logs tell of errors; "
         "the first: worker-cpu-core-0.log: Traceback (most recent call last):",
     )
@@ -135,11 +135,17 @@ def test_the_rows_of_the_stage_table_sum_to_the_whole(reference: Path, run: RunM
     """Less what overlaps, within 1 %; start-up and shutdown are among them, and so is each of their parts."""
     summary = read(RunDir(reference).summary, RunSummary)
     assert summary.total_s
-    spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
-    assert sum(spent.values()) - 2 * spent[OVERLAPPED] == pytest.approx(summary.total_s, rel=0.01)
-    assert all(spent[f"Start-up: {part}"] > 0 for part in ("import", "weights", "first batch"))
-    assert spent["Shutdown"] > 0
-    assert spent[OVERLAPPED] < 0.01, "nothing was loaded while the reads were staged"
+    stage_seconds = {
+        name: seconds for name, seconds in summary.stages.items() if seconds is not None
+    }
+    assert sum(stage_seconds.values()) - 2 * stage_seconds[OVERLAPPED] == pytest.approx(
+        summary.total_s, rel=0.01
+    )
+    assert all(
+        stage_seconds[f"Start-up: {part}"] > 0 for part in ("import", "weights", "first batch")
+    )
+    assert stage_seconds["Shutdown"] > 0
+    assert stage_seconds[OVERLAPPED] < 0.01, "nothing was loaded while the reads were staged"
     assert {**run.stages} == summary.stages
 
 
@@ -159,8 +165,12 @@ def test_measurements_of_a_killed_attempt_are_counted_once(
         file.write(b'{"device": "cpu-co')  # cut off by the kill
     for _ in range(2):
         prepare(run, staged[0], spec)
-    first, second, third = read_record(run).attempts
-    assert (first.wall_s, first.deaths, first.shards) == (7.0, ("worker on cpu-core-0 ended",), 0)
-    assert [path.name for path in run.telemetry.glob("*.json")] == [first.telemetry]
+    first_attempt, second, third = read_record(run).attempts
+    assert (first_attempt.wall_s, first_attempt.deaths, first_attempt.shards) == (
+        7.0,
+        ("worker on cpu-core-0 ended",),
+        0,
+    )
+    assert [path.name for path in run.telemetry.glob("*.json")] == [first_attempt.telemetry]
     assert second.wall_s is None
     assert third.wall_s is None

@@ -46,33 +46,38 @@ def spoilt(tmp_path: Path, tiny_models: Path) -> Callable[[str, str, int, float]
 
 def uniques_by_token(staged: Staged, models: Path) -> dict[int, set[int]]:
     """Of each token of DNABERT-S the sequences that it is in."""
-    store, found = OrfStore.open(staged[0]), dict[int, set[int]]()
+    store, uniques = OrfStore.open(staged[0]), dict[int, set[int]]()
     tokens, starts = DnabertTokenizer(models).encode(store.dna(0, store.n_uniques))
     for unique in range(store.n_uniques):
         for token in tokens[starts[unique] : starts[unique + 1]].tolist():
-            found.setdefault(token, set()).add(unique)
-    return found
+            uniques.setdefault(token, set()).add(unique)
+    return uniques
 
 
 def test_one_row_is_set_aside_by_name_and_the_rest_is_unchanged(
     tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path, spoilt: Callable[..., Path]
 ) -> None:
     store, places = OrfStore.open(staged[0]), uniques_by_token(staged, tiny_models)
-    token, (lost,) = next((token, found) for token, found in places.items() if len(found) == 1)
+    token, (lost_unique,) = next(
+        (token, uniques) for token, uniques in places.items() if len(uniques) == 1
+    )
     summary = classify_store(
         tmp_path / "run", staged, spoilt("dnabert_s", "embed.weight", token, LARGE), ONE
     )
-    names = [store.row_ids(row, row + 1)[0] for row in np.flatnonzero(store.row_unique[:] == lost)]
+    names = [
+        store.row_ids(row, row + 1)[0] for row in np.flatnonzero(store.row_unique[:] == lost_unique)
+    ]
     assert (tmp_path / "run" / "failed.tsv").read_text().splitlines() == ["Sequence_ID", *names]
     assert (summary.rows_set_aside, summary.restarts) == (1, 0)
     assert summary.fates["failed"] == len({name.split("_chunk")[0] for name in names})
     lines = (reference / "prediction_results.txt").read_text().splitlines()
-    kept = [line for line in lines if line.split("\t")[0] not in names]
-    assert (tmp_path / "run" / "prediction_results.txt").read_text().splitlines() == kept
-    again = classify_store(tmp_path / "run", staged, tmp_path / "models", ONE)
-    assert (again.shards_computed, again.rows_set_aside) == (summary.shards_computed, 1), (
-        "nothing is computed anew"
-    )
+    kept_lines = [line for line in lines if line.split("\t")[0] not in names]
+    assert (tmp_path / "run" / "prediction_results.txt").read_text().splitlines() == kept_lines
+    second_summary = classify_store(tmp_path / "run", staged, tmp_path / "models", ONE)
+    assert (second_summary.shards_computed, second_summary.rows_set_aside) == (
+        summary.shards_computed,
+        1,
+    ), "nothing is computed anew"
 
 
 @pytest.mark.parametrize(
@@ -82,24 +87,26 @@ def test_the_model_with_too_many_non_finite_rows_is_named_with_its_first_rows(
     staged: Staged, tiny_models: Path, columns: slice, named: str
 ) -> None:
     store = OrfStore.open(staged[0])
-    told = shards.ShardTask(
+    task = shards.ShardTask(
         run="", store=str(staged[0]), reads=store.fingerprint, shard=1, lo=50, hi=150, skip=(50,)
     )
     result = shards.ShardResult(np.zeros((100, 128), np.float32), np.zeros((100, 2), np.float32))
     result.embeddings[0] = result.scores[[0, 7, 8]] = np.nan  # the first has been set aside before
     result.embeddings[7:9, columns] = np.inf
-    judge_not_finite(result, told.model_copy(update={"max_not_finite": 2}), tiny_models)
+    judge_not_finite(result, task.model_copy(update={"max_not_finite": 2}), tiny_models)
     rows = [store.row_ids(row, row + 1)[0] for row in store.unique_row[57:59].tolist()]
-    said = rf"{named}: of 100 rows .* NaN or infinity for 2 \({', '.join(rows)}\), though its weights are finite"
-    with pytest.raises(NotFiniteError, match=said):
-        judge_not_finite(result, told.model_copy(update={"max_not_finite": 1}), tiny_models)
+    pattern = rf"{named}: of 100 rows .* NaN or infinity for 2 \({', '.join(rows)}\), though its weights are finite"
+    with pytest.raises(NotFiniteError, match=pattern):
+        judge_not_finite(result, task.model_copy(update={"max_not_finite": 1}), tiny_models)
 
 
 @pytest.mark.slow
 def test_more_than_one_percent_of_non_finite_rows_stop_the_run_and_name_the_model(
     tmp_path: Path, staged: Staged, tiny_models: Path, spoilt: Callable[..., Path]
 ) -> None:
-    places = {token: len(found) for token, found in uniques_by_token(staged, tiny_models).items()}
+    places = {
+        token: len(uniques) for token, uniques in uniques_by_token(staged, tiny_models).items()
+    }
     token, _ = Counter(places).most_common(6)[-1]  # below those that stand in all
     with pytest.raises(
         NotFiniteError, match=r"dnabert_s: of \d+ rows .* \(read.* though its weights are finite"
@@ -117,17 +124,21 @@ def test_rows_of_several_shards_are_counted_together_also_over_attempts(
     tmp_path: Path, staged: Staged, tiny_models: Path, spoilt: Callable[..., Path]
 ) -> None:
     store, places = OrfStore.open(staged[0]), uniques_by_token(staged, tiny_models)
-    most = store.n_uniques // 100
-    spread = {token: found for token, found in places.items() if most < len(found) <= 2 * most}
+    max_lost = store.n_uniques // 100
+    spread = {
+        token: uniques
+        for token, uniques in places.items()
+        if max_lost < len(uniques) <= 2 * max_lost
+    }
     token = max(spread, key=lambda one: np.ptp(list(spread[one])))
     models, run = spoilt("dnabert_s", "embed.weight", token, LARGE), RunDir(tmp_path / "run")
     with pytest.raises(NotFiniteError, match="rows are not finite, more than 1 % of the run's"):
         classify_store(run.root, staged, models, ONE)
-    last = max(run.shards.glob("0*.h5"))
-    last.unlink()
+    last_shard = max(run.shards.glob("0*.h5"))
+    last_shard.unlink()
     with pytest.raises(NotFiniteError, match=r"its weights are finite|are not finite"):
         classify_store(run.root, staged, models, ONE)
-    assert max(run.shards.glob("0*.h5")) <= last, "those of the attempt before count"
+    assert max(run.shards.glob("0*.h5")) <= last_shard, "those of the attempt before count"
 
 
 @pytest.mark.parametrize(

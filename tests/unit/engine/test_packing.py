@@ -45,8 +45,8 @@ def test_every_row_is_placed_once_and_fits(
 @settings(max_examples=50, deadline=None)
 def test_the_same_lengths_give_the_same_batches(case: tuple[list[int], int]) -> None:
     lengths, budget = case
-    first, second = pack(lengths, budget), pack(list(lengths), budget)
-    assert [b.rows.tolist() for b in first] == [b.rows.tolist() for b in second]
+    first_plan, second = pack(lengths, budget), pack(list(lengths), budget)
+    assert [b.rows.tolist() for b in first_plan] == [b.rows.tolist() for b in second]
 
 
 @pytest.mark.parametrize(("low", "high"), [(40, 52), (80, 102), (150, 168), (20, 60)])
@@ -80,8 +80,8 @@ def test_filled_slots_hold_each_row_whole_and_the_rest_is_padding(lengths: list[
 
 
 def test_joined_slices_equal_one_run() -> None:
-    first = TokenRows(np.array([1, 2, 3]), np.array([0, 1, 3]))
+    first_rows = TokenRows(np.array([1, 2, 3]), np.array([0, 1, 3]))
     second = TokenRows(np.array([4]), np.array([0, 1]))
-    joined = join([first, second])
-    assert joined.tokens.tolist() == [1, 2, 3, 4]
-    assert joined.starts.tolist() == [0, 1, 3, 4]
+    joined_rows = join([first_rows, second])
+    assert joined_rows.tokens.tolist() == [1, 2, 3, 4]
+    assert joined_rows.starts.tolist() == [0, 1, 3, 4]

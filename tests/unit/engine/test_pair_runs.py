@@ -51,36 +51,38 @@ def predict_pairs(root: Path, models: Path, reads: dict[str, object], **more: ob
 def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
     tmp_path: Path, folder: Path, tiny_models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root, named, given = (
+    root, mate_files, options = (
         tmp_path / "run",
         sorted(map(str, folder.iterdir())),
         {"reads": (str(folder),)},
     )
-    predict_pairs(root, tiny_models, given)
+    predict_pairs(root, tiny_models, options)
     scores = [line.split("\t")[3] for line in (root / "pairs.tsv").read_text().splitlines()[1:]]
     median = sorted(float(score) for score in scores if score)[15]
     low = {"write_viral": True, "write_nonviral": True, "threshold": median}
-    summary = predict_pairs(root, tiny_models, given, **low)
+    summary = predict_pairs(root, tiny_models, options, **low)
     assert documented(root / "pairs.tsv") == 30
     assert documented(root / "reads.tsv") == 60
     assert sum(summary.pairs.values()) == 30
     assert summary.pairs["viral"] > 0
-    listed = read(root / "summary.json", RunSummary).files or {}
-    assert {"pairs.tsv", *VIRAL} <= set(listed)
-    assert read(root / "run.json", RunRecord).pairs == (tuple(named),)
-    before = {name: (root / name).read_bytes() for name in ("pairs.tsv", "reads.tsv", *VIRAL)}
-    heads = [gzip.decompress(before[name]).decode().splitlines()[::4] for name in VIRAL]
+    listed_files = read(root / "summary.json", RunSummary).files or {}
+    assert {"pairs.tsv", *VIRAL} <= set(listed_files)
+    assert read(root / "run.json", RunRecord).pairs == (tuple(mate_files),)
+    contents_before = {
+        name: (root / name).read_bytes() for name in ("pairs.tsv", "reads.tsv", *VIRAL)
+    }
+    heads = [gzip.decompress(contents_before[name]).decode().splitlines()[::4] for name in VIRAL]
     assert [line.replace(" 1:", " 2:") for line in heads[0]] == heads[1]
     assert len(heads[0]) == summary.pairs["viral"]
     assert [line.replace(" 1:", " 2:") for line in heads[3]] == heads[4]
     assert len(heads[0]) + len(heads[3]) == 30
     assert heads[2] == heads[5] == []
 
-    (root / "pairs.tsv").write_bytes(before["pairs.tsv"][:-20])
+    (root / "pairs.tsv").write_bytes(contents_before["pairs.tsv"][:-20])
     (root / VIRAL[1]).unlink()
     caplog.clear()
-    predict_pairs(root, tiny_models, {"mates_1": named[:1], "mates_2": named[1:]}, **low)
-    assert {name: (root / name).read_bytes() for name in before} == before, (
+    predict_pairs(root, tiny_models, {"mates_1": mate_files[:1], "mates_2": mate_files[1:]}, **low)
+    assert {name: (root / name).read_bytes() for name in contents_before} == contents_before, (
         "mended, and -1 -2 are the same run"
     )
     assert any(
@@ -88,20 +90,20 @@ def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
         for record in caplog.records
     )
 
-    for single in ({"reads": tuple(named)}, given | {"pairs": False}):
+    for single in ({"reads": tuple(mate_files)}, options | {"pairs": False}):
         with pytest.raises(
             RunMismatchError, match=r"pairs yes → no\); choose another directory or --force"
         ):
             predict_pairs(root, tiny_models, single)
-    predict_pairs(root, tiny_models, given, threshold=median)
+    predict_pairs(root, tiny_models, options, threshold=median)
     assert (root / VIRAL[0]).exists()
-    predict_pairs(root, tiny_models, given, threshold=0.99)
+    predict_pairs(root, tiny_models, options, threshold=0.99)
     assert not [*root.glob("viral*")], "those of another judgement do not stay"
-    summary = predict_pairs(root, tiny_models, {"reads": tuple(named)}, force=True)
+    summary = predict_pairs(root, tiny_models, {"reads": tuple(mate_files)}, force=True)
     assert not (root / "pairs.tsv").exists()
     assert summary.pairs == {}
     caplog.clear()
-    predict_pairs(root, tiny_models, {"reads": tuple(named)})
+    predict_pairs(root, tiny_models, {"reads": tuple(mate_files)})
     assert not any("not as the run left it" in record.message for record in caplog.records)
     with pytest.raises(RunMismatchError, match=r"pairs no → yes\)"):
-        predict_pairs(root, tiny_models, given)
+        predict_pairs(root, tiny_models, options)

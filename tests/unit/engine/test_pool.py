@@ -63,25 +63,27 @@ def test_simultaneous_runs_share_workers_and_give_the_bytes_of_single_runs(
 ) -> None:
     roots = [tmp_path / name for name in ("first", "second", "alone")]
     with ThreadPoolExecutor() as threads:
-        both = [
-            threads.submit(classify_store, root, one, tiny_models, DEVICES, pool=kept)
-            for root, one in zip(roots, (staged, other), strict=False)
+        futures = [
+            threads.submit(classify_store, root, future, tiny_models, DEVICES, pool=kept)
+            for root, future in zip(roots, (staged, other), strict=False)
         ]
-        done = [one.result() for one in both]
+        summaries = [future.result() for future in futures]
     at_work = {child.pid for child in running_workers()}
-    alone = classify_store(roots[2], other, tiny_models, DEVICES, pool=kept)
+    single_summary = classify_store(roots[2], other, tiny_models, DEVICES, pool=kept)
     assert result_bytes(roots[0]) == result_bytes(reference)
     assert result_bytes(roots[1]) == result_bytes(roots[2])
     assert {child.pid for child in running_workers()} == at_work
     assert len(at_work) == len(DEVICES.ids)
-    assert pids(*done, alone) <= at_work
-    assert alone.stages["Start-up: weights"] == alone.stages["Overlapped"] == 0, (
+    assert pids(*summaries, single_summary) <= at_work
+    assert single_summary.stages["Start-up: weights"] == single_summary.stages["Overlapped"] == 0, (
         "they were there before"
     )
-    for summary in (*done, alone):
+    for summary in (*summaries, single_summary):
         assert (summary.restarts, summary.shards_computed) == (0, summary.shards)
-        spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
-        assert sum(spent.values()) - 2 * spent["Overlapped"] == pytest.approx(
+        stage_seconds = {
+            name: seconds for name, seconds in summary.stages.items() if seconds is not None
+        }
+        assert sum(stage_seconds.values()) - 2 * stage_seconds["Overlapped"] == pytest.approx(
             summary.total_s, rel=0.02
         )
 
@@ -92,7 +94,7 @@ def test_an_error_of_one_run_fails_no_other_and_dead_workers_are_replaced(
 ) -> None:
     """A store that is gone when a worker opens it, between two good runs; then a kill while nothing is to be done."""
 
-    first = classify_store(tmp_path / "first", other, tiny_models, DEVICES, pool=kept)
+    first_summary = classify_store(tmp_path / "first", other, tiny_models, DEVICES, pool=kept)
     with ThreadPoolExecutor() as threads:
         good = threads.submit(
             classify_store, tmp_path / "good", staged, tiny_models, DEVICES, pool=kept
@@ -105,10 +107,10 @@ def test_an_error_of_one_run_fails_no_other_and_dead_workers_are_replaced(
     for child in running_workers():
         child.kill()
         child.wait(60)
-    again = classify_store(tmp_path / "again", other, tiny_models, DEVICES, pool=kept)
+    second_summary = classify_store(tmp_path / "again", other, tiny_models, DEVICES, pool=kept)
     assert result_bytes(tmp_path / "again") == result_bytes(tmp_path / "first")
-    assert again.restarts == first.restarts == 0, "nothing was lost by it"
-    assert pids(first).isdisjoint(pids(again))
+    assert second_summary.restarts == first_summary.restarts == 0, "nothing was lost by it"
+    assert pids(first_summary).isdisjoint(pids(second_summary))
 
 
 def go_without_a_plan(root: Path, staged: Staged, models: Path, pool: Pool) -> None:
@@ -127,10 +129,10 @@ def test_an_idle_worker_that_is_stopped_is_replaced(
     engine = SMALL.model_copy(update={"heartbeat_s": 0.1, "silence_s": 2.0})
     spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu:1"), engine=engine)
     with workers_for(spec, tmp_path, keep=True) as pool:
-        first = classify_store(
+        first_summary = classify_store(
             tmp_path / "first", other, tiny_models, Devices.parse("cpu:1"), engine=engine, pool=pool
         )
-        (pid,) = pids(first)
+        (pid,) = pids(first_summary)
         os.kill(pid, signal.SIGSTOP)
         psutil.Process(pid).wait(60)
         assert (
@@ -151,20 +153,23 @@ def test_changed_models_are_reloaded_and_never_mixed(
     tmp_path: Path, other: Staged, tiny_models: Path
 ) -> None:
     """A new head between two runs, and one that comes when a run has begun."""
-    models, one, heads = tmp_path / "models", Devices.parse("cpu:1"), tmp_path / "heads"
+    models, one_core, heads = tmp_path / "models", Devices.parse("cpu:1"), tmp_path / "heads"
     shutil.copytree(tiny_models, models)
     init_random(heads, "tiny", "tiny", model_length=300, seed=4)
 
     def exchange() -> None:
-        for now, then in ((models / "head", heads / "aside"), (heads / "head", models / "head")):
-            now.rename(then)
+        for source, target in (
+            (models / "head", heads / "aside"),
+            (heads / "head", models / "head"),
+        ):
+            source.rename(target)
         (heads / "aside").rename(heads / "head")
 
-    spec = ClassifySpec(models=models, devices=one, engine=SMALL)
+    spec = ClassifySpec(models=models, devices=one_core, engine=SMALL)
     with workers_for(spec, Path(), keep=True) as pool:
-        first = classify_store(tmp_path / "first", other, models, one, pool=pool)
+        first_summary = classify_store(tmp_path / "first", other, models, one_core, pool=pool)
         exchange()
-        second = classify_store(tmp_path / "second", other, models, one, pool=pool)
+        second = classify_store(tmp_path / "second", other, models, one_core, pool=pool)
         exchange()
         job = prepare(RunDir(tmp_path / "third"), other[0], spec)
         exchange()
@@ -172,13 +177,15 @@ def test_changed_models_are_reloaded_and_never_mixed(
             RunMismatchError, match="models: head is no longer what the run began with; put it back"
         ):
             pool.compute(job.tasks(job.todo), tmp_path / "logs", lambda _: None)
-    classify_store(tmp_path / "alone", other, models, one)
+    classify_store(tmp_path / "alone", other, models, one_core)
     assert (
         result_bytes(tmp_path / "second")
         == result_bytes(tmp_path / "alone")
         != result_bytes(tmp_path / "first")
     )
-    assert (first.restarts, second.restarts) == (0, 1), "only who has other models is replaced"
+    assert (first_summary.restarts, second.restarts) == (0, 1), (
+        "only who has other models is replaced"
+    )
     assert not list(RunDir(tmp_path / "third").shards.glob("*.h5"))
 
 

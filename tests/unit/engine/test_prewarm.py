@@ -27,15 +27,15 @@ ONE = Devices.parse("cpu:1")
 def prewarmed(tiny_models: Path) -> Iterator[Pool]:
     with workers_for(
         ClassifySpec(models=tiny_models, devices=ONE, engine=SMALL), Path(), warm=True
-    ) as made:
-        yield made
+    ) as context:
+        yield context
     assert no_workers_left()
 
 
 def only_child() -> int:
-    while not (found := running_workers()):
+    while not (processes := running_workers()):
         time.sleep(0.01)
-    (child,) = found
+    (child,) = processes
     return child.pid
 
 
@@ -59,11 +59,15 @@ def test_the_prestarted_worker_computes_the_run(
     summary = classify_store(tmp_path / "run", staged, tiny_models, ONE, pool=prewarmed)
     assert [worker["pid"] for worker in summary.workers] == [pid]
     assert summary.workers[0]["waited_s"] > 0
-    spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
-    assert spent[OVERLAPPED] > 0.5 * (spent["Start-up: import"] + spent["Start-up: weights"]), (
-        "it was ready before"
+    stage_seconds = {
+        name: seconds for name, seconds in summary.stages.items() if seconds is not None
+    }
+    assert stage_seconds[OVERLAPPED] > 0.5 * (
+        stage_seconds["Start-up: import"] + stage_seconds["Start-up: weights"]
+    ), "it was ready before"
+    assert sum(stage_seconds.values()) - 2 * stage_seconds[OVERLAPPED] == pytest.approx(
+        summary.total_s, rel=0.01
     )
-    assert sum(spent.values()) - 2 * spent[OVERLAPPED] == pytest.approx(summary.total_s, rel=0.01)
     assert result_bytes(tmp_path / "run") == result_bytes(reference)
     assert [log.name for log in (tmp_path / "run" / "logs").iterdir()] == [
         f"worker-{summary.workers[0]['device']}.log"
@@ -87,9 +91,9 @@ def test_a_worker_started_with_other_settings_is_not_used(
     prewarmed: Pool, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     pid = only_child()
-    other = SMALL.model_copy(update={"token_budget": 2048})
+    other_settings = SMALL.model_copy(update={"token_budget": 2048})
     summary = classify_store(
-        tmp_path / "run", staged, tiny_models, ONE, engine=other, pool=prewarmed
+        tmp_path / "run", staged, tiny_models, ONE, engine=other_settings, pool=prewarmed
     )
     assert summary.workers[0]["pid"] != pid
 
@@ -97,12 +101,12 @@ def test_a_worker_started_with_other_settings_is_not_used(
 def test_reads_that_cannot_be_staged_leave_no_worker_and_no_folder(
     tmp_path: Path, tiny_models: Path
 ) -> None:
-    broken = tmp_path / "broken.fastq"
-    broken.write_text("@r1\nACGT\n+\nIII\n")
+    broken_file = tmp_path / "broken.fastq"
+    broken_file.write_text("@r1\nACGT\n+\nIII\n")
     with pytest.raises(InputError, match=r"broken\.fastq"):
         predict(
             RunSpec(
-                reads=(str(broken),),
+                reads=(str(broken_file),),
                 models=tiny_models,
                 out=tmp_path / "out",
                 devices="cpu:1",

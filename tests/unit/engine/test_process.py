@@ -75,8 +75,8 @@ time.sleep(600)
 def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[process.LocalWorkers]:
     (tmp_path / "echo_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with process.LocalWorkers("echo_worker") as made:
-        yield made
+    with process.LocalWorkers("echo_worker") as local_workers:
+        yield local_workers
 
 
 def start(
@@ -88,15 +88,15 @@ def start(
     """A worker, and its own child's number."""
     spec = WorkerSpec(models=models, device=CORE, engine=engine or EngineSpec())
     child = workers.start(spec, tmp_path / "log" / "echo.log")
-    said = heard(workers)
-    assert isinstance(said, Number)
-    return child, said.number
+    text = heard(workers)
+    assert isinstance(text, Number)
+    return child, text.number
 
 
 def heard(workers: process.LocalWorkers) -> Message:
-    received = workers.receive(120)
-    assert received is not None
-    return received[1]
+    message = workers.receive(120)
+    assert message is not None
+    return message[1]
 
 
 def gone(pid: int, within_s: float = 120) -> bool:
@@ -191,7 +191,7 @@ def test_a_killed_parent_takes_its_worker_along(
 
 def test_a_worker_ends_with_its_parent_though_its_input_stays_open() -> None:
     """The closed input is one net; this is the other: here the test itself holds the input's other end."""
-    given, held = os.pipe()
+    read_end, write_end = os.pipe()
     parent = subprocess.Popen(
         [
             sys.executable,
@@ -200,13 +200,13 @@ def test_a_worker_ends_with_its_parent_though_its_input_stays_open() -> None:
             "from virnuc_core.engine.process import PROGRAM\n"
             "from virnuc_core.rundir import parent_bound_command\n"
             "command = parent_bound_command(PROGRAM, 'virnuc_core.engine.worker')\n"
-            f"child = subprocess.Popen(command, stdin={given}, start_new_session=True)\n"
+            f"child = subprocess.Popen(command, stdin={read_end}, start_new_session=True)\n"
             "print(child.pid, flush=True)\n"
             "time.sleep(600)\n",
         ],
         stdout=subprocess.PIPE,
         text=True,
-        pass_fds=(given,),
+        pass_fds=(read_end,),
     )
     try:
         assert parent.stdout is not None
@@ -216,8 +216,8 @@ def test_a_worker_ends_with_its_parent_though_its_input_stays_open() -> None:
         assert gone(child, 60)
     finally:
         parent.kill()
-        os.close(given)
-        os.close(held)
+        os.close(read_end)
+        os.close(write_end)
 
 
 @pytest.fixture
@@ -231,15 +231,15 @@ def test_a_prestarted_worker_is_claimed_once(
 ) -> None:
     with (
         process.LocalWorkers("echo_worker", [ahead]),
-        process.local_workers("echo_worker", [ahead]) as first,
+        process.local_workers("echo_worker", [ahead]) as first_workers,
     ):
-        (waited,) = first.prestarted
-        assert first.start(ahead) is waited
-        assert waited.asked_s < waited.started_s
+        (prestarted,) = first_workers.prestarted
+        assert first_workers.start(ahead) is prestarted
+        assert prestarted.asked_s < prestarted.started_s
         with process.local_workers("echo_worker", [ahead]) as second:
-            assert second is not first
+            assert second is not first_workers
             assert not second.prestarted
-    assert gone(waited.pid)
+    assert gone(prestarted.pid)
 
 
 @pytest.mark.parametrize("other", ["settings", "work", "nothing"])
@@ -248,9 +248,9 @@ def test_prestarted_workers_for_other_settings_are_ended(
 ) -> None:
     with process.LocalWorkers("echo_worker", [ahead]):
         (waiting,) = process._prestarted[0].prestarted
-        wanted = ahead.model_copy(update={"divisor": 2}) if other == "settings" else ahead
+        requested = ahead.model_copy(update={"divisor": 2}) if other == "settings" else ahead
         if other != "nothing":
-            process.local_workers("another" if other == "work" else "echo_worker", [wanted])
+            process.local_workers("another" if other == "work" else "echo_worker", [requested])
             assert gone(waiting.pid)
     assert gone(waiting.pid)
     assert ("the run wants others" in caplog.text) == (other != "nothing")
@@ -259,9 +259,9 @@ def test_prestarted_workers_for_other_settings_are_ended(
 def test_a_prestarted_worker_that_died_before_it_was_claimed_is_replaced(ahead: WorkerSpec) -> None:
     with (
         process.LocalWorkers("echo_worker", [ahead]),
-        process.local_workers("echo_worker", [ahead]) as taken,
+        process.local_workers("echo_worker", [ahead]) as taken_workers,
     ):
-        (dead,) = taken.prestarted
+        (dead,) = taken_workers.prestarted
         os.kill(dead.pid, signal.SIGKILL)
         dead.process.wait(120)
-        assert taken.start(ahead).pid != dead.pid
+        assert taken_workers.start(ahead).pid != dead.pid

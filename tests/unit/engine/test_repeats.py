@@ -126,7 +126,7 @@ def compute(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Compute:
     def answers(
         models: Path, tasks: Sequence[ShardTask], engine: EngineSpec = EIGHT
     ) -> list[Computed]:
-        messages, sent = deque[Message]([*tasks, Closed()]), list[Message]()
+        messages, answers = deque[Message]([*tasks, Closed()]), list[Message]()
 
         def give_up(error: Exception) -> None:
             raise error
@@ -134,10 +134,10 @@ def compute(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Compute:
         parent = SimpleNamespace(
             started_s=0.0, receive=lambda _: messages.popleft(), peek=lambda: messages[0]
         )
-        parent.send, parent.give_up = sent.append, give_up
+        parent.send, parent.give_up = answers.append, give_up
         it = Device(id="one", kind=cast(Any, device.type), name="a device")
         Worker(cast(Any, parent), WorkerSpec(models=str(models), device=it, engine=engine)).run()
-        return [message for message in sent if isinstance(message, Computed)]
+        return [message for message in answers if isinstance(message, Computed)]
 
     return answers
 
@@ -146,12 +146,14 @@ def task_of(run: RunDir, staged: Staged, plan: ShardPlan, shard: int, **more: An
     """A shard of a run, whose plan lies there."""
     shards.write_plan(run, plan)
     lo, hi = plan.range(shard)
-    told = {
+    task_fields = {
         "run": str(run.root),
         "store": str(staged[0]),
         "reads": OrfStore.open(staged[0]).fingerprint,
     }
-    return ShardTask(**{**told, "shard": shard, "lo": lo, "hi": hi, "threshold": THRESHOLD, **more})
+    return ShardTask(
+        **{**task_fields, "shard": shard, "lo": lo, "hi": hi, "threshold": THRESHOLD, **more}
+    )
 
 
 def near(result: ShardResult, threshold: float) -> np.ndarray[Any, Any]:
@@ -182,7 +184,7 @@ def test_rows_near_the_threshold_get_fp16_results_and_others_keep_int8(
         (undecided, EIGHT),
         (models, EIGHT.model_copy(update={"precision": "fp16"})),
     )
-    told = [
+    tasks = [
         compute(weights, [task_of(run, staged, plan, shard) for shard in (0, 1)], engine)
         for run, (weights, engine) in zip(runs, ways, strict=True)
     ]
@@ -191,9 +193,9 @@ def test_rows_near_the_threshold_get_fp16_results_and_others_keep_int8(
         got, plain, exact = (shards.read_shard(run, plan, shard) for run in runs)
         doubtful, lo = near(plain, THRESHOLD), plan.range(shard)[0]
         assert 3 <= doubtful.sum() <= len(doubtful) // 2, "this shows nothing"
-        assert [one[shard].n_repeated for one in told] == [doubtful.sum(), 0, 0]
-        for array, before in zip(got, plain, strict=True):
-            assert np.array_equal(array[~doubtful], before[~doubtful])
+        assert [one[shard].n_repeated for one in tasks] == [doubtful.sum(), 0, 0]
+        for array, plain_array in zip(got, plain, strict=True):
+            assert np.array_equal(array[~doubtful], plain_array[~doubtful])
         assert np.array_equal(got.embeddings[:, :-width], plain.embeddings[:, :-width]), (
             "DNABERT-S has no int8"
         )
@@ -206,40 +208,42 @@ def test_rows_near_the_threshold_get_fp16_results_and_others_keep_int8(
         features = torch.from_numpy(got.embeddings[doubtful]).to(device)
         assert np.array_equal(got.scores[doubtful], head.scores(features).cpu().numpy())
         # fp16's own run has other batches, which round otherwise in the last digits; int8 is farther off
-        apart = [np.abs(one.scores - exact.scores)[doubtful].max() for one in (got, plain)]
-        assert 5 * apart[0] < apart[1]
-        counted = [
+        max_differences = [
+            np.abs(one.scores - exact.scores)[doubtful].max() for one in (got, plain)
+        ]
+        assert 5 * max_differences[0] < max_differences[1]
+        num_repeated = [
             (one[shard].done.protein_tokens, one[shard].done.rows)
-            for one in told
+            for one in tasks
             if one[shard].done
         ]
-        assert counted == [counted[0]] * 3, "no row is counted twice"
+        assert num_repeated == [num_repeated[0]] * 3, "no row is counted twice"
 
 
 def test_runs_with_different_thresholds_on_one_worker_do_not_mix(
     tmp_path: Path, models: Path, undecided: Path, staged: Staged, plan: ShardPlan, compute: Compute
 ) -> None:
-    one, other, plain = (RunDir(tmp_path / name) for name in ("one", "other", "plain"))
+    first_run, other_run, plain = (RunDir(tmp_path / name) for name in ("one", "other", "plain"))
     compute(undecided, [task_of(plain, staged, plan, 0)])
-    told = compute(
+    messages = compute(
         models,
         [
-            task_of(one, staged, plan, 0),
-            task_of(other, staged, plan, 0, threshold=OTHER),
-            task_of(one, staged, plan, 1),
-            task_of(one, staged, plan, 0),
+            task_of(first_run, staged, plan, 0),
+            task_of(other_run, staged, plan, 0, threshold=OTHER),
+            task_of(first_run, staged, plan, 1),
+            task_of(first_run, staged, plan, 0),
         ],
     )
-    before = shards.read_shard(plain, plan, 0)
+    shard_before = shards.read_shard(plain, plan, 0)
     for run, threshold, answer in (
-        (one, THRESHOLD, told[0]),
-        (other, OTHER, told[1]),
-        (one, THRESHOLD, told[3]),
+        (first_run, THRESHOLD, messages[0]),
+        (other_run, OTHER, messages[1]),
+        (first_run, THRESHOLD, messages[3]),
     ):
         result = shards.read_shard(run, plan, 0)
-        changed = (result.embeddings != before.embeddings).any(axis=1)
-        assert np.array_equal(changed, near(before, threshold)), threshold
-        assert answer.n_repeated == changed.sum() > 0
+        is_changed = (result.embeddings != shard_before.embeddings).any(axis=1)
+        assert np.array_equal(is_changed, near(shard_before, threshold)), threshold
+        assert answer.n_repeated == is_changed.sum() > 0
 
 
 @pytest.mark.parametrize(
@@ -260,29 +264,29 @@ def test_skipped_rows_stay_skipped_and_a_probe_commits_nothing(
         return repeat(it, result, task, head)
 
     monkeypatch.setattr(Repeater, "repeat", noted)
-    whole, parted = RunDir(tmp_path / "whole"), RunDir(tmp_path / "parted")
-    compute(models, [task_of(whole, staged, plan, 1)])
-    every, lo = shards.read_shard(whole, plan, 1), plan.range(1)[0]
-    places = np.flatnonzero(near(every, THRESHOLD))
+    whole_run, parted_run = RunDir(tmp_path / "whole"), RunDir(tmp_path / "parted")
+    compute(models, [task_of(whole_run, staged, plan, 1)])
+    full_shard, lo = shards.read_shard(whole_run, plan, 1), plan.range(1)[0]
+    places = np.flatnonzero(near(full_shard, THRESHOLD))
     left_out = tuple(lo + place for place in places[:2].tolist())
-    probe, told = compute(
+    probe, messages = compute(
         models,
         [
-            task_of(parted, staged, plan, 1, probe=True, lo=lo + 3, hi=lo + 40),
-            task_of(parted, staged, plan, 1, skip=left_out),
+            task_of(parted_run, staged, plan, 1, probe=True, lo=lo + 3, hi=lo + 40),
+            task_of(parted_run, staged, plan, 1, skip=left_out),
         ],
     )
     assert probe == Computed(done=None)
     assert [task.probe for task in looked_at] == [False, True, False], (
         "a row may end workers only when it is repeated"
     )
-    assert told.done is not None
-    assert told.done.skipped == 2
-    got = shards.read_shard(parted, plan, 1)
-    for array, before in zip(got, every, strict=True):
+    assert messages.done is not None
+    assert messages.done.skipped == 2
+    got = shards.read_shard(parted_run, plan, 1)
+    for array, full_array in zip(got, full_shard, strict=True):
         assert np.isnan(array[places[:2]]).all()
-        kept = np.delete(np.arange(len(array)), places[:2])
-        assert np.array_equal(array[kept], before[kept]), (
+        kept_rows = np.delete(np.arange(len(array)), places[:2])
+        assert np.array_equal(array[kept_rows], full_array[kept_rows]), (
             "what else is near changes no bit of a row"
         )
 
@@ -296,24 +300,24 @@ def test_every_batch_has_one_shape_however_many_rows_are_near(
     compute: Compute,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found, embed = dict[str, set[int]](), Esm2.embed
+    uniques, embed = dict[str, set[int]](), Esm2.embed
 
     def noted(it: Esm2, batch: PackedBatch) -> torch.Tensor:
-        found.setdefault(it.precision, set()).add(batch.slots)
+        uniques.setdefault(it.precision, set()).add(batch.slots)
         return embed(it, batch)
 
     monkeypatch.setattr(Esm2, "embed", noted)
     tasks = [
-        task_of(RunDir(tmp_path), staged, plan, shard, threshold=at)
+        task_of(RunDir(tmp_path), staged, plan, shard, threshold=threshold)
         for shard in (0, 1)
-        for at in (0.5, 0.7)
+        for threshold in (0.5, 0.7)
     ]
     tasks += [task.model_copy(update={"divisor": 32}) for task in tasks]
     compute(models, tasks)
-    assert found["fp16"] == {SLOTS, LONGEST}, (
+    assert uniques["fp16"] == {SLOTS, LONGEST}, (
         "of the whole budget and, for want of memory, of the least there can be"
     )
-    assert len(found["int8"]) > 2
+    assert len(uniques["int8"]) > 2
 
 
 def test_the_threshold_decides_results_of_int8_and_of_nothing_else() -> None:
@@ -341,13 +345,13 @@ def test_a_run_keeps_its_threshold_and_says_how_many_rows_were_repeated(
     (tmp_path / "int8_on_cpu.py").write_text(ON_CPU)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(pipeline, "resolve_engine", lambda engine, kind: engine)
-    one = Devices.parse("cpu:1")
+    one_core = Devices.parse("cpu:1")
 
     def run(name: str, weights: Path, threshold: float) -> Any:
-        specs = worker_specs(weights, resolve(one), EIGHT)
+        specs = worker_specs(weights, resolve(one_core), EIGHT)
         with Pool(specs, LocalWorkers("int8_on_cpu")) as pool:
-            more: dict[str, Any] = {"engine": EIGHT, "threshold": threshold, "pool": pool}
-            return classify_store(tmp_path / name, staged, weights, one, **more)
+            options: dict[str, Any] = {"engine": EIGHT, "threshold": threshold, "pool": pool}
+            return classify_store(tmp_path / name, staged, weights, one_core, **options)
 
     summary, plain = run("run", models, OTHER), run("plain", undecided, OTHER)
     scores = shards.read_scores(RunDir(tmp_path / "plain"))[0]
@@ -356,12 +360,14 @@ def test_a_run_keeps_its_threshold_and_says_how_many_rows_were_repeated(
     assert plain.rows_repeated == 0
     assert read_record(RunDir(tmp_path / "run")).resolved["threshold"] == OTHER
     assert "threshold" not in read_record(RunDir(tmp_path / "plain")).resolved
-    before = result_bytes(tmp_path / "run")
-    said = re.escape("holds another run (threshold 0.7 → 0.5); choose another directory or --force")
-    with pytest.raises(RunMismatchError, match=said):
+    bytes_before = result_bytes(tmp_path / "run")
+    pattern = re.escape(
+        "holds another run (threshold 0.7 → 0.5); choose another directory or --force"
+    )
+    with pytest.raises(RunMismatchError, match=pattern):
         run("run", models, THRESHOLD)
     assert run("run", models, OTHER).rows_repeated == summary.rows_repeated
-    assert result_bytes(tmp_path / "run") == before
+    assert result_bytes(tmp_path / "run") == bytes_before
     assert run("plain", undecided, THRESHOLD).threshold == THRESHOLD, (
         "no score depends on it: it is judged anew"
     )

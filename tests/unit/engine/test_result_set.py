@@ -44,9 +44,9 @@ def test_the_summary_lists_every_result_file(
     root = copy_run(reference, tmp_path / "run")
     assert set(read(root / "summary.json", RunSummary).files or {}) == set(FILES)
     classify_store(root, staged, tiny_models, ONE, write_viral=True)
-    listed = read(root / "summary.json", RunSummary).files or {}
-    assert set(listed) == {*FILES, "viral.fasta.gz"}
-    assert listed["reads.tsv"].size == (root / "reads.tsv").stat().st_size
+    listed_files = read(root / "summary.json", RunSummary).files or {}
+    assert set(listed_files) == {*FILES, "viral.fasta.gz"}
+    assert listed_files["reads.tsv"].size == (root / "reads.tsv").stat().st_size
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -71,8 +71,8 @@ def test_a_complete_run_whose_file_is_cut_edited_or_missing_is_repaired(
     with caplog.at_level(logging.WARNING):
         classify_store(root, staged, tiny_models, ONE)
     assert contents(root) == contents(reference)
-    (said,) = [record.message for record in caplog.records if name in record.message]
-    assert str(root) in said
+    (message,) = [record.message for record in caplog.records if name in record.message]
+    assert str(root) in message
     caplog.clear()
     classify_store(root, staged, tiny_models, ONE)
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING], "once is enough"
@@ -94,9 +94,9 @@ def test_a_run_killed_while_results_are_rewritten_mixes_no_thresholds(
         "killed after it was written"
     )
     assert not (root / "summary.json").exists()
-    again = classify_store(root, staged, tiny_models, ONE)
+    second_summary = classify_store(root, staged, tiny_models, ONE)
     assert contents(root) == contents(reference)
-    assert again == read_summary(RunDir(reference)), "what was measured is not lost"
+    assert second_summary == read_summary(RunDir(reference)), "what was measured is not lost"
     assert not list(root.glob("summary.json.*"))
 
 
@@ -111,20 +111,20 @@ def test_viral_reads_of_another_threshold_do_not_stay(
     viral = root / "viral.fasta.gz"
     low = {"threshold": 0.43}
     summary = classify_store(root, staged, tiny_models, ONE, write_viral=True, **low)
-    first = viral.read_bytes()
-    assert gzip.decompress(first).count(b">") == summary.fates["viral"] > 0
+    content = viral.read_bytes()
+    assert gzip.decompress(content).count(b">") == summary.fates["viral"] > 0
     (root / "reads.tsv").unlink()
     classify_store(root, staged, tiny_models, ONE, **low)
-    assert viral.read_bytes() == first, "they are of this threshold, and stay"
-    viral.write_bytes(first[:-20])
+    assert viral.read_bytes() == content, "they are of this threshold, and stay"
+    viral.write_bytes(content[:-20])
     classify_store(root, staged, tiny_models, ONE, write_viral=True, **low)
-    assert viral.read_bytes() == first
+    assert viral.read_bytes() == content
     viral.unlink()
-    before = (root / "reads.tsv").stat().st_mtime_ns
+    modified_ns = (root / "reads.tsv").stat().st_mtime_ns
     classify_store(root, staged, tiny_models, ONE, **low)
-    assert (root / "reads.tsv").stat().st_mtime_ns == before, "they may be taken elsewhere"
+    assert (root / "reads.tsv").stat().st_mtime_ns == modified_ns, "they may be taken elsewhere"
     classify_store(root, staged, tiny_models, ONE, write_viral=True, **low)
-    assert viral.read_bytes() == first
+    assert viral.read_bytes() == content
     classify_store(root, staged, tiny_models, ONE, threshold=0.5)
     assert not viral.exists(), (
         "they are of another threshold, and nobody asked for those of this one"
@@ -146,9 +146,9 @@ def test_a_run_of_an_older_version_lists_its_files_from_now_on(
         read(path, RunSummary).model_copy(update={"files": None}).model_dump_json(exclude={"files"})
     )
     (root / "reads.tsv").write_text("of another threshold\n")
-    again = classify_store(root, staged, tiny_models, ONE)
+    second_summary = classify_store(root, staged, tiny_models, ONE)
     assert contents(root) == contents(reference)
-    assert again == read_summary(RunDir(reference))
+    assert second_summary == read_summary(RunDir(reference))
 
 
 # --- damaged JSON files ---
@@ -170,14 +170,18 @@ def test_a_damaged_file_is_set_aside_and_the_run_goes_on(
     root = copy_run(reference, tmp_path / "run")
     (root / name).write_bytes(text)
     with caplog.at_level(logging.WARNING):
-        again = classify_store(root, staged, tiny_models, ONE)
-    assert again.shards_computed in (0, again.shards), "no shard was computed again"
+        second_summary = classify_store(root, staged, tiny_models, ONE)
+    assert second_summary.shards_computed in (0, second_summary.shards), (
+        "no shard was computed again"
+    )
     assert result_bytes(root) == result_bytes(reference)
     assert contents(root) == contents(reference)
     assert (root / f"{name}.damaged").read_bytes() == text
-    (said,) = [record.message for record in caplog.records if f"{name}.damaged" in record.message]
-    assert str(root / name) in said
-    assert read_summary(RunDir(root)) == again
+    (message,) = [
+        record.message for record in caplog.records if f"{name}.damaged" in record.message
+    ]
+    assert str(root / name) in message
+    assert read_summary(RunDir(root)) == second_summary
     classify_store(root, staged, tiny_models, ONE)
 
 
@@ -189,10 +193,10 @@ def test_shards_of_another_run_without_a_readable_record_are_refused(
 
     root = copy_run(reference, tmp_path / "run")
     (root / "run.json").write_text("{")
-    other = SMALL.model_copy(update={"token_budget": 2048})
+    other_settings = SMALL.model_copy(update={"token_budget": 2048})
     for _ in range(2):
         with pytest.raises(RunMismatchError, match=r"run\.json.*--force"):
-            classify_store(root, staged, tiny_models, ONE, engine=other)
+            classify_store(root, staged, tiny_models, ONE, engine=other_settings)
     assert result_bytes(root) == result_bytes(reference)
     classify_store(root, staged, tiny_models, ONE)
     assert result_bytes(root) == result_bytes(reference)

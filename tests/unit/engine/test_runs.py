@@ -89,15 +89,15 @@ def test_each_embedding_equals_that_of_its_sequence_alone(
     )
     with h5py.File(reference / "embeddings.h5") as file:
         for unique in np.random.default_rng(0).integers(0, store.n_uniques, 25).tolist():
-            alone = []
+            rows_alone = []
             for encoder, tokenizer, sequence in pairs:
                 tokens, starts = tokenizer.encode(sequence(unique, unique + 1))
                 token_rows = TokenRows(tokens.numpy(), starts.numpy())
                 ((_, batch),) = packed(token_rows, 2048, tokenizer.pad_id)
                 with torch.inference_mode():
-                    alone.append(encoder.embed(batch)[0])
+                    rows_alone.append(encoder.embed(batch)[0])
             assert torch.allclose(
-                torch.cat(alone), torch.from_numpy(file["embeddings"][unique]), atol=2e-5
+                torch.cat(rows_alone), torch.from_numpy(file["embeddings"][unique]), atol=2e-5
             )
 
 
@@ -105,8 +105,8 @@ def test_a_finished_run_is_not_computed_again(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:
     root = copy_run(reference, tmp_path / "run")
-    again = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
-    assert again == read_summary(RunDir(reference))
+    second_summary = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
+    assert second_summary == read_summary(RunDir(reference))
     assert len(list((tmp_path / "run" / "telemetry").glob("*.json"))) == 1
 
 
@@ -119,14 +119,14 @@ def test_as_many_processes_as_stage_write_the_results(
     monkeypatch: pytest.MonkeyPatch,
     asked: int,
 ) -> None:
-    heard = []
+    messages = []
     writing = pipeline.write_results
-    monkeypatch.setattr(pipeline, "write_results", lambda *a: heard.append(a[-1]) or writing(*a))
+    monkeypatch.setattr(pipeline, "write_results", lambda *a: messages.append(a[-1]) or writing(*a))
     root = copy_run(reference, tmp_path / "run")
     classify_store(
         root, staged, tiny_models, Devices.parse("cpu:1"), threshold=0.4, stage_workers=asked
     )
-    assert heard == [asked or min(8, len(os.sched_getaffinity(0)))]
+    assert messages == [asked or min(8, len(os.sched_getaffinity(0)))]
 
 
 @pytest.mark.slow
@@ -176,60 +176,66 @@ def test_a_run_killed_half_way_goes_on_with_fewer_devices_to_the_same_bytes(
     run = subprocess.Popen(
         [sys.executable, "-c", program, *arguments], cwd=Path(__file__).parents[3]
     )
-    killed = False
+    is_killed = False
     while (
         len(list((root / "shards").glob("0*.h5"))) < 4
         or b"ended (status" not in RunDir(root).journal.read_bytes()
     ):
         time.sleep(0.005)
         assert run.poll() is None, "the run ended before it could be killed"
-        if not killed and list((root / "shards").glob("0*.h5")):
+        if not is_killed and list((root / "shards").glob("0*.h5")):
             next(
                 c
                 for c in psutil.Process(run.pid).children()
                 if "virnuc_core.engine.worker" in c.cmdline()
             ).kill()
-            killed = True
+            is_killed = True
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGKILL)
     run.wait()
     _, alive = psutil.wait_procs(family, timeout=120)
     assert not alive
-    before = len(list((root / "shards").glob("0*.h5")))
+    num_before = len(list((root / "shards").glob("0*.h5")))
     summary = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert summary.resumed
-    assert 0 < summary.shards_computed <= summary.shards - before
+    assert 0 < summary.shards_computed <= summary.shards - num_before
     assert result_bytes(root) == result_bytes(reference)
-    attempts_are_summed(root, summary, before)
+    attempts_are_summed(root, summary, num_before)
 
 
 def attempts_are_summed(root: Path, summary: RunSummary, before: int) -> None:
     """Wall times, deaths and telemetry of an attempt that was killed with `before` shards on disk, and of the rest."""
-    first, second = summary.attempts
-    assert len(first.deaths) >= 1
-    assert (*first.deaths, *second.deaths) == summary.deaths
+    first_attempt, second = summary.attempts
+    assert len(first_attempt.deaths) >= 1
+    assert (*first_attempt.deaths, *second.deaths) == summary.deaths
     assert summary.restarts == len(summary.deaths or ())
-    assert first.wall_s
+    assert first_attempt.wall_s
     assert second.wall_s
-    assert first.worked_s is not None
-    assert 0 < first.worked_s < first.wall_s
+    assert first_attempt.worked_s is not None
+    assert 0 < first_attempt.worked_s < first_attempt.wall_s
     assert (summary.wall_s, summary.sequences_per_hour) == (
-        pytest.approx(first.wall_s + second.wall_s),
+        pytest.approx(first_attempt.wall_s + second.wall_s),
         None,
     )
-    assert first.shards
-    assert before - N_CORES <= first.shards <= before, (
+    assert first_attempt.shards
+    assert before - N_CORES <= first_attempt.shards <= before, (
         "a shard may have been committed and not been told of yet"
     )
-    for attempt in (first, second):
-        told = read_telemetry(RunDir(root).telemetry / f"{Path(attempt.telemetry or '').stem}.h5")
-        assert len(told.shards) == attempt.shards
-        assert len(told.batches) > 0
-        assert len(told.host) > 0
+    for attempt in (first_attempt, second):
+        telemetry = read_telemetry(
+            RunDir(root).telemetry / f"{Path(attempt.telemetry or '').stem}.h5"
+        )
+        assert len(telemetry.shards) == attempt.shards
+        assert len(telemetry.batches) > 0
+        assert len(telemetry.host) > 0
     assert summary.telemetry == second.telemetry
-    spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
-    assert sum(spent.values()) - 2 * spent["Overlapped"] == pytest.approx(summary.total_s, rel=0.01)
-    assert spent["Earlier attempts: committed"] == pytest.approx(first.worked_s)
+    stage_seconds = {
+        name: seconds for name, seconds in summary.stages.items() if seconds is not None
+    }
+    assert sum(stage_seconds.values()) - 2 * stage_seconds["Overlapped"] == pytest.approx(
+        summary.total_s, rel=0.01
+    )
+    assert stage_seconds["Earlier attempts: committed"] == pytest.approx(first_attempt.worked_s)
     assert read_record(RunDir(root)).attempts == summary.attempts
     assert not RunDir(root).journal.exists()
     assert told_otherwise(root) == [], "all of it follows from the raw files"
@@ -237,9 +243,9 @@ def attempts_are_summed(root: Path, summary: RunSummary, before: int) -> None:
 
 def told_otherwise(root: Path) -> list[str]:
     """What a run tells of itself and its raw files do not give."""
-    found = Verification()
-    verify_run(found, RawFolder(root.parent), root.name)
-    return found.differences
+    verification = Verification()
+    verify_run(verification, RawFolder(root.parent), root.name)
+    return verification.differences
 
 
 def test_a_run_with_an_earlier_attempt_reports_no_rate(
@@ -249,8 +255,8 @@ def test_a_run_with_an_earlier_attempt_reports_no_rate(
     for path in (RunDir(root).summary, *(root / "shards").glob("0*.h5")):
         path.unlink()
     summary = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
-    first, second = summary.attempts
-    assert summary.wall_s == pytest.approx((first.wall_s or 0.0) + (second.wall_s or 0.0))
+    first_attempt, second = summary.attempts
+    assert summary.wall_s == pytest.approx((first_attempt.wall_s or 0.0) + (second.wall_s or 0.0))
     assert (summary.shards_reused, summary.resumed, summary.sequences_per_hour) == (0, True, None)
     assert told_otherwise(root) == []
 
@@ -279,9 +285,9 @@ def test_another_setting_weights_or_reads_are_refused_by_name(
     reference: Path,
 ) -> None:
     root = copy_run(reference, tmp_path / "run")
-    other = SMALL.model_copy(update={"token_budget": 2048})
+    other_settings = SMALL.model_copy(update={"token_budget": 2048})
     with pytest.raises(RunMismatchError, match="token_budget 1024 → 2048"):
-        classify_store(root, staged, tiny_models, Devices.parse("cpu:1"), engine=other)
+        classify_store(root, staged, tiny_models, Devices.parse("cpu:1"), engine=other_settings)
     names = (
         "shards/notes.txt",
         "logs/app.log",
@@ -294,7 +300,7 @@ def test_another_setting_weights_or_reads_are_refused_by_name(
         path.write_text("precious")
     old = (root / "shards" / "00000.h5").stat().st_ino
     summary = classify_store(
-        root, staged, tiny_models, Devices.parse("cpu:1"), engine=other, force=True
+        root, staged, tiny_models, Devices.parse("cpu:1"), engine=other_settings, force=True
     )
     assert summary.shards_computed == summary.shards
     assert [path.read_text() for path in theirs] == ["precious"] * len(theirs)
@@ -310,8 +316,8 @@ def test_a_directory_in_use_is_refused(
 ) -> None:
     from virnuc_core.rundir import run_lock
 
-    with ExitStack() as other:
-        Context().run(other.enter_context, run_lock(tmp_path / "run"))
+    with ExitStack() as second_holder:
+        Context().run(second_holder.enter_context, run_lock(tmp_path / "run"))
         with pytest.raises(ConfigError, match=f"process {os.getpid()} is working here"):
             classify_store(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
 
@@ -320,7 +326,7 @@ def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:
     root = tmp_path / "run"
-    seen: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
@@ -328,7 +334,7 @@ def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
                 root, staged, tiny_models, Devices.parse("cpu:1"), monitor=RunMonitor(sample_s=0.1)
             )
         except WorkerError as error:
-            seen.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -337,7 +343,7 @@ def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
     process.end_all_children(3)
     thread.join(120)
     assert not thread.is_alive()
-    assert "interrupted" in str(seen[0])
+    assert "interrupted" in str(errors[0])
     assert no_workers_left()
     summary = classify_store(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert result_bytes(root) == result_bytes(reference)
@@ -367,16 +373,16 @@ def test_other_reads_never_replace_the_store_of_a_run(
 ) -> None:
     """The store is what a run's shards refer to: refused reads must leave it as it was."""
 
-    run, other = RunDir(tmp_path / "run"), tmp_path / "other.fasta"
-    other.write_text(">x\n" + "ACGGT" * 40 + "\n")
+    run, other_reads = RunDir(tmp_path / "run"), tmp_path / "other.fasta"
+    other_reads.write_text(">x\n" + "ACGGT" * 40 + "\n")
     shutil.copy(staged[0], copy_run(reference, run.root) / "orfs.h5")
-    before = run.store.read_bytes()
+    bytes_before = run.store.read_bytes()
     with pytest.raises(RunMismatchError, match="other reads"):
-        stage_reads(StageSpec(reads=(str(other),), model_length=300), run.store)
-    assert run.store.read_bytes() == before
+        stage_reads(StageSpec(reads=(str(other_reads),), model_length=300), run.store)
+    assert run.store.read_bytes() == bytes_before
     assert (
         stage_reads(
-            StageSpec(reads=(str(other),), model_length=300), run.store, force=True
+            StageSpec(reads=(str(other_reads),), model_length=300), run.store, force=True
         ).counts.n_reads
         == 1
     )
@@ -386,11 +392,11 @@ def test_a_store_that_was_replaced_after_staging_is_refused(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     """Another run's staging between the two steps of this one."""
-    store, other = tmp_path / "orfs.h5", tmp_path / "other.fasta"
+    store, other_reads = tmp_path / "orfs.h5", tmp_path / "other.fasta"
     shutil.copy(staged[0], store)
     own = staged[1].model_copy(update={"store": store})
-    other.write_text(">x\n" + "ACGGT" * 40 + "\n")
-    stage(StageSpec(reads=(str(other),), model_length=300), store)
+    other_reads.write_text(">x\n" + "ACGGT" * 40 + "\n")
+    stage(StageSpec(reads=(str(other_reads),), model_length=300), store)
     with pytest.raises(RunMismatchError, match="no longer holds the reads"):
         classify_store(tmp_path / "run", (store, own), tiny_models, Devices.parse("cpu:1"))
     assert not RunDir(tmp_path / "run").record.exists()
@@ -409,8 +415,8 @@ def test_nothing_is_staged_into_a_directory_in_use(tmp_path: Path, reads_file: P
     from virnuc_core.rundir import run_lock
 
     run = RunDir(tmp_path / "run")
-    with ExitStack() as other:
-        Context().run(other.enter_context, run_lock(run.root))
+    with ExitStack() as second_holder:
+        Context().run(second_holder.enter_context, run_lock(run.root))
         with pytest.raises(ConfigError, match="is working here"):
             stage_reads(StageSpec(reads=(str(reads_file),), model_length=300), run.store)
     assert not run.store.exists()
@@ -431,8 +437,8 @@ def test_a_damaged_summary_counts_as_an_incomplete_run(tmp_path: Path) -> None:
     for text in ("{", "{}", '{"schema_version": 1, "devices": []}'):
         run.summary.write_text(text)
         assert read_summary(run) is None
-    whole = RunSummary(total_s=3.0, n_reads=4, threshold=0.5, shards=1)
-    write(run.summary, whole)
-    assert read_summary(run) == whole
-    write(run.summary, whole.model_copy(update={"stopped_at_limit": True}))
+    full_summary = RunSummary(total_s=3.0, n_reads=4, threshold=0.5, shards=1)
+    write(run.summary, full_summary)
+    assert read_summary(run) == full_summary
+    write(run.summary, full_summary.model_copy(update={"stopped_at_limit": True}))
     assert read_summary(run) is None

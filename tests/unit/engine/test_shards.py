@@ -52,8 +52,8 @@ def test_a_plan_covers_every_sequence_once_within_the_size(lengths: list[int], s
 def test_a_committed_shard_reads_back_and_leaves_no_temporary_file(run: RunDir) -> None:
     plan = ShardPlan(bounds=(0, 3, 5), fingerprint="f")
     shards.commit(run, plan, 0, result(3))
-    again = shards.read_shard(run, plan, 0)
-    assert np.array_equal(again.embeddings, result(3).embeddings)
+    second_read = shards.read_shard(run, plan, 0)
+    assert np.array_equal(second_read.embeddings, result(3).embeddings)
     assert sorted(p.name for p in run.shards.iterdir()) == ["00000.h5"]
 
 
@@ -66,9 +66,9 @@ def test_a_plan_without_bounds_is_not_readable(run: RunDir) -> None:
 
 def test_the_same_result_gives_the_same_bytes(tmp_path: Path) -> None:
     plan = ShardPlan(bounds=(0, 3), fingerprint="f")
-    one = shards.commit(RunDir(tmp_path / "a"), plan, 0, result(3)).read_bytes()
+    first_bytes = shards.commit(RunDir(tmp_path / "a"), plan, 0, result(3)).read_bytes()
     two = shards.commit(RunDir(tmp_path / "b"), plan, 0, result(3)).read_bytes()
-    assert one == two
+    assert first_bytes == two
 
 
 def test_a_result_of_the_wrong_length_is_refused(run: RunDir) -> None:
@@ -104,13 +104,13 @@ def test_a_damaged_shard_is_detected_and_moved(run: RunDir, damage: str) -> None
         shards.commit(run, ShardPlan(bounds=(0, 3, 5), fingerprint="g"), 0, result(3))
     else:
         with h5py.File(path, "r") as file:
-            at = file["embeddings"].id.get_offset()
-        body[at + 5] ^= 1
+            offset = file["embeddings"].id.get_offset()
+        body[offset + 5] ^= 1
         path.write_bytes(body)
-    good, moved = shards.committed(run, plan)
+    good, damaged_shards = shards.committed(run, plan)
     assert good == [1]
-    assert len(moved) == 1
-    assert "shard 00000" in moved[0]
+    assert len(damaged_shards) == 1
+    assert "shard 00000" in damaged_shards[0]
     assert len(list((run.shards / "damaged").iterdir())) == 1
 
 
@@ -118,10 +118,10 @@ def test_commits_of_other_machines_are_seen_despite_attribute_caching(
     run: RunDir, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder is shown as it was until this machine changes something in it, as NFS does while attributes are kept."""
-    plan, shown, late = ShardPlan(bounds=(0, 3, 5), fingerprint="f"), shards.shard_path, [True]
+    plan, shard_file, late = ShardPlan(bounds=(0, 3, 5), fingerprint="f"), shards.shard_path, [True]
     shards.write_plan(run, plan)
-    before = RunDir(tmp_path_factory.mktemp("as-it-was"))
-    shards.commit(before, ShardPlan(bounds=(0, 3, 5), fingerprint="of before"), 0, result(3))
+    original_run = RunDir(tmp_path_factory.mktemp("as-it-was"))
+    shards.commit(original_run, ShardPlan(bounds=(0, 3, 5), fingerprint="of before"), 0, result(3))
     for shard, rows in enumerate((3, 2)):
         shards.commit(run, plan, shard, result(rows, seed=shard))
     touch = Path.touch
@@ -132,7 +132,7 @@ def test_commits_of_other_machines_are_seen_despite_attribute_caching(
 
     monkeypatch.setattr(Path, "touch", changed)
     monkeypatch.setattr(
-        shards, "shard_path", lambda of, shard: shown(before if late[0] else of, shard)
+        shards, "shard_path", lambda of, shard: shard_file(original_run if late[0] else of, shard)
     )
     for look in (
         lambda: shards.committed(run, plan) == ([0, 1], []),
@@ -150,13 +150,13 @@ def test_commits_of_other_machines_are_seen_despite_attribute_caching(
 def test_scores_come_back_in_order_and_nan_means_failed(run: RunDir) -> None:
     plan = ShardPlan(bounds=(0, 3, 5), fingerprint="f")
     shards.write_plan(run, plan)
-    first, second = result(3), result(2, seed=1)
+    first_result, second = result(3), result(2, seed=1)
     second.scores[1] = np.nan
     shards.commit(run, plan, 1, second)
-    shards.commit(run, plan, 0, first)
-    scores, failed = shards.read_scores(run)
-    assert np.array_equal(scores[:4], np.concatenate([first.scores, second.scores[:1]]))
-    assert failed.tolist() == [False, False, False, False, True]
+    shards.commit(run, plan, 0, first_result)
+    scores, failed_rows = shards.read_scores(run)
+    assert np.array_equal(scores[:4], np.concatenate([first_result.scores, second.scores[:1]]))
+    assert failed_rows.tolist() == [False, False, False, False, True]
 
 
 def test_the_virtual_dataset_shows_all_shards_also_after_a_move(tmp_path: Path) -> None:
@@ -183,24 +183,24 @@ def test_without_a_sequence_the_virtual_dataset_is_an_empty_one(tmp_path: Path) 
 
 
 def test_the_virtual_dataset_has_no_timestamps(tmp_path: Path) -> None:
-    written = []
+    written_shards = []
     for name in ("a", "b"):
         run, plan = RunDir(tmp_path / name), ShardPlan(bounds=(0, 3), fingerprint="f")
         shards.write_plan(run, plan)
         shards.commit(run, plan, 0, result(3))
-        time.sleep(1.1 * len(written))
-        written.append(shards.write_virtual_embeddings(run).read_bytes())
-    assert written[0] == written[1]
+        time.sleep(1.1 * len(written_shards))
+        written_shards.append(shards.write_virtual_embeddings(run).read_bytes())
+    assert written_shards[0] == written_shards[1]
 
 
 @pytest.mark.parametrize("start", range(0, 64, 8))
 def test_every_single_flipped_bit_of_the_file_is_seen(run: RunDir, start: int) -> None:
     plan = ShardPlan(bounds=(0, 3), fingerprint="f")
     path = shards.commit(run, plan, 0, result(3))
-    whole = path.read_bytes()
-    for at in range(start, len(whole), 64):
-        body = bytearray(whole)
-        body[at] ^= 1 << (at % 8)
+    content = path.read_bytes()
+    for offset in range(start, len(content), 64):
+        body = bytearray(content)
+        body[offset] ^= 1 << (offset % 8)
         path.write_bytes(body)
         with pytest.raises(ShardError):
             shards.read_shard(run, plan, 0)
@@ -214,12 +214,12 @@ PRINTS = {"reads": "r", "head": "h"}
 def test_a_run_has_few_enough_shards_to_be_opened_at_once(caplog: pytest.LogCaptureFixture) -> None:
     lengths = np.random.default_rng(1).integers(20, 90, 30_000)
     offsets = np.array([0, *np.cumsum(lengths)], dtype=np.int64)
-    asked = EngineSpec(token_budget=256, shard_tokens=512)
+    engine_spec = EngineSpec(token_budget=256, shard_tokens=512)
     with caplog.at_level("INFO"):
-        engine, plan = shards.plan_run(offsets, asked, PRINTS, "cpu")
+        engine, plan = shards.plan_run(offsets, engine_spec, PRINTS, "cpu")
     assert 600 < len(plan) <= shards.MAX_SHARDS
     assert plan.bounds[-1] == len(lengths)
-    assert engine == asked.model_copy(update={"shard_tokens": engine.shard_tokens})
+    assert engine == engine_spec.model_copy(update={"shard_tokens": engine.shard_tokens})
     assert f"shard_tokens 512 → {engine.shard_tokens}" in caplog.text
     assert shards.plan_run(offsets, engine, PRINTS, "cpu") == (engine, plan), (
         "what was enough stays"
@@ -253,8 +253,8 @@ def test_every_row_is_read_whatever_the_limit_of_open_files(tmp_path: Path) -> N
     many_shards(RunDir(tmp_path), 60)
     with open_files(20):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        (joined,) = cosines(tmp_path, tmp_path)
-        assert (joined.n, joined.minimum) == (120, pytest.approx(1))
+        (cosine,) = cosines(tmp_path, tmp_path)
+        assert (cosine.n, cosine.minimum) == (120, pytest.approx(1))
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == limit
 
 

@@ -27,12 +27,12 @@ ONE = Devices.parse("cpu:1")
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
     """No process started meanwhile, nor this one, can make a file larger; a full disk refuses in the same way."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    limit_before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limit_before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit_before)
 
 
 @pytest.mark.slow
@@ -45,11 +45,11 @@ def test_a_commit_the_disk_refuses_ends_the_run_at_once_and_it_goes_on_later(
         largest_file(sizes[-1] - 1),
         pytest.raises(
             StorageError, match=r"shards/\d+\.h5: File too large.* to come take about"
-        ) as caught,
+        ) as error_info,
     ):
         classify_store(root, staged, tiny_models, ONE)
-    assert not is_retryable(caught.value)
-    assert caught.value.exit_code == 1
+    assert not is_retryable(error_info.value)
+    assert error_info.value.exit_code == 1
     logs = "".join(path.read_text() for path in (root / "logs").glob("worker-*.log"))
     assert "Traceback" not in logs
     assert not list((root / "shards").glob(".*"))
@@ -83,11 +83,11 @@ def test_a_run_the_disk_cannot_hold_is_refused_before_it_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By what is left to do: the shards that lie there need no more room."""
-    root, held = (
+    root, lease = (
         copy_run(reference, tmp_path / "run"),
         sum(p.stat().st_size for p in reference.rglob("*.h5")),
     )
-    free = SimpleNamespace(free=held // 2)
+    free = SimpleNamespace(free=lease // 2)
     monkeypatch.setattr("virnuc_core.rundir.shutil.disk_usage", lambda _: free)
     fresh = RunDir(tmp_path / "fresh")
     with pytest.raises(
@@ -95,10 +95,10 @@ def test_a_run_the_disk_cannot_hold_is_refused_before_it_computes(
     ):
         classify_store(fresh.root, staged, tiny_models, ONE)
     assert not list(fresh.shards.glob("0*"))
-    last = max((root / "shards").glob("0*"))
-    last.unlink()
+    last_shard = max((root / "shards").glob("0*"))
+    last_shard.unlink()
     classify_store(root, staged, tiny_models, ONE)
-    assert last.exists()
+    assert last_shard.exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -31,9 +31,9 @@ TASK = ShardTask(run="", store="", reads="", shard=3, lo=0, hi=9)
 def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch or a commit that hangs leaves the feeder asking for tasks: that must not pass for work."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    messages, sent = deque[Message | None]([TASK, Closed()]), list[Message]()
+    messages, answers = deque[Message | None]([TASK, Closed()]), list[Message]()
     parent: Any = SimpleNamespace(
-        receive=lambda _: messages.popleft(), send=sent.append, progress=None
+        receive=lambda _: messages.popleft(), send=answers.append, progress=None
     )
     worker: Any = Worker(parent, None)  # type: ignore[arg-type]
     assert parent.progress() == pytest.approx(time.monotonic(), abs=5), (
@@ -45,7 +45,7 @@ def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyP
     assert worker._receive() is None
     assert parent.progress() == told_s
     worker._answer(Computed(done=None))
-    assert sent == [Computed(done=None)]
+    assert answers == [Computed(done=None)]
     assert parent.progress() > told_s
 
 
@@ -64,18 +64,18 @@ def test_kernels_are_compiled_for_the_lengths_of_the_first_shard(
     worker: Any = Worker(parent, SimpleNamespace(models=str(tiny_models)))  # type: ignore[arg-type]
     worker._device = device
     worker._usual_bounds = [64, 128, 256]
-    made: list[tuple[int, int]] = []
+    shapes: list[tuple[int, int]] = []
 
     def warm_up(_: object, budget: int, on: torch.device, length: int) -> None:
-        made.append((length, budget))
+        shapes.append((length, budget))
         parent.peek = lambda: task
 
     monkeypatch.setattr("virnuc_core.engine.worker.warm_up", warm_up)
     worker._warm_up(encoder, 1024)
-    met = {plan.max_seqlen for plan in pack(np.diff(store.protein_offsets) + 2, 1024)}
-    assert met < {64, 128, 256}
-    assert made == [
-        (length, 1024 // part) for length, part in zip(sorted(met), (1, 16, 16), strict=False)
+    lengths = {plan.max_seqlen for plan in pack(np.diff(store.protein_offsets) + 2, 1024)}
+    assert lengths < {64, 128, 256}
+    assert shapes == [
+        (length, 1024 // part) for length, part in zip(sorted(lengths), (1, 16, 16), strict=False)
     ]
     dna = load_encoder(DnabertS, tiny_models, device)
     source = Source(Path(task.store), task.reads, tiny_models)
@@ -120,11 +120,11 @@ def test_encoders_warm_up_at_once_or_if_they_do_not_fit_one_after_the_other(
     monkeypatch.setattr(checkpoint, "load_encoder", lambda *_: Heavy(needs))
     monkeypatch.setattr(checkpoint, "open_part", lambda *_: ())
     monkeypatch.setattr(classifier, "Head", lambda *_: None)
-    given: Any = (Path(), torch.device("cpu"), EngineSpec(), Heavy.warm)
+    arguments: Any = (Path(), torch.device("cpu"), EngineSpec(), Heavy.warm)
     if fits:
-        checkpoint.load_models(*given)
+        checkpoint.load_models(*arguments)
         assert Heavy.most == 2 * needs, "they were never there at once"
         assert Heavy.warmed == 2
     else:
         with pytest.raises(torch.OutOfMemoryError):
-            checkpoint.load_models(*given)
+            checkpoint.load_models(*arguments)

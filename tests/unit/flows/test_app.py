@@ -26,21 +26,21 @@ def test_the_shell_completes_files_of_reads(words: str, tmp_path: Path) -> None:
     (tmp_path / "lung_R1.fq").touch()
     script = tmp_path / "completion.bash"
     script.write_text(app.generate_completion(shell="bash"))
-    completed = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", f"source {script}; {ASK}; ask virnuc {words}"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert completed.stdout == "lung_R1.fq\n"
+    assert process.stdout == "lung_R1.fq\n"
 
 
 def test_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     show_table(["sample"], [["lung:x:1.fq [/red]"]], "[/of] a file")
-    printed = capsys.readouterr().out
-    assert "lung:x:1.fq [/red]" in printed
-    assert "[/of] a file" in printed
+    output = capsys.readouterr().out
+    assert "lung:x:1.fq [/red]" in output
+    assert "[/of] a file" in output
 
 
 def test_an_error_that_a_signal_causes_is_reported_as_an_interruption(

@@ -69,9 +69,11 @@ def test_keys_say_what_they_are_of() -> None:
 
 def test_a_long_table_is_cut_and_says_so() -> None:
     rows = [{"name": f"row {i}", "text": "x" * 1000} for i in range(500)]
-    kept = bounded_rows(rows)
-    assert len(json.dumps(kept).encode()) < MAX_BYTES * 1.05
-    assert kept[-1]["name"] == f"… {500 - (len(kept) - 1):,} more rows: see the files of the run"
+    bounded = bounded_rows(rows)
+    assert len(json.dumps(bounded).encode()) < MAX_BYTES * 1.05
+    assert (
+        bounded[-1]["name"] == f"… {500 - (len(bounded) - 1):,} more rows: see the files of the run"
+    )
     assert bounded_rows(rows[:3]) == rows[:3]
 
 
@@ -103,14 +105,14 @@ def test_outside_a_run_nothing_is_published() -> None:
 
 
 def test_a_file_name_in_a_description_is_no_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
     for kind in ("table", "markdown"):
-        made = f"virnuc.tasks.artifacts.artifacts.create_{kind}_artifact"
-        monkeypatch.setattr(made, lambda *_, description, **__: said.append(description))
+        target = f"virnuc.tasks.artifacts.artifacts.create_{kind}_artifact"
+        monkeypatch.setattr(target, lambda *_, description, **__: messages.append(description))
     odd = "[x](javascript:alert(1))\x1b"
     publish_table("t", [{"a": 1}], f"What became of {odd}")
     publish_markdown("m", "text", odd, Path("/r"))
     publish_table("t", [{"a": 1}], Markdown(f"**7 of 9** {table_cell(odd)}"))
-    shown = "\\[x\\](javascript:alert(1))\\\\x1b"
-    assert said == [f"What became of {shown}", shown, f"**7 of 9** {shown}"]
+    escaped = "\\[x\\](javascript:alert(1))\\\\x1b"
+    assert messages == [f"What became of {escaped}", escaped, f"**7 of 9** {escaped}"]

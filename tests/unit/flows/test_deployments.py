@@ -31,9 +31,9 @@ def test_a_deployment_names_a_flow_and_gives_it_parameters_it_takes(
     deployment: dict[str, Any],
 ) -> None:
     flow = flow_of(deployment["entrypoint"])
-    known = flow.parameters.properties
-    assert set(deployment["parameters"]) <= set(known)
-    assert all(properties.get("description") for properties in known.values())
+    known_parameters = flow.parameters.properties
+    assert set(deployment["parameters"]) <= set(known_parameters)
+    assert all(properties.get("description") for properties in known_parameters.values())
     if deployment.get("schedules"):
         assert set(flow.parameters.required or ()) <= set(deployment["parameters"])
         flow.validate_parameters(deployment["parameters"])
@@ -45,8 +45,8 @@ def test_every_flow_is_deployed_and_named_where_people_look() -> None:
         for path in (ROOT / "flows").glob("*.py")
         if "@flow(" in path.read_text(encoding="utf-8")
     }
-    deployed = {d["entrypoint"].split(".")[2] for d in DEPLOYMENTS}
-    assert deployed == flows
+    deployed_flows = {d["entrypoint"].split(".")[2] for d in DEPLOYMENTS}
+    assert deployed_flows == flows
     guide = (ROOT / "deployments" / "README.md").read_text(encoding="utf-8")
     for deployment in DEPLOYMENTS:
         assert f"`{flow_of(deployment['entrypoint']).name}/{deployment['name']}`" in guide
@@ -101,13 +101,13 @@ async def _dry_run(kind: str, given: dict[str, Any]) -> Any:
 
 
 def test_kubernetes_gives_the_pod_its_gpus_and_its_volume() -> None:
-    found = asyncio.run(_dry_run("kubernetes", {"claim": "reads", "gpus": 2}))
-    pod = found.job_manifest["spec"]["template"]["spec"]
+    manifest = asyncio.run(_dry_run("kubernetes", {"claim": "reads", "gpus": 2}))
+    pod = manifest.job_manifest["spec"]["template"]["spec"]
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 2
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "reads"
 
 
 def test_docker_gives_the_container_its_gpus() -> None:
-    found = asyncio.run(_dry_run("docker", {"gpus": 2}))
-    assert found.container_create_kwargs["device_requests"][0]["count"] == 2
-    assert found.volumes == ["/srv/virnuc:/srv/virnuc"]
+    settings = asyncio.run(_dry_run("docker", {"gpus": 2}))
+    assert settings.container_create_kwargs["device_requests"][0]["count"] == 2
+    assert settings.volumes == ["/srv/virnuc:/srv/virnuc"]

@@ -94,8 +94,8 @@ def test_a_command_starts_its_flow_with_all_of_its_parameters_and_says_where_the
     assert function == name.replace("-", "_")
     assert set(inspect.signature(flow).parameters) <= set(type(settings).model_fields)
     text_of = {"validate": ["the text of report.txt"], "profile": ["the text of profile.md"]}
-    printed = capsys.readouterr().out.splitlines()
-    assert printed == [*text_of.get(name, []), "its message", *facts]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [*text_of.get(name, []), "its message", *facts]
 
 
 def test_a_script_gets_the_facts_by_their_names_and_no_text(

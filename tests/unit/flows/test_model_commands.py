@@ -18,10 +18,10 @@ from virnuc_core.encoders.digests import fingerprint
 def test_the_head_is_for_the_asked_length(
     options: tuple[str, ...], length: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "models"
+    out_dir = tmp_path / "models"
     sizes = ["--esm2", "tiny", "--dnabert-s", "tiny"]
-    assert main(["models", "init-random", str(out), *sizes, *options, "--seed", "4"]) == 0
-    config = json.loads((out / "head" / "config.json").read_text())
+    assert main(["models", "init-random", str(out_dir), *sizes, *options, "--seed", "4"]) == 0
+    config = json.loads((out_dir / "head" / "config.json").read_text())
     assert config["model_length"] == length
     assert f"head for length {length}" in capsys.readouterr().out
 
@@ -38,8 +38,8 @@ def test_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
 def test_a_head_of_an_impossible_length_is_refused(
     length: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "models"
-    assert main(["models", "init-random", str(out), f"--head={length}"]) == 2
+    out_dir = tmp_path / "models"
+    assert main(["models", "init-random", str(out_dir), f"--head={length}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--head" in line
-    assert not out.exists()
+    assert not out_dir.exists()

@@ -119,13 +119,13 @@ def test_a_bad_value_is_one_sentence_that_names_it() -> None:
 def test_mates_are_named_by_one_and_two(
     words: list[str], named: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[PredictSettings] = []
+    parsed_settings: list[PredictSettings] = []
     monkeypatch.setattr(
-        run_from_terminal, "run_from_terminal", lambda _, settings: asked.append(settings)
+        run_from_terminal, "run_from_terminal", lambda _, settings: parsed_settings.append(settings)
     )
     with suppress(Exception):
         main(["predict", *words, "-o", "out", "--models", "m", "--no-pairs"])
-    (found,) = asked
+    (found,) = parsed_settings
     assert (found.reads, found.mates_1, found.mates_2) == named
     assert (found.interleaved, found.pairs) == ("--interleaved" in words, False)
 
@@ -133,14 +133,14 @@ def test_mates_are_named_by_one_and_two(
 def test_reads_that_are_not_named_or_lack_their_mates_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for words, said in (
+    for words, message in (
         ([], "reads: none are named; name files or folders, or the files of pairs by -1 and -2"),
         (["-1", "a1"], "-1 names 1 files, -2 0; name both of each pair"),
         (["-1", "a1", "b1", "-2", "a2"], "-1 names 2 files, -2 1; name both of each pair"),
         (["a1", ""], "an argument is empty; is a variable of the shell not set?"),
     ):
         assert main(["predict", *words, "-o", "out", "--models", "m"]) == 2
-        assert capsys.readouterr().err == f"virnuc: {said}\n"
+        assert capsys.readouterr().err == f"virnuc: {message}\n"
     assert main(["sample", "a1", "-n", "1", "-o", ""]) == 2
     assert "an argument is empty" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="reads: none are named"):
@@ -149,9 +149,9 @@ def test_reads_that_are_not_named_or_lack_their_mates_are_one_line(
 
 @pytest.mark.parametrize("name", [b"latin-\xe9".decode("utf-8", "surrogateescape"), "a\0b"])
 def test_a_name_that_is_no_text_is_refused_by_the_setting_it_stands_in(name: str) -> None:
-    for given in ({"reads": (name,)}, {"out": Path(name)}, {"models": name}):
-        with pytest.raises(ConfigError, match=f"^{next(iter(given))}: .* is no text"):
-            build(PredictSettings, {"reads": ("a.fa",), "out": "o", "models": "m"} | given)
+    for arguments in ({"reads": (name,)}, {"out": Path(name)}, {"models": name}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(arguments))}: .* is no text"):
+            build(PredictSettings, {"reads": ("a.fa",), "out": "o", "models": "m"} | arguments)
 
 
 def test_no_message_tells_what_stands_in_a_file(tmp_path: Path) -> None:
@@ -168,19 +168,19 @@ def test_no_message_tells_what_stands_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model": "hunter2"}')
     with pytest.raises(WeightsError, match="model: ") as of_models:
         read_shape(tmp_path / "config.json", HeadShape)
-    for found in (of_settings, of_profile, of_reads, of_models):
-        assert "hunter2" not in str(found.value)
+    for message in (of_settings, of_profile, of_reads, of_models):
+        assert "hunter2" not in str(message.value)
 
 
 @pytest.fixture
 def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of reads and one of results are allowed; a link leads out of the first."""
-    allowed = tmp_path / "reads", tmp_path / "results"
-    for folder in allowed:
+    allowed_roots = tmp_path / "reads", tmp_path / "results"
+    for folder in allowed_roots:
         folder.mkdir()
     (tmp_path / "secret").write_text("key")
     (tmp_path / "reads" / "link.fa").symlink_to(tmp_path / "secret")
-    monkeypatch.setenv("VIRNUC_ROOTS", ":".join(map(str, allowed)))
+    monkeypatch.setenv("VIRNUC_ROOTS", ":".join(map(str, allowed_roots)))
     return tmp_path
 
 
@@ -198,8 +198,8 @@ OUTSIDE = {
 def test_a_path_outside_of_the_roots_is_refused_whichever_parameter_it_stands_in(
     roots: Path, name: str
 ) -> None:
-    asked = []
-    flow = flow_parameters(ValidateSettings)(asked.append)
+    parsed_settings = []
+    flow = flow_parameters(ValidateSettings)(parsed_settings.append)
     good = {"reads": ["reads/a.fa"], "out": "results/x", "models": "reads/m"}
 
     def absolute(value):
@@ -209,12 +209,12 @@ def test_a_path_outside_of_the_roots_is_refused_whichever_parameter_it_stands_in
 
     good = {key: absolute(value) for key, value in good.items()}
     flow(**good, history=None, profile="ci-smoke")
-    assert len(asked) == 1
+    assert len(parsed_settings) == 1
     with pytest.raises(
         ConfigError, match=f"^{name}: .* lies in none of the folders that VIRNUC_ROOTS names"
     ):
         flow(**good | {name: absolute(OUTSIDE[name])})
-    assert len(asked) == 1
+    assert len(parsed_settings) == 1
 
 
 def test_a_name_too_long_for_a_file_is_not_looked_into(roots: Path) -> None:
@@ -227,26 +227,26 @@ def test_a_name_too_long_for_a_file_is_not_looked_into(roots: Path) -> None:
 def test_links_and_what_is_made_beside_the_output_stay_within_the_roots(
     roots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {
+    arguments = {
         "reads": [str(roots / "reads")],
         "out": str(roots / "results" / "x"),
         "models": str(roots / "results"),
     }
     flow = flow_parameters(PredictSettings)(lambda settings: settings)
     with pytest.raises(ConfigError, match=r"^reads: .*link\.fa lies in none"):
-        flow(**given)
+        flow(**arguments)
     (roots / "reads" / "link.fa").unlink()
     with pytest.raises(ConfigError, match=r"^reads: .*secret lies in none"):
         flow(
-            **given
+            **arguments
             | {"mates_1": [str(roots / "reads" / "a.fa")], "mates_2": [str(roots / "secret")]}
         )
-    assert flow(**given | {"reads": ["-", "https://a.b/c.fa", "ncbi:X1", *given["reads"]]})
+    assert flow(**arguments | {"reads": ["-", "https://a.b/c.fa", "ncbi:X1", *arguments["reads"]]})
     validate = flow_parameters(ValidateSettings)(lambda settings: settings)
     with pytest.raises(ConfigError, match=r"^history: "):
-        validate(**given | {"out": str(roots / "results")})
+        validate(**arguments | {"out": str(roots / "results")})
     monkeypatch.delenv("VIRNUC_ROOTS")
-    assert flow(**given | {"out": "/elsewhere"})
+    assert flow(**arguments | {"out": "/elsewhere"})
 
 
 @pytest.mark.parametrize("model", [PredictSettings, ValidateSettings, InboxSettings, TrainSettings])
@@ -282,10 +282,10 @@ def test_sizes_in_a_file_of_settings_are_bounded(text: str, says: str, tmp_path:
 
 
 def test_settings_left_empty_are_those_of_the_profile() -> None:
-    asked = ValidateSettings(
+    settings = ValidateSettings(
         reads=("r.fa",), out=Path("o"), models=Path("m"), profile="ci-smoke", dna_token_budget=512
     )
-    assert asked.engine() == load_profile("ci-smoke").engine.model_copy(
+    assert settings.engine() == load_profile("ci-smoke").engine.model_copy(
         update={"dna_token_budget": 512}
     )
 
@@ -351,16 +351,16 @@ def test_paths_arrive_as_paths() -> None:
 def test_words_become_settings_and_the_models_may_come_from_the_environment(
     words: list[str], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[PredictSettings] = []
+    parsed_settings: list[PredictSettings] = []
 
     def stop_early(_flow: str, settings: PredictSettings, *_: object) -> None:
-        asked.append(settings)
+        parsed_settings.append(settings)
         raise ConfigError("far enough")
 
     monkeypatch.setattr(run_from_terminal, "run_from_terminal", stop_early)
     monkeypatch.setenv("VIRNUC_MODELS", "named")
     assert main(["predict", *words]) == 2
-    assert {name: getattr(asked[0], name) for name in expected} == expected
+    assert {name: getattr(parsed_settings[0], name) for name in expected} == expected
 
 
 def test_an_empty_variable_names_no_models(
@@ -405,12 +405,12 @@ def test_a_file_of_settings_names_no_more_of_itself_than_short_keys(
 ) -> None:
     path = tmp_path / "s.toml"
     path.write_text(text.format("secret" * 1000))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error_info:
         ComputeSettings(settings=path).engine()
-    said = str(caught.value).removeprefix(f"settings {path}")
-    assert len(said) < 400
-    assert "\n" not in said
-    assert said.count("secret") < 20
+    message = str(error_info.value).removeprefix(f"settings {path}")
+    assert len(message) < 400
+    assert "\n" not in message
+    assert message.count("secret") < 20
 
 
 def test_samples_and_a_single_run_do_not_share_a_directory(tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ def test_overhead_computes_with_the_engine_settings_of_the_validation(tmp_path: 
     profile = load_profile("ci-smoke")
     engine = profile.engine.model_copy(update={"token_budget": 1_024})
     assert engine.token_budget != EngineSpec().token_budget
-    validated = profile.model_copy(update={"engine": engine})
-    record = ValidationRecord(fingerprints={}, profile=validated)
+    validated_profile = profile.model_copy(update={"engine": engine})
+    record = ValidationRecord(fingerprints={}, profile=validated_profile)
     write(RunDir(tmp_path).record, record)
     assert OverheadSettings(out=tmp_path, models=tmp_path).engine() == engine

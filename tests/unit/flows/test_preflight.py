@@ -37,11 +37,11 @@ def test_the_room_that_reads_surely_need_is_known_before_they_are_staged(
         for i, b in enumerate(bases)
     )
     reads.write_bytes(gzip.compress(text.encode()) if form.endswith("gz") else text.encode())
-    found = stage(
+    staged = stage(
         StageSpec(reads=(str(reads),), model_length=300), tmp_path / "orfs.h5"
     ).counts.n_uniques
     rows = preflight.count_rows((str(reads),), "stop", 300)
-    assert found / 20 < rows < found
+    assert staged / 20 < rows < staged
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100 * rows - 1))
     with pytest.raises(StorageError, match=r"the embeddings of these reads .* are free; make room"):
         output_folder.require_writable(

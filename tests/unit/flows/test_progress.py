@@ -15,17 +15,17 @@ from virnuc.tasks.server_connection import connection
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Percentages that reach Prefect, as if this were a run."""
-    found: list[float] = []
+    rates: list[float] = []
     monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
     monkeypatch.setattr(
         "virnuc.tasks.artifacts.artifacts.create_progress_artifact",
-        lambda percent, **_: found.append(percent) or "id",
+        lambda percent, **_: rates.append(percent) or "id",
     )
     monkeypatch.setattr(
         "virnuc.tasks.artifacts.artifacts.update_progress_artifact",
-        lambda _, progress: found.append(progress),
+        lambda _, progress: rates.append(progress),
     )
-    return found
+    return rates
 
 
 def test_progress_is_sent_seldom_and_at_the_end(sent: list[float]) -> None:
@@ -57,7 +57,7 @@ def test_a_server_that_is_away_does_not_stop_the_work(
 
 @pytest.mark.usefixtures("sent")
 def test_no_thread_is_left_behind() -> None:
-    before = threading.active_count()
+    threads_before = threading.active_count()
     with progress_artifact("p", "", every_s=0.01):
         pass
-    assert threading.active_count() == before
+    assert threading.active_count() == threads_before

@@ -21,10 +21,10 @@ def test_compare_takes_the_options_of_v1_and_shows_what_the_report_shows(
     ours.write_text(f"{HEADER}{AGREED}b_chunk_1\tTrue\t0.49\t0.51\n")
     words = ["compare", "--vanilla", str(vanilla), "--refactored", str(ours), "--mode", "consensus"]
     assert main([*words, "--tolerance", "0.01"]) == 5
-    printed = capsys.readouterr().out
-    assert "vanilla.csv / ours.csv: b_chunk_1: others / virus" in printed
+    output = capsys.readouterr().out
+    assert "vanilla.csv / ours.csv: b_chunk_1: others / virus" in output
     figures = {}
-    for line in printed.splitlines():
+    for line in output.splitlines():
         name, _, value = line.partition(":")
         figures[name] = value.strip()
     assert figures["Agreement"] == "50.000 %"

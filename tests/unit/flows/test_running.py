@@ -52,7 +52,7 @@ from virnuc_core.rundir import MARKER_FILE, run_lock
 def test_a_flow_holds_its_directory_from_its_first_line_to_its_last(
     model: type[RunSettings], tmp_path: Path
 ) -> None:
-    reads, out = tmp_path / "a.fa", tmp_path / "out"
+    reads, out_dir = tmp_path / "a.fa", tmp_path / "out"
     reads.write_text(">r1\nACGT\n")
 
     @with_parameters(model)
@@ -65,12 +65,12 @@ def test_a_flow_holds_its_directory_from_its_first_line_to_its_last(
     truth = {"truth": reads} if model is TrainSettings else {}
     assert (
         probe(
-            reads=(str(reads),), out=out, models=tmp_path / "models", devices="cpu:1", **truth
+            reads=(str(reads),), out=out_dir, models=tmp_path / "models", devices="cpu:1", **truth
         ).data
         is True
     )
-    assert not out.exists()
-    with run_lock(out):
+    assert not out_dir.exists()
+    with run_lock(out_dir):
         state = probe(
             reads=(str(reads),), out=tmp_path, models=tmp_path / "models", devices="cpu:1", **truth
         )
@@ -122,6 +122,6 @@ def test_what_prefect_counts_of_its_queues_is_not_shown(capsys: pytest.CaptureFi
         run_flow(cast(Any, SimpleNamespace(fn=work)), {}, OnTerminal(), None)
     finally:
         logging.getLogger().removeHandler(handler)
-    shown = capsys.readouterr().err
-    assert "of another" in shown
-    assert "EventsWorker" not in shown
+    output = capsys.readouterr().err
+    assert "of another" in output
+    assert "EventsWorker" not in output

@@ -38,38 +38,38 @@ def proposal(kind: str) -> httpx.Request:
 @pytest.fixture
 def lost(monkeypatch: pytest.MonkeyPatch) -> tuple[Connection, httpx.MockTransport, list[str]]:
     """A connection whose server never answers, and the paths that it was asked for."""
-    asked: list[str] = []
+    requests: list[str] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.path)
+        requests.append(request.url.path)
         raise httpx.ReadTimeout("in vain")
 
     monkeypatch.setattr(server_connection, "REQUEST_TIMEOUT_S", 0.0)
-    return Connection(), httpx.MockTransport(handle), asked
+    return Connection(), httpx.MockTransport(handle), requests
 
 
 def test_a_server_that_did_not_answer_is_not_asked_again_for_a_while(
     lost: tuple[Connection, httpx.MockTransport, list[str]],
 ) -> None:
-    connection, transport, asked = lost
+    connection, transport, requests = lost
     for _ in range(3):
         with pytest.raises(ServerLostError):
             connection.send(ARTIFACT, transport.handle_request)
         with connection.reporting("table reads"):
             connection.send(ARTIFACT, transport.handle_request)
-    assert asked == ["/api/artifacts/"]
+    assert requests == ["/api/artifacts/"]
     assert connection.unreported == ["table reads"] * 3
 
 
 def test_a_state_proposed_in_vain_is_taken_as_accepted_and_what_was_not_told_is_said_once(
     lost: tuple[Connection, httpx.MockTransport, list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    connection, transport, asked = lost
+    connection, transport, requests = lost
     with connection.reporting("table reads"):
         connection.send(ARTIFACT, transport.handle_request)
     answer = connection.send(proposal("COMPLETED"), transport.handle_request).json()
     assert (answer["status"], answer["state"]["name"]) == ("ACCEPT", "Completed")
-    assert len(asked) == 2  # an end is worth a try at all times
+    assert len(requests) == 2  # an end is worth a try at all times
     assert [record.message for record in caplog.records] == [
         "not reported to the Prefect server: table reads, the state Completed"
     ]
@@ -97,7 +97,7 @@ def test_devices_are_not_waited_for_at_a_server_that_is_gone() -> None:
         temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}),
         device_slots([Device(id="GPU-unasked", kind="cuda", name="a GPU")]),
     ):
-        assert any("gpu-unasked" in what for what in server_connection.connection.unreported)
+        assert any("gpu-unasked" in report for report in server_connection.connection.unreported)
     server_connection.connection.unreported.clear()
 
 
@@ -118,9 +118,9 @@ def test_an_embedded_server_which_nobody_else_sees_is_asked_for_no_slot(
 def test_without_a_server_a_task_is_tried_again_where_that_can_help(
     monkeypatch: pytest.MonkeyPatch, error: VirnucError, attempts: int
 ) -> None:
-    waited: list[float] = []
+    waits_s: list[float] = []
     firsts: list[bool] = []
-    monkeypatch.setattr("virnuc.tasks.task.time.sleep", waited.append)
+    monkeypatch.setattr("virnuc.tasks.task.time.sleep", waits_s.append)
 
     @task.retrying_task("felled", "felled")
     def felled() -> State[None]:
@@ -130,7 +130,7 @@ def test_without_a_server_a_task_is_tried_again_where_that_can_help(
     with pytest.raises(type(error)):
         without_server(felled).result()
     assert firsts == [True, *[False] * (attempts - 1)]
-    assert waited == [10, 20, 40][: attempts - 1]
+    assert waits_s == [10, 20, 40][: attempts - 1]
 
 
 def not_a_folder(home: Path) -> None:

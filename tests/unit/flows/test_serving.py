@@ -11,7 +11,9 @@ DEPLOYMENTS = Path(__file__).resolve().parents[3] / "deployments" / "prefect.yam
 
 
 def test_every_deployed_flow_can_be_served() -> None:
-    named = re.findall(r"entrypoint: ([\w.]+)\.(\w+)", DEPLOYMENTS.read_text(encoding="utf-8"))
-    assert len({*named}) > 5
-    for module, flow in {*named}:
+    entrypoints = re.findall(
+        r"entrypoint: ([\w.]+)\.(\w+)", DEPLOYMENTS.read_text(encoding="utf-8")
+    )
+    assert len({*entrypoints}) > 5
+    for module, flow in {*entrypoints}:
         assert cloudpickle.dumps(getattr(importlib.import_module(module), flow))

@@ -74,11 +74,11 @@ def test_remarks_of_staging_stand_below_the_fates() -> None:
 
 def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
     bare = criterion(value=None, target=None, samples=None, verdict="not run", reason="no GPU")
-    row, without = bounded_rows(shown_criteria(report(criterion(), bare)))
+    row, row_without = bounded_rows(shown_criteria(report(criterion(), bare)))
     assert row["Verdict"] == "✗ **FAIL**"
     assert (row["Measured"], row["Required"]) == ("89.5%", "\\>90%")
     assert row["Samples"] == "12,345 batches"
-    assert [without[name] for name in ("Measured", "Required", "Samples", "Why")] == [
+    assert [row_without[name] for name in ("Measured", "Required", "Samples", "Why")] == [
         "–",
         "none",
         "–",

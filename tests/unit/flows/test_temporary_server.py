@@ -27,7 +27,7 @@ STATE = {"type": "COMPLETED", "name": "Completed", "state_details": {}, "data": 
 
 def sent_to(kind: str, *headers: tuple[bytes, bytes]) -> list[Message]:
     """What a guarded application sends for one connection; the application itself sends `let in`."""
-    sent: list[Message] = []
+    messages: list[Message] = []
 
     async def app(_scope: Message, _receive: Receive, send: Send) -> None:
         await send({"type": "let in"})
@@ -36,11 +36,11 @@ def sent_to(kind: str, *headers: tuple[bytes, bytes]) -> list[Message]:
         raise AssertionError("nothing is read of what is refused")
 
     async def send(message: Message) -> None:
-        sent.append(message)
+        messages.append(message)
 
     guarded = OwnerOnly(app, "127.0.0.1:4321", "virnuc:secret")
     asyncio.run(guarded({"type": kind, "headers": list(headers)}, receive, send))
-    return sent
+    return messages
 
 
 @pytest.mark.parametrize("kind", ["http", "websocket"])
@@ -116,14 +116,14 @@ def test_other_answers_are_left_as_they_are(path: str, body: object) -> None:
 
 def test_nobody_is_asked_at_the_port_of_a_temporary_server_that_has_ended() -> None:
     """Another user may have taken it."""
-    asked: list[httpx.Request] = []
+    requests: list[httpx.Request] = []
 
     def handle(request: httpx.Request) -> httpx.Response:
-        asked.append(request)
+        requests.append(request)
         return httpx.Response(200)
 
     connection = Connection()
     connection.embedded = cast("subprocess.Popen[Any]", SimpleNamespace(poll=lambda: -9))
     with pytest.raises(ServerLostError, match="its process has ended"):
         connection.send(httpx.Request("GET", "http://server/api/flow_runs/1"), handle)
-    assert asked == []
+    assert requests == []

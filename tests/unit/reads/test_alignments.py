@@ -198,13 +198,15 @@ def test_the_store_of_another_read_group_is_not_reused(tmp_path: Path) -> None:
 
 
 def test_pairs_are_detected_among_the_reads_of_one_read_group(tmp_path: Path) -> None:
-    unpaired = [(f"s{i}", UNPAIRED, bases(i)) for i in range(alignments._N_PEEKED_RECORDS + 1)]
+    unpaired_reads = [
+        (f"s{i}", UNPAIRED, bases(i)) for i in range(alignments._N_PEEKED_RECORDS + 1)
+    ]
     turns = [
         PAIRS[index] for i in range(0, 60, 4) for index in (i, i + 2, i + 1, i + 3)
     ]  # of two groups in turn
-    groups = ["gut"] * len(unpaired) + ["l1", "none"] * 30
+    groups = ["gut"] * len(unpaired_reads) + ["l1", "none"] * 30
     path = written(
-        tmp_path / "run.bam", unpaired + turns, groups=GROUPS, group_of=lambda i: groups[i]
+        tmp_path / "run.bam", unpaired_reads + turns, groups=GROUPS, group_of=lambda i: groups[i]
     )
     summaries = {sample: staged(path, read_group=sample) for sample in ("lung", "idle")}
     assert [summary.n_pairs for summary in summaries.values()] == [15, 15]

@@ -17,11 +17,11 @@ from .reads_twin import chunks
 def spans(lengths: list[int], size: int) -> list[list[tuple[int, int]]]:
     table = chunk(np.array(lengths, np.int64), size)
     by_read: list[list[tuple[int, int]]] = [[] for _ in lengths]
-    for read, number, start, end in zip(
+    for sequence, number, start, end in zip(
         table.read, table.number, table.start, table.end, strict=True
     ):
-        assert number == len(by_read[read])
-        by_read[read].append((int(start), int(end)))
+        assert number == len(by_read[sequence])
+        by_read[sequence].append((int(start), int(end)))
     return by_read
 
 

@@ -15,7 +15,7 @@ Pairs = list[tuple[bytes, bytes]]
 
 
 def batch_of(reads: Pairs) -> ReadBatch:
-    ids, bases = (Strings.from_strings([read[column] for read in reads]) for column in (0, 1))
+    ids, bases = (Strings.from_strings([record[column] for record in reads]) for column in (0, 1))
     return ReadBatch(
         0, "fasta", ids, bases, np.zeros(len(reads), np.int64), Strings.from_strings([])
     )

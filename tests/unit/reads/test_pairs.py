@@ -406,9 +406,9 @@ def judge(
 ) -> dict[str, int]:
     rng = np.random.default_rng(seed)
     p = rng.random(store.n_uniques).astype(np.float32)
-    failed = rng.random(store.n_uniques) < lost
+    is_failed = rng.random(store.n_uniques) < lost
     return write_results(
-        run, store, np.stack((1 - p, p), axis=1), failed, uncertain=uncertain
+        run, store, np.stack((1 - p, p), axis=1), is_failed, uncertain=uncertain
     ).pairs
 
 

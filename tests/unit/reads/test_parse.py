@@ -527,13 +527,13 @@ def test_nasty_files_that_are_refused(real_data: Path, name: str) -> None:
     path = str(real_data / "nasty" / name)
     error = refusal(path)
     assert path in str(error)
-    kept = NASTY_KEPT[name]
-    if kept is None:
+    kept_reads = NASTY_KEPT[name]
+    if kept_reads is None:
         with pytest.raises(InputError):
             skipping(path)
         return
     reads, log, errors = skipping(path)
-    assert (len(reads), log.skipped_by_file.total(), len(errors)) == (*kept, kept[1])
+    assert (len(reads), log.skipped_by_file.total(), len(errors)) == (*kept_reads, kept_reads[1])
 
 
 def test_a_truncated_file_gives_its_whole_records(real_data: Path) -> None:

@@ -45,9 +45,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Behaviour]]:
         def do_GET(self) -> None:
             behaviour.requests.append(dict(self.headers))
             behaviour.paths.append(self.path)
-            if to := behaviour.redirects.get(self.path):
+            if target := behaviour.redirects.get(self.path):
                 self.send_response(302)
-                self.send_header("Location", to)
+                self.send_header("Location", target)
                 self.end_headers()
                 return
             if behaviour.codes:
@@ -58,9 +58,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Behaviour]]:
                 self.end_headers()
                 return
             start, content = 0, behaviour.content
-            wanted = self.headers.get("Range")
-            if wanted and behaviour.ranges and self.headers.get("If-Range") == behaviour.etag:
-                start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+            requested_range = self.headers.get("Range")
+            if (
+                requested_range
+                and behaviour.ranges
+                and self.headers.get("If-Range") == behaviour.etag
+            ):
+                start = int(requested_range.removeprefix("bytes=").removesuffix("-"))
                 if start >= len(content):
                     self.send_error(416)
                     return
@@ -315,27 +319,27 @@ def test_the_query_of_an_address_is_never_written_or_shown(
     url, behaviour = server
     signed_url = url + "&X-Amz-Signature=5ec4e7"
     caplog.set_level(logging.INFO)
-    redacted = redact_url(signed_url)
-    assert [redact_url(name) for name in (redacted, "-", "a?b@c", "https://h/a@2/b")] == [
-        redacted,
+    redacted_url = redact_url(signed_url)
+    assert [redact_url(name) for name in (redacted_url, "-", "a?b@c", "https://h/a@2/b")] == [
+        redacted_url,
         "-",
         "a?b@c",
         "https://h/a@2/b",
     ]
-    assert "5ec4e7" not in redacted
-    assert redacted.startswith(url.partition("?")[0] + "#")
-    assert redact_url(url) != redacted
-    (path,) = fetch_all((redacted,), tmp_path)
+    assert "5ec4e7" not in redacted_url
+    assert redacted_url.startswith(url.partition("?")[0] + "#")
+    assert redact_url(url) != redacted_url
+    (path,) = fetch_all((redacted_url,), tmp_path)
     assert behaviour.paths == [signed_url[signed_url.index("/some") :]]
     assert Path(path).read_bytes() == CONTENT
     behaviour.codes = [403]
     with pytest.raises(InputError, match="403") as refused_info:
-        fetch_all((redacted,), tmp_path)
+        fetch_all((redacted_url,), tmp_path)
     behaviour.codes = [500] * 4
     with pytest.raises(InputError) as failed_info:
         fetch(signed_url, tmp_path)
     with pytest.raises(InputError, match="not kept") as unknown_info:
-        fetch(redacted.replace(redacted[-4:], "0000"), tmp_path)
+        fetch(redacted_url.replace(redacted_url[-4:], "0000"), tmp_path)
     with pytest.raises(ConfigError) as odd_info:
         fetch(signed_url + " x", tmp_path)
     behaviour.redirects = {signed_url[signed_url.index("/some") :]: "ftp://x/?again=5ec4e7"}
@@ -383,8 +387,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     ) -> AbstractContextManager[httpx.Response]:
         assert address.startswith("https://eutils.ncbi.nlm.nih.gov/")
         requests.append(query)
-        known = {"NC_000001": ">NC_000001.1 one\nACGT\n", "NC_000002": ">NC_000002.1 two\nGG\n"}
-        text = "".join(known.get(name.split(".")[0], "") for name in query["id"].split(","))
+        records = {"NC_000001": ">NC_000001.1 one\nACGT\n", "NC_000002": ">NC_000002.1 two\nGG\n"}
+        text = "".join(records.get(name.split(".")[0], "") for name in query["id"].split(","))
         return nullcontext(httpx.Response(200, stream=httpx.ByteStream(text.encode())))
 
     monkeypatch.setattr(remote, "_request", answer)

@@ -55,10 +55,10 @@ def test_reads_and_truth_agree(tmp_path: Path, name: str) -> None:
     summary = simulate(SimulateSpec(reads=200, error_rate=0, n_rate=0), tmp_path / name)
     reads, truth, genomes = reads_of(summary.reads_file), truth_of(summary), genomes_of(summary)
     assert documented(summary.truth_file, "reads.truth.tsv") == len(reads)
-    assert [read for read, _ in reads] == list(truth)
+    assert [read_id for read_id, _ in reads] == list(truth)
     assert len(reads) == 200
-    for read, bases in reads:
-        fact = truth[read]
+    for read_id, bases in reads:
+        fact = truth[read_id]
         start = int(fact["start"])
         source = genomes[fact["genome"]][start : start + 150]
         assert bases == (source if fact["strand"] == "+" else opposite_strand(source))
@@ -72,9 +72,9 @@ def test_reads_and_truth_agree(tmp_path: Path, name: str) -> None:
 def test_copies_are_exact_and_marked(tmp_path: Path) -> None:
     summary = simulate(SimulateSpec(reads=2000, duplicate_share=0.3, seed=4), tmp_path / "r.fasta")
     reads, truth = dict(reads_of(summary.reads_file)), truth_of(summary)
-    copies = {read: fact["copy_of"] for read, fact in truth.items() if fact["copy_of"]}
+    copies = {read_id: fact["copy_of"] for read_id, fact in truth.items() if fact["copy_of"]}
     assert 300 < len(copies) < 700
-    assert all(reads[read] == reads[source] for read, source in copies.items())
+    assert all(reads[read_id] == reads[source] for read_id, source in copies.items())
     assert not set(copies) & set(copies.values())
 
 
@@ -83,8 +83,8 @@ def test_errors_and_ns_are_as_frequent_as_requested(tmp_path: Path) -> None:
     summary = simulate(spec, tmp_path / "r.fasta")
     reads, truth, genomes = reads_of(summary.reads_file), truth_of(summary), genomes_of(summary)
     wrong = ns = 0
-    for read, bases in reads:
-        fact = truth[read]
+    for read_id, bases in reads:
+        fact = truth[read_id]
         source = genomes[fact["genome"]][int(fact["start"]) :][:150]
         source = source if fact["strand"] == "+" else opposite_strand(source)
         ns += bases.count("N")

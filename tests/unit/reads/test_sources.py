@@ -35,17 +35,17 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bgzip(data: bytes) -> bytes:
     """Blocks of at most 64 KiB with the extra field of bgzip, and its empty block at the end."""
-    out = []
+    blocks = []
     for piece in [data[i : i + 60_000] for i in range(0, len(data), 60_000)] + [b""]:
         packer = zlib.compressobj(6, zlib.DEFLATED, -15)
         body = packer.compress(piece) + packer.flush()
         head = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x06\0BC\x02\0" + (len(body) + 25).to_bytes(
             2, "little"
         )
-        out.append(
+        blocks.append(
             head + body + zlib.crc32(piece).to_bytes(4, "little") + len(piece).to_bytes(4, "little")
         )
-    return b"".join(out)
+    return b"".join(blocks)
 
 
 def zst(data: bytes) -> bytes:

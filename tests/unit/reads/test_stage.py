@@ -349,9 +349,13 @@ def test_strict_mode_refuses_equal_ids_and_names_both_places(
 def test_skipped_records_are_counted_and_listed(write: WriteReads, tmp_path: Path) -> None:
     path = write("@a\nAC\n+\nII\n@b\nACG\n+\nII\n@c\nEEE\n+\nIII\n@d\nGG\n+\nII\n")
     store_path = tmp_path / "orfs.h5"
-    for reused in (False, True):
+    for is_reused in (False, True):
         summary = stage(StageSpec(reads=(path,), on_error="skip"), store_path)
-        assert (summary.reused, summary.tally["skipped"], summary.counts.n_reads) == (reused, 2, 2)
+        assert (summary.reused, summary.tally["skipped"], summary.counts.n_reads) == (
+            is_reused,
+            2,
+            2,
+        )
         assert documented(tmp_path / "skipped.tsv") > 0
         lines = [line.split("\t") for line in (tmp_path / "skipped.tsv").read_text().splitlines()]
         assert lines[0] == ["file", "line", "read", "problem"]

@@ -17,10 +17,10 @@ from .validate_directory import build
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
     """A validate directory on two GPUs with its report; not to be changed."""
-    out = tmp_path_factory.mktemp("validate") / "out"
-    profile = build(out)
-    write_report(out, profile, history=tmp_path_factory.mktemp("history") / "history.jsonl")
-    return out, profile
+    out_dir = tmp_path_factory.mktemp("validate") / "out"
+    profile = build(out_dir)
+    write_report(out_dir, profile, history=tmp_path_factory.mktemp("history") / "history.jsonl")
+    return out_dir, profile
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,6 @@ def judged(finished: tuple[Path, Profile]) -> Report:
 @pytest.fixture
 def copied(finished: tuple[Path, Profile], tmp_path: Path) -> tuple[Path, Profile]:
     """The same, to be changed."""
-    out = tmp_path / "out"
-    shutil.copytree(finished[0], out)
-    return out, finished[1]
+    out_dir = tmp_path / "out"
+    shutil.copytree(finished[0], out_dir)
+    return out_dir, finished[1]

@@ -14,15 +14,15 @@ from .validate_directory import edit_json
 
 
 def test_fates_and_remarks_are_counted_in_reads_tsv(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
-    table = out / "devices-2" / "reads.tsv"
-    header, first, second, *others = table.read_text(encoding="utf-8").splitlines()
+    out_dir, profile = copied
+    table = out_dir / "devices-2" / "reads.tsv"
+    header, first_row, second, *other_rows = table.read_text(encoding="utf-8").splitlines()
     # the id holds commas, and words that are remarks
-    first += "short_for_model,duplicate_of=odd,ambiguous,id"
+    first_row += "short_for_model,duplicate_of=odd,ambiguous,id"
     second += "ambiguous"
-    table.write_text("\n".join([header, first, second, *others]) + "\n", encoding="utf-8")
-    edit_json(out / "run.json", lambda body: body.update(staging={"skipped": 1}))
-    report = build_report(out, profile)
+    table.write_text("\n".join([header, first_row, second, *other_rows]) + "\n", encoding="utf-8")
+    edit_json(out_dir / "run.json", lambda body: body.update(staging={"skipped": 1}))
+    report = build_report(out_dir, profile)
     accounting = report.accounting
     assert accounting is not None
     assert accounting.flags == {"short_for_model": 1, "ambiguous": 1, "duplicate_of": 1}
@@ -46,14 +46,14 @@ def test_fates_and_remarks_are_counted_in_reads_tsv(copied: tuple[Path, Profile]
 
 
 def test_counts_of_staging_are_taken_from_the_record(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
+    out_dir, profile = copied
     staging = {
         "skipped": 7,
         "ignored_files": ["a", "b"],
         "warnings": ["x.fa: 7 broken records left out"],
     }
-    edit_json(out / "run.json", lambda body: body.update(staging=staging))
-    report = build_report(out, profile)
+    edit_json(out_dir / "run.json", lambda body: body.update(staging=staging))
+    report = build_report(out_dir, profile)
     assert report.accounting is not None
     assert report.accounting.staging.skipped == 7
     assert report.accounting.staging.ignored_files == ("a", "b")
@@ -61,11 +61,11 @@ def test_counts_of_staging_are_taken_from_the_record(copied: tuple[Path, Profile
 
 
 def test_reads_that_do_not_add_up_are_a_warning(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
-    table = out / "devices-2" / "reads.tsv"
+    out_dir, profile = copied
+    table = out_dir / "devices-2" / "reads.tsv"
     lines = table.read_text(encoding="utf-8").splitlines()
     table.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
-    report = build_report(out, profile)
+    report = build_report(out_dir, profile)
     assert report.accounting is not None
     assert not report.accounting.adds_up
     assert any("reads.tsv lists 299" in warning for warning in report.warnings)
@@ -92,15 +92,15 @@ def test_without_a_table_of_reads_there_are_no_fates(judged: Report) -> None:
 
 
 def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
+    out_dir, profile = copied
     counts = {
         "rows_set_aside": 2,
         "restarts": 1,
         "damaged": ["shard 3"],
         "reduced_budgets": {"4": 2},
     }
-    edit_json(out / "devices-2" / "summary.json", lambda body: body.update(counts))
-    warnings = "\n".join(build_report(out, profile).warnings)
+    edit_json(out_dir / "devices-2" / "summary.json", lambda body: body.update(counts))
+    warnings = "\n".join(build_report(out_dir, profile).warnings)
     for words in (
         "or were not finite (failed.tsv): 2",
         "started again: 1",
@@ -113,7 +113,11 @@ def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:
 def test_rows_repeated_in_fp16_are_noted_beside_the_rates_that_they_lower(
     copied: tuple[Path, Profile],
 ) -> None:
-    out, profile = copied
-    assert "in fp16" not in render(build_report(out, profile))["report.md"]
-    edit_json(out / "devices-2" / "summary.json", lambda body: body.update(rows_repeated=39_977))
-    assert "Repeated in fp16: 39,977 sequences" in render(build_report(out, profile))["report.md"]
+    out_dir, profile = copied
+    assert "in fp16" not in render(build_report(out_dir, profile))["report.md"]
+    edit_json(
+        out_dir / "devices-2" / "summary.json", lambda body: body.update(rows_repeated=39_977)
+    )
+    assert (
+        "Repeated in fp16: 39,977 sequences" in render(build_report(out_dir, profile))["report.md"]
+    )

@@ -20,11 +20,11 @@ from .validate_directory import Recipe, build, edit_json
 
 def _taking(**rows: float) -> Callable[[Path], None]:
     """A run whose stage table has these rows too: a name with `_` for a blank."""
-    spent = {name.replace("_", " "): seconds for name, seconds in rows.items()}
+    seconds_of = {name.replace("_", " "): seconds for name, seconds in rows.items()}
 
     def change(body: dict) -> None:
-        body["stages"].update(spent)
-        body["wall_s"] += sum(spent.values())
+        body["stages"].update(seconds_of)
+        body["wall_s"] += sum(seconds_of.values())
 
     return lambda out: edit_json(out / "devices-2" / "summary.json", change)
 
@@ -67,14 +67,14 @@ def test_the_verdict_names_the_largest_loss_and_what_it_costs(tmp_path: Path, na
     if change is not None:
         change(tmp_path)
     report = build_report(tmp_path, profile)
-    found = report.losses[0]
-    assert (found.kind, found.expected) == (kind, expected)
-    assert found.saves_s == pytest.approx(saves_s, rel=0.1)
-    assert found.detail
-    assert found.advice
-    ranked = [loss.saves_s for loss in report.losses]
-    assert ranked == sorted(ranked, reverse=True)
-    assert min(ranked) > 0, "what costs nothing is no loss"
+    largest_loss = report.losses[0]
+    assert (largest_loss.kind, largest_loss.expected) == (kind, expected)
+    assert largest_loss.saves_s == pytest.approx(saves_s, rel=0.1)
+    assert largest_loss.detail
+    assert largest_loss.advice
+    savings_s = [loss.saves_s for loss in report.losses]
+    assert savings_s == sorted(savings_s, reverse=True)
+    assert min(savings_s) > 0, "what costs nothing is no loss"
     text = "".join(loss.detail + loss.advice for loss in report.losses)
     assert " 0 %" not in text
     assert "faster GPUs" not in text, "no devices are bought for a run of a minute"
@@ -102,7 +102,9 @@ def test_what_a_ceiling_shows_counts_for_more_than_a_busy_gpu(tmp_path: Path) ->
     run = build_report(tmp_path, profile).run
     assert run is not None
     assert run.telemetry is not None
-    slow = tuple(one.model_copy(update={"mfu_of_ceiling": 0.5}) for one in run.telemetry.encoders)
+    slow = tuple(
+        device.model_copy(update={"mfu_of_ceiling": 0.5}) for device in run.telemetry.encoders
+    )
     losses = rank_losses(
         run.model_copy(update={"telemetry": run.telemetry.model_copy(update={"encoders": slow})})
     )

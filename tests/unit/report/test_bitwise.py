@@ -24,29 +24,29 @@ from .validate_directory import edit_json
 
 
 def test_equal_runs_are_identical(finished: tuple[Path, object]) -> None:
-    out = finished[0]
-    equality = compare_bytes(out / "devices-1", out / "devices-2")
+    out_dir = finished[0]
+    equality = compare_bytes(out_dir / "devices-1", out_dir / "devices-2")
     assert equality.identical
     assert (equality.files_compared, equality.shards_compared, equality.differing) == (4, 2, ())
 
 
 def test_one_flipped_bit_in_a_shard_is_found(copied: tuple[Path, object]) -> None:
-    out = copied[0]
-    with h5py.File(out / "devices-2" / "shards" / "00001.h5", "r+") as file:
+    out_dir = copied[0]
+    with h5py.File(out_dir / "devices-2" / "shards" / "00001.h5", "r+") as file:
         values = file["embeddings"][:]
         values.view(np.uint32)[3, 4] ^= 1
         file["embeddings"][...] = values
-    equality = compare_bytes(out / "devices-1", out / "devices-2")
+    equality = compare_bytes(out_dir / "devices-1", out_dir / "devices-2")
     assert not equality.identical
     assert equality.differing == ("shards/00001.h5",)
 
 
 def test_zero_and_minus_zero_are_not_the_same_bits(copied: tuple[Path, object]) -> None:
-    out = copied[0]
+    out_dir = copied[0]
     for name, zero in (("devices-1", 0.0), ("devices-2", -0.0)):
-        with h5py.File(out / name / "shards" / "00000.h5", "r+") as file:
+        with h5py.File(out_dir / name / "shards" / "00000.h5", "r+") as file:
             file["scores"][0, 0] = zero
-    assert not compare_bytes(out / "devices-1", out / "devices-2").identical
+    assert not compare_bytes(out_dir / "devices-1", out_dir / "devices-2").identical
 
 
 @pytest.mark.parametrize("name", ["prediction_results.txt", "reads.tsv"])
@@ -68,16 +68,16 @@ def test_a_missing_shard_and_a_broken_one_are_named(copied: tuple[Path, object])
 def test_runs_without_shards_are_not_identical_nor_do_they_differ(
     copied: tuple[Path, Profile],
 ) -> None:
-    out, profile = copied
+    out_dir, profile = copied
     for name in ("devices-1", "devices-2"):
-        for path in (out / name / "shards").iterdir():
+        for path in (out_dir / name / "shards").iterdir():
             path.unlink()
-    comparisons = compare_runs(out, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
+    comparisons = compare_runs(out_dir, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
     equality = next(pair.bitwise for pair in comparisons if pair.bitwise)
     counts = equality.files_compared, equality.shards_compared
     assert (equality.identical, *counts, equality.differing) == (False, 4, 0, ())
     assert "bit for bit" not in messages.compared(comparisons)
-    report = build_report(out, profile)
+    report = build_report(out_dir, profile)
     (judged,) = [check for check in report.checks if check.id == "same_bytes"]
     assert (judged.verdict, judged.value) == ("not run", None)
     assert judged.reason == "there were no shards, or no result files, to compare"
@@ -93,9 +93,9 @@ def test_unlike_runs_are_refused(copied: tuple[Path, object]) -> None:
 
 
 def test_cosines_of_each_encoder_are_of_what_tells_rows_apart(copied: tuple[Path, object]) -> None:
-    out = copied[0]
+    out_dir = copied[0]
     for name in ("devices-1", "devices-2"):
-        with h5py.File(out / name / "embeddings.h5", "r+") as file:
+        with h5py.File(out_dir / name / "embeddings.h5", "r+") as file:
             values = (
                 file["embeddings"][:] + 10
             )  # what all have in common: plain cosines are 0.99 and more
@@ -107,7 +107,8 @@ def test_cosines_of_each_encoder_are_of_what_tells_rows_apart(copied: tuple[Path
                 values[1, :4] += values[1, :4] - middle[:4]  # twice as far the same way
             file["embeddings"][...] = values
     cosines_of_part = {
-        stats.part: stats for stats in cosines(out / "devices-1", out / "devices-2", dna_width=4)
+        stats.part: stats
+        for stats in cosines(out_dir / "devices-1", out_dir / "devices-2", dna_width=4)
     }
     assert cosines_of_part["ESM-2"].minimum == pytest.approx(-1, abs=1e-3)  # float32 + 10
     assert cosines_of_part["DNABERT-S"].minimum == pytest.approx(1, abs=1e-3)
@@ -125,7 +126,8 @@ def embedded(folder: Path, reads: str, noise: float) -> Path:
     )
     letters = zip(store.dna(0, store.n_uniques), store.protein(0, store.n_uniques), strict=True)
     rows = [
-        np.random.default_rng(zlib.crc32(b" ".join(one))).normal(size=10) + noise for one in letters
+        np.random.default_rng(zlib.crc32(b" ".join(sequence))).normal(size=10) + noise
+        for sequence in letters
     ]
     with h5py.File(folder / "embeddings.h5", "w") as file:
         file["embeddings"] = np.array(rows, dtype=np.float32)
@@ -139,26 +141,26 @@ def test_sequences_of_runs_that_were_staged_apart_meet_by_content(tmp_path: Path
         f">r{n}\n{'ATGAAACCC' * 9}{codon * 9}\n"
         for n, codon in enumerate(("GCA", "CAT", "GGG", "CAA"))
     ]
-    whole, part = (
+    full_run, part = (
         embedded(tmp_path / "whole", "".join(reads), 0.0),
         embedded(tmp_path / "part", reads[2], 0.01),
     )
-    (found,) = cosines(part, whole)
-    (back,) = cosines(whole, part)
-    assert found.minimum == pytest.approx(
-        back.minimum, abs=1e-3
+    (cosine,) = cosines(part, full_run)
+    (reverse_cosine,) = cosines(full_run, part)
+    assert cosine.minimum == pytest.approx(
+        reverse_cosine.minimum, abs=1e-3
     )  # each is centred by its own first side
-    assert found.n == back.n == len(OrfStore.open(part / "orfs.h5").unique_row)
-    assert 0.99 < found.minimum < 1
+    assert cosine.n == reverse_cosine.n == len(OrfStore.open(part / "orfs.h5").unique_row)
+    assert 0.99 < cosine.minimum < 1
 
 
 def test_rows_that_failed_are_left_out(copied: tuple[Path, object]) -> None:
-    out = copied[0]
-    with h5py.File(out / "devices-2" / "embeddings.h5", "r+") as file:
+    out_dir = copied[0]
+    with h5py.File(out_dir / "devices-2" / "embeddings.h5", "r+") as file:
         rows = len(file["embeddings"])
         file["embeddings"][2] = np.nan
-    (joined,) = cosines(out / "devices-1", out / "devices-2")
-    assert joined.n == rows - 1
+    (cosine,) = cosines(out_dir / "devices-1", out_dir / "devices-2")
+    assert cosine.n == rows - 1
 
 
 def test_no_embeddings_no_cosine(copied: tuple[Path, object]) -> None:

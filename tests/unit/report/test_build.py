@@ -41,37 +41,43 @@ CHANGES = {
 def test_what_differs_is_named_and_nothing_is_compared(
     copied: tuple[Path, Profile], judged: Report, part: str, field: str
 ) -> None:
-    out, profile = copied
-    before = by_id(judged)
-    assert all(before[name].verdict == "pass" or name == "scaling" for name in PAIRS["devices-2"])
-    change, said = CHANGES[field]
-    edit_json(out / part / "run.json", change)
-    report = build_report(out, profile)
-    after = by_id(report)
+    out_dir, profile = copied
+    before_by_id = by_id(judged)
+    assert all(
+        before_by_id[name].verdict == "pass" or name == "scaling" for name in PAIRS["devices-2"]
+    )
+    change, message = CHANGES[field]
+    edit_json(out_dir / part / "run.json", change)
+    report = build_report(out_dir, profile)
+    after_by_id = by_id(report)
     for name in PAIRS[part]:
-        assert after[name].verdict == "not run"
-        assert after[name].value is None
+        assert after_by_id[name].verdict == "not run"
+        assert after_by_id[name].value is None
         assert all(
-            value in after[name].reason for value in said.strip(")").split(" (")[1].split(" and ")
+            value in after_by_id[name].reason
+            for value in message.strip(")").split(" (")[1].split(" and ")
         ), name
-        assert field in after[name].reason
-        assert part in after[name].reason
-    others = before.keys() - PAIRS[part]
-    assert {name: after[name].verdict for name in others} == {
-        name: before[name].verdict for name in others
+        assert field in after_by_id[name].reason
+        assert part in after_by_id[name].reason
+    other_ids = before_by_id.keys() - PAIRS[part]
+    assert {name: after_by_id[name].verdict for name in other_ids} == {
+        name: before_by_id[name].verdict for name in other_ids
     }
-    assert not any({one.a, one.b} == {"baseline", "devices-2"} for one in report.comparisons)
+    assert not any(
+        {comparison.a, comparison.b} == {"baseline", "devices-2"}
+        for comparison in report.comparisons
+    )
     assert len(report.scaling) == 1 + (part == "baseline")
     assert any(line.startswith("Not compared: ") and field in line for line in report.warnings)
 
 
 def test_several_fields_are_all_named(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
+    out_dir, profile = copied
     edit_json(
-        out / "baseline" / "run.json",
+        out_dir / "baseline" / "run.json",
         lambda b: b.update(model_length=300, fingerprints={"reads": "x" * 64}),
     )
-    reason = by_id(build_report(out, profile))["speedup"].reason
+    reason = by_id(build_report(out_dir, profile))["speedup"].reason
     assert (
         reason
         == "baseline and devices-2 differ in reads (xxxxxxxx and 5eed5eed), model length (300 and 500)"
@@ -81,9 +87,9 @@ def test_several_fields_are_all_named(copied: tuple[Path, Profile]) -> None:
 def test_a_part_that_does_not_tell_what_it_was_made_from_is_no_evidence(
     copied: tuple[Path, Profile],
 ) -> None:
-    out, profile = copied
-    (out / "baseline" / "run.json").unlink()
-    verdicts = by_id(build_report(out, profile))
+    out_dir, profile = copied
+    (out_dir / "baseline" / "run.json").unlink()
+    verdicts = by_id(build_report(out_dir, profile))
     for name in PAIRS["baseline"]:
         assert verdicts[name].verdict == "not run"
         assert (
@@ -100,9 +106,9 @@ def test_like_parts_give_no_warning(judged: Report) -> None:
 def test_of_the_settings_only_the_name_of_the_sample_is_passed_on(
     copied: tuple[Path, Profile],
 ) -> None:
-    out, profile = copied
-    signed = {"sample": "night 7", "reads": ["https://example.org/r.fa?signature=secret"]}
-    edit_json(out / "run.json", lambda body: body.update(spec=signed))
-    report = build_report(out, profile)
+    out_dir, profile = copied
+    signed_settings = {"sample": "night 7", "reads": ["https://example.org/r.fa?signature=secret"]}
+    edit_json(out_dir / "run.json", lambda body: body.update(spec=signed_settings))
+    report = build_report(out_dir, profile)
     assert report.provenance.spec == {"sample": "night 7"}
     assert "secret" not in report.model_dump_json()

@@ -23,8 +23,8 @@ def test_the_gantt_says_when_each_stage_ran(copied: tuple[Path, Profile]) -> Non
     )
     assert bars["Sequence Chunking"].start_s == -5.0
     assert bars["ESM-2 on device 2"].start_s == pytest.approx(2.0 + 0.2 * 6)
-    last = max(bar.end_s for label, bar in bars.items() if "device" in label)
-    assert bars["Model Prediction"].start_s >= last
+    last_end_s = max(bar.end_s for label, bar in bars.items() if "device" in label)
+    assert bars["Model Prediction"].start_s >= last_end_s
     assert bars["Consensus Scoring"].start_s == bars["Model Prediction"].end_s
 
 

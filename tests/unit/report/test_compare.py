@@ -55,9 +55,11 @@ ROWS: list[Row] = [
 
 
 def test_order_does_not_matter(tmp_path: Path) -> None:
-    shuffled = ROWS[:]
-    random.Random(3).shuffle(shuffled)
-    comparison = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shuffled))
+    shuffled_rows = ROWS[:]
+    random.Random(3).shuffle(shuffled_rows)
+    comparison = compare(
+        frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shuffled_rows)
+    )
     assert comparison.frames is not None
     assert (comparison.frames.agreement, comparison.frames.agreeing, comparison.frames.in_both) == (
         1.0,
@@ -82,8 +84,8 @@ def test_ids_of_one_side_are_disagreements(tmp_path: Path) -> None:
 
 
 def test_labels_that_differ_are_named(tmp_path: Path) -> None:
-    changed = [*ROWS[:3], ("r3_chunk_1F1", 0.45)]
-    comparison = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", changed))
+    changed_rows = [*ROWS[:3], ("r3_chunk_1F1", 0.45)]
+    comparison = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", changed_rows))
     assert comparison.frames is not None
     assert comparison.frames.examples == ("r3_chunk_1F1: virus / others",)
     assert comparison.frames.score is not None
@@ -97,24 +99,32 @@ def test_labels_that_differ_are_named(tmp_path: Path) -> None:
 
 def test_agreement_is_told_by_class_and_near_the_threshold(tmp_path: Path) -> None:
     rows = [("a_chunk_1F1", 0.9), ("b_chunk_1F1", 0.53), ("c_chunk_1F1", 0.2), ("d_chunk_1F1", 0.1)]
-    other = [
+    other_rows = [
         ("a_chunk_1F1", 0.9),
         ("b_chunk_1F1", 0.49),
         ("c_chunk_1F1", 0.2),
         ("e_chunk_1F1", 0.99),
     ]
-    labels = compare(frames(tmp_path / "a.txt", rows), frames(tmp_path / "b.txt", other)).frames
+    labels = compare(
+        frames(tmp_path / "a.txt", rows), frames(tmp_path / "b.txt", other_rows)
+    ).frames
     assert labels is not None
-    told = {name: (one.ids, one.agreeing) for name, one in labels.classes.items()}
-    assert told == {"viral": (3, 1), "non-viral": (2, 1), "near threshold": (1, 0)}
-    assert sum(one.agreeing for one in list(labels.classes.values())[:2]) == labels.agreeing
+    agreements = {
+        name: (label_class.ids, label_class.agreeing)
+        for name, label_class in labels.classes.items()
+    }
+    assert agreements == {"viral": (3, 1), "non-viral": (2, 1), "near threshold": (1, 0)}
+    assert (
+        sum(label_class.agreeing for label_class in list(labels.classes.values())[:2])
+        == labels.agreeing
+    )
 
 
 def test_the_strict_score_test_is_a_thousandth(tmp_path: Path) -> None:
     for shift, close in ((0.0009, True), (0.01, False)):
-        shifted = [(name, score + shift) for name, score in ROWS]
+        shifted_rows = [(name, score + shift) for name, score in ROWS]
         labels = compare(
-            frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shifted)
+            frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shifted_rows)
         ).frames
         assert labels is not None
         assert labels.score is not None
@@ -169,14 +179,16 @@ def test_a_tie_of_the_chunk_is_a_virus(tmp_path: Path) -> None:
 
 def test_ids_that_look_like_nothing_stay_ids(tmp_path: Path) -> None:
     rows = [("NA", 0.9), ("nan", 0.1), ("#N/A", 0.8), ('"q', 0.3), ("id with spaces", 0.3)]
-    loaded = load_results(frames(tmp_path / "a.txt", rows))
-    assert loaded["id"].tolist() == [name for name, _ in rows]
+    results = load_results(frames(tmp_path / "a.txt", rows))
+    assert results["id"].tolist() == [name for name, _ in rows]
 
 
 def test_ids_that_stand_twice_are_joined_one_to_one(tmp_path: Path) -> None:
-    twice = [("x_chunk_1F1", 0.9), ("x_chunk_1F1", 0.1), ("y_chunk_1F1", 0.9)]
+    duplicate_rows = [("x_chunk_1F1", 0.9), ("x_chunk_1F1", 0.1), ("y_chunk_1F1", 0.9)]
     comparison = compare(
-        frames(tmp_path / "a.txt", twice), frames(tmp_path / "b.txt", twice[::-1][:2]), mode="frame"
+        frames(tmp_path / "a.txt", duplicate_rows),
+        frames(tmp_path / "b.txt", duplicate_rows[::-1][:2]),
+        mode="frame",
     ).frames
     assert comparison is not None
     assert (comparison.in_both, comparison.only_in_a, comparison.only_in_b) == (2, 1, 0)
@@ -189,32 +201,32 @@ def test_ids_that_stand_twice_are_joined_one_to_one(tmp_path: Path) -> None:
 def test_agreement_is_that_of_the_slow_count(a: dict[str, bool], b: dict[str, bool]) -> None:
     import pandas as pd
 
-    left, right = (
+    left_rows, right = (
         pd.DataFrame({"id": pd.Series(list(d), dtype="str"), "virus": list(d.values())})
         for d in (a, b)
     )
-    labels = agreement([RowPair(left, right)], 0.01)
-    every = a.keys() | b.keys()
-    same = sum(a.get(name) == b.get(name) for name in every)
-    assert labels.total == len(every)
+    labels = agreement([RowPair(left_rows, right)], 0.01)
+    all_ids = a.keys() | b.keys()
+    same = sum(a.get(name) == b.get(name) for name in all_ids)
+    assert labels.total == len(all_ids)
     assert labels.agreeing == same
-    assert labels.agreement == (same / len(every) if every else None)
+    assert labels.agreement == (same / len(all_ids) if all_ids else None)
 
 
 def test_results_read_in_pieces_agree_as_results_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [(f"r{number}_chunk_1F1", number / 20) for number in range(20)]
-    for place, other in enumerate(
+    for place, other_run in enumerate(
         (rows, rows[:9] + rows[10:] + rows[9:10], rows[3:], [*rows[:7], ("x_chunk_1F1", 0.5)])
     ):
         a, b = (
             frames(tmp_path / "a.txt", rows),
-            frames(tmp_path / f"{place}.txt", [(n, s / 2) for n, s in other]),
+            frames(tmp_path / f"{place}.txt", [(n, s / 2) for n, s in other_run]),
         )
-        whole = compare(a, b)
+        full_comparison = compare(a, b)
         monkeypatch.setattr("virnuc_core.report.result_tables.BLOCK_LINES", 3)
-        assert compare(a, b) == whole
+        assert compare(a, b) == full_comparison
         monkeypatch.undo()
 
 
@@ -227,8 +239,8 @@ def test_two_empty_results_agree_on_nothing(tmp_path: Path) -> None:
 
 def test_a_subset_is_compared_over_its_reads_only(tmp_path: Path) -> None:
     part = [("r1_chunk_1F1", 0.9), ("r1_chunk_1R2", 0.2)]
-    small, whole = run_dir(tmp_path / "small", part), run_dir(tmp_path / "whole", ROWS)
-    comparison = compare(small, whole, subset_of_a=True)
+    small, full_run = run_dir(tmp_path / "small", part), run_dir(tmp_path / "whole", ROWS)
+    comparison = compare(small, full_run, subset_of_a=True)
     assert comparison.subset_reads == 1
     assert comparison.frames is not None
     assert (comparison.frames.total, comparison.frames.agreement) == (2, 1.0)
@@ -237,27 +249,27 @@ def test_a_subset_is_compared_over_its_reads_only(tmp_path: Path) -> None:
 
 
 def test_a_subset_that_was_staged_apart_is_compared_all_the_same(tmp_path: Path) -> None:
-    apart = {**RECORD, "fingerprints": {"head": "h" * 64, "reads": "y" * 64}}
-    small, whole = (
-        run_dir(tmp_path / "small", ROWS[:2], **apart),
+    other_record = {**RECORD, "fingerprints": {"head": "h" * 64, "reads": "y" * 64}}
+    small, full_run = (
+        run_dir(tmp_path / "small", ROWS[:2], **other_record),
         run_dir(tmp_path / "whole", ROWS, **RECORD),
     )
-    comparison = compare(small, whole, subset_of_a=True).frames
+    comparison = compare(small, full_run, subset_of_a=True).frames
     assert comparison is not None
     assert (comparison.total, comparison.agreement) == (2, 1.0)
 
 
 def test_a_row_missing_within_the_subset_still_counts(tmp_path: Path) -> None:
-    small, whole = run_dir(tmp_path / "small", ROWS[:1]), run_dir(tmp_path / "whole", ROWS)
-    comparison = compare(small, whole, subset_of_a=True).frames
+    small, full_run = run_dir(tmp_path / "small", ROWS[:1]), run_dir(tmp_path / "whole", ROWS)
+    comparison = compare(small, full_run, subset_of_a=True).frames
     assert comparison is not None
     assert (comparison.only_in_b, comparison.agreement) == (1, 0.5)
 
 
 def test_the_reads_table_says_what_the_subset_is(tmp_path: Path) -> None:
-    small, whole = run_dir(tmp_path / "small", ROWS[:2]), run_dir(tmp_path / "whole", ROWS)
+    small, full_run = run_dir(tmp_path / "small", ROWS[:2]), run_dir(tmp_path / "whole", ROWS)
     (small / "reads.tsv").write_text("id\tlength\nr1\t100\nr3\t100\n", encoding="utf-8")
-    comparison = compare(small, whole, subset_of_a=True).frames
+    comparison = compare(small, full_run, subset_of_a=True).frames
     assert comparison is not None
     assert comparison.only_in_b == 1, "r3 was to be done and has no row"
 
@@ -329,27 +341,27 @@ def test_results_of_an_earlier_baseline_are_taken_and_those_of_other_reads_refus
     tmp_path: Path, store: OrfStore
 ) -> None:
     ids, run = store.row_ids(0, store.n_rows), RunDir(tmp_path / "baseline")
-    told = {"fingerprints": {"reads": store.fingerprint, "head": "h"}, "model_length": 500}
-    given = run_dir(tmp_path / "given", [(name, 0.9) for name in reversed(ids)], **told)
+    record = {"fingerprints": {"reads": store.fingerprint, "head": "h"}, "model_length": 500}
+    given_run = run_dir(tmp_path / "given", [(name, 0.9) for name in reversed(ids)], **record)
     for _ in range(2):  # the second time from the place it is in
-        take_results(given, run, store)
-        assert run.predictions.read_bytes() == (given / run.predictions.name).read_bytes()
-        given = run.root
+        take_results(given_run, run, store)
+        assert run.predictions.read_bytes() == (given_run / run.predictions.name).read_bytes()
+        given_run = run.root
     take_results(
         consensus2(tmp_path / "v1.csv", [("r1_chunk_1", True), ("r2_chunk_1", False)]), run, store
     )
     assert sorted(path.name for path in run.root.iterdir()) == [run.consensus.name], (
         "of the one before nothing stays"
     )
-    for rows, said in (
+    for rows, message in (
         (ROWS, "1 of its 4 ids are not among"),
         ([(ids[0], 0.9)], "0 of its 1 ids .* ids of these"),
     ):
-        with pytest.raises(InputError, match=f"results of other reads: {said}"):
+        with pytest.raises(InputError, match=f"results of other reads: {message}"):
             take_results(frames(tmp_path / "other.txt", rows), run, store)
-    for other in (RECORD, {**told, "model_length": 300}):
+    for other_record in (RECORD, {**record, "model_length": 300}):
         with pytest.raises(RunMismatchError, match="results of other"):
-            take_results(run_dir(tmp_path / "given", ROWS, **other), run, store)
+            take_results(run_dir(tmp_path / "given", ROWS, **other_record), run, store)
     assert run.consensus.is_file()
 
 

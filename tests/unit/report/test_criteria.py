@@ -59,8 +59,8 @@ def test_seven_criteria_with_everything_they_stand_on(
 
 
 def test_scaling_and_its_efficiency_are_one_criterion(judged: Report) -> None:
-    alone, figure = judged.scaling
-    assert (alone.num_gpus, alone.speedup, alone.judged) == (1, 1.0, None)
+    alone_figure, figure = judged.scaling
+    assert (alone_figure.num_gpus, alone_figure.speedup, alone_figure.judged) == (1, 1.0, None)
     assert figure.speedup == pytest.approx(80 / 44)
     assert figure.efficiency == pytest.approx(40 / 44)
     assert figure.esm2_scaling == pytest.approx(2.0)
@@ -174,19 +174,19 @@ MISSING: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 def test_what_is_missing_is_not_run_and_nothing_else_changes(
     copied: tuple[Path, Profile], judged: Report, name: str
 ) -> None:
-    out, profile = copied
-    before = by_id(judged)
-    change, affected = MISSING[name]
-    change(out)
-    after = by_id(build_report(out, profile))
-    for identity in affected:
-        if identity in after:
-            assert after[identity].verdict == "not run", identity
-            assert after[identity].reason
+    out_dir, profile = copied
+    before_by_id = by_id(judged)
+    change, affected_ids = MISSING[name]
+    change(out_dir)
+    after_by_id = by_id(build_report(out_dir, profile))
+    for identity in affected_ids:
+        if identity in after_by_id:
+            assert after_by_id[identity].verdict == "not run", identity
+            assert after_by_id[identity].reason
     # Without the run of two another run is judged; without its devices or reads all is in doubt.
     if name not in ("no run of two", "no reads", "no devices"):
-        assert {i: c.verdict for i, c in after.items() if i not in affected} == {
-            i: c.verdict for i, c in before.items() if i not in affected
+        assert {i: c.verdict for i, c in after_by_id.items() if i not in affected_ids} == {
+            i: c.verdict for i, c in before_by_id.items() if i not in affected_ids
         }
 
 
@@ -215,15 +215,15 @@ def test_cpu_cores_are_no_gpus(tmp_path: Path) -> None:
     assert verdicts["scaling"].verdict == "not run"
     assert "meant for GPUs" in verdicts["scaling"].reason
     assert verdicts["gpu_utilisation"].verdict == "not run"
-    named = profile.model_copy(update={"device_names": ("CPU",)})
-    assert by_id(build_report(tmp_path, named))["scaling"].verdict == "fail", (
+    named_profile = profile.model_copy(update={"device_names": ("CPU",)})
+    assert by_id(build_report(tmp_path, named_profile))["scaling"].verdict == "fail", (
         "a profile may ask it of CPU cores"
     )
 
 
 def test_too_few_reads_are_no_evidence(finished: tuple[Path, Profile]) -> None:
-    out, profile = finished
-    verdicts = by_id(build_report(out, profile.model_copy(update={"min_reads": 301})))
+    out_dir, profile = finished
+    verdicts = by_id(build_report(out_dir, profile.model_copy(update={"min_reads": 301})))
     for identity in SEVEN:
         if identity != "consensus":
             assert verdicts[identity].verdict == "not run"
@@ -231,44 +231,44 @@ def test_too_few_reads_are_no_evidence(finished: tuple[Path, Profile]) -> None:
 
 
 def test_too_few_chunks_are_no_evidence(finished: tuple[Path, Profile]) -> None:
-    out, profile = finished
-    verdict = by_id(build_report(out, profile.model_copy(update={"min_compared_chunks": 10_000})))[
-        "consensus"
-    ]
+    out_dir, profile = finished
+    verdict = by_id(
+        build_report(out_dir, profile.model_copy(update={"min_compared_chunks": 10_000}))
+    )["consensus"]
     assert verdict.verdict == "not run"
 
 
 def test_a_time_from_fewer_reads_is_projected_and_never_passes(
     finished: tuple[Path, Profile],
 ) -> None:
-    out, profile = finished
-    verdicts = by_id(build_report(out, profile.model_copy(update={"target_reads": 600})))
-    one = verdicts["one_device_time"]
-    assert one.verdict == "projected"
-    assert one.value == pytest.approx(160.0)
-    assert "no measurement" in one.reason
+    out_dir, profile = finished
+    verdicts = by_id(build_report(out_dir, profile.model_copy(update={"target_reads": 600})))
+    criterion_ = verdicts["one_device_time"]
+    assert criterion_.verdict == "projected"
+    assert criterion_.value == pytest.approx(160.0)
+    assert "no measurement" in criterion_.reason
     assert verdicts["speedup"].verdict == "pass", "a ratio needs no projection"
-    just_enough = by_id(build_report(out, profile.model_copy(update={"target_reads": 300})))
+    just_enough = by_id(build_report(out_dir, profile.model_copy(update={"target_reads": 300})))
     assert just_enough["one_device_time"].verdict == "pass"
 
 
 def test_a_run_ended_at_the_limit_fails(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
-    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(stopped_at_limit=True))
-    verdicts = by_id(build_report(out, profile))
+    out_dir, profile = copied
+    edit_json(out_dir / "devices-2" / "summary.json", lambda b: b.update(stopped_at_limit=True))
+    verdicts = by_id(build_report(out_dir, profile))
     assert verdicts["two_device_time"].verdict == "fail"
     assert "limit of 3600 s" in verdicts["two_device_time"].reason
     assert verdicts["scaling"].verdict == verdicts["speedup"].verdict == "not run"
 
 
 def test_a_run_that_was_cut_off_gives_no_derived_figure(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
+    out_dir, profile = copied
     for name in ("devices-1", "devices-2"):
         edit_json(
-            out / name / "summary.json",
+            out_dir / name / "summary.json",
             lambda b: b.update(stopped_at_limit=True, wall_s=0.4, total_s=5.4),
         )
-    report = build_report(out, profile.model_copy(update={"price_per_device_hour": 1.0}))
+    report = build_report(out_dir, profile.model_copy(update={"price_per_device_hour": 1.0}))
     assert {
         identity: by_id(report)[identity].value for identity in ("scaling", "speedup", "packing")
     } == {
@@ -277,14 +277,14 @@ def test_a_run_that_was_cut_off_gives_no_derived_figure(copied: tuple[Path, Prof
         "packing": None,
     }
     for run in report.runs:
-        derived = (
+        derived_criteria = (
             "sequences_per_hour",
             "hours_projected",
             "device_hours_per_million",
             "kwh_per_million",
             "price_per_million",
         )
-        assert {getattr(run, name) for name in derived} == {None}
+        assert {getattr(run, name) for name in derived_criteria} == {None}
     assert report.scaling == ()
     assert entry_of(report) is None, "it is no history either"
     assert report.outcome == "failed"
@@ -293,8 +293,8 @@ def test_a_run_that_was_cut_off_gives_no_derived_figure(copied: tuple[Path, Prof
         for name, target in profile.targets.items()
         if not name.endswith("_device_seconds")
     }
-    unasked = build_report(out, profile.model_copy(update={"targets": no_times}))
-    assert unasked.missed == ("time limit on 1x RTX 4090", "time limit on 2x RTX 4090")
+    report_without_times = build_report(out_dir, profile.model_copy(update={"targets": no_times}))
+    assert report_without_times.missed == ("time limit on 1x RTX 4090", "time limit on 2x RTX 4090")
 
 
 def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path: Path) -> None:
@@ -317,12 +317,12 @@ def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path
     ]
     assert criteria["speedup"].device == "4x RTX 4090"
     page = report_text(report)
-    for said in ("2x RTX 4090:  ", "Scaling on 4 devices:"):
-        assert said in page, page
+    for text in ("2x RTX 4090:  ", "Scaling on 4 devices:"):
+        assert text in page, page
     slow = profile.model_copy(update={"scaling_bands": {"4": (3.99, 4.0)}})
-    missed = build_report(tmp_path, slow)
-    assert by_id(missed)["scaling"].verdict == criteria["scaling"].verdict
-    assert "Scaling on 4 devices" in missed.missed, (
+    slow_report = build_report(tmp_path, slow)
+    assert by_id(slow_report)["scaling"].verdict == criteria["scaling"].verdict
+    assert "Scaling on 4 devices" in slow_report.missed, (
         "a band that is missed fails, whatever the two-device run did"
     )
     path = tmp_path / "devices-2" / "prediction_results_highestscore.csv"
@@ -387,7 +387,7 @@ def test_a_scaled_baseline_is_marked(tmp_path: Path) -> None:
 def test_a_recorded_baseline_only_where_the_device_matches(
     finished: tuple[Path, Profile], device: str, devices: int, reads: int, verdict: str
 ) -> None:
-    out, profile = finished
+    out_dir, profile = finished
     spec = profile.baseline.model_copy(
         update={
             "source": "recorded",
@@ -396,8 +396,8 @@ def test_a_recorded_baseline_only_where_the_device_matches(
             "recorded_devices": devices,
         }
     )
-    recorded = profile.model_copy(update={"baseline": spec, "target_reads": reads})
-    speedup = by_id(build_report(out, recorded))["speedup"]
+    recorded_profile = profile.model_copy(update={"baseline": spec, "target_reads": reads})
+    speedup = by_id(build_report(out_dir, recorded_profile))["speedup"]
     assert speedup.verdict == verdict
     assert speedup.reason
 
@@ -405,23 +405,25 @@ def test_a_recorded_baseline_only_where_the_device_matches(
 def test_a_recorded_time_that_was_given_counts_whatever_the_profile_measures(
     copied: tuple[Path, Profile],
 ) -> None:
-    out, profile = copied
+    out_dir, profile = copied
     for name, verdict in (("RTX 4090", "pass"), ("RTX 3090", "not run")):
-        told = [Device(id=f"recorded-{n}", kind="cuda", name=name) for n in range(2)]
+        devices = [Device(id=f"recorded-{n}", kind="cuda", name=name) for n in range(2)]
         summary = BaselineSummary(
-            name="v1", source="recorded", wall_s=900.0, n_reads=300, devices=tuple(told)
+            name="v1", source="recorded", wall_s=900.0, n_reads=300, devices=tuple(devices)
         )
-        write(out / "baseline" / "summary.json", summary)
-        speedup = by_id(build_report(out, profile))["speedup"]
+        write(out_dir / "baseline" / "summary.json", summary)
+        speedup = by_id(build_report(out_dir, profile))["speedup"]
         assert speedup.verdict == verdict
         assert speedup.value is not None, "for reference"
         assert ("for reference only" in speedup.reason) == (verdict == "not run")
 
 
 def test_a_baseline_on_other_devices_is_not_compared(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
-    edit_json(out / "baseline" / "summary.json", lambda b: b["devices"][0].update(name="NVIDIA L4"))
-    speedup = by_id(build_report(out, profile))["speedup"]
+    out_dir, profile = copied
+    edit_json(
+        out_dir / "baseline" / "summary.json", lambda b: b["devices"][0].update(name="NVIDIA L4")
+    )
+    speedup = by_id(build_report(out_dir, profile))["speedup"]
     assert speedup.verdict == "not run"
     assert "L4" in speedup.reason
 
@@ -441,24 +443,25 @@ def test_few_samples_say_nothing(tmp_path: Path) -> None:
 
 
 def test_the_worst_of_both_runs_gates_agreement(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
-    path = out / "devices-1" / "prediction_results_highestscore.csv"
+    out_dir, profile = copied
+    path = out_dir / "devices-1" / "prediction_results_highestscore.csv"
     path.write_text(
         path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8"
     )
-    compare_runs(out, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
-    verdicts = by_id(build_report(out, profile))
+    compare_runs(out_dir, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
+    verdicts = by_id(build_report(out_dir, profile))
     assert verdicts["consensus"].verdict == "fail"
     assert verdicts["same_bytes"].verdict == "fail"
     assert "prediction_results_highestscore.csv" in verdicts["same_bytes"].reason
 
 
 def test_devices_of_two_models_need_not_agree_in_every_bit(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
+    out_dir, profile = copied
     edit_json(
-        out / "devices-2" / "run.json", lambda b: b["devices"][1].update(name="NVIDIA RTX 4090 D")
+        out_dir / "devices-2" / "run.json",
+        lambda b: b["devices"][1].update(name="NVIDIA RTX 4090 D"),
     )
-    verdict = by_id(build_report(out, profile))["same_bytes"]
+    verdict = by_id(build_report(out_dir, profile))["same_bytes"]
     assert verdict.verdict == "not run"
     assert "different models" in verdict.reason
 
@@ -517,10 +520,10 @@ def test_further_checks_of_the_production_profile(tmp_path: Path) -> None:
 def test_runs_on_more_devices_than_were_given_now_are_of_an_earlier_start(
     copied: tuple[Path, Profile],
 ) -> None:
-    out, profile = copied
-    edit_json(out / "run.json", lambda body: body["devices"].pop())
-    compare_runs(out, ("devices-1",), tolerance=0.01, subset=False)
-    report = write_report(out, profile)
+    out_dir, profile = copied
+    edit_json(out_dir / "run.json", lambda body: body["devices"].pop())
+    compare_runs(out_dir, ("devices-1",), tolerance=0.01, subset=False)
+    report = write_report(out_dir, profile)
     assert [run.name for run in report.runs] == ["devices-1"]
     assert by_id(report)["consensus"].verdict == "pass"
     assert by_id(report)["two_device_time"].verdict == "not run"
@@ -529,27 +532,27 @@ def test_runs_on_more_devices_than_were_given_now_are_of_an_earlier_start(
 
 
 def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Profile]) -> None:
-    out, profile = (
+    out_dir, profile = (
         copied[0],
         load_profile("h200-1m").model_copy(update={"device_names": (), "min_reads": 1}),
     )
     ids, names = ("centred_worst", "centred_mean", "verdicts_held"), ("devices-1", "devices-2")
-    silent = by_id(build_report(out, profile))
+    silent = by_id(build_report(out_dir, profile))
     assert {silent[name].verdict for name in ids} == {"not run"}
     assert "fp32 themselves" in silent["centred_worst"].reason
-    shutil.copytree(out / "devices-1", out / "fp32")
-    compare_runs(out, names, tolerance=0.01, subset=False)
-    verdicts = by_id(build_report(out, profile))
+    shutil.copytree(out_dir / "devices-1", out_dir / "fp32")
+    compare_runs(out_dir, names, tolerance=0.01, subset=False)
+    verdicts = by_id(build_report(out_dir, profile))
     assert [verdicts[name].verdict for name in ids] == ["pass", "pass", "not run"]
     assert verdicts["verdicts_held"].samples == verdicts["consensus"].samples
-    with h5py.File(out / "devices-2" / "embeddings.h5", "r+") as file:
+    with h5py.File(out_dir / "devices-2" / "embeddings.h5", "r+") as file:
         values = file["embeddings"][:]
         values[3] = (
             2 * values.mean(0) - values[3]
         )  # one of many on the other side: the mean keeps, the worst does not
         file["embeddings"][...] = values
-    compare_runs(out, names, tolerance=0.01, subset=False)
-    report = build_report(out, profile)
+    compare_runs(out_dir, names, tolerance=0.01, subset=False)
+    report = build_report(out_dir, profile)
     verdict = by_id(report)["centred_worst"]
     assert (verdict.verdict, verdict.samples) == ("fail", len(values))
     assert verdict.value is not None
@@ -559,12 +562,12 @@ def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Prof
     assert f"{verdict.value:.4f} (target: >=0.97) [FAIL]" in text
     assert text.count("Same bytes on all devices") == 1, "each check goes by its own name"
     edit_json(
-        out / "comparison.json",
+        out_dir / "comparison.json",
         lambda body: body["comparisons"][-1]["cosines"][-1].update(minimum=0.99),
     )
-    write_report(out, profile)
-    said = "\n".join(verify_report(out).differences)
-    assert "comparison.json: fp32 and devices-2.cosines[1].minimum: says 0.99" in said
+    write_report(out_dir, profile)
+    differences = "\n".join(verify_report(out_dir).differences)
+    assert "comparison.json: fp32 and devices-2.cosines[1].minimum: says 0.99" in differences
 
 
 def test_starved_batches_fail(tmp_path: Path) -> None:
@@ -603,9 +606,9 @@ def test_a_number_of_which_nothing_was_counted_is_not_run(
 ) -> None:
     profile = load_profile("phase10-1m")
     spec = replace(PACKING, perf_id=CORRECTNESS, measure=lambda *_: Finding(99.0, samples))
-    judged = judge(spec, build_report(tmp_path, profile))
-    assert judged.verdict == "not run"
-    assert judged.reason == "nothing was counted"
+    criterion_ = judge(spec, build_report(tmp_path, profile))
+    assert criterion_.verdict == "not run"
+    assert criterion_.reason == "nothing was counted"
 
 
 def test_a_profile_can_set_a_target_for_each_criterion_and_for_nothing_else() -> None:

@@ -98,8 +98,8 @@ def test_a_profile_without_a_price_has_no_cost(tmp_path: Path) -> None:
     profile = build(tmp_path)
     facts = efficiency_facts(build_report(tmp_path, profile))
     assert facts["Price per million reads"] == "not run (the profile gives no price)"
-    priced = profile.model_copy(update={"price_per_device_hour": 2.0})
-    report = build_report(tmp_path, priced)
+    priced_profile = profile.model_copy(update={"price_per_device_hour": 2.0})
+    report = build_report(tmp_path, priced_profile)
     assert report.run is not None
     price = efficiency_facts(report)["Price per million reads"]
     assert price == f"{report.run.price_per_million:.2f}"

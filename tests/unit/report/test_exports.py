@@ -60,14 +60,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = folder / "models"
     words = ["models", "init-random", str(models), "--head", str(CHUNK_BASES), "--seed", "5"]
     assert cli.main(words) == 0
-    out = folder / "out"
-    spec = RunSpec(reads=(str(reads),), models=models, devices="cpu:1", out=out)
+    out_dir = folder / "out"
+    spec = RunSpec(reads=(str(reads),), models=models, devices="cpu:1", out=out_dir)
     predict(spec)
-    rows = read_table(out / "reads.tsv")
+    rows = read_table(out_dir / "reads.tsv")
     scores = [float(row["viral_score"]) for row in rows if row["viral_score"]]
     median_score = float(np.median(scores))  # random weights score by chance: half are viral
     predict(spec.model_copy(update={"threshold": median_score}))
-    return out
+    return out_dir
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ def count_votes(run: Path) -> dict[str, ContigVote]:
     frames = iter(read_table(run / "prediction_results.txt"))
     chunks = iter(read_table(run / "prediction_results_highestscore.csv"))
     votes = {}
-    for read in read_table(run / "reads.tsv"):
-        margins = margins_of(read, frames, chunks)
-        num_chunks = int(read["chunks"])
+    for row in read_table(run / "reads.tsv"):
+        margins = margins_of(row, frames, chunks)
+        num_chunks = int(row["chunks"])
         if num_chunks > 1:
-            votes[read["id"]] = weighed_vote(margins, own_bases(int(read["length"]), num_chunks))
+            votes[row["id"]] = weighed_vote(margins, own_bases(int(row["length"]), num_chunks))
     assert list(frames) == []
     assert list(chunks) == []
     return votes
@@ -199,24 +199,24 @@ def test_contigs_of_which_every_row_failed_have_nothing_scored(
 @pytest.fixture(scope="module")
 def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that the command writes for a sample called `lung`."""
-    out = tmp_path_factory.mktemp("exported")
-    assert cli.main(["export", str(run), "-o", str(out), "--sample", "lung"]) == 0
-    return out
+    out_dir = tmp_path_factory.mktemp("exported")
+    assert cli.main(["export", str(run), "-o", str(out_dir), "--sample", "lung"]) == 0
+    return out_dir
 
 
 def test_kraken_classifies_the_viral_reads(run: Path, exported: Path) -> None:
     reads = read_table(run / "reads.tsv")
     rows = read_table(exported / "lung.kraken2.classifiedreads.txt", KRAKEN_READ_COLUMNS)
-    assert {read["fate"] == "viral" for read in reads} == {True, False}
-    for row, read in zip(rows, reads, strict=True):
-        is_viral = read["fate"] == "viral"
+    assert {read_row["fate"] == "viral" for read_row in reads} == {True, False}
+    for row, read_row in zip(rows, reads, strict=True):
+        is_viral = read_row["fate"] == "viral"
         taxon = VIRUSES if is_viral else "0"
         assert row == {
             "classified": "C" if is_viral else "U",
-            "id": read["id"],
+            "id": read_row["id"],
             "taxon": taxon,
-            "length": read["length"],
-            "hits": f"{taxon}:{read['open_frames']}",
+            "length": read_row["length"],
+            "hits": f"{taxon}:{read_row['open_frames']}",
         }
 
 
@@ -224,9 +224,9 @@ def test_the_report_of_kraken_adds_up_to_the_reads(run: Path, exported: Path) ->
     fates = Counter(read["fate"] for read in read_table(run / "reads.tsv"))
     rows = read_table(exported / "lung.kraken2.report.txt", KRAKEN_REPORT_COLUMNS)
     viral = str(fates["viral"])
-    others = str(fates.total() - fates["viral"])
+    num_others = str(fates.total() - fates["viral"])
     assert [(row["rank"], row["taxon"], row["in_clade"], row["in_taxon"]) for row in rows] == [
-        ("U", "0", others, others),
+        ("U", "0", num_others, num_others),
         ("R", "1", viral, "0"),
         ("D", VIRUSES, viral, viral),
     ]
@@ -238,8 +238,8 @@ def test_the_sections_of_multiqc_add_up_to_the_reads(run: Path, exported: Path) 
     for name in ("general", "fates", "scores"):
         content = json.loads((exported / f"virnuc_{name}_mqc.json").read_text())
         sections[name] = content["data"]["lung"]
-    fates = Counter(read["fate"] for read in reads)
-    num_scored = sum(read["viral_score"] != "" for read in reads)
+    fates = Counter(row["fate"] for row in reads)
+    num_scored = sum(row["viral_score"] != "" for row in reads)
     assert Counter(sections["fates"]) == fates
     assert sum(sections["scores"].values()) == num_scored
     assert sections["general"]["viral"] == fates["viral"]
@@ -251,29 +251,36 @@ def test_the_sections_of_multiqc_add_up_to_the_reads(run: Path, exported: Path) 
 def test_files_that_are_there_stay_unless_force_is_given(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = tmp_path / "out" / "contigs.tsv"
-    kept.parent.mkdir()
-    kept.write_text("precious")
-    words = ["export", str(run), "-o", str(kept.parent)]
+    existing_file = tmp_path / "out" / "contigs.tsv"
+    existing_file.parent.mkdir()
+    existing_file.write_text("precious")
+    words = ["export", str(run), "-o", str(existing_file.parent)]
     assert cli.main(words) == 2
-    printed = capsys.readouterr()
-    assert printed.err == f"virnuc: {kept} would be overwritten; choose another name, or --force\n"
-    assert [path.name for path in kept.parent.iterdir()] == ["contigs.tsv"]
-    assert kept.read_text() == "precious"
+    output = capsys.readouterr()
+    assert (
+        output.err
+        == f"virnuc: {existing_file} would be overwritten; choose another name, or --force\n"
+    )
+    assert [path.name for path in existing_file.parent.iterdir()] == ["contigs.tsv"]
+    assert existing_file.read_text() == "precious"
     assert cli.main([*words, "--force"]) == 0
-    assert documented(kept) > 20
+    assert documented(existing_file) > 20
     assert cli.main(words) == 2
     for _ in range(2):
         assert cli.main(["export", str(run)]) == 0, "the run's own are written anew"
 
 
 def test_a_store_of_other_reads_is_not_taken_for_the_runs(run: Path, tmp_path: Path) -> None:
-    moved = Path(shutil.copytree(run, tmp_path / "run"))
-    other = tmp_path / "other.fasta"
-    other.write_text("".join(f">x{number}\n{'ACGTTGCA' * 90}\n" for number in range(45)))
-    stage(StageSpec(reads=(str(other),), model_length=CHUNK_BASES), moved / "orfs.h5", anew=True)
+    copied_run = Path(shutil.copytree(run, tmp_path / "run"))
+    other_reads = tmp_path / "other.fasta"
+    other_reads.write_text("".join(f">x{number}\n{'ACGTTGCA' * 90}\n" for number in range(45)))
+    stage(
+        StageSpec(reads=(str(other_reads),), model_length=CHUNK_BASES),
+        copied_run / "orfs.h5",
+        anew=True,
+    )
     with pytest.raises(ConfigError, match="holds other reads than the run was made from"):
-        export(RunDir(moved), tmp_path / "out", "x")
+        export(RunDir(copied_run), tmp_path / "out", "x")
 
 
 def test_a_run_that_is_not_complete_is_refused(

@@ -65,10 +65,10 @@ def test_shares_of_the_time(run: RunMetrics) -> None:
 
 
 def test_without_a_total_there_is_no_share(run: RunMetrics) -> None:
-    untimed = run.model_copy(update={"total_s": None})
-    assert untimed.stage_shares == {}
-    assert untimed.share_of_time(10.0) is None
-    assert untimed.reads_per_s is None
+    untimed_run = run.model_copy(update={"total_s": None})
+    assert untimed_run.stage_shares == {}
+    assert untimed_run.share_of_time(10.0) is None
+    assert untimed_run.reads_per_s is None
 
 
 def test_reads_a_second_and_repeated_rows(run: RunMetrics) -> None:
@@ -80,9 +80,9 @@ def test_tokens_a_second_of_a_device(judged: Report) -> None:
     assert judged.run is not None
     assert judged.run.telemetry is not None
     encoder = judged.run.telemetry.encoders[0]
-    measured = encoder.model_copy(update={"tokens": 3_000, "device_s": 1.5})
-    assert measured.device_tokens_per_s == 2_000.0
-    assert measured.model_copy(update={"device_s": None}).device_tokens_per_s is None
+    changed_encoder = encoder.model_copy(update={"tokens": 3_000, "device_s": 1.5})
+    assert changed_encoder.device_tokens_per_s == 2_000.0
+    assert changed_encoder.model_copy(update={"device_s": None}).device_tokens_per_s is None
 
 
 def test_the_share_of_a_fate() -> None:
@@ -128,7 +128,9 @@ def test_the_lowest_agreement_of_frames_is_over_the_comparisons_with_the_baselin
     judged: Report,
 ) -> None:
     assert judged.baseline_title == "v1.0"
-    of_baseline = [one for one in judged.comparisons if one.a == "baseline"]
-    agreements = [one.frames.agreement for one in of_baseline if one.frames is not None]
+    of_baseline = [comparison for comparison in judged.comparisons if comparison.a == "baseline"]
+    agreements = [
+        comparison.frames.agreement for comparison in of_baseline if comparison.frames is not None
+    ]
     assert judged.lowest_frame_agreement == min(share for share in agreements if share is not None)
     assert judged.model_copy(update={"comparisons": ()}).lowest_frame_agreement is None

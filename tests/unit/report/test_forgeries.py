@@ -43,14 +43,14 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     init_random(folder / "models", seed=1)
     validate(reads, folder / "models", folder / "earlier", "cpu:2", shard_tokens=1024)
     shutil.copytree(folder / "earlier", folder / "out")
-    out = folder / "out"
+    out_dir = folder / "out"
     for name in (ONE, TWO):
-        set_aside(RunDir(out / name), 3)
-    later = {"started": "2099-01-01T00:00:00+00:00"}  # than the earlier
-    edit_json(out / TWO / "summary.json", lambda body: body["attempts"][0].update(later))
-    compare_runs(out, (ONE, TWO), tolerance=load_profile(PROFILE).score_tolerance, subset=False)
-    write_report(out, load_profile(PROFILE), folder / HISTORY)
-    return out
+        set_aside(RunDir(out_dir / name), 3)
+    later_start = {"started": "2099-01-01T00:00:00+00:00"}  # than the earlier
+    edit_json(out_dir / TWO / "summary.json", lambda body: body["attempts"][0].update(later_start))
+    compare_runs(out_dir, (ONE, TWO), tolerance=load_profile(PROFILE).score_tolerance, subset=False)
+    write_report(out_dir, load_profile(PROFILE), folder / HISTORY)
+    return out_dir
 
 
 def set_aside(run: RunDir, unique: int) -> None:
@@ -61,14 +61,16 @@ def set_aside(run: RunDir, unique: int) -> None:
     for array in (result.embeddings, result.scores):
         array[unique - plan.range(shard)[0]] = np.nan
     commit(run, plan, shard, ShardResult(result.embeddings, result.scores))
-    scores, failed = read_scores(run)
-    told = write_results(run, OrfStore.open(run.root.parent / "orfs.h5"), scores, failed)
+    scores, failed_rows = read_scores(run)
+    written_files = write_results(
+        run, OrfStore.open(run.root.parent / "orfs.h5"), scores, failed_rows
+    )
     files = {path.name: digest(path).model_dump() for path in run.listed if path.is_file()}
-    said = {
-        name: getattr(told, name)
+    message_of = {
+        name: getattr(written_files, name)
         for name in ("fates", "rows_virus", "chunks_virus", "chunks_scored")
     }
-    edit_json(run.summary, lambda body: body.update(said, files=files, rows_set_aside=1))
+    edit_json(run.summary, lambda body: body.update(message_of, files=files, rows_set_aside=1))
     (path,) = run.telemetry.glob("*.h5")
     with h5py.File(path, "r+") as file:
         file["shards/skipped"][shard] = 1
@@ -84,10 +86,10 @@ def forged(validated: Path, tmp_path: Path) -> Path:
 def text(name: str, pattern: str, replacement: str) -> Forgery:
     def change(out: Path) -> None:
         (path,) = out.glob(name)
-        before = path.read_text(encoding="utf-8")
-        after = re.sub(pattern, replacement, before, count=1, flags=re.MULTILINE)
-        assert after != before
-        path.write_text(after, encoding="utf-8")
+        text_before = path.read_text(encoding="utf-8")
+        text_after = re.sub(pattern, replacement, text_before, count=1, flags=re.MULTILINE)
+        assert text_after != text_before
+        path.write_text(text_after, encoding="utf-8")
 
     return change
 
@@ -98,10 +100,10 @@ def listed(name: str, forgery: Forgery) -> Forgery:
     def change(out: Path) -> None:
         forgery(out)
         path = out / name
-        found = digest(path)
+        file_digest = digest(path)
         edit_json(
             path.parent / "summary.json",
-            lambda body: body["files"].update({path.name: found.model_dump()}),
+            lambda body: body["files"].update({path.name: file_digest.model_dump()}),
         )
 
     return change
@@ -161,21 +163,21 @@ def scaled(column: str, factor: float) -> Callable[[dict[str, np.ndarray]], dict
 
 def swap(a: str, b: str) -> Forgery:
     def change(out: Path) -> None:
-        kept = (out / a).read_bytes()
+        content = (out / a).read_bytes()
         (out / a).write_bytes((out / b).read_bytes())
-        (out / b).write_bytes(kept)
+        (out / b).write_bytes(content)
 
     return change
 
 
 def copied(source: str, target: str) -> Forgery:
     def change(out: Path) -> None:
-        (found,), (place,) = out.glob(source), out.glob(target)
+        (source_file,), (place,) = out.glob(source), out.glob(target)
         if place.is_dir():
             shutil.rmtree(place)
-            shutil.copytree(found, place)
+            shutil.copytree(source_file, place)
         else:
-            shutil.copyfile(found, place)
+            shutil.copyfile(source_file, place)
 
     return change
 
@@ -365,18 +367,18 @@ def _edit_store(path: Path) -> None:
 
 
 def test_the_true_validation_is_as_reported(validated: Path) -> None:
-    found = verify_report(validated)
-    assert found.differences == []
-    assert found.remarks == []
+    verification = verify_report(validated)
+    assert verification.differences == []
+    assert verification.remarks == []
     assert (validated / TWO / "failed.tsv").read_text(encoding="utf-8").count("\n") > 1
 
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forgery_is_named(forged: Path, name: str) -> None:
-    forge, said = FORGERIES[name]
+    forge, message = FORGERIES[name]
     forge(forged)
     lines = verify_report(forged).differences
-    assert any(re.search(said, line) for line in lines), lines[:9]
+    assert any(re.search(message, line) for line in lines), lines[:9]
 
 
 def test_a_report_by_another_profile_is_as_reported(forged: Path) -> None:

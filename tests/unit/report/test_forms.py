@@ -63,12 +63,12 @@ def test_gathering_twice_gives_the_same(finished: tuple[Path, Profile]) -> None:
 
 def test_rendering_again_needs_the_data_only(copied: tuple[Path, Profile]) -> None:
     folder = copied[0] / "report"
-    before = digest_of(folder)
+    digest_before = digest_of(folder)
     for path in folder.iterdir():
         if path.name != "report.json":
             path.unlink()
     rerender(copied[0])
-    assert digest_of(folder) == before
+    assert digest_of(folder) == digest_before
 
 
 def test_the_page_is_whole_and_loads_nothing(report: Report) -> None:
@@ -107,15 +107,16 @@ def test_every_figure_of_the_verdict_stands_on_every_form(report: Report) -> Non
 
 
 def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
-    edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name=EVIL))
+    out_dir, profile = copied
+    edit_json(out_dir / "devices-2" / "run.json", lambda b: b["devices"][0].update(name=EVIL))
     edit_json(
-        out / "devices-2" / "summary.json", lambda b: b.update(warnings=[EVIL, "two\nlines\x07"])
+        out_dir / "devices-2" / "summary.json",
+        lambda b: b.update(warnings=[EVIL, "two\nlines\x07"]),
     )
     edit_json(
-        out / "comparison.json", lambda b: b["comparisons"][0]["frames"].update(examples=[EVIL])
+        out_dir / "comparison.json", lambda b: b["comparisons"][0]["frames"].update(examples=[EVIL])
     )
-    report = build_report(out, profile.model_copy(update={"title": EVIL}))
+    report = build_report(out_dir, profile.model_copy(update={"title": EVIL}))
     forms = render(report)
     page = Page(forms["report.html"])
     assert page.problems == []
@@ -124,18 +125,18 @@ def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> N
     outside_code = re.sub(r"^```$.*?^```$", "", forms["report.md"], flags=re.MULTILINE | re.DOTALL)
     assert "<script" not in outside_code
     assert "\x07" not in forms["report.html"]
-    drawn = "".join(
+    rendered = "".join(
         base64.b64decode(d).decode()
         for d in re.findall(r"base64,([A-Za-z0-9+/=]+)", forms["report.html"])
     )
-    assert "<script>alert" not in drawn
+    assert "<script>alert" not in rendered
 
 
 def test_a_device_named_in_the_verdict_never_becomes_markup(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
-    edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name=EVIL))
-    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(stopped_at_limit=True))
-    forms = render(build_report(out, profile))
+    out_dir, profile = copied
+    edit_json(out_dir / "devices-2" / "run.json", lambda b: b["devices"][0].update(name=EVIL))
+    edit_json(out_dir / "devices-2" / "summary.json", lambda b: b.update(stopped_at_limit=True))
+    forms = render(build_report(out_dir, profile))
     assert "not met: time limit on 1x &lt;script&gt;" in forms["report.html"]
     assert not {tag for tag, _ in Page(forms["report.html"]).tags} & {"script"}
     outside_code = re.sub(r"^```$.*?^```$", "", forms["report.md"], flags=re.MULTILINE | re.DOTALL)
@@ -143,11 +144,12 @@ def test_a_device_named_in_the_verdict_never_becomes_markup(copied: tuple[Path, 
 
 
 def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
+    out_dir, profile = copied
     edit_json(
-        out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name="a|b|c", id="GPU|x")
+        out_dir / "devices-2" / "run.json",
+        lambda b: b["devices"][0].update(name="a|b|c", id="GPU|x"),
     )
-    lines = report_markdown(build_report(out, profile)).splitlines()
+    lines = report_markdown(build_report(out_dir, profile)).splitlines()
     width = 0
     for line in lines:
         if not line.startswith("|"):

@@ -38,20 +38,20 @@ def overhead_pair(**changes: object) -> OverheadPair:
 
 
 def test_a_verdict_names_what_was_missed_and_what_was_not_judged() -> None:
-    passed = criterion(title="Scaling", verdict="pass")
-    missed = criterion()
-    skipped = criterion(title="Time", verdict="not run")
+    passed_criterion = criterion(title="Scaling", verdict="pass")
+    missed_criterion = criterion()
+    skipped_criterion = criterion(title="Time", verdict="not run")
     not_asked = criterion(title="Speed", verdict="not asked", target=None)
-    assert messages.met(report(passed, not_asked)) == "1 of 1 asked criteria met"
-    assert messages.met(report(passed, missed, skipped)) == (
+    assert messages.met(report(passed_criterion, not_asked)) == "1 of 1 asked criteria met"
+    assert messages.met(report(passed_criterion, missed_criterion, skipped_criterion)) == (
         "1 of 3 asked criteria met; not met: Packing efficiency; not judged here: Time"
     )
 
 
 def test_what_was_not_judged_comes_first_if_nothing_was_missed() -> None:
-    passed = criterion(title="Scaling", verdict="pass")
-    skipped = criterion(title="Time", verdict="not run")
-    message = messages.met(report(passed, skipped))
+    passed_criterion = criterion(title="Scaling", verdict="pass")
+    skipped_criterion = criterion(title="Time", verdict="not run")
+    message = messages.met(report(passed_criterion, skipped_criterion))
     assert message == "not judged here: Time; 1 of 2 asked criteria met"
     assert report().outcome == "not judged"
     assert report(criterion(verdict="not asked", target=None)).outcome == "not judged"
@@ -59,8 +59,8 @@ def test_what_was_not_judged_comes_first_if_nothing_was_missed() -> None:
 
 def test_scaling_names_speedup_efficiency_and_runs_of_each_number_of_devices() -> None:
     figures = (scaling_figure(num_gpus=1), scaling_figure())
-    scaled = report(scaling=figures, profile=load_profile("ci-smoke"))
-    assert messages.scaling(scaled) == "2 devices: 1.96x (98.0 %), one run"
+    scaled_report = report(scaling=figures, profile=load_profile("ci-smoke"))
+    assert messages.scaling(scaled_report) == "2 devices: 1.96x (98.0 %), one run"
 
 
 def test_scaling_of_one_device_has_no_curve() -> None:
@@ -77,12 +77,12 @@ def test_numbers_of_devices_without_a_figure_have_a_reason() -> None:
     profile = load_profile("phase6-scaling").model_copy(
         update={"scaling_bands": {"2": (1.6, 2.0), "4": (3.0, 4.0)}}
     )
-    skipped = report(runs=(run,), profile=profile)
-    assert unmeasured_device_counts(skipped) == {
+    report_without_scaling = report(runs=(run,), profile=profile)
+    assert unmeasured_device_counts(report_without_scaling) == {
         2: "devices-2 was resumed (3 shards are of an earlier run): its time is not whole",
         4: "there were 2 devices",
     }
-    assert "4 devices: skipped, there were 2 devices" in messages.scaling(skipped)
+    assert "4 devices: skipped, there were 2 devices" in messages.scaling(report_without_scaling)
 
 
 def test_a_time_of_several_runs_is_their_median() -> None:
@@ -183,8 +183,8 @@ def test_the_reviewer_sees_the_share_of_other_work() -> None:
 
 
 def test_the_reviewer_sees_missed_targets() -> None:
-    missed = report(criterion(target=Target(op=">", value=90)))
-    assert messages.missed_targets(missed) == "Not met: Packing efficiency 89.5% (&gt;90%)"
+    missed_report = report(criterion(target=Target(op=">", value=90)))
+    assert messages.missed_targets(missed_report) == "Not met: Packing efficiency 89.5% (&gt;90%)"
     assert messages.missed_targets(report(criterion(verdict="pass"))) == ""
 
 

@@ -47,9 +47,9 @@ def places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 def spoilt(
     finished: tuple[Path, Profile], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Profile]:
-    out = tmp_path_factory.mktemp("odd") / "out"
-    shutil.copytree(finished[0], out)
-    return out, finished[1]
+    out_dir = tmp_path_factory.mktemp("odd") / "out"
+    shutil.copytree(finished[0], out_dir)
+    return out_dir, finished[1]
 
 
 @settings(
@@ -62,16 +62,16 @@ def spoilt(
 def test_whatever_a_raw_file_holds_there_is_a_report(
     spoilt: tuple[Path, Profile], data: st.DataObject
 ) -> None:
-    out, profile = spoilt
-    path = out / data.draw(st.sampled_from(FILES))
+    out_dir, profile = spoilt
+    path = out_dir / data.draw(st.sampled_from(FILES))
     text = path.read_text(encoding="utf-8")
     body = json.loads(text)
-    every = list(places(body))
+    all_places = list(places(body))
     try:
-        for place in data.draw(st.lists(st.sampled_from(every), min_size=1, max_size=3)):
+        for place in data.draw(st.lists(st.sampled_from(all_places), min_size=1, max_size=3)):
             put(body, place, data.draw(st.sampled_from(ODD)))
         write_json(path, body)
-        report = build_report(out, profile)
+        report = build_report(out_dir, profile)
         for form in (report_text, report_markdown, benchmark_markdown, benchmark_json):
             assert form(report)
         verdicts = {criterion.id: criterion.verdict for criterion in report.criteria}

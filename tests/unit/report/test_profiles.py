@@ -113,9 +113,9 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 def test_a_typing_error_is_named(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=words) as told:
+    with pytest.raises(ConfigError, match=words) as raised_error:
         load_profile(str(path))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised_error.value)
 
 
 def test_an_unknown_name_lists_the_known() -> None:

@@ -63,10 +63,10 @@ OLD = entry("2026-03-01")
 def test_ten_percent_worse_fails_in_each_metrics_own_direction(
     changes: dict[str, float], verdict: str
 ) -> None:
-    found = regression([OLD], entry(**changes))
-    assert found.verdict == verdict
+    result = regression([OLD], entry(**changes))
+    assert result.verdict == verdict
     if verdict == "fail":
-        assert next(iter(changes)) in found.reason
+        assert next(iter(changes)) in result.reason
         assert regression([OLD], entry(**changes, regression_percent=60.0)).verdict == "pass", (
             "the profile's limit"
         )
@@ -74,15 +74,15 @@ def test_ten_percent_worse_fails_in_each_metrics_own_direction(
 
 @pytest.mark.parametrize("key", ["profile", "devices", "precision", "host"])
 def test_another_series_is_not_compared(key: str) -> None:
-    found = regression([entry("2026-03-01", **{key: "other"}, tokens_per_s=1.0)], entry())
-    assert (found.verdict, found.stale) == ("not run", False)
+    result = regression([entry("2026-03-01", **{key: "other"}, tokens_per_s=1.0)], entry())
+    assert (result.verdict, result.stale) == ("not run", False)
 
 
 def test_the_same_devices_on_nodes_of_a_cluster_are_another_series(
     copied: tuple[Path, Profile],
 ) -> None:
-    out, profile = copied
-    local = entry_of(build_report(out, profile))
+    out_dir, profile = copied
+    local = entry_of(build_report(out_dir, profile))
     assert local is not None
 
     def on_nodes(count: int) -> HistoryEntry:
@@ -90,15 +90,20 @@ def test_the_same_devices_on_nodes_of_a_cluster_are_another_series(
             for number, device in enumerate(record["devices"]):
                 device["id"] = f"{device['id'].partition('@')[0]}@node{number % count}"
 
-        edit_json(out / "devices-2" / "run.json", place)
-        found = entry_of(build_report(out, profile))
-        assert found is not None
-        return found.model_copy(update={"created": f"2026-04-0{count}"})
+        edit_json(out_dir / "devices-2" / "run.json", place)
+        history_entry = entry_of(build_report(out_dir, profile))
+        assert history_entry is not None
+        return history_entry.model_copy(update={"created": f"2026-04-0{count}"})
 
-    one, two = on_nodes(1), on_nodes(2)
+    one_node, two = on_nodes(1), on_nodes(2)
     assert local.devices == "2x NVIDIA GeForce RTX 4090"
-    assert [one.devices, two.devices] == [f"{local.devices} (nodes: {count})" for count in (1, 2)]
-    assert regression([local, one], two).reason == "no earlier run of this profile on these devices"
+    assert [one_node.devices, two.devices] == [
+        f"{local.devices} (nodes: {count})" for count in (1, 2)
+    ]
+    assert (
+        regression([local, one_node], two).reason
+        == "no earlier run of this profile on these devices"
+    )
     assert (
         regression([local, two], two.model_copy(update={"created": "2026-05-01"})).verdict == "pass"
     )
@@ -106,17 +111,17 @@ def test_the_same_devices_on_nodes_of_a_cluster_are_another_series(
 
 @pytest.mark.parametrize("key", ["reads", "weights"])
 def test_other_reads_or_weights_make_the_baseline_stale(key: str) -> None:
-    found = regression([entry("2026-03-01", **{key: "other"})], entry())
-    assert (found.verdict, found.stale) == ("not run", True)
-    assert "stale" in found.reason
+    result = regression([entry("2026-03-01", **{key: "other"})], entry())
+    assert (result.verdict, result.stale) == ("not run", True)
+    assert "stale" in result.reason
 
 
 def test_the_newest_like_run_counts_and_staleness_is_said() -> None:
     history = [entry("2026-01-01", total_s=10.0), OLD, entry("2026-03-01T12", weights="new")]
-    found = regression(history, entry())
-    assert found.against_created == "2026-03-01"
-    assert found.verdict == "pass"
-    assert found.stale
+    result = regression(history, entry())
+    assert result.against_created == "2026-03-01"
+    assert result.verdict == "pass"
+    assert result.stale
 
 
 def test_a_later_run_is_not_an_earlier_one() -> None:
@@ -124,10 +129,10 @@ def test_a_later_run_is_not_an_earlier_one() -> None:
 
 
 def test_a_metric_missing_on_either_side_is_not_run() -> None:
-    found = regression([entry("2026-03-01", gpu_utilisation=None)], entry(tokens_per_s=None))
-    verdicts = {metric.name: metric.verdict for metric in found.metrics}
+    result = regression([entry("2026-03-01", gpu_utilisation=None)], entry(tokens_per_s=None))
+    verdicts = {metric.name: metric.verdict for metric in result.metrics}
     assert verdicts["gpu_utilisation"] == verdicts["tokens_per_s"] == "not run"
-    assert found.verdict == "pass"
+    assert result.verdict == "pass"
     nothing = dict.fromkeys(("tokens_per_s", "gpu_utilisation", "packing_efficiency", "total_s"))
     assert regression([OLD], entry(**nothing)).verdict == "not run", "all of nothing is no pass"
 
@@ -144,11 +149,11 @@ def test_history_is_lines_and_no_run_stands_twice(tmp_path: Path) -> None:
 def test_two_writers_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
 
-    def write(who: int) -> None:
+    def write(writer: int) -> None:
         for number in range(20):
-            append_history(path, entry(f"2026-{who:02d}-{number:02d}"))
+            append_history(path, entry(f"2026-{writer:02d}-{number:02d}"))
 
-    threads = [threading.Thread(target=write, args=(who,)) for who in (1, 2)]
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in (1, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -167,14 +172,14 @@ def test_a_broken_line_is_named_and_costs_no_other(
     with path.open("ab") as handle:
         handle.write(line)
     assert read_history(path) == (OLD,)
-    (said,) = [record.message for record in caplog.records]
-    assert said.startswith(f"{path}:2: not a history entry")
+    (message,) = [record.message for record in caplog.records]
+    assert message.startswith(f"{path}:2: not a history entry")
     caplog.clear()
     assert append_history(path, entry())
     assert read_history(path) == (OLD, entry()), "a line that was cut off does not swallow the next"
-    (said,) = [record.message for record in caplog.records]
-    assert said.startswith(f"{path}:2: not a history entry")
-    assert said.endswith("kept in history.jsonl.damaged")
+    (message,) = [record.message for record in caplog.records]
+    assert message.startswith(f"{path}:2: not a history entry")
+    assert message.endswith("kept in history.jsonl.damaged")
     assert (tmp_path / "history.jsonl.damaged").read_bytes().strip() == line.strip(), (
         "nothing is thrown away"
     )
@@ -184,25 +189,27 @@ def test_a_broken_line_is_named_and_costs_no_other(
 def test_a_report_is_held_against_the_last_one(
     copied: tuple[Path, Profile], tmp_path: Path
 ) -> None:
-    out, profile = copied
+    out_dir, profile = copied
     history = tmp_path / "history.jsonl"
-    first = entry_of(build_report(out, profile))
-    assert first is not None
-    faster = first.model_copy(update={"created": "2026-02-01T00:00:00+00:00", "total_s": 20.0})
+    first_entry = entry_of(build_report(out_dir, profile))
+    assert first_entry is not None
+    faster = first_entry.model_copy(
+        update={"created": "2026-02-01T00:00:00+00:00", "total_s": 20.0}
+    )
     append_history(history, faster)
-    report = write_report(out, profile, history)
+    report = write_report(out_dir, profile, history)
     assert report.regression is not None
     assert report.regression.verdict == "fail"
     assert "total_s" in report.regression.reason
     assert [point.total_s for point in report.history] == [20.0, 44.0]
     assert len(read_history(history)) == 2
     assert report.outcome == "failed"
-    assert any("regression (over 10 % worse in " in what for what in report.missed)
-    page = (out / "report" / "report.txt").read_text(encoding="utf-8")
+    assert any("regression (over 10 % worse in " in message for message in report.missed)
+    page = (out_dir / "report" / "report.txt").read_text(encoding="utf-8")
     assert "not met: regression (over 10 % worse in" in page
     assert "[FAIL] over 10 % worse in" in page
-    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(resumed=True))
-    assert write_report(out, profile, history).regression is None, (
+    edit_json(out_dir / "devices-2" / "summary.json", lambda b: b.update(resumed=True))
+    assert write_report(out_dir, profile, history).regression is None, (
         "what was compared then is not this run"
     )
 
@@ -210,31 +217,36 @@ def test_a_report_is_held_against_the_last_one(
 def test_a_run_that_is_judged_again_is_not_held_against_itself(
     copied: tuple[Path, Profile],
 ) -> None:
-    out, profile = copied
-    history, start = out.parent / HISTORY, {"started": "2026-03-01T12:00:01+00:00", "devices": []}
+    out_dir, profile = copied
+    history, start = (
+        out_dir.parent / HISTORY,
+        {"started": "2026-03-01T12:00:01+00:00", "devices": []},
+    )
 
     def began(body: dict[str, Any]) -> None:
         body["attempts"] = [
             start | {"wall_s": body["wall_s"], "shards": 1, "telemetry": body["telemetry"]}
         ]
 
-    edit_json(out / "devices-2" / "summary.json", began)
-    assert write_report(out, profile, history).met == 6
+    edit_json(out_dir / "devices-2" / "summary.json", began)
+    assert write_report(out_dir, profile, history).met == 6
     edit_json(
-        out / "run.json", lambda body: body.update(created="2026-03-02T09:00:00+00:00")
+        out_dir / "run.json", lambda body: body.update(created="2026-03-02T09:00:00+00:00")
     )  # it was lost, say
     stricter = profile.model_copy(
         update={"targets": profile.targets | {"speedup": Target(op=">", value=1e6)}}
     )
-    edit_json(out / "run.json", lambda body: body.update(profile=stricter.model_dump(mode="json")))
-    report = write_report(out, stricter, history)
+    edit_json(
+        out_dir / "run.json", lambda body: body.update(profile=stricter.model_dump(mode="json"))
+    )
+    report = write_report(out_dir, stricter, history)
     assert report.met == 5
     assert report.regression is not None
     assert report.regression.verdict == "not run"
-    assert [(one.created, one.criteria_met) for one in read_history(history)] == [
+    assert [(run_entry.created, run_entry.criteria_met) for run_entry in read_history(history)] == [
         (start["started"], 6)
     ]
-    assert verify_report(out).differences == []
+    assert verify_report(out_dir).differences == []
 
 
 @pytest.mark.parametrize(
@@ -243,10 +255,10 @@ def test_a_run_that_is_judged_again_is_not_held_against_itself(
 def test_a_run_that_says_nothing_of_speed_is_no_history(
     copied: tuple[Path, Profile], told: dict[str, object]
 ) -> None:
-    out, profile = copied
-    assert entry_of(build_report(out, profile)) is not None
-    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(told))
-    assert entry_of(build_report(out, profile)) is None
+    out_dir, profile = copied
+    assert entry_of(build_report(out_dir, profile)) is not None
+    edit_json(out_dir / "devices-2" / "summary.json", lambda b: b.update(told))
+    assert entry_of(build_report(out_dir, profile)) is None
 
 
 def test_the_trend_as_a_chart(judged: Report) -> None:
@@ -255,8 +267,8 @@ def test_the_trend_as_a_chart(judged: Report) -> None:
     (svg,) = [chart.svg for chart in charts if chart.title == "History"]
     assert svg.startswith("<?xml")
     assert "<script>" not in svg
-    for few in (trend[:1], (OLD, entry(total_s=None))):
-        charts = all_charts(judged.model_copy(update={"history": few}))
+    for short_trend in (trend[:1], (OLD, entry(total_s=None))):
+        charts = all_charts(judged.model_copy(update={"history": short_trend}))
         assert "History" not in [chart.title for chart in charts]
 
 
@@ -265,12 +277,15 @@ def test_the_command_shows_each_run_against_the_one_before(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "240")
     history = tmp_path / "history.jsonl"
-    for one in (OLD, entry("2026-03-03", total_s=90.0, tokens_per_s=0.5 * (OLD.tokens_per_s or 0))):
-        append_history(history, one)
+    for history_entry in (
+        OLD,
+        entry("2026-03-03", total_s=90.0, tokens_per_s=0.5 * (OLD.tokens_per_s or 0)),
+    ):
+        append_history(history, history_entry)
     assert main(["history", str(history)]) == 5
-    said = capsys.readouterr().out
-    assert "-50.0 %" in said
-    assert "fail: over 10 % worse in tokens_per_s" in said
+    output = capsys.readouterr().out
+    assert "-50.0 %" in output
+    assert "fail: over 10 % worse in tokens_per_s" in output
     append_history(history, entry("2026-03-04", total_s=90.0))
     assert main(["history", str(history)]) == 0, "the newest is what counts"
     assert main(["history", str(history), "--profile", "ci-smoke"]) == 2, (

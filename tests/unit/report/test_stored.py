@@ -36,17 +36,23 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> StageSummary:
 
 def test_the_store_is_counted_as_staging_counted_it(staged: StageSummary) -> None:
     store = OrfStore.open(staged.store)
-    counted, said = count_store(store), staged.counts
+    counts, messages = count_store(store), staged.counts
     assert store.fingerprint == staged.fingerprint
     for name in ("n_reads", "n_chunks", "n_rows", "n_uniques"):
-        assert counted[name] == getattr(said, name)
-    assert counted["reads"] == said.n_reads
-    assert (counted["empty"], counted["duplicate_ids"]) == (said.n_empty, said.n_duplicate_ids)
-    assert (counted["ambiguous"], counted["short_for_model"]) == (said.n_ambiguous, said.n_short)
-    proteins = store.protein(0, counted["n_uniques"])
-    assert counted["protein_tokens"] == sum(len(protein) + 2 for protein in proteins)
-    assert counted["row_tokens"] == sum(len(proteins[unique]) + 2 for unique in store.row_unique)
-    assert counted["row_tokens"] > counted["protein_tokens"], "duplicates are rows of their own"
+        assert counts[name] == getattr(messages, name)
+    assert counts["reads"] == messages.n_reads
+    assert (counts["empty"], counts["duplicate_ids"]) == (
+        messages.n_empty,
+        messages.n_duplicate_ids,
+    )
+    assert (counts["ambiguous"], counts["short_for_model"]) == (
+        messages.n_ambiguous,
+        messages.n_short,
+    )
+    proteins = store.protein(0, counts["n_uniques"])
+    assert counts["protein_tokens"] == sum(len(protein) + 2 for protein in proteins)
+    assert counts["row_tokens"] == sum(len(proteins[unique]) + 2 for unique in store.row_unique)
+    assert counts["row_tokens"] > counts["protein_tokens"], "duplicates are rows of their own"
 
 
 def test_tokens_of_a_subset_are_those_of_its_reads_rows_though_mates_share_ids(
@@ -63,8 +69,8 @@ def test_tokens_of_a_subset_are_those_of_its_reads_rows_though_mates_share_ids(
         ).store
     )
     assert store.counts.n_duplicate_ids == 90
-    drawn = set(choose_reads(store.n_reads, 60, 7).tolist())
-    rows = [row for row in range(store.n_rows) if store.row_read[row] in drawn]
+    drawn_reads = set(choose_reads(store.n_reads, 60, 7).tolist())
+    rows = [row for row in range(store.n_rows) if store.row_read[row] in drawn_reads]
     names = store.row_ids(0, store.n_rows, original=True)
     lines = [f"{names[row]}\tvirus\t0.1\t0.9" for row in rows]
     predictions = tmp_path / "prediction_results.txt"
@@ -81,16 +87,16 @@ def test_tokens_of_a_subset_are_those_of_its_reads_rows_though_mates_share_ids(
 def test_runs_of_other_reads_than_the_store_holds_are_caught(
     copied: tuple[Path, Profile], staged: StageSummary
 ) -> None:
-    out, _ = copied
-    assert verify_report(out).ok
-    shutil.copyfile(staged.store, out / "orfs.h5")
-    said = "\n".join(verify_report(out).differences)
-    assert "devices-1/summary.json: n_reads: says 300, the raw files give 200" in said
-    assert "run.json: fingerprint of the reads" in said
-    edit_json(out / "devices-1" / "summary.json", lambda body: body.update(n_reads=200))
-    assert "devices-1/summary.json: n_rows" in "\n".join(verify_report(out).differences)
-    (out / "orfs.h5").write_bytes(b"x")
-    assert any("orfs.h5" in line for line in verify_report(out).differences)
+    out_dir, _ = copied
+    assert verify_report(out_dir).ok
+    shutil.copyfile(staged.store, out_dir / "orfs.h5")
+    differences = "\n".join(verify_report(out_dir).differences)
+    assert "devices-1/summary.json: n_reads: says 300, the raw files give 200" in differences
+    assert "run.json: fingerprint of the reads" in differences
+    edit_json(out_dir / "devices-1" / "summary.json", lambda body: body.update(n_reads=200))
+    assert "devices-1/summary.json: n_rows" in "\n".join(verify_report(out_dir).differences)
+    (out_dir / "orfs.h5").write_bytes(b"x")
+    assert any("orfs.h5" in line for line in verify_report(out_dir).differences)
 
 
 def with_store(out: Path, staged: StageSummary) -> Path:
@@ -104,16 +110,16 @@ def with_store(out: Path, staged: StageSummary) -> Path:
 
 def said_of_the_store(out: Path) -> tuple[list[str], list[str]]:
     """Differences and remarks that name the store, without the rest of the verification, which takes long."""
-    found = Verification()
+    verification = Verification()
     try:
-        verify_store(found, RawFolder(out))
+        verify_store(verification, RawFolder(out))
     except InputError as error:
-        found.add_difference(str(error))
-    said, remarks = (
+        verification.add_difference(str(error))
+    differences, remarks = (
         [line for line in lines if "orfs.h5" in line]
-        for lines in (found.differences, found.remarks)
+        for lines in (verification.differences, verification.remarks)
     )
-    return said, remarks
+    return differences, remarks
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -125,10 +131,10 @@ def test_a_store_of_pairs_is_made_again_as_pairs(
         text = "".join(f">r{i // (1 + interleaved)}\n{'ACGGTCA' * 40}\n" for i in range(20))
         (tmp_path / "in" / name).write_text(text)
     spec = StageSpec(reads=(str(tmp_path / "in"),), model_length=150, interleaved=interleaved)
-    staged = stage(spec, tmp_path / "orfs.h5")
-    assert staged.n_pairs == (30 if interleaved else 20)
-    with_store(copied[0], staged)
-    edit_json(copied[0] / "run.json", lambda body: body.update(pairs=staged.pairs))
+    staged_store = stage(spec, tmp_path / "orfs.h5")
+    assert staged_store.n_pairs == (30 if interleaved else 20)
+    with_store(copied[0], staged_store)
+    edit_json(copied[0] / "run.json", lambda body: body.update(pairs=staged_store.pairs))
     assert said_of_the_store(copied[0]) == ([], [])
     edit_json(copied[0] / "run.json", lambda body: body.update(pairs=[]))
     assert said_of_the_store(copied[0])[0], "single reads are others"
@@ -140,17 +146,17 @@ def test_the_store_is_made_again_from_the_reads(
     store = with_store(copied[0], staged)
     assert said_of_the_store(copied[0]) == ([], [])
     with h5py.File(store, "r") as columns:
-        place, first = columns["dna_bytes"].id.get_offset(), columns["dna_bytes"][0]
+        place, first_byte = columns["dna_bytes"].id.get_offset(), columns["dna_bytes"][0]
     with store.open("rb+") as file:
         file.seek(place)
-        file.write(b"T" if first != ord("T") else b"A")
+        file.write(b"T" if first_byte != ord("T") else b"A")
     assert said_of_the_store(copied[0])[0] == [
         f"{store}: not what was staged (checksum); stage the reads again"
     ]
     seal(store)  # by somebody who knows how
-    (said,), remarks = said_of_the_store(copied[0])
-    assert said.startswith("orfs.h5: columns that its reads do not give: says")
-    assert "dna_bytes" in said
+    (difference,), remarks = said_of_the_store(copied[0])
+    assert difference.startswith("orfs.h5: columns that its reads do not give: says")
+    assert "dna_bytes" in difference
     assert not remarks
 
 
@@ -165,8 +171,8 @@ def test_reads_that_are_gone_or_changed_are_named(
         [f"orfs.h5 was not made again from its reads: {reads} is not there"],
     )
     reads.write_text(">other\nACGTACGT\n")
-    (said,), _ = said_of_the_store(copied[0])
-    assert said.startswith("orfs.h5: fingerprint of its reads")
+    (difference,), _ = said_of_the_store(copied[0])
+    assert difference.startswith("orfs.h5: fingerprint of its reads")
     edit_json(copied[0] / "run.json", lambda body: body["staging"].pop("files"))
     _, (remark,) = said_of_the_store(copied[0])
     assert (

@@ -98,7 +98,7 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
         for i, device in enumerate(devices)
         for tick in range(20)
     ]
-    measured = telemetry_of(
+    telemetry = telemetry_of(
         shards,
         record_table(DeviceSample, samples),
         record_table(HostSample, []),
@@ -107,7 +107,7 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
         started=STARTED,
     )
     write_telemetry(
-        folder / "telemetry", measured, n_reads=numbers["n_reads"], wall_s=summary["wall_s"]
+        folder / "telemetry", telemetry, n_reads=numbers["n_reads"], wall_s=summary["wall_s"]
     )
 
 
@@ -154,13 +154,13 @@ def test_nine_stage_lines_with_dotted_leaders(tmp_path: Path) -> None:
 def test_all_met_is_said_only_when_all_are(tmp_path: Path) -> None:
     report = published(tmp_path)
     passing = tuple(c.model_copy(update={"verdict": "pass"}) for c in report.criteria)
-    met = report.model_copy(update={"criteria": passing, "scaling": ()})
-    assert "OVERALL: ALL CRITERIA MET: 7 of 7 asked criteria met\n" in criteria_text(met)
+    passing_report = report.model_copy(update={"criteria": passing, "scaling": ()})
+    assert "OVERALL: ALL CRITERIA MET: 7 of 7 asked criteria met\n" in criteria_text(passing_report)
     worse = Regression(verdict="fail", reason="over 10 % worse in total_s", stale=False)
-    regressed = met.model_copy(update={"regression": worse})
+    regressed_report = passing_report.model_copy(update={"regression": worse})
     assert (
         "OVERALL: 7 of 7 asked criteria met; not met: regression (over 10 % worse in total_s)"
-        in report_text(regressed)
+        in report_text(regressed_report)
     )
     assert report.model_copy(update={"criteria": (), "scaling": ()}).outcome == "not judged"
 

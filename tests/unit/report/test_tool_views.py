@@ -60,8 +60,10 @@ def test_operations_are_cut_to_the_limit_and_long_names_to_a_width() -> None:
 
 
 def test_shapes_are_a_column_if_they_were_recorded() -> None:
-    shaped = recording(operations=(operation("matmul", shapes="[[4, 4]]"), operation("copy")))
-    matmul, copy = operation_rows([shaped], limit=9)
+    shaped_recording = recording(
+        operations=(operation("matmul", shapes="[[4, 4]]"), operation("copy"))
+    )
+    matmul, copy = operation_rows([shaped_recording], limit=9)
     assert (matmul["shapes"], copy["shapes"]) == ("[[4, 4]]", "")
 
 

@@ -39,12 +39,12 @@ def test_verdicts_are_held_only_where_the_sample_can_tell(
     profile = load_profile("h200-1m").model_copy(
         update={"targets": {"verdicts_held": Target(op=">=", value=asked)}}
     )
-    found = agreement_of(chunks, changed)
-    beside = Comparison(a="fp32", b="devices-2", tolerance=0.01, consensus=found)
-    said = judge(
-        VERDICTS_HELD, judged.model_copy(update={"profile": profile, "comparisons": (beside,)})
+    agreement = agreement_of(chunks, changed)
+    comparison = Comparison(a="fp32", b="devices-2", tolerance=0.01, consensus=agreement)
+    judged_criterion = judge(
+        VERDICTS_HELD, judged.model_copy(update={"profile": profile, "comparisons": (comparison,)})
     )
-    assert (said.verdict, said.value, said.samples) == (
+    assert (judged_criterion.verdict, judged_criterion.value, judged_criterion.samples) == (
         verdict,
         pytest.approx(100 - 100 * changed / chunks),
         chunks,
@@ -52,14 +52,14 @@ def test_verdicts_are_held_only_where_the_sample_can_tell(
     low, high = (
         100 * end for end in binomtest(chunks - changed, chunks).proportion_ci(method="wilson")
     )
-    assert f"95 % interval {low:.3f} to {high:.3f} %" in said.reason
-    assert (" are needed" in said.reason) == (verdict == "not run")
+    assert f"95 % interval {low:.3f} to {high:.3f} %" in judged_criterion.reason
+    assert (" are needed" in judged_criterion.reason) == (verdict == "not run")
 
 
 def test_a_sample_that_is_too_small_says_how_many_chunks_are_needed(judged: Report) -> None:
-    beside = Comparison(a="fp32", b="devices-2", tolerance=0.01, consensus=agreement_of(985, 1))
+    comparison = Comparison(a="fp32", b="devices-2", tolerance=0.01, consensus=agreement_of(985, 1))
     report = judged.model_copy(
-        update={"profile": load_profile("h200-1m"), "comparisons": (beside,)}
+        update={"profile": load_profile("h200-1m"), "comparisons": (comparison,)}
     )
     assert (
         judge(VERDICTS_HELD, report).reason

@@ -69,8 +69,8 @@ def test_of_two_texts_the_first_line_that_differs_is_named() -> None:
     lines = [b"id\tfate\n", b"a\tviral\n", b"b\tviral\n"]
     verification.compare_lines("reads.tsv", lines, lines, "its shards")
     assert verification.ok
-    others = [lines[0], b"a\tempty\n", b"b\tempty\n"]
-    verification.compare_lines("reads.tsv", lines, others, "its shards")
+    other_lines = [lines[0], b"a\tempty\n", b"b\tempty\n"]
+    verification.compare_lines("reads.tsv", lines, other_lines, "its shards")
     assert verification.differences == [
         'reads.tsv: line 2 says "a\\tviral", its shards give "a\\tempty"'
     ]

@@ -31,10 +31,10 @@ def _json(relative: str, change: Callable[[dict], None]) -> Change:
 def _text(relative: str, pattern: str, replacement: str) -> Change:
     def change(out: Path) -> None:
         (path,) = out.glob(relative)
-        before = path.read_text(encoding="utf-8")
-        after = re.sub(pattern, replacement, before, count=1, flags=re.MULTILINE)
-        assert after != before, f"{pattern} is not in {path.name}"
-        path.write_text(after, encoding="utf-8")
+        text_before = path.read_text(encoding="utf-8")
+        text_after = re.sub(pattern, replacement, text_before, count=1, flags=re.MULTILINE)
+        assert text_after != text_before, f"{pattern} is not in {path.name}"
+        path.write_text(text_after, encoding="utf-8")
 
     return change
 
@@ -150,23 +150,23 @@ LAUNDERED: dict[str, Change] = {
 def test_an_untouched_report_is_verified(
     finished: tuple[Path, Profile], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = verify_report(finished[0])
-    assert found.differences == []
-    assert found.ok
-    assert found.figures > 1_000
+    verification = verify_report(finished[0])
+    assert verification.differences == []
+    assert verification.ok
+    assert verification.figures > 1_000
     assert main(["verify", str(finished[0])]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[-1] == f"{found.figures:,} figures computed again, all as reported"
-    assert said[:-1] == found.remarks
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"{verification.figures:,} figures computed again, all as reported"
+    assert lines[:-1] == verification.remarks
 
 
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_changed_report_is_caught(copied: tuple[Path, Profile], name: str) -> None:
-    out, _ = copied
-    REPORTED[name](out)
-    found = verify_report(out)
-    assert not found.ok
-    assert any("report" in line or ":" in line for line in found.differences)
+    out_dir, _ = copied
+    REPORTED[name](out_dir)
+    verification = verify_report(out_dir)
+    assert not verification.ok
+    assert any("report" in line or ":" in line for line in verification.differences)
 
 
 @pytest.mark.parametrize(
@@ -175,38 +175,38 @@ def test_a_changed_report_is_caught(copied: tuple[Path, Profile], name: str) -> 
 def test_a_changed_report_is_caught_when_its_forms_agree(
     copied: tuple[Path, Profile], name: str
 ) -> None:
-    out, _ = copied
-    REPORTED[name](out)
-    rerender(out)
-    assert not verify_report(out).ok
+    out_dir, _ = copied
+    REPORTED[name](out_dir)
+    rerender(out_dir)
+    assert not verify_report(out_dir).ok
 
 
 @pytest.mark.parametrize("name", sorted(RAW.keys() - LAUNDERED.keys()))
 def test_a_changed_raw_file_is_caught(copied: tuple[Path, Profile], name: str) -> None:
-    out, _ = copied
-    RAW[name](out)
-    assert not verify_report(out).ok
+    out_dir, _ = copied
+    RAW[name](out_dir)
+    assert not verify_report(out_dir).ok
 
 
 @pytest.mark.parametrize("name", LAUNDERED)
 def test_a_raw_figure_changed_before_reporting_is_caught(
     copied: tuple[Path, Profile], name: str
 ) -> None:
-    out, profile = copied
-    LAUNDERED[name](out)
-    shutil.rmtree(out / "report")
-    write_report(out, profile)
-    found = verify_report(out)
-    assert not found.ok
-    assert not any(line.startswith("evidence") for line in found.differences), (
+    out_dir, profile = copied
+    LAUNDERED[name](out_dir)
+    shutil.rmtree(out_dir / "report")
+    write_report(out_dir, profile)
+    verification = verify_report(out_dir)
+    assert not verification.ok
+    assert not any(line.startswith("evidence") for line in verification.differences), (
         "caught by more than a digest"
     )
 
 
 def test_a_missed_comparison_that_is_left_out_is_named(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
-    (out / "regression.json").unlink()
-    path = out / "devices-1" / "prediction_results_highestscore.csv"
+    out_dir, profile = copied
+    (out_dir / "regression.json").unlink()
+    path = out_dir / "devices-1" / "prediction_results_highestscore.csv"
     path.write_text(
         path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8"
     )
@@ -214,25 +214,28 @@ def test_a_missed_comparison_that_is_left_out_is_named(copied: tuple[Path, Profi
         path.parent / "summary.json",
         lambda body: body["files"].update({path.name: digest(path).model_dump()}),
     )
-    compare_runs(out, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
-    assert {"same_bytes", "consensus"} <= {one.id for one in write_report(out, profile).failed}
-    assert verify_report(out).ok
+    compare_runs(out_dir, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
+    assert {"same_bytes", "consensus"} <= {
+        check.id for check in write_report(out_dir, profile).failed
+    }
+    assert verify_report(out_dir).ok
     edit_json(
-        out / "comparison.json", lambda body: body.update(comparisons=body["comparisons"][1:2])
+        out_dir / "comparison.json", lambda body: body.update(comparisons=body["comparisons"][1:2])
     )
     assert {"same_bytes", "consensus"}.isdisjoint(
-        one.id for one in write_report(out, profile).failed
+        check.id for check in write_report(out_dir, profile).failed
     )
     assert any(
-        line.startswith("comparison.json: pairs: says") for line in verify_report(out).differences
+        line.startswith("comparison.json: pairs: says")
+        for line in verify_report(out_dir).differences
     )
 
 
 def test_a_softer_profile_is_caught(copied: tuple[Path, Profile]) -> None:
-    out, profile = copied
+    out_dir, profile = copied
     softer = profile.model_copy(update={"score_tolerance": 0.5})
-    write_report(out, softer)
-    assert any("score_tolerance" in line for line in verify_report(out).differences)
+    write_report(out_dir, softer)
+    assert any("score_tolerance" in line for line in verify_report(out_dir).differences)
 
 
 def test_a_changed_shipped_profile_is_caught(tmp_path: Path) -> None:
@@ -245,12 +248,12 @@ def test_a_changed_shipped_profile_is_caught(tmp_path: Path) -> None:
 def test_a_missing_form_is_named(
     copied: tuple[Path, Profile], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, _ = copied
-    (out / "report" / "report.md").unlink()
-    assert main(["verify", str(out)]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "report/report.md: missing"
-    assert said[-1].startswith("1 of ")
+    out_dir, _ = copied
+    (out_dir / "report" / "report.md").unlink()
+    assert main(["verify", str(out_dir)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "report/report.md: missing"
+    assert lines[-1].startswith("1 of ")
 
 
 @pytest.mark.parametrize(
@@ -260,10 +263,10 @@ def test_a_missing_form_is_named(
 def test_a_file_that_cannot_be_read_is_a_difference(
     name: str, content: bytes, copied: tuple[Path, Profile]
 ) -> None:
-    out, _ = copied
-    assert (out / name).is_file()
-    (out / name).write_bytes(content)
-    assert any(name in line and len(line) < 400 for line in verify_report(out).differences)
+    out_dir, _ = copied
+    assert (out_dir / name).is_file()
+    (out_dir / name).write_bytes(content)
+    assert any(name in line and len(line) < 400 for line in verify_report(out_dir).differences)
 
 
 def test_without_a_report_there_is_nothing_to_verify(tmp_path: Path) -> None:
@@ -272,10 +275,12 @@ def test_without_a_report_there_is_nothing_to_verify(tmp_path: Path) -> None:
 
 
 def test_a_report_of_another_kind_is_refused(copied: tuple[Path, Profile]) -> None:
-    out, _ = copied
-    (out / "report" / "report.json").write_text(json.dumps({"schema_version": 1}), encoding="utf-8")
+    out_dir, _ = copied
+    (out_dir / "report" / "report.json").write_text(
+        json.dumps({"schema_version": 1}), encoding="utf-8"
+    )
     with pytest.raises(InputError, match="not a report of this version"):
-        verify_report(out)
+        verify_report(out_dir)
 
 
 def test_a_scaled_baseline_is_verified(tmp_path: Path) -> None:
@@ -294,13 +299,13 @@ def test_a_scaled_baseline_is_verified(tmp_path: Path) -> None:
 def test_the_page_of_another_drawing_library_is_compared_without_its_charts(
     copied: tuple[Path, Profile],
 ) -> None:
-    out, _ = copied
-    page = out / "report" / "report.html"
+    out_dir, _ = copied
+    page = out_dir / "report" / "report.html"
     text = page.read_text(encoding="utf-8")
     older = re.sub(r"matplotlib [0-9.]+", "matplotlib 3.9.0", text).replace(
         "base64,PD94", "base64,AAAA"
     )
     page.write_text(older, encoding="utf-8")
-    assert verify_report(out).ok
+    assert verify_report(out_dir).ok
     page.write_text(older.replace("<b>1.82x</b>", "<b>1.98x</b>"), encoding="utf-8")
-    assert not verify_report(out).ok
+    assert not verify_report(out_dir).ok

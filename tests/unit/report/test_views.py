@@ -47,13 +47,13 @@ def test_a_column_of_figures_is_set_to_the_right() -> None:
 
 
 def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Report) -> None:
-    alone, figure = report.scaling
+    alone_figure, figure = report.scaling
     assert figure.judged is not None
     judgement = {"value": 1.8996, "target": Target(op=">=", value=1.9), "verdict": "fail"}
     criterion = figure.judged.model_copy(update=judgement)
     values = {"speedup": 1.8996, "efficiency": 0.9498, "judged": criterion}
-    missed = figure.model_copy(update=values)
-    row = scaling_rows(report.model_copy(update={"scaling": (alone, missed)}))[1]
+    missed_figure = figure.model_copy(update=values)
+    row = scaling_rows(report.model_copy(update={"scaling": (alone_figure, missed_figure)}))[1]
     assert row["Speedup"] == "1.8996x"
     assert row["Efficiency"] == "94.98%"
     assert str(row["Verdict"]) == "[FAIL]"

@@ -62,8 +62,8 @@ def build(out: Path, recipe: Recipe | None = None, profile: Profile | None = Non
         update={"min_reads": 1, "min_compared_chunks": 1, "target_reads": None}
     )
     if recipe.baseline_reads is not None:
-        asked = profile.baseline.model_copy(update={"reads": recipe.baseline_reads})
-        profile = profile.model_copy(update={"baseline": asked})
+        baseline_spec = profile.baseline.model_copy(update={"reads": recipe.baseline_reads})
+        profile = profile.model_copy(update={"baseline": baseline_spec})
     rows = result_rows(recipe)
     names = [f"devices-{count}" for count in sorted({1, *recipe.between, recipe.devices})]
     for name in names:
@@ -111,17 +111,17 @@ def write_results(
         if first_reads is not None and number >= first_reads:
             break
         virus = np.clip(scores[:, 1] + np.float32(noise), 0, 1).astype(np.float32)
-        others = (np.float32(1) - virus).astype(np.float32)
-        for name, a, b in zip(ids, others, virus, strict=True):
+        other_scores = (np.float32(1) - virus).astype(np.float32)
+        for name, a, b in zip(ids, other_scores, virus, strict=True):
             frames.append(f"{name}\t{'virus' if b > a else 'others'}\t{a!s}\t{b!s}")
         fate = "no_open_frame"
         if ids:
-            is_virus = virus.max() >= others.max()
-            chunks.append(f"{ids[0][:-2]}\t{is_virus}\t{others.max()!s}\t{virus.max()!s}")
+            is_virus = virus.max() >= other_scores.max()
+            chunks.append(f"{ids[0][:-2]}\t{is_virus}\t{other_scores.max()!s}\t{virus.max()!s}")
             fate = "viral" if is_virus else "others"
         fates[fate] += 1
-        shown = str(virus.max()) if ids else ""
-        reads.append(f"read{number}\t{length}\t1\t{len(ids)}\t{fate}\t{shown}\t{fate}\t")
+        virus_score = str(virus.max()) if ids else ""
+        reads.append(f"read{number}\t{length}\t1\t{len(ids)}\t{fate}\t{virus_score}\t{fate}\t")
     run = RunDir(folder)
     write_text_atomically(run.predictions, "\n".join(frames) + "\n")
     write_text_atomically(run.consensus, "\n".join(chunks) + "\n")
@@ -140,28 +140,30 @@ def build_run(
     write_shards(run, rows, recipe)
     devices = device_records(recipe, count)
     ids = [device["id"] for device in devices]
-    done = shards_done(recipe, ids)
-    end_s = max(shard.finished_s for shard in done)
+    records = shards_done(recipe, ids)
+    end_s = max(shard.finished_s for shard in records)
     samples, host = device_samples(recipe, ids, end_s), host_samples(end_s)
     clock = StageClock()
     clock.add("Sequence Chunking", 2.0, (ORIGIN_S - 5, ORIGIN_S - 3))
     clock.add("Six-Frame Translation", 3.0, (ORIGIN_S - 3, ORIGIN_S))
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
-    busy = max(device_busy(record_table(ShardDone, done, ids)), key=lambda one: one.busy_s)
+    busy = max(device_busy(record_table(ShardDone, records, ids)), key=lambda one: one.busy_s)
     clock.add("DNABERT-S", busy.dnabert_s)
     clock.add("ESM-2", busy.esm2_s, (ORIGIN_S + 1, ORIGIN_S + 1 + busy.esm2_s))
     clock.fuse("Feature Merging", "ESM-2")
     clock.add("Model Prediction", 0.5, (end_s, end_s + 0.5))
     clock.add("Consensus Scoring", 0.25, (end_s + 0.5, end_s + 0.75))
     wall_s = end_s - ORIGIN_S + 1.0
-    measured = telemetry_of(done, samples, host, clock.times(), origin_s=ORIGIN_S, started=STARTED)
+    telemetry = telemetry_of(
+        records, samples, host, clock.times(), origin_s=ORIGIN_S, started=STARTED
+    )
     figures = {
         "n_reads": recipe.reads,
         "wall_s": wall_s,
         "sequences_per_hour": 3600 * recipe.reads / (5.0 + wall_s),
     }
-    told = write_telemetry(run.telemetry, measured, window_s=window_s, **figures)
+    telemetry_file = write_telemetry(run.telemetry, telemetry, window_s=window_s, **figures)
     n_rows = sum(len(ids) for ids in rows.ids)
     summary = {
         "schema_version": 1,
@@ -174,7 +176,7 @@ def build_run(
         "n_rows": n_rows,
         "n_uniques": n_rows,
         "fates": fates,
-        "telemetry": told.name,
+        "telemetry": telemetry_file.name,
         "devices": devices,
         "resumed": False,
         "shards_computed": recipe.shards,
@@ -222,16 +224,16 @@ def run_record(recipe: Recipe, count: int) -> dict[str, Any]:
 
 def shards_done(recipe: Recipe, devices: list[str]) -> list[ShardDone]:
     """Shards dealt in turn, each with DNABERT-S batches, then ESM-2 batches."""
-    done = []
+    records = []
     for shard in range(recipe.shards):
         device = devices[shard % len(devices)]
         turn = shard // len(devices)
         started_s = ORIGIN_S + 2.0 + turn * recipe.seconds_a_shard
         batches = []
-        for encoder, first, number in (("dnabert_s", 0.0, 4), ("esm2", 0.2, 8)):
+        for encoder, begin_s, number in (("dnabert_s", 0.0, 4), ("esm2", 0.2, 8)):
             span_s = recipe.seconds_a_shard * (0.2 if encoder == "dnabert_s" else 0.75)
             for index in range(number):
-                launched_s = started_s + first * recipe.seconds_a_shard + index * span_s / number
+                launched_s = started_s + begin_s * recipe.seconds_a_shard + index * span_s / number
                 tokens = int(16_384 * recipe.packing) - 13 * index
                 batches.append(
                     BatchRecord(
@@ -248,7 +250,7 @@ def shards_done(recipe: Recipe, devices: list[str]) -> list[ShardDone]:
                         device_ms=1000.0 * span_s / number,
                     )
                 )
-        done.append(
+        records.append(
             ShardDone(
                 device=device,
                 shard=shard,
@@ -264,23 +266,23 @@ def shards_done(recipe: Recipe, devices: list[str]) -> list[ShardDone]:
                 batches=tuple(batches),
             )
         )
-    return done
+    return records
 
 
 def device_samples(recipe: Recipe, devices: list[str], end_s: float) -> pd.DataFrame:
     if recipe.gpu is None:
         return record_table(DeviceSample, [], devices)
-    found = []
+    samples = []
     for place, device in enumerate(devices):
         level = recipe.utilisation[place % len(recipe.utilisation)]
         for tick in range(int((end_s - ORIGIN_S) / 0.5) + 1):
             wiggle = 3.0 * (-1) ** tick
-            found.append(
+            samples.append(
                 DeviceSample(
                     ORIGIN_S + tick * 0.5, device, level + wiggle, 9 << 30, 400.0 + wiggle, 60.0
                 )
             )
-    return record_table(DeviceSample, found, devices)
+    return record_table(DeviceSample, samples, devices)
 
 
 def host_samples(end_s: float) -> pd.DataFrame:
@@ -309,8 +311,8 @@ def build_baseline(out: Path, recipe: Recipe, rows: Rows) -> None:
     """The baseline's folder: results that differ in the seventh digit, and its summary."""
     run = RunDir(out / "baseline")
     write_results(run.root, rows, first_reads=recipe.baseline_reads or recipe.reads, noise=1e-7)
-    counted = [len(ids) for ids in rows.ids]
-    total = sum(counted) * 52
+    frame_counts = [len(ids) for ids in rows.ids]
+    total = sum(frame_counts) * 52
     summary: dict[str, Any] = {
         "schema_version": 1,
         "name": "v1",
@@ -324,7 +326,7 @@ def build_baseline(out: Path, recipe: Recipe, rows: Rows) -> None:
             "ESM-2": recipe.baseline_s * 0.75,
         },
         "n_reads": recipe.reads,
-        "measured_rows": sum(counted[: recipe.baseline_reads or recipe.reads]),
+        "measured_rows": sum(frame_counts[: recipe.baseline_reads or recipe.reads]),
         "devices": device_records(recipe, recipe.devices),
     }
     if recipe.baseline_reads is not None:
@@ -334,7 +336,7 @@ def build_baseline(out: Path, recipe: Recipe, rows: Rows) -> None:
             "subset": {"reads": recipe.baseline_reads, "tokens": tokens, "total_tokens": total},
             "stages": stages,
             "measured_s": recipe.baseline_s * tokens / total,
-            "measured_stages": {name: spent * tokens / total for name, spent in stages.items()},
+            "measured_stages": {name: stage_s * tokens / total for name, stage_s in stages.items()},
         }
     write_json(run.summary, summary)
     write_json(run.record, run_record(recipe, recipe.devices))
@@ -362,11 +364,11 @@ def digest_of(folder: Path) -> str:
 def agreement_of(total: int, differing: int) -> LabelAgreement:
     agreeing = total - differing
     share = agreeing / total
-    told = {
+    counts = {
         "in_both": total,
         "only_in_a": 0,
         "only_in_b": 0,
         "agreeing": agreeing,
         "agreement": share,
     }
-    return LabelAgreement(**told, score=None, examples=())
+    return LabelAgreement(**counts, score=None, examples=())

@@ -26,8 +26,10 @@ def telemetry_of(
     batches = record_table(
         BatchRecord, (batch for shard in shards for batch in shard.batches), devices
     )
-    done = record_table(ShardDone, shards, devices)
-    return Telemetry(batches, samples, host, done, tuple(stages), origin_s, started.isoformat())
+    shard_table = record_table(ShardDone, shards, devices)
+    return Telemetry(
+        batches, samples, host, shard_table, tuple(stages), origin_s, started.isoformat()
+    )
 
 
 def batch(

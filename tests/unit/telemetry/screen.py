@@ -10,18 +10,18 @@ CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+")
 def screen(text: str, width: int) -> list[str]:
     """The lines of a terminal so wide and as high as need be; whatever was wiped or written over is gone."""
     lines, row, column = [""], 0, 0
-    for found in CONTROL.finditer(text):
-        number, kind = found[1], found[2]
-        if found[0] == "\r":
+    for match in CONTROL.finditer(text):
+        number, kind = match[1], match[2]
+        if match[0] == "\r":
             column = 0
-        elif found[0] == "\n":
+        elif match[0] == "\n":
             row, column = row + 1, 0
         elif kind == "A":
             row -= int(number or 1)
         elif kind == "K":
             lines[row] = "" if number == "2" else lines[row][:column]
         elif kind is None:
-            for letter in found[0]:
+            for letter in match[0]:
                 if column == width:  # as terminals do: the next letter stands on the next line
                     row, column = row + 1, 0
                 lines += [""] * (row + 1 - len(lines))

@@ -71,9 +71,11 @@ def done(rows: int, device: str = "GPU-a") -> ShardDone:
 
 def reporter(total: int, sampler: Sampler, **options: Any) -> InferenceProgressReporter:
     console = options.pop("console", Console(file=io.StringIO(), force_terminal=False))
-    made = InferenceProgressReporter(total, sampler, **{"on_progress": lambda _: None, **options})
-    made._console = console
-    return made
+    progress = InferenceProgressReporter(
+        total, sampler, **{"on_progress": lambda _: None, **options}
+    )
+    progress._console = console
+    return progress
 
 
 def shown(progress: InferenceProgressReporter, *devices: str) -> tuple[Any, ...]:
@@ -132,13 +134,17 @@ def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(
             "12:00:00  cpu-core-0 ready after 3.8 s"
         )  # as a log line, which shares the console
         progress.update(done(250_000, "GPU-b"))
-    line, one, other, total = screen(text.getvalue(), width)
+    line, first_bar, second_bar, total = screen(text.getvalue(), width)
     assert line == "12:00:00  cpu-core-0 ready after 3.8 s"
-    assert (one.split()[0], other.split()[0], total.split()[0]) == ("GPU-a", "GPU-b", "Embedding")
+    assert (first_bar.split()[0], second_bar.split()[0], total.split()[0]) == (
+        "GPU-a",
+        "GPU-b",
+        "Embedding",
+    )
     for words in ("25%", "1,500,000/6,000,000", "80 % GPU", "ETA 15:00"):
         assert words in total
-    assert "90 % GPU" in one
-    assert "70 % GPU" in other
+    assert "90 % GPU" in first_bar
+    assert "70 % GPU" in second_bar
     assert ("90.0 % pack" in total) is pack
 
 
@@ -180,12 +186,12 @@ def test_cores_have_no_gpu_column(clock: Clock) -> None:
 
 
 def test_the_callback_is_throttled_and_gets_the_end(sampler: Sampler, clock: Clock) -> None:
-    seen: list[float] = []
-    with reporter(40, sampler, on_progress=seen.append) as progress:
+    fractions: list[float] = []
+    with reporter(40, sampler, on_progress=fractions.append) as progress:
         for tick in range(1, 41):
             clock.now = tick / 2
             progress.update(done(1))
-    assert seen == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert fractions == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert progress.eta == "00:00"
 
 
@@ -241,17 +247,19 @@ def test_the_summary_block_is_found_by_the_usual_greps() -> None:
     clock.fuse("Feature Merging", "ESM-2")
     clock.add("ESM-2", 1383.2)
     lines = pipeline_summary(clock.times(), 2025.0).splitlines()
-    at = lines.index("PIPELINE SUMMARY")
-    after = lines[at + 1 : at + 16]  # grep -A 15
+    heading_index = lines.index("PIPELINE SUMMARY")
+    lines_after = lines[heading_index + 1 : heading_index + 16]  # grep -A 15
     assert [
-        line.split(": ")[1].split(" .")[0] for line in after if line.startswith("Stage ")
+        line.split(": ")[1].split(" .")[0] for line in lines_after if line.startswith("Stage ")
     ] == list(STAGES)
-    (total,) = [line for line in after if "Total wall time" in line]
+    (total,) = [line for line in lines_after if "Total wall time" in line]
     assert re.search(r"Total wall time: 33:45 \(2025\.0 s\)", total)
-    assert any(re.fullmatch(r"Stage 6: ESM-2 \.+  1383\.2 s \(68\.3 %\)", line) for line in after)
-    assert any("0.0 s (fused into ESM-2)" in line for line in after)
-    assert sum("not measured" in line for line in after) == 6
-    assert not any(line.startswith("The rest") for line in after)
+    assert any(
+        re.fullmatch(r"Stage 6: ESM-2 \.+  1383\.2 s \(68\.3 %\)", line) for line in lines_after
+    )
+    assert any("0.0 s (fused into ESM-2)" in line for line in lines_after)
+    assert sum("not measured" in line for line in lines_after) == 6
+    assert not any(line.startswith("The rest") for line in lines_after)
     for name, seconds in (
         ("Start-up: weights", 12.34),
         ("Result files", 0.01),

@@ -56,9 +56,9 @@ def write(
     wall_s: float,
 ) -> Path:
     """The `.h5` file of what was measured; the JSON lies beside it."""
-    measured = telemetry_of(shards, samples, host, stages, origin_s=origin_s, started=STARTED)
+    telemetry = telemetry_of(shards, samples, host, stages, origin_s=origin_s, started=STARTED)
     return write_telemetry(
-        folder, measured, n_reads=n_reads, wall_s=wall_s, window_s=60.0
+        folder, telemetry, n_reads=n_reads, wall_s=wall_s, window_s=60.0
     ).with_suffix(".h5")
 
 
@@ -90,7 +90,7 @@ def test_names_that_other_tools_read(tmp_path: Path) -> None:
     assert path.name == "telemetry_20260301_120000.h5"
     body = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     assert {"schema_version", "summary", "windows", "per_batch_metrics"} <= body.keys()
-    first = body["per_batch_metrics"][0]
+    first_batch = body["per_batch_metrics"][0]
     assert {
         "batch_idx",
         "timestamp",
@@ -98,9 +98,9 @@ def test_names_that_other_tools_read(tmp_path: Path) -> None:
         "sequences_per_sec",
         "gpu_util",
         "packing_efficiency",
-    } <= set(first)
+    } <= set(first_batch)
     assert {"wait_ms", "arrived_s", "queue_state", "padding_waste", "device", "encoder"} <= set(
-        first
+        first_batch
     )
     assert {"gpu_util_avg", "gpu_util_min", "mem_used_peak", "sample_count"} <= set(
         body["summary"]["gpus"]["GPU-a"]
@@ -120,28 +120,28 @@ def test_names_that_other_tools_read(tmp_path: Path) -> None:
 
 
 def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
-    measured = read_telemetry(written(tmp_path))
-    assert measured.batches.groupby("device", observed=True).size().to_dict() == {
+    telemetry = read_telemetry(written(tmp_path))
+    assert telemetry.batches.groupby("device", observed=True).size().to_dict() == {
         "GPU-a": 5,
         "GPU-b": 1,
     }
-    assert measured.batches.launched_s.tolist() == sorted([100, 101, 102, 103, 104, 101])
-    assert np.isnan(measured.batches.device_ms).sum() == 1
-    pd.testing.assert_frame_equal(measured.samples, samples())
-    assert measured.shards.esm2_s.tolist() == [2.0, 2.0]
-    assert [(s.name, s.seconds, s.fused_into) for s in measured.stages] == [
+    assert telemetry.batches.launched_s.tolist() == sorted([100, 101, 102, 103, 104, 101])
+    assert np.isnan(telemetry.batches.device_ms).sum() == 1
+    pd.testing.assert_frame_equal(telemetry.samples, samples())
+    assert telemetry.shards.esm2_s.tolist() == [2.0, 2.0]
+    assert [(s.name, s.seconds, s.fused_into) for s in telemetry.stages] == [
         ("ESM-2", 4.0, None),
         ("Feature Merging", None, "ESM-2"),
     ]
-    assert measured.origin_s == 100.0
+    assert telemetry.origin_s == 100.0
 
 
 def test_the_same_questions_can_be_asked_of_a_finished_run(tmp_path: Path) -> None:
-    measured = read_telemetry(written(tmp_path))
-    assert measured.get_average_packing_efficiency() == pytest.approx(90.0)
-    assert measured.get_average_gpu_utilization() == pytest.approx(94.0)
-    assert measured.get_throughput()["tokens_per_sec"] == pytest.approx(5400 / 4.1)
-    assert measured.get_dataloader_statistics()["max_wait_time_ms"] == 60.0
+    telemetry = read_telemetry(written(tmp_path))
+    assert telemetry.get_average_packing_efficiency() == pytest.approx(90.0)
+    assert telemetry.get_average_gpu_utilization() == pytest.approx(94.0)
+    assert telemetry.get_throughput()["tokens_per_sec"] == pytest.approx(5400 / 4.1)
+    assert telemetry.get_dataloader_statistics()["max_wait_time_ms"] == 60.0
 
 
 def test_frames_for_pandas(tmp_path: Path) -> None:
@@ -163,16 +163,16 @@ def test_a_run_that_launched_nothing_is_written_and_read(tmp_path: Path) -> None
     body = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     assert body["per_batch_metrics"] == []
     assert body["summary"]["sequences_per_hour"] is None
-    measured = read_telemetry(path)
-    assert measured.get_average_packing_efficiency() is None
-    assert measured.get_average_gpu_utilization() is None
+    telemetry = read_telemetry(path)
+    assert telemetry.get_average_packing_efficiency() is None
+    assert telemetry.get_average_gpu_utilization() is None
     assert len(open_frame(path)) == 0
 
 
 def test_a_second_run_in_the_same_second_keeps_the_first(tmp_path: Path) -> None:
-    first, second = written(tmp_path), written(tmp_path)
-    assert first != second
-    assert first.exists()
+    first_file, second = written(tmp_path), written(tmp_path)
+    assert first_file != second
+    assert first_file.exists()
     assert latest(tmp_path) == second
 
 

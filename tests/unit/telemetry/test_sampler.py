@@ -72,13 +72,13 @@ def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
     with Keeping(DEVICES[:1], every_s=0.01, read=nvml.read) as sampler:
         while len(sampler.samples()) < 3:
             time.sleep(0.01)
-    taken = len(sampler.samples())
-    assert 3 <= taken <= (time.monotonic() - began) / 0.01 + 2, (
+    num_samples = len(sampler.samples())
+    assert 3 <= num_samples <= (time.monotonic() - began) / 0.01 + 2, (
         "at most one an interval, and the last"
     )
     assert not [thread for thread in threading.enumerate() if thread.name == "virnuc-sampler"]
     time.sleep(0.03)
-    assert len(sampler.samples()) == taken
+    assert len(sampler.samples()) == num_samples
 
 
 def test_a_short_run_has_a_sample() -> None:
@@ -134,17 +134,17 @@ def test_the_driver_is_named_where_there_is_one(monkeypatch: pytest.MonkeyPatch)
 def test_a_sample_has_every_number_of_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = {"GPU-aaaa": Reading(11.0), "GPU-bbbb": Reading(88.0, 1 << 30, 345.0, None)}
     monkeypatch.setattr(gpus, "NVML", FakeGpus(readings=readings))
-    read = gpu_reader(DEVICES)
-    assert read is not None
-    assert read("GPU-bbbb", 2.0) == DeviceSample(2.0, "GPU-bbbb", 88.0, 1 << 30, 345.0, None)
-    assert read("GPU-aaaa", 2.0).utilisation == 11.0
+    sample_gpus = gpu_reader(DEVICES)
+    assert sample_gpus is not None
+    assert sample_gpus("GPU-bbbb", 2.0) == DeviceSample(2.0, "GPU-bbbb", 88.0, 1 << 30, 345.0, None)
+    assert sample_gpus("GPU-aaaa", 2.0).utilisation == 11.0
 
 
 def test_memory_of_children_is_counted() -> None:
     import subprocess
     import sys
 
-    alone = Sampler(()).host(0.0).rss_bytes
+    own_bytes = Sampler(()).host(0.0).rss_bytes
     child = subprocess.Popen(
         [
             sys.executable,
@@ -157,12 +157,12 @@ def test_memory_of_children_is_counted() -> None:
     try:
         assert child.stdout is not None
         child.stdout.readline()
-        both = Sampler(()).host(0.0).rss_bytes
+        both_bytes = Sampler(()).host(0.0).rss_bytes
     finally:
         child.communicate(b"\n")
-    assert alone is not None
-    assert both is not None
-    assert both > alone + 50_000_000
+    assert own_bytes is not None
+    assert both_bytes is not None
+    assert both_bytes > own_bytes + 50_000_000
 
 
 @pytest.mark.gpu
@@ -184,7 +184,7 @@ def test_known_load_is_seen_on_a_real_gpu() -> None:
             for _ in range(20):
                 side @ side
             torch.cuda.synchronize()
-    quiet, loaded = idle.samples().utilisation[5:], busy.samples().utilisation[15:]
+    quiet, busy_values = idle.samples().utilisation[5:], busy.samples().utilisation[15:]
     assert quiet.mean() < 30
-    assert loaded.mean() > 90
+    assert busy_values.mean() > 90
     assert busy.samples().power_w[15:].mean() > idle.samples().power_w[5:].mean()

@@ -158,10 +158,10 @@ def test_a_window_carries_the_utilisation_of_its_time() -> None:
         DeviceSample,
         [DeviceSample(float(i), "GPU-a", 10.0 * i, None, None, None) for i in range(10)],
     )
-    (first, second) = windows(
+    (first_window, second) = windows(
         record_table(BatchRecord, [batch(0.0), batch(5.0)]), 5.0, 0.0, samples
     )
-    assert first.gpu_util == {"GPU-a": pytest.approx(25.0)}
+    assert first_window.gpu_util == {"GPU-a": pytest.approx(25.0)}
     assert second.gpu_util == {"GPU-a": pytest.approx(50.0)}, "it ends with its last batch"
 
 
@@ -181,9 +181,11 @@ def test_the_spread_of_the_devices() -> None:
 
 def test_the_committed_span_ends_with_the_last_commit() -> None:
     batches = [batch(0.0, tokens=900), batch(1.0, tokens=300)]
-    done = record_table(ShardDone, [shard(0, batches)])  # finished at 2.0, committed 0.2 s later
-    assert committed_span_s(record_table(BatchRecord, batches), done) == pytest.approx(2.2)
-    assert committed_span_s(record_table(BatchRecord, []), done) == 0
+    shard_table = record_table(
+        ShardDone, [shard(0, batches)]
+    )  # finished at 2.0, committed 0.2 s later
+    assert committed_span_s(record_table(BatchRecord, batches), shard_table) == pytest.approx(2.2)
+    assert committed_span_s(record_table(BatchRecord, []), shard_table) == 0
     assert committed_span_s(record_table(BatchRecord, batches), record_table(ShardDone, [])) == 0
 
 

@@ -26,18 +26,18 @@ def test_pairs_of_runs_are_measured_and_only_their_telemetry_stays(
     tmp_path: Path, bench: Bench, engine: EngineSpec
 ) -> None:
     shares_done: list[float] = []
-    measured = measure_overhead(
+    overhead = measure_overhead(
         tmp_path, bench, engine, switches=SWITCHES, pairs=1, shards=2, on_run=shares_done.append
     )
-    assert [pair.of for pair in measured.pairs] == list(SWITCHES)
-    assert measured.shards == 2
+    assert [pair.of for pair in overhead.pairs] == list(SWITCHES)
+    assert overhead.shards == 2
     assert shares_done == [1.0]
-    for pair in measured.pairs:
+    for pair in overhead.pairs:
         assert pair.with_tokens_per_s > 0
         assert pair.without_tokens_per_s > 0
     assert not list(tmp_path.rglob("shards"))
     check_switches(tmp_path / "overhead")
-    check_record(tmp_path, bench, engine, measured)
+    check_record(tmp_path, bench, engine, overhead)
 
 
 def check_switches(overhead: Path) -> None:

@@ -38,9 +38,9 @@ def test_a_sample_in_fp32_is_compared_with_a_run(
 
     [comparison] = compare_runs(tmp_path, ("devices-1",), tolerance=0.01, subset=False)
     assert (comparison.a, comparison.b, comparison.bitwise) == ("fp32", "devices-1", None)
-    joined = comparison.cosines[0]
-    assert N_SEQUENCES <= joined.n < OrfStore.open(bench.store).n_uniques
-    assert joined.minimum > 0.9999
+    cosine = comparison.cosines[0]
+    assert N_SEQUENCES <= cosine.n < OrfStore.open(bench.store).n_uniques
+    assert cosine.minimum > 0.9999
     for agreement in (comparison.frames, comparison.consensus):
         assert agreement is not None
         assert agreement.agreement == 1.0

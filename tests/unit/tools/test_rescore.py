@@ -67,8 +67,8 @@ def run(tmp_path: Path, models: Path) -> RunDir:
     """A finished run with random embeddings, one of its sequences failed."""
     run = RunDir(tmp_path / "run")
     spec = SimulateSpec(reads=N_READS, genome_length=3_000, seed=2)
-    simulated = simulate(spec, tmp_path / "reads.fasta")
-    stage(StageSpec(reads=(str(simulated.reads_file),)), run.store)
+    simulation = simulate(spec, tmp_path / "reads.fasta")
+    stage(StageSpec(reads=(str(simulation.reads_file),)), run.store)
     store = OrfStore.open(run.store)
     record = runfiles.new_record(
         runfiles.RunRecord,
@@ -107,31 +107,31 @@ def read_files(run: RunDir, names: tuple[str, ...] = FILES) -> list[bytes]:
 
 
 def test_the_same_head_gives_the_same_bytes(tmp_path: Path, run: RunDir, models: Path) -> None:
-    out = RunDir(tmp_path / "again")
-    summary = rescore(run, models, out)
-    assert read_files(out) == read_files(run)
+    out_dir = RunDir(tmp_path / "again")
+    summary = rescore(run, models, out_dir)
+    assert read_files(out_dir) == read_files(run)
     assert summary.results.fates["failed"] > 0, "the failed sequence stays failed"
     assert summary.head == fingerprint(models)["head"]
 
 
 def test_another_head_gives_its_own_scores(tmp_path: Path, run: RunDir) -> None:
-    other = make_models(tmp_path / "other", seed=9)
+    other_models = make_models(tmp_path / "other", seed=9)
     files = read_files(run)
-    out = RunDir(tmp_path / "new")
-    summary = rescore(run, other, out)
+    out_dir = RunDir(tmp_path / "new")
+    summary = rescore(run, other_models, out_dir)
     assert read_files(run) == files, "the run itself is left alone"
-    assert read_files(out) != files
+    assert read_files(out_dir) != files
 
     plan = shards.read_plan(run)
     results = [shards.read_shard(run, plan, shard) for shard in range(len(plan))]
-    scores = score(other, np.concatenate([result.embeddings for result in results]))
+    scores = score(other_models, np.concatenate([result.embeddings for result in results]))
     virus_scores = scores[OrfStore.open(run.store).row_unique[:], 1]
-    table = pd.read_csv(out.root / FRAMES, sep="\t", dtype={"score2": np.float32})
+    table = pd.read_csv(out_dir.root / FRAMES, sep="\t", dtype={"score2": np.float32})
     assert np.array_equal(table["score2"], virus_scores[~np.isnan(virus_scores)])
 
-    record = json.loads((out.root / "rescore.json").read_text())
+    record = json.loads((out_dir.root / "rescore.json").read_text())
     assert record["schema_version"] == 2
-    assert record["head"] == summary.head == fingerprint(other)["head"]
+    assert record["head"] == summary.head == fingerprint(other_models)["head"]
     assert sum(record["results"]["fates"].values()) == N_READS
 
 
@@ -150,12 +150,12 @@ def test_an_interrupted_rescoring_leaves_no_record_of_the_one_before(
     tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The record would be about files that are no longer there."""
-    out = RunDir(tmp_path / "out")
-    rescore(run, None, out, VerdictSpec(threshold=0.9))
+    out_dir = RunDir(tmp_path / "out")
+    rescore(run, None, out_dir, VerdictSpec(threshold=0.9))
     monkeypatch.setattr("os.replace", interrupt_at("reads.tsv"))
     with pytest.raises(KeyboardInterrupt):
-        rescore(run, None, out, VerdictSpec(threshold=0.1))
-    assert not (out.root / "rescore.json").exists()
+        rescore(run, None, out_dir, VerdictSpec(threshold=0.1))
+    assert not (out_dir.root / "rescore.json").exists()
 
 
 def interrupt_at(name: str) -> Callable[[Path, Path], None]:
@@ -171,9 +171,9 @@ def interrupt_at(name: str) -> Callable[[Path, Path], None]:
 
 def test_the_folder_of_a_head_can_be_given(tmp_path: Path, run: RunDir, models: Path) -> None:
     shutil.copytree(models / "head", tmp_path / "new")
-    out = RunDir(tmp_path / "out")
-    summary = rescore(run, tmp_path / "new", out)
-    assert read_files(out) == read_files(run)
+    out_dir = RunDir(tmp_path / "out")
+    summary = rescore(run, tmp_path / "new", out_dir)
+    assert read_files(out_dir) == read_files(run)
     assert summary.head == fingerprint(models)["head"]
 
 
@@ -237,12 +237,12 @@ def test_without_a_head_there_are_no_uncertain_scores(tmp_path: Path, run: RunDi
 
 
 def test_the_files_of_another_run_are_not_replaced(tmp_path: Path, run: RunDir) -> None:
-    other = RunDir(tmp_path / "other")
-    shutil.copytree(run.root, other.root)
-    files = read_files(other)
+    other_run = RunDir(tmp_path / "other")
+    shutil.copytree(run.root, other_run.root)
+    files = read_files(other_run)
     with pytest.raises(ConfigError, match="holds a run"):
-        rescore(run, None, other, VerdictSpec(threshold=0.9))
-    assert read_files(other) == files
+        rescore(run, None, other_run, VerdictSpec(threshold=0.9))
+    assert read_files(other_run) == files
 
 
 def test_the_files_of_the_run_itself_are_not_replaced(run: RunDir, models: Path) -> None:
@@ -286,15 +286,15 @@ def test_a_folder_without_a_head_is_refused(tmp_path: Path, run: RunDir) -> None
 def test_a_head_that_is_not_finite_is_refused_as_predict_refuses_it(
     tmp_path: Path, run: RunDir, models: Path
 ) -> None:
-    broken = Path(shutil.copytree(models, tmp_path / "broken"))
-    tensors = load_file(broken / "head" / "model.safetensors")
+    broken_models = Path(shutil.copytree(models, tmp_path / "broken"))
+    tensors = load_file(broken_models / "head" / "model.safetensors")
     tensors["bn1.weight"][3] = torch.inf
-    save_file(tensors, broken / "head" / "model.safetensors")
+    save_file(tensors, broken_models / "head" / "model.safetensors")
     problem = "head: tensor bn1.weight holds NaN or infinity"
     with pytest.raises(WeightsError, match=problem):
-        rescore(run, broken, RunDir(tmp_path / "out"))
+        rescore(run, broken_models, RunDir(tmp_path / "out"))
     with pytest.raises(WeightsError, match=problem):
-        check_models(broken)
+        check_models(broken_models)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, models: Path) -> None:
@@ -321,8 +321,8 @@ def test_a_damaged_shard_is_refused(tmp_path: Path, run: RunDir, models: Path) -
 
 def test_a_store_of_other_reads_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
     spec = SimulateSpec(reads=20, genome_length=3_000, seed=3)
-    simulated = simulate(spec, tmp_path / "others.fasta")
+    simulation = simulate(spec, tmp_path / "others.fasta")
     run.store.unlink()
-    stage(StageSpec(reads=(str(simulated.reads_file),)), run.store)
+    stage(StageSpec(reads=(str(simulation.reads_file),)), run.store)
     with pytest.raises(ConfigError, match="other reads"):
         rescore(run, models, RunDir(tmp_path / "out"))

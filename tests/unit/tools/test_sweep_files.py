@@ -39,11 +39,11 @@ def trial(tokens_per_s: float, score_difference: float = 0.0) -> Trial:
 def candidates() -> list[Candidate]:
     """The base, one that is faster, and one that cannot run."""
     faster = BASE.model_copy(update={"token_budget": 4096})
-    refused = BASE.model_copy(update={"precision": "int8"})
+    refused_settings = BASE.model_copy(update={"precision": "int8"})
     return [
         Candidate(0, {}, BASE, [trial(100.0)]),
         Candidate(1, {"token_budget": 4096}, faster, [trial(190.0, 0.001), trial(210.0)]),
-        Candidate(2, {"precision": "int8"}, refused, refused="it needs a GPU"),
+        Candidate(2, {"precision": "int8"}, refused_settings, refused="it needs a GPU"),
     ]
 
 
@@ -60,13 +60,16 @@ def test_tune_json_has_every_trial_and_verdict(
     devices = [Device(id="cpu-core-0", kind="cpu", name="Some Processor", core=0)]
     content = tune_file(sweep, candidates, recommendation, devices=devices, cores=4)
     body = json.loads(tune_json(content))
-    base, faster, refused = body["candidates"]
+    base, faster, refused_candidate = body["candidates"]
     assert (base["verdict"], base["median_tokens_per_s"], base["spread"]) == ("base", 100.0, None)
     assert (faster["verdict"], faster["tokens_per_s"]) == ("usable", [190.0, 210.0])
     assert (faster["median_tokens_per_s"], faster["spread"]) == (200.0, pytest.approx(0.1))
-    assert [one["score_difference"] for one in faster["trials"]] == [0.001, 0.0]
-    assert (refused["verdict"], refused["reason"]) == ("cannot run", "it needs a GPU")
-    assert (refused["median_tokens_per_s"], refused["trials"]) == (None, [])
+    assert [trial["score_difference"] for trial in faster["trials"]] == [0.001, 0.0]
+    assert (refused_candidate["verdict"], refused_candidate["reason"]) == (
+        "cannot run",
+        "it needs a GPU",
+    )
+    assert (refused_candidate["median_tokens_per_s"], refused_candidate["trials"]) == (None, [])
     assert body["recommended"]["number"] == 1
     assert body["recommended"]["engine"]["token_budget"] == 4096
     assert body["base"]["token_budget"] == 1024

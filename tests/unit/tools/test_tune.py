@@ -136,15 +136,15 @@ def test_halving_drops_the_slower_half_but_neither_the_base_nor_the_last_three()
 
 def test_settings_that_cannot_run_are_not_tried_again() -> None:
     candidates = measured_candidates((100,), ())
-    scheduled = []
+    scheduled_trials = []
     for candidate, repeat, name in schedule_trials(candidates, 2, halving=True):
-        scheduled.append((candidate.number, repeat))
+        scheduled_trials.append((candidate.number, repeat))
         assert candidate.label in name
         if candidate.number == 0:
             candidate.add(make_trial(100))
         else:
             candidate.add("needs a CUDA device")
-    assert scheduled == [(0, 0), (1, 0), (0, 1)]
+    assert scheduled_trials == [(0, 0), (1, 0), (0, 1)]
     assert candidates[1].verdict(TOLERANCE) == "cannot run"
 
 

@@ -45,7 +45,7 @@ def write_embeddings(
     store = OrfStore.open(run.store)
     read_ids = store.read_ids(0, store.n_reads)
     read_of_unique = store.row_read[store.unique_row[:]].tolist()
-    label_of_unique = np.array([is_virus(read_ids[read]) for read in read_of_unique])
+    label_of_unique = np.array([is_virus(read_ids[read_index]) for read_index in read_of_unique])
     noise = np.random.default_rng(0).normal(size=(store.n_uniques, WIDTH))
     embeddings = noise.astype(np.float32)
     offsets = signal * (label_of_unique[:, None] - 0.5)
@@ -55,8 +55,8 @@ def write_embeddings(
     shards.write_plan(run, plan)
     for shard in range(len(plan)):
         start, end = plan.range(shard)
-        undecided = np.full((end - start, 2), 0.5, dtype=np.float32)
-        shards.commit(run, plan, shard, shards.ShardResult(embeddings[start:end], undecided))
+        undecided_scores = np.full((end - start, 2), 0.5, dtype=np.float32)
+        shards.commit(run, plan, shard, shards.ShardResult(embeddings[start:end], undecided_scores))
     return store
 
 

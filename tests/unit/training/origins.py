@@ -40,13 +40,13 @@ class LabelledReads:
         spec = SimulateSpec(
             reads=260, viral_genomes=5, other_genomes=5, genome_length=3_000, seed=3
         )
-        simulated = simulate(spec, folder / "r.fasta")
-        truth = pd.read_csv(simulated.truth_file, sep="\t", dtype=str)
+        simulation = simulate(spec, folder / "r.fasta")
+        truth = pd.read_csv(simulation.truth_file, sep="\t", dtype=str)
         origins = {
             line["read"]: Origin(line["label"], line["genome"]) for line in truth.to_dict("records")
         }
-        reads = read_fasta(simulated.reads_file.read_text())
-        return cls(reads, origins, simulated.genomes_file)
+        reads = read_fasta(simulation.reads_file.read_text())
+        return cls(reads, origins, simulation.genomes_file)
 
     def genomes(self) -> dict[str, str]:
         """Return the sequences of the genomes by name."""
@@ -55,7 +55,8 @@ class LabelledReads:
     def write_truth(self, path: Path, *further_lines: str) -> None:
         """Write the table of origins."""
         lines = [
-            f"{read}\t{origin.label}\t{origin.genome}\n" for read, origin in self.origins.items()
+            f"{read_id}\t{origin.label}\t{origin.genome}\n"
+            for read_id, origin in self.origins.items()
         ]
         path.write_text(HEADER + "".join(lines) + "".join(f"{line}\n" for line in further_lines))
 

@@ -20,10 +20,10 @@ from .origins import (
 def test_the_same_genomes_on_the_other_strand_under_other_names_are_related(
     labelled_reads: LabelledReads, tmp_path: Path
 ) -> None:
-    for read, origin in list(labelled_reads.origins.items()):
-        twin = f"twin_{read}"
+    for read_id, origin in list(labelled_reads.origins.items()):
+        twin = f"twin_{read_id}"
         labelled_reads.origins[twin] = Origin(origin.label, f"twin_{origin.genome}")
-        labelled_reads.reads[twin] = reverse_complement(labelled_reads.reads[read])
+        labelled_reads.reads[twin] = reverse_complement(labelled_reads.reads[read_id])
     examples = labelled_reads.split(tmp_path)
     cluster = cluster_of_genome(examples)
     assert len(set(cluster.values())) == 10
@@ -39,9 +39,9 @@ def test_the_same_genomes_on_the_other_strand_under_other_names_are_related(
 def test_other_reads_of_the_same_genome_are_related_by_their_k_mers(
     labelled_reads: LabelledReads, tmp_path: Path
 ) -> None:
-    for number, (read, origin) in enumerate(list(labelled_reads.origins.items())):
+    for number, (read_id, origin) in enumerate(list(labelled_reads.origins.items())):
         if origin.genome == "virus_0001" and number % 2:
-            labelled_reads.origins[read] = Origin(origin.label, "strain")
+            labelled_reads.origins[read_id] = Origin(origin.label, "strain")
     cluster = cluster_of_genome(labelled_reads.split(tmp_path))
     assert cluster["strain"] == cluster["virus_0001"]
     assert len(set(cluster.values())) == 10
@@ -65,9 +65,9 @@ def test_sequences_of_genomes_tell_twins_from_one_common_repeat_if_reads_are_few
     for genome, bases in genomes.items():
         for start in starts[genome]:
             for shift in range(3):  # so that a frame of some read is open
-                read = f"{genome}_{start + shift}"
-                labelled_reads.reads[read] = bases[start + shift : start + 150]
-                labelled_reads.origins[read] = Origin(genome.split("_")[0], genome)
+                read_id = f"{genome}_{start + shift}"
+                labelled_reads.reads[read_id] = bases[start + shift : start + 150]
+                labelled_reads.origins[read_id] = Origin(genome.split("_")[0], genome)
     write_fasta(tmp_path / "g.fasta", genomes)
 
     by_reads = cluster_of_genome(labelled_reads.split(tmp_path))

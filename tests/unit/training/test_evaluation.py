@@ -54,8 +54,8 @@ def random_table(n_rows: int, signal: float = 1.0) -> pd.DataFrame:
 
 def figures_of(table: pd.DataFrame, prevalence: float = 0.01) -> list[Figures]:
     """Measure a table."""
-    scored = ScoredRows(table, table["score"].to_numpy())
-    return bootstrap_metrics("test", "head", [scored], prevalence)
+    scored_rows = ScoredRows(table, table["score"].to_numpy())
+    return bootstrap_metrics("test", "head", [scored_rows], prevalence)
 
 
 def select(figures: list[Figures], level: str, *, natural: bool) -> Figures:
@@ -85,7 +85,7 @@ def test_metrics_are_those_of_scikit_learn(rows: list[tuple[float, bool, int]]) 
         return
     table = pd.DataFrame({"score": score, "label": label.astype(int)})
     metrics = weighted_metrics(table, weight[None].astype(float)).iloc[0]
-    called = score >= 0.5
+    is_called = score >= 0.5
     assert list(metrics.index) == [
         "auroc",
         "auprc",
@@ -99,11 +99,11 @@ def test_metrics_are_those_of_scikit_learn(rows: list[tuple[float, bool, int]]) 
         "auroc": roc_auc_score(label, score, sample_weight=weight),
         "auprc": average_precision_score(label, score, sample_weight=weight),
         "brier": brier_score_loss(label, score, sample_weight=weight),
-        "recall": recall_score(label, called, sample_weight=weight),
-        "f1": f1_score(label, called, sample_weight=weight),
+        "recall": recall_score(label, is_called, sample_weight=weight),
+        "f1": f1_score(label, is_called, sample_weight=weight),
     }
-    if called.any():
-        expected["precision"] = precision_score(label, called, sample_weight=weight)
+    if is_called.any():
+        expected["precision"] = precision_score(label, is_called, sample_weight=weight)
     else:
         assert np.isnan(metrics["precision"])
     for name, value in expected.items():
@@ -126,9 +126,9 @@ def test_metrics_at_another_prevalence_are_those_of_a_mixture_with_it() -> None:
     is_virus = table["label"] == 1
     mixture = pd.concat([table[~is_virus], table[is_virus].iloc[:100]])
     prevalence = float(mixture["label"].mean())
-    stated = select(figures_of(table, prevalence), "read", natural=False)
+    figures = select(figures_of(table, prevalence), "read", natural=False)
     natural = select(figures_of(mixture, prevalence), "read", natural=True)
-    for name, estimate in stated.metrics.items():
+    for name, estimate in figures.metrics.items():
         of_mixture = natural.metrics[name]
         assert estimate is not None
         assert of_mixture is not None
@@ -179,12 +179,12 @@ def test_chunks_and_reads_are_scored_as_a_prediction_scores_them() -> None:
 def test_a_threshold_holds_its_false_discovery_rate_at_the_stated_prevalence(rate: float) -> None:
     table = random_table(4_000, signal=2.0)  # 2,000 of each class
     threshold = fdr_thresholds(table, (rate,), 0.1)[rate]
-    called = table[table["score"] >= threshold]
-    true = 0.1 * (called["label"] == 1).sum() / 2_000
-    false = 0.9 * (called["label"] == 0).sum() / 2_000
+    called_rows = table[table["score"] >= threshold]
+    true = 0.1 * (called_rows["label"] == 1).sum() / 2_000
+    false = 0.9 * (called_rows["label"] == 0).sum() / 2_000
     assert false / (true + false) <= rate + 1e-9
-    realised = false_discovery_rate(table, threshold, 0.1)
-    assert realised == pytest.approx(false / (true + false))
+    realised_rate = false_discovery_rate(table, threshold, 0.1)
+    assert realised_rate == pytest.approx(false / (true + false))
 
 
 def test_a_lower_false_discovery_rate_needs_a_higher_threshold() -> None:
@@ -239,5 +239,5 @@ def test_curves_lie_between_0_and_1_and_the_roc_curve_joins_the_corners() -> Non
 
 
 def test_histograms_count_all_rows() -> None:
-    others, virus = histogram(random_table(1_000))
-    assert sum(others) == sum(virus) == 500
+    other_counts, virus = histogram(random_table(1_000))
+    assert sum(other_counts) == sum(virus) == 500

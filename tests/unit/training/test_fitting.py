@@ -37,9 +37,9 @@ def test_columns_of_any_size_and_mean_are_learnt_alike() -> None:
     labels = pd.Series(np.arange(400) % 2)
     plain = torch.randn(400, 8)
     plain[:, 0] += 2 * torch.tensor(labels.to_numpy())
-    scaled = plain * torch.logspace(-2, 1, 8) + torch.linspace(-5, 5, 8)
+    scaled_columns = plain * torch.logspace(-2, 1, 8) + torch.linspace(-5, 5, 8)
     plain_scores = fit_and_score(plain, labels)
-    scaled_scores = fit_and_score(scaled, labels)
+    scaled_scores = fit_and_score(scaled_columns, labels)
     assert torch.allclose(plain_scores, scaled_scores, atol=0.01)
     is_called = (plain_scores[:, 1] > 0.5).numpy()
     assert (is_called == labels).mean() > 0.7

@@ -34,7 +34,7 @@ def test_a_sequence_with_both_labels_is_refused_with_the_names_of_its_reads(
     labelled_reads: LabelledReads, tmp_path: Path, is_reversed: bool
 ) -> None:
     viral_read = next(
-        read for read, origin in labelled_reads.origins.items() if origin.label == "virus"
+        read_id for read_id, origin in labelled_reads.origins.items() if origin.label == "virus"
     )
     bases = labelled_reads.reads[viral_read]
     if is_reversed:

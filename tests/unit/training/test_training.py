@@ -200,8 +200,8 @@ def test_the_same_seed_gives_the_same_bytes(training_run: TrainingRun) -> None:
         heads.append((training_run.head / "model.safetensors").read_bytes())
     assert heads[0] == heads[1]
     assert heads[0] != heads[2]
-    unchanged = torch.equal(torch.random.get_rng_state(), random_state)
-    assert unchanged, "the caller's random numbers are left alone"
+    is_unchanged = torch.equal(torch.random.get_rng_state(), random_state)
+    assert is_unchanged, "the caller's random numbers are left alone"
 
 
 def test_a_run_without_all_embeddings_is_refused(tmp_path: Path, models: Path) -> None:

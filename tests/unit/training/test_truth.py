@@ -57,8 +57,8 @@ def test_quotes_are_letters_and_blank_and_repeated_lines_are_ignored(tmp_path: P
     path = tmp_path / "truth.tsv"
     virus_lines = [f'r"{number}\tvirus\tvirus{number}' for number in range(3)]
     others_lines = [f"r'{number}\tothers\tothers{number}" for number in range(3)]
-    repeated = virus_lines[0]
-    path.write_text(HEADER + "\n".join([*virus_lines, *others_lines, repeated]) + "\n\n")
+    repeated_line = virus_lines[0]
+    path.write_text(HEADER + "\n".join([*virus_lines, *others_lines, repeated_line]) + "\n\n")
     assert read_truth(path)["read"].tolist() == ['r"0', 'r"1', 'r"2', "r'0", "r'1", "r'2"]
 
 
@@ -78,25 +78,25 @@ def test_pairs_equal_ids_and_ids_of_mates_find_their_line(
     labelled_reads: LabelledReads, tmp_path: Path
 ) -> None:
     """The first read is a pair named `/1` and `/2`; the mates of the others have equal ids."""
-    first, second = list(labelled_reads.reads)[:2]
+    first_read, second = list(labelled_reads.reads)[:2]
     text = ""
     for name, bases in labelled_reads.reads.items():
         mate = reverse_complement(bases)
-        if name == first:
+        if name == first_read:
             text += f">{name}/1\n{bases}\n>{name}/2 2:N:0\n{mate}\n"
         else:
             text += f">{name}\n{bases}\n>{name} 2:N:0\n{mate}\n"
     (tmp_path / "pairs.fasta").write_text(text)
-    origin = labelled_reads.origins[first]
-    repeated = f"{first}\t{origin.label}\t{origin.genome}"
-    labelled_reads.write_truth(tmp_path / "truth.tsv", repeated, "absent\tvirus\tvirus_0001")
+    origin = labelled_reads.origins[first_read]
+    repeated_line = f"{first_read}\t{origin.label}\t{origin.genome}"
+    labelled_reads.write_truth(tmp_path / "truth.tsv", repeated_line, "absent\tvirus\tvirus_0001")
 
     stage(StageSpec(reads=(str(tmp_path / "pairs.fasta"),)), tmp_path / "orfs.h5")
     store = OrfStore.open(tmp_path / "orfs.h5")
     examples = choose_examples(store, TrainSpec(truth=tmp_path / "truth.tsv"))
 
     assert store.n_reads == 2 * len(labelled_reads.reads)
-    assert store.read_ids(0, 4) == [f"{first}/1", f"{first}/2", second, f"{second}.2"]
+    assert store.read_ids(0, 4) == [f"{first_read}/1", f"{first_read}/2", second, f"{second}.2"]
     names = list(labelled_reads.reads)
     for row in examples.rows.itertuples():
         origin = labelled_reads.origins[names[row.read // 2]]
@@ -106,8 +106,8 @@ def test_pairs_equal_ids_and_ids_of_mates_find_their_line(
 
 def test_reads_without_a_line_are_refused(labelled_reads: LabelledReads, tmp_path: Path) -> None:
     last_two = list(labelled_reads.origins)[-2:]
-    for read in last_two:
-        del labelled_reads.origins[read]
+    for read_id in last_two:
+        del labelled_reads.origins[read_id]
     problem = f"2 reads have no line in the truth file, among them .*{last_two[-1]}"
     with pytest.raises(InputError, match=problem):
         labelled_reads.split(tmp_path)
