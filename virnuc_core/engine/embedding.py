@@ -1,4 +1,4 @@
-"""Embed one run's shards by a pool of workers, and watch and measure it."""
+"""Compute the shards of one run with a pool of workers, and measure how long each part takes."""
 
 import itertools
 import time
@@ -34,43 +34,47 @@ from virnuc_core.telemetry.tables import (
     StageTime,
 )
 
-# Of a shard's file besides embeddings and scores, and of its last block on the disk.
+# Bytes of a shard's file besides embeddings and scores, and of its last, partly filled disk block.
 SHARD_OVERHEAD_BYTES: Final = 4_096
-KERNELS: Final = START_UP[-2]  # the part of a start in which kernels are compiled
+# The part of a worker's start in which kernels are compiled.
+KERNELS: Final = START_UP[-2]
 
 
 @dataclass(frozen=True, slots=True)
 class RunMonitor:
-    """How a run is observed. None of it changes results."""
+    """How a run is observed. Nothing here changes the results."""
 
-    sample_s: float = 0.5
-    window_s: float = 30.0
-    on_progress: OnShare | None = None
-    alone: bool = True  # not one of several runs at once: its progress and its times are shown
+    sample_s: float = 0.5  # seconds between two measurements of the devices
+    window_s: float = 30.0  # seconds over which the telemetry file averages
+    on_progress: OnShare | None = None  # called with the share of the work that is done
+    # False if other runs are computed at the same time. Their progress and their times would mix
+    # with those of this run, so they are not shown.
+    alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run made ready: everything is decided, nothing is computed."""
+    """Everything that must be decided before a run can compute: inputs, settings, devices, plan."""
 
     run: RunDir
     store: OrfStore
     devices: tuple[Device, ...]
-    engine: EngineSpec
+    engine: EngineSpec  # with every `auto` replaced by the choice that was made
     plan: ShardPlan
-    todo: tuple[int, ...]
-    damaged: tuple[str, ...]
-    lost: int  # rows set aside in shards that are committed
-    spec: ClassifySpec  # as it was asked for
-    unique_bytes: int  # of the embeddings and scores of one distinct sequence
-    uncertain: tuple[float, float] | None = None  # scores of which no verdict is wanted
-    remarks: tuple[str, ...] = ()  # on reads and classifier
+    todo: tuple[int, ...]  # numbers of the shards that are not computed yet
+    damaged: tuple[str, ...]  # a line for each shard whose file was damaged and moved
+    lost: int  # sequences without a result in the shards that are computed already
+    spec: ClassifySpec  # the settings as the user gave them
+    unique_bytes: int  # bytes of the embeddings and scores of one distinct sequence
+    # Reads with a score between these two get no verdict.
+    uncertain: tuple[float, float] | None = None
+    remarks: tuple[str, ...] = ()  # lines for the summary about reads and classifier
     flops: ModelFlops | None = None
     trace: TraceSpec | None = None  # what workers record with torch's profiler
-    worker: str = WORKER  # module that says what a worker does
+    worker: str = WORKER  # the module whose `work` function a worker process runs
 
     def shard_bytes(self, shards: Iterable[int]) -> int:
-        """Estimate the disk space that the files of some shards take."""
+        """Estimate how many bytes the files of some shards take on the disk."""
         total = 0
         for shard in shards:
             lo, hi = self.plan.range(shard)
@@ -78,9 +82,10 @@ class Job:
         return total
 
     def tasks(self, shards: Sequence[int]) -> list[ShardTask]:
-        """Return the tasks for workers to compute some shards."""
+        """Return the messages that tell workers to compute some shards, one for each shard."""
         fingerprints = read_record(self.run).fingerprints
         weights = {name: digest for name, digest in fingerprints.items() if name != "reads"}
+        # A run may leave out a small share of its sequences. Those of earlier shards count.
         n_allowed = max(1, int(MAX_NOT_FINITE_SHARE * self.store.n_uniques))
         max_not_finite = max(0, n_allowed - self.lost)
         tasks = []
@@ -103,27 +108,33 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """The moments of a worker's start, in their order, by `time.monotonic()`."""
+    """The moments of a worker's start in their order, in seconds of `time.monotonic()`."""
 
-    asked_s: float  # the command began, or something first asked for this worker
-    spawned_s: float
-    imported_s: float
-    loaded_s: float
-    ready_s: float
-    launched_s: float  # the first batch
+    asked_s: float  # the command began, or the pool decided to start this worker
+    spawned_s: float  # the process was started
+    imported_s: float  # its Python modules were imported
+    loaded_s: float  # the weights were on the device
+    ready_s: float  # it could take a task
+    launched_s: float  # it started its first batch
 
     def spans(self) -> list[tuple[float, float]]:
-        """Return the time between each two moments, as start and end; one for each `START_UP`."""
+        """Return the spans between neighbouring moments, as (start, end).
+
+        There is one span for each part of a start that `START_UP` names, in the same order.
+        """
         moments: tuple[float, ...] = astuple(self)
         return list(itertools.pairwise(moments))
 
 
 class Embedding:
-    """One embedding of a job's shards, and what is measured of it.
+    """The computation of a job's shards, and what is measured meanwhile.
+
+    Call `run` first, then `record_times`, then `write`.
 
     Attributes:
-        measured: Telemetry, once `run` has returned.
-        ended_s: When it ended, by `time.monotonic()`, once `run` has returned.
+        measured: The telemetry. It exists after `run` has returned.
+        ended_s: When the computation ended, in seconds of `time.monotonic()`. It exists after
+            `run` has returned.
     """
 
     measured: Telemetry
@@ -132,22 +143,25 @@ class Embedding:
     def __init__(self, job: Job, monitor: RunMonitor, started_s: float) -> None:
         self._job = job
         self._monitor = monitor
-        self._origin_s = started_s  # of the run
+        self._origin_s = started_s  # when the run began, before staging
         self._started = datetime.now(UTC)
 
     def run(self, pool: Pool | None = None) -> PooledJob:
-        """Compute the shards that are left.
+        """Compute the shards that are not computed yet. Workers write their files.
+
+        What happens is written to the journal, a file in the run directory, while it happens.
 
         Args:
-            pool: Workers to use if they are as the job wants them. Otherwise, the job gets a pool
-                of its own.
+            pool: Running workers. They are used if they were started with the settings of this
+                job. Otherwise a new pool is started, and ended before this returns.
 
         Returns:
-            What happened: deaths of workers, what they reported, rows set aside.
+            What happened to the workers and the shards.
 
         Raises:
-            StorageError: The disk is full, or fails. Names the space that is still needed.
-            VirnucError: Those of `Pool.compute`.
+            StorageError: The disk is full, or fails. The message names the space that is still
+                needed.
+            VirnucError: See `Pool.compute`.
         """
         job = self._job
         specs = worker_specs(job.spec.models, job.devices, job.engine, job.trace)
@@ -174,6 +188,7 @@ class Embedding:
                 pool = stack.enter_context(Pool(specs, local_workers(job.worker, specs)))
 
             def on_event(event: ShardDone | str) -> None:
+                """Record a computed shard, or a line about a dead worker."""
                 require_lease(job.run.root, look=False)
                 write_journal(event)
                 if isinstance(event, ShardDone):
@@ -194,7 +209,10 @@ class Embedding:
     def _reporter(
         self, sampler: Sampler, tasks: Sequence[ShardTask]
     ) -> InferenceProgressReporter | None:
-        """Return what reports the progress, if there is something to compute and a listener."""
+        """Return the object that reports the progress of the run to `on_progress`.
+
+        Return None if nothing is to be computed, or if nobody wants to know the progress.
+        """
         on_progress = self._monitor.on_progress
         if not tasks or not on_progress:
             return None
@@ -203,7 +221,7 @@ class Embedding:
         return InferenceProgressReporter(n_uniques, sampler, on_progress, already_done=already_done)
 
     def _read_journal(self) -> Telemetry:
-        """Return what was measured.
+        """Read the journal back and return what was measured.
 
         Raises:
             StorageError: The journal could not be written.
@@ -216,14 +234,17 @@ class Embedding:
         return recorded.telemetry
 
     def record_times(self, clock: StageClock, job: PooledJob) -> None:
-        """Add the busiest device's time by phase to the stage clock.
+        """Add to the stage clock how long each phase of the computation took.
+
+        The device that computed longest is described, because it decides how long the run takes.
 
         Args:
-            clock: The clock of the run.
-            job: What happened, as `run` returned it. The record of the device's worker gets its
+            clock: Collects the times of the run's stages. It is changed.
+            job: What `run` returned. The record of the device's worker gets a new entry,
                 `first_batch_s`.
         """
         shards = self.measured.shards
+        # None if everything was computed already by an earlier run.
         busiest = max(device_busy(shards), key=lambda device: device.busy_s, default=None)
         self._record_stages(clock, busiest)
         clock.add("Preparation", self._began_s - self._origin_s)
@@ -237,11 +258,17 @@ class Embedding:
         clock.add("Shutdown", self.ended_s - committed_s)
 
     def _batches_of(self, device: DeviceBusy) -> pd.DataFrame:
+        """Return the rows of the batch table that belong to a device."""
         batches = self.measured.batches
         return batches[batches.device == device.device]
 
     def _record_stages(self, clock: StageClock, busiest: DeviceBusy | None) -> None:
-        """Add the device time of each encoder and of the classifier."""
+        """Add the time that the busiest device spent in each encoder and in the classifier.
+
+        Args:
+            clock: Collects the times of the run's stages. It is changed.
+            busiest: The device. None if nothing was computed; all times are 0 then.
+        """
         batches = self.measured.batches
         for encoder in ENCODERS:
             seconds = 0.0 if busiest is None else getattr(busiest, encoder.seconds_column)
@@ -254,21 +281,25 @@ class Embedding:
     def _record_start_up(
         self, clock: StageClock, batches: pd.DataFrame, record: dict[str, Any]
     ) -> None:
-        """Add the parts of a worker's start.
+        """Add to the stage clock how long each part of a worker's start took.
 
         Args:
-            clock: The clock of the run.
+            clock: Collects the times of the run's stages. It is changed.
             batches: The batches of the worker's device.
-            record: What the worker reported when it was ready. Gets `first_batch_s`.
+            record: What the worker reported when it was ready. It gets a new entry,
+                `first_batch_s`.
         """
         launched_s = batches.launched_s.min()
         ready_s = record["started_s"] + record["ready_s"] + record["waited_s"]
-        if ready_s < self._began_s:  # it was started for an earlier job: nothing of it counts here
+        if ready_s < self._began_s:
+            # The worker was started for an earlier job. Its start took no time of this run, so
+            # all its moments are the beginning of this job.
             began_s = self._began_s
             start = WorkerStart(began_s, began_s, began_s, began_s, began_s, launched_s)
             waited_s = 0.0
         else:
-            # The worker that took the place of a dead one was spawned after the beginning.
+            # A worker that replaces a dead one was spawned after the beginning. The time until
+            # then is counted as "Restarts", not as a part of its start.
             spawned_s = min(record["spawned_s"], self._began_s)
             start = WorkerStart(
                 asked_s=min(record["asked_s"], spawned_s),
@@ -282,25 +313,29 @@ class Embedding:
         record["first_batch_s"] = launched_s - start.asked_s
         for part, (began_s, ended_s) in zip(START_UP, start.spans(), strict=True):
             clock.add(part, ended_s - began_s, (began_s, ended_s))
-        clock.add(KERNELS, -waited_s)  # it waited for the job, with the weights loaded
+        # With the weights loaded, the worker waited for the job. This time lies in the span in
+        # which kernels are compiled, but was not spent on them.
+        clock.add(KERNELS, -waited_s)
+        # The part of the start that ran while reads were staged: it is counted twice.
         clock.add(OVERLAPPED, max(0.0, self._began_s - start.asked_s - waited_s))
 
     def _record_gaps(
         self, clock: StageClock, batches: pd.DataFrame, device: DeviceBusy, job: PooledJob
     ) -> float:
-        """Add the time that a device stood still between its first batch and its last shard.
+        """Add the time that a device did nothing between its first batch and its last shard.
 
-        Known causes come first, and none gets more than the time that is left.
+        The idle time is divided among the known causes, in a fixed order. Causes may overlap, so
+        that each gets at most the idle time that is not explained yet.
 
         Returns:
-            When the device finished its last shard.
+            When the device finished its last shard, in seconds of `time.monotonic()`.
         """
         shards = self.measured.shards
         finished_s: float = shards.finished_s[shards.device == device.device].max()
         idle_s = max(0.0, finished_s - batches.launched_s.min() - device.busy_s)
         causes = {
             "Restarts": job.restart_s[device.device],
-            # The first batch's wait is part of the start.
+            # The wait for the first batch is part of the worker's start.
             "Waiting for batches": batches.wait_ms[1:].sum() / 1e3,
             "Commits": device.commit_s,
             "Device idle": idle_s,
@@ -314,7 +349,7 @@ class Embedding:
     def write(
         self, stages: Sequence[StageTime], wall_s: float, sequences_per_hour: float | None = None
     ) -> Path:
-        """Write the telemetry, and remove the journal, whose place it takes.
+        """Write the telemetry files, and then remove the journal, which is no longer needed.
 
         Args:
             stages: Times of the run's stages.

@@ -1,54 +1,68 @@
-"""The search for rows that kill workers: which parts of a shard to compute next."""
+"""Find the rows of a shard that kill worker processes.
+
+A row is one sequence. The search computes parts of the shard (probes) and sees whether the worker
+survives. The pool computes the probes; this module only decides which one is next.
+"""
 
 from collections.abc import Generator
 from typing import Final
 
 from virnuc_core.engine.shards import ShardTask
 
-DEATHS_TO_CONFIRM: Final = 2  # workers that a row must kill alone before it is the cause
-N_SPREAD_PROBES: Final = 5  # rows tried first, spread over the shard
-MAX_POISON_ROWS: Final = 16  # in one shard; more mean a broken machine
-MAX_FAILED_ROUNDS: Final = 3  # in a row, before the shard is given up
+# A row is taken for the cause after it has killed this many workers alone. A single worker may have
+# been killed from outside.
+DEATHS_TO_CONFIRM: Final = 2
+# Single rows, spread over the shard, that are tried first.
+N_SPREAD_PROBES: Final = 5
+# The search ends after this many rows in one shard: the machine is broken, not the rows.
+MAX_POISON_ROWS: Final = 16
+# The search ends after this many rounds in a row that found no row.
+MAX_FAILED_ROUNDS: Final = 3
 
+# Generators that yield the next probe and are sent true if the worker survived it.
 Probes = Generator[ShardTask, bool, None]
-Row = Generator[ShardTask, bool, int | None]
+RowSearch = Generator[ShardTask, bool, int | None]
 
 
 def bisect_poison_rows(shard: ShardTask) -> Probes:
-    """Yield probes that bisect a shard for the rows that kill workers.
+    """Search a shard for the rows that kill workers, by computing smaller and smaller parts.
 
-    Send back whether the worker survived each probe. After each round the whole shard is yielded,
-    without the rows found so far; send back false if it kills a worker again. A row is guilty only
-    after it has killed `DEATHS_TO_CONFIRM` workers alone, because a worker may also be killed from
-    outside. The generator stops when the shard cannot be cleared. It stops early if each of
-    several unrelated rows kills a worker: then no row is the cause.
+    The caller computes each task that is yielded and sends back true if the worker survived it.
+    Each round ends with the whole shard, without the rows found so far. If the worker survives
+    that, the shard is done and the caller drops the generator. Otherwise the caller sends false,
+    and the next round begins.
+
+    The generator ends if the shard cannot be saved. It ends soon if several unrelated rows each
+    kill a worker, because then the cause is not a row.
 
     Args:
         shard: The task at which workers died.
 
     Yields:
-        Probes, which are computed but not committed, and the whole shard, which is committed.
+        Probes (tasks for a part of the shard, which are not committed), and the task for the whole
+        shard, which is committed.
     """
-    any_row_kills = yield from _kills_at_every_spread_row(shard)
-    if any_row_kills:
+    every_row_kills = yield from _kills_at_every_spread_row(shard)
+    if every_row_kills:
         yield shard
         return
-    guilty: list[int] = []
+    guilty_rows: list[int] = []
     failed_rounds = 0
-    while failed_rounds < MAX_FAILED_ROUNDS and len(guilty) <= MAX_POISON_ROWS:
-        row = yield from _bisect_one_row(shard, guilty)
+    while failed_rounds < MAX_FAILED_ROUNDS and len(guilty_rows) <= MAX_POISON_ROWS:
+        row = yield from _bisect_one_row(shard, guilty_rows)
         if row is None:
             failed_rounds += 1
         else:
-            guilty = sorted([*guilty, row])
+            guilty_rows = sorted([*guilty_rows, row])
             failed_rounds = 0
-        yield shard.model_copy(update={"skip": tuple(guilty)})
+        yield shard.model_copy(update={"skip": tuple(guilty_rows)})
 
 
 def _kills_at_every_spread_row(shard: ShardTask) -> Generator[ShardTask, bool, bool]:
-    """Probe a few single rows that lie far apart, and return whether each kills a worker.
+    """Compute a few single rows that lie far apart, and return true if each kills a worker.
 
-    A shard with too few rows for such a test gives false.
+    Return false as soon as a worker survives one of them, and also if the shard has too few rows.
+    Yields a probe for each row, and is sent true if the worker survived it.
     """
     step = max(1, (shard.hi - shard.lo) // N_SPREAD_PROBES)
     rows = range(shard.lo, shard.hi, step)[:N_SPREAD_PROBES]
@@ -59,30 +73,35 @@ def _kills_at_every_spread_row(shard: ShardTask) -> Generator[ShardTask, bool, b
     return len(rows) == N_SPREAD_PROBES
 
 
-def _bisect_one_row(shard: ShardTask, guilty: list[int]) -> Row:
-    """Narrow the shard down to one more row that kills workers, and return it.
+def _bisect_one_row(shard: ShardTask, guilty_rows: list[int]) -> RowSearch:
+    """Search for one more row that kills workers, by halving the range of rows again and again.
+
+    Yields a probe for each half, and is sent true if the worker survived it.
 
     Args:
-        shard: The whole shard.
-        guilty: Rows that are known already, and left out of every probe.
+        shard: The task of the whole shard.
+        guilty_rows: Rows that were found before. They are left out of every probe.
 
     Returns:
-        The row, after it has killed `DEATHS_TO_CONFIRM` workers alone; None if the workers
-        survived both halves of a range.
+        The row, after it has killed `DEATHS_TO_CONFIRM` workers alone. None if the workers
+        survived both halves of a range, so that the death before had another cause.
     """
+    # The row is searched in the range from `lo` to `hi - 1`.
     lo = shard.lo
     hi = shard.hi
     deaths_alone = 0
     while deaths_alone < DEATHS_TO_CONFIRM:
         middle = max(lo + 1, (lo + hi) // 2)
-        worker_survived = yield _probe(shard, lo, middle, guilty)
+        worker_survived = yield _probe(shard, lo, middle, guilty_rows)
         if not worker_survived:
-            # The row is in the lower half. The upper half is tested when the shard runs again.
+            # A guilty row is in the lower half. There may be others in the upper half: they are
+            # found in a later round, if the whole shard kills a worker again.
             hi = middle
         else:
             if middle == hi:
+                # A single row, which the worker survives now.
                 return None
-            worker_survived = yield _probe(shard, middle, hi, guilty)
+            worker_survived = yield _probe(shard, middle, hi, guilty_rows)
             if worker_survived:
                 return None
             lo = middle
@@ -92,6 +111,9 @@ def _bisect_one_row(shard: ShardTask, guilty: list[int]) -> Row:
 
 
 def _probe(shard: ShardTask, lo: int, hi: int, skip: list[int] | tuple[int, ...]) -> ShardTask:
-    """Make a task for the rows from `lo` to `hi` that is computed but not committed."""
+    """Return a task to compute the rows from `lo` to `hi - 1` of a shard without committing them.
+
+    Rows of `skip` that lie in this range are left out.
+    """
     skipped_here = tuple(row for row in skip if lo <= row < hi)
     return shard.model_copy(update={"lo": lo, "hi": hi, "skip": skipped_here, "probe": True})

@@ -1,11 +1,13 @@
-"""A pool of workers, one per device, that computes the shards of jobs.
+"""A pool of worker processes, one per device, that computes the shards of jobs.
 
-Shards are handed out one by one, so a slow device takes fewer. A worker that dies is replaced, and
-its shards are handed out again. A worker that is silent for too long is killed first. A shard at
-which workers die repeatedly is searched for the row that kills them (`poison_rows`). That row is
-set aside, and so are a few rows whose results are not finite. A device that runs out of memory
-gets the shard again with half the token budget. Errors of reads, weights, settings and devices
-stop the run.
+A job is the computation of one run; a shard is a range of its sequences. Shards are sent to
+workers one by one, so that a slow device takes fewer. A worker that dies is replaced, and the
+shards that it had are sent to another one. A worker that makes no progress for too long is killed.
+
+If workers die at the same shard repeatedly, the pool searches for the row that kills them
+(`poison_rows`). That row is left out, and so are a few rows whose results are not finite. A device
+that runs out of memory gets the shard again with half the token budget. Errors of reads, weights,
+settings and devices stop the run.
 """
 
 import logging
@@ -28,13 +30,15 @@ from virnuc_core.telemetry.tables import ShardDone
 
 log = logging.getLogger(__name__)
 
-# A worker holds the task that it computes and the one that its loader prepares.
+# A worker computes one task, and its loader prepares the next one meanwhile.
 TASKS_PER_WORKER: Final = 2
+# Seconds that the pool's thread waits for a message before it checks for silent workers.
 TICK_S: Final = 0.5
-# Deaths in a row of workers on one device that never became ready.
+# After this many workers in a row that died on one device while they loaded, the run stops.
 MAX_DEATHS_BEFORE_READY: Final = 3
+# A device that runs out of memory with this part of the token budget is too small.
 MAX_DIVISOR: Final = 64
-# Errors that lie with one job: other jobs need not meet them.
+# Errors that have their cause in one job. Other jobs of the pool may still succeed.
 JOB_ERRORS: Final = (
     errors.InputError,
     errors.ConfigError,
@@ -42,70 +46,74 @@ JOB_ERRORS: Final = (
     errors.StorageError,
     errors.ShardError,
 )
-# Of a run's rows. More are not a few odd rows: the weights or the precision are unusable.
+# Share of a run's rows that may give NaN or infinity. With more, the weights or the precision cannot
+# be used.
 MAX_NOT_FINITE_SHARE: Final = 0.01
 
 
 @dataclass(slots=True)
 class WorkerSlot:
-    """A device's place in the pool: which worker runs there now, and which tasks it holds."""
+    """A device of the pool, the worker process that runs there now, and the tasks it was sent."""
 
     spec: WorkerSpec
-    worker: process.Child | None = None
-    record: dict[str, Any] | None = None  # what the present worker reported when it became ready
+    worker: process.Child | None = None  # None if no process runs on this device
+    # What the present worker reported when it was ready to compute. None before that.
+    record: dict[str, Any] | None = None
     tasks: deque[ShardTask] = field(default_factory=deque)  # sent and not answered, oldest first
-    unready_deaths: int = 0
+    unready_deaths: int = 0  # workers in a row that died before they were ready
     # (run, shard) of the shards at which the device ran out of memory
     oom_shards: set[tuple[str, int]] = field(default_factory=set)
-    active_since_s: float = 0.0  # when it last became ready or had a shard committed
+    # When the device last became ready or committed a shard, `time.monotonic()`.
+    active_since_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class PooledJob:
-    """A job that a pool computes. Its counts can be read afterwards."""
+    """A job that the pool computes, with its counts, which the caller reads afterwards."""
 
-    run: str
-    logs: Path
+    run: str  # path of the run directory, which identifies the job
+    logs: Path  # folder for what workers write to standard error
     on_event: Callable[..., None]  # called with each `ShardDone`, and with a line for each death
-    remaining: set[int]  # shards that are not committed
+    remaining: set[int]  # numbers of the shards that are not committed
     tasks: Sequence[ShardTask] = ()
-    deaths: list[str] = field(default_factory=list)  # one line each
-    # by device: what the first worker that took one of the job's shards reported when ready
+    deaths: list[str] = field(default_factory=list)  # a line for each worker that died
+    # By device: what the first worker that took one of the job's shards reported when ready.
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # by device: time between the last commit before a death and the new worker's readiness
+    # By device: seconds between the last commit before a death and the new worker's readiness.
     restart_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     reduced_budgets: dict[int, int] = field(default_factory=dict)  # shard → token budget divisor
-    n_not_finite: int = 0  # rows whose results were not finite
-    n_repeated: int = 0  # rows near the threshold that were embedded again
-    deaths_at_shard: Counter[int] = field(default_factory=Counter)
-    searches: dict[int, Probes] = field(default_factory=dict)  # by shard, for poison rows
-    error: Exception | None = None  # ends this job alone
+    n_not_finite: int = 0  # rows with NaN or infinity as a result
+    n_repeated: int = 0  # rows near the threshold that were embedded again in fp16
+    deaths_at_shard: Counter[int] = field(default_factory=Counter)  # workers that died there
+    searches: dict[int, Probes] = field(default_factory=dict)  # by shard: the search for bad rows
+    error: Exception | None = None  # the error that ends this job; other jobs go on
+    # Is done when no worker has a shard of the job any more. `Pool.compute` waits for it.
     completion: Future[None] = field(default_factory=Future)
 
     @property
     def is_over(self) -> bool:
-        """Tell whether nothing of this job is left to compute."""
+        """Return true if all shards are committed, or if an error has ended the job."""
         return self.error is not None or not self.remaining
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDeath:
-    """What is known of a worker process that has ended."""
+    """What is known about a worker process that has ended."""
 
     worker: process.Child
-    status: int
-    tasks: tuple[ShardTask, ...]  # it held these, oldest first
-    was_ready: bool
+    status: int  # exit status
+    tasks: tuple[ShardTask, ...]  # tasks that it had not answered, oldest first
+    was_ready: bool  # it had loaded the weights
 
     @property
     def out_of_memory(self) -> bool:
-        """Tell whether its device ran out of memory."""
+        """Return true if the worker reported that its device ran out of memory."""
         failure = self.worker.failed
         return failure is not None and failure.kind == "OutOfMemoryError"
 
     @property
     def reason(self) -> str:
-        """Return its own word on why it ended, or its last line on standard error."""
+        """Return the error that the worker reported, or else its last line on standard error."""
         failure = self.worker.failed
         if failure is None:
             return self.worker.last_words
@@ -113,7 +121,7 @@ class WorkerDeath:
 
     @property
     def traceback(self) -> str:
-        """Return the traceback of its error, or an empty string."""
+        """Return the traceback that the worker reported, or an empty string."""
         failure = self.worker.failed
         return "" if failure is None else failure.traceback
 
@@ -124,13 +132,14 @@ class WorkerDeath:
 
 
 class Pool(AbstractContextManager["Pool"]):
-    """Workers, one per device, for the jobs that threads submit.
+    """Worker processes, one per device, that compute the jobs which threads submit.
 
-    The workers are gone when the `with` block ends. Several jobs may be computed at once; the
-    shards of the first come before those of the next. With `keep`, workers stay up between jobs;
-    otherwise they end as soon as nothing is left to compute. With `warm`, all of them load the
-    weights before there is a job. The pool starts them in a thread of its own, because they die
-    with the thread that started them.
+    Use it in a `with` block; all workers have ended when the block ends. Any thread may call
+    `compute`. Several jobs may be computed at the same time: the shards of the first job are sent
+    to workers before those of the next.
+
+    One thread of the pool starts the workers, feeds them and handles their messages. The kernel
+    ends a worker when the thread that started it ends, so this thread lives as long as the pool.
     """
 
     def __init__(
@@ -141,6 +150,14 @@ class Pool(AbstractContextManager["Pool"]):
         keep: bool = False,
         warm: bool = False,
     ) -> None:
+        """Prepare the pool. No process is started before the `with` block begins.
+
+        Args:
+            specs: What each worker loads, one specification per device.
+            workers: Starts the worker processes, on this machine or on a cluster.
+            keep: Keep workers between jobs. Otherwise they end when nothing is left to compute.
+            warm: Start all workers before there is a job, so that they load the weights.
+        """
         self.specs = tuple(specs)
         self.reader = workers.reader
         self._workers = workers
@@ -148,8 +165,8 @@ class Pool(AbstractContextManager["Pool"]):
         self._warm = warm
         self._slots = [WorkerSlot(spec) for spec in specs]
         self._jobs: dict[str, PooledJob] = {}  # by run
-        self._todo: deque[ShardTask] = deque()
-        self._submitted: deque[PooledJob] = deque()  # not accepted by the pool's thread yet
+        self._todo: deque[ShardTask] = deque()  # tasks for the next free workers, in order
+        self._submitted: deque[PooledJob] = deque()  # jobs that the pool's thread has not seen yet
         self._closed = False
         self._submit_lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="pool", daemon=True)
@@ -168,11 +185,11 @@ class Pool(AbstractContextManager["Pool"]):
     def compute(
         self, tasks: Sequence[ShardTask], logs: Path, on_event: Callable[..., None]
     ) -> PooledJob:
-        """Compute the shards of one job.
+        """Compute the shards of one job, and wait until all are committed.
 
-        No worker holds any of them when this returns or raises. An error that lies with the data
-        of one job (`JOB_ERRORS`) ends that job alone if the workers are kept. Any other error
-        ends every job, and the workers.
+        When this returns or raises, no worker computes any of them. If the pool keeps its workers,
+        an error of the kinds `JOB_ERRORS` ends only the job that caused it. Any other error ends
+        all jobs and all workers.
 
         Args:
             tasks: The shards of one run.
@@ -201,21 +218,28 @@ class Pool(AbstractContextManager["Pool"]):
         return job
 
     def _work(self) -> None:
-        """Run the pool's thread: compute jobs until the pool is closed, then end what is left."""
+        """Compute jobs until the pool is closed. This is the function of the pool's thread.
+
+        At the end, all workers are ended, and all jobs that are left get an error.
+        """
         try:
             while not self._closed:
                 try:
                     self._step()
-                except Exception as error:  # noqa: BLE001 - raised by `compute`
+                except Exception as error:  # noqa: BLE001 - `compute` raises it in its thread
                     self._end(error)
-        finally:  # nobody may wait for a thread that is gone
+        finally:
+            # Other threads wait in `compute` for this thread. It must not end without answering.
             with self._submit_lock:
                 self._closed = True
             self._accept_jobs()
             self._end(errors.VirnucError(process.INTERRUPTED))
 
     def _step(self) -> None:
-        """Start and feed workers, then wait for one message and handle it."""
+        """Start workers and send them tasks, then wait for one message and handle it.
+
+        If no message comes within `TICK_S`, return: the next step checks for silent workers.
+        """
         self._accept_jobs()
         self._end_silent()
         self._add_new_devices()
@@ -226,23 +250,26 @@ class Pool(AbstractContextManager["Pool"]):
         if received is None:
             return
         worker, message = received
+        # A message of a worker that was replaced meanwhile belongs to no slot, and is ignored.
         for slot in self._slots:
-            if slot.worker is worker:  # no slot has an earlier worker, whose last message this is
+            if slot.worker is worker:
                 self._handle_for_jobs(slot, worker, message)
                 self._finish_jobs()
                 return
 
     def _accept_jobs(self) -> None:
-        """Queue the shards of the jobs that threads have submitted."""
+        """Take over the jobs that threads have submitted, and queue their shards."""
         while self._submitted:
             job = self._submitted.popleft()
             self._jobs[job.run] = job
             self._todo.extend(job.tasks)
 
     def _end_silent(self) -> None:
-        """End workers that have stopped: a busy one without progress, an idle one without a beat.
+        """End workers that have hung.
 
-        The end of a busy worker is then handled like any other death.
+        A worker with tasks is ended if it has made no progress for `silence_s`. Its end comes as a
+        message and is handled like any other death. A worker without tasks is ended if its
+        heartbeats have stopped, because it may occupy the device.
         """
         now_s = time.monotonic()
         silence_s = self.specs[0].engine.silence_s
@@ -259,7 +286,7 @@ class Pool(AbstractContextManager["Pool"]):
                     worker.progress_s = now_s
                     worker.end(0.5)
             elif worker.silent:
-                worker.end(0)  # it may occupy the device
+                worker.end(0)
                 slot.worker = None
 
     def _add_new_devices(self) -> None:
@@ -269,7 +296,10 @@ class Pool(AbstractContextManager["Pool"]):
             self._slots.append(WorkerSlot(spec))
 
     def _start_workers(self) -> None:
-        """Start workers on idle devices: not more than there are tasks, or all for a warm start."""
+        """Start workers on devices without one, but not more workers than there are tasks.
+
+        The first call of a pool with `warm` starts a worker on every device.
+        """
         n_wanted = len(self._todo) + sum(len(slot.tasks) for slot in self._slots)
         if self._warm:
             n_wanted = len(self._slots)
@@ -281,16 +311,20 @@ class Pool(AbstractContextManager["Pool"]):
             slot.record = None
 
     def _feed(self) -> None:
-        """Send tasks to workers until each holds enough; every worker gets one before a second."""
+        """Send tasks until each worker has `TASKS_PER_WORKER` of them, or none is left.
+
+        Every worker gets its first task before any worker gets a second one.
+        """
         for max_tasks in range(1, TASKS_PER_WORKER + 1):
             for slot in self._slots:
                 while self._may_take_next(slot, max_tasks):
                     self._send_next(slot)
 
     def _may_take_next(self, slot: WorkerSlot, max_tasks: int) -> bool:
-        """Return whether the next task may go to this worker now.
+        """Return true if the next task may be sent to this worker now.
 
-        A suspect travels alone, so that a death names it.
+        A task at which a worker has died before is sent only to a worker without other tasks. If
+        this worker dies as well, the task is the cause.
         """
         if not self._todo or slot.worker is None or len(slot.tasks) >= max_tasks:
             return False
@@ -299,11 +333,14 @@ class Pool(AbstractContextManager["Pool"]):
         return not any(self._is_suspect(task) for task in (self._todo[0], *slot.tasks))
 
     def _is_suspect(self, task: ShardTask) -> bool:
-        """Return whether workers have died at this shard."""
+        """Return true if workers have died at this shard, or if the task is part of a search."""
         return task.probe or self._jobs[task.run].deaths_at_shard[task.shard] > 0
 
     def _send_next(self, slot: WorkerSlot) -> None:
-        """Send the next task to a worker, with the token budget that its device can hold."""
+        """Send the next task in the queue to a worker, and note it in the worker's slot.
+
+        If the device has run out of memory before, the task gets a smaller token budget.
+        """
         assert slot.worker is not None
         task = self._todo.popleft()
         divisor = max(task.divisor, slot.spec.divisor)
@@ -315,7 +352,10 @@ class Pool(AbstractContextManager["Pool"]):
         slot.worker.send(task)
 
     def _choose_log(self, slot: WorkerSlot) -> None:
-        """Log a worker's standard error in the run whose shard it computes."""
+        """Choose the file for a worker's standard error: a log of the run that it computes now.
+
+        A worker of a lasting pool that has no task writes to no log.
+        """
         assert slot.worker is not None
         if slot.tasks:
             logs = self._jobs[slot.tasks[0].run].logs
@@ -326,7 +366,10 @@ class Pool(AbstractContextManager["Pool"]):
     def _handle_for_jobs(
         self, slot: WorkerSlot, worker: process.Child, message: process.Message
     ) -> None:
-        """Handle a message. An error that lies with one job ends that job alone if workers stay.
+        """Handle a message of a worker. An error in it ends one job, or is raised for all jobs.
+
+        An error of the kinds `JOB_ERRORS` ends only the job that the worker computes, if the pool
+        keeps its workers.
 
         Raises:
             Exception: Any other error, which ends the pool's workers and all its jobs.
@@ -338,7 +381,8 @@ class Pool(AbstractContextManager["Pool"]):
         except JOB_ERRORS as error:
             if not self._keep or not was_ready or current_task is None:
                 raise
-            # From now on, what workers hold of this job is not handed out again.
+            # The job is over. Drop its tasks that no worker has yet. Tasks that workers have are
+            # not sent again, because the job has an error.
             self._jobs[current_task.run].error = error
             other_tasks = [task for task in self._todo if task.run != current_task.run]
             self._todo = deque(other_tasks)
@@ -349,7 +393,7 @@ class Pool(AbstractContextManager["Pool"]):
         """Handle one message of a worker.
 
         Raises:
-            VirnucError: An error that no other worker would avoid; it ends the job, or all jobs.
+            VirnucError: The worker met an error that another worker would meet, too.
         """
         match message:
             case process.Ready():
@@ -359,14 +403,19 @@ class Pool(AbstractContextManager["Pool"]):
             case process.Failed():
                 log.error("%s: %s: %s", worker.device, message.kind, message.message)
                 error = errors.error_from_name(message.kind, message.message)
-                # An error of another kind may pass: it is handled as the worker's death.
+                # None stands for an error that is not ours, such as a failure of CUDA. Another
+                # worker may not meet it. The worker ends, and its end is handled as a death.
                 if error is not None:
                     raise error
             case process.Closed():
                 self._handle_death(slot, worker)
 
     def _handle_ready(self, slot: WorkerSlot, worker: process.Child, ready: process.Ready) -> None:
-        """Record when a worker became ready, and the time that was lost if it replaces another."""
+        """Handle the message that a worker has loaded the weights and can compute.
+
+        Its record is kept for the jobs. If it replaces a worker that died, the time since that
+        worker's last commit is counted as lost.
+        """
         record = {"asked_s": worker.asked_s, "spawned_s": worker.started_s, **ready.record}
         now_s = time.monotonic()
         for job in self._jobs_of(slot.tasks):
@@ -379,7 +428,11 @@ class Pool(AbstractContextManager["Pool"]):
         log.info("%s ready after %.1f s", worker.device, record["ready_s"])
 
     def _handle_computed(self, slot: WorkerSlot, computed: Computed) -> None:
-        """Count a committed shard, or continue the search that a survived probe belongs to."""
+        """Handle the message that a worker has computed its oldest task.
+
+        For a whole shard the commit is counted. For a probe, the search for a bad row learns that
+        the worker survived, and its next probe becomes the next task.
+        """
         task = slot.tasks.popleft()
         self._choose_log(slot)
         job = self._jobs[task.run]
@@ -394,7 +447,12 @@ class Pool(AbstractContextManager["Pool"]):
             self._count_commit(job, task, computed.done)
 
     def _count_commit(self, job: PooledJob, task: ShardTask, done: ShardDone) -> None:
-        """Count a committed shard.
+        """Count a committed shard, and tell the job's `on_event`.
+
+        Args:
+            job: The job of the shard.
+            task: The task that was computed.
+            done: What the worker reported about it.
 
         Raises:
             NotFiniteError: Too many of the run's rows have results that are not finite.
@@ -404,7 +462,7 @@ class Pool(AbstractContextManager["Pool"]):
         job.deaths_at_shard.pop(task.shard, None)
         job.remaining.discard(task.shard)
         job.on_event(done)
-        # rows that were left out, less those that the task named
+        # `skipped` also counts the rows that the task itself told the worker to leave out.
         n_not_finite = done.skipped - len(task.skip)
         if n_not_finite:
             text = "shard %05d: %d rows are not finite and are set aside (failed.tsv)"
@@ -417,14 +475,17 @@ class Pool(AbstractContextManager["Pool"]):
             raise errors.NotFiniteError(f"{problem}; {way_out}")
 
     def _jobs_of(self, tasks: Sequence[ShardTask]) -> list[PooledJob]:
-        """Return the jobs that a worker's tasks belong to; for a worker without tasks, all jobs."""
+        """Return the jobs to which a worker's tasks belong. Without any task, return all jobs."""
         runs = dict.fromkeys(task.run for task in tasks)
         if not runs:
             return list(self._jobs.values())
         return [self._jobs[run] for run in runs]
 
     def _handle_death(self, slot: WorkerSlot, worker: process.Child) -> None:
-        """Queue again what a dead worker held. Another one will be started in its place.
+        """Handle the end of a worker that was not asked to end.
+
+        Its tasks are queued again. The slot is left without a worker, so that the next step starts
+        another one. If the worker's whole node is lost, the slot is removed.
 
         Raises:
             WorkerError: The run was interrupted, or too many workers died before they were ready.
@@ -438,7 +499,9 @@ class Pool(AbstractContextManager["Pool"]):
         slot.tasks = deque()
         if self._workers.cancelled:
             raise errors.WorkerError(process.INTERRUPTED)
-        if worker.lost:  # with its node; if that comes back, so does the device
+        if worker.lost:
+            # The node is gone, and the device with it. If the node comes back, its devices are
+            # added as new ones.
             self._slots.remove(slot)
         log.warning("%s", death)
         affected_jobs = self._jobs_of(death.tasks)
@@ -449,6 +512,7 @@ class Pool(AbstractContextManager["Pool"]):
         self._todo.extendleft(reversed(tasks))
         if worker.lost:
             return
+        # The worker computed its oldest task when it died. That task may be the cause.
         if was_ready and tasks and tasks[0] is death.tasks[0]:
             first_task = tasks[0]
             self._todo[0] = self._task_after_death(
@@ -457,7 +521,8 @@ class Pool(AbstractContextManager["Pool"]):
             if death.out_of_memory:
                 slot.oom_shards.add((first_task.run, first_task.shard))
         if death.out_of_memory:
-            # Two shards, or none yet: the cause is not the shard, the device has too little room.
+            # Memory ran out at two different shards, or while loading. So the device is too small
+            # for this token budget, whatever the shard.
             if not was_ready or len(slot.oom_shards) > 1:
                 divisor = _next_divisor(slot.spec.divisor, worker.device)
                 slot.spec = slot.spec.model_copy(update={"divisor": divisor})
@@ -466,10 +531,10 @@ class Pool(AbstractContextManager["Pool"]):
             self._count_unready_death(slot, death)
 
     def _count_unready_death(self, slot: WorkerSlot, death: WorkerDeath) -> None:
-        """Count a worker that died while it loaded.
+        """Count a worker that died before it was ready.
 
         Raises:
-            WorkerError: It was the last of several in a row.
+            WorkerError: `MAX_DEATHS_BEFORE_READY` workers in a row have died so on this device.
         """
         slot.unready_deaths += 1
         if slot.unready_deaths < MAX_DEATHS_BEFORE_READY:
@@ -480,7 +545,15 @@ class Pool(AbstractContextManager["Pool"]):
         raise errors.WorkerError(f"{problem}; {details}", worker_traceback=death.traceback)
 
     def _task_after_death(self, task: ShardTask, reason: str, *, out_of_memory: bool) -> ShardTask:
-        """Return what to try next after a worker died at `task`.
+        """Return the task to send next after a worker died while it computed `task`.
+
+        After the first deaths this is the same task, then probes that search for the row that
+        kills workers. After a lack of memory it is the same task with half the token budget.
+
+        Args:
+            task: The task.
+            reason: What the worker said last, for the message of the error.
+            out_of_memory: The device ran out of memory.
 
         Raises:
             ShardError: The search for poison rows has ended without clearing the shard.
@@ -506,12 +579,15 @@ class Pool(AbstractContextManager["Pool"]):
         return probe
 
     def _finish_jobs(self) -> None:
-        """Release the jobs that are committed or have failed, once no worker holds their shards."""
+        """Let `compute` return for the jobs that are over, once no worker has a task of theirs.
+
+        If this was the last job and the pool does not keep its workers, they are ended.
+        """
         jobs_over = [job for job in self._jobs.values() if job.is_over]
         if not jobs_over:
             return
-        runs_at_work = {task.run for slot in self._slots for task in slot.tasks}
-        released_jobs = [job for job in jobs_over if job.run not in runs_at_work]
+        busy_runs = {task.run for slot in self._slots for task in slot.tasks}
+        released_jobs = [job for job in jobs_over if job.run not in busy_runs]
         for job in released_jobs:
             del self._jobs[job.run]
         if not self._jobs and not self._keep:
@@ -523,7 +599,11 @@ class Pool(AbstractContextManager["Pool"]):
                 job.completion.set_exception(job.error)
 
     def _end(self, error: Exception) -> None:
-        """End the workers, and every job with an error, even if workers cannot be ended."""
+        """End all workers, and let `compute` raise `error` for all jobs.
+
+        The jobs get their error even if ending the workers fails. Otherwise the threads that
+        called `compute` would wait without end.
+        """
         try:
             self._end_workers()
         finally:
@@ -533,7 +613,7 @@ class Pool(AbstractContextManager["Pool"]):
                 job.completion.set_exception(error)
 
     def _end_workers(self) -> None:
-        """End all workers, whatever they hold."""
+        """End all workers, also those with unanswered tasks, and empty their slots."""
         workers = [slot.worker for slot in self._slots if slot.worker is not None]
         for worker in workers:
             worker.send(process.Closed())
@@ -545,10 +625,14 @@ class Pool(AbstractContextManager["Pool"]):
 
 
 def _next_divisor(divisor: int, name: str) -> int:
-    """Return the divisor of the next smaller token budget, after `name` ran out of memory.
+    """Return the doubled divisor, which halves the token budget, after memory ran out.
+
+    Args:
+        divisor: The token budget was divided by this.
+        name: The device or the shard, for messages.
 
     Raises:
-        DeviceError: The token budget is as small as it may be.
+        DeviceError: The token budget cannot be made smaller.
     """
     if divisor >= MAX_DIVISOR:
         problem = f"out of memory even with 1/{divisor} of the token budget"

@@ -1,9 +1,9 @@
-"""ESM-2 in fp16 beside the one in int8: it decides the rows whose score is near the threshold.
+"""Embed rows again in fp16 if their score from int8 is near the threshold.
 
-int8 moves scores by a few hundredths, so the rows near the threshold are the only ones whose
-verdict it can change. They are embedded again in fp16. Each batch here has the same number of
-slots, so what a row gets depends on its tokens, the weights and the settings, and not on which
-other rows are near the threshold.
+Rounding to int8 moves scores by a few hundredths. It can change the verdict only of rows whose
+score is near the threshold, so these rows are embedded a second time, by a copy of ESM-2 in fp16.
+All batches here have the same number of token slots. Therefore the result of a row depends on its
+tokens, the weights and the settings, and not on which other rows are near the threshold.
 """
 
 from pathlib import Path
@@ -27,25 +27,26 @@ from virnuc_core.engine.loader import (
 )
 from virnuc_core.engine.shards import ShardResult, ShardTask
 
-# Distance from the threshold: it holds 1.2 % of the frames on which it was chosen
-# (docs/performance.md).
+# Scores within this distance of the threshold are near it. These were 1.2 % of the frames on which
+# the distance was chosen (docs/performance.md).
 NEAR: Final = 0.05
 
 
 class Repeater:
-    """Embeds rows of finished shards again, for the thread that commits them.
+    """A copy of the protein encoder in fp16, which computes rows of finished shards again.
 
-    On a GPU it works on a stream of its own.
+    The thread that commits shards uses it, while the launch loop computes the next shard. On a GPU
+    it therefore has its own CUDA stream.
     """
 
     def __init__(
         self, models: Path, device: torch.device, engine: EngineSpec, longest: int
     ) -> None:
-        """Load the weights.
+        """Load the weights of the protein encoder to the device.
 
         Args:
             models: Models directory.
-            device: Where the weights go.
+            device: The device.
             engine: Settings of the engine.
             longest: Tokens of the longest row.
 
@@ -57,54 +58,65 @@ class Repeater:
         self._device = device
         self._budget = engine.token_budget
         self._longest = longest
-        network = NETWORKS[PROTEIN_ENCODER.name]  # the only one that runs in int8
+        # Only the protein encoder runs in int8.
+        network = NETWORKS[PROTEIN_ENCODER.name]
         self.encoder = load_encoder(network, models, device, "fp16", engine.attention)
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # A higher priority than the launch loop's work, which fills the device for seconds: a
-            # commit waits for this.
+            # The launch loop fills the device with work for seconds, and a commit waits for this
+            # encoder. -1 gives it a higher priority.
             self.stream = torch.cuda.Stream(device, priority=-1)
 
     def slots(self, divisor: int) -> int:
-        """Return the slots of each batch: the launch loop's middle shape, or the longest row.
+        """Return the number of token slots that each batch has.
 
-        The rows of a shard that are near the threshold fill one or a few such batches; of the
-        smallest shape, it would be four times as many launches.
+        It is the middle one of the launch loop's three batch shapes. The rows near the threshold of
+        a shard fill one or a few such batches; with the smallest shape there would be four times
+        as many launches. A batch always has room for the longest row.
 
         Args:
-            divisor: Of the token budget, on a device with little memory.
+            divisor: The token budget is divided by this, on a device with little memory.
         """
         middle_shape = self._budget // divisor // SHAPE_DIVISORS[1]
         return max(self._longest, middle_shape)
 
     def repeat(self, result: ShardResult, task: ShardTask, head: Head) -> int:
-        """Replace embeddings and scores of the rows near the threshold by those of fp16.
+        """Compute the rows of a shard whose score is near the threshold again, in fp16.
 
         Args:
-            result: What int8 gave for a shard; changed in place.
-            task: The shard.
+            result: The results that int8 gave. The embeddings and scores of these rows are
+                replaced.
+            task: The task of the shard.
             head: The classifier.
 
         Returns:
             The number of such rows.
         """
-        distances = np.abs(result.scores[:, 1] - task.threshold)  # NaN for rows without a score
-        near = np.flatnonzero(distances < NEAR)
-        if len(near) == 0:
+        # A row that was left out has the score NaN, and a comparison with NaN is false.
+        distances = np.abs(result.scores[:, 1] - task.threshold)
+        near_rows = np.flatnonzero(distances < NEAR)
+        if len(near_rows) == 0:
             return 0
         slots = self.slots(task.divisor)
-        token_rows, pad = self._tokenise(task, near)
-        own_columns = slice(-self.encoder.width, None)  # the protein encoder's are the last
+        token_rows, pad = self._tokenise(task, near_rows)
+        # The embeddings of the protein encoder are the last columns.
+        own_columns = slice(-self.encoder.width, None)
         with torch.cuda.stream(self.stream):
             for plan, batch in packed(token_rows, slots, pad, divisors=(1,)):
                 row_embeddings = self.encoder.embed(batch.to(self._device))[: batch.rows]
-                result.embeddings[near[plan.rows], own_columns] = row_embeddings.cpu().numpy()
-            features = torch.from_numpy(result.embeddings[near]).to(self._device)
-            result.scores[near] = head.scores(features).cpu().numpy()
-        return len(near)
+                rows = near_rows[plan.rows]
+                result.embeddings[rows, own_columns] = row_embeddings.cpu().numpy()
+            features = torch.from_numpy(result.embeddings[near_rows]).to(self._device)
+            result.scores[near_rows] = head.scores(features).cpu().numpy()
+        return len(near_rows)
 
     def _tokenise(self, task: ShardTask, positions: NDArray[np.int64]) -> tuple[TokenRows, int]:
-        """Tokenise some rows of a shard; return them, and the token to fill batches with."""
+        """Return the tokens of some proteins of a shard, and the padding token.
+
+        Args:
+            task: The task of the shard.
+            positions: Positions of the rows within the shard.
+        """
         run_data = open_source(Source(Path(task.store), task.reads, self._models))
         sequences = []
         for row in (positions + task.lo).tolist():

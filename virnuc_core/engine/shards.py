@@ -1,8 +1,10 @@
-"""Shards: the unit of work, of commit and of loss.
+"""Shards: the pieces into which a run is divided.
 
-A shard is a range of the store's distinct sequences. Its file holds the result of a pure function
-of sequences, weights and settings, with a fingerprint of all three and a checksum. The file
-appears by a rename, is never computed again, and is the only record of progress.
+A shard is a range of the distinct sequences in the store (`orfs.h5`). A worker computes one shard
+at a time and then commits the result, which means that the shard's file appears in `shards/` by a
+rename. The content of the file depends only on the sequences, the weights and the settings, and
+the file holds a fingerprint of all three and a checksum. A run that is started again computes only
+the shards without a file: there is no other record of progress.
 """
 
 import hashlib
@@ -33,27 +35,43 @@ log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 SEALED_AS: Final = f"shard {SCHEMA_VERSION}"
-# The last shards shrink to a quarter, so that unequal devices end together.
+# The last shards shrink to a quarter of the usual size, so that a slow device ends soon after a
+# fast one.
 SMALLEST_SHARD_DIVISOR: Final = 4
-# A reader of embeddings.h5 opens all shards: most systems let a process open 1,024 files.
+# Programs that read embeddings.h5 open the files of all shards, and most systems let a process open
+# 1,024 files.
 MAX_SHARDS: Final = 800
-# The last shards are smaller than the others, so a little room is left below `MAX_SHARDS`.
+# How many shards there are more than tokens ÷ shard_tokens, because the last ones are smaller.
 N_SMALL_SHARDS: Final = 30
-# A gigabyte of embeddings, which a worker holds in memory until the commit.
+# Tokens of a shard at most. Its embeddings take about a gigabyte, which a worker holds in memory
+# until the commit.
 MAX_SHARD_TOKENS: Final = 4_194_304
+# Bytes of a file that are read at a time when its checksum is computed.
 READ_BYTES: Final = 1 << 20
-N_CHECK_THREADS: Final = 8  # to prove shards; the digest functions let other threads run
-FILLED_SHARE: Final = 0.997  # of the slots of a whole number of batches, by rows of mixed lengths
+# Threads that check the checksums of shards. Hashing releases Python's global lock, so they run in
+# parallel.
+N_CHECK_THREADS: Final = 8
+# Share of a batch's token slots that sequences of mixed lengths fill. Measured; the rest is padding
+# at the ends of batches.
+FILLED_SHARE: Final = 0.997
 
 
 def result_settings(engine: EngineSpec, repeat_threshold: float | None = None) -> dict[str, Any]:
-    """Return the settings that may change result bytes.
+    """Return the settings on which the bytes of the results depend.
+
+    They are part of the fingerprint of a run. Runs with different values must not share shards.
 
     Args:
         engine: The settings of the engine.
-        repeat_threshold: Score near which rows are embedded again; None if none are.
+        repeat_threshold: Sequences whose score is near this value are embedded a second time, in
+            fp16. None if no sequence is.
+
+    Returns:
+        Values by the name of the setting.
     """
-    settings: dict[str, Any] = {"compile": False, "dedup": True}  # part of every fingerprint
+    # Settings of earlier versions that are fixed today. Without them, runs that an earlier version
+    # began would have another fingerprint.
+    settings: dict[str, Any] = {"compile": False, "dedup": True}
     for name in RESULT_FIELDS:
         settings[name] = getattr(engine, name)
     if repeat_threshold is not None:
@@ -62,18 +80,20 @@ def result_settings(engine: EngineSpec, repeat_threshold: float | None = None) -
 
 
 def repeats_near_threshold(engine: EngineSpec, head: HeadShape) -> bool:
-    """Return whether rows near the threshold are embedded again.
+    """Return true if a run embeds sequences with a score near the threshold again in fp16.
 
-    A classifier of random weights, as training begins with, decides nothing: embeddings must not
-    depend on it.
+    This is done for int8, whose rounding could change their verdict. It is not done for a
+    classifier with random weights, such as training uses before a classifier exists: its scores
+    mean nothing, and the embeddings must not depend on them.
     """
     return engine.precision == "int8" and not head.origin.startswith(RANDOM_ORIGIN)
 
 
 class ShardPlan(Spec):
-    """The file `shards/plan.json`: which sequences each shard holds.
+    """The content of `shards/plan.json`: which sequences each shard holds.
 
-    Shard i holds the distinct sequences `bounds[i]` to `bounds[i + 1] - 1`.
+    Shard i holds the distinct sequences `bounds[i]` to `bounds[i + 1] - 1`. `fingerprint` is the
+    digest of everything that decides the results of the run.
     """
 
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -84,37 +104,44 @@ class ShardPlan(Spec):
         return len(self.bounds) - 1
 
     def range(self, shard: int) -> tuple[int, int]:
-        """Return the first sequence of a shard, and one past its last."""
+        """Return the index of a shard's first sequence, and the index after its last sequence."""
         return self.bounds[shard], self.bounds[shard + 1]
 
 
 class ShardTask(Message):
-    """A shard for a worker to compute, or a part of one in the search for poison rows."""
+    """A message that tells a worker to compute a shard.
 
-    run: str
-    store: str
-    reads: str  # fingerprint of the store that the plan was made for
-    # digests of the models that the run is made from
+    In the search for a row that kills workers, it names a part of a shard (`probe`).
+    """
+
+    run: str  # path of the run directory
+    store: str  # path of the store
+    reads: str  # fingerprint of the store for which the plan was made
+    # Digest of each model with which the run began.
     weights: dict[str, str] = Field(default_factory=dict)
-    max_not_finite: int = 0  # rows of the run that may be not finite; with more it stops
-    shard: int
-    lo: int  # first sequence
-    hi: int  # one past the last
-    divisor: int = 1  # of the token budgets
-    skip: tuple[int, ...] = ()  # sequences left out
-    threshold: float = DEFAULT_THRESHOLD  # of its run
-    probe: bool = False  # compute and answer, commit nothing
+    # The run stops if the results of more rows than this are NaN or infinite.
+    max_not_finite: int = 0
+    shard: int  # number of the shard
+    lo: int  # index of the first sequence
+    hi: int  # index after the last sequence
+    divisor: int = 1  # the token budgets are divided by this, on a device with little memory
+    skip: tuple[int, ...] = ()  # indexes of sequences that are left out
+    threshold: float = DEFAULT_THRESHOLD  # score from which a sequence counts as viral
+    probe: bool = False  # compute and answer, but commit nothing
 
 
 class Computed(Message):
-    """A worker's answer that a shard is on disk; for a probe, that the worker survived it."""
+    """A worker's answer to a `ShardTask`: the shard is on disk.
 
-    done: ShardDone | None  # None for a probe
-    n_repeated: int = 0  # rows near the threshold that were embedded again
+    To a probe, it says only that the worker is still alive after the computation.
+    """
+
+    done: ShardDone | None  # times and counts of the shard; None for a probe
+    n_repeated: int = 0  # sequences near the threshold that were embedded again in fp16
 
 
 class ShardResult(NamedTuple):
-    """What a shard's computation gave."""
+    """The results of a shard, one row for each of its sequences."""
 
     embeddings: NDArray[np.float32]  # [n, dna_width + protein_width], DNA first
     scores: NDArray[np.float32]  # [n, 2]: P(others), P(virus)
@@ -123,26 +150,31 @@ class ShardResult(NamedTuple):
 def make_plan(
     protein_offsets: NDArray[np.int64], shard_tokens: int, token_budget: int, fingerprint: str
 ) -> ShardPlan:
-    """Cut the distinct sequences into shards, smaller towards the end.
+    """Divide the distinct sequences into shards of consecutive sequences.
 
-    The cuts do not depend on the devices. A shard is a whole number of batches, nearly full, where
-    that is possible.
+    Shards become smaller towards the end. Their size does not depend on the devices, so that a run
+    on other devices can use the same plan. Where possible, a shard fills a whole number of
+    batches.
 
     Args:
-        protein_offsets: Where each protein starts, in residues, and their total.
-        shard_tokens: ESM-2 tokens of a shard at most; a single longer sequence is a shard, too.
+        protein_offsets: Position of the first residue of each protein, then the total, int64
+            [n_sequences + 1].
+        shard_tokens: ESM-2 tokens of a shard at most. A single sequence with more tokens is a shard
+            of its own.
         token_budget: ESM-2 tokens of a batch.
-        fingerprint: Of all that decides a result.
+        fingerprint: Digest of everything that decides the results.
     """
     n_sequences = len(protein_offsets) - 1
     offsets = np.asarray(protein_offsets, dtype=np.int64)
-    token_offsets = offsets + 2 * np.arange(n_sequences + 1)  # start and end token each
+    # Each residue is a token, and each sequence has a start token and an end token besides.
+    token_offsets = offsets + 2 * np.arange(n_sequences + 1)
     n_tokens = int(token_offsets[-1])
     bounds = [0]
     while bounds[-1] < n_sequences:
         first_sequence = bounds[-1]
         start = int(token_offsets[first_sequence])
         size = _shard_size(n_tokens - start, shard_tokens, token_budget)
+        # The last sequence boundary that lies within the size, and at least one sequence.
         end = int(np.searchsorted(token_offsets, start + size, side="right")) - 1
         end = max(end, first_sequence + 1)
         bounds.append(min(n_sequences, end))
@@ -150,11 +182,19 @@ def make_plan(
 
 
 def _shard_size(tokens_left: int, shard_tokens: int, token_budget: int) -> int:
-    """Return the tokens of the next shard, when so many tokens are left to cut."""
+    """Return how many tokens the next shard gets.
+
+    Args:
+        tokens_left: Tokens of the sequences that are in no shard yet.
+        shard_tokens: Tokens of a shard at most.
+        token_budget: Tokens of a batch.
+    """
     smallest = shard_tokens // SMALLEST_SHARD_DIVISOR
+    # An eighth of what is left, so that the sizes fall slowly at the end of the run.
     share = tokens_left // (2 * SMALLEST_SHARD_DIVISOR)
     size = min(shard_tokens, max(smallest, share))
     if size >= token_budget:
+        # Round down to whole batches, less the slots that stay empty in them.
         n_batches = size // token_budget
         size = int(n_batches * token_budget * FILLED_SHARE)
     return size
@@ -167,20 +207,23 @@ def plan_run(
     kind: str,
     repeat_threshold: float | None = None,
 ) -> tuple[EngineSpec, ShardPlan]:
-    """Plan the shards of a run.
+    """Divide the sequences of a run into shards. Nothing is written.
 
-    The plan's fingerprint covers all that decides a result: reads, weights, result settings and
-    kind of device.
+    The fingerprint of the plan covers everything that decides the results: reads, weights, result
+    settings and kind of device.
 
     Args:
-        protein_offsets: Where each protein starts, in residues, and their total.
-        engine: Settings. `shard_tokens` is raised if there would be more than `MAX_SHARDS`.
-        digests: Fingerprints of the reads and the weights.
-        kind: Kind of the devices.
-        repeat_threshold: Score near which rows are embedded again; None if none are.
+        protein_offsets: Position of the first residue of each protein, then the total, int64
+            [n_sequences + 1].
+        engine: Settings of the engine. Their `shard_tokens` is raised if there would be more than
+            `MAX_SHARDS` shards.
+        digests: Fingerprints of the reads and of each model.
+        kind: Kind of the devices, "cuda" or "cpu".
+        repeat_threshold: Sequences whose score is near this value are embedded again in fp16. None
+            if no sequence is.
 
     Returns:
-        The settings, with the `shard_tokens` that were used, and the plan.
+        The settings with the `shard_tokens` that was used, and the plan.
     """
     requested_tokens = engine.shard_tokens
     while True:
@@ -188,8 +231,10 @@ def plan_run(
         plan = make_plan(protein_offsets, engine.shard_tokens, engine.token_budget, fingerprint)
         if len(plan) <= MAX_SHARDS or engine.shard_tokens >= MAX_SHARD_TOKENS:
             break
-        larger = engine.shard_tokens * len(plan) // (MAX_SHARDS - N_SMALL_SHARDS) + 1
-        engine = engine.model_copy(update={"shard_tokens": min(larger, MAX_SHARD_TOKENS)})
+        # Try again with shards that are as much larger as there are too many of them.
+        larger_tokens = engine.shard_tokens * len(plan) // (MAX_SHARDS - N_SMALL_SHARDS) + 1
+        shard_tokens = min(larger_tokens, MAX_SHARD_TOKENS)
+        engine = engine.model_copy(update={"shard_tokens": shard_tokens})
     if engine.shard_tokens != requested_tokens:
         text = "shard_tokens %d → %d: %d shards"
         log.info(text, requested_tokens, engine.shard_tokens, len(plan))
@@ -202,14 +247,17 @@ def plan_run(
 def _plan_fingerprint(
     engine: EngineSpec, digests: dict[str, str], kind: str, repeat_threshold: float | None
 ) -> str:
-    """Return the SHA-256 digest of all that decides a result."""
+    """Return the SHA-256 digest of everything that decides the results of a run.
+
+    The parameters are those of `plan_run`.
+    """
     settings = result_settings(engine, repeat_threshold)
     contents = {"prints": digests, "settings": settings, "kind": kind}
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def write_plan(run: RunDir, plan: ShardPlan) -> None:
-    """Write `shards/plan.json`, unless the same plan is there already."""
+    """Write `shards/plan.json`. If the file holds the same plan already, it stays untouched."""
     with suppress(ShardError):
         if read_plan(run) == plan:
             return
@@ -220,7 +268,7 @@ def read_plan(run: RunDir) -> ShardPlan:
     """Read `shards/plan.json`.
 
     Raises:
-        ShardError: The file is missing, or it is not one of ours.
+        ShardError: The file is missing, or it is not a shard plan.
     """
     try:
         return ShardPlan.model_validate_json(run.plan.read_bytes())
@@ -235,20 +283,23 @@ def shard_path(run: RunDir, shard: int) -> Path:
 
 
 def _checksum(array: NDArray[np.float32], lo: int, hi: int, fingerprint: str) -> str:
-    """Return a digest of one dataset, its place and its run.
+    """Return the checksum of one dataset of a shard.
 
-    Each dataset has its own, so that scores can be proven without reading the embeddings.
+    It covers the values, the range of sequences (`lo` to `hi`), the fingerprint of the run, and
+    the type and shape of the array. Each dataset has its own checksum, so that the scores can be
+    checked without reading the embeddings.
     """
-    place = f"{lo}:{hi}:{fingerprint}:{array.dtype.str}{array.shape}"
-    digest = hashlib.blake2b(place.encode(), digest_size=32)
+    identity = f"{lo}:{hi}:{fingerprint}:{array.dtype.str}{array.shape}"
+    digest = hashlib.blake2b(identity.encode(), digest_size=32)
     digest.update(np.ascontiguousarray(array).data.cast("B"))
     return digest.hexdigest()
 
 
 def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Path:
-    """Make a shard's result permanent: write a temporary file, flush it, seal it, rename it.
+    """Write the file of a shard. It appears whole or not at all.
 
-    The same result gives the same bytes.
+    The file begins with a seal: a digest of all bytes that follow. The same result gives the same
+    bytes.
 
     Returns:
         The path of the file.
@@ -263,6 +314,7 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     path = shard_path(run, shard)
 
     def seal(body: bytes) -> bytes:
+        """Return the digest that precedes the bytes of the file."""
         return sealed(SEALED_AS, [body])
 
     with atomic_hdf5(path, seal, libver="latest", userblock_size=SEAL_BYTES) as file:
@@ -276,19 +328,23 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
 
 
 def is_sealed(path: Path) -> bool:
-    """Return whether a shard's file, in whatever folder, is what was committed, to the last bit.
+    """Return true if the file of a shard has exactly the bytes that were committed.
+
+    The seal at its beginning is compared with the digest of all further bytes. The file may lie in
+    any folder.
 
     Raises:
         OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         seal = file.read(SEAL_BYTES)
+        # Blocks until an empty one, which means the end of the file.
         blocks = iter(partial(file.read, READ_BYTES), b"")
         return seal == sealed(SEALED_AS, blocks)
 
 
 def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
-    """Read a committed shard, and prove it to the last bit.
+    """Read embeddings and scores of a committed shard, and check every byte of its file.
 
     Raises:
         ShardError: The file is damaged, unreadable, or belongs to another run.
@@ -297,12 +353,13 @@ def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
 
 
 def refresh_folder(folder: Path) -> None:
-    """Make visible here what other machines did in a folder.
+    """Make visible on this machine what other machines have written into a folder.
 
-    A network file system shows what it knew before, for a minute or so, until this machine changes
-    something in the folder itself.
+    A network file system may show an old list of files for about a minute. It asks the file server
+    again after this machine has changed something in the folder. So an empty file `.look` is made
+    and removed. Without permission to write nothing is done.
     """
-    with suppress(OSError):  # where nothing may be written nothing is being written
+    with suppress(OSError):
         (folder / ".look").touch()
         (folder / ".look").unlink()
 
@@ -315,14 +372,17 @@ def _read(
     *,
     check_whole_file: bool = False,
 ) -> dict[str, NDArray[np.float32]]:
-    """Read some datasets of a shard, each proven by its own checksum.
+    """Read some datasets of a shard, and compare each with its own checksum.
 
     Args:
-        run: The run.
-        plan: Its plan.
-        shard: The shard.
-        names: The datasets.
-        check_whole_file: Prove the rest of the file, too.
+        run: The run directory.
+        plan: The plan of the run.
+        shard: Number of the shard.
+        names: Names of the datasets, such as "scores".
+        check_whole_file: Also check the seal, which covers every byte of the file.
+
+    Returns:
+        The arrays by the name of the dataset.
 
     Raises:
         ShardError: The file is damaged, unreadable, or belongs to another run.
@@ -350,16 +410,23 @@ def _read(
 
 
 def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
-    """Find the shards that are committed, and move damaged files to `shards/damaged/`.
+    """Find the shards of a run that are computed already, and check every byte of their files.
+
+    Damaged files, and files of another run, are moved to `shards/damaged/`. Their shards will be
+    computed again.
 
     Returns:
-        The shards that are proven, and a line of text for each damaged file.
+        The numbers of the shards whose files are intact, and a line of text for each file that was
+        moved.
     """
     refresh_folder(run.shards)
     existing_shards = [shard for shard in range(len(plan)) if shard_path(run, shard).exists()]
 
     def check(shard: int) -> ShardError | None:
-        """Return what is wrong with a shard. The seal of the whole file covers the embeddings."""
+        """Return what is wrong with the file of a shard, or None if it is intact.
+
+        Only the scores are decoded, because the seal of the whole file covers the embeddings.
+        """
         try:
             _read(run, plan, shard, ("scores",), check_whole_file=True)
         except ShardError as problem:
@@ -380,7 +447,10 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
 
 
 def _move_damaged(run: RunDir, shard: int) -> Path:
-    """Move a damaged shard to `shards/damaged/`, and return its new path."""
+    """Move the file of a damaged shard to `shards/damaged/`, and return the new path.
+
+    The file gets a number, because the same shard may be damaged more than once.
+    """
     path = shard_path(run, shard)
     folder = run.shards / "damaged"
     folder.mkdir(exist_ok=True)
@@ -391,15 +461,23 @@ def _move_damaged(run: RunDir, shard: int) -> Path:
 def read_scores(
     run: RunDir, only: Sequence[int] | None = None
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Read the scores of all distinct sequences, or those of some shards.
+    """Read the scores of all distinct sequences, or of the sequences of some shards.
+
+    Args:
+        run: The run directory.
+        only: Numbers of the shards to read. None reads all shards.
 
     Returns:
-        Scores, float32 [n, 2], and which rows failed, bool [n]. The scores of those are NaN, which
-        the engine writes only for rows that it has set aside and named.
+        The scores, float32 [n, 2], and which sequences failed, bool [n]. The engine writes NaN as
+        the scores of a sequence that it has left out, and only then.
+
+    Raises:
+        ShardError: The plan or a shard is missing or damaged.
     """
     plan = read_plan(run)
     refresh_folder(run.shards)
     shard_numbers = range(len(plan)) if only is None else only
+    # The empty array stands for a run without any shard.
     parts: list[NDArray[np.float32]] = [np.empty((0, 2), np.float32)]
     for shard in shard_numbers:
         arrays = _read(run, plan, shard, ("scores",))
@@ -410,7 +488,11 @@ def read_scores(
 
 
 def store_of(run: RunDir, record: RunRecord) -> OrfStore:
-    """Open the store that the run's shards refer to.
+    """Open the store (`orfs.h5`) that holds the sequences of a run's shards.
+
+    Args:
+        run: The run directory.
+        record: The record of the run (`run.json`), which names the store and its fingerprint.
 
     Raises:
         InputError: The store cannot be read.
@@ -424,10 +506,11 @@ def store_of(run: RunDir, record: RunRecord) -> OrfStore:
 
 
 def write_virtual_embeddings(run: RunDir) -> Path:
-    """Write `embeddings.h5`: virtual datasets over the shards' own data, without a copy.
+    """Write `embeddings.h5`, which shows the data of all shards as one file without copying them.
 
-    The run directory can be moved. NaN marks rows that failed; HDF5 shows infinity for rows of a
-    shard whose file is gone or cannot be opened.
+    It uses virtual datasets of HDF5. Their paths are relative, so the run directory can be moved.
+    A reader of the file sees NaN for sequences that failed, and infinity for sequences of a shard
+    whose file is missing or cannot be opened.
 
     Returns:
         The path of the file.
@@ -452,7 +535,10 @@ def write_virtual_embeddings(run: RunDir) -> Path:
 
 
 def _embedding_width(run: RunDir, plan: ShardPlan) -> int:
-    """Return the width of the embeddings; 0 if no read has an open reading frame."""
+    """Return the number of columns of the embeddings, taken from the first shard.
+
+    It is 0 if the run has no shard, because no read has an open reading frame.
+    """
     if len(plan) == 0:
         return 0
     with h5py.File(shard_path(run, 0), "r") as file:

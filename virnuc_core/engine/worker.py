@@ -1,8 +1,11 @@
-"""The engine's worker process: one device, pinned; shard tasks come in, committed shards go out.
+"""The program of a worker process, which computes shards on one device.
 
-Messages in: a `WorkerSpec`; any number of `ShardTask`s of any runs, which may come much later (the
-weights are loaded meanwhile); then `Closed`. Messages out: `Ready`, `Computed`, `Failed`. Nothing
-in the launch loop makes the device wait.
+The parent process sends a `WorkerSpec` (device and models), then any number of `ShardTask`s of any
+runs, then `Closed`. Tasks may come much later than the specification; the worker loads the weights
+meanwhile. The worker answers with `Ready`, one `Computed` for each task, or `Failed`.
+
+Three threads work side by side, so that the device never waits: one loads and packs the next
+batches, one launches batches on the device, one writes finished shards to the disk.
 """
 
 import os
@@ -63,16 +66,25 @@ from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 if TYPE_CHECKING:
     from virnuc_core.engine.repeats import Repeater
 
-MAX_PENDING_COMMITS: Final = 2  # results that may wait for the disk before the launch loop does
+# Finished shards that may wait for the disk. With more, the launch loop waits, because each holds
+# up to a gigabyte of memory.
+MAX_PENDING_COMMITS: Final = 2
+# Seconds that a worker has after SIGTERM to commit what it has launched. The parent sends SIGKILL a
+# second later.
 TERM_GRACE_S: Final = 3.5
-POLL_S: Final = 0.2  # how soon SIGTERM is noticed while waiting for a message
+# Seconds after which a worker that waits for a message looks whether it was told to stop.
+POLL_S: Final = 0.2
 
-# Two moments of the device: events on CUDA, the host's clock on a CPU.
+# Start and end of some work of the device: CUDA events on a GPU, seconds of the host's clock on a
+# CPU.
 Span = tuple[Any, Any]
 
 
 def milliseconds(span: Span) -> float:
-    """Return the device time of a launch; valid once the device has passed its end."""
+    """Return how long the device worked, in milliseconds.
+
+    On a GPU this may be called only after the device has reached the end of the span.
+    """
     start, end = span
     if isinstance(start, torch.cuda.Event):
         return float(start.elapsed_time(end))
@@ -80,18 +92,21 @@ def milliseconds(span: Span) -> float:
 
 
 def warm_up(encoder: Encoder, budget: int, device: torch.device, length: int) -> None:
-    """Launch a full batch of rows of this length, which compiles the kernels for it.
+    """Compute a full batch of random rows, so that the kernels for such rows are compiled.
+
+    It waits until the device has finished. The results are dropped.
 
     Args:
         encoder: The encoder.
         budget: Token slots of the batch.
-        device: Where the encoder is.
+        device: The device on which the encoder is.
         length: Tokens of each row.
 
     Raises:
         torch.OutOfMemoryError: The device cannot hold such a batch.
     """
     n_rows = max(1, budget // length)
+    # Token ids that both encoders have as ordinary tokens. Their values do not matter.
     tokens = np.random.default_rng().integers(5, 9, n_rows * length)
     token_rows = TokenRows(tokens, starts=np.arange(n_rows + 1) * length)
     _, batch = next(packed(token_rows, budget, pad=5))
@@ -103,29 +118,35 @@ def warm_up(encoder: Encoder, budget: int, device: torch.device, length: int) ->
 
 @dataclass(frozen=True, slots=True)
 class LaunchedBatch:
-    """A batch that the device has been told to compute."""
+    """A batch that was launched on the device, which computes it now or has computed it."""
 
-    record: BatchRecord  # without the device's time, which is not known yet
+    record: BatchRecord  # its `device_ms` is None, because the device may not have finished
     span: Span
 
 
 @dataclass(slots=True)
 class Pending:
-    """A shard whose batches have been launched. Its results arrive on a side stream."""
+    """A shard between its first launched batch and its commit.
+
+    The embeddings are computed on the device. They are then copied to the host on a second CUDA
+    stream, while the device computes the next shard.
+    """
 
     task: ShardTask
-    started_s: float
+    started_s: float  # `time.monotonic()`
     embeddings: Tensor  # float32 [rows, dna + protein], on the device, then on the host
     launched: list[LaunchedBatch] = field(default_factory=list)
-    head_span: Span = (0.0, 0.0)
-    scores: Tensor | None = None  # float32 [rows, 2], on the host
-    arrived: torch.cuda.Event | None = None  # when the results are on the host; None on a CPU
+    head_span: Span = (0.0, 0.0)  # of the classifier
+    scores: Tensor | None = None  # float32 [rows, 2], on the host; None before the classifier ran
+    # Is reached when the results are on the host. None on a CPU, where nothing is copied.
+    arrived: torch.cuda.Event | None = None
 
 
 class Worker:
-    """Everything between the parent's messages and the device.
+    """The state of a worker process: models, device, tasks at hand, finished shards.
 
-    One thread (the caller of `run`) launches, one loads and packs ahead, and one commits.
+    The thread that calls `run` launches batches. A second thread loads and packs the next batches,
+    and a third one commits finished shards.
     """
 
     def __init__(
@@ -134,40 +155,58 @@ class Worker:
         spec: WorkerSpec,
         recording: Callable[[Take], AbstractContextManager[Take]] = nullcontext,
     ) -> None:
+        """Tell the parent how to watch this worker, and let SIGTERM stop it. Load nothing yet.
+
+        Args:
+            parent: The connection to the process that started this one.
+            spec: Device, models and settings.
+            recording: Wraps the function that takes the next batch. The tracing tool passes a
+                profiler here.
+        """
         self._parent = parent
         self._spec = spec
-        self._recording = recording  # wraps the loader's queue; a trace records there
-        self._last_progress_s = time.monotonic()  # when it last did something
-        self._held: deque[int] = deque()  # shards received and not answered
+        self._recording = recording
+        self._last_progress_s = time.monotonic()
+        # Numbers of the shards that were received and not answered, oldest first.
+        self._unanswered_shards: deque[int] = deque()
         self._stopping = threading.Event()
+        # Finished shards for the thread that commits them. None tells that thread to end.
         self._writes: queue.Queue[Pending | None] = queue.Queue(maxsize=MAX_PENDING_COMMITS)
 
         def last_progress_s() -> float:
-            # To load, or to wait with no task in hand, is no standstill.
-            return self._last_progress_s if self._held else time.monotonic()
+            """Return when this worker last made progress, for its heartbeat.
+
+            Without a task (it loads, or it waits) it cannot be stuck. The answer is "now" then.
+            """
+            return self._last_progress_s if self._unanswered_shards else time.monotonic()
 
         parent.progress = last_progress_s
         signal.signal(signal.SIGTERM, self._terminate)
 
     def _terminate(self, *_: object) -> None:
-        """Commit what has been launched, if that takes no longer than a few seconds (SIGTERM)."""
+        """Handle SIGTERM: take no more tasks, and end within a few seconds.
+
+        What has been launched is still committed if there is enough time.
+        """
         self._stopping.set()
+        # 143 is the exit status of a process that SIGTERM ended.
         threading.Timer(TERM_GRACE_S, os._exit, (143,)).start()
 
     def _receive(self) -> ShardTask | None:
-        """Return the next task; None when told to stop."""
+        """Wait for the next task and return it. Return None if the worker is to stop."""
         while not self._stopping.is_set():
             message = self._parent.receive(POLL_S)
             if isinstance(message, ShardTask):
                 self._last_progress_s = time.monotonic()
-                self._held.append(message.shard)
+                self._unanswered_shards.append(message.shard)
                 return message
             if message is not None:
+                # The only other message is `Closed`: no more tasks will come.
                 self._stopping.set()
         return None
 
     def run(self) -> None:
-        """Load the models, then compute shards until told to stop."""
+        """Load the models, then compute shards until the parent says that no more will come."""
         self._load()
         loaded_s = time.monotonic()
         first_task = self._receive()
@@ -183,13 +222,21 @@ class Worker:
             with self._recording(take) as recorded_take:
                 self._launch_all(recorded_take)
         finally:
-            # What was computed before an error is answered first: the parent takes the error to be
-            # that of the first task without an answer.
+            # Also after an error, commit and answer the shards that are computed, before the error
+            # is reported. The parent assumes that an error belongs to the oldest task without an
+            # answer.
             self._writes.put(None)
             writer.join()
 
     def _start_loader(self, first_task: ShardTask) -> Take:
-        """Start the thread that packs batches ahead, beginning with a task already received."""
+        """Start the thread that loads and packs batches ahead of the device.
+
+        Args:
+            first_task: A task that was received already. Further tasks come from the parent.
+
+        Returns:
+            The function that takes the next batch from the thread's queue.
+        """
         engine = self._spec.engine
         pin = engine.pin_memory and self._device.type == "cuda"
         loader = Loader(Path(self._spec.models), engine, pin=pin)
@@ -197,28 +244,32 @@ class Worker:
         first_tasks = [first_task]
 
         def next_task() -> ShardTask | None:
+            """Return the first task at the first call, and then what the parent sends."""
             return first_tasks.pop() if first_tasks else self._receive()
 
         return loader.feed(next_task, depth)
 
     def _load(self) -> None:
-        """Load all models to the device.
+        """Load all models to the device, and set the attributes that `run` needs.
 
-        On a GPU, compile the kernels and prove that the token budgets fit into memory.
+        On a GPU a full batch is computed with each model. This compiles the kernels, and shows
+        that the token budgets fit into the memory of the device.
         """
         import_s = time.monotonic() - self._parent.started_s
         models = Path(self._spec.models)
         engine = self._spec.engine
         on_gpu = self._spec.device.kind == "cuda"
         self._device = torch.device("cuda:0" if on_gpu else "cpu")
-        # The digests are of what is loaded now. Nobody waits for them before the first commit.
+        # Digests of the weights are computed in the background. The first commit needs them.
         self._weights = ThreadPoolExecutor(1).submit(fingerprint, models, engine.precision)
         head_shape, _ = open_part(models, HeadShape)
-        longest = head_shape.model_length // 3 + 2  # tokens of a row
+        # Tokens of the longest row: an amino acid for three bases, and a start and an end token.
+        longest = head_shape.model_length // 3 + 2
         self._usual_bounds: list[int] = np.unique(group_bounds(np.arange(2, longest + 1))).tolist()
         loaded_s: list[float] = []
 
         def warm(encoder: Encoder) -> None:
+            """Note when an encoder was loaded, and compile its kernels on a GPU."""
             loaded_s.append(time.monotonic() - self._parent.started_s)
             if on_gpu:
                 budget = encoder.INFO.token_budget(engine)
@@ -227,60 +278,74 @@ class Worker:
         self._repeater: Repeater | None = None
         with ThreadPoolExecutor(1) as thread:
             if repeats_near_threshold(engine, head_shape):
-                loading = thread.submit(self._load_repeater, longest)  # beside the others
+                # A second copy of the protein encoder is loaded at the same time as the others.
+                loading = thread.submit(self._load_repeater, longest)
                 self._models = load_models(models, self._device, engine, warm)
                 self._repeater = loading.result()
             else:
                 self._models = load_models(models, self._device, engine, warm)
         self._columns = self._models.columns()
         self._copy_stream = torch.cuda.Stream(self._device) if on_gpu else None
-        # Of the last encoder to come. Later entries are of a second warm-up, for want of memory.
+        # The time when the last encoder was loaded. If the device had too little memory for all
+        # encoders at once, there are later entries, of a second warm-up; they do not count.
         load_s = max(loaded_s[: len(ENCODERS)])
         self._report = self._describe(import_s, load_s)
 
     def _describe(self, import_s: float, load_s: float) -> dict[str, Any]:
-        """Return what `summary.json` says of this worker."""
-        # The largest first, as in the files of earlier versions.
+        """Return the record of this worker for `summary.json`.
+
+        Args:
+            import_s: Seconds from the start of the process until its modules were imported.
+            load_s: Seconds from the start of the process until the weights were loaded.
+        """
+        # The largest encoder first, in the order of summary.json of earlier versions.
         encoders = [self._models.encoders[info.name] for info in reversed(ENCODERS)]
         return {
             "device": self._spec.device.id,
             "pid": os.getpid(),
-            # `time.monotonic()`; the other seconds count from here
+            # A time of `time.monotonic()`. The other times are seconds since then.
             "started_s": self._parent.started_s,
             "import_s": import_s,
-            "load_s": load_s,  # some kernels may have been compiled by then
+            "load_s": load_s,
             "torch": torch.__version__,
             "attention": {encoder.INFO.name: encoder.attention for encoder in encoders},
             "precision": {encoder.INFO.name: encoder.precision for encoder in encoders},
         }
 
     def _warm_up(self, encoder: Encoder, budget: int) -> None:
-        """Compile kernels for the rows that will come, the shortest first.
+        """Compile the kernels of an encoder, group by group of row lengths, shortest rows first.
 
-        If the weights are not loaded yet, the reads are mostly staged by now, so that their lengths
-        are known. Kernels for other lengths are compiled when such rows come, once for each user
-        and machine.
+        Rows are grouped by length, and each group needs its own kernels. If a task has come
+        already, only the groups of its rows are compiled. Kernels of other groups are compiled
+        when such rows come, once for each user and machine.
+
+        Args:
+            encoder: The encoder, which is on the device.
+            budget: Token slots of the largest batch.
         """
         warmed_bounds: list[int] = []
         while True:
-            # Asked again each time, because a task may have come meanwhile.
+            # A task may have come since the last round, and then fewer groups are needed.
             bounds = [bound for bound in self._bounds(encoder) if bound not in warmed_bounds]
             if not bounds:
                 return
-            # The largest shape proves that the budget fits; for the others, the smallest will do.
+            # The first batch is the largest one, which shows that the token budget fits into
+            # memory. The kernels of the other groups are compiled by the smallest batch as well.
             slots = shapes(budget)[-1] if warmed_bounds else budget
             warm_up(encoder, slots, self._device, bounds[0])
             warmed_bounds.append(bounds[0])
 
     def _bounds(self, encoder: Encoder) -> list[int]:
-        """Return the bounds of the length groups in which an encoder's first rows come, about.
+        """Return the upper bounds of the groups of lengths that the next rows will belong to.
 
-        As long as no task is known, these are all usual ones.
+        If a task waits to be received, these are the groups of its rows. Lengths are estimated.
+        Otherwise they are all groups that the classifier's read length allows.
         """
         task = self._parent.peek()
         if not isinstance(task, ShardTask):
             return self._usual_bounds
-        with suppress(Exception):  # what is wrong with a task is reported when its turn comes
+        # A fault of the task is reported when the task is computed. It does not matter here.
+        with suppress(Exception):
             store = open_source(_source_of(task, self._spec.models)).store
             residues = np.diff(store.protein_offsets[task.lo : task.hi + 1])
             tokens = encoder.INFO.estimate_tokens(residues)
@@ -289,12 +354,13 @@ class Worker:
         return self._usual_bounds
 
     def _load_repeater(self, longest: int) -> "Repeater":
-        """Load what embeds rows near the threshold again, and compile its kernels.
+        """Load the fp16 encoder that decides rows near the threshold, and compile its kernels.
 
         Args:
             longest: Tokens of the longest row.
         """
-        from virnuc_core.engine.repeats import Repeater  # only int8 needs it
+        # Imported here, because only runs in int8 need the module.
+        from virnuc_core.engine.repeats import Repeater
 
         repeater = Repeater(Path(self._spec.models), self._device, self._spec.engine, longest)
         if repeater.stream is not None:
@@ -303,9 +369,13 @@ class Worker:
         return repeater
 
     def _launch_all(self, take: Take) -> None:
-        """Launch all batches that `take` gives, and hand each finished shard to the writer.
+        """Launch all batches of all shards, and pass each finished shard to the committing thread.
 
-        This waits when the writer has fallen behind.
+        It waits if that thread has too many shards to commit.
+
+        Args:
+            take: Returns the next item and how long it took to come. A shard is a sequence of
+                items: its task, its batches, its task again. None means that nothing more comes.
         """
         pending: Pending | None = None
         while True:
@@ -316,15 +386,17 @@ class Worker:
             if isinstance(item, Batch):
                 assert pending is not None
                 self._launch(pending, item, wait_ms)
-            elif pending is None:  # the task, before its batches
+            elif pending is None:
+                # The task before its batches.
                 pending = self._begin_shard(item)
-            else:  # the task again, after its batches
+            else:
+                # The same task again: all its batches are launched.
                 self._finish_shard(pending)
                 self._writes.put(pending)
                 pending = None
 
     def _begin_shard(self, task: ShardTask) -> Pending:
-        """Make room on the device for the embeddings of a shard."""
+        """Allocate memory on the device for the embeddings of a shard, and return its state."""
         width = sum(encoder.width for encoder in self._models.encoders.values())
         shape = (task.hi - task.lo, width)
         started_s = time.monotonic()
@@ -332,7 +404,7 @@ class Worker:
         return Pending(task, started_s, embeddings)
 
     def _mark(self) -> torch.cuda.Event | float:
-        """Return this moment of the device."""
+        """Return a point in the device's work: an event on a GPU, the time on a CPU."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -340,7 +412,16 @@ class Worker:
         return time.perf_counter()
 
     def _launch(self, pending: Pending, batch: Batch, wait_ms: float) -> None:
-        """Launch one batch, which fills its encoder's columns of the shard's embeddings."""
+        """Launch one batch of a shard, without waiting for the result.
+
+        The device writes the embeddings of the batch's rows into the shard's array, in the columns
+        of the batch's encoder.
+
+        Args:
+            pending: The shard. The batch is added to its `launched`.
+            batch: The batch.
+            wait_ms: How long the launch loop waited for the batch.
+        """
         launched_s = time.monotonic()
         start = self._mark()
         encoder = self._models.encoders[batch.encoder]
@@ -366,14 +447,18 @@ class Worker:
         pending.launched.append(LaunchedBatch(record, (start, self._mark())))
 
     def _finish_shard(self, pending: Pending) -> None:
-        """Score a shard, and start to copy its results to the host, beside the next shard."""
+        """Run the classifier on a shard, and start to copy the results to the host.
+
+        The copy runs on a second CUDA stream while the device computes the next shard. This does
+        not wait for it: the event `pending.arrived` marks its end.
+        """
         start = self._mark()
         features = pending.embeddings
         with torch.inference_mode(), torch.profiler.record_function(HEAD):
             if pending.task.skip:
-                skipped_rows = (
-                    torch.tensor(pending.task.skip, device=self._device) - pending.task.lo
-                )
+                # Rows that were left out have no embedding. NaN marks them.
+                skipped = torch.tensor(pending.task.skip, device=self._device)
+                skipped_rows = skipped - pending.task.lo
                 features[skipped_rows] = torch.nan
             scores = self._models.head.scores(features)  # [rows, 2]
         pending.head_span = (start, self._mark())
@@ -382,24 +467,32 @@ class Worker:
             return
         self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copy_stream):
-            pending.embeddings = features.to("cpu", non_blocking=True)  # to page-locked memory
+            # Without blocking, torch copies to page-locked memory.
+            pending.embeddings = features.to("cpu", non_blocking=True)
             pending.scores = scores.to("cpu", non_blocking=True)
             pending.arrived = self._copy_stream.record_event()
-        # Their memory must not be used again before they are copied.
+        # Forbid torch to use the memory of these tensors for others before they are copied.
         for tensor in (features, scores):
             tensor.record_stream(self._copy_stream)
 
     def _write(self) -> None:
-        """Commit finished shards, in a thread of its own, until None comes."""
+        """Commit finished shards until None comes. This runs in the committing thread.
+
+        After an error the whole process ends, with a message to the parent.
+        """
         try:
             while (pending := self._writes.get()) is not None:
                 self._commit(pending)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
-            # Reported at once: the launch loop may be waiting for tasks that never come.
+        except Exception as error:  # noqa: BLE001 - the parent must learn of every error
+            # This cannot be left to the launch loop, which may be waiting for tasks that the
+            # parent sends only after an answer.
             self._parent.give_up(error)
 
     def _commit(self, pending: Pending) -> None:
-        """Put a shard on disk and report it. Of a probe, report only that it was computed.
+        """Write the file of a computed shard, and answer its task.
+
+        A probe is answered without writing anything. With the setting `commit` off, which the
+        overhead tool uses, no file is written either.
 
         Raises:
             NotFiniteError: Too many rows are not finite.
@@ -429,7 +522,14 @@ class Worker:
         self._answer(Computed(done=done, n_repeated=n_repeated))
 
     def _set_aside_not_finite(self, result: ShardResult, task: ShardTask) -> int:
-        """Mark rows that are not finite by NaN throughout, and return how many are set aside.
+        """Replace all results of rows that hold NaN or infinity by NaN, and count such rows.
+
+        Args:
+            result: The results of the shard. They are changed.
+            task: The task of the shard.
+
+        Returns:
+            How many rows of the shard have no result, including those that the task left out.
 
         Raises:
             NotFiniteError: There are more such rows than the run may have.
@@ -438,6 +538,7 @@ class Worker:
         has_embedding = np.isfinite(result.embeddings).all(axis=1)
         has_score = np.isfinite(result.scores).all(axis=1)
         not_finite = np.flatnonzero(~(has_embedding & has_score))
+        # The rows in `skip` were filled with NaN on purpose. With more rows, a model is to blame.
         if len(not_finite) > len(task.skip):
             judge_not_finite(result, task, Path(self._spec.models))
             result.embeddings[not_finite] = np.nan
@@ -447,18 +548,26 @@ class Worker:
     def _shard_done(
         self, pending: Pending, finished_s: float, commit_s: float, n_skipped: int
     ) -> ShardDone:
-        """Return the record of a committed shard, with the device time of its batches."""
+        """Return the telemetry of a committed shard, with the device time of its batches.
+
+        Args:
+            pending: The shard. Its results are on the host.
+            finished_s: When its results were complete, `time.monotonic()`.
+            commit_s: Seconds that it took to write the file.
+            n_skipped: Rows without a result.
+        """
         task = pending.task
         batches = tuple(
             replace(launched.record, device_ms=milliseconds(launched.span))
             for launched in pending.launched
         )
-        by_encoder: dict[str, Any] = {}  # columns of the record
+        # Two fields of the record for each encoder: tokens and seconds.
+        encoder_fields: dict[str, Any] = {}
         for encoder in ENCODERS:
-            own = [batch for batch in batches if batch.encoder == encoder.name]
-            by_encoder[encoder.tokens_column] = sum(batch.tokens for batch in own)
-            device_ms = sum(batch.device_ms or 0.0 for batch in own)
-            by_encoder[encoder.seconds_column] = device_ms / 1e3
+            encoder_batches = [batch for batch in batches if batch.encoder == encoder.name]
+            encoder_fields[encoder.tokens_column] = sum(batch.tokens for batch in encoder_batches)
+            device_ms = sum(batch.device_ms or 0.0 for batch in encoder_batches)
+            encoder_fields[encoder.seconds_column] = device_ms / 1e3
         allocated_bytes = None
         if pending.arrived is not None:
             allocated_bytes = torch.cuda.max_memory_allocated()
@@ -466,7 +575,7 @@ class Worker:
             device=self._spec.device.id,
             shard=task.shard,
             rows=task.hi - task.lo,
-            **by_encoder,
+            **encoder_fields,
             started_s=pending.started_s,
             finished_s=finished_s,
             head_s=milliseconds(pending.head_span) / 1e3,
@@ -478,15 +587,16 @@ class Worker:
         )
 
     def _require_same_weights(self, run_digests: dict[str, str]) -> None:
-        """Check that a run is made from the weights that are loaded here.
+        """Check that the weights in this process are those with which the run began.
 
         Args:
-            run_digests: Digests of the run's models; empty if the run does not say.
+            run_digests: Digests of the run's models. Empty if the run does not record them.
 
         Raises:
-            RunMismatchError: The run's models are no longer on disk.
-            RuntimeError: The run's models were put there after this worker had loaded. It ends,
-                and the worker that takes its place loads them.
+            RunMismatchError: The models directory holds other models than the run began with.
+            RuntimeError: The directory holds the run's models, but this process loaded the
+                directory before they were put there. The worker ends, and the worker that replaces
+                it loads the right ones.
         """
         if not run_digests or run_digests == self._weights.result():
             return
@@ -500,31 +610,34 @@ class Worker:
         raise RuntimeError(f"{models} has other models now")
 
     def _answer(self, computed: Computed) -> None:
-        """Report to the parent that the oldest task is done."""
-        self._held.popleft()
+        """Tell the parent that the oldest task is done."""
+        self._unanswered_shards.popleft()
         self._parent.send(computed)
 
 
 def _source_of(task: ShardTask, models: str | Path) -> Source:
-    """Return where the sequences of a task come from."""
+    """Return the store that holds the sequences of a task, with the models that read it."""
     return Source(Path(task.store), task.reads, Path(models))
 
 
 def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None:
-    """Let rows pass that hold NaN or infinity if they are few, else say which model is to blame.
+    """Find the model that gave NaN or infinity for rows of a shard, and decide what follows.
 
-    Rows of `task.skip` have been set aside before, and do not count.
+    A few such rows are accepted, and this returns. Rows in `task.skip` were left out on purpose
+    and do not count.
 
     Args:
-        result: What a shard's computation gave.
-        task: The shard, with the number of rows that may be not finite (`max_not_finite`).
+        result: The results of the shard.
+        task: The task of the shard. `max_not_finite` says how many such rows are accepted.
         models: Models directory.
 
     Raises:
-        NotFiniteError: There are more such rows; names the model that gives them.
-        WeightsError: The weights of a model are not finite; names the tensor.
+        NotFiniteError: There are more such rows. The message names the model that gives them.
+        WeightsError: The weights of a model are not finite. The message names the tensor.
     """
-    is_unexplained = np.ones(len(result.scores), bool)  # [rows] without a cause so far
+    # bool [rows]: no model was found yet that is the cause for this row. An encoder's NaN makes the
+    # classifier's scores NaN too, so that each row is counted for the first model only.
+    is_unexplained = np.ones(len(result.scores), bool)
     is_unexplained[np.array(task.skip, np.int64) - task.lo] = False
     n_allowed = task.max_not_finite
     for part, values in _outputs_by_part(result, models).items():
@@ -548,7 +661,10 @@ def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None
 
 
 def _outputs_by_part(result: ShardResult, models: Path) -> dict[str, NDArray[np.float32]]:
-    """Return what each part of a models directory gave: encoders first, then the classifier."""
+    """Return the results of a shard by the model that computed them.
+
+    The encoders come first, in the order of their columns, then the classifier.
+    """
     widths: dict[EncoderName, int] = {
         encoder.name: shape_of(models, encoder.shape_type).width for encoder in ENCODERS
     }
@@ -561,15 +677,18 @@ def _outputs_by_part(result: ShardResult, models: Path) -> dict[str, NDArray[np.
 
 @cache
 def _require_finite_weights(models: Path, part: str) -> None:
-    """Check, once, that the weights of a model are finite.
+    """Check that the weights of a model are finite. A second call does not read them again.
 
     Raises:
-        WeightsError: One of its tensors is not.
+        WeightsError: One of its tensors holds NaN or infinity.
     """
     shape, read = open_part(models, PART_SHAPES[part])
     check_finite(models / part, shape, read)
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:
-    """Compute shards until the parent says stop, closes its input, or dies."""
+    """Compute shards until the parent sends `Closed`, closes the connection, or dies.
+
+    This is the function that a worker process runs (`process.serve`).
+    """
     Worker(parent, spec).run()
