@@ -1,9 +1,10 @@
-"""Worker processes on many machines: those of a pool, started and heard through Dask.
+"""Start the worker processes of a pool on many machines, through Dask.
 
-What a pool does with them stays in `pool`. Here, a thread of its own watches which Dask workers
-have joined. On each of them, an actor (`node.Node`) starts the same worker processes as on one
-machine, and their messages come back unchanged. A node that dies, or does not answer, takes its
-devices along. It brings them again when it comes back.
+A node is a Dask worker, usually one for each machine. A thread (`Cluster`) watches which nodes have
+joined. On each node, an actor (`node.Node`) starts the same worker processes as a run on one
+machine, and their messages come back unchanged, so that the pool (`pool`) need not know about
+machines. If a node dies or does not answer, its devices are lost to the pool. If the node comes
+back, they are added again.
 """
 
 import asyncio
@@ -37,46 +38,49 @@ from virnuc_core.errors import DeviceError, VirnucError
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
 
+# Seconds between two looks at the list of nodes.
 WATCH_S: Final = 0.5
-SILENT_S: Final = 30.0  # a node answers every second
+# A node answers every second. After this many seconds without an answer it counts as lost.
+SILENT_S: Final = 30.0
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """What decides whether two nodes give the same bytes."""
+    """The properties in which two nodes must agree, so that they compute the same bytes."""
 
-    name: str  # of the GPU or the processor
-    torch: str
+    name: str  # name of the GPU or the processor
+    torch: str  # version of torch
 
 
 class Cluster(AbstractContextManager["Cluster"]):
-    """The nodes of a Dask scheduler, and a thread that watches them.
+    """The connection to a Dask scheduler, and a thread that watches the nodes of the cluster.
 
-    The connection is gone when the `with` block ends.
+    Use it in a `with` block; the connection is closed when the block ends.
 
     Attributes:
         spec: Settings of the cluster.
         loop: The event loop of the thread.
-        samples: By device, what was last measured of it.
-        waiting_shards: Shards for which there is no device yet; set by the pool.
-        error: Why the thread has ended, if it has.
+        samples: The last measurement of each device, by the device's id.
+        waiting_shards: How many shards wait for a free device. The pool sets it.
+        error: The error that has ended the thread, or None.
     """
 
     def __init__(
         self, spec: ClusterSpec, models: Path, devices: Devices, engine: EngineSpec, out: Path
     ) -> None:
-        """Connect, and wait for nodes.
+        """Connect to the scheduler, and wait until nodes have joined and are checked.
 
         Args:
             spec: Settings of the cluster.
             models: Models directory.
             devices: Devices to use of each node.
             engine: Settings of the engine.
-            out: The run directory, which nodes must see unless files are sent to them.
+            out: The run directory. Nodes must see it, unless files are sent to them.
 
         Raises:
-            DeviceError: A node cannot be used, and which; or none has come in time.
+            DeviceError: A node cannot be used (the message names it), or no node has joined in
+                time.
             ConfigError: The cluster's settings cannot be used.
         """
         self.spec = spec
@@ -85,13 +89,18 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._engine = engine
         self._is_local = str(spec.cluster).startswith("local:")
         self._silence_s = min(SILENT_S, engine.silence_s)
-        # Where files for nodes can lie. None if they share no file system with us.
+        # A folder that nodes see, for the files of the cluster. None if they share no file system
+        # with this machine.
         self._shared = None if spec.transfer else _first_folder(out.resolve().parents)
-        self._place = _first_folder([out, *out.absolute().parents]).resolve()
+        # The folder in which each node must show that it shares the file system.
+        self._probe_folder = _first_folder([out, *out.absolute().parents]).resolve()
         self._nodes: dict[str, RemoteNode] = {}  # by address
-        self._unresponsive: set[str] = set()  # addresses of nodes that are not waited for
-        self._kind: Literal["", "cuda", "cpu"] = ""  # of the devices, once it is decided
-        self._model: DeviceModel | None = None  # of the first node, which others must be like
+        # Addresses of nodes that did not answer. The run begins without them.
+        self._unresponsive: set[str] = set()
+        # Kind of the devices that are used; empty as long as it is not decided.
+        self._kind: Literal["", "cuda", "cpu"] = ""
+        # The model of the first node's devices. Other nodes must have the same.
+        self._model: DeviceModel | None = None
         self._waiting_since_s = time.monotonic()
         self.waiting_shards = 0
         self.samples: dict[str, DeviceSample] = {}
@@ -106,17 +115,19 @@ class Cluster(AbstractContextManager["Cluster"]):
             if self.error is not None:
                 raise self.error
         except BaseException:
+            # Nobody will call `__exit__` for an object that was not made.
             self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        with suppress(RuntimeError):  # the loop has ended
+        """End the thread, and with it the connection. A second call does nothing."""
+        with suppress(RuntimeError):  # the loop has ended already
             self.loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
 
     @property
     def used(self) -> list[RemoteNode]:
-        """Return the nodes that have devices for us, by name."""
+        """Return the nodes whose devices this run uses, sorted by name."""
         used = [node for node in list(self._nodes.values()) if node.devices]
         return sorted(used, key=str)
 
@@ -126,13 +137,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Return a pool of workers on the nodes.
 
         Args:
-            devices: Devices of the pool. If None, all of them, also those of nodes that join
-                later; the connection then ends with the pool.
+            devices: Devices of the pool. None means all devices, also those of nodes that join
+                later. In this case the connection is closed when the pool ends.
             keep: Keep workers between jobs.
             warm: Let workers load the weights before there is a job.
 
         Raises:
-            DeviceError: A device is gone.
+            DeviceError: A device is no longer there.
         """
         workers = ClusterWorkers(self, devices)
         present = list(workers.new_devices(0))
@@ -145,23 +156,30 @@ class Cluster(AbstractContextManager["Cluster"]):
         return Pool(specs, workers, keep=keep, warm=warm)
 
     def problem(self, problem: str) -> DeviceError:
-        """Return the error that names this cluster and what is wrong with it."""
+        """Return an error (without raising it) that begins with the name of this cluster."""
         return DeviceError(f"cluster {self.spec.cluster}: {problem}")
 
     def _serve(self) -> None:
-        """Run the thread: watch the nodes until the run is over."""
+        """Run the event loop until the run is over. This is the function of the thread.
+
+        An error is kept in `error`, where other threads find it.
+        """
         try:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self._work())
         except VirnucError as error:
             self.error = error
-        except Exception as error:  # noqa: BLE001 - whatever Dask raises, who waits must hear of it
+        except Exception as error:  # noqa: BLE001 - Dask may raise any error; others wait for it
             self.error = self.problem(f"{type(error).__name__}: {error}")
         finally:
             self._ready.set()
 
     async def _work(self) -> None:
-        """Watch the nodes, and ask for as many as there is work, until the run is over."""
+        """Connect, then watch the nodes until the run is over.
+
+        A batch system is told for how many nodes there is work. At the end, the workers of all
+        nodes count as lost.
+        """
         async with connect(self.spec, self._shared) as connection:
             try:
                 while not self._over.is_set():
@@ -174,17 +192,24 @@ class Cluster(AbstractContextManager["Cluster"]):
                     node.lose()
 
     def _count_useful_nodes(self) -> int:
-        """Return for how many nodes there is work: those in use, and more for waiting shards."""
+        """Return for how many nodes there is work.
+
+        These are the nodes in use, and as many more as the waiting shards could occupy.
+        """
         used = self.used
         n_devices = max((len(node.devices) for node in used), default=1)  # of a node
         tasks_per_node = TASKS_PER_WORKER * n_devices
         return len(used) + math.ceil(self.waiting_shards / tasks_per_node)
 
     async def _watch(self, connection: Connection) -> None:
-        """Drop nodes that are gone, and take up those that have joined.
+        """Compare the nodes that we know with the scheduler's list, once.
+
+        A node that is gone, hangs or has ended is removed, and its workers count as lost. For each
+        new node a task is started that checks and serves it. Until the run has begun, this also
+        decides whether enough nodes are there.
 
         Raises:
-            DeviceError: The scheduler is gone, or a node cannot be used.
+            DeviceError: The scheduler does not answer, or a node cannot be used.
         """
         try:
             async with asyncio.timeout(SILENT_S):
@@ -192,9 +217,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         except (OSError, TimeoutError) as error:
             problem = "its scheduler is gone; start it and run again, what was committed stays"
             raise self.problem(problem) from error
-        workers = identity["workers"]  # of Dask, by address
+        workers = identity["workers"]  # what the scheduler knows of each Dask worker, by address
         for address, node in list(self._nodes.items()):
-            is_served = node.problem is None  # else it need not answer
+            # A node with a problem is not used, so it need not answer.
+            is_served = node.problem is None
             is_silent = is_served and time.monotonic() - node.heard_s > self._silence_s
             has_ended = is_served and node.task.done()
             if address not in workers or is_silent or has_ended:
@@ -210,25 +236,28 @@ class Cluster(AbstractContextManager["Cluster"]):
             self._begin_if_complete(connection.min_nodes)
 
     def _begin_if_complete(self, min_nodes: int) -> None:
-        """Begin once enough nodes have joined and all of them are known to be usable.
+        """Let the run begin if enough nodes have joined and all of them are checked.
 
-        First the kind of the devices is decided, when each node has said what it has. Then each
-        node is checked. After that, the run is ready.
+        This is called again and again. First it waits until enough nodes have said what devices
+        they have, and decides between GPUs and cores. The nodes are then checked by their own
+        tasks. When all are checked, the event `_ready` is set.
 
         Args:
-            min_nodes: Nodes to wait for, as long as `node_wait_s`.
+            min_nodes: Number of nodes to wait for. After `node_wait_s` the run begins with fewer.
 
         Raises:
-            DeviceError: A node cannot be used, or none has come in time.
+            DeviceError: A node cannot be used, or none has joined in time.
         """
         nodes = [node for node in self._nodes.values() if node.address not in self._unresponsive]
         for node in nodes:
             if node.problem is not None:
                 raise node.problem
+        # `heard_s` is infinite until a node has been checked.
         if self.used and all(node.heard_s < math.inf for node in nodes):
             self._ready.set()
             return
-        if self._kind and nodes:  # they are being checked
+        if self._kind and nodes:
+            # The nodes are being checked. If they all disappear, the waiting time starts again.
             self._waiting_since_s = time.monotonic()
             return
         wait_s = self.spec.node_wait_s
@@ -248,29 +277,40 @@ class Cluster(AbstractContextManager["Cluster"]):
             self._kind = self._choose_kind(nodes)
 
     def _choose_kind(self, nodes: list[RemoteNode]) -> Literal["cuda", "cpu"]:
-        """Return the kind of devices to use: GPUs if any node has one, unless cores are wanted."""
+        """Return the kind of devices to use: GPUs if any node has one, or else cores.
+
+        If the user asked for cores, these are used.
+        """
         if self._wanted_devices.kind == "cpu":
             return "cpu"
         has_gpu = any(node.facts.gpus for node in nodes if node.facts)
         return "cuda" if has_gpu else "cpu"
 
     async def _use(self, client: Any, node: RemoteNode) -> None:
-        """Check a node, and serve its worker processes as long as it lasts."""
+        """Check a node, and then exchange messages with it until it is lost.
+
+        Errors are not raised, but handled by `_handle_failure`.
+        """
         try:
             await self._start_actor(client, node)
             await self._prepare(node)
             await node.serve(self.samples)
-        except ExceptionGroup as group:  # of the tasks that serve it
+        except ExceptionGroup as group:
+            # Raised by the task group in `serve`. The first error ended the other tasks.
             self._handle_failure(node, group.exceptions[0])
-        except Exception as error:  # noqa: BLE001 - whatever Dask raises of a node
+        except Exception as error:  # noqa: BLE001 - Dask may raise any error for a node
             self._handle_failure(node, error)
 
     async def _start_actor(self, client: Any, node: RemoteNode) -> None:
-        """Start the actor on a node, and ask what the node is."""
+        """Start the actor on a node, and ask which devices and versions the node has.
 
-        # Defined here so that Dask pickles it by value: a node without virnuc then fails with its
-        # own ImportError.
+        The answer is kept in `node.facts`.
+        """
+
+        # Dask sends a nested function as a whole, and a function of a module only by its name. So
+        # a node without virnuc fails inside the function, with an ImportError that can be reported.
         def make_actor() -> object:
+            """Make the actor, on the node."""
             from distributed import get_worker
 
             from virnuc_core.engine.node import Node
@@ -290,10 +330,10 @@ class Cluster(AbstractContextManager["Cluster"]):
             node.facts = Facts.model_validate_json(facts)
 
     async def _prepare(self, node: RemoteNode) -> None:
-        """Check a node's devices and files, and give it devices, once their kind is decided.
+        """Check a node's devices and files, and decide which of its devices the run uses.
 
-        Files are sent to a node that shares no file system with us; the models may also be copied
-        to its own disk.
+        It waits until the kind of the devices is decided. A node without a shared file system gets
+        the models sent. If the user wishes, models are also copied to the disk of the node.
 
         Raises:
             DeviceError: The node cannot be used.
@@ -311,26 +351,32 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._admit(node, devices)
 
     async def _require_shared_files(self, node: RemoteNode, models: Path) -> None:
-        """Check that the node sees the run directory and the models.
+        """Check that the node sees the run directory and the models on a shared file system.
 
         Raises:
-            DeviceError: It does not see them.
+            DeviceError: The node does not see them.
         """
         node.way_out = "share it with this node, or use --transfer"
         async with asyncio.timeout(ANSWER_S):
-            await node.share(self._place, models)
+            await node.share(self._probe_folder, models)
         node.way_out = FIX_NODE
 
     def _handle_failure(self, node: RemoteNode, error: Exception) -> None:
-        """Give up a node that failed, or leave it to be tried again."""
+        """Decide what an error of a node means: it is tried again, left out, or ends the run.
+
+        An error that may pass, such as a broken connection, is only logged if the run can go on
+        without the node. `_watch` then removes the node and adds it again. Any other error is kept
+        in `node.problem`: the node is left out, and a run that has not begun stops with it.
+        """
         if isinstance(error, TimeoutError):
             self._unresponsive.add(node.address)
         if node.devices:
-            is_passing = isinstance(error, OSError)  # of its connection
+            # The node was in use. An OSError comes from its connection.
+            may_pass = isinstance(error, OSError)
         else:
-            is_passing = not isinstance(error, VirnucError | ImportError)
-        others_go_on = self._ready.is_set() or node.address in self._unresponsive
-        if is_passing and others_go_on:
+            may_pass = not isinstance(error, VirnucError | ImportError)
+        run_goes_on = self._ready.is_set() or node.address in self._unresponsive
+        if may_pass and run_goes_on:
             log.warning("%s: %r; it is tried again while it is there", node, error)
             return
         way_out = node.way_out
@@ -342,11 +388,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         node.lose()
 
     def _usable_devices(self, facts: Facts) -> tuple[Device, ...]:
-        """Return the devices of a node that are of the chosen kind.
+        """Return the devices of a node that are of the kind that the run uses.
+
+        The first node that comes here decides the model of device for all others.
 
         Raises:
-            DeviceError: The node would not give the same bytes as the others, or has no such
-                device.
+            DeviceError: The node has another version or another model of device, so that its
+                results would differ, or it has no device of this kind.
         """
         if facts.virnuc != virnuc_core.__version__:
             raise DeviceError(f"has virnuc {facts.virnuc}, here is {virnuc_core.__version__}")
@@ -364,11 +412,14 @@ class Cluster(AbstractContextManager["Cluster"]):
         return devices
 
     def _admit(self, node: RemoteNode, devices: tuple[Device, ...]) -> None:
-        """Give a node the devices of its machine that no other Dask worker there has.
+        """Decide which devices of its machine a node uses, and set `node.devices`.
+
+        If several nodes (Dask workers) run on one machine, each device is used by one of them. A
+        node may get none.
 
         Args:
             node: The node, which has been checked.
-            devices: The devices of its machine, of the chosen kind.
+            devices: The devices of its machine, of the kind that the run uses.
         """
         assert node.facts is not None
         host = node.facts.host
@@ -376,8 +427,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         if self._kind == "cpu":
             max_devices = len(self._wanted_devices.ids) or node.threads
         if self._is_local:
-            # All nodes are on this machine, and each counts as a host of its own. Node i begins
-            # with core i, so that not all nodes take the first cores.
+            # All nodes are on this machine, and each counts as a separate host. Node i takes cores
+            # from core i onwards. Otherwise all nodes would take the same first cores.
             host = node.name
             if self._kind == "cpu":
                 number = int(host.removeprefix("local-"))
@@ -396,38 +447,40 @@ class Cluster(AbstractContextManager["Cluster"]):
 
 
 def _first_folder(paths: Iterable[Path]) -> Path:
-    """Return the first of some paths that is a folder."""
+    """Return the first path that is a folder. One of them must be, for example "/"."""
     return next(path for path in paths if path.is_dir())
 
 
 class ClusterWorkers(LocalWorkers):
-    """Worker processes on a cluster's nodes."""
+    """Starts worker processes on the nodes of a cluster, and receives their messages."""
 
     def __init__(self, cluster: Cluster, devices: Collection[Device] | None) -> None:
-        """Choose the devices.
+        """Note which devices may be used. No worker is started.
 
         Args:
             cluster: The cluster.
-            devices: Devices to use. If None, all of them; the connection then ends with the
-                workers.
+            devices: Devices to use. None means all devices. In this case the connection is closed
+                when the workers end.
         """
         super().__init__(WORKER)
         self._cluster = cluster
         self._devices = devices
-        self._last_used_s = time.monotonic()  # when there was last a node with devices for us
+        # When there was last a node with one of these devices, `time.monotonic()`.
+        self._last_used_s = time.monotonic()
+        # Nodes whose devices `new_devices` has returned.
         self._known: set[RemoteNode] = set()
 
     def _own_devices(self, node: RemoteNode) -> list[Device]:
-        """Return the devices of a node that are for these workers."""
+        """Return the devices of a node that these workers may use."""
         if self._devices is None:
             return list(node.devices)
         return [device for device in node.devices if device in self._devices]
 
     def new_devices(self, n_waiting: int) -> list[Device]:
-        """Return the devices that have joined since the last call.
+        """Return the devices of nodes that have joined since the last call.
 
         Args:
-            n_waiting: Shards for which there is no device yet.
+            n_waiting: How many shards wait for a free device. The cluster may start nodes for them.
         """
         self._cluster.waiting_shards = n_waiting if self._devices is None else 0
         nodes = [node for node in self._cluster.used if node not in self._known]
@@ -435,22 +488,29 @@ class ClusterWorkers(LocalWorkers):
         return [device for node in nodes for device in self._own_devices(node)]
 
     def _make(self, spec: WorkerSpec) -> Child:
-        """Start a worker process on the node that has the device, or report it as lost."""
+        """Start a worker process on the node that has the device.
+
+        If the node is lost, the worker is returned as one that has ended already.
+        """
         child = RemoteChild(spec, self._inbox, self._cluster.loop)
         nodes = [node for node in self._cluster.used if spec.device in node.devices]
         if nodes:
             child.orders = nodes[0].orders
             nodes[0].children[child.number] = child
-        if not nodes or spec.device not in nodes[0].devices:  # the node was lost meanwhile
+        # The node may have been lost between the first check and this one, in another thread.
+        if not nodes or spec.device not in nodes[0].devices:
             child.close(lost=True)
         return child
 
     def receive(self, timeout_s: float) -> tuple[Child, Message] | None:
-        """Return the next message; None if none comes in time.
+        """Wait for the next message of any worker.
+
+        Returns:
+            The worker and its message. None if no message comes in time.
 
         Raises:
-            DeviceError: There has been no node for too long.
-            VirnucError: The connection has failed.
+            DeviceError: There has been no node for `node_wait_s`.
+            VirnucError: The connection to the scheduler has failed.
         """
         received = super().receive(timeout_s)
         if received is not None:
@@ -468,11 +528,15 @@ class ClusterWorkers(LocalWorkers):
         return None
 
     def reader(self, device: str, time_s: float) -> DeviceSample:
-        """Return what a node last measured of its device, as of `time_s`."""
+        """Return the last measurement of a device that came from its node, with the time `time_s`.
+
+        Without any measurement so far the fields are empty.
+        """
         sample = self._cluster.samples.get(device, DeviceSample(time_s, device))
         return replace(sample, time_s=time_s)
 
     def __exit__(self, *_: object) -> None:
+        """End the workers. If they could use all devices, close the connection as well."""
         super().__exit__()
         if self._devices is None:
             self._cluster.__exit__()

@@ -1,8 +1,8 @@
-"""Who may connect to a Dask cluster: certificates, and the private folders that hold them.
+"""Certificates for Dask clusters, and the private folders that hold them.
 
-Whoever can talk to a Dask scheduler can run code on all its nodes. A cluster that we start
-therefore has a certificate of its own, made for one run. Only processes that can read its key can
-connect.
+Anyone who can connect to a Dask scheduler can run code on all its nodes. Therefore each cluster
+that we start gets a new certificate, made for one run. Only processes that can read the
+certificate's key can connect.
 """
 
 import ipaddress
@@ -28,11 +28,17 @@ from distributed import Security
 from virnuc_core.errors import ConfigError
 from virnuc_core.lease import is_alive, process_namespace, process_start_ticks
 
+# The names of private folders begin with this.
 PREFIX: Final = "virnuc-cluster-"
-OWNER: Final = "owner"  # file of a private folder: the process that made it
+# The file of a private folder that says which process made the folder.
+OWNER: Final = "owner"
+# Dask's settings for certificates.
 TLS: Final = "distributed.comm.tls"
-CLOCK_DIFFERENCE: Final = timedelta(days=1)  # by which a node's clock may be late
-VALID_FOR: Final = timedelta(days=365)  # longer than a run and the time its jobs wait
+# A certificate is valid from this long ago, because the clock of a node may be late.
+CLOCK_DIFFERENCE: Final = timedelta(days=1)
+# A certificate is valid for longer than jobs wait in a queue and a run computes.
+VALID_FOR: Final = timedelta(days=365)
+# Dask's names for the programs that connect to each other.
 ROLES: Final = ("client", "scheduler", "worker")
 
 
@@ -40,11 +46,15 @@ ROLES: Final = ("client", "scheduler", "worker")
 def private_folder(base: Path) -> Iterator[Path]:
     """Make a folder that only this user can open, and remove it at the end of the `with` block.
 
-    Folders that killed processes left in `base` are removed first.
+    A process that is killed leaves its folder behind. Such folders in `base` are removed first.
+
+    Yields:
+        The path of the new folder.
     """
     remove_stale_folders(base)
     with tempfile.TemporaryDirectory("", PREFIX, base, ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        # The file with the owner appears by a rename, so that no other process reads half of it.
         temp_path = folder / f"{OWNER}.part"
         temp_path.write_text(
             f"{process_namespace()}\n{os.getpid()}\n{process_start_ticks(os.getpid())}\n"
@@ -54,12 +64,18 @@ def private_folder(base: Path) -> Iterator[Path]:
 
 
 def remove_stale_folders(base: Path) -> None:
-    """Remove this user's private folders in `base` whose process of this machine has ended."""
+    """Remove the private folders that ended processes of this user and this machine have left.
+
+    Args:
+        base: The folder that holds the private folders.
+    """
     for folder in base.glob(f"{PREFIX}*"):
-        with suppress(OSError, ValueError):  # no owner yet, or not made by us
+        # A folder without a readable owner file was made a moment ago, or not by us. It stays.
+        with suppress(OSError, ValueError):
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
                 continue
             namespace, pid, start_ticks = (folder / OWNER).read_text().splitlines()
+            # The namespace names the machine. Processes of other machines cannot be checked.
             if namespace == process_namespace() and is_alive(int(pid), start_ticks) is False:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -67,9 +83,12 @@ def remove_stale_folders(base: Path) -> None:
 def temporary_security(folder: Path) -> Security:
     """Make a certificate for one cluster, and write it and its key into a private folder.
 
-    Dask can make one, too (`Security.temporary`), with two drawbacks. It keeps the key in memory,
-    so that it can be handed to other programs in words only. And nodes whose clocks are a second
-    late refuse it.
+    Dask can make certificates as well (`Security.temporary`). They have two drawbacks: the key is
+    only in memory, so that other programs could get it only on their command line, where all users
+    can read it. And nodes whose clock is a second late refuse the certificate.
+
+    Returns:
+        Dask's object for the settings of encrypted connections.
     """
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     certificate_text, key_text = make_certificate()
@@ -83,7 +102,11 @@ def temporary_security(folder: Path) -> Security:
 
 
 def make_certificate() -> tuple[str, str]:
-    """Make a new key and a certificate that it signed itself; return certificate and key as PEM."""
+    """Make a new key, and a certificate that is signed with the same key.
+
+    Returns:
+        The certificate and the key, each as PEM text.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "virnuc-cluster")])
     now = datetime.now(UTC)
@@ -107,26 +130,41 @@ def make_certificate() -> tuple[str, str]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a new file that only this user can read."""
+    """Write a new file that only this user can read.
+
+    Raises:
+        FileExistsError: Something has this path already, also a symbolic link.
+    """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:
         file.write(text)
 
 
 def configured_security() -> Security | None:
-    """Return the certificates that Dask's settings name; None if they do not serve all roles."""
+    """Return the certificates that the user has named in Dask's settings.
+
+    Returns:
+        Dask's object for encrypted connections. None if the settings do not name a certificate for
+        each role (client, scheduler, worker).
+    """
     settings = [f"{TLS}.ca-file", *(f"{TLS}.{role}.cert" for role in ROLES)]
     if not all(dask.config.get(name, None) for name in settings):
         return None
     security = Security(require_encryption=True)
     for role in ROLES:
-        if getattr(security, f"tls_{role}_key") is None:  # it stands with the certificate
+        # Without a separate key file, the key is in the same file as the certificate.
+        if getattr(security, f"tls_{role}_key") is None:
             setattr(security, f"tls_{role}_key", getattr(security, f"tls_{role}_cert"))
     return security
 
 
 def tls_options(security: Security, role: str) -> list[str]:
-    """Return the options of `dask scheduler` or `dask worker` that name its certificate files."""
+    """Return the command-line options that name the certificate files for a Dask program.
+
+    Args:
+        security: The certificates.
+        role: The program: "scheduler" or "worker".
+    """
     files = security.get_tls_config_for_role(role)
     return [
         "--tls-ca-file",
@@ -139,14 +177,16 @@ def tls_options(security: Security, role: str) -> list[str]:
 
 
 def folder_for_jobs(configured: str | None, shared: Path | None) -> Path:
-    """Choose where a batch system's jobs can read the files of a cluster.
+    """Choose the folder for files that the jobs of a batch system must read.
+
+    It is the configured folder, or else the shared folder, or else the home directory.
 
     Args:
-        configured: The setting `shared-temp-directory`.
-        shared: A folder that the nodes are known to see.
+        configured: The setting `shared-temp-directory`, or None.
+        shared: A folder that the nodes see, or None.
 
     Raises:
-        ConfigError: The folder's path cannot stand in a job script.
+        ConfigError: The path has characters that would need quotes in a job script.
     """
     if configured:
         base = Path(os.path.expandvars(configured)).expanduser()
@@ -163,17 +203,24 @@ def folder_for_jobs(configured: str | None, shared: Path | None) -> Path:
 
 
 def is_plain(path: Path) -> bool:
-    """Tell whether a shell takes a path as one word without quotes."""
+    """Return true if a path can stand in a shell script without quotes."""
     return shlex.quote(str(path)) == str(path)
 
 
 def is_exposed(address: str) -> bool:
-    """Tell whether the address of a scheduler has no TLS and is not of this machine alone."""
+    """Return true if other machines can reach a scheduler, and the connection has no encryption.
+
+    Args:
+        address: Address of the scheduler, such as "tcp://10.0.0.1:8786".
+    """
     if not address.startswith("tcp://"):
         return False
     host = urlsplit(address).hostname or ""
     try:
-        found = socket.getaddrinfo(host, None)
+        entries = socket.getaddrinfo(host, None)
     except OSError:
+        # The name is unknown, so it may be anywhere.
         return True
-    return not all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found)
+    # Each entry is (family, type, protocol, name, address); an address begins with the IP address.
+    ip_addresses = [ipaddress.ip_address(str(entry[4][0])) for entry in entries]
+    return not all(ip_address.is_loopback for ip_address in ip_addresses)

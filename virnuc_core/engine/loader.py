@@ -1,13 +1,14 @@
-"""Turn shards into packed batches, ahead of the device.
+"""Turn the sequences of shards into packed batches, ahead of the device.
 
-Sequences are tokenised in `num_workers` loader processes (or in the feeder thread itself) and
-packed in the feeder thread. The launch loop only takes finished batches from a bounded queue. A
-loader process never touches CUDA.
+A packed batch holds sequences end to end in a fixed number of token slots. Sequences are tokenised
+in `num_workers` loader processes, or in the feeder thread if that is 0. The feeder thread packs the
+batches and puts them into a queue, from which the launch loop takes them. Loader processes never
+use CUDA.
 
-Three rules of packing make a row's numbers independent of its neighbours, with only a handful of
-batch shapes. Rows are grouped by the power of two above their length, because the kernel's block
-is chosen by that. A group is filled into the largest shape that it can fill, longest rows first.
-The rest goes into shapes of a quarter and a sixteenth.
+There are only a few batch shapes, and the result of a row must not depend on the other rows of its
+batch. So rows are grouped by the power of two above their length, because the attention kernel
+chooses its block size by that. Each group is packed into the largest shape that it can fill, the
+longest rows first. What is left goes into shapes of a quarter and a sixteenth.
 """
 
 import multiprocessing
@@ -34,42 +35,47 @@ from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import die_with_parent
 
-MAX_OPEN_SOURCES: Final = 8  # runs whose stores a process keeps open
-SLICE_ROWS: Final = 1024  # sequences tokenised in one call
+# Runs for which a process keeps the store and the tokenizers open.
+MAX_OPEN_SOURCES: Final = 8
+# Sequences that are tokenised in one call.
+SLICE_ROWS: Final = 1024
+# Rows with up to this many tokens are in one group.
 SMALLEST_GROUP: Final = 64
-SHAPE_DIVISORS: Final = (1, 4, 16)  # of the token budget: the shapes of batches
-# A shape is worth launching if less than one part in this many stays empty.
+# The token budget divided by each of these gives the shapes of batches, in token slots.
+SHAPE_DIVISORS: Final = (1, 4, 16)
+# A shape is used if at most 1/16 of its slots stay empty.
 NEARLY_FULL: Final = 16
-# Sets the row capacity of a batch; only rows shorter than 6 residues could ask for more.
+# A batch may hold (token slots / this) rows. Only proteins of less than 6 residues, which have two
+# tokens more, could fill it with more rows.
 MIN_TOKENS_PER_ROW: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch, ready to launch."""
+    """A batch of tokens for one encoder, ready to launch."""
 
     encoder: EncoderName
-    index: int
+    index: int  # number of the batch among those of its shard and encoder
     packed: PackedBatch
-    rows: Tensor  # int64 [packed.rows], positions within the shard
-    arrived_s: float
+    rows: Tensor  # int64 [packed.rows], positions of the rows within the shard
+    arrived_s: float  # when it was complete, `time.monotonic()`
 
 
-# What the launch loop takes: a task, its batches, the task again, …, and None after the last.
+# What the queue holds: for each shard its task, its batches, its task again. None ends the queue.
 Item = ShardTask | Batch | None
-# Returns the next item, and how long it took to come, in milliseconds.
+# A function that returns the next item, and how long it waited for the item in milliseconds.
 Take = Callable[[], tuple[Item, float]]
-Slice = tuple[int, int]  # the first sequence, and one past the last
+Slice = tuple[int, int]  # index of the first sequence, and index after the last one
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the sequences of a run come from, and what must lie there."""
+    """The store that holds the sequences of a run, and the models whose tokenizers read them."""
 
     store: Path
-    fingerprint: str  # of the store that the plan was made for
-    models: Path  # for the tokenizers
+    fingerprint: str  # fingerprint of the store for which the plan of the run was made
+    models: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,35 +88,36 @@ class OpenSource:
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """The tokens of some sequences, end to end."""
+    """The tokens of some sequences, end to end in one array."""
 
     tokens: Ints  # [total]
-    starts: Ints  # [rows + 1], where each row starts, and the total
+    starts: Ints  # [rows + 1], position of the first token of each row, then the total
 
     @property
     def lengths(self) -> Ints:
-        """Return the tokens of each row, int64 [rows]."""
+        """Return how many tokens each row has, int64 [rows]."""
         return np.diff(self.starts)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Which rows a batch holds, in order, in how many token slots."""
+    """Which rows a batch holds, in their order, before the tokens are copied."""
 
-    rows: Ints
-    slots: int
-    max_seqlen: int  # the upper bound of the group's lengths
-    tokens: int
+    rows: Ints  # indexes of the rows
+    slots: int  # token slots, those that stay empty included
+    max_seqlen: int  # upper bound of the lengths of its rows, the same for all rows of a group
+    tokens: int  # token slots that are filled
 
 
 @lru_cache(maxsize=MAX_OPEN_SOURCES)
 def open_source(source: Source) -> OpenSource:
-    """Open the store that a plan was made for, and the tokenizers.
+    """Open the store of a run and the tokenizers. Later calls return the same objects.
 
     Raises:
-        ConfigError: Another store lies there now.
+        ConfigError: The file is not the store for which the run was planned.
     """
-    store = OrfStore.open(source.store, check=False)  # whoever planned the run has checked it
+    # The process that planned the run has checked every byte of the store already.
+    store = OrfStore.open(source.store, check=False)
     if store.fingerprint != source.fingerprint:
         problem = f"{source.store} is no longer the store this run was started on"
         raise ConfigError(f"{problem}; run it again")
@@ -119,7 +126,7 @@ def open_source(source: Source) -> OpenSource:
 
 
 def tokenise(source: Source, span: Slice) -> dict[EncoderName, TokenRows]:
-    """Tokenise some sequences of a store for each encoder."""
+    """Return the tokens of a range of sequences of a store, for each encoder."""
     run_data = open_source(source)
     token_rows = {}
     for encoder in ENCODERS:
@@ -130,21 +137,28 @@ def tokenise(source: Source, span: Slice) -> dict[EncoderName, TokenRows]:
 
 
 def slices(positions: Ints) -> list[Slice]:
-    """Cut sorted positions into runs of consecutive ones, none longer than `SLICE_ROWS`.
+    """Cut sorted positions into ranges of consecutive positions, none longer than `SLICE_ROWS`.
+
+    Args:
+        positions: Positions in ascending order, each once.
 
     Returns:
-        The first position of each run, and one past its last.
+        For each range its first position, and the position after its last one.
     """
-    starts_run = np.diff(positions) != 1
-    starts_slice = positions[1:] % SLICE_ROWS == 0
-    cuts = np.flatnonzero(starts_run | starts_slice) + 1
-    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(positions, cuts) if len(run)]
+    has_gap_before = np.diff(positions) != 1
+    is_slice_start = positions[1:] % SLICE_ROWS == 0
+    # Both arrays describe all positions but the first, hence + 1.
+    cuts = np.flatnonzero(has_gap_before | is_slice_start) + 1
+    ranges = [part for part in np.split(positions, cuts) if len(part)]
+    return [(int(part[0]), int(part[-1]) + 1) for part in ranges]
 
 
 def join(parts: Sequence[TokenRows]) -> TokenRows:
-    """Join the token rows of consecutive slices."""
-    tokens = [np.zeros(0, dtype=np.int64)]  # where there is no part
-    lengths = [np.zeros(1, dtype=np.int64)]  # the first row starts at 0
+    """Return the rows of several parts as one array of tokens, in the order of the parts."""
+    # The first entries give empty arrays if there are no parts, and the 0 where the first row
+    # starts.
+    tokens = [np.zeros(0, dtype=np.int64)]
+    lengths = [np.zeros(1, dtype=np.int64)]
     for part in parts:
         tokens.append(part.tokens)
         lengths.append(part.lengths)
@@ -153,21 +167,31 @@ def join(parts: Sequence[TokenRows]) -> TokenRows:
 
 
 def shapes(budget: int, divisors: Sequence[int] = SHAPE_DIVISORS) -> tuple[int, ...]:
-    """Return the batch shapes of a token budget in slots, largest first."""
+    """Return the numbers of token slots that batches may have, largest first, each once.
+
+    Args:
+        budget: Token slots of the largest batch.
+        divisors: The budget divided by each of these gives a shape.
+    """
+    # A dict keeps the order and drops repeated shapes, which very small budgets have.
     return tuple(dict.fromkeys(max(1, budget // divisor) for divisor in divisors))
 
 
 def row_capacity(slots: int) -> int:
-    """Return how many rows a batch of so many `slots` can hold."""
+    """Return how many rows a batch with this number of token slots can hold."""
     return max(1, slots // MIN_TOKENS_PER_ROW)
 
 
 def group_bounds(lengths: NDArray[np.integer]) -> Ints:
-    """Return the power of two under which each row is grouped, at least `SMALLEST_GROUP`.
+    """Return the group of each row: the smallest power of two that is not below its length.
+
+    Short rows are in one group, `SMALLEST_GROUP`.
 
     Args:
         lengths: Tokens of each row.
     """
+    # frexp gives the number of binary digits of an integer, which is the exponent of the next
+    # power of two. A power of two itself must stay in its group, hence - 1.
     exponents = np.frexp(lengths - 1)[1].astype(np.int64)
     bounds: Ints = 1 << exponents
     return bounds.clip(SMALLEST_GROUP)
@@ -176,10 +200,10 @@ def group_bounds(lengths: NDArray[np.integer]) -> Ints:
 def pack(
     lengths: Sequence[int] | Ints, budget: int, divisors: Sequence[int] = SHAPE_DIVISORS
 ) -> list[BatchPlan]:
-    """Place every row in exactly one batch. The same lengths give the same batches.
+    """Decide which rows each batch holds. The same lengths always give the same batches.
 
-    A row longer than the budget gets a batch of its own, of the smallest multiple of the budget
-    that holds it.
+    Every row is in exactly one batch. A row longer than the budget gets a larger batch, with the
+    smallest multiple of the budget that holds it.
 
     Args:
         lengths: Tokens of each row, special tokens included; each at least 1.
@@ -197,14 +221,21 @@ def pack(
 
 
 def _pack_group(members: Ints, sizes: Ints, bound: int, allowed: Sequence[int]) -> list[BatchPlan]:
-    """Fill the rows of one group into batches, the longest rows first (first-fit decreasing).
+    """Distribute the rows of one group over batches, longest rows first (first-fit decreasing).
 
-    Rows of one length are taken together, which makes this fast: there are few different lengths.
+    All rows of one length are handled together. This is fast, because there are only a few
+    different lengths.
+
+    Args:
+        members: Indexes of the rows of the group.
+        sizes: Tokens of every row, also of other groups.
+        bound: Upper bound of the lengths in the group.
+        allowed: Token slots that a batch may have, largest first.
     """
     distinct, counts = np.unique(sizes[members], return_counts=True)
     by_size = members[np.argsort(sizes[members], kind="stable")]
     groups = np.split(by_size, np.cumsum(counts)[:-1])
-    rows_left = dict(zip(distinct.tolist(), groups, strict=True))  # by length
+    rows_left = dict(zip(distinct.tolist(), groups, strict=True))  # indexes of rows by length
     tokens_left = int((distinct * counts).sum())
     batches = []
     while tokens_left:
@@ -227,9 +258,15 @@ def _pack_group(members: Ints, sizes: Ints, bound: int, allowed: Sequence[int]) 
 
 
 def _choose_shape(tokens_left: int, longest: int, allowed: Sequence[int]) -> int:
-    """Return the largest shape that the remaining tokens nearly fill, or else the smallest one.
+    """Return how many token slots the next batch gets.
 
-    It is never too small for the longest row.
+    It is the largest shape that the remaining tokens nearly fill, or the smallest shape if they
+    fill none. A shape that is too short for the longest row is not considered.
+
+    Args:
+        tokens_left: Tokens of the rows that are in no batch yet.
+        longest: Tokens of the longest of these rows.
+        allowed: Token slots that a batch may have, largest first.
     """
     fitting = [slots for slots in allowed if longest <= slots]
     if not fitting:
@@ -244,15 +281,31 @@ def _choose_shape(tokens_left: int, longest: int, allowed: Sequence[int]) -> int
 def packed(
     token_rows: TokenRows, budget: int, pad: int, divisors: Sequence[int] = SHAPE_DIVISORS
 ) -> Iterator[tuple[BatchPlan, PackedBatch]]:
-    """Yield batches of fixed shapes: each batch's rows end to end in its slots, then `pad`."""
+    """Pack rows into batches of fixed shapes.
+
+    Args:
+        token_rows: The tokens of all rows.
+        budget: Token slots of the largest batch.
+        pad: Token that fills the slots after the last row of a batch.
+        divisors: The batch shapes, as divisors of the budget.
+
+    Yields:
+        Which rows a batch holds, and the batch itself: its rows end to end, then `pad`.
+    """
     for plan in pack(token_rows.lengths, budget, divisors):
         row_starts = token_rows.starts[plan.rows]
         lengths = token_rows.starts[plan.rows + 1] - row_starts
-        ends = np.cumsum(lengths)  # of each row, in the batch
-        shifts = row_starts - (ends - lengths)  # from a place in the batch to one in the tokens
-        places = np.repeat(shifts, lengths) + np.arange(plan.tokens)
+        ends = np.cumsum(lengths)  # position after each row's last token, in the batch
+
+        # Copy the tokens of all rows with one indexing operation. For each slot of the batch,
+        # `positions` says where its token is in `token_rows.tokens`.
+        shifts = row_starts - (ends - lengths)
+        positions = np.repeat(shifts, lengths) + np.arange(plan.tokens)
         slots = np.full(plan.slots, pad, dtype=np.int64)
-        slots[: plan.tokens] = token_rows.tokens[places]
+        slots[: plan.tokens] = token_rows.tokens[positions]
+
+        # The attention kernel reads where rows begin and end. The array has a fixed length for each
+        # shape, and what follows the last row are empty rows.
         cu_seqlens = np.full(row_capacity(plan.slots) + 1, plan.tokens, dtype=np.int32)
         cu_seqlens[0] = 0
         cu_seqlens[1 : len(ends) + 1] = ends
@@ -267,9 +320,16 @@ def packed(
 
 
 class Loader:
-    """Turns shards into packed batches, through `num_workers` processes that stay up."""
+    """Turns shards into packed batches. Its `num_workers` processes tokenise the sequences."""
 
     def __init__(self, models: Path, engine: EngineSpec, *, pin: bool) -> None:
+        """Prepare the processes that tokenise. They start with the first shard, and then stay.
+
+        Args:
+            models: Models directory, which holds the tokenizers.
+            engine: Settings of the engine.
+            pin: Put batches into page-locked memory, from which a GPU can copy in the background.
+        """
         self._models = models
         self._engine = engine
         self._pin = pin
@@ -279,7 +339,10 @@ class Loader:
             self._map = ProcessPoolExecutor(engine.num_workers, context, die_with_parent).map
 
     def load(self, task: ShardTask) -> Iterator[Item]:
-        """Yield the task, its batches in the order of the encoders, and the task again."""
+        """Yield the task of a shard, its batches encoder by encoder, and the task again.
+
+        The launch loop sees by the task that a shard begins, and by its repetition that it ends.
+        """
         yield task
         source = Source(Path(task.store), task.reads, self._models)
         skipped_rows = np.array(task.skip, dtype=np.int64)
@@ -296,34 +359,45 @@ class Loader:
     def _batches(
         self, encoder: EncoderInfo, token_rows: TokenRows, positions: Ints, budget: int, pad: int
     ) -> Iterator[Batch]:
-        """Yield the batches of one encoder, in page-locked memory if the device is a GPU."""
+        """Yield the batches of a shard for one encoder.
+
+        Args:
+            encoder: The encoder.
+            token_rows: The tokens of the shard's rows.
+            positions: Position of each of these rows within the shard.
+            budget: Token slots of the largest batch.
+            pad: Token that fills the slots after the last row.
+        """
         for index, (plan, batch) in enumerate(packed(token_rows, budget, pad)):
             ready = batch.pin() if self._pin else batch
             rows = torch.from_numpy(positions[plan.rows])
             yield Batch(encoder.name, index, ready, rows, arrived_s=time.monotonic())
 
     def feed(self, next_task: Callable[[], ShardTask | None], depth: int) -> Take:
-        """Keep a queue of loaded items filled, in a thread.
+        """Start a thread that loads shards and keeps a queue of items filled.
 
         Args:
-            next_task: Returns the next task; None after the last.
-            depth: Items that the queue holds.
+            next_task: Returns the next task, or None after the last one. It may wait.
+            depth: Number of items that the queue may hold.
 
         Returns:
-            A function that takes the next item from the queue. It raises what loading raised.
+            A function that takes the next item from the queue. If loading raised an error, the
+            function raises the error.
         """
         items: queue.Queue[Item | BaseException] = queue.Queue(maxsize=depth)
 
         def fill() -> None:
+            """Load all tasks. Put an error into the queue, in place of the item."""
             try:
                 while (task := next_task()) is not None:
                     for item in self.load(task):
                         items.put(item)
                 items.put(None)
-            except BaseException as error:  # noqa: BLE001 - raised where it is taken
+            except BaseException as error:  # noqa: BLE001 - `take` raises it
                 items.put(error)
 
         def take() -> tuple[Item, float]:
+            """Return the next item, and the milliseconds that it took to come."""
             asked_s = time.perf_counter()
             item = items.get()
             if isinstance(item, BaseException):

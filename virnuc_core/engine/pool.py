@@ -46,8 +46,8 @@ JOB_ERRORS: Final = (
     errors.StorageError,
     errors.ShardError,
 )
-# Share of a run's rows that may give NaN or infinity. With more, the weights or the precision cannot
-# be used.
+# Share of a run's rows that may give NaN or infinity. With more, the weights or the precision are
+# unusable.
 MAX_NOT_FINITE_SHARE: Final = 0.01
 
 

@@ -1,12 +1,12 @@
-"""Worker processes: started, heard, watched and ended in one way, whatever they compute.
+"""Start worker processes, exchange messages with them, watch them, and end them.
 
-On the parent's side, `LocalWorkers` starts pinned workers, and `Child` is one of them. On the
-worker's side, `serve` is its program, `Parent` its line to the process that started it, and
-`work(parent, spec)` of a module is what it does. Messages go one per line.
+In the parent process, `LocalWorkers` starts workers, and a `Child` stands for one of them. In the
+worker process, `serve` is the program, `Parent` the connection to the process that started it, and
+the function `work(parent, spec)` of a module the computation. Each message is one line of text.
 
-A worker is started in its own session, so that a terminal's Ctrl-C reaches the parent alone, which
-then ends the worker in order. Two nets catch a parent that could not do that: the kernel's
-parent-death signal, and the closed input.
+A worker has its own session, so that Ctrl-C in a terminal reaches only the parent, which then ends
+its workers in order. If the parent dies before that, the kernel sends its parent-death signal to
+the worker, and the worker also ends when its standard input is closed.
 """
 
 import contextlib
@@ -39,47 +39,56 @@ from virnuc_core.telemetry.tables import DeviceSample
 
 log = logging.getLogger(__name__)
 
-GRACE_S: Final = 4.5  # for a worker to finish what it computes
+# Seconds between SIGTERM and SIGKILL, in which a worker may finish its shard.
+GRACE_S: Final = 4.5
+# The module whose function `work` an engine worker runs.
 WORKER: Final = "virnuc_core.engine.worker"
+# What Python runs in a worker process. The argument is the name of such a module.
 PROGRAM: Final = "from virnuc_core.engine.process import serve; serve(sys.argv[1])"
 INTERRUPTED: Final = "the run was interrupted; what was committed stays, run again to go on"
 
 
 class Message(Spec):
-    """A message between parent and worker: on a line, the name of its class, then JSON."""
+    """A message between parent and worker.
+
+    It is sent as one line: the name of its class, a space, and its fields as JSON.
+    """
 
     def line(self) -> str:
-        """Return the message as it is sent."""
+        """Return the message as a line of text, with the newline at its end."""
         return f"{type(self).__name__} {self.model_dump_json()}\n"
 
     @staticmethod
     def of(line: str) -> "Message":
-        """Parse a line. The class of the message must have been imported."""
+        """Return the message that a line holds. Its class must have been imported before."""
         name, body = line.split(" ", 1)
         kinds = [kind for kind in Message.__subclasses__() if kind.__name__ == name]
         return kinds[0].model_validate_json(body)
 
 
 class WorkerSpec(Message):
-    """The first message to a worker: all it needs to load, while the reads may still be staged."""
+    """The first message to a worker: what it needs to know to load the models.
 
-    models: str
+    It names no reads, so that workers can load while the reads are still being staged.
+    """
+
+    models: str  # path of the models directory
     device: Device
     engine: EngineSpec
-    divisor: int = 1  # of the token budgets, after the device was found too small for them
+    divisor: int = 1  # the token budgets are divided by this, if the device has too little memory
     trace: TraceSpec | None = None
 
 
 class Alive(Message):
-    """A worker's heartbeat."""
+    """A worker's heartbeat, which it sends at regular times."""
 
     progress_s: float  # `time.monotonic()` of the last progress
 
 
 class Ready(Message):
-    """A worker takes tasks from now on."""
+    """A worker says that it has loaded the models and can compute."""
 
-    # What it reports of itself or its device; an engine worker's record goes to summary.json.
+    # Facts about the worker or its device. The record of an engine worker goes to summary.json.
     record: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -94,21 +103,23 @@ class Failed(Message):
 class Closed(Message):
     """No more messages will come.
 
-    To a worker: there are no more tasks. The parent's reader also puts it into the inbox when a
-    worker's output has ended.
+    The parent sends it to a worker when there are no more tasks. In the parent, it is also put into
+    the inbox when the output of a worker has ended, which means that the worker has ended.
     """
 
 
-Inbox = queue.Queue["tuple[Child, Message] | None"]  # None wakes whoever waits
+# Messages of all workers, each with its worker. None only wakes the thread that waits.
+Inbox = queue.Queue["tuple[Child, Message] | None"]
 
 
 def worker_specs(
     models: Path, devices: Sequence[Device], engine: EngineSpec, trace: TraceSpec | None = None
 ) -> tuple[WorkerSpec, ...]:
-    """Return the specification of one worker per device.
+    """Return the specifications of workers, one for each device.
 
-    It is the same for all plans, whose shards are sent one by one. So workers that were started
-    before the plan was made can be used.
+    Workers may be started before the shards of the run are planned. The plan can change
+    `shard_tokens`, which workers do not use, so the specification has the default value. Thus
+    workers that were started early match the specification of the run.
     """
     root = str(models.resolve())
     engine = engine.model_copy(update={"shard_tokens": EngineSpec().shard_tokens})
@@ -117,39 +128,50 @@ def worker_specs(
     )
 
 
+# The running worker processes that this process has started.
 _children: set["Child"] = set()
 _children_lock = threading.Lock()
-_n_endings = 0  # how often all children have been ended
-_prestarted: list["LocalWorkers"] = []  # not claimed by a run yet
+# How often `end_all_children` was called.
+_n_endings = 0
+# Workers that were started before a run asked for them, and that no run has claimed yet.
+_prestarted: list["LocalWorkers"] = []
 
 
 class Child:
-    """A running worker process.
+    """A running worker process, as its parent sees it.
 
-    Its messages go to the inbox; the last one is `Closed`. Heartbeats are not passed on, they move
-    `progress_s`.
+    Two threads read its standard output and its standard error. Its messages go to the inbox; the
+    last one is `Closed`. Heartbeats do not go there: they only update `progress_s`.
     """
 
-    lost = False  # whether its whole node is gone, through no fault of its own
+    # True if the node on which it ran is gone, so that the worker is not to blame for its end.
+    lost = False
 
     def _begin(self, spec: WorkerSpec, inbox: Inbox) -> None:
-        """Set the state that worker processes here and on other machines have in common."""
+        """Set the attributes that workers on this machine and on other machines both have."""
         now_s = time.monotonic()
         self.spec = spec
         self.device = spec.device.id
         self._inbox = inbox
         self._end_lock = threading.Lock()
-        # For its standard error; what it wrote before there was a log is kept for the log.
-        self.log: Path | None = None
-        self.unlogged: list[str] = []  # what it wrote to standard error and is in no log yet
+        self.log: Path | None = None  # file for its standard error; None if there is none yet
+        self.unlogged: list[str] = []  # lines of its standard error that are in no log yet
         self.last_words = "nothing"  # its last line on standard error
-        self.failed: Failed | None = None  # what it reported of its failure
+        self.failed: Failed | None = None  # the error that it has reported
+        # Times of `time.monotonic()`:
         self.started_s = now_s
-        self.progress_s = now_s  # when it last did something, or was told to
-        self.asked_s = now_s  # when the command began that makes use of it
+        self.progress_s = now_s  # when it last made progress, or was sent a message
+        self.asked_s = now_s  # when the command began for which it computes
         self._last_message_s = now_s
 
     def __init__(self, module: str, spec: WorkerSpec, inbox: Inbox) -> None:
+        """Start the process, and the threads that read its output.
+
+        Args:
+            module: The module whose function `work` the process runs.
+            spec: The device, which decides the environment variables of the process.
+            inbox: Gets the messages of the process.
+        """
         self._begin(spec, inbox)
         self.process = subprocess.Popen(
             parent_bound_command(PROGRAM, module),
@@ -173,29 +195,37 @@ class Child:
             reader.start()
 
     def send(self, message: Message) -> None:
-        """Write one message. If the worker no longer reads, its end is reported by the inbox."""
+        """Send one message to the worker.
+
+        If the worker has ended, nothing happens here: its end comes to the inbox as `Closed`.
+        """
         self.progress_s = time.monotonic()
         with contextlib.suppress(ValueError, OSError):
             self._stdin.write(message.line())
             self._stdin.flush()
 
     def _read_messages(self) -> None:
-        """Pass its messages on, in a thread, until its output ends."""
+        """Read the worker's messages until its output ends. This is the function of a thread."""
         try:
             with contextlib.suppress(ValueError, OSError), self._stdout:
                 for line in self._stdout:
-                    if line.endswith("\n"):  # else it was cut off by a kill
+                    # A line without a newline is incomplete: the worker was killed while it wrote
+                    # the line. Ignore it.
+                    if line.endswith("\n"):
                         self.on_message(Message.of(line))
         finally:
             self._inbox.put((self, Closed()))
 
     @property
     def silent(self) -> bool:
-        """Tell whether its heartbeats have stopped for too long: it is stopped, or dead."""
+        """Return true if no message or heartbeat has come for `silence_s`: it hangs or is dead."""
         return time.monotonic() - self._last_message_s > self.spec.engine.silence_s
 
     def on_message(self, message: Message) -> None:
-        """Note a message of the worker, and pass it on unless it is a heartbeat."""
+        """Handle a message of the worker: update its times, and put it into the inbox.
+
+        A heartbeat only updates the time of the last progress.
+        """
         self._last_message_s = time.monotonic()
         if isinstance(message, Alive):
             self.progress_s = max(self.progress_s, message.progress_s)
@@ -206,17 +236,23 @@ class Child:
         self._inbox.put((self, message))
 
     def _read_errors(self) -> None:
-        """Note what it writes to standard error, in a thread, until that ends."""
+        """Read the worker's standard error until it ends. This is the function of a thread."""
         with contextlib.suppress(ValueError, OSError), self._stderr:
-            # The empty line at the end writes what was kept for a log that came later.
+            # If the log was chosen after the last line, the empty text at the end writes the lines
+            # that were kept until then.
             for line in itertools.chain(self._stderr, [""]):
                 self.on_stderr(line)
 
     def on_stderr(self, text: str) -> None:
-        """Note what it wrote to standard error, and log it if there is a log."""
+        """Handle a line of the worker's standard error: append it to the log.
+
+        As long as there is no log, lines are kept in `unlogged`.
+        """
         self.last_words = text.strip() or self.last_words
         self.unlogged.append(text)
-        with contextlib.suppress(OSError):  # of a full disk: the worker must not wait for it
+        # If the disk is full, the lines are kept. An error here would end the thread that reads,
+        # and the worker would wait for ever to write its next line.
+        with contextlib.suppress(OSError):
             if self.log is not None:
                 self.log.parent.mkdir(parents=True, exist_ok=True)
                 with self.log.open("a", encoding="utf-8") as file:
@@ -224,24 +260,28 @@ class Child:
                 self.unlogged.clear()
 
     def end(self, grace_s: float = GRACE_S) -> int:
-        """End the worker, and everything that it has started.
+        """End the worker, and all processes that it has started. Wait until they have ended.
 
-        SIGTERM lets it finish the shard at hand; SIGKILL to its whole session follows.
+        SIGTERM lets the worker finish its shard. SIGKILL follows, for its whole session.
 
         Args:
-            grace_s: Seconds to wait between the two. A worker that is silent gets none.
+            grace_s: Seconds to wait between the two signals. A worker that is `silent` gets no
+                time, because it would not react.
 
         Returns:
             The exit status.
         """
         with self._end_lock:
             if self not in _children:
-                return self.process.wait()  # ended before: its number may be another's by now
+                # It was ended before. No signal may be sent, because the system may have given its
+                # process id to another process.
+                return self.process.wait()
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self.pid, signal.SIGTERM)
                 self.process.wait(0 if self.silent else grace_s)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)  # also what the worker itself had started
+                # The worker may have ended at SIGTERM, but not the processes that it started.
+                os.killpg(self.pid, signal.SIGKILL)
             status = self.process.wait()
             for reader in self._readers:
                 reader.join(grace_s)
@@ -251,23 +291,28 @@ class Child:
         return status
 
     def _forget(self) -> None:
-        """Take it off the list of workers that `end_all_children` ends."""
+        """Remove this worker from the set that `end_all_children` ends."""
         _children.discard(self)
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
-    """End several workers at once, so that the slowest sets the time."""
+    """End several workers at the same time, so that it takes no longer than the slowest one.
+
+    Raises:
+        OSError: One of them could not be ended. The others are ended nevertheless.
+    """
     with ThreadPoolExecutor(1 + len(_children)) as threads:
         endings = threads.map(lambda child: child.end(grace_s), children)
-        list(endings)  # wait for all, and raise what one of them raised
+        list(endings)  # waits for all results, and raises the first error
 
 
 def end_all_children(grace_s: float = GRACE_S) -> None:
-    """End every worker of this process, and let the objects that started them start no more.
+    """End every worker that this process has started, for an interrupted run.
 
-    Threads that wait for workers get a `WorkerError` when they start the next one.
+    The `LocalWorkers` objects that exist now start no more workers: a thread that tries gets a
+    `WorkerError`. Objects that are made later do start workers.
     """
-    global _n_endings  # one per process, like the children themselves
+    global _n_endings  # one count for the whole process, because it has one set of children
     with _children_lock:
         _n_endings += 1
         children = list(_children)
@@ -275,35 +320,47 @@ def end_all_children(grace_s: float = GRACE_S) -> None:
 
 
 class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
-    """Worker processes of this machine that run a module's `work`.
+    """Starts worker processes on this machine, and receives their messages.
 
-    They are gone when the `with` block ends. The thread that starts them must live as long as they
-    do: to the kernel, its end is the death of their parent. Those that are `prestarted` load while
-    a command finds out what they are for; `local_workers` then claims them.
+    Use it in a `with` block: all workers have ended when the block ends. The thread that starts a
+    worker must live as long as the worker, because the kernel takes the end of that thread for the
+    death of the parent, and ends the worker.
+
+    A command may start workers before it knows all about the run, so that they load the models
+    meanwhile (`prestart`). The run then claims them with `local_workers`.
     """
 
-    reader: Callable[[str, float], DeviceSample] | None = None  # of devices on other machines
+    # Measures a device on another machine. None means that the devices are on this machine.
+    reader: Callable[[str, float], DeviceSample] | None = None
 
     def __init__(self, module: str, prestart: Sequence[WorkerSpec] = ()) -> None:
+        """Start the workers that are to load ahead, if any.
+
+        Args:
+            module: The module whose function `work` the workers run.
+            prestart: Specifications of workers to start now.
+        """
         self.module = module
         self._n_endings = _n_endings
         self._inbox: Inbox = queue.Queue()
         self._started: list[Child] = []
-        self.prestarted: list[Child] = []  # `start` hands these out, so it stays empty meanwhile
+        # `start` returns workers of this list before it starts new ones. While the list is filled
+        # it must be empty, so that each call starts a new worker.
+        self.prestarted: list[Child] = []
         self.prestarted = [self.start(spec) for spec in prestart]
         if prestart:
             _prestarted.append(self)
 
     @property
     def cancelled(self) -> bool:
-        """Tell whether `end_all_children` has been called since this object was made."""
+        """Return true if `end_all_children` has been called since this object was made."""
         return self._n_endings != _n_endings
 
     def start(self, spec: WorkerSpec, log: Path | None = None) -> Child:
-        """Start a worker, or hand out a prestarted one that is alive.
+        """Return a worker for a specification: a prestarted one that is alive, or a new process.
 
         Args:
-            spec: What the worker loads.
+            spec: What the worker loads. It is sent to a new worker as the first message.
             log: File for its standard error. If None, the text is kept until there is a file.
 
         Raises:
@@ -327,39 +384,48 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         return child
 
     def _make(self, spec: WorkerSpec) -> Child:
-        """Start a process. A cluster starts it on a node."""
+        """Start a process on this machine. The subclass for clusters starts it on a node."""
         return Child(self.module, spec, self._inbox)
 
     def new_devices(self, n_waiting: int) -> Iterable[Device]:
-        """Return the devices that have joined since the last call. Only a cluster has any.
+        """Return the devices that became available since the last call: none on one machine.
 
         Args:
-            n_waiting: Shards for which there is no device yet.
+            n_waiting: How many shards wait for a free device. A cluster may start nodes for them.
         """
         return ()
 
     def receive(self, timeout_s: float) -> tuple[Child, Message] | None:
-        """Return the next message of any worker; None if none comes in time, or after `wake`."""
+        """Wait for the next message of any worker.
+
+        Returns:
+            The worker and its message. None if no message comes in time, or if `wake` was called.
+        """
         try:
             return self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def wake(self) -> None:
-        """Make the thread that waits in `receive` return at once."""
+        """Make the thread that waits in `receive` return immediately."""
         self._inbox.put(None)
 
     def __exit__(self, *_: object) -> None:
         if self in _prestarted:
             _prestarted.remove(self)
-        end_children(self.prestarted, 0)  # nobody has given them anything to do
+        end_children(self.prestarted, 0)  # they have no task to finish
         end_children(self._started)
 
 
 def local_workers(module: str, specs: Sequence[WorkerSpec]) -> LocalWorkers:
-    """Return workers of this machine: the prestarted ones if they are for these specs.
+    """Return the object that starts the workers of a run on this machine.
 
-    Prestarted workers for other specs are ended, because they occupy the devices.
+    If workers were prestarted with exactly these specifications, the run gets them. Workers that
+    were prestarted with other specifications are ended, because they occupy the devices.
+
+    Args:
+        module: The module whose function `work` the workers run.
+        specs: The specifications of all workers of the run.
     """
     if not _prestarted:
         return LocalWorkers(module)
@@ -374,55 +440,72 @@ def local_workers(module: str, specs: Sequence[WorkerSpec]) -> LocalWorkers:
 
 
 def serve(module: str) -> NoReturn:
-    """Run `module.work(parent, spec)` on its device, then end the process.
+    """Run a worker process: call `work(parent, spec)` of a module, then end the process.
 
-    A failure reaches the parent with its traceback.
+    The specification comes from the parent as the first line of standard input. The process is
+    bound to its device before. An error is sent to the parent as a message, with its traceback.
+
+    Args:
+        module: Name of the module.
     """
     parent = Parent()
     first_line = sys.stdin.readline()
     if not first_line:
+        # The input was closed: the parent has ended.
         os._exit(0)
     spec = Message.of(first_line)
     assert isinstance(spec, WorkerSpec)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the parent ends its workers
     if spec.device.core is not None:
-        os.sched_setaffinity(0, {spec.device.core})  # this process, and every thread it starts
+        # Bind this process, and every thread that it will start, to one core.
+        os.sched_setaffinity(0, {spec.device.core})
     parent.listen(spec.engine.heartbeat_s)
     try:
         if spec.device.kind == "cuda":
-            lock_device(spec.device.local, spec.engine.device_wait_s)  # until this process ends
-            # The driver takes about as long as the imports below.
+            # The lock is held until this process ends.
+            lock_device(spec.device.local, spec.engine.device_wait_s)
+            # Opening the device takes about as long as the imports below, so both are done at the
+            # same time.
             threading.Thread(target=open_context, daemon=True).start()
-        # Imported last, because it takes seconds, in which a closed input already ends us.
+        # The import takes seconds. It comes after `listen`, so that a parent that dies meanwhile
+        # ends this process.
         importlib.import_module(module).work(parent, spec)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
+    except Exception as error:  # noqa: BLE001 - the parent must learn of every error
         parent.give_up(error)
-    os._exit(0)  # skip interpreter shutdown: everything is written, and threads or CUDA may linger
+    # Everything is written. Skip the shutdown of Python, which may wait for threads or for CUDA.
+    os._exit(0)
 
 
 class Parent:
-    """A worker's line to its parent. It keeps the process's standard output for messages."""
+    """The connection of a worker process to its parent: standard input and standard output."""
 
     def __init__(self) -> None:
+        """Reserve standard output for messages. Other output goes to standard error from now on."""
         self.started_s = time.monotonic()
+        # A copy of descriptor 1 (standard output) for messages. Then descriptor 1 is made to point
+        # to standard error, so that a library that prints cannot garble the messages.
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-        os.dup2(2, 1)  # a library's print must not garble the messages
+        os.dup2(2, 1)
         self._lock = threading.Lock()
-        self._lines: queue.Queue[str] = queue.Queue()
-        self.progress: Callable[[], float] = time.monotonic  # when the worker last did something
+        self._lines: queue.Queue[str] = queue.Queue()  # messages that were not received yet
+        # Returns when the worker last made progress. The worker replaces it.
+        self.progress: Callable[[], float] = time.monotonic
 
     def listen(self, heartbeat_s: float) -> None:
-        """Start to read messages and to send heartbeats, each in a thread.
+        """Start two threads: one reads messages, one sends heartbeats.
 
-        A closed input ends the process at once.
+        Args:
+            heartbeat_s: Seconds between two heartbeats.
         """
 
         def read_messages() -> None:
+            """Queue each line of the input. When the input is closed, end this process."""
             for line in sys.stdin:
                 self._lines.put(line)
             os._exit(0)
 
         def send_heartbeats() -> None:
+            """Tell the parent at regular times when the worker last made progress."""
             while True:
                 time.sleep(heartbeat_s)
                 self.send(Alive(progress_s=self.progress()))
@@ -431,14 +514,18 @@ class Parent:
             threading.Thread(target=task, daemon=True).start()
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Return the next message; None if none comes in time."""
+        """Wait for the next message and return it. Return None if none comes in time.
+
+        Args:
+            timeout_s: Seconds to wait. None waits without a limit.
+        """
         try:
             return Message.of(self._lines.get(timeout=timeout_s))
         except queue.Empty:
             return None
 
     def peek(self) -> Message | None:
-        """Return the message that `receive` would return at once, and leave it there."""
+        """Return the next message without removing it. Return None if no message waits."""
         if not self._lines.queue:
             return None
         return Message.of(self._lines.queue[0])
@@ -447,12 +534,12 @@ class Parent:
         """Send a message to the parent. If the parent is gone, this process ends."""
         try:
             with self._lock:
-                self._out.write(message.line())  # flushed line by line
+                self._out.write(message.line())  # line buffering sends it immediately
         except OSError:
             os._exit(1)
 
     def give_up(self, error: Exception) -> NoReturn:
-        """Report an error to the parent, from whichever thread it occurred in, and end."""
+        """Report an error to the parent, and end this process. Any thread may call this."""
         trace = "".join(traceback.format_exception(error))
         reported_error = storage_error(error) or error
         failure = Failed(
