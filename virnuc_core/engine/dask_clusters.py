@@ -1,7 +1,7 @@
-"""Connect to a Dask scheduler: to a running one, or to one that is started for the run.
+"""Connect to a Dask scheduler that is running, or start one for the run.
 
-A cluster is named by an address, by the YAML file of a batch system, or by `local:N` for N nodes on
-this machine.
+The option `--cluster` is the address of a scheduler, a YAML file with the settings of a batch
+system such as Slurm, or `local:N` for N nodes on this machine.
 """
 
 import asyncio
@@ -36,14 +36,21 @@ from virnuc_core.engine.devices import visible_gpus
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.rundir import parent_bound_command
 
-SCHEDULER_S: Final = 10.0  # for an answer of a scheduler that runs
-START_S: Final = 60.0  # for a scheduler of our own to start
+# Seconds to wait for the answer of a running scheduler.
+SCHEDULER_S: Final = 10.0
+# Seconds to wait until a scheduler that we start is ready.
+START_S: Final = 60.0
+# Seconds between two looks at something that we wait for.
 LOOK_S: Final = 0.1
-TRACKER_S: Final = 5.0  # for the processes that remove the semaphores of those that were killed
+# Seconds in which Python's resource trackers may remove the semaphores of killed processes.
+TRACKER_S: Final = 5.0
 LOCALHOST: Final = "127.0.0.1"
+# Dask's setting that requires encrypted connections.
 ENCRYPTED: Final = "distributed.comm.require-encryption"
-NO_HTTP: Final = "virnuc_core.engine.no_http"  # never imported here, for it changes Dask
-# A scheduler or nanny of our own. The first argument says which, the rest are its options.
+# A module that only Dask's processes import, because the import changes Dask.
+NO_HTTP: Final = "virnuc_core.engine.no_http"
+# What Python runs in a scheduler or Dask worker that we start. The first argument is "scheduler" or
+# "worker", the others are its options.
 PROGRAM: Final = (
     'import importlib; importlib.import_module("distributed.cli.dask_" + sys.argv.pop(1)).main()'
 )
@@ -51,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 def _request_nothing(_n_nodes: int) -> None:
-    """Request no nodes: they are started by others."""
+    """Do nothing. Used for clusters whose nodes somebody else starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,8 @@ class Connection:
 
     Attributes:
         client: Dask's client.
-        min_nodes: Nodes to wait for at first.
-        request_nodes: Tells a batch system for how many nodes there is work.
+        min_nodes: Number of nodes to wait for before the run begins.
+        request_nodes: Function that tells a batch system for how many nodes there is work.
     """
 
     client: Any
@@ -78,18 +85,20 @@ class NodeRange:
 
     @classmethod
     def parse(cls, text: str) -> "NodeRange":
-        """Parse `4` or `2:8`."""
+        """Parse the option `--nodes`: `4` for exactly four nodes, `2:8` for two to eight."""
         minimum, _, maximum = text.partition(":")
         return cls(int(minimum), int(maximum or minimum))
 
 
 @asynccontextmanager
 async def connect(spec: ClusterSpec, shared: Path | None = None) -> AsyncIterator[Connection]:
-    """Connect to the scheduler of a cluster, and start it if it is to be ours.
+    """Connect to the scheduler of a cluster, and start it unless the settings give an address.
+
+    At the end of the `with` block the connection is closed, and what was started is ended.
 
     Args:
         spec: Settings of the cluster.
-        shared: A folder that nodes see, if there is one.
+        shared: A folder that all nodes see, or None.
 
     Yields:
         The connection.
@@ -112,9 +121,11 @@ async def connect(spec: ClusterSpec, shared: Path | None = None) -> AsyncIterato
             location = {"address": cluster}
 
             def request_nodes(n_nodes: int) -> None:
+                """Have the batch system start nodes for this much work, within the limits."""
                 n_started = len(cluster.worker_spec)
                 n_wanted = max(nodes.minimum, min(n_nodes, nodes.maximum))
-                cluster.scale(jobs=max(n_wanted, n_started))  # none is stopped
+                # Never fewer than were started, because Dask would stop nodes that compute.
+                cluster.scale(jobs=max(n_wanted, n_started))
 
         elif is_exposed(name):
             log.warning(
@@ -137,25 +148,29 @@ async def connect(spec: ClusterSpec, shared: Path | None = None) -> AsyncIterato
             problem = f"no Dask scheduler answers there ({type(error).__name__}: {error})"
             way_out = "start one, or mend the address"
             raise DeviceError(f"cluster {name}: {problem}; {way_out}") from error
-        stack.enter_context(client.as_current())  # by which actors find it
+        # Handles of actors use the current client to send their calls.
+        stack.enter_context(client.as_current())
         yield Connection(client, min_nodes, request_nodes)
 
 
 @asynccontextmanager
 async def _batch_system(file: Path, shared: Path | None) -> AsyncIterator[Any]:
-    """Start the scheduler of a batch system's cluster.
+    """Start a Dask scheduler in this process whose nodes are jobs of a batch system.
+
+    At the end of the `with` block the scheduler and its jobs are ended.
 
     Args:
-        file: YAML file whose key `jobqueue` names the batch system, with Dask's settings.
-        shared: A folder that nodes see, if there is one.
+        file: YAML file with settings of Dask. Its key `jobqueue` names the batch system.
+        shared: A folder that all nodes see, or None.
 
     Yields:
-        The cluster of dask-jobqueue.
+        The cluster object of dask-jobqueue, which starts jobs.
 
     Raises:
         ConfigError: The settings cannot be used.
         DeviceError: The batch system fails.
     """
+    # Read the file, and find out which batch system it names.
     kinds = _batch_system_kinds(file)
     with refuse_unreadable(f"cluster {file}", "YAML"):
         read_small_text(file)
@@ -170,13 +185,15 @@ async def _batch_system(file: Path, shared: Path | None) -> AsyncIterator[Any]:
         problem = f"its key jobqueue must hold one of {names}; see docs/cluster.md"
         raise ConfigError(f"cluster {file}: {problem}")
     (kind,) = batch_systems
+
+    # Start the cluster while the settings of the file are in force.
     with dask.config.set(dask.config.merge(dask.config.config, contents)):
         settings = dask.config.get(f"jobqueue.{kind}")
         try:
             base = folder_for_jobs(settings.get("shared-temp-directory"), shared)
         except ConfigError as error:
             raise ConfigError(f"cluster {file}: {error}") from error
-        is_local = kind == "local"  # jobs are processes of this machine
+        is_local = kind == "local"  # its jobs are processes of this machine
         if is_local:
             base = Path(tempfile.gettempdir())
             host = LOCALHOST
@@ -187,7 +204,7 @@ async def _batch_system(file: Path, shared: Path | None) -> AsyncIterator[Any]:
                 arguments = _batch_arguments(file, settings, folder, host)
                 if is_local and not settings.get("local-directory"):
                     arguments["local_directory"] = str(folder)
-                # The folder is also that of the scheduler, which is in this process.
+                # The scheduler, which is in this process, puts its temporary files there as well.
                 with dask.config.set({"temporary-directory": str(folder)}):
                     async with kinds[kind](asynchronous=True, **arguments) as cluster:
                         yield cluster
@@ -197,16 +214,20 @@ async def _batch_system(file: Path, shared: Path | None) -> AsyncIterator[Any]:
 
 
 def _batch_system_kinds(file: Path) -> dict[str, Any]:
-    """Return the cluster classes of dask-jobqueue by the names of their batch systems.
+    """Return the cluster classes of dask-jobqueue by the name of the batch system, like "slurm".
+
+    Args:
+        file: The user's YAML file, for messages.
 
     Raises:
         ConfigError: dask-jobqueue is not installed.
     """
     try:
-        # A part of it takes Ctrl-C for itself, which fails outside of the main thread.
+        # A module of dask-jobqueue sets a handler for Ctrl-C when it is imported. That fails outside
+        # the main thread, and the handler is not wanted.
         with mock.patch("signal.signal"):
             import dask_jobqueue
-            import dask_jobqueue.local  # jobs as processes of this machine
+            import dask_jobqueue.local  # not imported by the package itself
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster {file} needs {error.name}; install virnuc[cluster]") from error
     suffix = "Cluster"
@@ -215,47 +236,50 @@ def _batch_system_kinds(file: Path) -> dict[str, Any]:
         for name, member in vars(module).items():
             if name.endswith(suffix):
                 kinds[name.removesuffix(suffix).lower()] = member
-    del kinds["jobqueue"]  # what they have in common
+    del kinds["jobqueue"]  # the base class of the others
     return kinds
 
 
 class QuietScheduler(Scheduler):  # type: ignore[misc] # Dask has no types
-    """A scheduler of this process that starts no HTTP server."""
+    """A Dask scheduler in this process that starts no HTTP server."""
 
     def start_http_server(self, *_: Any, **__: Any) -> None:
-        """Open no socket."""
+        """Do nothing, where Dask's own method would open a socket."""
 
 
 def _batch_arguments(
     file: Path, settings: dict[str, Any], folder: Path, host: str
 ) -> dict[str, Any]:
-    """Return the arguments of a batch system's cluster.
+    """Return the arguments for the cluster object of a batch system.
 
-    They say who may connect and where it listens, and that it opens no HTTP server.
+    Without other settings of the user, the connections are encrypted with a new certificate, the
+    scheduler listens on one address, and no HTTP server is started. Certificates and modules that
+    the nodes need are written to `folder`.
 
     Args:
         file: The YAML file, for messages.
-        settings: What it says of the batch system, with the defaults of dask-jobqueue.
-        folder: A private folder that the nodes see, for the files that they need.
-        host: The address on which the scheduler listens if no other is named.
+        settings: The file's settings for the batch system, with the defaults of dask-jobqueue.
+        folder: A private folder that the nodes see.
+        host: The address on which the scheduler listens if the settings name none.
     """
-    own_options = settings.get("scheduler-options") or {}
+    user_options = settings.get("scheduler-options") or {}
     options = {
-        "dashboard": bool(own_options.get("dashboard_address")),
+        "dashboard": bool(user_options.get("dashboard_address")),
         "dashboard_address": None,
-        **own_options,
+        **user_options,
     }
     if not settings.get("interface") and not {"host", "interface"} & set(options):
-        options["host"] = host  # and not every address of this machine
+        # Without a host, Dask would listen on all addresses of this machine.
+        options["host"] = host
     arguments: dict[str, Any] = {"scheduler_options": options}
     if not options["dashboard"] and not options["dashboard_address"]:
         arguments["scheduler_cls"] = QuietScheduler
     arguments["worker_extra_args"] = _worker_words(settings, folder)
-    protocol = str(own_options.get("protocol") or "tls")
+    protocol = str(user_options.get("protocol") or "tls")
     if protocol.startswith("tls") and dask.config.get(ENCRYPTED, None) is not False:
         arguments["security"] = configured_security() or temporary_security(folder)
         arguments["protocol"] = "tls://"
-        # Dask puts certificates of its settings that are not files there.
+        # Certificates that the settings hold as text are written there by Dask.
         arguments["shared_temp_directory"] = str(folder)
     else:
         log.warning(
@@ -267,10 +291,15 @@ def _batch_arguments(
 
 
 def _worker_words(settings: dict[str, Any], folder: Path) -> list[str]:
-    """Return further words of the command that starts a Dask worker on a node.
+    """Return additional words for the command that starts a Dask worker on a node.
 
-    They have it listen on one address only, and start no HTTP server unless it is to have a
-    dashboard. What they name is copied to the folder, which the nodes see.
+    They make the Dask worker import modules of ours (`--preload`), so that it listens on one address
+    only and starts no HTTP server. With a dashboard in the settings it does start one. The modules
+    are copied to `folder`, because a node may have no virnuc.
+
+    Args:
+        settings: The user's settings for the batch system.
+        folder: A folder that the nodes see.
     """
     words = list(settings.get("worker-extra-args") or settings.get("extra") or [])
     preloads = ["one_address.py"]
@@ -285,12 +314,15 @@ def _worker_words(settings: dict[str, Any], folder: Path) -> list[str]:
 
 @asynccontextmanager
 async def _local_cluster(n_nodes: int) -> AsyncIterator[dict[str, Any]]:
-    """Start a scheduler and Dask workers of one thread each on this machine.
+    """Start a scheduler and Dask workers on this machine, and kill them at the end of the block.
 
-    They are processes that end with this one. The GPUs are dealt out to them.
+    They also end when this process ends. Each Dask worker has one thread and its share of the GPUs.
+
+    Args:
+        n_nodes: How many Dask workers to start.
 
     Yields:
-        What a client needs to connect.
+        The arguments with which Dask's client connects to the scheduler.
 
     Raises:
         DeviceError: The scheduler does not start.
@@ -318,15 +350,21 @@ async def _local_cluster(n_nodes: int) -> AsyncIterator[dict[str, Any]]:
 
 @dataclass(slots=True)
 class LocalCommand:
-    """A command of Dask: a scheduler, or a worker."""
+    """The command that starts a Dask scheduler or a Dask worker."""
 
-    role: str  # scheduler or worker
-    words: list[str]  # options
-    environment: dict[str, str]
+    role: str  # "scheduler" or "worker"
+    words: list[str]  # options of the command
+    environment: dict[str, str]  # variables that are added to those of this process
 
 
 def _local_commands(n_nodes: int, folder: Path, scheduler_file: Path) -> list[LocalCommand]:
-    """Return the commands of a scheduler and of Dask workers on this machine."""
+    """Return the commands that start a scheduler and `n_nodes` Dask workers on this machine.
+
+    Args:
+        n_nodes: Number of Dask workers.
+        folder: Folder for their temporary files.
+        scheduler_file: File that the scheduler writes and the others read to find its address.
+    """
     common = ["--host", LOCALHOST, "--protocol", "tls", "--no-dashboard"]
     common += ["--scheduler-file", str(scheduler_file), "--preload", NO_HTTP]
     commands = [LocalCommand("scheduler", [*common, "--port", "0"], {})]
@@ -336,6 +374,7 @@ def _local_commands(n_nodes: int, folder: Path, scheduler_file: Path) -> list[Lo
         words += ["--local-directory", str(folder)]
         environment = {}
         if gpus:
+            # Every n-th GPU, beginning with this node's number.
             own_gpus = gpus[number::n_nodes]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.id for gpu in own_gpus)
         commands.append(LocalCommand("worker", words, environment))
@@ -343,8 +382,14 @@ def _local_commands(n_nodes: int, folder: Path, scheduler_file: Path) -> list[Lo
 
 
 def _start(command: LocalCommand, folder: Path, log_file: Path) -> subprocess.Popen[bytes]:
-    """Start a command of Dask as a process that ends with this one, in a session of its own."""
-    # Dask also imports from this folder.
+    """Start a Dask scheduler or worker in a new session. It is killed when this process ends.
+
+    Args:
+        command: The command.
+        folder: Folder for its temporary files.
+        log_file: File to which its output is appended.
+    """
+    # Dask also imports Python files from its temporary folder, so it must be a private one.
     scratch = {"DASK_TEMPORARY_DIRECTORY": str(folder)}
     with log_file.open("a") as output:
         return subprocess.Popen(
@@ -359,10 +404,16 @@ def _start(command: LocalCommand, folder: Path, log_file: Path) -> subprocess.Po
 async def _wait_for_scheduler(
     scheduler: subprocess.Popen[bytes], scheduler_file: Path, log_file: Path
 ) -> None:
-    """Wait until a scheduler has written its file.
+    """Wait until a scheduler that was started has written its file.
+
+    Args:
+        scheduler: The process of the scheduler.
+        scheduler_file: The file, which holds the address.
+        log_file: File with the output of the scheduler.
 
     Raises:
-        DeviceError: It does not start. Names the last line that it wrote.
+        DeviceError: It has not started in time, or has ended. The message holds the last line of
+            its output.
     """
     for _ in range(int(START_S / LOOK_S)):
         if scheduler_file.exists() or scheduler.poll() is not None:
@@ -375,13 +426,19 @@ async def _wait_for_scheduler(
 
 
 def _kill_sessions(leaders: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kill processes with all that they started, but let Python remove their semaphores first.
+    """Kill processes and everything that they have started, and leave no semaphores behind.
 
-    Python's resource trackers do that; they are killed last. A nanny's own Dask worker does not
-    end with it where it is stopped, so each process is killed.
+    Python starts a process, the resource tracker, that removes the semaphores of the others after
+    they have ended. So the trackers get some time before they are killed as well. All processes of
+    the sessions are killed one by one: a Dask worker that is stopped (SIGSTOP) does not notice that
+    its parent has ended.
+
+    Args:
+        leaders: Processes that were started in new sessions.
     """
     for leader in leaders:
-        leader.kill()  # first, so that it starts no others
+        # The leaders first, so that they cannot start new processes.
+        leader.kill()
     groups = {leader.pid for leader in leaders}
     trackers = []
     for process in psutil.process_iter():
@@ -396,13 +453,15 @@ def _kill_sessions(leaders: Sequence[subprocess.Popen[bytes]]) -> None:
     while any(map(_is_alive, trackers)) and time.monotonic() < deadline_s:
         time.sleep(LOOK_S / 10)
     for group in groups:
-        with suppress(ProcessLookupError, PermissionError):  # those started meanwhile
+        # Trackers, and processes that were started while this function ran.
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     for leader in leaders:
         leader.wait()
 
 
 def _is_alive(process: psutil.Process) -> bool:
+    """Return true if a process still runs. A zombie has ended, but its parent has not noticed."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:

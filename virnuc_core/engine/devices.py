@@ -1,4 +1,4 @@
-"""Which devices a run uses, how a worker is tied to exactly one, and what `auto` means there."""
+"""Choose the devices of a run, and bind each worker process to one of them."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ from virnuc_core.runfiles import Device
 
 
 def cpu_name() -> str:
-    """Return the name of the processor's model."""
+    """Return the model name of this machine's processor, such as "AMD EPYC 9554"."""
     cpu_info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     match = re.search(r"^model name.*?:(.*)", cpu_info, re.MULTILINE)
     if match is not None:
@@ -24,15 +24,20 @@ def cpu_name() -> str:
 
 
 def visible_gpus() -> list[Device]:
-    """Return the GPUs that this process may use, in CUDA's order; none if there is no driver."""
+    """Return the GPUs that this process may use, in CUDA's order.
+
+    The list is empty if the machine has no GPU or no driver.
+    """
     return [Device(id=gpu.uuid, kind="cuda", name=gpu.name) for gpu in gpus.NVML.visible()]
 
 
 def resolve(devices: Devices) -> tuple[Device, ...]:
-    """Return the devices that were asked for; for `auto`, all GPUs, or one core if there is none.
+    """Return the devices of this machine that a setting of `--devices` stands for.
+
+    `auto` stands for all GPUs, or for one core if there is no GPU.
 
     Raises:
-        DeviceError: A device is not there. Names the first one.
+        DeviceError: A device is not there. The message names the first such device.
     """
     if devices.kind == "cpu":
         return _cores(len(devices.ids))
@@ -52,7 +57,7 @@ def resolve(devices: Devices) -> tuple[Device, ...]:
 
 
 def resolve_here(spec: ClassifySpec) -> tuple[Device, ...]:
-    """Return the devices of this machine that a run uses: none, if it runs on a cluster.
+    """Return the devices of this machine that a run uses. It is empty for a run on a cluster.
 
     Raises:
         DeviceError: A device is not there.
@@ -63,7 +68,11 @@ def resolve_here(spec: ClassifySpec) -> tuple[Device, ...]:
 
 
 def _cores(count: int) -> tuple[Device, ...]:
-    """Return the first so many cores of those that this process may use."""
+    """Return the first `count` cores that this process may use.
+
+    Raises:
+        DeviceError: The process may use fewer cores.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if count > len(cores):
         problem = f"cpu:{count} asked for, but this process may use {len(cores)} cores"
@@ -75,7 +84,10 @@ def _cores(count: int) -> tuple[Device, ...]:
 
 
 def environment(device: Device) -> dict[str, str]:
-    """Return the environment variables by which a worker sees its device and no other."""
+    """Return the environment variables for a worker, so that it can use only its own device.
+
+    A worker on a core gets no GPU, and its libraries start no further threads.
+    """
     if device.kind == "cuda":
         return {"CUDA_VISIBLE_DEVICES": device.local}
     return {
@@ -87,10 +99,12 @@ def environment(device: Device) -> dict[str, str]:
 
 
 def open_context() -> None:
-    """Have the driver create the CUDA context of the only GPU that this process sees.
+    """Make the CUDA driver open the GPU of this process, so that torch need not wait for it later.
 
-    torch then works in it. Any failure is left for torch to report.
+    This takes seconds. torch then uses the context that was made here. If it fails, nothing
+    happens: torch will meet the same error and report it.
     """
+    # OSError: there is no driver. AttributeError: the driver lacks one of these functions.
     with suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
         device = ctypes.c_int()
@@ -103,10 +117,10 @@ def open_context() -> None:
 
 
 def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSpec:
-    """Replace a precision of `auto` by what it means on this kind of device.
+    """Return the settings with the precision `auto` replaced: fp16 on a GPU, fp32 on a CPU.
 
     Raises:
-        ConfigError: The precision cannot run there.
+        ConfigError: The requested precision needs a GPU, and the device is a CPU.
     """
     precision = engine.precision
     if precision == "auto":

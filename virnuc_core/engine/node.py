@@ -1,9 +1,12 @@
-"""What a node does for a run: a Dask actor that starts worker processes and relays their messages.
+"""The actor that runs on each node of a cluster: it starts worker processes for a run.
 
-The processes are those of a run on one machine (`LocalWorkers`), with the same two nets that end
-them with their parent, here the Dask worker. Heartbeats stay on the node: the submitting side is
-told how long each process has done nothing. All that goes over the network is JSON, or bytes of
-files.
+A node is a Dask worker. Its actor is an object in that process, whose methods the machine that
+started the run (the submitting machine) calls over the network. The actor starts the same worker
+processes as a run on one machine (`LocalWorkers`), sends them messages, and reports theirs. If the
+Dask worker dies, its worker processes end as well.
+
+Heartbeats are not sent over the network. Instead, each report says how long each process has made
+no progress. All arguments and results are JSON texts, or bytes of files.
 """
 
 import asyncio
@@ -33,83 +36,95 @@ from virnuc_core.runfiles import Device, version_of
 from virnuc_core.telemetry.sampler import gpu_reader
 from virnuc_core.telemetry.tables import DeviceSample
 
-REPORT_S: Final = 1.0  # a node answers at least this often
-GATHER_S: Final = 0.02  # messages of so short a time go into one report
-DEVICE_WAIT_S: Final = 30.0  # for a GPU whose former worker is being ended
+# Seconds that a node waits for messages before it sends an empty report.
+REPORT_S: Final = 1.0
+# Seconds after a message in which further messages are collected for the same report.
+GATHER_S: Final = 0.02
+# Seconds that a new worker waits for a GPU, because the previous worker may still be ending.
+DEVICE_WAIT_S: Final = 30.0
 
 
 class End(Message):
-    """To the node of a worker process: end it, after so much time for what it computes."""
+    """A message to a node: end a worker process."""
 
-    grace_s: float
+    grace_s: float  # seconds in which the process may finish its shard
 
 
 class Ended(Message):
-    """A node's last message of a worker process, in the place of `Closed`."""
+    """The last message of a worker process. The node sends it in place of `Closed`."""
 
     status: int
     last_words: str
 
 
 class WorkerLine(Spec):
-    """A message to or from one worker process of a node, as `Message.line` writes it."""
+    """A message to or from one worker process of a node."""
 
-    number: int  # of the worker process
-    line: str
+    number: int  # number of the worker process
+    line: str  # the message as `Message.line` writes it
 
 
 class Orders(Spec):
-    """Messages to a node's worker processes, in order."""
+    """Messages to the worker processes of a node, in the order in which they were sent."""
 
     lines: tuple[WorkerLine, ...] = ()
 
 
 class NodeReport(Spec):
-    """What happened on a node since the last report."""
+    """What happened on a node since the last report. The dicts are by number of the process."""
 
-    now_s: float  # by the node's own `time.monotonic()`
+    now_s: float  # the node's `time.monotonic()`
     lines: tuple[WorkerLine, ...] = ()  # messages of its worker processes, in order
     stderr: dict[int, str] = Field({})  # what each process wrote to standard error
-    still_s: dict[int, float] = Field({})  # how long each process has done nothing
+    still_s: dict[int, float] = Field({})  # seconds without progress of each process
     samples: tuple[DeviceSample, ...] = ()
 
 
 class Facts(Spec):
-    """What a node is."""
+    """What a node reports about its machine and its software."""
 
-    host: str
-    virnuc: str
-    torch: str
+    host: str  # name of the machine
+    virnuc: str  # version
+    torch: str  # version
     gpus: tuple[Device, ...]
     cores: tuple[Device, ...]
 
 
 class Node:
-    """The actor.
+    """The actor of one node. Dask calls its methods for the submitting machine.
 
-    When it is released, or its Dask worker dies, its worker processes end and its folder goes.
+    It has a folder on the node's disk for files that are sent to it. When the actor is released,
+    its worker processes are ended and the folder is removed.
     """
 
     def __init__(self, module: str, disk: str | None = None) -> None:
-        """Make a folder for what will be sent.
+        """Make the folder for files that will be sent.
 
         Args:
-            module: The module that says what worker processes do.
-            disk: Folder on the node's own disk; None for the system's temporary folder.
+            module: The module whose function `work` the worker processes run.
+            disk: Folder on the node's own disk, in which the new folder is made. None means the
+                system's temporary folder.
         """
-        # Dask sets it: memory would be given back at once, and asked for again.
+        # Dask sets this variable for its workers. With it, memory that is freed goes back to the
+        # system immediately and must be requested again, which makes our processes slow.
         os.environ.pop("MALLOC_TRIM_THRESHOLD_", None)
         self._workers = LocalWorkers(module)
-        # Its thread lives as long as this process: to the kernel, it is the workers' parent.
+        # The thread that starts all worker processes. The kernel ends a worker when this thread
+        # ends, so it lives as long as the actor.
         self._starter = ThreadPoolExecutor(1)
+        # Running worker processes by the number that the submitting machine has given them.
         self._children: dict[int, Child] = {}
-        # Relative paths that this node is given are in this folder.
+        # Relative paths in calls of this actor are relative to this folder.
         self.folder = Path(tempfile.mkdtemp(prefix="virnuc-", dir=disk))
         self._sampled_gpus: list[str] = []
+        # Measures one of these GPUs. None as long as no worker uses a GPU.
         self._read_gpu: Callable[[str, float], DeviceSample] | None = None
+        # Where the models are on this node's own disk. None if they are read where the run has
+        # them.
         self._local_models: str | None = None
 
     def __del__(self) -> None:
+        """Clean up in a thread, because it takes seconds and Dask's event loop must not wait."""
         threading.Thread(target=self._end).start()
 
     def _end(self) -> None:
@@ -118,13 +133,13 @@ class Node:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def facts(self, devices: str) -> str:
-        """Return this node's `Facts`.
+        """Return the `Facts` of this node as JSON.
 
         Args:
-            devices: The devices that the run wants, as the option `--devices` has them.
+            devices: The value of the option `--devices` of the run.
 
         Raises:
-            DeviceError: `devices` names a GPU that is not here.
+            DeviceError: `devices` names a GPU that this node does not have.
         """
         wanted_devices = Devices.parse(devices)
         if wanted_devices.kind == "auto":
@@ -144,19 +159,22 @@ class Node:
         return facts.model_dump_json()
 
     def install_models(self, models: str, local: str, digests: str) -> bool:
-        """Have the models on a disk of this node: copied once, or taken from what was sent.
+        """Make sure that the models are on a disk of this node, and check their digests.
+
+        They are copied from a shared file system, or moved from the files that were sent. A copy
+        that an earlier run has made is used again.
 
         Args:
-            models: Where the models are: an absolute path that this node sees, or a relative one
-                of files that are sent here.
+            models: Where the models are now: an absolute path on a shared file system, or a
+                relative path of files that are sent to this node.
             local: Folder on this node for the copy, or an earlier copy itself.
-            digests: JSON object with the digests of the models' parts.
+            digests: JSON object with the digest of each model.
 
         Returns:
-            False if the files are yet to be sent.
+            True if the models are there. False if their files must be sent first.
 
         Raises:
-            WeightsError: The copy is not what it should be.
+            WeightsError: The copy holds other models than the run.
         """
         from virnuc_core.encoders.digests import fingerprint
 
@@ -175,7 +193,11 @@ class Node:
         return True
 
     def _place_of_copy(self, folder: Path, digests: str) -> Path:
-        """Return the folder itself if it holds models, else one in it, named by its content."""
+        """Return the path of the copy of the models.
+
+        It is the folder itself if that holds models. Otherwise it is a folder in it, whose name is
+        derived from the digests, so that different models do not replace each other.
+        """
         from virnuc_core.encoders.registry import PARTS
 
         if (folder / PARTS[0]).exists():
@@ -184,7 +206,13 @@ class Node:
         return folder / f"virnuc-{name}"
 
     def _copy_models(self, source: Path, copy: Path, *, move: bool) -> None:
-        """Copy or move the parts of a models directory. The copy appears whole."""
+        """Copy or move a models directory. The copy appears whole or not at all.
+
+        Args:
+            source: The models directory.
+            copy: Path of the copy.
+            move: Move the files instead of copying them.
+        """
         from virnuc_core.encoders.registry import PARTS
 
         transfer = shutil.move if move else shutil.copytree
@@ -194,18 +222,19 @@ class Node:
             temp_copy.mkdir()
             for part in PARTS:
                 transfer(source / part, temp_copy / part)
-            if not copy.exists():  # another Dask worker of this machine may have been faster
+            # Another Dask worker of this machine may have made the same copy meanwhile.
+            if not copy.exists():
                 temp_copy.rename(copy)
 
     def receive_chunk(
         self, name: str, chunk: bytes, digest: str, *, first: bool, last: bool
     ) -> None:
-        """Write a chunk of a file, which appears with the last chunk.
+        """Append a chunk (some bytes) to a file. The file appears when the last chunk has come.
 
         Args:
-            name: Path of the file; a relative one is in this node's folder.
+            name: Path of the file. A relative path is in this node's folder.
             chunk: Bytes of the file.
-            digest: SHA-256 of the chunk.
+            digest: SHA-256 of the chunk, as hexadecimal text.
             first: Whether it is the first chunk.
             last: Whether it is the last chunk.
 
@@ -225,7 +254,12 @@ class Node:
                 temp_path.rename(path)
 
     def read_chunk(self, name: str, offset: int, max_bytes: int) -> bytes:
-        """Return at most so many bytes of a file.
+        """Return some bytes of a file.
+
+        Args:
+            name: Path of the file. A relative path is in this node's folder.
+            offset: Position of the first byte.
+            max_bytes: Number of bytes to return at most. At the end of the file there are fewer.
 
         Raises:
             DeviceError: The file cannot be read.
@@ -237,34 +271,36 @@ class Node:
 
     @contextmanager
     def _disk_errors(self, path: Path) -> Iterator[None]:
-        """Raise a `DeviceError` for an error of the disk."""
+        """Turn an error of the system in the `with` block into a `DeviceError` with the path."""
         try:
             yield
         except OSError as error:
             raise DeviceError(f"cannot use {path}: {error.strerror or error}") from error
 
     def delete(self, name: str) -> None:
-        """Remove what was sent and computed of a shard."""
+        """Remove the folder of a shard, with everything that was sent and computed for it."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     async def follow(self, orders: str) -> None:
-        """Follow `Orders`, in their order."""
+        """Carry out `Orders` (JSON) one after the other, in the thread that starts processes."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._starter, self._follow, Orders.model_validate_json(orders))
 
     def _follow(self, orders: Orders) -> None:
-        """Start, end, or send a message to worker processes, as the orders say."""
+        """Start and end worker processes, and send them messages, as the orders say."""
         for order in orders.lines:
             message = Message.of(order.line)
             if isinstance(message, WorkerSpec):
                 self._children[order.number] = self._workers.start(self._adapt(message))
                 continue
             child = self._children.get(order.number)
-            if child is None:  # it has ended, as the next report says
+            if child is None:
+                # The process has ended. The next report will say so.
                 continue
             if isinstance(message, End):
                 threading.Thread(target=child.end, args=(message.grace_s,)).start()
             elif isinstance(message, ShardTask):
+                # Relative paths become paths in this node's folder. Absolute paths stay.
                 run = str(self.folder / message.run)
                 store = str(self.folder / message.store)
                 child.send(message.model_copy(update={"run": run, "store": store}))
@@ -272,7 +308,11 @@ class Node:
                 child.send(message)
 
     def _adapt(self, spec: WorkerSpec) -> WorkerSpec:
-        """Return a worker's settings as they are on this node, and sample its GPU from now on."""
+        """Change the settings of a worker for this node, and return them.
+
+        The worker waits longer for its GPU, and loads the models from this node's disk if they are
+        there. From now on, its GPU is measured for each report.
+        """
         device_wait_s = max(DEVICE_WAIT_S, spec.engine.device_wait_s)
         engine = spec.engine.model_copy(update={"device_wait_s": device_wait_s})
         gpu = spec.device.local
@@ -283,16 +323,23 @@ class Node:
         return spec.model_copy(update={"engine": engine, "models": models})
 
     async def report(self) -> str:
-        """Return a `NodeReport` once a worker process has sent something, or a second later."""
+        """Return a `NodeReport` as JSON when a worker process has sent a message.
+
+        If none comes within `REPORT_S`, the report is returned without messages.
+        """
         report = await asyncio.to_thread(self._collect)
         return report.model_dump_json()
 
     def _collect(self) -> NodeReport:
-        """Wait for a message of a worker process, and report all that happened."""
+        """Wait for a message of a worker process, and return a report of all that happened.
+
+        Worker processes that have ended are removed from `_children`.
+        """
         lines = []
         ended_children: dict[int, Child] = {}
         received = self._workers.receive(REPORT_S)
         if received is not None:
+            # Others often send at the same time. Their messages go into the same report.
             time.sleep(GATHER_S)
         while received is not None:
             child, message = received
@@ -316,19 +363,22 @@ class Node:
         )
 
     def _number_of(self, child: Child) -> int:
-        """Return the number by which the submitting side knows a worker process."""
-        # A copy, because another thread adds to it.
-        numbers = [number for number, own in self._children.copy().items() if own is child]
+        """Return the number that the submitting machine has given to a worker process."""
+        # A copy of the dict, because another thread adds to it.
+        children = self._children.copy()
+        numbers = [number for number, known_child in children.items() if known_child is child]
         return numbers[0]
 
 
 def _take_stderr(children: dict[int, Child]) -> dict[int, str]:
-    """Return what each process has written to standard error since the last call, if anything.
+    """Return what each process has written to standard error since the last call.
 
-    Lines are taken one by one, because a thread of the child's adds to them.
+    The text is removed from the children. Processes that have written nothing are left out.
     """
     texts = {}
     for number, child in children.items():
+        # Another thread may append lines meanwhile. So the number of lines is read once, and the
+        # lines are removed one by one from the front.
         n_lines = len(child.unlogged)
         if n_lines:
             texts[number] = "".join(child.unlogged.pop(0) for _ in range(n_lines))

@@ -1,11 +1,10 @@
 """Let a Dask worker listen on one address only, in the process that imports this module.
 
-A Dask worker without a named host or interface listens on all addresses of its machine. It needs
-only the one by which the scheduler and the other workers know it.
+Without a setting for host or interface, a Dask worker listens on all addresses of its machine. It
+needs only the address that the scheduler and the other Dask workers use.
 
-Dask imports a copy of this file on the nodes of a batch system, by its option `--preload`, as it
-does with `no_http`. The same holds here: the import changes Dask, and the file imports nothing of
-virnuc.
+Nodes of a batch system import a copy of this file, as they do with `no_http`. The import changes
+Dask, and the file must import nothing of virnuc.
 """
 
 from typing import Any
@@ -16,12 +15,17 @@ from distributed.worker import Worker
 
 
 async def start_on_one_address(worker: Any) -> Any:
-    """Take the place of `Worker.start_unsafe`, and name the host where nothing else does."""
+    """Start a Dask worker on the one address from which it reaches its scheduler.
+
+    This replaces the method `start_unsafe` of Dask's worker, and calls it at the end. If the user
+    has named a host or an interface, that setting stays.
+    """
     if not worker._start_host and not worker._interface:
         worker._start_host = get_ip(get_address_host(worker.scheduler.address))
     return await worker.start_anywhere()
 
 
-if not hasattr(Worker, "start_anywhere"):  # Dask imports this file more than once
+# Dask may import this file more than once. The second time, `start_unsafe` is our own function.
+if not hasattr(Worker, "start_anywhere"):
     Worker.start_anywhere = Worker.start_unsafe
     Worker.start_unsafe = start_on_one_address

@@ -1,8 +1,9 @@
-"""A node as the submitting side sees it: its worker processes, and files that go there and back.
+"""A node of a cluster as the machine that started the run sees it (the submitting machine).
 
-A node that shares no file system with us has a folder on its own disk. What a shard needs is sent
-there and the shard's file comes back, chunk by chunk and proven. Each shard has a folder of its
-own in the node's folder, laid out like a run directory.
+It sends messages to the worker processes of the node and receives theirs. If the node does not
+share a file system with this machine, the files go over the network as well. What a shard needs is
+sent to a folder on the node's disk, and the file of the computed shard is fetched, in chunks with
+digests. In the node's folder, each shard has a separate folder, laid out like a run directory.
 """
 
 import asyncio
@@ -47,48 +48,71 @@ from virnuc_core.rundir import RunDir, atomic_file
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
 
-ANSWER_S: Final = 60.0  # for a new node's first answer, and for a chunk of a file
-END_S: Final = 5.0  # for word that a worker process has ended
-# Fields of messages that are moments of the node's clock.
+# Seconds to wait for the first answer of a new node, and for a chunk of a file.
+ANSWER_S: Final = 60.0
+# Seconds to wait for the message that a worker process has ended.
+END_S: Final = 5.0
+# Fields of messages that are times of the node's clock.
 MOMENTS: Final = ("started_s", "finished_s", "arrived_s", "launched_s")
 FIX_NODE: Final = "mend it, or take it out of the cluster"
+# The names of folders and keys that test a node begin with this.
 PROBE: Final = ".virnuc-probe-"
+# Bytes that are sent over the network at a time.
 CHUNK_BYTES: Final = 4 << 20
-MAX_FETCHES: Final = 2  # to get a shard's file undamaged
-_numbers = itertools.count()  # of worker processes, and of folders for shards
+# How often the file of a shard is fetched if it arrives damaged.
+MAX_FETCHES: Final = 2
+# Gives a new number to each worker process, and to each folder of a shard.
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class SentTask:
-    """A task that was sent to a node with its own disk, and is not answered."""
+    """A task that was sent, with its files, to a node without a shared file system."""
 
-    folder: str  # for the shard, in the node's folder
-    task: ShardTask  # as it is here
+    folder: str  # folder of the shard, in the node's folder
+    task: ShardTask  # with the paths of this machine
 
 
 class RemoteChild(Child):
-    """A worker process on a node. If its node is lost, that counts as its end."""
+    """A worker process on a node. If its node is lost, the worker counts as ended."""
 
-    silent = False  # its node reports how long it has done nothing
+    # The parent class finds hung processes by their heartbeats, which stay on the node. The node
+    # reports the time without progress instead.
+    silent = False
 
     def __init__(self, spec: WorkerSpec, inbox: Inbox, loop: asyncio.AbstractEventLoop) -> None:
+        """Note the state of a process that does not exist yet. Its node will start it.
+
+        Args:
+            spec: What the process will load.
+            inbox: Gets the messages of the process.
+            loop: The event loop of the thread that talks to nodes.
+        """
         self.number = next(_numbers)
-        self.orders: asyncio.Queue[Order] = asyncio.Queue()  # replaced by its node's
-        self.status = -1
-        self.sent: deque[SentTask] = deque()  # oldest first
+        # Messages to the process. When the process gets its node, this becomes the node's queue.
+        self.orders: asyncio.Queue[Order] = asyncio.Queue()
+        self.status = -1  # exit status; -1 as long as it is not known
+        self.sent: deque[SentTask] = deque()  # tasks that are not answered, oldest first
         self._loop = loop
         self._is_over = threading.Event()
         self._begin(spec, inbox)
 
     def send(self, message: Message) -> None:
-        """Send one message, by way of the node."""
+        """Queue one message for the thread that talks to nodes. Any thread may call this."""
         self.progress_s = time.monotonic()
         order = Order(self, message)
-        with suppress(RuntimeError):  # the thread that serves nodes has ended
+        with suppress(RuntimeError):  # that thread has ended, and all nodes with it
             self._loop.call_soon_threadsafe(self.orders.put_nowait, order)
 
     def end(self, grace_s: float = GRACE_S) -> int:
-        """End the worker process, and return its exit status; -1 if its node does not answer."""
+        """End the worker process, and wait until its node reports the end.
+
+        Args:
+            grace_s: Seconds in which the process may finish its shard.
+
+        Returns:
+            The exit status. -1 if the node does not answer; the process then counts as ended.
+        """
         if not self._is_over.is_set():
             self.send(End(grace_s=grace_s))
             if not self._is_over.wait(grace_s + END_S):
@@ -97,14 +121,26 @@ class RemoteChild(Child):
         return self.status
 
     def fail(self, error: Exception) -> None:
-        """End the worker as if it had met an error that occurred here on its behalf."""
+        """End the worker because of an error that occurred on this machine while serving it.
+
+        To the pool it looks as if the worker itself had reported the error.
+        """
         self.on_message(Failed(kind=type(error).__name__, message=str(error), traceback=""))
         self.send(End(grace_s=0))
 
     def close(
         self, status: int = -1, last_words: str = "its node is lost", *, lost: bool = False
     ) -> None:
-        """Note that it has ended, or that its node is lost."""
+        """Note that the process has ended, and put `Closed` into the inbox.
+
+        A second call does nothing.
+
+        Args:
+            status: Exit status. -1 if it is not known.
+            last_words: The last line that the process wrote to standard error, or why it counts
+                as ended.
+            lost: The whole node is lost.
+        """
         if self._is_over.is_set():
             return
         self.status = status
@@ -116,7 +152,7 @@ class RemoteChild(Child):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A message to a worker process of a node, or from one."""
+    """A message together with the worker process that it goes to, or comes from."""
 
     child: RemoteChild
     message: Message
@@ -124,49 +160,56 @@ class Order:
 
 @dataclass(eq=False)
 class RemoteNode:
-    """A Dask worker that has joined."""
+    """A node of the cluster: a Dask worker that has joined."""
 
     address: str
     name: str
-    threads: int
-    transfer: bool  # it shares no file system with us
-    actor: Any = None  # its `Node`
-    facts: Facts | None = None
-    problem: VirnucError | None = None  # why it is not used
-    way_out: str = FIX_NODE  # what the user can do if its present step fails
-    # Once it is used; none if other Dask workers of its machine have them all.
+    threads: int  # threads that the Dask worker was started with
+    transfer: bool  # it shares no file system with this machine, so files are sent
+    actor: Any = None  # Dask's handle of its `Node`; None until the actor is started
+    facts: Facts | None = None  # None until it has answered
+    problem: VirnucError | None = None  # why it is not used; None if nothing is wrong
+    way_out: str = FIX_NODE  # what the user can do if the step fails that it is at
+    # The devices that the run uses on it. Empty until it is checked, and also if other Dask workers
+    # of the same machine have all its devices.
     devices: tuple[Device, ...] = ()
     children: dict[int, RemoteChild] = field(default_factory=dict)
     orders: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)
-    received: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)  # not passed on yet
-    heard_s: float = math.inf  # when it last answered, once it is used
-    clock_offset_s: float = math.inf  # our clock minus its own; the least that was seen
-    task: asyncio.Task[None] = field(init=False)
+    # Messages of its processes that the pool has not got yet.
+    received: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)
+    heard_s: float = math.inf  # when it last answered; infinite until it is checked
+    # Our clock minus the node's clock. Of all differences that were seen the smallest one is kept,
+    # because it holds the shortest delay of the network.
+    clock_offset_s: float = math.inf
+    task: asyncio.Task[None] = field(init=False)  # checks it, and then exchanges messages
 
     def __str__(self) -> str:
+        """Return the name for messages, with the address unless that is its name."""
         if self.name == self.address:
             return f"node {self.name}"
         return f"node {self.name} ({self.address})"
 
     def lose(self) -> None:
-        """Give its worker processes up, whether they live or not."""
+        """Take this node out of use: its worker processes count as lost, alive or not."""
         self.devices = ()
         self.task.cancel()
         for child in list(self.children.values()):
             child.close(lost=True)
 
-    async def share(self, place: Path, models: Path) -> None:
-        """Check that this node and we see the same files.
+    async def share(self, shared_folder: Path, models: Path) -> None:
+        """Check that this node and this machine see the same files.
+
+        Each writes a random text into a temporary folder, and the other reads it.
 
         Args:
-            place: Folder in which each must see what the other writes.
+            shared_folder: A folder that both should see.
             models: Models directory that the node must see.
 
         Raises:
             DeviceError: The node does not see a file, or writes to another folder.
         """
         with tempfile.TemporaryDirectory(
-            prefix=PROBE, dir=place, ignore_cleanup_errors=True
+            prefix=PROBE, dir=shared_folder, ignore_cleanup_errors=True
         ) as folder:
             question_file = Path(folder) / "asked"
             answer_file = Path(folder) / "answer"
@@ -178,20 +221,21 @@ class RemoteNode:
                     raise DeviceError(f"{file} is another file there")
             await self.send(str(answer_file), BytesIO(text))
             if not answer_file.is_file() or answer_file.read_bytes() != text:
-                problem = f"what it writes in {place} is not seen here"
+                problem = f"what it writes in {shared_folder} is not seen here"
                 raise DeviceError(f"{problem}: it is no shared file system")
 
     async def install_models(self, models: Path, local: Path | None, precision: Precision) -> None:
-        """Have the node hold the models on its own disk.
+        """Make the node copy the models to its own disk, and send them if they must be sent.
 
         Args:
-            models: Models directory, here.
-            local: Folder on the node's disk; None for the folder that goes with the run.
-            precision: Precision of the run, which may need more files.
+            models: Models directory on this machine.
+            local: Folder on the node's disk for the copy. None means the node's temporary folder,
+                which is removed after the run.
+            precision: Precision of the run. int8 needs the file of its calibration as well.
 
         Raises:
-            WeightsError: The node holds other models there.
-            DeviceError: Its disk is full, or fails.
+            WeightsError: The folder on the node holds other models.
+            DeviceError: The node's disk is full, or fails.
         """
         digests = await asyncio.to_thread(fingerprint, models, precision)
         source = "models" if self.transfer else str(models)
@@ -204,9 +248,15 @@ class RemoteNode:
         await self._request_models(*request)
 
     async def _request_models(self, source: str, local: str, digests: str) -> bool:
-        """Return whether the node holds the models; false if they are yet to be sent.
+        """Ask the node to copy the models, and return true if it has them, false if it needs them.
 
-        To copy and prove them may take long, but the node must answer meanwhile.
+        Copying and checking may take minutes. Meanwhile the node gets empty orders, and must
+        answer them, so that a node that has hung is found.
+
+        Args:
+            source: Where the models are: a path that the node sees, or "models" if they are sent.
+            local: Folder on the node's disk for the copy. Empty for the node's temporary folder.
+            digests: JSON object with the digest of each model.
         """
         request = asyncio.ensure_future(self.actor.install_models(source, local, digests))
         no_orders = Orders().model_dump_json()
@@ -220,11 +270,11 @@ class RemoteNode:
             request.cancel()
 
     async def send(self, name: str, data: BinaryIO) -> None:
-        """Write a whole file on the node.
+        """Write a whole file on the node, chunk by chunk.
 
         Args:
-            name: Path there; a relative one is in the node's folder.
-            data: The file's contents, from their beginning.
+            name: Path on the node. A relative path is in the node's folder.
+            data: The contents of the file, at their beginning.
 
         Raises:
             DeviceError: The node's disk is full, or fails.
@@ -234,6 +284,7 @@ class RemoteNode:
         is_last = False
         while not is_last:
             chunk = await asyncio.to_thread(data.read, CHUNK_BYTES)
+            # Only the last chunk is shorter. It may be empty.
             is_last = len(chunk) < CHUNK_BYTES
             digest = hashlib.sha256(chunk).hexdigest()
             async with asyncio.timeout(ANSWER_S):
@@ -241,7 +292,13 @@ class RemoteNode:
             is_first = False
 
     async def _send_task(self, child: RemoteChild, task: ShardTask) -> ShardTask:
-        """Send what a shard needs, and return the task as it is on the node.
+        """Send the plan and the sequences of a shard to the node.
+
+        The node gets a store with only the sequences of this shard, so that their indexes begin at
+        0 there.
+
+        Returns:
+            The task with the paths and indexes of the node.
 
         Raises:
             InputError: The store cannot be read.
@@ -265,7 +322,9 @@ class RemoteNode:
         return task.model_copy(update=changes)
 
     async def _fetch(self, sent: SentTask) -> None:
-        """Commit to the run what was computed on the node. The file appears whole.
+        """Fetch the file of a computed shard from the node, check it, and commit it to the run.
+
+        The file appears whole in the run directory of this machine.
 
         Raises:
             DeviceError: The file does not arrive as it was committed there.
@@ -280,8 +339,9 @@ class RemoteNode:
             for _ in range(MAX_FETCHES):
                 await self._download(name, temp_path)
                 if await asyncio.to_thread(is_sealed, temp_path):
-                    # Leaving `atomic_file` without an error renames the file into place. It waits
-                    # for the disk, so that it is done in a thread.
+                    # When `atomic_file` ends without an error, the file is renamed into place. This
+                    # waits for the disk, so it is done in a thread: `pop_all` moves the end of
+                    # `atomic_file` from this `with` block to a function.
                     commit = stack.pop_all().close
                     await asyncio.to_thread(commit)
                     return
@@ -289,7 +349,7 @@ class RemoteNode:
             raise DeviceError(problem)
 
     async def _download(self, name: str, path: Path) -> None:
-        """Read a file of the node's folder, and write it here."""
+        """Copy a file of the node's folder to a path on this machine."""
         with path.open("wb") as file:
             while True:
                 chunk = await self.actor.read_chunk(name, file.tell(), CHUNK_BYTES)
@@ -298,10 +358,13 @@ class RemoteNode:
                 await asyncio.to_thread(file.write, chunk)
 
     async def serve(self, samples: dict[str, DeviceSample]) -> None:
-        """Send messages to its worker processes, and pass on their answers, as long as it lasts.
+        """Exchange messages with the node's worker processes until the node is lost.
 
         Args:
-            samples: By device, what was last measured of it; updated here.
+            samples: The last measurement of each device, by the device's id. It is updated.
+
+        Raises:
+            ExceptionGroup: The connection, or one of the tasks, has failed.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send_orders())
@@ -309,7 +372,11 @@ class RemoteNode:
             tasks.create_task(self._pass_on())
 
     async def _send_orders(self) -> None:
-        """Send all messages that wait, and the files of their tasks, again and again."""
+        """Send the queued messages to the node, with the files of their tasks, without end.
+
+        If the files of a task cannot be sent, the worker that should compute it is ended with the
+        error.
+        """
         while True:
             waiting_orders = [await self.orders.get()]
             while not self.orders.empty():
@@ -327,10 +394,12 @@ class RemoteNode:
             await self.actor.follow(Orders(lines=tuple(lines)).model_dump_json())
 
     async def _receive_reports(self, samples: dict[str, DeviceSample]) -> None:
-        """Ask for reports again and again, and take note of what they say.
+        """Ask the node for reports without end, and distribute what they hold.
+
+        Messages go to the queue `received`. Standard error goes to the logs of the workers.
 
         Args:
-            samples: By device, what was last measured of it; updated here.
+            samples: The last measurement of each device, by the device's id. It is updated.
         """
         device_ids = {device.local: device.id for device in self.devices}
         while True:
@@ -350,13 +419,18 @@ class RemoteNode:
                 samples[device_id] = replace(sample, device=device_id)
 
     async def _pass_on(self) -> None:
-        """Pass messages of workers on to the pool; that a shard is committed, once it is here."""
+        """Pass the messages of workers to the pool, in order, without end.
+
+        Before the pool gets the message that a shard is computed, the file of the shard is fetched
+        from a node without a shared file system.
+        """
         while True:
             received = await self.received.get()
             child = received.child
             message = received.message
             for sent in _take_answered(child, message):
                 try:
+                    # Probes (`done` is None) and ended workers have no file to fetch.
                     if isinstance(message, Computed) and message.done and not child.failed:
                         await self._fetch(sent)
                 except JOB_ERRORS as error:
@@ -370,17 +444,22 @@ class RemoteNode:
 
 
 def _take_answered(child: RemoteChild, message: Message) -> list[SentTask]:
-    """Take the tasks that a message answers: one, or all that are left at the worker's end."""
+    """Remove the sent tasks that a message answers from the worker's list, and return them.
+
+    `Computed` answers the oldest task. `Ended` answers all that are left. Other messages answer
+    none.
+    """
     n_answered = 0
     if isinstance(message, Ended):
         n_answered = len(child.sent)
     elif isinstance(message, Computed):
-        n_answered = min(1, len(child.sent))  # none is listed where the file system is shared
+        # With a shared file system the list is always empty.
+        n_answered = min(1, len(child.sent))
     return [child.sent.popleft() for _ in range(n_answered)]
 
 
 def _files_of_models(models: Path) -> list[Path]:
-    """Return the files of a models directory, in a fixed order."""
+    """Return the paths of all files of a models directory, sorted."""
     files = []
     for part in PARTS:
         files += [path for path in (models / part).rglob("*") if path.is_file()]
@@ -388,9 +467,15 @@ def _files_of_models(models: Path) -> list[Path]:
 
 
 def on_our_clock(line: str, offset_s: float) -> Message:
-    """Return a node's message with its moments (`MOMENTS`) moved to our clock."""
+    """Parse a message of a node, and convert its times to the clock of this machine.
+
+    Args:
+        line: The message. All its fields that `MOMENTS` names are times of the node's clock.
+        offset_s: The clock of this machine minus that of the node.
+    """
 
     def move(fields: dict[str, Any]) -> dict[str, Any]:
+        """Convert the times of one JSON object. The parser calls this for nested objects, too."""
         for name in MOMENTS:
             if name in fields:
                 fields[name] += offset_s
@@ -402,14 +487,17 @@ def on_our_clock(line: str, offset_s: float) -> Message:
 
 
 def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
-    """Return a store file with only the distinct sequences `lo` to `hi - 1`.
+    """Return the bytes of a store file that holds only the distinct sequences `lo` to `hi - 1`.
 
-    Each of them has its first frame, and the read of that.
+    A distinct sequence may come from many reading frames. In the new store each sequence has one
+    frame, its first one, and one read, the read of this frame.
     """
     n_sequences = hi - lo
     sequences = np.arange(lo, hi)
     rows = store.unique_row[lo:hi]
     reads = store.row_read[rows]
+
+    # Columns of numbers. In the new store, sequence i is that of row i, which is a frame of read i.
     columns: dict[str, NDArray[Any]] = {}
     for name in ("row_read", "row_unique", "unique_row"):
         columns[name] = np.arange(n_sequences)
@@ -417,21 +505,26 @@ def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
         columns[name] = getattr(store, name)[reads]
     for name in ("row_chunk", "row_frame"):
         columns[name] = getattr(store, name)[rows]
+
+    # Columns of texts: all texts end to end as bytes, and the offset of each.
     for name, chosen_entries in (("read_id", reads), ("protein", sequences), ("dna", sequences)):
         starts = getattr(store, f"{name}_offsets")
         offsets = offsets_from_lengths(starts[chosen_entries + 1] - starts[chosen_entries])
-        shifts = (
-            starts[chosen_entries] - offsets[:-1]
-        )  # from a place in the excerpt to one in the store
-        places = np.repeat(shifts, np.diff(offsets)) + np.arange(offsets[-1])
+        # For each byte of the new column, `positions` says where the byte is in the store's column.
+        shifts = starts[chosen_entries] - offsets[:-1]
+        positions = np.repeat(shifts, np.diff(offsets)) + np.arange(offsets[-1])
         columns[f"{name}_offsets"] = offsets
-        columns[f"{name}_bytes"] = getattr(store, f"{name}_bytes")[places]
+        columns[f"{name}_bytes"] = getattr(store, f"{name}_bytes")[positions]
+
+    # Attributes. Counts that do not matter to a worker are 0.
     attributes: dict[str, Any] = {"format": FORMAT, "schema_version": SCHEMA_VERSION}
     attributes |= dict.fromkeys(StoreCounts.__slots__, 0)
     for name in ("n_reads", "n_rows", "n_uniques"):
         attributes[name] = n_sequences
     for name in ("fingerprint", "model_length", "duplicate_mark"):
         attributes[name] = getattr(store, name)
+
+    # Write an HDF5 file in memory. The name only has to differ between files that are open.
     with h5py.File(f"{store.path}:{lo}", "w", driver="core", backing_store=False) as file:
         file.attrs.update(attributes)
         for name in COLUMNS:
