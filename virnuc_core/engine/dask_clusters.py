@@ -223,8 +223,8 @@ def _batch_system_kinds(file: Path) -> dict[str, Any]:
         ConfigError: dask-jobqueue is not installed.
     """
     try:
-        # A module of dask-jobqueue sets a handler for Ctrl-C when it is imported. That fails outside
-        # the main thread, and the handler is not wanted.
+        # A module of dask-jobqueue sets a handler for Ctrl-C when it is imported. That fails
+        # outside the main thread, and the handler is not wanted.
         with mock.patch("signal.signal"):
             import dask_jobqueue
             import dask_jobqueue.local  # not imported by the package itself
@@ -293,9 +293,9 @@ def _batch_arguments(
 def _worker_words(settings: dict[str, Any], folder: Path) -> list[str]:
     """Return additional words for the command that starts a Dask worker on a node.
 
-    They make the Dask worker import modules of ours (`--preload`), so that it listens on one address
-    only and starts no HTTP server. With a dashboard in the settings it does start one. The modules
-    are copied to `folder`, because a node may have no virnuc.
+    They make the Dask worker import modules of ours (`--preload`), so that it listens on one
+    address only and starts no HTTP server. With a dashboard in the settings it does start one. The
+    modules are copied to `folder`, because a node may have no virnuc.
 
     Args:
         settings: The user's settings for the batch system.
