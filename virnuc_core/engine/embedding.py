@@ -141,9 +141,16 @@ class Embedding:
     ended_s: float
 
     def __init__(self, job: Job, monitor: RunMonitor, started_s: float) -> None:
+        """Note what to compute and how to observe it. Nothing is started.
+
+        Args:
+            job: What is computed.
+            monitor: How the run is observed.
+            started_s: When the run began, `time.monotonic()`.
+        """
         self._job = job
         self._monitor = monitor
-        self._origin_s = started_s  # when the run began, before staging
+        self._origin_s = started_s
         self._started = datetime.now(UTC)
 
     def run(self, pool: Pool | None = None) -> PooledJob:

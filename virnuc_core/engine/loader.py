@@ -149,8 +149,12 @@ def slices(positions: Ints) -> list[Slice]:
     is_slice_start = positions[1:] % SLICE_ROWS == 0
     # Both arrays describe all positions but the first, hence + 1.
     cuts = np.flatnonzero(has_gap_before | is_slice_start) + 1
-    ranges = [part for part in np.split(positions, cuts) if len(part)]
-    return [(int(part[0]), int(part[-1]) + 1) for part in ranges]
+    ranges = []
+    for part in np.split(positions, cuts):
+        # Without any position there is one empty part.
+        if len(part):
+            ranges.append((int(part[0]), int(part[-1]) + 1))
+    return ranges
 
 
 def join(parts: Sequence[TokenRows]) -> TokenRows:

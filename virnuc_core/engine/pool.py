@@ -176,6 +176,7 @@ class Pool(AbstractContextManager["Pool"]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Accept no more jobs, and wait until the pool's thread has ended all workers."""
         with self._submit_lock:
             self._closed = True
         self._workers.wake()
@@ -330,7 +331,8 @@ class Pool(AbstractContextManager["Pool"]):
             return False
         if not slot.tasks:
             return True
-        return not any(self._is_suspect(task) for task in (self._todo[0], *slot.tasks))
+        tasks_together = (self._todo[0], *slot.tasks)
+        return not any(self._is_suspect(task) for task in tasks_together)
 
     def _is_suspect(self, task: ShardTask) -> bool:
         """Return true if workers have died at this shard, or if the task is part of a search."""

@@ -411,6 +411,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         self._inbox.put(None)
 
     def __exit__(self, *_: object) -> None:
+        """End all workers that this object has started, and wait until they have ended."""
         if self in _prestarted:
             _prestarted.remove(self)
         end_children(self.prestarted, 0)  # they have no task to finish
