@@ -139,7 +139,7 @@ def ours(task: Task, precision: Resolved, way: BackendName) -> Engine:
     recorder = None
     if precision == "int8":
         probe = build(precision="fp16" if way == "fused" else "fp32", attention="reference")
-        probe.dense = seen = CalibrationRecorder(probe)
+        probe.apply_linear = seen = CalibrationRecorder(probe)
         probe.embed(packed(task, proteins((50, 300), task.slots // 2), fixed=True)[0][1])
         tables = seen.tensors()
         layers = range(task.shape.layers)

@@ -1,4 +1,7 @@
-"""How the original programs cut work into batches, files and shares of devices."""
+"""How the original programs divide their work into batches, into files and among devices.
+
+"Vanilla" is the original algorithm, "v1.0" is version 1.0 of the program.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
@@ -6,59 +9,89 @@ from typing import Final
 from virnuc_core.config import BaselineName
 from virnuc_core.encoders.registry import EncoderName
 
-FILE_ROWS: Final = 10_000
+FILE_ROWS: Final = 10_000  # sequences of one intermediate file
 TOKENS_PER_BATCH: Final = 2_048
-V1_BASES_PER_TOKEN: Final = 6  # v1.0 guesses at the tokens of DNABERT-S
+# v1.0 estimates the tokens of DNABERT-S: one for so many bases, and the first and the last token.
+V1_BASES_PER_TOKEN: Final = 6
 V1_SPECIAL_TOKENS: Final = 2
 
 Batches = list[list[int]]  # indexes of the rows of each batch
 
 
 def single_rows(lengths: Sequence[int]) -> Batches:
-    """Return batches of one row each: vanilla's for DNABERT-S."""
+    """Return batches of one sequence each, as vanilla forms them for DNABERT-S."""
     return [[row] for row in range(len(lengths))]
 
 
 def sorted_batches(lengths: Sequence[int], budget: int = TOKENS_PER_BATCH) -> Batches:
-    """Return vanilla's batches for ESM-2.
+    """Return the batches that vanilla forms for ESM-2.
 
-    Rows come shortest first. A batch is as wide as its longest row plus one token, and its area is
-    within the budget.
+    The sequences are sorted by length, the shortest first. All sequences of a batch are padded to
+    the longest plus one token. The number of tokens with padding must stay within the budget.
+
+    Args:
+        lengths: Residues of each sequence.
+        budget: Largest number of tokens of a batch, padding included.
+
+    Returns:
+        The indexes of the sequences of each batch.
 
     >>> sorted_batches([1000, 10, 1040])
     [[1, 0], [2]]
     """
 
-    def area(batch: list[int]) -> int:
+    def padded_tokens(batch: list[int]) -> int:
+        """Return the tokens of a batch, padding included."""
         return (max(lengths[row] for row in batch) + 1) * len(batch)
 
     rows = sorted(range(len(lengths)), key=lengths.__getitem__)
-    return _fill_batches(rows, area, budget)
+    return _fill_batches(rows, padded_tokens, budget)
 
 
 def filled_batches(sizes: Sequence[int], budget: int = TOKENS_PER_BATCH) -> Batches:
-    """Return batches of v1.0: in file order, each closed before its sizes exceed the budget.
+    """Return the batches that v1.0 forms: sequences in file order, as many as the budget allows.
+
+    A sequence that is larger than the budget has a batch of its own.
+
+    Args:
+        sizes: Size of each sequence, for instance its residues.
+        budget: Largest sum of sizes of a batch.
+
+    Returns:
+        The indexes of the sequences of each batch.
 
     >>> filled_batches([1000, 1000, 100, 3000])
     [[0, 1], [2], [3]]
     """
 
     def total(batch: list[int]) -> int:
+        """Return the sum of the sizes of a batch."""
         return sum(sizes[row] for row in batch)
 
     return _fill_batches(range(len(sizes)), total, budget)
 
 
 def guessed_batches(lengths: Sequence[int]) -> Batches:
-    """Return v1.0's batches for DNABERT-S, whose tokens it guesses from the bases."""
+    """Return the batches that v1.0 forms for DNABERT-S, from estimated numbers of tokens.
+
+    Args:
+        lengths: Bases of each sequence.
+    """
     sizes = [length // V1_BASES_PER_TOKEN + V1_SPECIAL_TOKENS for length in lengths]
     return filled_batches(sizes)
 
 
 def _fill_batches(rows: Iterable[int], cost: Callable[[list[int]], int], budget: int) -> Batches:
-    """Fill batches with rows in order; each is closed before it costs more than the budget."""
+    """Distribute rows to batches in the given order.
+
+    Args:
+        rows: Indexes of the sequences, in order.
+        cost: Returns the cost of a batch.
+        budget: Largest cost of a batch. A single row may cost more: it has its own batch.
+    """
     batches: Batches = []
     for row in rows:
+        # Add the row to the last batch if there is room, else begin a new batch.
         if batches and cost([*batches[-1], row]) <= budget:
             batches[-1].append(row)
         else:
@@ -75,8 +108,10 @@ BATCHES: Final[dict[tuple[BaselineName, EncoderName], Callable[[Sequence[int]], 
 }
 
 
-def assign(sizes: Sequence[float], devices: int) -> list[list[int]]:
-    """Assign files to devices: the largest first, each to the device that has least.
+def assign_to_devices(sizes: Sequence[float], devices: int) -> list[list[int]]:
+    """Distribute files to devices so that each device has about the same work.
+
+    The largest file comes first. Each file goes to the device that has the least work so far.
 
     Args:
         sizes: Size of each file.
@@ -85,18 +120,27 @@ def assign(sizes: Sequence[float], devices: int) -> list[list[int]]:
     Returns:
         For each device the indexes of its files, in the order in which they were assigned.
 
-    >>> assign([5, 9, 4, 1], 2)
+    >>> assign_to_devices([5, 9, 4, 1], 2)
     [[1, 3], [0, 2]]
     """
-    loads = [0.0] * devices
-    shares: list[list[int]] = [[] for _ in range(devices)]
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+    loads = [0.0] * devices  # sum of the sizes of each device's files
+    files_of_device: list[list[int]] = [[] for _ in range(devices)]
+    largest_first = sorted(range(len(sizes)), key=lambda file: -sizes[file])
+    for file in largest_first:
         device = loads.index(min(loads))
-        shares[device].append(index)
-        loads[device] += sizes[index]
-    return shares
+        files_of_device[device].append(file)
+        loads[device] += sizes[file]
+    return files_of_device
 
 
-def cut(rows: int, file_rows: int) -> list[tuple[int, int]]:
-    """Return the range of rows of each file, [low, high)."""
+def file_ranges(rows: int, file_rows: int) -> list[tuple[int, int]]:
+    """Cut rows into files, and return the range of rows of each file.
+
+    Args:
+        rows: Number of rows.
+        file_rows: Rows of a file. The last file may have fewer.
+
+    Returns:
+        For each file its first row, and the row after its last one.
+    """
     return [(low, min(low + file_rows, rows)) for low in range(0, rows, file_rows)]

@@ -1,8 +1,9 @@
-"""The three models once more, as the original programs compute them, to compare the engine with.
+"""A second implementation of the encoders and the classifier, as the original programs compute.
 
-Nothing is shared with `virnuc_core.encoders` but tokens, the models' sizes, the names of their
-tensors and ALiBi's slopes. The rows of a batch are padded to the longest and masked, and attention
-is written out as matrix products.
+The engine's results and speed are compared with it. It shares only these things with
+`virnuc_core.encoders`: the tokenizers, the sizes of the models, the names of their tensors, and
+ALiBi's slopes. All sequences of a batch are padded to the longest one, the padding is masked, and
+attention is written out as matrix products.
 """
 
 import math
@@ -24,39 +25,52 @@ from virnuc_core.encoders.positions import alibi_slopes
 from virnuc_core.encoders.registry import EncoderName, encoder_named
 from virnuc_core.encoders.tokenize import Tokenizer
 
-MASKED_IN_TRAINING: Final = 0.15 * 0.8  # share of the residues of ESM-2
+# ESM-2's training replaced this share of the residues by zeros ("token dropout").
+MASKED_IN_TRAINING: Final = 0.15 * 0.8
 
-Tensors = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor]  # the tensors of a model by our names
 
 
 def load_tensors(
-    read: Callable[[str], Tensor], names: Iterable[str], device: torch.device, dtype: torch.dtype
+    read_tensor: Callable[[str], Tensor],
+    names: Iterable[str],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Tensors:
-    """Load tensors to a device, one at a time.
+    """Load tensors to a device, one after the other, and return them by their names.
 
     Args:
-        read: Reads a tensor by its name.
-        names: The names.
-        device: Where they are put.
-        dtype: Their format; rotary frequencies stay float32.
+        read_tensor: Returns a tensor when it is given the tensor's name.
+        names: Names of the tensors.
+        device: The device.
+        dtype: Number format on the device. Rotary frequencies are always float32.
     """
     tensors = {}
     for name in names:
         tensor_dtype = torch.float32 if name == "inv_freq" else dtype
-        tensors[name] = read(name).to(device).to(tensor_dtype)
+        tensors[name] = read_tensor(name).to(device).to(tensor_dtype)
     return tensors
 
 
 class PaddedEncoder(ABC):
-    """What both encoders do alike. Device and precision are those of the tensors."""
+    """An encoder over padded batches: what all encoders of this module have in common.
 
-    N_END_TOKENS: ClassVar[int]  # tokens at either end of a row that do not enter its mean
-    MAX_POOLED: ClassVar[int]  # tokens that do, at most
+    It computes on the device and in the number format of its tensors.
+    """
+
+    N_END_TOKENS: ClassVar[int]  # tokens at each end of a sequence that are left out of its mean
+    MAX_POOLED: ClassVar[int]  # at most so many of the other tokens are averaged
 
     def __init__(
         self, tensors: Tensors, shape: Esm2Shape | DnabertShape, tokenizer: Tokenizer
     ) -> None:
-        """Take loaded tensors, by our names."""
+        """Keep the loaded tensors, the sizes and the tokenizer of an encoder.
+
+        Args:
+            tensors: The tensors by our names, all on one device.
+            shape: Sizes of the encoder.
+            tokenizer: Converts sequences to token ids.
+        """
         self.tensors = tensors
         self.shape = shape
         self.tokenizer = tokenizer
@@ -64,24 +78,26 @@ class PaddedEncoder(ABC):
 
     @abstractmethod
     def hidden(self, tokens: Tensor, is_real: Tensor) -> Tensor:
-        """Return the last layer's output.
+        """Return the output of the last layer for each token.
 
         Args:
-            tokens: int64 [rows, longest].
-            is_real: Which tokens are no padding, bool [rows, longest].
+            tokens: Token ids of the sequences, padded to the longest: int64 [rows, longest].
+            is_real: False where a token is padding, bool [rows, longest].
 
         Returns:
-            [rows, longest, width]; it has no meaning where a token is padding.
+            [rows, longest, width]. The values at padding tokens have no meaning.
         """
 
     def embed(self, sequences: list[bytes]) -> Tensor:
-        """Embed sequences in one batch: the mean over each one's tokens.
+        """Embed sequences in one batch: average the last layer's output over each one's tokens.
 
-        Each mean is taken in the precision of the run and fetched by itself, as the originals do.
+        Each mean is computed in the number format of the run, and copied to the CPU by itself. This
+        is slow, but it is what the original programs do.
 
         Returns:
             float32 [rows, width] on the CPU.
         """
+        # Tokenise, and pad all sequences to the longest.
         all_tokens, offsets = self.tokenizer.encode(sequences)
         lengths = offsets.diff()
         tokens = pad_sequence(
@@ -91,6 +107,8 @@ class PaddedEncoder(ABC):
         )
         is_real = torch.arange(tokens.shape[1]) < lengths[:, None]
         hidden_states = self.hidden(tokens.to(self.device), is_real.to(self.device))
+
+        # Average the tokens of each sequence that count.
         counts = (lengths - 2 * self.N_END_TOKENS).clamp(max=self.MAX_POOLED).tolist()
         means = []
         for row, count in enumerate(counts):
@@ -99,21 +117,40 @@ class PaddedEncoder(ABC):
         return torch.stack(means)
 
     def _qkv(self, prefix: str, x: Tensor) -> Tensor:
-        """Return queries, keys and values, [3, rows, heads, longest, head_dim]."""
+        """Return the queries, keys and values of a layer.
+
+        Args:
+            prefix: Name of the layer, for instance `layers.0`.
+            x: Input of the attention, [rows, longest, width].
+
+        Returns:
+            [3, rows, heads, longest, head_dim].
+        """
         rows, longest, width = x.shape
         heads = self.shape.heads
         qkv = self._linear(f"{prefix}.qkv", x).view(rows, longest, 3, heads, width // heads)
         return qkv.permute(2, 0, 3, 1, 4)
 
     def _mix(self, prefix: str, weights: Tensor, values: Tensor) -> Tensor:
-        """Mix values by attention weights, and apply the output layer: [rows, longest, width]."""
+        """Return the output of a layer's attention.
+
+        Args:
+            prefix: Name of the layer, for instance `layers.0`.
+            weights: Attention weights after softmax, [rows, heads, longest, longest].
+            values: [rows, heads, longest, head_dim].
+
+        Returns:
+            [rows, longest, width].
+        """
         mixed = (weights @ values).transpose(1, 2).flatten(2)
         return self._linear(f"{prefix}.out", mixed)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
+        """Apply the linear layer with this name to `x`."""
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
+        """Apply the layer norm with this name to `x`."""
         weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
         return F.layer_norm(x, weight.shape, weight, bias, self.shape.norm_eps)
 
@@ -121,36 +158,61 @@ class PaddedEncoder(ABC):
 class PaddedEsm2(PaddedEncoder):
     """ESM-2 over padded batches."""
 
-    N_END_TOKENS = 1  # residues alone are averaged, and no more of them than this:
-    MAX_POOLED = 1024
+    N_END_TOKENS = 1  # the start and the end token are not averaged
+    MAX_POOLED = 1024  # VirNucPro averages the first 1,024 residues
 
     def hidden(self, tokens: Tensor, is_real: Tensor) -> Tensor:
-        """Return the last layer's output after the final norm, [rows, longest, width]."""
+        """Return the output of the last layer after the final norm.
+
+        Args:
+            tokens: Token ids of the sequences, padded to the longest: int64 [rows, longest].
+            is_real: False where a token is padding, bool [rows, longest].
+
+        Returns:
+            [rows, longest, width].
+        """
+        # Embed the tokens. No residue is masked here, so all are scaled down to the mean size that
+        # embeddings had in training.
         x = F.embedding(tokens, self.tensors["embed.weight"])
         if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
-            x = x * torch.tensor(1 - MASKED_IN_TRAINING).to(x)  # no token is masked here
+            x = x * torch.tensor(1 - MASKED_IN_TRAINING).to(x)
         x = x * is_real[..., None]
-        # Rotary angles [longest, head_dim] are computed in float32 whatever they are kept in.
+
+        # Rotary angles, [longest, head_dim], are always computed in float32.
         positions = torch.arange(tokens.shape[1], device=self.device, dtype=torch.float32)
         angles = torch.outer(positions, self.tensors["inv_freq"]).repeat(1, 2)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         is_padding = ~is_real[:, None, None, :]
+
         for layer in range(self.shape.layers):
             prefix = f"layers.{layer}"
+
+            # Attention, which is added to the residual stream `x`
             q, k, v = self._qkv(prefix, self._norm(f"{prefix}.attn_norm", x))
             q = _rotate(q * q.shape[-1] ** -0.5, cos, sin)
             k = _rotate(k, cos, sin)
             scores = (q @ k.transpose(-1, -2)).masked_fill(is_padding, -math.inf)
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
             x = x + self._mix(prefix, weights, v)
+
+            # Feed-forward part
             normed = self._norm(f"{prefix}.ffn_norm", x)
-            activated = F.gelu(self._linear(f"{prefix}.fc1", normed))
-            x = x + self._linear(f"{prefix}.fc2", activated)
+            gelu_outputs = F.gelu(self._linear(f"{prefix}.fc1", normed))
+            x = x + self._linear(f"{prefix}.fc2", gelu_outputs)
         return self._norm("final_norm", x)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions in their rotate-half form; `x` is [rows, heads, longest, head_dim]."""
+    """Rotate queries or keys by their position (rotary positions in their rotate-half form).
+
+    Args:
+        x: Queries or keys, [rows, heads, longest, head_dim].
+        cos: Cosine of the angle of each position and column, [longest, head_dim].
+        sin: Sine of the same angles.
+
+    Returns:
+        [rows, heads, longest, head_dim].
+    """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -158,30 +220,54 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class PaddedDnabertS(PaddedEncoder):
     """DNABERT-S over padded batches."""
 
-    N_END_TOKENS = 0  # all tokens are averaged, special ones included
-    MAX_POOLED = sys.maxsize
+    N_END_TOKENS = 0  # all tokens are averaged, [CLS] and [SEP] included
+    MAX_POOLED = sys.maxsize  # no limit
 
     def hidden(self, tokens: Tensor, is_real: Tensor) -> Tensor:
-        """Return the last layer's output, [rows, longest, width]."""
+        """Return the output of the last layer.
+
+        Args:
+            tokens: Token ids of the sequences, padded to the longest: int64 [rows, longest].
+            is_real: False where a token is padding, bool [rows, longest].
+
+        Returns:
+            [rows, longest, width].
+        """
+        # Embed the tokens; each is of token type 0.
         table = self.tensors["embed.weight"]
         x = F.embedding(tokens, table) + self.tensors["token_type.weight"][0]
         x = self._norm("embed_norm", x)
+
+        # The same numbers are added to the attention scores of every layer: ALiBi, and minus
+        # infinity for padding.
         bias = self._alibi_bias(tokens.shape[1]).to(table.dtype)
         bias = bias.masked_fill(~is_real[:, None, None, :], -math.inf)
+
         for layer in range(self.shape.layers):
             prefix = f"layers.{layer}"
+
+            # Attention, then the norm behind it
             q, k, v = self._qkv(prefix, x)
             scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias
-            mixed = self._mix(prefix, torch.softmax(scores, dim=-1), v)
-            x = self._norm(f"{prefix}.attn_norm", mixed + x)
-            gated = F.linear(x, self.tensors[f"{prefix}.gated.weight"])
-            activated, gate = gated.chunk(2, dim=-1)
-            unit = self._linear(f"{prefix}.wo", F.gelu(activated) * gate)
+            attention_output = self._mix(prefix, torch.softmax(scores, dim=-1), v)
+            x = self._norm(f"{prefix}.attn_norm", attention_output + x)
+
+            # Gated unit, then the norm behind it
+            gate_inputs = F.linear(x, self.tensors[f"{prefix}.gated.weight"])
+            gelu_half, other_half = gate_inputs.chunk(2, dim=-1)
+            unit = self._linear(f"{prefix}.wo", F.gelu(gelu_half) * other_half)
             x = self._norm(f"{prefix}.ffn_norm", unit + x)
         return x
 
     def _alibi_bias(self, longest: int) -> Tensor:
-        """Return each head's slope times minus the distance, [1, heads, longest, longest]."""
+        """Return what ALiBi adds to attention scores: minus the slope times the distance.
+
+        Args:
+            longest: Number of positions.
+
+        Returns:
+            [1, heads, longest, longest].
+        """
         slopes = torch.tensor(alibi_slopes(self.shape.heads), device=self.device)
         positions = torch.arange(longest, device=self.device)
         distance = (positions[:, None] - positions[None, :]).abs()
@@ -197,10 +283,16 @@ PADDED_NETWORKS: Final[dict[EncoderName, type[PaddedEncoder]]] = {
 def load_network(
     models: Path, name: EncoderName, device: torch.device, dtype: torch.dtype
 ) -> PaddedEncoder:
-    """Load an encoder of a models directory.
+    """Load an encoder of a models directory for padded batches.
+
+    Args:
+        models: Models directory.
+        name: Name of the encoder in the registry.
+        device: Where it computes.
+        dtype: Number format in which it computes.
 
     Raises:
-        WeightsError: It cannot be used.
+        WeightsError: The encoder cannot be used.
     """
     encoder = encoder_named(name)
     shape, read_tensor = open_part(models, encoder.shape_type)
@@ -214,13 +306,13 @@ def embed_rows(
     batches: Batches,
     on_rows: Callable[[int], None] = lambda _: None,
 ) -> Tensor:
-    """Embed sequences batch by batch.
+    """Embed sequences batch by batch, and return the embeddings in the order of the sequences.
 
     Args:
         network: The encoder.
         sequences: The sequences.
-        batches: Indexes of the sequences of each batch; each sequence is in one batch.
-        on_rows: Called with the number of rows after each batch.
+        batches: The indexes of the sequences of each batch. Each sequence is in exactly one batch.
+        on_rows: Called after each batch with the number of its sequences.
 
     Returns:
         float32 [rows, width], in the order of the sequences.
@@ -231,25 +323,32 @@ def embed_rows(
             embeddings.append(network.embed([sequences[row] for row in batch]))
             order += batch
             on_rows(len(batch))
+    # `order[i]` is the sequence of row i. Its argsort tells the row of each sequence.
     return torch.cat(embeddings)[torch.tensor(order).argsort()]
 
 
 def plain_scores(tensors: Tensors, features: Tensor, norm_eps: float) -> Tensor:
-    """Score joined embeddings with the classifier, its batch norm written out.
+    """Score joined embeddings with the classifier, whose operations are written out here.
 
-    This is the deliberate twin of `encoders.classifier`.
+    The engine scores with `encoders.classifier`. This second implementation is deliberate: the
+    engine's scores are compared with it.
 
     Args:
         tensors: The classifier's tensors by their names.
-        features: float32 [rows, dna_width + protein_width], DNA first.
-        norm_eps: Added to the variance of batch norm.
+        features: Joined embeddings, float32 [rows, dna_width + protein_width], DNA first.
+        norm_eps: A small number that is added to the variance in batch norm.
 
     Returns:
         P(others) and P(virus) of each row, float32 [rows, 2] on the CPU.
     """
     device = tensors["bn1.weight"].device
-    x = F.linear(features.to(device), tensors["hidden_layer.weight"], tensors["hidden_layer.bias"])
+    hidden = F.linear(
+        features.to(device), tensors["hidden_layer.weight"], tensors["hidden_layer.bias"]
+    )
+
+    # Batch norm with the means and variances of the training, then ReLU
     scale = tensors["bn1.weight"] / torch.sqrt(tensors["bn1.running_var"] + norm_eps)
-    x = torch.relu((x - tensors["bn1.running_mean"]) * scale + tensors["bn1.bias"])
-    x = F.linear(x, tensors["output_layer.weight"], tensors["output_layer.bias"])
-    return torch.softmax(x, dim=-1).cpu()
+    hidden = torch.relu((hidden - tensors["bn1.running_mean"]) * scale + tensors["bn1.bias"])
+
+    logits = F.linear(hidden, tensors["output_layer.weight"], tensors["output_layer.bias"])
+    return torch.softmax(logits, dim=-1).cpu()

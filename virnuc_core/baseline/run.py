@@ -1,4 +1,8 @@
-"""Run a baseline over an ORF store on this machine's devices, or take its time from a record."""
+"""Run a baseline: measure how long an original program takes, or use a recorded time.
+
+A baseline imitates one of the original programs ("vanilla" or "v1") on the same open reading
+frames as a run of the engine. Its time and its verdicts are compared with those of the run.
+"""
 
 import hashlib
 import logging
@@ -16,7 +20,7 @@ from numpy.typing import NDArray
 from virnuc_core.baseline import batches, worker
 from virnuc_core.config import Devices, EngineSpec, OnShare
 from virnuc_core.encoders.digests import fingerprint
-from virnuc_core.encoders.registry import ENCODER_NAMES, ENCODERS, EncoderInfo
+from virnuc_core.encoders.registry import ENCODER_NAMES, ENCODERS, PROTEIN_ENCODER, EncoderInfo
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import slices
 from virnuc_core.engine.process import (
@@ -41,12 +45,15 @@ from virnuc_core.validation import BaselineSubset, BaselineSummary
 
 log = logging.getLogger(__name__)
 
-SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
-DEVICE_WAIT_S: Final = 60.0  # for another run to finish with it
-SEED: Final = 0
+# A worker without progress for so long has failed. While a worker loads 3 billion weights from a
+# slow disk, it reports nothing.
+SILENCE_S: Final = 1_800.0
+DEVICE_WAIT_S: Final = 60.0  # how long to wait for a device that another run uses
+SEED: Final = 0  # of the random choice of reads
 WORKER_MODULE: Final = "virnuc_core.baseline.worker"
 
-# Stages by their names in reports. Rows come from the store, chunked and translated.
+# Stages by their names in reports. The first two, chunking and translation, are not measured here:
+# the open reading frames come from the store.
 MEASURED_STAGES: Final = STAGES[2:]
 SPLITTING: Final = {"dna": "Nucleotide Splitting", "protein": "Protein Splitting"}  # by molecule
 MERGING: Final = "Feature Merging"
@@ -69,21 +76,23 @@ def run_baseline(
     spec: BaselineSpec,
     on_progress: OnShare = lambda _: None,
 ) -> BaselineSummary:
-    """Measure a baseline, or take its time from a record.
+    """Measure the time of a baseline, or use a recorded time, and write its summary.
 
-    A finished baseline of the same reads, weights, devices and settings is returned as it is,
-    marked `reused`. Nothing that the baseline starts outlives the call.
+    If the folder already has a finished baseline of the same reads, weights, devices and settings,
+    its summary is returned, marked `reused`. All processes that the baseline starts have ended when
+    the call returns.
 
     Args:
-        run: Where its result files, `summary.json` and `run.json` are written.
-        store: The open reading frames.
+        run: Folder for its result files, `summary.json` and `run.json`.
+        store: File with the open reading frames.
         models: Models directory.
-        devices: Where it runs; vanilla takes the first of them.
-        spec: Which baseline. With `spec.reads` it runs on that many reads and its time is scaled.
-        on_progress: Called with the share of the embedding that is done.
+        devices: Where it runs. Vanilla uses only the first device, like the original program.
+        spec: Settings of the baseline. If they give a number of reads, only so many reads are
+            embedded, and the times are scaled to the whole input.
+        on_progress: Called with the share of the embedding that is done, from 0 to 1.
 
     Raises:
-        ConfigError: A recorded baseline has no numbers.
+        ConfigError: The settings of a recorded baseline have no numbers.
         WeightsError: The models cannot be used.
         DeviceError: A device cannot be used.
         InputError: The chosen reads have no open reading frame.
@@ -92,9 +101,11 @@ def run_baseline(
     orfs = OrfStore.open(store)
     if spec.source == "recorded":
         summary = _recorded_summary(orfs, spec)
-        run.record.unlink(missing_ok=True)  # it is not of these reads and weights
+        # A `run.json` of an earlier measurement does not belong to a recorded time.
+        run.record.unlink(missing_ok=True)
         write(run.summary, summary)
         return summary
+
     workers = LocalWorkers(WORKER_MODULE)
     used_devices = resolve(devices)
     if spec.name == "vanilla":
@@ -102,21 +113,26 @@ def run_baseline(
     record = new_record(
         RunRecord,
         used_devices,
-        # The two that are left out say nothing about a run.
+        # These two settings belong to recorded baselines and do not affect a measurement.
         spec=spec.model_dump(mode="json", exclude={"recorded_reads", "results"}),
         model_length=orfs.model_length,
         fingerprints={"reads": orfs.fingerprint, **fingerprint(models)},
         seeds={"baseline": SEED},
         store=os.path.relpath(orfs.path, run.root),
     )
-    inputs = record.model_dump_json(include={"spec", "fingerprints", "devices", "seeds"})
-    identity = hashlib.sha256(inputs.encode()).hexdigest()
+
+    # The identity is a digest of everything that decides about the results. A finished baseline
+    # with the same identity is used again.
+    identity_json = record.model_dump_json(include={"spec", "fingerprints", "devices", "seeds"})
+    identity = hashlib.sha256(identity_json.encode()).hexdigest()
     with run_lock(run.root):
         previous = _reusable_summary(run, identity)
         if previous is not None:
-            if read_or_set_aside(run.record, RunRecord) is None:
+            if read_or_set_aside(run.record, RunRecord) is None:  # missing or damaged
                 write(run.record, record)
             return previous.model_copy(update={"reused": True})
+
+        # The summary is written last. While it is missing, the baseline counts as unfinished.
         run.summary.unlink(missing_ok=True)
         measurement = _Measurement(run, orfs, models, used_devices, spec, workers, on_progress)
         summary = measurement.measure()
@@ -129,7 +145,18 @@ def run_baseline(
 
 
 def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
-    """Return the summary of a finished baseline of this identity with unchanged result files."""
+    """Return the summary of an earlier baseline in this folder if it can be used again.
+
+    It can if it has the same identity and its result files still have their recorded digests. If a
+    result file was changed, a warning is logged.
+
+    Args:
+        run: Folder of the baseline.
+        identity: Digest of everything that decides about the results.
+
+    Returns:
+        The summary; None if there is none that can be used.
+    """
     summary = read_or_set_aside(run.summary, BaselineSummary)
     if summary is None or summary.fingerprint != identity:
         return None
@@ -145,16 +172,26 @@ def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
 
 
 def _recorded_summary(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
-    """Return the summary of a baseline whose time comes from a record."""
-    name, count = spec.recorded_device, spec.recorded_devices or 1
-    has_time = spec.recorded_seconds is not None and name is not None
+    """Return the summary of a baseline that is not run: its time comes from the settings.
+
+    Args:
+        store: The open reading frames.
+        spec: Settings of the baseline, with the recorded seconds and devices, or with the results
+            of an earlier run of the original program.
+
+    Raises:
+        ConfigError: The settings have neither a time and a device nor results.
+    """
+    device_name, n_devices = spec.recorded_device, spec.recorded_devices or 1
+    has_time = spec.recorded_seconds is not None and device_name is not None
     if spec.results is None and not has_time:
         raise ConfigError(
             "baseline: a recorded one needs recorded_seconds and recorded_device, or results"
         )
     devices = []
-    if name:
-        devices = [Device(id=f"recorded-{i}", kind="cuda", name=name) for i in range(count)]
+    if device_name:
+        for i in range(n_devices):
+            devices.append(Device(id=f"recorded-{i}", kind="cuda", name=device_name))
     return BaselineSummary(
         name=spec.name,
         source="recorded",
@@ -170,10 +207,11 @@ class _Work:
     """The rows that a baseline is measured on, cut into files.
 
     Attributes:
-        covered: Which reads of the store are chosen, bool [reads].
-        rows: The rows of these reads.
-        files: Range of `rows` of each file, [low, high).
-        subset: Which part of the store this is; None if it is all.
+        covered: Whether each read of the store is chosen, bool [reads].
+        rows: Indexes of the open reading frames of the chosen reads.
+        files: For each intermediate file, the range of `rows` that it holds: first index and index
+            after the last one.
+        subset: How large a part of the store was chosen; None if all reads were chosen.
     """
 
     covered: NDArray[np.bool_]
@@ -184,11 +222,11 @@ class _Work:
 
 @dataclass(frozen=True, slots=True)
 class _WorkerTimes:
-    """What the worker processes took.
+    """How long the worker processes took.
 
     Attributes:
-        files: The files that were done in each stage.
-        start_s: Seconds to start the workers.
+        files: For each stage, one message for each file that was processed.
+        start_s: Seconds until all workers had started.
     """
 
     files: dict[str, list[worker.FileDone]]
@@ -197,7 +235,19 @@ class _WorkerTimes:
 
 @dataclass(slots=True)
 class _Measurement:
-    """One measured run: the chosen rows through files, encoders and head to the result files."""
+    """One measured run of a baseline, from the choice of reads to the result files.
+
+    Attributes:
+        run: Folder of the baseline.
+        store: The open reading frames.
+        models: Models directory.
+        devices: Where the workers run.
+        spec: Settings of the baseline.
+        workers: The worker processes.
+        on_progress: Called with the share of the embedding that is done.
+        seconds: Seconds of each stage so far.
+        rows_embedded: Sequences that were embedded so far, counted once for each encoder.
+    """
 
     run: RunDir
     store: OrfStore
@@ -215,15 +265,22 @@ class _Measurement:
         return self.run.root / "baseline_files"
 
     def measure(self) -> BaselineSummary:
-        """Write the result files, and return the summary without its fingerprint."""
+        """Run all stages, write the result files, and return the summary.
+
+        The summary has no fingerprint yet; the caller adds it.
+        """
         work = self._choose_work()
         started_s = time.monotonic()
         self._write_fasta_files(work)
         times = self._embed_and_predict(work)
+
+        # The vote of the frames, which writes the result files
         voting_started_s = time.monotonic()
         write_covered(self.run, self.store, work.covered, self._read_scores(len(work.files)))
         self.seconds[CONSENSUS] = time.monotonic() - voting_started_s
         measured_s = time.monotonic() - started_s
+
+        # If only some of the reads were measured, scale the times to all reads.
         if work.subset is None:
             wall_s, stages = measured_s, self.seconds
         else:
@@ -244,7 +301,11 @@ class _Measurement:
         )
 
     def _choose_work(self) -> _Work:
-        """Choose the reads that are measured, and cut their rows into files."""
+        """Choose the reads that are measured, and cut their open reading frames into files.
+
+        Raises:
+            InputError: The chosen reads have no open reading frame, but other reads have.
+        """
         store = self.store
         reads = choose_reads(store.n_reads, self.spec.reads, SEED)
         is_covered = np.zeros(store.n_reads, dtype=bool)
@@ -256,8 +317,11 @@ class _Measurement:
                 "draw more"
             )
         if len(rows) == 0 or len(reads) == store.n_reads:
-            return _Work(is_covered, rows, batches.cut(len(rows), batches.FILE_ROWS), None)
-        unique_tokens = np.diff(np.asarray(store.protein_offsets)) + 2
+            return _Work(is_covered, rows, batches.file_ranges(len(rows), batches.FILE_ROWS), None)
+
+        # Count the protein tokens of the chosen rows and of all rows. Times are scaled by them.
+        special_tokens = PROTEIN_ENCODER.n_special_tokens
+        unique_tokens = np.diff(np.asarray(store.protein_offsets)) + special_tokens
         row_tokens = unique_tokens[np.asarray(store.row_unique)]
         subset = BaselineSubset(
             reads=len(reads),
@@ -265,14 +329,20 @@ class _Measurement:
             tokens=int(row_tokens[rows].sum()),
             total_tokens=int(row_tokens.sum()),
         )
-        # Smaller files, so that every device has work, as it would have on the whole input.
+
+        # A few reads would fill a single file, and all devices but one would have no work. On the
+        # whole input all devices have work, so the files are made smaller here.
         rows_per_device = math.ceil(len(rows) / len(self.devices))
         file_rows = max(1, min(batches.FILE_ROWS, rows_per_device))
-        return _Work(is_covered, rows, batches.cut(len(rows), file_rows), subset)
+        return _Work(is_covered, rows, batches.file_ranges(len(rows), file_rows), subset)
 
     def _read_scores(self, n_files: int) -> NDArray[np.float32]:
-        """Return the scores of all rows, [rows, 2]."""
-        scores = [np.empty((0, 2), dtype=np.float32)]
+        """Read the scores of all rows from the intermediate files.
+
+        Returns:
+            P(others) and P(virus) of each row, float32 [rows, 2].
+        """
+        scores = [np.empty((0, 2), dtype=np.float32)]  # so that there is something to join
         for number in range(1, n_files + 1):
             scores.append(np.load(worker.file_path(self.folder, "scores.npy", number)))
         return np.concatenate(scores)
@@ -280,7 +350,16 @@ class _Measurement:
     def _scaled_stages(
         self, subset: BaselineSubset, n_rows: int, times: _WorkerTimes
     ) -> dict[str, float]:
-        """Return the seconds of each stage that the whole input would take."""
+        """Estimate how many seconds each stage would take on the whole input.
+
+        The stages of the encoders grow with the number of tokens, all others with the number of
+        rows.
+
+        Args:
+            subset: How large a part of the input was measured.
+            n_rows: Number of rows that were measured.
+            times: What the worker processes reported.
+        """
         total_rows = self.store.n_rows
         scaled = {stage: value * total_rows / n_rows for stage, value in self.seconds.items()}
         for encoder in ENCODERS:
@@ -294,13 +373,17 @@ class _Measurement:
         return scaled
 
     def _write_fasta_files(self, work: _Work) -> None:
-        """Write the rows as files of DNA and of proteins."""
+        """Write the chosen frames as FASTA files, one of DNA and one of proteins for each range.
+
+        Intermediate files of an earlier baseline are deleted first. The time is added to the stages
+        of splitting.
+        """
         discard(self.run.root, BASELINE_FILES)
         self.folder.mkdir(parents=True, exist_ok=True)
         for number, (low, high) in enumerate(work.files, start=1):
             started_s = time.monotonic()
             rows = work.rows[low:high]
-            ids = fetch(self.store.row_ids, rows)
+            ids = load_rows(self.store.row_ids, rows)
             uniques = np.asarray(self.store.row_unique)[rows]
             for encoder in ENCODERS:
                 path = worker.file_path(self.folder, worker.fasta_kind(encoder), number)
@@ -310,20 +393,35 @@ class _Measurement:
                 started_s = finished_s
 
     def _sequences(self, encoder: EncoderInfo, uniques: NDArray[np.int64]) -> list[bytes]:
-        """Return the sequences that an encoder reads of some distinct frames."""
-        return fetch(lambda low, high: encoder.sequences(self.store, low, high), uniques)
+        """Return the sequences of some frames that an encoder embeds: their DNA or proteins.
+
+        Args:
+            encoder: The encoder's entry in the registry.
+            uniques: Indexes of the distinct frames in the store.
+        """
+        return load_rows(lambda low, high: encoder.sequences(self.store, low, high), uniques)
 
     def _embed_and_predict(self, work: _Work) -> _WorkerTimes:
-        """Do the stages of the worker processes on all files.
+        """Run the stages of the worker processes, one after the other, on all files.
+
+        The files of an encoder's stage are distributed to all devices. Merging and scoring are done
+        by the first worker alone, like in the original programs. All workers have ended when the
+        call returns.
+
+        Args:
+            work: The chosen rows and files.
+
+        Returns:
+            How long the workers took.
 
         Raises:
-            WorkerError: A worker failed or died. That ends the baseline.
+            WorkerError: A worker failed or died. This ends the baseline.
         """
         if not work.files:
             return _WorkerTimes({}, 0.0)
-        sizes = [high - low for low, high in work.files]
-        shares = batches.assign(sizes, len(self.devices))
-        all_files = list(range(len(sizes)))
+        file_sizes = [high - low for low, high in work.files]
+        files_by_device = batches.assign_to_devices(file_sizes, len(self.devices))
+        all_files = list(range(len(file_sizes)))
         done_files = {}
         started_s = time.monotonic()
         with self.workers as workers:
@@ -332,7 +430,7 @@ class _Measurement:
             for operation, stage in OPERATIONS.items():
                 stage_started_s = time.monotonic()
                 if operation in ENCODER_NAMES:
-                    files_of_child = dict(zip(children, shares, strict=True))
+                    files_of_child = dict(zip(children, files_by_device, strict=True))
                 else:
                     files_of_child = {children[0]: all_files}
                 self._send_tasks(operation, files_of_child)
@@ -341,40 +439,61 @@ class _Measurement:
         return _WorkerTimes(done_files, start_s)
 
     def _start_children(self, workers: LocalWorkers) -> list[Child]:
-        """Start a worker process on each device, and wait until all are ready."""
+        """Start a worker process on each device, and wait until all of them are ready.
+
+        Raises:
+            WorkerError: A worker failed to start.
+        """
         engine = EngineSpec(device_wait_s=DEVICE_WAIT_S)
         children = []
         for spec in worker_specs(self.models, self.devices, engine):
             log_path = self.run.root / "logs" / f"baseline-{spec.device.id}.log"
             children.append(workers.start(spec, log_path))
-        for _ in children:
-            _, message = expect(workers, children)
+        for _ in children:  # each sends one message
+            _, message = next_message(workers, children)
             assert isinstance(message, Ready)
         return children
 
     def _send_tasks(
         self, operation: worker.Operation, files_of_child: dict[Child, list[int]]
     ) -> None:
-        """Send each worker its files of one stage."""
+        """Send each worker the tasks for its files.
+
+        Args:
+            operation: What is to be done with the files.
+            files_of_child: The files of each worker, counted from 0.
+        """
         for child, files in files_of_child.items():
             for file in files:
                 task = worker.FileTask(
                     op=operation,
                     algorithm=self.spec.name,
                     folder=str(self.folder),
-                    file=file + 1,
+                    file=file + 1,  # file names count from 1
                 )
                 child.send(task)
 
     def _wait_for_files(
         self, workers: LocalWorkers, files_of_child: dict[Child, list[int]], n_rows: int
     ) -> list[worker.FileDone]:
-        """Wait until all files of a stage are done."""
+        """Wait until the workers have processed all files of a stage, and report progress.
+
+        Args:
+            workers: The worker processes.
+            files_of_child: The files that each worker was given.
+            n_rows: Number of sequences in all files together.
+
+        Returns:
+            The message of each file.
+
+        Raises:
+            WorkerError: A worker failed or died.
+        """
         done = []
         remaining = {child: len(files) for child, files in files_of_child.items()}
         while any(remaining.values()):
             busy = [child for child, n_files in remaining.items() if n_files]
-            child, message = expect(workers, busy)
+            child, message = next_message(workers, busy)
             if isinstance(message, worker.RowsDone):
                 self.rows_embedded += message.rows
                 self.on_progress(self.rows_embedded / (len(ENCODERS) * n_rows))
@@ -384,24 +503,22 @@ class _Measurement:
         return done
 
 
-def expect(
+def next_message(
     workers: LocalWorkers, busy: Iterable[Child], silence_s: float = SILENCE_S
 ) -> tuple[Child, Message]:
-    """Return the next message of workers none of which may fail.
+    """Wait for the next message of a worker, and return the worker and the message.
 
     Args:
         workers: The worker processes.
-        busy: Those that have work.
-        silence_s: Seconds after which a busy worker without progress has failed.
-
-    Returns:
-        The worker and its message.
+        busy: The workers that have work.
+        silence_s: A busy worker without progress for so many seconds is regarded as failed.
 
     Raises:
-        WorkerError: A worker failed, died, or made no progress; or the run was interrupted. Our own
-            errors are raised as the worker raised them.
+        WorkerError: A worker failed, died or made no progress, or the run was interrupted. If a
+            worker reports an error of our own classes, this error is raised instead.
     """
     while True:
+        # Look for workers that hang, at least once in a second.
         for child in busy:
             idle_s = time.monotonic() - child.progress_s
             if idle_s > silence_s or child.silent:
@@ -416,6 +533,8 @@ def expect(
             raise _failure(child, message)
         if not isinstance(message, Closed):
             return child, message
+
+        # The connection is closed, so the process has ended or is ending.
         status = child.end(0.5)
         if workers.cancelled:
             raise WorkerError(INTERRUPTED)
@@ -426,10 +545,15 @@ def expect(
 
 
 def _failure(child: Child, message: Failed) -> Exception:
-    """Return the error that a worker reports: our own kind, or a `WorkerError`."""
-    own_error = error_from_name(message.kind, message.message)
-    if own_error is not None:
-        return own_error
+    """Convert the failure that a worker reports to an exception.
+
+    Returns:
+        An error of the class that the worker raised, if it is one of virnuc's; else a
+        `WorkerError` with the worker's traceback.
+    """
+    virnuc_error = error_from_name(message.kind, message.message)
+    if virnuc_error is not None:
+        return virnuc_error
     return WorkerError(
         f"worker on {child.device}: {message.kind}: {message.message}; see {child.log}",
         worker_traceback=message.traceback,
@@ -444,43 +568,59 @@ def scaled_seconds(
     devices: int,
     load_each_file: bool,
 ) -> float:
-    """Return the seconds that a stage would take on all rows.
+    """Estimate the seconds that an encoder's stage would take on the whole input.
 
-    The whole input is cut into files of 10,000 rows, which are assigned to devices as the algorithm
-    does. The measured seconds of computing grow with the tokens and are shared out over those files
-    by their rows. Loading costs the mean measured time.
+    The whole input would be cut into files of 10,000 rows, which are distributed to the devices.
+    The stage takes as long as the device with the most work. The time to compute is proportional to
+    the number of tokens, and is divided among the files by their rows. The time to load a model is
+    the mean of the measured ones.
 
     Args:
-        done: The files that were measured.
-        growth: Tokens of the whole input divided by those that were measured.
+        done: Times of the files that were measured.
+        growth: Tokens of the whole input divided by the measured tokens.
         total_rows: Rows of the whole input.
         devices: Number of devices.
-        load_each_file: Whether the model is loaded for each file, or once on each device.
+        load_each_file: True if the program loads the model again for each file; false if it loads
+            the model once on each device.
     """
+    # Mean time of loading, over the files that report one
     compute_s = sum(file.compute_s for file in done) * growth
     loads_s = [file.load_s for file in done if file.load_s > 0]
     mean_load_s = sum(loads_s) / max(1, len(loads_s))
-    file_sizes = [high - low for low, high in batches.cut(total_rows, batches.FILE_ROWS)]
+
+    # Cost of each file of the whole input
+    file_sizes = [high - low for low, high in batches.file_ranges(total_rows, batches.FILE_ROWS)]
     costs_s = []
     for n_rows in file_sizes:
         cost_s = compute_s * n_rows / total_rows
         if load_each_file:
             cost_s += mean_load_s
         costs_s.append(cost_s)
-    shares = batches.assign(file_sizes, devices)
-    busiest_s = max(sum(costs_s[file] for file in share) for share in shares)
+
+    # Time of the device with the most work
+    files_by_device = batches.assign_to_devices(file_sizes, devices)
+    busiest_s = max(sum(costs_s[file] for file in files) for files in files_by_device)
     if load_each_file:
         return busiest_s
     return busiest_s + mean_load_s
 
 
-def fetch(read: Callable[[int, int], list[T]], positions: NDArray[np.int64]) -> list[T]:
-    """Return what `read(low, high)` gives at sorted positions, in as few calls as possible.
+def load_rows(load_range: Callable[[int, int], list[T]], positions: NDArray[np.int64]) -> list[T]:
+    """Load the items at some positions with a function that loads ranges.
 
-    >>> fetch(lambda low, high: list(range(low, high)), np.array([3, 4, 5, 9, 9]))
+    Neighbouring positions are loaded together, so that there are few calls.
+
+    Args:
+        load_range: Returns the items from its first argument to before its second.
+        positions: Sorted positions; a position may occur several times.
+
+    Returns:
+        The items in the order of the positions.
+
+    >>> load_rows(lambda low, high: list(range(low, high)), np.array([3, 4, 5, 9, 9]))
     [3, 4, 5, 9, 9]
     """
     values: list[T] = []
     for low, high in slices(positions):
-        values += read(low, high)
+        values += load_range(low, high)
     return values

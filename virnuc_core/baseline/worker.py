@@ -1,7 +1,11 @@
-"""A baseline's worker process: files in; embedded, merged and scored files out.
+"""The worker process of a baseline: it embeds, merges and scores intermediate files on one device.
 
-It has one device, to which it is pinned. Equal rows are embedded each, as the original programs do.
-Messages in: a WorkerSpec, then any number of FileTasks. Out: Ready, RowsDone, FileDone, Failed.
+A baseline imitates an original program, which works through files: FASTA files of DNA and proteins,
+files with embeddings of each encoder, merged embeddings, scores. Equal sequences are embedded again
+each time, as the original programs do.
+
+The parent process sends a WorkerSpec, then any number of FileTasks. The worker answers with Ready,
+RowsDone, FileDone or Failed.
 """
 
 import io
@@ -32,46 +36,62 @@ from virnuc_core.rundir import storage_errors
 REPORT_ROWS_EVERY_S: Final = 1.0
 HEAD_BATCH_ROWS: Final = 256
 
-Operation = Literal["dnabert_s", "esm2", "merge", "predict"]  # the encoders by name, then the rest
+# What a worker can do with a file: embed it with an encoder, merge embeddings, score
+Operation = Literal["dnabert_s", "esm2", "merge", "predict"]
 
 # v1.0 keeps DNABERT-S loaded; every other encoder is loaded anew for each file.
 KEPT_LOADED: Final[tuple[tuple[BaselineName, EncoderName], ...]] = (("v1", "dnabert_s"),)
 
 
 class FileTask(Message):
-    """A file for the baseline's worker."""
+    """A task for the worker: one operation on one file."""
 
     op: Operation
     algorithm: BaselineName
     folder: str
-    file: int  # its number in the folder
+    file: int  # number of the file, from 1
 
 
 class RowsDone(Message):
-    """Rows that the baseline's worker embedded since its last report."""
+    """Message of a worker: how many sequences it embedded since its last message of this kind."""
 
     rows: int
 
 
 class FileDone(Message):
-    """One operation on one file."""
+    """Message of a worker: a task is done, and how long it took."""
 
-    load_s: float  # getting the model ready
-    compute_s: float  # the rest
+    load_s: float  # seconds to load the model
+    compute_s: float  # seconds for everything else
 
 
 def file_path(folder: Path, kind: str, number: int) -> Path:
-    """Return where an intermediate file lies."""
+    """Return the path of an intermediate file.
+
+    Args:
+        folder: Folder of all intermediate files of the baseline.
+        kind: What the file holds, for instance `nucleotide.fa`, `esm2.npy`, `merged.npy`.
+        number: Number of the file, from 1.
+    """
     return folder / f"{number:05d}_{kind}"
 
 
 def fasta_kind(encoder: EncoderInfo) -> str:
-    """Return the kind of file with the sequences that an encoder reads."""
+    """Return the kind of FASTA file that an encoder embeds: that of DNA or that of proteins."""
     return "nucleotide.fa" if encoder.molecule == "dna" else "protein.fa"
 
 
 def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> None:
-    """Write rows as FASTA, each sequence on one line."""
+    """Write a FASTA file with each sequence on one line.
+
+    Args:
+        path: The file.
+        ids: Name of each sequence.
+        sequences: The sequences.
+
+    Raises:
+        StorageError: The disk refuses the file.
+    """
     records = []
     for name, sequence in zip(ids, sequences, strict=True):
         records.append(b">%s\n%s\n" % (name.encode(), sequence))
@@ -80,10 +100,12 @@ def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> N
 
 
 def save(path: Path, array: NDArray[np.float32]) -> None:
-    """Write an array. NumPy alone would not say why a disk refuses.
+    """Write an array as a .npy file.
+
+    NumPy writes to memory first, because its own errors do not tell why a disk refuses a file.
 
     Raises:
-        StorageError: The disk refuses.
+        StorageError: The disk refuses the file.
     """
     buffer = io.BytesIO()
     np.save(buffer, array)
@@ -92,10 +114,16 @@ def save(path: Path, array: NDArray[np.float32]) -> None:
 
 
 def merge_file(folder: Path, number: int) -> None:
-    """Join the embeddings of each row of a file, DNA first, and remove the separate ones.
+    """Write the embeddings of all encoders side by side into one file, and delete the single files.
+
+    DNA comes first, as in the registry.
+
+    Args:
+        folder: Folder of the intermediate files.
+        number: Number of the file, from 1.
 
     Raises:
-        ValueError: The encoders' files have different numbers of rows.
+        ValueError: The files of the encoders have different numbers of rows.
     """
     paths = [file_path(folder, f"{encoder.name}.npy", number) for encoder in ENCODERS]
     merged = np.concatenate([np.load(path) for path in paths], axis=1)
@@ -105,10 +133,20 @@ def merge_file(folder: Path, number: int) -> None:
 
 
 class FileWorker:
-    """Does one task after the other, and measures what loading a model takes."""
+    """Executes the tasks of one worker process, and measures how long loading models takes.
+
+    Attributes:
+        progress_s: When the worker last made progress, on the monotonic clock. Another thread
+            reports it to the parent, which ends a worker that hangs.
+    """
 
     def __init__(self, parent: Parent, spec: WorkerSpec) -> None:
-        """Take the device of a worker's settings; nothing is loaded yet."""
+        """Prepare for tasks. No model is loaded yet.
+
+        Args:
+            parent: Connection to the parent process.
+            spec: Settings of the worker: models directory and device.
+        """
         self.parent = parent
         self.models = Path(spec.models)
         self.device = torch.device("cuda:0" if spec.device.kind == "cuda" else "cpu")
@@ -118,7 +156,7 @@ class FileWorker:
         self._reported_s = 0.0
 
     def do(self, task: FileTask) -> FileDone:
-        """Do one task."""
+        """Execute one task, and return how long loading and computing took."""
         started_s = time.monotonic()
         self.progress_s = started_s
         folder = Path(task.folder)
@@ -133,10 +171,18 @@ class FileWorker:
         return FileDone(load_s=load_s, compute_s=self.progress_s - started_s - load_s)
 
     def embed(self, folder: Path, task: FileTask) -> float:
-        """Embed a file of sequences, and return the seconds that loading the model took."""
+        """Embed a FASTA file, and write the embeddings as a .npy file.
+
+        Args:
+            folder: Folder of the intermediate files.
+            task: The task. Its operation is the name of the encoder.
+
+        Returns:
+            The seconds that loading the model took; about 0 if it was loaded already.
+        """
         encoder = encoder_named(task.op)
         fasta = file_path(folder, fasta_kind(encoder), task.file)
-        sequences = fasta.read_bytes().split(b"\n")[1::2]
+        sequences = fasta.read_bytes().split(b"\n")[1::2]  # names and sequences alternate
         started_s = time.monotonic()
         network = self._network(encoder.name, task.algorithm)
         load_s = time.monotonic() - started_s
@@ -147,11 +193,16 @@ class FileWorker:
         return load_s
 
     def _network(self, name: EncoderName, algorithm: BaselineName) -> PaddedEncoder:
-        """Return an encoder, loaded anew unless the algorithm keeps it loaded.
+        """Return a loaded encoder, as the original program would: kept loaded, or loaded again.
 
-        `KEPT_LOADED` lists at most one encoder for each algorithm.
+        The original programs load most encoders again for each file. `KEPT_LOADED` lists the
+        exceptions, at most one encoder for each algorithm.
+
+        Args:
+            name: Name of the encoder.
+            algorithm: Which original program is imitated.
         """
-        # v1.0 computed in half precision on GPUs
+        # v1.0 computed in half precision on GPUs.
         is_half = algorithm == "v1" and self.device.type == "cuda"
         dtype = torch.float16 if is_half else torch.float32
         if (algorithm, name) not in KEPT_LOADED:
@@ -162,24 +213,28 @@ class FileWorker:
         return self._kept_network
 
     def _count_rows(self, rows: int) -> None:
-        """Count rows that came through an encoder, and report them now and then."""
+        """Count embedded sequences, and send the count to the parent about once in a second."""
         self.progress_s = time.monotonic()
         self._unreported_rows += rows
         if self.progress_s - self._reported_s >= REPORT_ROWS_EVERY_S:
             self._report_rows()
 
     def _report_rows(self) -> None:
-        """Tell the parent how many rows were embedded since the last report."""
+        """Tell the parent how many sequences were embedded since the last report."""
         self.progress_s = time.monotonic()
         self.parent.send(RowsDone(rows=self._unreported_rows))
         self._unreported_rows = 0
         self._reported_s = self.progress_s
 
     def predict(self, folder: Path, task: FileTask) -> float:
-        """Score a file of merged embeddings and delete it.
+        """Score a file of merged embeddings, write the scores as a .npy file, and delete the first.
+
+        Args:
+            folder: Folder of the intermediate files.
+            task: The task with the number of the file.
 
         Returns:
-            The seconds that loading the head took.
+            The seconds that loading the classifier took.
         """
         started_s = time.monotonic()
         shape, read_tensor = open_part(self.models, HeadShape)
@@ -197,7 +252,12 @@ class FileWorker:
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:
-    """Work on files until the parent ends this process."""
+    """Execute tasks until the parent closes the connection. This is the main function of a worker.
+
+    Args:
+        parent: Connection to the parent process.
+        spec: Settings of the worker: models directory and device.
+    """
     worker = FileWorker(parent, spec)
     parent.progress = lambda: worker.progress_s
     parent.send(Ready())

@@ -1,15 +1,25 @@
 """Triton kernels for attention within rows, straight from the packed queries, keys and values.
 
-A program computes one head of one row: rotary positions or ALiBi, softmax, and the mix of values.
-Rows of up to `WHOLE` tokens have all their keys and values at hand at once, and each key is rotated
-a single time. Longer rows pass over blocks of keys with a running maximum (FlashAttention, Dao et
-al. 2022). Which of the two it is, and the size of the blocks, follows from the power of two above
-the bound that a batch was packed under, so from the row alone.
+A batch is a sequence of token slots. A row is one DNA or protein sequence in it: the tokens from
+`cu_seqlens[row]` to `cu_seqlens[row + 1]`. Slots behind the last row are dead.
 
-Names in the kernels: `base` is the address of the first query of a head, at the row's first token;
-keys lie `width` numbers behind the queries, values another `width` behind the keys. `at_q` and
-`at_k` are positions of queries and keys in the row. `low` and `high` are the halves of a head that
-are rotated together. The code is compact, because each line costs time on the device.
+A kernel runs on the GPU as many copies ("programs") at the same time. Each computes one attention
+head of one row: rotary positions or ALiBi, softmax, and the weighted mean of the values. There are
+two kernels:
+
+- `_whole_rows`, for rows of up to `MAX_WHOLE_ROW` tokens: a program loads all keys and values of
+  the row, and rotates each key a single time.
+- `_long_rows`, for longer rows: a program computes one block of queries, and passes over the keys
+  in blocks with a running maximum (FlashAttention, Dao et al. 2022).
+
+The kernel and the sizes of its blocks follow from the power of two above the longest row that the
+batch may hold. Rows are packed with others of the same power of two, so the result of a row depends
+on the row alone.
+
+Names in the kernels: `qkv` has the queries of all heads, then all keys, then all values of a token.
+`base` is the address of the first query of a head, at the row's first token. Its key lies `width`
+numbers behind it, and its value `2 * width`. `low` and `high` are the two halves of a head, which
+rotary positions rotate together; `half` is the width of a half.
 """
 
 import math
@@ -22,34 +32,36 @@ from torch import Tensor
 
 from virnuc_core.encoders.positions import RowLayout
 
-WHOLE: Final = 256  # longest row whose keys are held at once
-QUERIES: Final = 64  # queries a program treats together
-WIDE_QUERIES: Final = 32  # the same in float32: larger blocks do not fit the registers
+MAX_WHOLE_ROW: Final = 256  # tokens of the longest row whose keys fit into a program's registers
+QUERIES_PER_STEP: Final = 64  # queries that a program treats together
+QUERIES_PER_STEP_FP32: Final = 32  # the same in float32: larger blocks do not fit the registers
 
 
 @triton.jit
 def _halves(
     base: tl.tensor,  # address of the head's queries or keys, at the row's first token
-    at: tl.tensor,  # positions [tokens]
-    is_live: tl.tensor,  # which of them the row has
+    positions: tl.tensor,  # which tokens of the row to load, [tokens]
+    is_live: tl.tensor,  # false for positions behind the row's end, [tokens]
     cos: tl.tensor,  # float32 [positions, head_dim / 2]; None with ALiBi
     sin: tl.tensor,
-    stride: tl.constexpr,
+    stride: tl.constexpr,  # numbers from one token to the next
     half: tl.constexpr,
     factor: tl.constexpr,
 ) -> tl.tensor:
-    """Load both halves of some tokens' queries or keys, [tokens, half] each.
+    """Load the queries or keys of some tokens, multiplied by `factor` and rotated.
 
-    They are scaled by `factor`, then rotated by float32 angles.
+    The rotation encodes each token's position (rotary positions). With ALiBi nothing is rotated.
+    The arithmetic is float32. Returned are the two halves of the head, [tokens, half] each, in the
+    format of the input.
     """
     column = tl.arange(0, half)[None, :]
-    address = base + at[:, None] * stride + column
+    address = base + positions[:, None] * stride + column
     low = tl.load(address, mask=is_live[:, None], other=0.0)
     high = tl.load(address + half, mask=is_live[:, None], other=0.0)
     dtype = low.dtype
     if cos is not None:
-        c = tl.load(cos + at[:, None] * half + column, mask=is_live[:, None], other=0.0)
-        s = tl.load(sin + at[:, None] * half + column, mask=is_live[:, None], other=0.0)
+        c = tl.load(cos + positions[:, None] * half + column, mask=is_live[:, None], other=0.0)
+        s = tl.load(sin + positions[:, None] * half + column, mask=is_live[:, None], other=0.0)
         low_wide, high_wide = low.to(tl.float32) * factor, high.to(tl.float32) * factor
         low, high = (
             (low_wide * c - high_wide * s).to(dtype),
@@ -69,39 +81,50 @@ def _scores(
     q_high: tl.tensor,
     k_low: tl.tensor,  # [keys, half]
     k_high: tl.tensor,
-    at_q: tl.tensor,
-    at_k: tl.tensor,
+    query_positions: tl.tensor,
+    key_positions: tl.tensor,
     length: tl.tensor,
     slope: tl.tensor,
     dot_precision: tl.constexpr,
 ) -> tl.tensor:
-    """Compute scores, float32 [queries, keys]; minus infinity for keys behind the row's end."""
+    """Compute the attention scores of some queries and keys, float32 [queries, keys].
+
+    With ALiBi, the slope times the distance of query and key is subtracted. Keys behind the row's
+    end get minus infinity, so that their weight after softmax is 0.
+    """
     scores = tl.dot(q_low, tl.trans(k_low), input_precision=dot_precision)
     scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=dot_precision)
     if slope is not None:
-        scores -= slope * tl.abs(at_q[:, None] - at_k[None, :]).to(tl.float32)
-    return tl.where((at_k < length)[None, :], scores, -float("inf"))
+        scores -= slope * tl.abs(query_positions[:, None] - key_positions[None, :]).to(tl.float32)
+    return tl.where((key_positions < length)[None, :], scores, -float("inf"))
 
 
 @triton.jit
 def _values(
-    base: tl.tensor, at: tl.tensor, length: tl.tensor, stride: tl.constexpr, head_dim: tl.constexpr
+    base: tl.tensor,  # address of the head's values, at the row's first token
+    positions: tl.tensor,
+    length: tl.tensor,
+    stride: tl.constexpr,
+    head_dim: tl.constexpr,
 ) -> tl.tensor:
-    """Load the values of some tokens of one head, [tokens, head_dim]."""
-    address = base + at[:, None] * stride + tl.arange(0, head_dim)[None, :]
-    return tl.load(address, mask=(at < length)[:, None], other=0.0)
+    """Load the values of some tokens of one head, [tokens, head_dim]; zeros behind the row."""
+    address = base + positions[:, None] * stride + tl.arange(0, head_dim)[None, :]
+    return tl.load(address, mask=(positions < length)[:, None], other=0.0)
 
 
 @triton.jit
-def _clear_tail(
+def _clear_dead_slots(
     out: tl.tensor,  # address of the head, at slot 0
-    end: tl.tensor,
+    end: tl.tensor,  # the slot after the last row
     slots: tl.tensor,
     width: tl.constexpr,
     head_dim: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Write zeros to the slots behind the last row, so that nothing undefined stands there."""
+    """Write zeros to one head's part of the dead slots, `block` slots at a time.
+
+    The output tensor was allocated without initial values, and no row covers these slots.
+    """
     for first in range(end, slots, block):
         slot = first + tl.arange(0, block)
         address = out + slot.to(tl.int64)[:, None] * width + tl.arange(0, head_dim)[None, :]
@@ -126,45 +149,67 @@ def _whole_row(
     far: tl.constexpr,
     dot_precision: tl.constexpr,
 ) -> None:
-    """Compute one head of one row of up to `near` + `far` tokens.
+    """Compute one head of one row of up to `near + far` tokens.
 
-    Keys and values are read and rotated once, in two parts; then every query meets them.
+    All keys and values of the row are loaded once: the first `near` tokens, then `far` further ones
+    (0 for short rows), because Triton holds blocks of powers of two only. Then the queries are
+    treated, `queries` at a time: scores, softmax in float32, and the weighted mean of the values.
     """
     stride: tl.constexpr = 3 * width
     half: tl.constexpr = head_dim // 2
-    at_near = tl.arange(0, near)
+    near_positions = tl.arange(0, near)
     low_near, high_near = _halves(
-        base + width, at_near, at_near < length, cos, sin, stride, half, 1.0
+        base + width, near_positions, near_positions < length, cos, sin, stride, half, 1.0
     )
-    v_near = _values(base + 2 * width, at_near, length, stride, head_dim)
+    v_near = _values(base + 2 * width, near_positions, length, stride, head_dim)
     if far > 0:
-        at_far = near + tl.arange(0, far)
+        far_positions = near + tl.arange(0, far)
         low_far, high_far = _halves(
-            base + width, at_far, at_far < length, cos, sin, stride, half, 1.0
+            base + width, far_positions, far_positions < length, cos, sin, stride, half, 1.0
         )
-        v_far = _values(base + 2 * width, at_far, length, stride, head_dim)
+        v_far = _values(base + 2 * width, far_positions, length, stride, head_dim)
     end = length
     if near == queries and far == 0:
-        end = queries  # known when compiled, so that no loop is left
+        # The row fits into one step. The end is known when the kernel is compiled, so the compiler
+        # removes the loop.
+        end = queries
     for first in range(0, end, queries):
-        at_q = first + tl.arange(0, queries)
-        is_live = at_q < length
-        q_low, q_high = _halves(base, at_q, is_live, cos, sin, stride, half, factor)
-        s = _scores(q_low, q_high, low_near, high_near, at_q, at_near, length, slope, dot_precision)
-        best = tl.max(s, 1)
+        query_positions = first + tl.arange(0, queries)
+        is_live = query_positions < length
+        q_low, q_high = _halves(base, query_positions, is_live, cos, sin, stride, half, factor)
+        s = _scores(
+            q_low,
+            q_high,
+            low_near,
+            high_near,
+            query_positions,
+            near_positions,
+            length,
+            slope,
+            dot_precision,
+        )
+        row_max = tl.max(s, 1)
         if far > 0:
             t = _scores(
-                q_low, q_high, low_far, high_far, at_q, at_far, length, slope, dot_precision
+                q_low,
+                q_high,
+                low_far,
+                high_far,
+                query_positions,
+                far_positions,
+                length,
+                slope,
+                dot_precision,
             )
-            best = tl.maximum(best, tl.max(t, 1))
-        weight = tl.exp(s - best[:, None])
+            row_max = tl.maximum(row_max, tl.max(t, 1))
+        weight = tl.exp(s - row_max[:, None])
         total = tl.sum(weight, 1)
         mixed = tl.dot(weight.to(v_near.dtype), v_near, input_precision=dot_precision)
         if far > 0:
-            weight = tl.exp(t - best[:, None])
+            weight = tl.exp(t - row_max[:, None])
             total += tl.sum(weight, 1)
             mixed = tl.dot(weight.to(v_near.dtype), v_far, mixed, input_precision=dot_precision)
-        address = out + at_q[:, None] * width + tl.arange(0, head_dim)[None, :]
+        address = out + query_positions[:, None] * width + tl.arange(0, head_dim)[None, :]
         tl.store(address, (mixed / total[:, None]).to(v_near.dtype), mask=is_live[:, None])
 
 
@@ -185,7 +230,11 @@ def _whole_rows(
     far: tl.constexpr,
     dot_precision: tl.constexpr,
 ) -> None:
-    """Compute one head of one row; a row that fits into half of `far` is spared the other half."""
+    """Compute one head of one row, with as few keys as the row needs. One program for each.
+
+    The batch may hold rows of up to `near + far` tokens. A row that is at most half of `far` longer
+    than `near` is computed with half of `far`. The program of the last row clears the dead slots.
+    """
     head, row = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu_seqlens + row)
     length = tl.load(cu_seqlens + row + 1) - start
@@ -246,7 +295,7 @@ def _whole_rows(
             dot_precision,
         )
     if row == tl.num_programs(1) - 1:
-        _clear_tail(head_out, start + length, slots, width, head_dim, queries)
+        _clear_dead_slots(head_out, start + length, slots, width, head_dim, queries)
 
 
 @triton.jit
@@ -264,10 +313,15 @@ def _long_rows(
     block: tl.constexpr,
     dot_precision: tl.constexpr,
 ) -> None:
-    """Compute one head for one block of queries of a row.
+    """Compute one head for one block of queries of a row. One program for each.
 
-    Keys are met block by block, with a running maximum and sum in float32.
+    The keys are treated block by block (FlashAttention). `row_max`, `total` and `mixed` are the
+    largest score, the sum of weights and the weighted sum of values so far, in float32. When a new
+    block has a larger score, the sums so far are multiplied with `rescale`. The first program of
+    the last row clears the dead slots.
     """
+    # `part` is the number of the block of queries. There are as many as the longest possible row
+    # needs, so for shorter rows some programs have nothing to do.
     head, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(cu_seqlens + row)
     length = tl.load(cu_seqlens + row + 1) - start
@@ -279,72 +333,90 @@ def _long_rows(
         if slopes is not None:
             slope = tl.load(slopes + head)
         base = qkv + start.to(tl.int64) * stride + head * head_dim
-        at_q = part * block + tl.arange(0, block)
-        is_live = at_q < length
-        q_low, q_high = _halves(base, at_q, is_live, cos, sin, stride, half, factor)
-        best = tl.full([block], -float("inf"), tl.float32)
+        query_positions = part * block + tl.arange(0, block)
+        is_live = query_positions < length
+        q_low, q_high = _halves(base, query_positions, is_live, cos, sin, stride, half, factor)
+        row_max = tl.full([block], -float("inf"), tl.float32)
         total = tl.zeros([block], tl.float32)
         mixed = tl.zeros([block, head_dim], tl.float32)
         for first in range(0, length, block):
-            at_k = first + tl.arange(0, block)
-            k_low, k_high = _halves(base + width, at_k, at_k < length, cos, sin, stride, half, 1.0)
-            scores = _scores(q_low, q_high, k_low, k_high, at_q, at_k, length, slope, dot_precision)
-            new_best = tl.maximum(best, tl.max(scores, 1))
-            weight = tl.exp(scores - new_best[:, None])
-            fade = tl.exp(best - new_best)
-            total = total * fade + tl.sum(weight, 1)
-            v = _values(base + 2 * width, at_k, length, stride, head_dim)
-            mixed = tl.dot(
-                weight.to(v.dtype), v, mixed * fade[:, None], input_precision=dot_precision
+            key_positions = first + tl.arange(0, block)
+            k_low, k_high = _halves(
+                base + width, key_positions, key_positions < length, cos, sin, stride, half, 1.0
             )
-            best = new_best
+            scores = _scores(
+                q_low,
+                q_high,
+                k_low,
+                k_high,
+                query_positions,
+                key_positions,
+                length,
+                slope,
+                dot_precision,
+            )
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            weight = tl.exp(scores - new_max[:, None])
+            rescale = tl.exp(row_max - new_max)
+            total = total * rescale + tl.sum(weight, 1)
+            v = _values(base + 2 * width, key_positions, length, stride, head_dim)
+            mixed = tl.dot(
+                weight.to(v.dtype), v, mixed * rescale[:, None], input_precision=dot_precision
+            )
+            row_max = new_max
         address = (
             head_out
-            + (start + at_q).to(tl.int64)[:, None] * width
+            + (start + query_positions).to(tl.int64)[:, None] * width
             + tl.arange(0, head_dim)[None, :]
         )
         tl.store(address, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_live[:, None])
     if (part == 0) & (row == tl.num_programs(1) - 1):
-        _clear_tail(head_out, start + length, slots, width, head_dim, block)
+        _clear_dead_slots(head_out, start + length, slots, width, head_dim, block)
 
 
 def fused_attention(qkv: Tensor, layout: RowLayout) -> Tensor:
-    """Attend within the real rows, with ALiBi if the layout has slopes, else with rotary positions.
+    """Compute attention within each row of a packed batch by the Triton kernels of this module.
 
-    `layout.max_seqlen` bounds the lengths of the rows. The results of a row depend on the power of
-    two above it, and on nothing else of it.
+    Positions enter by ALiBi if the layout has slopes, else by rotary embeddings.
 
     Args:
         qkv: Queries of all heads, keys of all heads, values of all heads: [slots, 3 * width].
-        layout: Where the rows lie.
+        layout: Where the rows lie, and the length of the longest row that is possible. Only the
+            power of two above this length changes results, because it decides about the blocks.
 
     Returns:
-        [slots, width]; zeros in dead slots.
+        A new tensor [slots, width] in the format of `qkv`; zeros in slots behind the last row.
     """
     slots, width = qkv.shape[0], qkv.shape[1] // 3
     head_dim = width // layout.heads
-    is_wide = qkv.dtype == torch.float32
+    is_float32 = qkv.dtype == torch.float32
     out = torch.empty(slots, width, dtype=qkv.dtype, device=qkv.device)
     tensors = (qkv, out, layout.cu_seqlens, layout.cos, layout.sin, layout.slopes, slots)
     constants: dict[str, object] = {
         "width": width,
         "head_dim": head_dim,
         "factor": 1 / math.sqrt(head_dim),
-        "dot_precision": "ieee" if is_wide else "tf32",  # it matters for float32 only
+        # Products of float32 are computed exactly. In 16-bit formats the setting has no effect.
+        "dot_precision": "ieee" if is_float32 else "tf32",
         "num_warps": 4,
         "num_stages": 2,
     }
+    # An empty batch still needs one program, which clears the dead slots.
     heads, rows = layout.heads, max(1, layout.rows)
-    if is_wide or layout.max_seqlen > WHOLE:
-        block = WIDE_QUERIES if is_wide else QUERIES
+
+    # Long rows, and all rows in float32, whose keys do not fit into the registers
+    if is_float32 or layout.max_seqlen > MAX_WHOLE_ROW:
+        block = QUERIES_PER_STEP_FP32 if is_float32 else QUERIES_PER_STEP
         n_blocks = triton.cdiv(layout.max_seqlen, block)
         _long_rows[(heads, rows, n_blocks)](*tensors, **constants, block=block)
         return out
-    if layout.max_seqlen <= QUERIES:
-        near, far = QUERIES, 0
-    elif layout.max_seqlen <= WHOLE // 2:
-        near, far = WHOLE // 2, 0
+
+    # Short rows: choose the sizes of the two parts in which keys are loaded.
+    if layout.max_seqlen <= QUERIES_PER_STEP:
+        near, far = QUERIES_PER_STEP, 0
+    elif layout.max_seqlen <= MAX_WHOLE_ROW // 2:
+        near, far = MAX_WHOLE_ROW // 2, 0
     else:
-        near, far = WHOLE // 2, WHOLE // 2
-    _whole_rows[(heads, rows)](*tensors, **constants, queries=QUERIES, near=near, far=far)
+        near, far = MAX_WHOLE_ROW // 2, MAX_WHOLE_ROW // 2
+    _whole_rows[(heads, rows)](*tensors, **constants, queries=QUERIES_PER_STEP, near=near, far=far)
     return out

@@ -73,51 +73,58 @@ class Backend:
 
 
 def load_backend(name: BackendName) -> Backend:
-    """Import an implementation and return its operations."""
-    if name == "fused":  # Triton is needed here only
+    """Return the operations of one implementation: attention, norm and mean.
+
+    The modules are imported here, because the kernels need Triton and not every machine has it.
+    """
+    if name == "fused":
         from virnuc_core.encoders.attention_kernels import fused_attention
         from virnuc_core.encoders.kernels import norm, span_means
 
         return Backend("fused", fused_attention, norm, span_means, has_kernels=True)
+
     from virnuc_core.encoders.reference import layer_norm, reference_attention, segment_mean
 
     return Backend("reference", reference_attention, layer_norm, segment_mean, has_kernels=False)
 
 
-def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> BackendName:
-    """Return the implementation that runs an encoder's layers on a device.
+def choose_backend(requested: Attention, head_dim: int, device: torch.device) -> BackendName:
+    """Choose between our Triton kernels ("fused") and plain torch operations ("reference").
 
-    `auto` is `fused` wherever the device and the head size allow it.
+    The setting `auto` means `fused` if the device and the size of the attention heads allow it,
+    else `reference`.
 
     Args:
-        asked: What the user asked for.
+        requested: The user's setting: auto, fused or reference.
         head_dim: Width of one attention head of the encoder.
         device: Where the encoder runs.
 
     Raises:
-        IncapableError: The device or the machine cannot run what was asked for.
-        ConfigError: No kernel is written for heads of this size.
+        IncapableError: The device or the machine cannot run the requested implementation.
+        ConfigError: `fused` was requested, but no kernel is written for heads of this size.
     """
-    if asked == "reference":
+    if requested == "reference":
         return "reference"
     if device.type != "cuda":
-        if asked == "fused":
+        if requested == "fused":
             raise IncapableError(
                 f"attention 'fused' needs a CUDA device, this is {device}; use reference or auto"
             )
         return "reference"
     if head_dim not in FUSED_HEADS:
-        if asked == "fused":
+        if requested == "fused":
             raise ConfigError(
                 f"attention 'fused' wants heads of 32, 64 or 128, not {head_dim}; "
                 "use reference or auto"
             )
         return "reference"
-    if torch.cuda.is_available():  # if it is not, torch says so when the device is used
+    # Without a usable GPU nothing is checked here: torch raises an error as soon as the device is
+    # used.
+    if torch.cuda.is_available():
         problem = triton_problem()
         if problem:
-            # `auto` does not fall back to `reference` here: a run that continues on a machine with
-            # Triton would mix results of both.
+            # `auto` must not fall back to `reference` here. If the run were continued later on a
+            # machine with Triton, its files would mix results of both implementations.
             raise IncapableError(
                 f"our kernels need Triton, {problem}; "
                 "or use --attention reference, several times slower"
@@ -127,14 +134,16 @@ def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> Bac
 
 @functools.cache
 def triton_problem() -> str:
-    """Say why Triton cannot run on this machine and what to do; empty if it can.
+    """Return why Triton cannot run on this machine and what to install; "" if Triton can run.
 
-    At its first use on a machine Triton builds a module, for which it needs a C compiler.
+    Triton compiles its driver module at its first use on a machine, so it needs a C compiler. The
+    answer is computed once and kept for the life of the process.
     """
     try:
         from triton.runtime import driver
 
-        assert driver.active is not None  # the driver is built when this attribute is read
+        # `active` is a lazy attribute: reading it compiles and loads the driver module.
+        assert driver.active is not None
     except ModuleNotFoundError:
         return "which is not installed: pip install triton"
     except (
@@ -144,8 +153,9 @@ def triton_problem() -> str:
         OSError,
         subprocess.SubprocessError,
     ) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())  # in one line
         if isinstance(error, subprocess.CalledProcessError):
+            # The compiler has printed its own messages on the terminal already.
             compiler = error.cmd[0]
             reason = f"{compiler} ended with status {error.returncode}, as it says above"
         return (
@@ -156,13 +166,15 @@ def triton_problem() -> str:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return the device that torch calls by this name.
+    """Return the torch device with this name, for instance `cuda:0`, after using it once.
 
     Raises:
-        DeviceError: It is not there, or cannot be used.
+        DeviceError: There is no such device, or it cannot be used.
     """
     try:
         device = torch.device(name)
+        # torch.device checks only the spelling. Allocating a number and copying it to the host
+        # shows that the device works.
         torch.empty(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
         raise DeviceError(f"device {name} cannot be used: {join_first([error])}") from error

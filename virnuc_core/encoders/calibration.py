@@ -13,7 +13,9 @@ from virnuc_core.encoders.registry import PROTEIN_ENCODER, EncoderInfo
 from virnuc_core.errors import WeightsError
 
 CALIBRATION: Final = "int8.safetensors"
-ROUNDING: Final = 1.01  # sums of float32 are rounded, so a mean may lie above the largest value
+# A mean is a float32 sum divided by a count. Because the sum is rounded, the mean of equal numbers
+# may be slightly larger than the largest of them. This factor allows for it.
+MEAN_TOLERANCE: Final = 1.01
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,13 @@ class StoredCalibration:
 
 
 def read_calibration(models: Path, encoder: EncoderInfo = PROTEIN_ENCODER) -> StoredCalibration:
-    """Read what `virnuc models quantize` has stored beside an encoder's weights.
+    """Read the int8 calibration that `virnuc models quantize` stored beside an encoder's weights.
+
+    The calibration holds, for each linear layer of the encoder, the largest absolute and the mean
+    value of each of its inputs. The int8 mode derives its scales from them.
 
     Raises:
-        WeightsError: It is missing, damaged, or not for an encoder of these sizes.
+        WeightsError: The file is missing or damaged, or belongs to an encoder of other sizes.
     """
     folder = models / encoder.name
     path = folder / CALIBRATION
@@ -45,16 +50,20 @@ def read_calibration(models: Path, encoder: EncoderInfo = PROTEIN_ENCODER) -> St
         )
     try:
         with safe_open(path, "np") as file:
-            inputs = {}
+            statistics = {}
             for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                inputs[name] = file.get_tensor(name).astype(np.float32)
+                statistics[name] = file.get_tensor(name).astype(np.float32)
             metadata = file.metadata() or {}
+
+        # A missing layer or product raises KeyError, which is reported below.
         n_layers = read_shape(folder / CONFIG, encoder.shape_type).layers
         layers = []
         for i in range(n_layers):
-            layers.append({name: inputs[f"layers.{i}.{name}"] for name in PRODUCTS})
-        for largest, mean in inputs.values():
-            is_sound = np.isfinite(largest) & (np.abs(mean) <= ROUNDING * largest)
+            layers.append({name: statistics[f"layers.{i}.{name}"] for name in PRODUCTS})
+
+        # Each tensor is [2, in]: the largest absolute inputs, then the mean inputs.
+        for largest, mean in statistics.values():
+            is_sound = np.isfinite(largest) & (np.abs(mean) <= MEAN_TOLERANCE * largest)
             if not is_sound.all():
                 raise ValueError("no mean is above the largest")
         return StoredCalibration(layers, metadata["weights"])

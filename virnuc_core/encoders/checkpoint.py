@@ -37,55 +37,69 @@ if TYPE_CHECKING:
     import torch
 
     from virnuc_core.encoders.classifier import Head
-    from virnuc_core.encoders.layers import Encoder, Read
+    from virnuc_core.encoders.layers import Encoder, TensorReader
 
 E = TypeVar("E", bound="Encoder")
 WEIGHTS: Final = "model.safetensors"
 OpenFile = Callable[[Path], Mapping[str, Any]]  # opens a .safetensors file: its tensors by name
 
 
-def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
-    """Open one part of a models directory.
+def open_part(models: Path, shape_type: type[S]) -> tuple[S, TensorReader]:
+    """Check and open one model of a models directory: an encoder or the classifier.
 
     Args:
         models: Models directory.
-        kind: The type of its sizes, which says which part it is.
+        shape_type: The type of the model's sizes. It decides which model is opened.
 
     Returns:
-        Its sizes, and a function that reads a tensor by our name.
+        The sizes of the model, and a function that returns a tensor when it is given our name for
+        the tensor. Weights are mapped into memory and read when they are used.
 
     Raises:
-        WeightsError: The part is missing, or does not fit its sizes, its tokenizer or the other
-            parts.
+        WeightsError: The model is missing, or its tensors do not fit its sizes, its tokenizer or
+            the other models.
     """
-    shape_of(models, kind)
-    return open_folder(models / kind.part(), kind)
+    shape_of(models, shape_type)
+    return open_folder(models / shape_type.part(), shape_type)
 
 
-def shape_of(models: Path, kind: type[S]) -> S:
-    """Return the sizes of one part of a models directory, checked as `open_part` checks them.
+def shape_of(models: Path, shape_type: type[S]) -> S:
+    """Return the sizes of one model of a models directory, checked as `open_part` checks them.
 
-    The check is made once in this process while the files stay the same.
+    The result is remembered in this process. The check is made again if a file of the models
+    directory has changed.
     """
-    states = []
+    file_states = []
     for path in sorted(models.glob("*/*")):
         if path.is_file():
             status = path.stat()
-            states.append((status.st_ino, status.st_size, status.st_mtime_ns))
-    shape: S = _checked_shape(models, kind, tuple(states))
+            file_states.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    shape: S = _checked_shape(models, shape_type, tuple(file_states))
     return shape
 
 
 @functools.cache
-def _checked_shape(models: Path, kind: type[Any], _states: object) -> Any:
-    """Read the sizes of one part and check all that is known without an encoder's numbers."""
-    shape = read_shape(part_folder(models, kind.part()) / CONFIG, kind)
+def _checked_shape(models: Path, shape_type: type[Any], _file_states: object) -> Any:
+    """Read the sizes of one model and check everything except the numbers of an encoder.
+
+    The numbers of an encoder take gigabytes, so only the names, shapes and formats of its tensors
+    are checked. A classifier is small, so its numbers are checked, too.
+
+    Args:
+        models: Models directory.
+        shape_type: The type of the model's sizes.
+        _file_states: State of all files. It is only part of the key under which the result is
+            cached: another state leads to a new check.
+    """
+    shape = read_shape(part_folder(models, shape_type.part()) / CONFIG, shape_type)
     if isinstance(shape, HeadShape):
         check_widths(models, shape)
         _open_tensors(models / shape.model, shape, _load_arrays)
         return shape
+
     _open_tensors(models / shape.model, shape, _read_headers)
     tokenizer = encoder_named(shape.model).open_tokenizer(models)
+    # A token beyond the embedding table would have no row in it.
     if tokenizer.vocab > shape.vocab:
         raise WeightsError(
             f"{models / shape.model}: the tokenizer has {tokenizer.vocab} tokens, "
@@ -94,31 +108,46 @@ def _checked_shape(models: Path, kind: type[Any], _states: object) -> Any:
     return shape
 
 
-def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
-    """Open a part wherever its folder lies. Whether it fits other parts is not checked.
+def open_folder(folder: Path, shape_type: type[S]) -> tuple[S, TensorReader]:
+    """Open a model in any folder, without a check that it fits the other models of a directory.
 
     Args:
         folder: A folder with `config.json` and weights.
-        kind: The type of its sizes.
+        shape_type: The type of the model's sizes.
 
     Returns:
-        Its sizes, and a function that reads a tensor by our name.
+        The sizes of the model, and a function that returns a tensor when it is given our name for
+        the tensor.
 
     Raises:
-        WeightsError: The folder holds no such part, or its tensors do not fit its sizes.
+        WeightsError: The folder holds no such model, or its tensors do not fit its sizes.
     """
     if not (folder / CONFIG).is_file():
         raise WeightsError(
-            f"{folder}: no {kind.part()} here; it needs config.json and model.safetensors"
+            f"{folder}: no {shape_type.part()} here; it needs config.json and model.safetensors"
         )
     from safetensors.torch import load_file
 
-    shape = read_shape(folder / CONFIG, kind)
+    shape = read_shape(folder / CONFIG, shape_type)
     return shape, _open_tensors(folder, shape, load_file)
 
 
-def _open_tensors(folder: Path, shape: Shape, open_file: OpenFile) -> Read:
-    """Find the tensors of a part; of a classifier, which is small, the numbers are checked, too."""
+def _open_tensors(folder: Path, shape: Shape, open_file: OpenFile) -> TensorReader:
+    """Open the weights of a model, and check the names, shapes and formats of all its tensors.
+
+    A classifier is small, so this also checks that all its numbers are finite.
+
+    Args:
+        folder: Folder of the model.
+        shape: Sizes of the model.
+        open_file: Opens one .safetensors file: complete, or only its header.
+
+    Returns:
+        A function that returns a tensor when it is given our name for the tensor.
+
+    Raises:
+        WeightsError: A tensor is missing, unexpected or of another shape, or not finite.
+    """
     tensors = open_safetensors(weight_files(folder), open_file)
     read_tensor = match_tensors(folder, tensors, shape)
     if isinstance(shape, HeadShape):
@@ -127,7 +156,10 @@ def _open_tensors(folder: Path, shape: Shape, open_file: OpenFile) -> Read:
 
 
 def _read_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return what a .safetensors file says about its tensors."""
+    """Return shape and number format of each tensor in a .safetensors file, by its name.
+
+    No numbers are read, so this takes milliseconds for a file of any size.
+    """
     headers = {}
     with safe_open(path, "np") as file:
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
@@ -137,51 +169,70 @@ def _read_headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def _load_arrays(path: Path) -> Mapping[str, Any]:
-    """Load a .safetensors file as NumPy arrays; with bfloat16, which NumPy lacks, as tensors."""
+    """Load all tensors of a .safetensors file as NumPy arrays, by their names.
+
+    NumPy is enough for most files, and torch takes seconds to import. But NumPy has no bfloat16: a
+    file with such tensors is loaded as torch tensors.
+    """
     from safetensors.numpy import load_file
 
     try:
         return load_file(path)
-    except TypeError:
+    except TypeError:  # a number format that NumPy does not have
         from safetensors import torch
 
         return torch.load_file(path)
 
 
 def check_widths(models: Path, head: HeadShape) -> None:
-    """Check that a classifier takes what the encoders of a models directory give.
+    """Check that a classifier was made for embeddings as wide as those of the encoders.
+
+    Args:
+        models: Models directory, which holds the encoders.
+        head: Sizes of the classifier.
 
     Raises:
-        WeightsError: It was made for embeddings of other widths.
+        WeightsError: The classifier was made for embeddings of other widths.
     """
     widths = {}
     for encoder in ENCODERS:
         folder = part_folder(models, encoder.name)
         widths[encoder.name] = read_shape(folder / CONFIG, encoder.shape_type).width
+
     if any(encoder.width_in(head) != widths[encoder.name] for encoder in ENCODERS):
-        wanted_widths = " + ".join(
+        expected_widths = " + ".join(
             f"{encoder.width_in(head)} ({_molecule_text(encoder)})" for encoder in ENCODERS
         )
-        given_widths = " + ".join(str(widths[encoder.name]) for encoder in ENCODERS)
+        actual_widths = " + ".join(str(widths[encoder.name]) for encoder in ENCODERS)
         raise WeightsError(
-            f"{models / HEAD}: made for embeddings of {wanted_widths}, the encoders beside it give "
-            f"{given_widths}; use the head that belongs to them"
+            f"{models / HEAD}: made for embeddings of {expected_widths}, the encoders beside it "
+            f"give {actual_widths}; use the head that belongs to them"
         )
 
 
 def _molecule_text(encoder: EncoderInfo) -> str:
+    """Return the molecule that an encoder reads, as messages spell it: "DNA" or "protein"."""
     return "DNA" if encoder.molecule == "dna" else encoder.molecule
 
 
-def check_finite(folder: Path, shape: Shape, read: Read) -> int:
-    """Check that all numbers of a part are finite, and return how many there are.
+def check_finite(folder: Path, shape: Shape, read_tensor: TensorReader) -> int:
+    """Check that all numbers of a model are finite.
+
+    Args:
+        folder: Folder of the model, for messages.
+        shape: Sizes of the model.
+        read_tensor: Returns a tensor when it is given our name for the tensor.
+
+    Returns:
+        How many numbers the model has.
 
     Raises:
-        WeightsError: Names the first tensor with NaN or infinity.
+        WeightsError: A tensor holds NaN or infinity. The message names the first such tensor.
     """
     n_numbers = 0
     for name, tensor_shape in shape.tensors().items():
-        values = read(name)
+        values = read_tensor(name)
+        # Comparisons with NaN are false, so this finds NaN as well as infinity.
         if not bool((abs(values) < math.inf).all()):
             raise WeightsError(
                 f"{folder}: tensor {name} holds NaN or infinity; make it anew, or copy it again"
@@ -191,17 +242,18 @@ def check_finite(folder: Path, shape: Shape, read: Read) -> int:
 
 
 def check_models(models: Path, new_length: int | None = None) -> HeadShape:
-    """Check all of a models directory that can be checked without an encoder's numbers.
+    """Check a models directory, except for the numbers of the encoders, which take gigabytes.
 
     Args:
         models: Models directory.
-        new_length: A classifier for this model length is yet to be made, so none is needed.
+        new_length: Bases of a chunk of a classifier that is going to be trained. With it, the
+            directory needs no classifier yet.
 
     Returns:
-        The sizes of the classifier.
+        The sizes of the classifier; with `new_length`, of the classifier to be trained.
 
     Raises:
-        WeightsError: A part is missing, or does not fit the others.
+        WeightsError: A model is missing, or does not fit the others.
     """
     protein_width = shape_of(models, PROTEIN_ENCODER.shape_type).width
     dna_width = shape_of(models, DNA_ENCODER.shape_type).width
@@ -211,10 +263,14 @@ def check_models(models: Path, new_length: int | None = None) -> HeadShape:
 
 
 def part_folder(models: Path, part: str) -> Path:
-    """Return the folder of a part of a models directory.
+    """Return the folder of one model in a models directory, after checking that it exists.
+
+    Args:
+        models: Models directory.
+        part: Name of the model: that of an encoder, or `head` for the classifier.
 
     Raises:
-        WeightsError: There is no such directory, or no such part in it.
+        WeightsError: The models directory or the folder does not exist.
     """
     if not models.is_dir():
         raise WeightsError(
@@ -234,10 +290,10 @@ def part_folder(models: Path, part: str) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the weights of a part.
+    """Return the .safetensors files that hold a model's weights, one or several.
 
     Raises:
-        WeightsError: There are none.
+        WeightsError: The folder holds no weights.
     """
     files = tensor_files(folder)
     if not files:
@@ -248,10 +304,17 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
-    """Return the file of this name in a folder, or the shards that its index names.
+    """Find the weights in a folder: one file, or the shards listed in an index file.
+
+    transformers splits large checkpoints into shards. An index, for instance
+    `model.safetensors.index.json`, says which shard holds which tensor.
+
+    Args:
+        folder: Folder of the checkpoint.
+        name: Name of the single file.
 
     Returns:
-        The files; an empty list if neither is there.
+        The single file, or the shards by name; an empty list if there is neither.
 
     Raises:
         WeightsError: The index cannot be read, or names a file that is not in the folder.
@@ -266,6 +329,7 @@ def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
         names = sorted({str(shard) for shard in weight_map.values()})
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index}: not an index of the shards of a checkpoint") from error
+    # The index comes from strangers, so it must not lead to files outside its folder.
     for shard in names:
         has_folder = Path(shard).name != shard
         if has_folder or not (folder / shard).is_file():
@@ -274,15 +338,15 @@ def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
 
 
 def open_safetensors(files: list[Path], open_file: OpenFile) -> dict[str, Any]:
-    """Open several .safetensors files.
+    """Open several .safetensors files, and return the tensors of all of them.
 
     Args:
         files: The files.
-        open_file: What opens one. torch's `load_file` maps it into memory: a tensor's numbers are
-            read when they are used.
+        open_file: A function that opens one file. torch's `load_file` maps the file into memory,
+            so that a tensor's numbers are read only when they are used.
 
     Returns:
-        All tensors by their names.
+        The tensors by their names in the files.
 
     Raises:
         WeightsError: A file cannot be read.
@@ -306,14 +370,14 @@ def load_encoder(
     precision: Precision = "auto",
     attention: Attention = "auto",
 ) -> E:
-    """Load an encoder of a models directory to a device.
+    """Load an encoder of a models directory to a device, ready to embed.
 
     Args:
-        network: The class of the encoder, `Esm2` or `DnabertS`.
+        network: The class of the encoder, one of `models.NETWORKS`.
         models: Models directory.
         device: Where the encoder runs.
-        precision: Number format. With int8, encoders that have no int8 run in fp16.
-        attention: Which implementation runs the layers.
+        precision: Number format. An encoder without int8 runs in fp16 if int8 is requested.
+        attention: Which implementation runs the layers: auto, fused or reference.
 
     Raises:
         WeightsError: The weights, or the calibration for int8, cannot be used.
@@ -331,16 +395,16 @@ def load_encoder(
         precision = "fp16"
     resolved_precision = resolve_precision(precision, device)
     backend = choose_backend(attention, shape.head_dim, device)
-    inputs = None
+    calibration = None
     if resolved_precision == "int8":
-        inputs = as_calibration(read_calibration(models, encoder).layers)
+        calibration = as_calibration(read_calibration(models, encoder).layers)
     return network(
         shape,
         read_tensor,
         device,
         precision=resolved_precision,
         attention=backend,
-        calibration=inputs,
+        calibration=calibration,
     )
 
 
@@ -363,15 +427,15 @@ def load_models(
     engine: EngineSpec,
     warm: Callable[[Encoder], object] = lambda _: None,
 ) -> LoadedModels:
-    """Load all encoders and the classifier to one device, the encoders at the same time.
+    """Load all encoders and the classifier to one device. The encoders are loaded in parallel.
 
     Args:
         models: Models directory.
         device: Where the models run.
         engine: Settings: precision and attention backend.
-        warm: Called with each encoder as soon as it is loaded, because compiling its kernels takes
-            longest. Called again after all are loaded for an encoder for which there was not
-            enough memory while another one was still loading.
+        warm: A function that runs a first batch through an encoder, which compiles its kernels. It
+            is called in the loading thread as soon as an encoder is loaded. If it runs out of
+            memory, because another encoder is still being loaded, it is called again at the end.
 
     Raises:
         WeightsError: A part of the models directory cannot be used.
@@ -386,6 +450,7 @@ def load_models(
     out_of_memory: list[Encoder] = []
 
     def load(info: EncoderInfo) -> Encoder:
+        """Load one encoder and warm it up. Note it if there was not enough memory to warm up."""
         network = NETWORKS[info.name]
         encoder = load_encoder(network, models, device, engine.precision, engine.attention)
         try:
@@ -395,8 +460,9 @@ def load_models(
         return encoder
 
     with ThreadPoolExecutor(len(ENCODERS)) as threads:
-        # The last one of the registry is the largest, so its loading starts first.
+        # The last encoder of the registry is the largest, so its loading starts first.
         loading = {info.name: threads.submit(load, info) for info in reversed(ENCODERS)}
+    # Results are taken in the order of loading: if several fail, the error of the largest counts.
     networks = {name: future.result() for name, future in loading.items()}
     encoders = {info.name: networks[info.name] for info in ENCODERS}
     head = Head(*open_part(models, HeadShape), device)

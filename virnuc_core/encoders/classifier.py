@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from virnuc_core.encoders.layers import Read
+from virnuc_core.encoders.layers import TensorReader
 from virnuc_core.encoders.model_config import HeadShape
 
 BLOCK_ROWS: Final = 256  # rows of every matrix product, however many rows are scored
@@ -26,7 +26,7 @@ class Classifier(nn.Module):
     """
 
     def __init__(self, shape: HeadShape) -> None:
-        """Make the layers, with random weights."""
+        """Create the layers, with random weights, for embeddings of the given sizes."""
         super().__init__()
         self.hidden_layer = nn.Linear(shape.width, shape.hidden)
         self.bn1 = nn.BatchNorm1d(shape.hidden, shape.norm_eps)
@@ -35,7 +35,14 @@ class Classifier(nn.Module):
         self.output_layer = nn.Linear(shape.hidden, N_CLASSES)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the logits [rows, 2] of joined embeddings [rows, dna_width + protein_width]."""
+        """Return the logits of some rows: one number for "others" and one for "virus".
+
+        Args:
+            features: Joined embeddings, [rows, dna_width + protein_width].
+
+        Returns:
+            [rows, 2].
+        """
         hidden = self.relu(self.bn1(self.hidden_layer(features)))
         logits: Tensor = self.output_layer(self.dropout(hidden))
         return logits
@@ -49,26 +56,29 @@ def probabilities(logits: Tensor) -> Tensor:
 class Head:
     """A trained classifier on one device, which scores rows in float32."""
 
-    def __init__(self, shape: HeadShape, read: Read, device: torch.device) -> None:
-        """Load the weights to a device.
+    def __init__(self, shape: HeadShape, read_tensor: TensorReader, device: torch.device) -> None:
+        """Load the weights of a classifier to a device, as float32.
 
         Args:
             shape: Sizes of the classifier.
-            read: Reads a tensor by its name.
+            read_tensor: Returns a tensor when it is given the tensor's name.
             device: Where scores are computed.
         """
         self.shape = shape
-        weights = {name: read(name).to(device).float() for name in shape.tensors()}
-        with torch.device("meta"):  # no random weights are drawn, which would cost time
+        weights = {name: read_tensor(name).to(device).float() for name in shape.tensors()}
+        # The device "meta" allocates no memory, so no time is spent on random initial weights.
+        with torch.device("meta"):
             self._classifier = Classifier(shape).eval()
-        # Batch norm's counter of training batches is not stored.
+        # strict=False: batch norm's counter of training batches is not stored in our files.
+        # assign=True: the loaded tensors replace the empty ones of the meta device.
         self._classifier.load_state_dict(weights, strict=False, assign=True)
 
     def scores(self, features: Tensor) -> Tensor:
-        """Score rows of joined embeddings.
+        """Return the two class probabilities of each row of joined embeddings.
 
-        All matrix products have the same number of rows, the last one filled up with zeros. So the
-        scores of a row do not depend on how many others are scored with it.
+        Rows are scored in blocks of `BLOCK_ROWS`, and the last block is filled up with zeros. All
+        matrix products have the same shape then, so the scores of a row do not depend on how many
+        other rows are scored in the same call.
 
         Args:
             features: [rows, dna_width + protein_width], DNA first.
@@ -76,10 +86,11 @@ class Head:
         Returns:
             P(others) and P(virus) of each row, float32 [rows, 2].
         """
-        n_missing = -len(features) % BLOCK_ROWS
+        n_padding_rows = -len(features) % BLOCK_ROWS  # up to the next multiple of BLOCK_ROWS
         with torch.inference_mode():
-            filled = F.pad(features.float(), (0, 0, 0, n_missing))
-            blocks = []
-            for block in filled.split(BLOCK_ROWS):  # of no rows there is one empty block
-                blocks.append(probabilities(self._classifier(block)))
-            return torch.cat(blocks)[: len(features)]
+            padded_features = F.pad(features.float(), (0, 0, 0, n_padding_rows))
+            scores = []
+            # Without rows, `split` returns one empty block, so `torch.cat` has something to join.
+            for block in padded_features.split(BLOCK_ROWS):
+                scores.append(probabilities(self._classifier(block)))
+            return torch.cat(scores)[: len(features)]

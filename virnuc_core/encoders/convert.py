@@ -29,7 +29,7 @@ from virnuc_core.encoders.model_config import (
     read_shape,
 )
 from virnuc_core.encoders.model_files import TOKENIZER, write_part
-from virnuc_core.encoders.pickles import HEAD_MAX_BYTES, first_line, read_pickled
+from virnuc_core.encoders.pickles import HEAD_MAX_BYTES, error_summary, read_pickled
 from virnuc_core.encoders.positions import rotary_frequencies
 from virnuc_core.encoders.registry import (
     DNA_ENCODER,
@@ -55,7 +55,7 @@ FETCHED_FILES: Final = [
     "pytorch_model*.bin*",
 ]
 
-DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a random tensor
+PIECE_NUMBERS: Final = 1 << 20  # numbers of a piece of a random tensor, drawn by one thread
 DRAW_THREADS: Final = 16
 UNIFORM_SPREAD: Final = 12**0.5  # 1 divided by the standard deviation of uniform numbers in [0, 1)
 BASES_PER_ENTRY: Final = 500  # of random DNA, for each entry of a tokenizer's vocabulary
@@ -69,23 +69,23 @@ def convert_encoder(
     dtype: Storage | None = None,
     drop_extra: bool = False,
 ) -> EncoderShape:
-    """Write an encoder into a models directory, from a public checkpoint.
+    """Convert the public checkpoint of an encoder, and write it into a models directory.
 
-    The sizes and the tokenizer are read from files beside the weights. Only fair-esm's checkpoints
-    have no `config.json`; their sizes follow from the tensors.
+    The sizes and the tokenizer are read from the files beside the weights. Checkpoints of fair-esm
+    have no `config.json`, so their sizes are derived from the tensors.
 
     Args:
-        encoder: Which encoder it is.
-        source: Folder or file of the public one, in the layout of transformers or of fair-esm.
+        encoder: The encoder's entry in the registry.
+        source: The checkpoint, a folder or file in the layout of transformers or of fair-esm.
         out: Models directory.
         dtype: Format in which the weights are stored; None: as in the source.
-        drop_extra: Leave out tensors that such a model does not have.
+        drop_extra: Leave out tensors that this kind of model does not have.
 
     Returns:
-        Its sizes.
+        The sizes of the encoder.
 
     Raises:
-        WeightsError: The checkpoint cannot be used, or the encoder is in `out` already.
+        WeightsError: The checkpoint cannot be used, or `out` has this encoder already.
     """
     tensors = open_public(source)
     folder = source if source.is_dir() else source.parent
@@ -94,10 +94,12 @@ def convert_encoder(
         shape = guess_esm2_shape(source, tensors)
     else:
         shape = read_shape(folder / CONFIG, encoder.shape_type)
+
     tokenizer = None
     if TOKENIZER in encoder.extra_files:
-        read_tokenizer(folder / TOKENIZER)
+        read_tokenizer(folder / TOKENIZER)  # raises WeightsError for an unusable tokenizer
         tokenizer = (folder / TOKENIZER).read_bytes()
+
     read_tensor = match_tensors(source, tensors, shape, drop_extra)
     write_part(out, shape, read_tensor, source.name, dtype, tokenizer)
     return shape
@@ -109,30 +111,36 @@ def convert_head(
     model_length: int | None = None,
     dna_width: int = VIRNUCPRO_DNA_WIDTH,
 ) -> HeadShape:
-    """Write a head of VirNucPro into a models directory. Nothing that a pickle holds is executed.
+    """Convert a classifier ("head") of VirNucPro, and write it into a models directory.
+
+    VirNucPro publishes pickle files. Their tensors are read, but no code in them is executed.
 
     Args:
-        source: The head, pickled whole, as a dictionary, or as safetensors.
+        source: The classifier: a pickled object, a pickled dictionary of tensors, or safetensors.
         out: Models directory.
-        model_length: Bases of the chunks that it was trained on. By default read from a name like
-            `500_model.pth`.
-        dna_width: Width of the DNA's embeddings; the rest of the input is the protein's.
+        model_length: Bases of the chunks that the classifier was trained on. By default the number
+            in a file name like `500_model.pth`.
+        dna_width: Columns of the classifier's input that are DNA embeddings. The other columns are
+            protein embeddings.
 
     Returns:
-        Its sizes.
+        The sizes of the classifier.
 
     Raises:
-        ConfigError: The model length is not known.
-        WeightsError: The head cannot be used, or there is one in `out` already.
+        ConfigError: The model length was not given, and the file name does not tell it.
+        WeightsError: The classifier cannot be used, or `out` has a classifier already.
     """
     if model_length is None:
-        name = re.fullmatch(r"(\d+)_model\.pth", source.name)
-        if name is None:
+        name_match = re.fullmatch(r"(\d+)_model\.pth", source.name)
+        if name_match is None:
             raise ConfigError(
                 f"{source}: its name does not say the model length; "
                 "give it (300 or 500 for VirNucPro's)"
             )
-        model_length = int(name[1])
+        model_length = int(name_match[1])
+
+    # The shape of the first weight tells the widths of the hidden layer and of the input. Without
+    # such a matrix both are 0, which is refused.
     tensors = open_public(source, HEAD_MAX_BYTES)
     first_weight = tensors.get("hidden_layer.weight", torch.empty(0))
     hidden, width = first_weight.shape if first_weight.ndim == 2 else (0, 0)
@@ -155,18 +163,21 @@ def convert_head(
 def fetch(
     out: Path, head: Path, *, model_length: int | None = None, dtype: Storage | None = None
 ) -> None:
-    """Make a models directory from the public encoders of VirNucPro and one of its heads.
+    """Fill a models directory with the encoders of VirNucPro and one of its classifiers.
 
-    Parts that `out` already holds are left as they are.
+    The encoders are downloaded from the Hugging Face Hub. A model that `out` already has is neither
+    downloaded nor changed.
 
     Args:
         out: Models directory.
-        head: File of the head, which must be at hand.
-        model_length: Bases of the chunks that it was trained on, if its name does not say it.
+        head: File of the classifier, which must exist: classifiers are not on the Hub.
+        model_length: Bases of the chunks that the classifier was trained on, if the file name does
+            not tell it.
         dtype: Format in which the encoders are stored; None: as they are published.
 
     Raises:
-        WeightsError: A repository cannot be downloaded, or a part cannot be used.
+        ConfigError: The model length is not known.
+        WeightsError: A repository cannot be downloaded, or a model cannot be used.
     """
     import huggingface_hub
 
@@ -185,21 +196,21 @@ def fetch(
             folder = huggingface_hub.snapshot_download(
                 repository, revision=revision, allow_patterns=FETCHED_FILES
             )
-        except Exception as error:  # the library and what it stands on raise many kinds
+        except Exception as error:  # the library and its network layers raise many error classes
             raise WeightsError(
-                f"{repository} at {revision[:12]}: cannot be downloaded ({first_line(error)}); "
+                f"{repository} at {revision[:12]}: cannot be downloaded ({error_summary(error)}); "
                 "without a network, copy its files here and use virnuc models convert"
             ) from error
         convert_encoder(encoder, Path(folder), out, dtype)
 
 
 def open_public(source: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
-    """Open the tensors of a public checkpoint.
+    """Return the tensors of a public checkpoint, by their names in the checkpoint.
 
     Args:
-        source: A folder (safetensors or .bin, single or in shards), or one .safetensors, .bin, .pt
-            or .pth file.
-        max_bytes: Refuse a larger pickled file.
+        source: A folder with safetensors or .bin files, one or several, or a single .safetensors,
+            .bin, .pt or .pth file.
+        max_bytes: Refuse a larger pickled file; None: files of any size are read.
 
     Raises:
         WeightsError: There is no checkpoint, or it cannot be read.
@@ -222,22 +233,26 @@ def open_public(source: Path, max_bytes: int | None = None) -> dict[str, Tensor]
 
 
 def guess_esm2_shape(source: Path, tensors: Mapping[str, Tensor]) -> Esm2Shape:
-    """Derive the sizes of an ESM-2 from the tensors of fair-esm's checkpoint.
+    """Derive the sizes of an ESM-2 from the shapes of its tensors in fair-esm's checkpoint.
+
+    Args:
+        source: The checkpoint, for messages.
+        tensors: Its tensors by their names in the checkpoint.
 
     Raises:
         WeightsError: The tensors are not those of an ESM-2.
     """
     sizes = {our_name(name): tensor.shape for name, tensor in tensors.items()}
-    layers = set()
+    layer_numbers = set()
     for name in sizes:
-        layer = re.match(r"layers\.(\d+)\.", name)
-        if layer:
-            layers.add(int(layer[1]))
+        name_match = re.match(r"layers\.(\d+)\.", name)
+        if name_match:
+            layer_numbers.add(int(name_match[1]))
     try:
         vocab, width = sizes["embed.weight"]
-        head_dim = 2 * sizes["inv_freq"][0]
+        head_dim = 2 * sizes["inv_freq"][0]  # each rotary frequency rotates two columns of a head
         return Esm2Shape(
-            layers=max(layers) + 1,
+            layers=max(layer_numbers) + 1,
             width=width,
             heads=width // head_dim,
             ffn_width=sizes["layers.0.fc1.weight"][0],
@@ -258,16 +273,17 @@ def init_random(
     seed: int = 0,
     dtype: Storage = "fp32",
 ) -> None:
-    """Write a models directory with random weights; the same arguments give the same bytes.
+    """Write a models directory with random weights, for tests and demonstrations.
 
-    Activations stay of the size of real ones, also in half precision.
+    The same arguments give the same bytes on every machine. The weights are drawn so that the
+    numbers inside the network are about as large as in a trained one, also in half precision.
 
     Args:
         out: Models directory.
         esm2: Size of the ESM-2.
         dnabert_s: Size of the DNABERT-S.
-        model_length: Bases of the chunks that the head is for.
-        seed: Seed of the weights.
+        model_length: Bases of the chunks that the classifier takes.
+        seed: Seed of the weights and of the tokenizer.
         dtype: Format in which the encoders are stored.
 
     Raises:
@@ -288,26 +304,34 @@ def init_random(
 
 
 def train_tokenizer(vocab: int, seed: int) -> bytes:
-    """Train a byte pair tokenizer on random DNA, as DNABERT-2's was trained on genomes.
+    """Train a byte pair tokenizer on random DNA, for a random model.
+
+    The result has the form of DNABERT-2's tokenizer, which was trained on real genomes.
 
     Args:
-        vocab: Entries of its vocabulary, exactly.
-        seed: Seed of the DNA.
+        vocab: Number of entries of the vocabulary.
+        seed: Seed of the random DNA.
 
     Returns:
-        The content of its `tokenizer.json`.
+        The content of `tokenizer.json`.
     """
     bases = np.frombuffer(b"ACGT", np.uint8)
     n_pieces = vocab * BASES_PER_ENTRY // PIECE_BASES
     pieces = np.random.default_rng(seed).choice(bases, size=(n_pieces, PIECE_BASES))
-    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]  # ids 0 to 4, as in DNABERT-2
+    texts = [piece.tobytes().decode("ascii") for piece in pieces]
+
+    special_tokens = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]  # ids 0 to 4, as in DNABERT-2
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=special, initial_alphabet=list("ACGT"), show_progress=False
+        vocab_size=vocab,
+        special_tokens=special_tokens,
+        initial_alphabet=list("ACGT"),
+        show_progress=False,
     )
-    texts = [piece.tobytes().decode("ascii") for piece in pieces]
     tokenizer.train_from_iterator(texts, trainer)
+
+    # Put every sequence between [CLS] and [SEP].
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
@@ -317,7 +341,10 @@ def train_tokenizer(vocab: int, seed: int) -> bytes:
 
 
 def random_tensor(shape: Shape, name: str, seed: int = 0) -> Tensor:
-    """Draw one tensor of a random model, float32, which depends on name, size and seed only.
+    """Draw one tensor of a random model, in float32.
+
+    The numbers depend only on the name and size of the tensor and on the seed. Rotary frequencies
+    are not random: they get their usual values.
 
     Args:
         shape: Sizes of the model.
@@ -327,16 +354,20 @@ def random_tensor(shape: Shape, name: str, seed: int = 0) -> Tensor:
     size = shape.tensors()[name]
     if name == "inv_freq":
         return rotary_frequencies(2 * size[0])
+
+    # The tensor is cut into pieces of fixed length, each with a generator of its own. So the
+    # numbers do not depend on how many threads draw them.
     tensor = torch.empty(size)
-    pieces = tensor.view(-1).split(DRAWN_AT_ONCE)
+    pieces = tensor.view(-1).split(PIECE_NUMBERS)
     distribution = _distribution(name, size, shape)
     name_digest = zlib.crc32(f"{shape.model}/{name}".encode())
 
     def draw(i: int) -> None:
-        generator = np.random.Generator(np.random.SFC64((seed, name_digest, i * DRAWN_AT_ONCE)))
-        uniform = torch.from_numpy(generator.random(len(pieces[i]), dtype=np.float32))
-        centred = uniform.sub_(0.5)
-        pieces[i].copy_(centred.mul_(distribution.std * UNIFORM_SPREAD).add_(distribution.mean))
+        """Fill piece `i` of the tensor with uniform numbers of the wanted mean and spread."""
+        generator = np.random.Generator(np.random.SFC64((seed, name_digest, i * PIECE_NUMBERS)))
+        uniform = torch.from_numpy(generator.random(len(pieces[i]), dtype=np.float32))  # [0, 1)
+        uniform.sub_(0.5).mul_(distribution.std * UNIFORM_SPREAD).add_(distribution.mean)
+        pieces[i].copy_(uniform)
 
     with ThreadPoolExecutor(DRAW_THREADS) as threads:
         list(threads.map(draw, range(len(pieces))))
@@ -351,21 +382,32 @@ class Distribution(NamedTuple):
 
 
 def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> Distribution:
-    """Return how a tensor's entries are distributed.
+    """Return the mean and standard deviation that the entries of a random tensor shall have.
 
-    A matrix keeps the size of what passes through it. What is added to a residual stream is smaller
-    the more layers add to it.
+    Outputs of a random matrix shall be about as large as its inputs. ESM-2 adds the outputs of two
+    matrices per layer to its residual stream, so these matrices get smaller entries the more layers
+    there are: the sum stays about the same.
+
+    Args:
+        name: Our name for the tensor.
+        size: Shape of the tensor.
+        shape: Sizes of the model.
     """
+    is_norm = "norm" in name or name.startswith("bn1")
     if name.endswith("running_var"):
         return Distribution(1.0, 0.1)
-    if "norm" in name or name.startswith("bn1"):
-        return Distribution(1.0 if name.endswith(".weight") else 0.0, 0.05)
+    if is_norm and name.endswith(".weight"):
+        return Distribution(1.0, 0.05)
+    if is_norm:
+        return Distribution(0.0, 0.05)
     if name.startswith(("embed", "token_type")):
         return Distribution(0.0, 1.0)
     if name.endswith(".bias"):
         return Distribution(0.0, 0.02)
-    std = size[1] ** -0.5
-    is_added = name.split(".")[-2] in ("out", "fc2")
-    if isinstance(shape, Esm2Shape) and is_added:
-        return Distribution(0.0, 2 * std * (2 * shape.layers) ** -0.5)
+
+    std = size[1] ** -0.5  # keeps the size of a vector that is multiplied with the matrix
+    product = name.split(".")[-2]
+    if isinstance(shape, Esm2Shape) and product in ("out", "fc2"):
+        n_additions = 2 * shape.layers
+        return Distribution(0.0, 2 * std * n_additions**-0.5)
     return Distribution(0.0, std)

@@ -23,29 +23,30 @@ from virnuc_core.errors import VirnucError, WeightsError
 from virnuc_core.rundir import write_text_atomically
 from virnuc_core.runfiles import sha256_of
 
-LARGE_BYTES: Final = 1 << 26  # of a file whose digest takes longer than looking it up
-STRETCH_BYTES: Final = 1 << 24
+LARGE_BYTES: Final = 1 << 26  # from this size on, a digest is worth remembering on disk
+PIECE_BYTES: Final = 1 << 24  # of a large file, hashed by one thread
 HASH_THREADS: Final = 8
 CACHE: Final = "~/.cache/virnuc/digests"
-_hashing: Final = threading.Lock()  # if another thread computes a digest, wait for it
+# Two threads that need the same digest must not both compute it: the second one waits.
+_digest_lock: Final = threading.Lock()
 
 
 def fingerprint(
-    models: Path, precision: Precision = "auto", *, anew: bool = False
+    models: Path, precision: Precision = "auto", *, recompute: bool = False
 ) -> dict[str, str]:
-    """Return the digest of each part of a models directory, and of the calibration for int8.
+    """Return the SHA-256 of each model of a models directory, and of the calibration for int8.
 
     Args:
         models: Models directory.
         precision: With int8, the calibration is included.
-        anew: Compute digests even if they are remembered.
+        recompute: Read all files, even if their digests are remembered.
 
     Returns:
-        SHA-256 by the name of the part, and under "int8" that of the calibration.
+        The digests by the names of the models; that of the calibration under "int8".
 
     Raises:
-        WeightsError: A part is missing; for int8 also if the calibration is missing or was made for
-            other weights.
+        WeightsError: A model is missing. With int8 also: the calibration is missing or was made
+            for other weights.
     """
     further_files: dict[str, list[Path]] = {part: [] for part in PARTS}
     for encoder in ENCODERS:
@@ -53,7 +54,7 @@ def fingerprint(
     digests = {}
     for part in PARTS:
         folder = part_folder(models, part)
-        digests[part] = part_digest(folder, *further_files[part], anew=anew)
+        digests[part] = part_digest(folder, *further_files[part], recompute=recompute)
     if precision == "int8":
         for encoder in ENCODERS:
             if encoder.has_int8:
@@ -67,8 +68,13 @@ def fingerprint(
     return digests
 
 
-def part_digest(folder: Path, *further_files: Path, anew: bool = False) -> str:
-    """Return the digest of one part: of its config, its weights and further files.
+def part_digest(folder: Path, *further_files: Path, recompute: bool = False) -> str:
+    """Return the SHA-256 of one model: of its sizes, its weights and further files.
+
+    Args:
+        folder: Folder of the model.
+        further_files: Other files that belong to the model, for instance a tokenizer.
+        recompute: Read all files, even if their digests are remembered.
 
     Raises:
         WeightsError: A file cannot be read, or there are no weights.
@@ -77,14 +83,14 @@ def part_digest(folder: Path, *further_files: Path, anew: bool = False) -> str:
     for path in (folder / CONFIG, *weight_files(folder), *further_files):
         with refuse_unreadable(path, "file", WeightsError):
             status = path.stat()
-        with _hashing:
-            digest = _cached_digest(path.resolve(), _file_state(status), anew)
+        with _digest_lock:
+            digest = _cached_digest(path.resolve(), _file_state(status), recompute)
         lines += f"{path.name} {digest}\n"
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _file_state(status: os.stat_result) -> tuple[int, ...]:
-    """Return numbers that change if a file is replaced or written to."""
+    """Return numbers of a file's status that change if the file is replaced or written to."""
     return (
         status.st_dev,
         status.st_ino,
@@ -95,41 +101,54 @@ def _file_state(status: os.stat_result) -> tuple[int, ...]:
 
 
 @functools.cache
-def _cached_digest(path: Path, state: tuple[int, ...], anew: bool) -> str:
-    """Return the digest of a file in this state, and remember that of a large file for the user."""
+def _cached_digest(path: Path, state: tuple[int, ...], recompute: bool) -> str:
+    """Return the digest of a file, from the user's cache if the file has not changed.
+
+    The digest of a large file is written to the cache in the user's home. A cache that cannot be
+    read or written is not an error: the digest is computed then.
+
+    Args:
+        path: The file.
+        state: Numbers that change if the file changes, see `_file_state`.
+        recompute: Read the file, even if its digest is in the cache.
+    """
     key = hashlib.sha256(f"{path} {state}".encode()).hexdigest()
     cache_path = Path(CACHE, key)
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
         cache_path = cache_path.expanduser()
-        if not anew:
+        if not recompute:
             cached_text = cache_path.read_text("ascii", "replace")
             if re.fullmatch("[0-9a-f]{64}", cached_text):
                 return cached_text
+
     digest = digest_of(path)
     with suppress(OSError, VirnucError):
+        # Without a home, the path still begins with "~" and is relative: nothing is cached then.
         if path.stat().st_size >= LARGE_BYTES and cache_path.is_absolute():
             write_text_atomically(cache_path, digest)
     return digest
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file; of a large one that of the digests of its stretches.
+    """Return the digest of a file, computed from its content by several threads.
 
-    Stretches are hashed by several threads: 6 GB would take one thread seconds.
+    For a file of up to `PIECE_BYTES` this is its SHA-256. A larger file is cut into pieces, and the
+    digest is the SHA-256 of the joined SHA-256 digests of the pieces.
 
     Raises:
         OSError: The file cannot be read.
     """
 
-    def stretch_digest(start: int) -> bytes:
+    def piece_digest(start: int) -> bytes:
+        """Return the SHA-256 of the piece of the file that begins at this byte."""
         with path.open("rb") as file:
             file.seek(start)
-            return hashlib.sha256(file.read(STRETCH_BYTES)).digest()
+            return hashlib.sha256(file.read(PIECE_BYTES)).digest()
 
     size = path.stat().st_size
-    if size <= STRETCH_BYTES:
+    if size <= PIECE_BYTES:
         return sha256_of(path)
-    starts = range(0, size, STRETCH_BYTES)
+    starts = range(0, size, PIECE_BYTES)
     with ThreadPoolExecutor(HASH_THREADS) as threads:
-        digests = b"".join(threads.map(stretch_digest, starts))
+        digests = b"".join(threads.map(piece_digest, starts))
     return hashlib.sha256(digests).hexdigest()

@@ -10,46 +10,70 @@ from virnuc_core.config import DEFAULT_THRESHOLD, VerdictSpec
 from virnuc_core.encoders.model_config import HeadCard, HeadShape
 from virnuc_core.errors import ConfigError
 
-MAX_LENGTH_RATIO: Final = 1.5  # of the median read's length to that in training, or the reverse
-MAX_SHARE_OUTSIDE: Final = 0.1  # of the reads may be shorter or longer than any in training
+# Reads are like those of the training if their median length differs at most by this factor, and
+# at most this share of them is shorter or longer than every read of the training.
+MAX_LENGTH_RATIO: Final = 1.5
+MAX_SHARE_OUTSIDE: Final = 0.1
 
 
 class ScoreThresholds(NamedTuple):
     """Which viral scores lead to which verdict."""
 
-    viral: float  # from here on a read is viral
-    uncertain: tuple[float, float] | None  # from the first to below the second no verdict is given
+    viral: float  # a read with this viral score or more is called viral
+    # Reads with a viral score of at least the first and below the second number get no verdict;
+    # None: every read gets a verdict.
+    uncertain: tuple[float, float] | None
 
 
-def score_thresholds(head: HeadShape, asked: VerdictSpec) -> ScoreThresholds:
-    """Return the thresholds of scores that settings and the classifier's card lead to.
+def score_thresholds(head: HeadShape, settings: VerdictSpec) -> ScoreThresholds:
+    """Return the thresholds that turn viral scores into verdicts.
+
+    By default the threshold is the user's. With the settings `fdr` or `abstain` the thresholds come
+    from the classifier's card, where its training recorded them.
+
+    Args:
+        head: The classifier, with its card if it has one.
+        settings: The user's settings: threshold, false discovery rate, abstain.
 
     Raises:
-        ConfigError: The card does not have what is asked for, or two settings contradict.
+        ConfigError: The classifier has no card, or its card lacks the requested numbers, or two
+            settings contradict each other.
     """
-    if asked.fdr is None and not asked.abstain:
-        return ScoreThresholds(asked.threshold, None)
+    if settings.fdr is None and not settings.abstain:
+        return ScoreThresholds(settings.threshold, None)
+
     card = head.card
     if card is None:
         raise ConfigError(
             "fdr, abstain: the head has no card that would tell; virnuc train writes heads with one"
         )
-    threshold = asked.threshold
-    if asked.fdr is not None:
-        threshold = _threshold_for_fdr(card, asked.fdr, asked.threshold)
-    if not asked.abstain:
+    threshold = settings.threshold
+    if settings.fdr is not None:
+        threshold = _threshold_for_fdr(card, settings.fdr, settings.threshold)
+    if not settings.abstain:
         return ScoreThresholds(threshold, None)
+
     if card.uncertain is None:
         raise ConfigError("abstain: the head's card names no uncertain scores")
     low, high = card.uncertain
-    if asked.fdr is not None:
-        # With few viral reads the threshold is high, and scores up to it are uncertain.
+    if settings.fdr is not None:
+        # A low false discovery rate can require a threshold above the card's uncertain scores.
+        # Scores between them and the threshold are not certain enough for either verdict.
         high = max(high, threshold)
     return ScoreThresholds(threshold, (low, high))
 
 
 def _threshold_for_fdr(card: HeadCard, fdr: float, threshold: float) -> float:
-    """Return the viral score from which a false discovery rate holds."""
+    """Look up the viral score from which a false discovery rate holds, in a classifier's card.
+
+    Args:
+        card: The card, which lists some rates and their scores.
+        fdr: The false discovery rate that the user wants.
+        threshold: The user's threshold. It must be the default, because `fdr` replaces it.
+
+    Raises:
+        ConfigError: The user gave both, or the card does not list this rate.
+    """
     if threshold != DEFAULT_THRESHOLD:
         raise ConfigError(
             f"fdr {fdr:g} and threshold {threshold:g} both say when a read is viral; give one"
@@ -65,26 +89,26 @@ def _threshold_for_fdr(card: HeadCard, fdr: float, threshold: float) -> float:
 def training_mismatches(
     head: HeadShape, lengths: NDArray[np.integer], digests: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Say where a run differs from the classifier's training.
+    """Return warnings if a run is unlike the training of its classifier.
 
     Args:
         head: The classifier.
-        lengths: Bases of each read.
-        digests: Digests of the parts of the models directory.
+        lengths: Bases of each read of the run.
+        digests: Digests of the models, by the names of their folders.
 
     Returns:
-        One sentence about encoders that are not those of its training, and one about reads whose
-        lengths are far from those of its training, if there is something to say.
+        One warning if the encoders are not those of the training, and one if the lengths of the
+        reads are far from those of the training. Nothing if the classifier has no card.
     """
     if head.card is None:
         return ()
     warnings = []
-    other_encoders = [
+    changed_encoders = [
         name for name, digest in head.card.encoders.items() if digests.get(name) != digest
     ]
-    if other_encoders:
+    if changed_encoders:
         warnings.append(
-            f"the head was trained on embeddings by another {' and '.join(other_encoders)}: "
+            f"the head was trained on embeddings by another {' and '.join(changed_encoders)}: "
             "if its weights differ, scores mean nothing"
         )
     if len(lengths) and not _lengths_fit(head.card, lengths):
@@ -93,14 +117,17 @@ def training_mismatches(
 
 
 def _share_outside(card: HeadCard, lengths: NDArray[np.integer]) -> float:
-    """Return the share of reads that are shorter or longer than any in training."""
-    shortest, _, longest = card.lengths
+    """Return the share of reads that are shorter or longer than every read of the training."""
+    shortest, _, longest = card.lengths  # the second number is the median
     return float(np.mean((lengths < shortest) | (lengths > longest)))
 
 
 def _lengths_fit(card: HeadCard, lengths: NDArray[np.integer]) -> bool:
-    """Return whether the lengths of reads are about those of the training."""
-    _, median_in_training, _ = card.lengths
+    """Return whether the reads are about as long as those of the training.
+
+    Their median must be similar, and few reads may lie outside the range of the training.
+    """
+    _, median_in_training, _ = card.lengths  # shortest, median, longest
     median = float(np.median(lengths))
     is_median_near = (
         median_in_training / MAX_LENGTH_RATIO <= median <= median_in_training * MAX_LENGTH_RATIO
@@ -109,15 +136,20 @@ def _lengths_fit(card: HeadCard, lengths: NDArray[np.integer]) -> bool:
 
 
 def _describe_lengths(card: HeadCard, lengths: NDArray[np.integer]) -> str:
-    """Say how the lengths of reads differ from those of the training."""
+    """Return the warning that the reads of a run are longer or shorter than those of the training.
+
+    Args:
+        card: The classifier's card, with the lengths in its training.
+        lengths: Bases of each read of the run.
+    """
     shortest, median, longest = card.lengths
     if shortest == longest:
-        in_training = f"{median} bases"
+        training_lengths = f"{median} bases"
     else:
-        in_training = f"{shortest} to {longest} bases, half of them up to {median}"
+        training_lengths = f"{shortest} to {longest} bases, half of them up to {median}"
     percent_outside = 100 * _share_outside(card, lengths)
     return (
-        f"the head was trained on reads of {in_training}; "
+        f"the head was trained on reads of {training_lengths}; "
         f"here half are up to {np.median(lengths):.0f}, and {percent_outside:.0f} % outside that "
         "range: do not rely on their scores"
     )

@@ -1,8 +1,10 @@
-"""The classifiers of a models directory: installed, kept and taken back.
+"""The classifiers ("heads") of a models directory: the installed one and the archive of all others.
 
-The one in use stands in `head/`, and `heads/NNN-DIGEST/` has each one that was ever installed. None
-is lost: what stands in `head/` is kept before another takes its place. A kept head appears file by
-file, its `config.json` last. So a folder without one is half a copy, which the next call completes.
+`head/` holds the installed classifier, which runs use. `heads/NNN-DIGEST/` is the archive: a copy
+of every classifier that was ever installed. The content of `head/` is copied to the archive before
+another classifier replaces it, so no classifier is lost. A copy is written file by file, with
+`config.json` last. A folder of the archive without `config.json` is therefore an incomplete copy,
+and the next call completes it.
 """
 
 import ctypes
@@ -19,36 +21,40 @@ from virnuc_core.encoders.registry import HEAD
 from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.rundir import atomic_file, run_lock
 
-CHANCE: Final = 0.5  # the AUROC of guessing
-KEPT: Final = "heads"  # folder of the kept heads
-DIGEST_LETTERS: Final = 8  # of a digest, in a folder's name
-AT_FDCWD: Final = -100  # of renameat2(2): paths are relative to the working directory
-RENAME_EXCHANGE: Final = 2
+CHANCE_AUROC: Final = 0.5  # the area under the ROC curve of a classifier that guesses
+ARCHIVE: Final = "heads"  # folder of the archive in a models directory
+DIGEST_LETTERS: Final = 8  # of a classifier's digest, in the name of its folder
+# Arguments of renameat2(2), which Python does not offer
+AT_FDCWD: Final = -100  # relative paths are relative to the working directory
+RENAME_EXCHANGE: Final = 2  # exchange the two names
 log = logging.getLogger(__name__)
 
 
 class KeptHead(NamedTuple):
     """One classifier of a models directory."""
 
-    number: int  # 0: it stands in head/ and was not kept so far
+    number: int  # number in the archive; 0: it is only in head/, not in the archive
     digest: str
     installed: bool
     shape: HeadShape
 
 
 class KeptFolder(NamedTuple):
-    """A folder of a kept head, which may be half a copy."""
+    """A folder of the archive. It may hold an incomplete copy."""
 
     number: int
     path: Path
 
 
 def kept_heads(models: Path) -> list[KeptHead]:
-    """Return the heads of a models directory by number; warn of those that cannot be read."""
+    """Return all classifiers of a models directory, each once, ordered by number.
+
+    A classifier that cannot be read is left out, and a warning is logged.
+    """
     by_digest: dict[str, KeptHead] = {}
     installed_digest = ""
     for number, path in [KeptFolder(0, models / HEAD), *_kept_folders(models)]:
-        if not (path / CONFIG).is_file():
+        if not (path / CONFIG).is_file():  # not there, or an incomplete copy
             continue
         try:
             digest, shape = part_digest(path), read_shape(path / CONFIG, HeadShape)
@@ -57,40 +63,45 @@ def kept_heads(models: Path) -> list[KeptHead]:
             continue
         if number == 0:
             installed_digest = digest
-        # Of two equal ones, the kept one replaces the installed one, which comes first.
+        # The installed classifier comes first in this loop. If the archive has a copy of it, this
+        # replaces number 0 by the number in the archive.
         by_digest[digest] = KeptHead(number, digest, digest == installed_digest, shape)
     return sorted(by_digest.values())
 
 
 class Comparison(NamedTuple):
-    """How a new head compares with the installed one."""
+    """How a new classifier compares with the installed one."""
 
-    problem: str  # why it should not be installed; empty if nothing speaks against it
-    remark: str
+    problem: str  # why the new one should not be installed; "" if there is no reason
+    remark: str  # a further sentence for the user; "" if there is none
 
 
-def install_head(new: Path, models: Path, *, anyway: bool = False) -> str:
-    """Put a head in place as `models/head`.
+def install_head(new_head: Path, models: Path, *, install_anyway: bool = False) -> str:
+    """Install a classifier as `models/head`, unless it seems worse than the installed one.
+
+    The new and the former classifier are both copied to the archive `models/heads`.
 
     Args:
-        new: Folder of the head.
+        new_head: Folder of the new classifier.
         models: Models directory.
-        anyway: Install it even if it may be chance, or is worse on the same test.
+        install_anyway: Install it even if it may be no better than chance, or worse than the
+            installed one on the same test reads.
 
     Returns:
-        What there is to say about it, in one line.
+        A message for the user, in one line: under which name it is in the archive, and how it
+        compares with the former one.
 
     Raises:
-        WeightsError: It should not be installed, or does not fit the encoders.
+        WeightsError: The classifier should not be installed, or does not fit the encoders.
     """
-    card = read_shape(new / CONFIG, HeadShape).card
-    comparison = _compare_with_installed(card, models)
+    card = read_shape(new_head / CONFIG, HeadShape).card
+    comparison = _compare_cards(card, models)
     problem = comparison.problem
-    if problem and not anyway:
+    if problem and not install_anyway:
         raise WeightsError(
-            f"{new}: not installed: {problem}; --install-anyway puts it in place all the same"
+            f"{new_head}: not installed: {problem}; --install-anyway puts it in place all the same"
         )
-    message = f"installed as {_put_in_place(new, models).name}"
+    message = f"installed as {_install(new_head, models).name}"
     if problem:
         return f"{message}; although {problem}"
     if comparison.remark:
@@ -98,16 +109,27 @@ def install_head(new: Path, models: Path, *, anyway: bool = False) -> str:
     return message
 
 
-def _compare_with_installed(card: HeadCard | None, models: Path) -> Comparison:
-    """Compare a new head's card with that of the installed one."""
+def _compare_cards(card: HeadCard | None, models: Path) -> Comparison:
+    """Compare the test results of a new classifier with chance and with the installed classifier.
+
+    Args:
+        card: What the new classifier's training recorded; None if it has no card.
+        models: Models directory, with the installed classifier if there is one.
+
+    Returns:
+        Why the new classifier should not be installed, if there is a reason, and a remark.
+    """
     if card is None:
         return Comparison("it has no card that tells how well it does", "")
-    if card.auroc.low <= CHANCE:
+    if card.auroc.low <= CHANCE_AUROC:  # the lower end of its 95 % interval
         return Comparison(f"its AUROC is {card.auroc}, which may be chance", "")
+
     installed_card = None
     for head in kept_heads(models):
         if head.installed:
             installed_card = head.shape.card
+
+    # Two AUROCs compare only if both were measured on the same test reads.
     is_same_test = installed_card is not None and (card.reads, card.test) == (
         installed_card.reads,
         installed_card.test,
@@ -117,6 +139,7 @@ def _compare_with_installed(card: HeadCard | None, models: Path) -> Comparison:
         if (models / HEAD / CONFIG).is_file():
             remark = "the one before was not tested on these reads, so the two cannot be compared"
         return Comparison("", remark)
+
     comparison = f"AUROC {card.auroc}, of the one before {installed_card.auroc}, on the same test"
     if card.auroc.value < installed_card.auroc.value:
         return Comparison(f"it is worse: {comparison}", comparison)
@@ -124,14 +147,20 @@ def _compare_with_installed(card: HeadCard | None, models: Path) -> Comparison:
 
 
 def use_head(models: Path, number: int) -> Path:
-    """Put a kept head in place as `models/head`, and keep what stands there.
+    """Install a classifier of the archive as `models/head`.
+
+    The classifier that was installed before is copied to the archive, unless it is there already.
+
+    Args:
+        models: Models directory.
+        number: Number of the classifier in the archive.
 
     Returns:
-        The folder in which the head is kept.
+        The classifier's folder in the archive.
 
     Raises:
-        ConfigError: No head is kept under this number.
-        WeightsError: The head does not fit the encoders.
+        ConfigError: The archive has no classifier with this number.
+        WeightsError: The classifier does not fit the encoders.
     """
     folders = dict(_kept_folders(models))
     if number not in folders:
@@ -140,81 +169,110 @@ def use_head(models: Path, number: int) -> Path:
             f"{models}: no head is kept under {number}; there are {known_numbers}, "
             "see virnuc models heads"
         )
-    return _put_in_place(folders[number], models)
+    return _install(folders[number], models)
 
 
 def _kept_folders(models: Path) -> list[KeptFolder]:
-    """Return the folders of kept heads by number, half copies included."""
+    """Return the folders of the archive by number, including incomplete copies.
+
+    A folder is named `NNN-DIGEST`: a number of three or more digits, and the first eight letters of
+    the classifier's digest. Anything else in the archive is ignored.
+    """
     folders = []
-    for path in models.glob(f"{KEPT}/[0-9][0-9][0-9]*-????????"):
+    for path in models.glob(f"{ARCHIVE}/[0-9][0-9][0-9]*-????????"):
         number = path.name.partition("-")[0]
-        if number.isdecimal():
+        if number.isdecimal():  # the pattern also matches other characters after three digits
             folders.append(KeptFolder(int(number), path))
     return sorted(folders)
 
 
-def _put_in_place(head: Path, models: Path) -> Path:
-    """Keep the present head and this one, and put this one in place.
+def _install(head: Path, models: Path) -> Path:
+    """Install a classifier as `models/head`, and archive it and the former classifier.
+
+    Another process that installs at the same time waits. The archive copies are made first, and
+    `head/` is replaced as a whole, so a kill at any moment loses no classifier.
+
+    Args:
+        head: Folder of the classifier.
+        models: Models directory.
 
     Returns:
-        The folder in which it is kept.
+        The classifier's folder in the archive.
 
     Raises:
-        WeightsError: It does not fit the encoders.
+        WeightsError: The classifier is damaged, or does not fit the encoders.
     """
     shape, _ = open_folder(head, HeadShape)
     check_widths(models, shape)
-    current, new, former = models / HEAD, models / ".head.new", models / ".head.old"
-    with run_lock(models / KEPT):
-        if (current / CONFIG).is_file() and tensor_files(current):
-            _keep(current, models)
-        kept_folder = _keep(head, models)
-        for leftover in (new, former):  # of a process that was killed
+    installed = models / HEAD
+    new_copy, former = models / ".head.new", models / ".head.old"
+    with run_lock(models / ARCHIVE):
+        if (installed / CONFIG).is_file() and tensor_files(installed):
+            _archive_head(installed, models)
+        archive_folder = _archive_head(head, models)
+
+        # Remove what a killed process may have left, and copy to a temporary name.
+        for leftover in (new_copy, former):
             shutil.rmtree(leftover, ignore_errors=True)
-        _copy(kept_folder, new)
-        if not current.exists():
-            new.rename(current)
-        elif not _exchange(new, current):
-            # After a kill between these two, use-head puts one back.
-            current.rename(former)
-            new.rename(current)
-        for leftover in (new, former):
+        _copy_head(archive_folder, new_copy)
+
+        # Replace head/ in one step if the file system can do that, else in two. If the process is
+        # killed between the two, there is no head/, and `virnuc models use-head` restores it.
+        if not installed.exists():
+            new_copy.rename(installed)
+        elif not _swap_folders(new_copy, installed):
+            installed.rename(former)
+            new_copy.rename(installed)
+        for leftover in (new_copy, former):
             shutil.rmtree(leftover, ignore_errors=True)
-    return kept_folder
+    return archive_folder
 
 
-def _keep(head: Path, models: Path) -> Path:
-    """Copy a head to the kept ones, unless it is there whole. Return its folder there."""
+def _archive_head(head: Path, models: Path) -> Path:
+    """Copy a classifier to the archive, unless the archive has a complete copy of it.
+
+    Args:
+        head: Folder of the classifier.
+        models: Models directory.
+
+    Returns:
+        The classifier's folder in the archive: an existing one for the same digest, or a new one
+        with the next number.
+    """
     digest = part_digest(head)
     suffix = f"-{digest[:DIGEST_LETTERS]}"
     folders = _kept_folders(models)
     number = folders[-1].number + 1 if folders else 1
-    kept_folder = models / KEPT / f"{number:03d}{suffix}"
+    archive_folder = models / ARCHIVE / f"{number:03d}{suffix}"
     for folder in folders:
         if folder.path.name.endswith(suffix):
-            kept_folder = folder.path
+            archive_folder = folder.path
             break
-    is_whole = (kept_folder / CONFIG).is_file() and part_digest(kept_folder) == digest
-    if not is_whole:  # new, half a copy, or damaged since
-        _copy(head, kept_folder)
-    return kept_folder
+    is_complete = (archive_folder / CONFIG).is_file() and part_digest(archive_folder) == digest
+    if not is_complete:  # a new folder, an incomplete copy, or a copy that was damaged later
+        _copy_head(head, archive_folder)
+    return archive_folder
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step, so that both exist at every moment.
+def _swap_folders(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders in one step, so that both names exist at every moment.
 
     Returns:
-        False if the file system cannot do that, as some network file systems.
+        True if it was done; false if the file system cannot do it, like some network file systems.
     """
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None)  # the C library of this process
     failed = libc.renameat2(
-        AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE
+        AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE
     )
     return not failed
 
 
-def _copy(head: Path, folder: Path) -> None:
-    """Copy the files of a head, its `config.json` last."""
+def _copy_head(head: Path, folder: Path) -> None:
+    """Copy the files of a classifier to a folder, each atomically, `config.json` last.
+
+    A folder with `config.json` is therefore complete.
+    """
+    # False sorts before True, so config.json comes last.
     for path in sorted(head.iterdir(), key=lambda path: path.name == CONFIG):
         if path.is_file():
             with atomic_file(folder / path.name) as temp_path:

@@ -1,9 +1,12 @@
 """Triton kernels beside attention: norms, means, products of int8, and DNABERT-S's gated unit.
 
-Imported only where a kernel is asked for, so Triton need not be installed elsewhere. Each kernel
-treats a row (of tokens, or of a matrix) by itself, in blocks whose size does not depend on its
-neighbours, so neither do its numbers. The kernels are written compactly, because each line costs
-time on the device; the functions that launch them say what they compute.
+This module is imported only where a kernel is used, so that other machines do not need Triton. Each
+kernel treats a row (of tokens, or of a matrix) by itself, in blocks of a size that does not depend
+on the neighbouring rows. So the result of a row does not depend on them either.
+
+A function with `@triton.jit` is a kernel. It runs on the GPU as many copies ("programs") at the
+same time, and `tl.program_id` tells each copy which rows or blocks it computes. Tensor arguments
+arrive as the address of their first number. The plain function below each kernel launches it.
 """
 
 from dataclasses import dataclass
@@ -22,33 +25,34 @@ class ProductBlocks:
     rows: int
     columns: int
     depth: int
-    tall: int  # blocks of rows that are computed one after the other and share columns in the cache
+    group_rows: int  # neighbouring blocks of rows that are computed together, see `_product`
     num_warps: int
     num_stages: int
-    sharing: int  # programs that share a multiprocessor
+    programs_per_sm: int  # programs that share a multiprocessor of the GPU
 
 
 GATED_BLOCKS: Final = ProductBlocks(
-    rows=128, columns=128, depth=64, tall=8, num_warps=8, num_stages=3, sharing=1
+    rows=128, columns=128, depth=64, group_rows=8, num_warps=8, num_stages=3, programs_per_sm=1
 )
 INT8_BLOCKS: Final = ProductBlocks(
-    rows=128, columns=128, depth=128, tall=16, num_warps=4, num_stages=3, sharing=2
+    rows=128, columns=128, depth=128, group_rows=16, num_warps=4, num_stages=3, programs_per_sm=2
 )
 GATED_CAPABILITY: Final = (9, 0)  # compute capability from which the gated unit's kernel runs
-MEAN_TOKENS: Final = 16  # of a span, summed at once
-MEAN_COLUMNS: Final = 256
+MEAN_TOKENS: Final = 16  # tokens of a span that are loaded and summed in one step
+MEAN_COLUMNS: Final = 256  # columns that one program averages
 MAX_NORM_WARPS: Final = 16
 COLUMNS_PER_NORM_WARP: Final = 512  # about 16 numbers for each thread
-INTERPRETER_PROGRAMS: Final = 4  # any small number will do there
+INTERPRETER_PROGRAMS: Final = 4  # on a CPU programs run one after the other: any number works
 Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and the scales of int8 rows
 
 
 @triton.jit
 def quick_gelu(x: tl.tensor) -> tl.tensor:
-    """Compute exact GELU without a branch, so that rows stay in registers.
+    """Compute exact GELU, x * Phi(x), without a branch, so that rows stay in registers.
 
-    The logarithm of the normal distribution's tail is a polynomial here. The result is within 6e-7,
-    and where GELU is small within 4e-6 of itself; float32's own erf is no nearer there.
+    GELU(x) is max(x, 0) - |x| * Phi(-|x|). The base-2 logarithm of Phi(-|x|), the tail of the
+    normal distribution, is approximated by the polynomial `h`. The absolute error is at most 6e-7.
+    Where GELU is small, its relative error is at most 4e-6, as with float32's own erf.
     """
     a = tl.abs(x)
     h = ((-1.7934565e-06 * a + 6.09042e-05) * a - 0.00092602923) * a + 0.008493758
@@ -58,9 +62,10 @@ def quick_gelu(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def round_to_int8(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Round `x * scale` to int8, halves to even. It must be at most 127 on both sides of 0.
+    """Round `x * scale` to int8, halves to even. The product must lie between -127 and 127.
 
-    Adding 1.5 * 2 ** 23 leaves a float32 no room for fractions: its last byte is the number.
+    After 1.5 * 2 ** 23 (12,582,912) is added, a float32 has no bits left for fractions. So the
+    addition rounds, and the lowest byte of the float32 is the rounded number as int8.
     """
     return (x * scale + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
@@ -68,7 +73,7 @@ def round_to_int8(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 @triton.jit
 def _norm(
     x: tl.tensor,  # [rows, width]
-    shift: tl.tensor,  # float32 [width], seen by the norm only; or None
+    shift: tl.tensor,  # float32 [width], added to the row before it is normalised; or None
     weight: tl.tensor,  # [width]
     bias: tl.tensor,  # [width]
     out: tl.tensor,  # [rows, width]
@@ -76,7 +81,11 @@ def _norm(
     width: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Normalise one row, in float32."""
+    """Apply layer norm to one row, in float32. Each program computes one row.
+
+    `block` is the power of two from `width` on, because Triton's ranges have such lengths. The mask
+    leaves out the columns behind the row.
+    """
     row = tl.program_id(0)
     column = tl.arange(0, block)
     mask = column < width
@@ -96,16 +105,16 @@ def _norm(
 def norm(
     x: Tensor, affine: tuple[Tensor, Tensor], eps: float, shift: Tensor | None = None
 ) -> Tensor:
-    """Normalise each row of `x + shift`.
+    """Apply layer norm to each row of `x + shift`.
 
     Args:
-        x: [rows, width].
+        x: [rows, width]. It is not changed.
         affine: Weight and bias of the norm, [width] each.
-        eps: Added to the variance.
-        shift: float32 [width].
+        eps: A small number that is added to the variance.
+        shift: float32 [width], added to every row first; None: nothing is added.
 
     Returns:
-        [rows, width].
+        A new tensor [rows, width] in the format of `x`.
     """
     weight, bias = affine
     rows, width = x.shape
@@ -117,7 +126,7 @@ def norm(
 
 
 @triton.jit
-def _int8(
+def _round_rows(
     x: tl.tensor,  # [rows, width]
     weight: tl.tensor,  # of a norm, [width]
     bias: tl.tensor,  # of a norm, [width]
@@ -127,62 +136,74 @@ def _int8(
     rows: tl.tensor,
     eps: tl.tensor,
     width: tl.constexpr,
-    near: tl.constexpr,  # columns of a row's first part, a power of two
-    far: tl.constexpr,  # columns of its second part, some of which may lie behind the row
+    y_width: tl.constexpr,  # columns of a row's first part, a power of two
+    z_width: tl.constexpr,  # columns of its second part; some of them may lie behind the row
     rotation_size: tl.constexpr,
     programs: tl.constexpr,
-    first: tl.constexpr,
+    preparation: tl.constexpr,
 ) -> None:
-    """Round every `programs`-th row to int8, each in two parts, y and z.
+    """Prepare, rotate and round rows to int8. Each program does every `programs`-th row.
 
-    What is done first is a "norm", "gelu" (exact), or nothing (""). Then the row is rotated by
-    stretches of `rotation_size`, and then rounded.
+    The preparation is a layer norm ("norm"), exact GELU ("gelu") or nothing (""). Then each
+    `rotation_size` neighbouring numbers of the row are multiplied with the rotation matrix, and the
+    row is rounded in equal steps.
+
+    Triton holds ranges of powers of two only. So a row is treated in two parts, y and z, each as a
+    matrix [width of the part / rotation_size, rotation_size].
     """
-    within = tl.arange(0, rotation_size)
-    matrix = tl.load(rotation + within[:, None] * rotation_size + within[None, :])
-    at_y = tl.arange(0, near // rotation_size)[:, None] * rotation_size + within[None, :]
-    at_z = near + tl.arange(0, far // rotation_size)[:, None] * rotation_size + within[None, :]
-    mask = at_z < width
+    lane = tl.arange(0, rotation_size)
+    matrix = tl.load(rotation + lane[:, None] * rotation_size + lane[None, :])
+    y_columns = tl.arange(0, y_width // rotation_size)[:, None] * rotation_size + lane[None, :]
+    z_blocks = tl.arange(0, z_width // rotation_size)[:, None]
+    z_columns = y_width + z_blocks * rotation_size + lane[None, :]
+    mask = z_columns < width
     for row in tl.range(tl.program_id(0), rows, programs, num_stages=2):
-        start = tl.full((), row, tl.int64) * width  # a plain number in the interpreter
-        y = tl.load(x + start + at_y).to(tl.float32)
-        z = tl.load(x + start + at_z, mask=mask, other=0.0).to(tl.float32)
-        if first == "norm":
+        # int64, because offsets can exceed 2 ** 31. `tl.full` because `row` is a plain Python
+        # number in the interpreter, which has no method `to`.
+        start = tl.full((), row, tl.int64) * width
+        y = tl.load(x + start + y_columns).to(tl.float32)
+        z = tl.load(x + start + z_columns, mask=mask, other=0.0).to(tl.float32)
+        if preparation == "norm":
             mean = (tl.sum(tl.sum(y, 1), 0) + tl.sum(tl.sum(z, 1), 0)) / width
             y, z = y - mean, tl.where(mask, z - mean, 0.0)
             factor = tl.rsqrt(
                 (tl.sum(tl.sum(y * y, 1), 0) + tl.sum(tl.sum(z * z, 1), 0)) / width + eps
             )
-            y = y * factor * tl.load(weight + at_y).to(tl.float32)
-            y += tl.load(bias + at_y).to(tl.float32)
-            z = z * factor * tl.load(weight + at_z, mask=mask, other=0.0).to(tl.float32)
-            z += tl.load(bias + at_z, mask=mask, other=0.0).to(tl.float32)
-        if first == "gelu":
+            y = y * factor * tl.load(weight + y_columns).to(tl.float32)
+            y += tl.load(bias + y_columns).to(tl.float32)
+            z = z * factor * tl.load(weight + z_columns, mask=mask, other=0.0).to(tl.float32)
+            z += tl.load(bias + z_columns, mask=mask, other=0.0).to(tl.float32)
+        if preparation == "gelu":
             y, z = quick_gelu(y), quick_gelu(z)
-        # The matrix stands first: each warp works out all of the first factor that it needs, but
-        # the second factor only once.
+        # The matrix is symmetric, so matrix @ y.T is (y @ matrix).T. It is the first factor,
+        # because each warp computes its own copy of the first factor: a copy of y would be costly.
         y, z = tl.dot(matrix, y.to(tl.float16).T), tl.dot(matrix, z.to(tl.float16).T)
-        top = tl.maximum(tl.max(tl.max(tl.abs(y), 1), 0), tl.max(tl.max(tl.abs(z), 1), 0))
-        top = tl.maximum(top, 1e-10)
-        tl.store(out_scale + row, top / 127.0)
-        tl.store(out + start + at_y, round_to_int8(y, 127.0 / top).T)
-        tl.store(out + start + at_z, round_to_int8(z, 127.0 / top).T, mask=mask)
+        largest = tl.maximum(tl.max(tl.max(tl.abs(y), 1), 0), tl.max(tl.max(tl.abs(z), 1), 0))
+        largest = tl.maximum(largest, 1e-10)  # a row of zeros must not divide by zero
+        tl.store(out_scale + row, largest / 127.0)
+        tl.store(out + start + y_columns, round_to_int8(y, 127.0 / largest).T)
+        tl.store(out + start + z_columns, round_to_int8(z, 127.0 / largest).T, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
 class RowLaunch:
-    """How the kernel that rounds rows is launched."""
+    """How the kernel that rounds rows is launched: see the arguments of `_round_rows`."""
 
-    near: int  # columns of a row's first part
-    far: int  # columns of its second part
+    y_width: int
+    z_width: int
     num_warps: int
 
 
-def _launch_config(width: int, rotation_size: int) -> RowLaunch:
-    """Cut rows of `width` into two parts of sizes that Triton can hold, and choose the warps."""
-    near = 1 << (width.bit_length() - 1)  # the largest power of two that fits
-    far = max(rotation_size, triton.next_power_of_2(width - near))
-    return RowLaunch(near, far, num_warps=max(1, min(4, near // 1024)))
+def _row_launch(width: int, rotation_size: int) -> RowLaunch:
+    """Choose how rows are cut into two parts for `_round_rows`, and how many warps treat a row.
+
+    Both parts are powers of two, because Triton holds such sizes only. The first is the largest
+    that fits into the row, the second covers the remaining columns. One warp treats about 1,024
+    columns.
+    """
+    y_width = 1 << (width.bit_length() - 1)
+    z_width = max(rotation_size, triton.next_power_of_2(width - y_width))
+    return RowLaunch(y_width, z_width, num_warps=max(1, min(4, y_width // 1024)))
 
 
 def int8_rows(
@@ -193,33 +214,33 @@ def int8_rows(
     eps: float = 0.0,
     gelu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate rows and round them to int8, after a norm or exact GELU if one is asked for.
+    """Rotate rows and round them to int8. Optionally apply a layer norm or exact GELU before.
 
     Args:
-        x: [rows, width].
+        x: [rows, width]. It is not changed.
         rotation: fp16 [rotation_size, rotation_size], see `precision.hadamard_rotation`.
-        norm: Weight and bias of a layer norm, [width] each.
-        eps: Added to the norm's variance.
-        gelu: Apply exact GELU.
+        norm: Weight and bias of a layer norm, [width] each; None: no norm.
+        eps: A small number that is added to the norm's variance.
+        gelu: Apply exact GELU; only without a norm.
 
     Returns:
         The rows in int8 [rows, width], and the scales that undo the rounding, float32 [rows, 1].
     """
     rows, width = x.shape
     rotation_size = len(rotation)
-    launch = _launch_config(width, rotation_size)
-    # Warps that run on a multiprocessor at once: a norm takes 168 registers a thread, the others
-    # 126 at most.
-    first, warps_at_once, weight, bias = "", 16, x, x  # without a norm its weights are not read
+    launch = _row_launch(width, rotation_size)
+    # The registers limit how many warps run on a multiprocessor at the same time: with a norm a
+    # thread takes 168 registers, otherwise at most 126.
     if norm:
-        first, warps_at_once = "norm", 12
+        preparation, warps_per_sm = "norm", 12
         weight, bias = norm
-    elif gelu:
-        first = "gelu"
-    programs = _programs(x.device, rows, warps_at_once // launch.num_warps)
+    else:
+        preparation, warps_per_sm = "gelu" if gelu else "", 16
+        weight, bias = x, x  # any tensor: without a norm the kernel does not load them
+    programs = _n_programs(x.device, rows, warps_per_sm // launch.num_warps)
     out = torch.empty_like(x, dtype=torch.int8)
     scale = x.new_empty(rows, 1, dtype=torch.float32)
-    _int8[(programs,)](
+    _round_rows[(programs,)](
         x,
         weight,
         bias,
@@ -229,10 +250,10 @@ def int8_rows(
         rows,
         eps,
         width,
-        near=launch.near,
-        far=launch.far,
+        y_width=launch.y_width,
+        z_width=launch.z_width,
         rotation_size=rotation_size,
-        first=first,
+        preparation=preparation,
         programs=programs,
         num_warps=launch.num_warps,
     )
@@ -249,7 +270,11 @@ def _span_means(
     tokens: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """Average some columns of one span, its tokens summed in float32 by blocks from its start."""
+    """Average some columns over the tokens of one span. Each program does `columns` columns.
+
+    Tokens are summed in float32, in blocks of `tokens` that begin at the start of the span. So the
+    order of the sums, and with it the result, depends on the span alone.
+    """
     span = tl.program_id(0)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     is_column = column < width
@@ -260,14 +285,14 @@ def _span_means(
         address = x + token.to(tl.int64)[:, None] * width + column[None, :]
         mask = (token < end)[:, None] & is_column[None, :]
         total += tl.sum(tl.load(address, mask=mask, other=0.0).to(tl.float32), 0)
-    count = tl.maximum(end - start, 1).to(tl.float32)
+    count = tl.maximum(end - start, 1).to(tl.float32)  # an empty span has the mean 0
     tl.store(out + span.to(tl.int64) * width + column, total / count, mask=is_column)
 
 
 def span_means(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Average `x` over each span of tokens.
+    """Average `x` over each span of neighbouring tokens.
 
-    The mean of a span depends neither on the rest of the batch nor on dead slots.
+    The mean of a span does not depend on the tokens outside it.
 
     Args:
         x: [tokens, width].
@@ -308,50 +333,58 @@ def _product(
     rows: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
-    tall: tl.constexpr,
+    group_rows: tl.constexpr,
     programs: tl.constexpr,
-    end: tl.constexpr,
+    epilogue: tl.constexpr,
 ) -> None:
-    """Compute every `programs`-th block of x @ weight.T.
+    """Compute x @ weight.T in blocks. Each program computes every `programs`-th block.
 
-    At the `end` of a block its sums are to "store", to "add" to what is there, or to "gate". Sums
-    of int8 are exact and scaled in float32. To gate is gelu(first half) * second half, where the
-    rows of the weight are interleaved.
+    The epilogue is what happens with the sums of a block. For int8 factors they are exact integers,
+    which are scaled in float32, then "store" writes them and "add" adds them to `out`. "gate"
+    writes gelu(first half) * second half of 16-bit factors. There each block has the columns of
+    both halves, because `interleave` has put the rows of the weight in this order.
     """
     blocks_m, blocks_n = tl.cdiv(m, rows), tl.cdiv(n, columns)
-    halves: tl.constexpr = 2 if end == "gate" else 1
-    sum_type: tl.constexpr = tl.float32 if end == "gate" else tl.int32
-    for tile in tl.range(tl.program_id(0), blocks_m * blocks_n, programs, flatten=True):
-        # `tall` blocks of rows form a stretch, which is computed column by column
-        stretch, within = tile // (tall * blocks_n), tile % (tall * blocks_n)
-        height = tl.minimum(blocks_m - stretch * tall, tall)
-        at_m, at_n = (stretch * tall + within % height) * rows, within // height * columns
+    halves: tl.constexpr = 2 if epilogue == "gate" else 1
+    sum_type: tl.constexpr = tl.float32 if epilogue == "gate" else tl.int32
+    for block in tl.range(tl.program_id(0), blocks_m * blocks_n, programs, flatten=True):
+        # `group_rows` blocks of rows form a group. A group is computed column by column, so that
+        # the programs that run at the same time load the same parts of the weight from the cache.
+        group, index = block // (group_rows * blocks_n), block % (group_rows * blocks_n)
+        height = tl.minimum(blocks_m - group * group_rows, group_rows)  # the last may be smaller
+        first_row = (group * group_rows + index % height) * rows
+        first_column = index // height * columns
         total = tl.zeros([rows, halves * columns], sum_type)
         for step in range(tl.cdiv(k, depth)):
-            x_block = x.load([at_m, step * depth])
-            weight_block = weight.load([halves * at_n, step * depth]).T
+            x_block = x.load([first_row, step * depth])
+            weight_block = weight.load([halves * first_column, step * depth]).T
             total = tl.dot(x_block, weight_block, total, out_dtype=sum_type)
-        if end == "gate":
+        if epilogue == "gate":
             first, second = tl.split(tl.permute(tl.reshape(total, (rows, 2, columns)), (0, 2, 1)))
             first = 0.5 * first * (1.0 + tl.erf(first * 0.7071067811865476))  # exact GELU
-            out.store([at_m, at_n], (first * second).to(out.dtype))
+            out.store([first_row, first_column], (first * second).to(out.dtype))
         else:
-            row, column = at_m + tl.arange(0, rows), at_n + tl.arange(0, columns)
+            row, column = first_row + tl.arange(0, rows), first_column + tl.arange(0, columns)
             is_column = column < n
             y = total.to(tl.float32) * tl.load(row_scale + row, mask=row < m, other=0.0)[:, None]
             y = y * tl.load(scale + column, mask=is_column, other=0.0)[None, :]
             y += tl.load(bias + column, mask=is_column, other=0.0)[None, :]
             address = out + row.to(tl.int64)[:, None] * n + column[None, :]
             mask = (row < m)[:, None] & is_column[None, :]
-            if end == "add":
+            if epilogue == "add":
                 y += tl.load(address, mask=mask, other=0.0).to(tl.float32)
             tl.store(address, y.to(out.dtype.element_ty), mask=mask)
 
 
 def can_gate(width: int, device: torch.device) -> bool:
-    """Return whether the gated unit's kernel runs on a device for units of `width`.
+    """Return whether the kernel of `gated_unit` runs on a device.
 
-    On a CPU, Triton's interpreter runs it.
+    The width must be a multiple of the kernel's blocks, and the GPU must be new enough. On a CPU
+    the kernel runs in Triton's interpreter, in tests.
+
+    Args:
+        width: Columns of the unit's result.
+        device: Where the unit would run.
     """
     if width % GATED_BLOCKS.columns != 0:
         return False
@@ -361,27 +394,28 @@ def can_gate(width: int, device: torch.device) -> bool:
 
 
 def interleave(weight: Tensor) -> Tensor:
-    """Reorder the rows of a gated unit's weight as `gated_unit` takes them.
+    """Reorder the rows of a gated unit's weight for the kernel behind `gated_unit`.
 
-    A block's columns of the first half alternate with those of the second half. So a block reads
-    its rows once and finds both halves of a column in the same registers.
+    The unit multiplies column i of the first half of a product by column i of the second half. In
+    the new order, blocks of rows of the first half alternate with blocks of the second half. So the
+    kernel computes both columns in the same program, without a pass over memory between them.
 
     Args:
         weight: [2 n, k], where n is a multiple of a block's columns.
 
     Returns:
-        [2 n, k].
+        A new tensor [2 n, k].
     """
     first, second = (half.unflatten(0, (-1, GATED_BLOCKS.columns)) for half in weight.chunk(2))
     return torch.stack((first, second), 1).flatten(0, 2).contiguous()
 
 
 def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
-    """Multiply exact GELU of the first half of `x @ weight.T` by its second half.
+    """Compute a gated linear unit: exact GELU of one half of `x @ weight.T`, times the other half.
 
     Args:
         x: fp16 or bf16 [m, k].
-        interleaved: The weight [2 n, k], as `interleave` returns it.
+        interleaved: The weight [2 n, k], in the order that `interleave` makes.
 
     Returns:
         [m, n], in the format of `x`.
@@ -407,13 +441,15 @@ def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
 def int8_product(
     x: Tensor, row_scale: Tensor, layer: Linear, add_to: Tensor | None = None
 ) -> Tensor:
-    """Compute `x @ weight.T + bias` of int8 rows. Sums are exact, so block sizes change no bit.
+    """Compute `x @ weight.T + bias` for an int8 matrix and an int8 weight.
+
+    Sums of int8 products are exact integers, so the sizes of the kernel's blocks change no bit.
 
     Args:
         x: int8 [m, k].
-        row_scale: Scales that undo the rounding of `x`, float32 [m, 1].
+        row_scale: What each row of `x` is multiplied with to undo its rounding, float32 [m, 1].
         layer: Weight int8 [n, k], bias [n], and the scales of the weight's rows, float32 [n].
-        add_to: Add the product to this tensor [m, n], in place.
+        add_to: A tensor [m, n] to which the product is added in place; None: return a new tensor.
 
     Returns:
         `add_to`, or a new tensor, fp16 [m, n].
@@ -424,11 +460,11 @@ def int8_product(
     (m, k), n = x.shape, len(weight)
     blocks = INT8_BLOCKS
     if add_to is None:
-        end, out = "store", torch.empty(m, n, dtype=torch.float16, device=x.device)
+        epilogue, out = "store", torch.empty(m, n, dtype=torch.float16, device=x.device)
     else:
-        end, out = "add", add_to
+        epilogue, out = "add", add_to
     _launch_product(
-        end,
+        epilogue,
         blocks,
         x=TensorDescriptor.from_tensor(x, [blocks.rows, blocks.depth]),
         weight=TensorDescriptor.from_tensor(weight, [blocks.columns, blocks.depth]),
@@ -441,7 +477,7 @@ def int8_product(
 
 
 def _launch_product(
-    end: str,
+    epilogue: str,
     blocks: ProductBlocks,
     *,
     x: object,
@@ -451,21 +487,23 @@ def _launch_product(
     sizes: tuple[int, int, int],
     device: torch.device,
 ) -> None:
-    """Launch the kernel of a product.
+    """Launch the kernel `_product`, which writes the product to `out`.
+
+    A descriptor is Triton's description of a tensor and of the blocks in which it is loaded.
 
     Args:
-        end: What is done with the sums of a block, see `_product`.
-        blocks: Sizes of its blocks.
+        epilogue: What is done with the sums of a block, see `_product`.
+        blocks: Sizes of the blocks.
         x: Descriptor of the first factor.
         weight: Descriptor of the second factor.
-        scales: Scales of the rows of `x` and of `weight`, and the bias.
-        out: The result, or its descriptor.
-        sizes: m, n and k of the product.
-        device: Where it runs.
+        scales: Scales of the rows of `x` and of `weight`, and the bias; None for 16-bit factors.
+        out: The tensor for the result, or its descriptor.
+        sizes: m, n and k of the product [m, k] x [n, k].T.
+        device: Where the kernel runs.
     """
     m, n, k = sizes
     n_blocks = triton.cdiv(m, blocks.rows) * triton.cdiv(n, blocks.columns)
-    programs = _programs(device, n_blocks, blocks.sharing)
+    programs = _n_programs(device, n_blocks, blocks.programs_per_sm)
     _product[(programs,)](
         x,
         weight,
@@ -475,25 +513,28 @@ def _launch_product(
         n,
         k,
         programs=programs,
-        end=end,
+        epilogue=epilogue,
         rows=blocks.rows,
         columns=blocks.columns,
         depth=blocks.depth,
-        tall=blocks.tall,
+        group_rows=blocks.group_rows,
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
     )
 
 
-def _programs(device: torch.device, blocks: int, sharing: int) -> int:
-    """Return how many programs to launch for `blocks` blocks: at most as many as run at once.
+def _n_programs(device: torch.device, blocks: int, programs_per_sm: int) -> int:
+    """Return how many programs to launch, each of which computes every n-th block.
+
+    As many are launched as run at the same time, so that a program starts once and goes on with its
+    next block.
 
     Args:
         device: Where they run.
-        blocks: Blocks to compute; each program computes every n-th.
-        sharing: Programs that share a multiprocessor.
+        blocks: Number of blocks to compute.
+        programs_per_sm: Programs that share a multiprocessor of the GPU.
     """
     if device.type != "cuda":
         return min(INTERPRETER_PROGRAMS, blocks)
     properties = torch.cuda.get_device_properties(device)
-    return min(sharing * properties.multi_processor_count, blocks)
+    return min(programs_per_sm * properties.multi_processor_count, blocks)

@@ -20,24 +20,31 @@ from virnuc_core.encoders.registry import EncoderInfo
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.errors import ConfigError
 
-Read = Callable[[str], Tensor]  # reads a tensor of a model by our name for it
+TensorReader = Callable[[str], Tensor]  # returns a tensor of a model, given our name for the tensor
 
-SMOOTHING: Final = 0.65  # share of the inputs' unevenness that moves to the weights
+# SmoothQuant's alpha: how much of the differences between input columns moves to the weights
+SMOOTHING: Final = 0.65
+MIN_LARGEST: Final = 1e-5  # stands for the largest number of a column of zeros in a division
 INT8_MULTIPLE: Final = 16  # the kernels take rows of multiples of this width
 
 
 class InputStatistics(NamedTuple):
-    """What a linear layer was given for some rows of reads, float32 [in] each."""
+    """The inputs of a linear layer, measured on some of the user's reads: float32 [in] each."""
 
-    largest: Tensor  # largest absolute value
-    mean: Tensor
+    largest: Tensor  # largest absolute value of each input
+    mean: Tensor  # mean of each input
 
 
-Calibration = Sequence[Mapping[str, InputStatistics]]  # of each layer, by the names of its products
+# The statistics of an encoder: one mapping for each layer, by the names in `PRODUCTS`
+Calibration = Sequence[Mapping[str, InputStatistics]]
 
 
 def as_calibration(layers: Sequence[Mapping[str, NDArray[np.float32]]]) -> Calibration:
-    """Convert the arrays that `calibration.read_calibration` read to tensors."""
+    """Convert the arrays of a stored calibration to tensors.
+
+    Args:
+        layers: For each layer, by the names in `PRODUCTS`: largest and mean inputs, [2, in].
+    """
     calibration = []
     for layer in layers:
         statistics = {}
@@ -48,22 +55,24 @@ def as_calibration(layers: Sequence[Mapping[str, NDArray[np.float32]]]) -> Calib
     return calibration
 
 
-class Dense(NamedTuple):
-    """A linear layer ready to run."""
+class LinearLayer(NamedTuple):
+    """The weights of one linear layer, in the format in which it runs."""
 
     weight: Tensor  # [out, in]; int8 if `scale` is set
     bias: Tensor | None  # [out]
-    scale: Tensor | None = None  # float32 [out]: what a row of `weight` was divided by
+    scale: Tensor | None = None  # float32 [out]: what each row of an int8 `weight` was divided by
 
     @property
     def wide_bias(self) -> Tensor:
-        """The bias in float32. The layer must have one."""
+        """Return the bias in float32. The layer must have a bias."""
         assert self.bias is not None
         return self.bias.float()
 
 
-def dense(x: Tensor, layer: Dense) -> Tensor:
-    """Compute `x @ weight.T + bias` by plain torch; for an int8 layer `x` is rotated and rounded.
+def apply_linear(x: Tensor, layer: LinearLayer) -> Tensor:
+    """Compute `x @ weight.T + bias` by plain torch operations.
+
+    For an int8 layer this gives the numbers of the kernels: `x` is rounded to int8, too.
 
     Args:
         x: [rows, in].
@@ -72,25 +81,27 @@ def dense(x: Tensor, layer: Dense) -> Tensor:
     Returns:
         [rows, out], in the format of `x`.
     """
-    if layer.scale is None or layer.bias is None:
+    if layer.scale is None or layer.bias is None:  # int8 layers have both
         return F.linear(x, layer.weight, layer.bias)
-    rows, scale = quantise_rows(rotated(x.half().float()))
-    sums = (rows.double() @ layer.weight.double().t()).float()  # exact
-    return (sums * scale * layer.scale + layer.bias).to(x.dtype)
+
+    int8_rows, row_scale = quantise_rows(rotated(x.half().float()))
+    # Sums of int8 products are exact in float64, as they are in the kernels' int32.
+    sums = (int8_rows.double() @ layer.weight.double().t()).float()
+    return (sums * row_scale * layer.scale + layer.bias).to(x.dtype)
 
 
 class Layer(NamedTuple):
-    """Weights of one layer of an encoder."""
+    """The weights of one transformer layer: attention, then the feed-forward part."""
 
     attn_norm: Affine
-    qkv: Dense
-    out: Dense
+    qkv: LinearLayer  # queries, keys and values of all heads
+    out: LinearLayer
     ffn_norm: Affine
-    up: Dense  # DNABERT-S activates the first half of its output and multiplies it by the second
-    down: Dense
+    up: LinearLayer  # in DNABERT-S twice as wide: half of its output gates the other half
+    down: LinearLayer
 
     @property
-    def products(self) -> tuple[Dense, ...]:
+    def products(self) -> tuple[LinearLayer, ...]:
         """The linear layers, in the order of `PRODUCTS`."""
         return self.qkv, self.out, self.up, self.down
 
@@ -98,84 +109,120 @@ class Layer(NamedTuple):
 def quantise_layer(
     layer: Layer, inputs: Mapping[str, InputStatistics], dtype: torch.dtype
 ) -> Layer:
-    """Prepare a layer in float32 to run in int8.
+    """Convert a layer from float32 to int8.
 
-    The inputs of products behind a norm are smoothed (SmoothQuant, Xiao et al. 2022): the norm
-    divides by column and the weights are multiplied, so that neither has columns that are far
-    larger than others.
+    int8 has one scale for a whole row, so a single large column would make all others inexact. The
+    inputs of `qkv` and `up` come from a norm and are smoothed (SmoothQuant, Xiao et al. 2022): the
+    norm's output is divided by a factor for each column, and the weight's column is multiplied by
+    it. The product stays the same, and the large numbers are shared between both.
 
     Args:
-        layer: The layer, float32.
-        inputs: What its linear layers were given for some reads, by the names in `PRODUCTS`.
+        layer: The layer in float32.
+        inputs: Statistics of the inputs of its linear layers, by the names in `PRODUCTS`.
         dtype: Format of the norms' weights.
+
+    Returns:
+        The same layer with int8 weights.
 
     Raises:
         ConfigError: A linear layer has a width that the kernels cannot take.
     """
     attn_norm, qkv = _quantise_behind_norm(layer.attn_norm, layer.qkv, inputs["qkv"], dtype)
     ffn_norm, up = _quantise_behind_norm(layer.ffn_norm, layer.up, inputs["up"], dtype)
-    out = _quantise_dense(layer.out, inputs["out"].mean)
-    down = _quantise_dense(layer.down, inputs["down"].mean)
+    out = _quantise_linear(layer.out, inputs["out"].mean)
+    down = _quantise_linear(layer.down, inputs["down"].mean)
     return Layer(attn_norm, qkv, out, ffn_norm, up, down)
 
 
 def _quantise_behind_norm(
-    norm: Affine, layer: Dense, inputs: InputStatistics, dtype: torch.dtype
-) -> tuple[Affine, Dense]:
-    """Smooth a norm and the linear layer behind it, and round the layer's weights to int8."""
+    norm: Affine, layer: LinearLayer, inputs: InputStatistics, dtype: torch.dtype
+) -> tuple[Affine, LinearLayer]:
+    """Smooth a norm and the linear layer behind it, and convert the linear layer to int8.
+
+    Args:
+        norm: Weight and bias of the norm.
+        layer: The linear layer that takes the norm's output, float32.
+        inputs: Statistics of the linear layer's inputs.
+        dtype: Format of the returned norm.
+
+    Returns:
+        The norm, whose output is divided by the smoothing factors, and the int8 layer.
+    """
+    # The paper's factor of a column: largest input ** alpha / largest weight ** (1 - alpha)
     largest_input = inputs.largest.to(layer.weight.device)
     largest_weight = layer.weight.abs().amax(0)
-    input_part = largest_input.clamp_min(1e-5) ** SMOOTHING
-    weight_part = largest_weight.clamp_min(1e-5) ** (1 - SMOOTHING)
+    input_part = largest_input.clamp_min(MIN_LARGEST) ** SMOOTHING
+    weight_part = largest_weight.clamp_min(MIN_LARGEST) ** (1 - SMOOTHING)
     factor = input_part / weight_part  # [in]
-    smoothed = layer._replace(weight=layer.weight * factor)
-    quantised = _quantise_dense(smoothed, inputs.mean.to(factor.device) / factor)
+
+    smoothed_layer = layer._replace(weight=layer.weight * factor)
+    int8_layer = _quantise_linear(smoothed_layer, inputs.mean.to(factor.device) / factor)
     weight, bias = norm
-    return ((weight / factor).to(dtype), (bias / factor).to(dtype)), quantised
+    return ((weight / factor).to(dtype), (bias / factor).to(dtype)), int8_layer
 
 
-def _quantise_dense(layer: Dense, mean_input: Tensor) -> Dense:
-    """Rotate a linear layer's weights and round them to int8.
+def _quantise_linear(layer: LinearLayer, mean_input: Tensor) -> LinearLayer:
+    """Convert a linear layer to int8: rotate its weights, and round each row in equal steps.
 
-    What rounding changes for the mean input is taken off the bias.
+    Rounding changes the output for a typical input. This change is computed for the mean input and
+    added to the bias, so that the errors are zero on average.
+
+    Args:
+        layer: The layer, float32.
+        mean_input: Mean of its inputs, float32 [in].
+
+    Raises:
+        ConfigError: The kernels cannot take rows of this width.
     """
     width = layer.weight.shape[1]
     if width % INT8_MULTIPLE:
         raise ConfigError(f"precision int8 wants rows of a multiple of 16, not {width}; use fp16")
-    exact = rotated(layer.weight)
-    weight, scale = quantise_rows(exact)
-    rotated_mean = rotated(mean_input.to(exact.device)[None])[0]
-    bias = layer.wide_bias + (exact - weight * scale) @ rotated_mean
-    return Dense(weight, bias, scale.squeeze(1))
+    rotated_weight = rotated(layer.weight)
+    int8_weight, scale = quantise_rows(rotated_weight)
+    rounding_error = rotated_weight - int8_weight * scale
+    rotated_mean = rotated(mean_input.to(rotated_weight.device)[None])[0]
+    bias = layer.wide_bias + rounding_error @ rotated_mean
+    return LinearLayer(int8_weight, bias, scale.squeeze(1))
 
 
-def read_affine(read: Read, name: str) -> Affine:
-    """Read weight and bias of a linear layer or a norm."""
-    return read(f"{name}.weight").contiguous(), read(f"{name}.bias")
+def load_affine(read_tensor: TensorReader, name: str) -> Affine:
+    """Return weight and bias of a linear layer or of a norm.
+
+    Args:
+        read_tensor: Returns a tensor when it is given our name for the tensor.
+        name: Our name for the layer, without `.weight` and `.bias`.
+    """
+    return read_tensor(f"{name}.weight").contiguous(), read_tensor(f"{name}.bias")
 
 
 class FeedForward(NamedTuple):
-    """Names of the two products of an encoder's feed-forward part."""
+    """Our names for the two linear layers of an encoder's feed-forward part."""
 
     up: str
     down: str
     up_has_bias: bool
 
 
-def read_layer(read: Read, index: int, names: FeedForward) -> Layer:
-    """Read the weights of one layer of an encoder."""
+def load_layer(read_tensor: TensorReader, index: int, names: FeedForward) -> Layer:
+    """Return the weights of one transformer layer of an encoder.
+
+    Args:
+        read_tensor: Returns a tensor when it is given our name for the tensor.
+        index: Number of the layer, from 0.
+        names: The encoder's names for the linear layers of its feed-forward part.
+    """
     prefix = f"layers.{index}"
     if names.up_has_bias:
-        up = Dense(*read_affine(read, f"{prefix}.{names.up}"))
+        up = LinearLayer(*load_affine(read_tensor, f"{prefix}.{names.up}"))
     else:
-        up = Dense(read(f"{prefix}.{names.up}.weight").contiguous(), None)
+        up = LinearLayer(read_tensor(f"{prefix}.{names.up}.weight").contiguous(), None)
     return Layer(
-        attn_norm=read_affine(read, f"{prefix}.attn_norm"),
-        qkv=Dense(*read_affine(read, f"{prefix}.qkv")),
-        out=Dense(*read_affine(read, f"{prefix}.out")),
-        ffn_norm=read_affine(read, f"{prefix}.ffn_norm"),
+        attn_norm=load_affine(read_tensor, f"{prefix}.attn_norm"),
+        qkv=LinearLayer(*load_affine(read_tensor, f"{prefix}.qkv")),
+        out=LinearLayer(*load_affine(read_tensor, f"{prefix}.out")),
+        ffn_norm=load_affine(read_tensor, f"{prefix}.ffn_norm"),
         up=up,
-        down=Dense(*read_affine(read, f"{prefix}.{names.down}")),
+        down=LinearLayer(*load_affine(read_tensor, f"{prefix}.{names.down}")),
     )
 
 
@@ -188,63 +235,74 @@ class Encoder(ABC):
     def __init__(
         self,
         shape: Esm2Shape | DnabertShape,
-        read: Read,
+        read_tensor: TensorReader,
         device: torch.device,
         *,
         precision: Resolved,
         attention: BackendName,
         calibration: Calibration | None = None,
     ) -> None:
-        """Load the weights to a device.
+        """Load the weights to a device, converted to the format in which the network runs.
 
         Args:
             shape: Sizes of the network.
-            read: Reads a tensor of the model by our name for it.
+            read_tensor: Returns a tensor of the model when it is given our name for the tensor.
             device: Where the network runs.
-            precision: Number format that it runs in.
+            precision: Number format in which the network runs.
             attention: Which implementation runs its layers, see `backends`.
-            calibration: For int8, what its linear layers are given.
+            calibration: For int8, the statistics of the inputs of its linear layers.
         """
         self.shape = shape
         self.width = shape.width
         self.precision: Resolved = precision
         self.attention: BackendName = attention
-        self.dense = dense  # calibration replaces it, to record what the linear layers are given
+        self.apply_linear = (
+            apply_linear  # calibration replaces it, to record what the linear layers are given
+        )
         self._backend = load_backend(attention)
         dtype = DTYPES[precision]
 
-        def read_to_device(name: str) -> Tensor:
-            tensor = read(name)
-            if device.type == "cuda":  # several times as fast from page-locked memory
+        def load_to_device(name: str) -> Tensor:
+            """Return a tensor on the device, in the format in which it is stored."""
+            tensor = read_tensor(name)
+            if device.type == "cuda":  # copying from page-locked memory is several times as fast
                 return tensor.pin_memory().to(device, non_blocking=True)
             return tensor.to(device)
 
-        def read_wide(name: str) -> Tensor:
-            return read_to_device(name).float()
+        def load_float32(name: str) -> Tensor:
+            """Return a tensor on the device in float32."""
+            return load_to_device(name).float()
 
-        def read_ready(name: str) -> Tensor:
-            return read_to_device(name).to(dtype)
+        def load_converted(name: str) -> Tensor:
+            """Return a tensor on the device in the format in which the network runs."""
+            return load_to_device(name).to(dtype)
 
         layers = []
         for index in range(shape.layers):
             if calibration is None:
-                layer = read_layer(read_ready, index, self.FEED_FORWARD)
+                layer = load_layer(load_converted, index, self.FEED_FORWARD)
             else:
-                wide_layer = read_layer(read_wide, index, self.FEED_FORWARD)
-                layer = quantise_layer(wide_layer, calibration[index], dtype)
+                float32_layer = load_layer(load_float32, index, self.FEED_FORWARD)
+                layer = quantise_layer(float32_layer, calibration[index], dtype)
             layers.append(layer)
         self.layers = tuple(layers)
-        self._read_rest(read_wide, read_ready)
+        self._load_outer_tensors(load_float32, load_converted)
 
     @abstractmethod
-    def _read_rest(self, read_wide: Read, read_ready: Read) -> None:
-        """Read the weights outside the layers, in float32 or in the running format."""
+    def _load_outer_tensors(self, load_float32: TensorReader, load_converted: TensorReader) -> None:
+        """Load the weights outside the transformer layers, such as the embedding table.
+
+        Args:
+            load_float32: Returns a tensor in float32 when it is given our name for the tensor.
+            load_converted: The same in the format in which the network runs.
+        """
 
     def embed(self, batch: PackedBatch) -> Tensor:
-        """Embed the rows of a batch: the mean of the last layer's output over each row's tokens.
+        """Return the embedding of each sequence of a batch.
 
-        A row's values depend only on its own tokens, the weights, the precision and the number of
-        slots. The device is never synchronised.
+        The embedding is the mean of the last layer's output over the sequence's tokens. It depends
+        only on the sequence, the weights, the precision and the number of token slots of the batch,
+        not on the other sequences. The call does not wait for the device.
 
         Returns:
             float32 [row_capacity, width]; rows past `batch.rows` are zero.
@@ -254,24 +312,32 @@ class Encoder(ABC):
             starts, ends = self.pooled_spans(batch.cu_seqlens)
             return self._backend.mean(hidden_states, starts, ends)
 
-    def _add_product(self, stream: Tensor, x: Tensor, layer: Dense) -> Tensor:
-        """Return the residual stream with a product of `x` added.
+    def _add_product(self, stream: Tensor, x: Tensor, layer: LinearLayer) -> Tensor:
+        """Add the output of a linear layer to the residual stream, and return the sum.
 
-        The kernels overwrite `stream`, which saves a pass over memory, and leave the product's bias
-        to the norms behind it.
+        With the kernels, `stream` is changed in place, which saves a pass over memory, and the bias
+        of the linear layer is left out: the following norms add it as their `shift`.
+
+        Args:
+            stream: The residual stream, [slots, width].
+            x: Input of the linear layer, [slots, in].
+            layer: The linear layer.
         """
         if self._backend.has_kernels:
             return stream.addmm_(x, layer.weight.t())
-        return stream + self.dense(x, layer)
+        return stream + self.apply_linear(x, layer)
 
     @abstractmethod
     def hidden(self, batch: PackedBatch) -> Tensor:
-        """Return the output of the last layer, [slots, width]."""
+        """Return the output of the last layer for each token slot, [slots, width]."""
 
     @abstractmethod
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the span of slots that is averaged for each row.
+        """Return which token slots of each sequence are averaged to its embedding.
+
+        Args:
+            cu_seqlens: First slot of each sequence, then the end, int32 [row_capacity + 1].
 
         Returns:
-            First slot and slot after the last one, int32 [row_capacity] each.
+            The first slot, and the slot after the last one, int32 [row_capacity] each.
         """

@@ -39,7 +39,10 @@ class Shape(Spec):
 
     @classmethod
     def part(cls) -> str:
-        """Return the name of such a model's folder in a models directory."""
+        """Return the name of the folder that holds this kind of model in a models directory.
+
+        It is the default of the field `model`: each subclass allows a single value there.
+        """
         return str(cls.model_fields["model"].default)
 
     @abstractmethod
@@ -57,6 +60,10 @@ class EncoderShape(Shape):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
+        """Refuse a width that does not split into heads, or heads of odd width.
+
+        Rotary positions rotate two halves of a head together, so a head must have an even width.
+        """
         if self.width % self.heads or self.head_dim % 2:
             raise ValueError(
                 f"width {self.width} does not split into {self.heads} heads of even size"
@@ -70,16 +77,19 @@ class EncoderShape(Shape):
 
     @property
     def linear_weights(self) -> int:
-        """Count the numbers in the weight matrices that every token meets."""
+        """Return how many numbers the weight matrices of all layers have together.
+
+        Every token is multiplied with these matrices. Embedding tables are not counted.
+        """
         count = 0
         for name, shape in self.tensors().items():
-            if name.startswith("layers.") and len(shape) == 2:
+            if name.startswith("layers.") and len(shape) == 2:  # a matrix, no bias or norm
                 count += math.prod(shape)
         return count
 
 
 class Esm2Shape(EncoderShape):
-    """Sizes of an ESM-2: layers with a norm in front and rotary positions."""
+    """Sizes of an ESM-2: norms before attention and feed-forward part, and rotary positions."""
 
     model: Literal["esm2"] = "esm2"
     # Rows of the embedding table; some ports pad it beyond the 33 symbols.
@@ -106,7 +116,7 @@ class Esm2Shape(EncoderShape):
 
 
 class DnabertShape(EncoderShape):
-    """Sizes of a DNABERT-S: layers with a norm behind, ALiBi and gated linear units."""
+    """Sizes of a DNABERT-S: norms after attention and feed-forward part, ALiBi, gated units."""
 
     model: Literal["dnabert_s"] = "dnabert_s"
     vocab: int = Field(ge=9, le=MAX_VOCAB)
@@ -140,6 +150,7 @@ class Estimate(Spec):
     high: Share
 
     def __str__(self) -> str:
+        """Return the value and its interval as text, for instance `0.950 (0.930 to 0.970)`."""
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
@@ -177,12 +188,14 @@ class HeadCard(Spec):
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
+        """Refuse lengths or uncertain scores that are not in ascending order."""
         _require_ascending("lengths", self.lengths)
         _require_ascending("uncertain", self.uncertain or ())
         return self
 
 
 def _require_ascending(name: str, values: tuple[float, ...]) -> None:
+    """Raise `ValueError` if the values are not in ascending order; equal ones are allowed."""
     if list(values) != sorted(values):
         raise ValueError(f"{name} {', '.join(map(str, values))}: not in ascending order")
 
@@ -235,37 +248,52 @@ DNABERT_SIZES: Final[Mapping[DnabertSize, DnabertShape]] = {
 
 
 def write_shape(shape: Shape, path: Path) -> None:
-    """Write `config.json` whole; values that are not known are left out."""
+    """Write the sizes of a model as `config.json`, atomically. Fields with None are left out."""
     values = shape.model_dump(exclude_none=True)
     write_text_atomically(path, json.dumps(values, indent=1) + "\n")
 
 
-def read_shape(path: Path, kind: type[S]) -> S:
-    """Read the sizes of a model from our `config.json`, or an encoder's from that of transformers.
+def read_shape(path: Path, shape_type: type[S]) -> S:
+    """Read the sizes of a model from its `config.json`.
+
+    The file may have our format or, for an encoder, the format of the transformers library.
 
     Args:
         path: The file.
-        kind: The type of the sizes.
+        shape_type: The type of the sizes.
 
     Raises:
-        WeightsError: The file cannot be read, or names the key that is wrong.
+        WeightsError: The file cannot be read, or a value in it is missing or wrong. The message
+            names the key.
     """
     with refuse_unreadable(path, "JSON", WeightsError):
         values = TypeAdapter(dict[str, Any]).validate_json(read_small_text(path))
-    is_ours = "model" in values
-    if not is_ours and kind is not HeadShape:
-        values = _from_transformers(path, values, kind)
+    is_our_format = "model" in values
+    if not is_our_format and shape_type is not HeadShape:
+        values = _from_transformers(path, values, shape_type)
     with refuse_unreadable(path, "JSON", WeightsError):
-        return kind.model_validate(values)
+        return shape_type.model_validate(values)
 
 
-def _from_transformers(path: Path, values: dict[str, Any], kind: type[Shape]) -> dict[str, Any]:
-    """Translate the keys of a `config.json` of transformers, which has many more than ours.
+def _from_transformers(
+    path: Path, values: dict[str, Any], shape_type: type[Shape]
+) -> dict[str, Any]:
+    """Translate the content of a `config.json` of transformers to our keys.
+
+    Keys that our sizes do not have are left out.
+
+    Args:
+        path: The file, for messages.
+        values: Its content.
+        shape_type: The type of our sizes.
+
+    Returns:
+        The values by our keys.
 
     Raises:
-        WeightsError: The model is of another kind, or a key is missing.
+        WeightsError: The file describes another kind of model, or a required key is missing.
     """
-    if kind is Esm2Shape:
+    if shape_type is Esm2Shape:
         is_rotary = values.get("position_embedding_type") == "rotary"
         if not is_rotary or values.get("emb_layer_norm_before"):
             raise WeightsError(
@@ -280,6 +308,6 @@ def _from_transformers(path: Path, values: dict[str, Any], kind: type[Shape]) ->
         )
     translated = {}
     for key, name in (required_keys | optional_keys).items():
-        if key in values and name in kind.model_fields:
+        if key in values and name in shape_type.model_fields:
             translated[name] = values[key]
     return translated

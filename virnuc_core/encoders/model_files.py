@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from virnuc_core.encoders.checkpoint import WEIGHTS
-from virnuc_core.encoders.layers import Read
+from virnuc_core.encoders.layers import TensorReader
 from virnuc_core.encoders.model_config import CONFIG, Shape, Storage, write_shape
 from virnuc_core.encoders.precision import DTYPES
 from virnuc_core.errors import WeightsError
@@ -18,22 +18,27 @@ from virnuc_core.rundir import atomic_file
 
 TOKENIZER: Final = "tokenizer.json"
 SAFETENSORS_NAMES: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-HEADER_MULTIPLE: Final = 8  # bytes
+HEADER_MULTIPLE: Final = 8  # a safetensors header is padded to a multiple of so many bytes
 
 
 def write_tensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Read
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read_tensor: TensorReader
 ) -> None:
-    """Write a safetensors file whole, one tensor at a time: the library wants all in memory.
+    """Write a safetensors file atomically, with one tensor in memory at a time.
+
+    The safetensors library would need all tensors in memory. The format is simple: eight bytes with
+    the length of the header, the header in JSON, then the numbers of all tensors.
 
     Args:
         path: The file.
-        shapes: Name and shape of each tensor, in order.
-        dtype: Format in which they are stored. Rotary frequencies lose their meaning in half
-            precision, so they are stored in float32.
-        read: Reads a tensor of any floating type by its name.
+        shapes: Name and shape of each tensor, in the order in which they are written.
+        dtype: Format in which they are stored. Only the rotary frequencies `inv_freq` are always
+            stored in float32, because half precision is too inexact for them.
+        read_tensor: Returns a tensor of any floating type, given its name.
     """
     dtypes = {name: torch.float32 if name == "inv_freq" else dtype for name in shapes}
+
+    # The header says where the numbers of each tensor begin and end.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, shape in shapes.items():
@@ -44,49 +49,54 @@ def write_tensors(
             "data_offsets": [start, end],
         }
         start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(math.ceil(len(text) / HEADER_MULTIPLE) * HEADER_MULTIPLE)
+    header_json = json.dumps(header, separators=(",", ":")).encode()
+    padded_size = math.ceil(len(header_json) / HEADER_MULTIPLE) * HEADER_MULTIPLE
+    header_json = header_json.ljust(padded_size)  # with spaces
+
     with atomic_file(path) as temp_path, temp_path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(header_json).to_bytes(8, "little") + header_json)
         for name in shapes:
-            tensor = read(name).to("cpu", dtypes[name]).contiguous()
+            tensor = read_tensor(name).to("cpu", dtypes[name]).contiguous()
+            # NumPy has no bfloat16, so the numbers are written as plain bytes.
             file.write(tensor.view(torch.uint8).reshape(-1).numpy().data)
 
 
 def write_part(
     out: Path,
     shape: Shape,
-    read: Read,
+    read_tensor: TensorReader,
     origin: str,
     dtype: Storage | None,
     tokenizer: bytes | None = None,
 ) -> None:
-    """Write one part of a models directory, whole or not at all.
+    """Write one model, an encoder or the classifier, to its folder in a models directory.
+
+    The folder appears only when all its files are complete. The directory is created if needed.
 
     Args:
         out: Models directory.
-        shape: Sizes of the model.
-        read: Reads a tensor by our name.
-        origin: Where the weights come from.
-        dtype: Format in which they are stored; None: that of the first tensor.
-        tokenizer: Content of `tokenizer.json`.
+        shape: Sizes of the model. They also tell the name of the folder.
+        read_tensor: Returns a tensor when it is given our name for the tensor.
+        origin: Where the weights come from, for the user. It is written to `config.json`.
+        dtype: Format in which the weights are stored; None: the format of the first tensor.
+        tokenizer: Content of `tokenizer.json`; None: the model has no such file.
 
     Raises:
-        WeightsError: The part is there already.
+        WeightsError: The folder exists already.
     """
     target = out / shape.model
     if target.exists():
         raise WeightsError(f"{target}: exists already; remove it or choose another directory")
     if dtype is None:
         first_name = next(iter(shape.tensors()))
-        stored_dtype = read(first_name).dtype
+        stored_dtype = read_tensor(first_name).dtype
     else:
         stored_dtype = DTYPES[dtype]
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as folder:
-        partial = Path(folder, shape.model)
-        write_tensors(partial / WEIGHTS, shape.tensors(), stored_dtype, read)
-        write_shape(shape.model_copy(update={"origin": origin}), partial / CONFIG)
+        temp_folder = Path(folder, shape.model)
+        write_tensors(temp_folder / WEIGHTS, shape.tensors(), stored_dtype, read_tensor)
+        write_shape(shape.model_copy(update={"origin": origin}), temp_folder / CONFIG)
         if tokenizer is not None:
-            (partial / TOKENIZER).write_bytes(tokenizer)
-        partial.rename(target)
+            (temp_folder / TOKENIZER).write_bytes(tokenizer)
+        temp_folder.rename(target)

@@ -1,7 +1,8 @@
-"""Tensors read from pickled checkpoints (`.bin`, `.pt`, `.pth`) without running what they hold.
+"""Read the tensors of pickled checkpoints (`.bin`, `.pt`, `.pth`) without running code in them.
 
-torch's restricted loader reads the tensors. It imports nothing but tensors, plain containers and
-what is allowed here, each an inert stand-in.
+A pickle can name any class or function, and the usual loader calls it. torch's restricted loader
+accepts only tensors, plain containers and the names that are listed here. For these names it uses
+our own harmless classes.
 """
 
 import argparse
@@ -19,23 +20,39 @@ from torch import Tensor
 
 from virnuc_core.errors import WeightsError
 
-STATE_KEYS: Final = ("model", "model_state_dict")  # of fair-esm, and of heads
-# A head has 9 tensors. A pickle of a few lines can name one module within itself many times over.
+# Keys under which a checkpoint may keep its tensors: fair-esm's has "model", classifiers the other
+STATE_KEYS: Final = ("model", "model_state_dict")
+# A classifier ("head") has 9 tensors. A hostile pickle of a few lines can contain the same module
+# many times, nested in itself, so that the number of tensors explodes.
 HEAD_MAX_TENSORS: Final = 100
-HEAD_MAX_BYTES: Final = 1 << 28  # a head has 7 MB; a larger file is not read as one
-# Tensors may share their numbers, so they may claim more than the file has, but not much more.
+HEAD_MAX_BYTES: Final = 1 << 28  # a classifier has 7 MB
+# Several tensors may share the same numbers in the file. So the tensors together may be larger than
+# the file, but not by more than this factor.
 MAX_SHARING: Final = 4
-EXTRA_BYTES: Final = 1 << 30  # of memory, for all else that loading takes
-ZIP_START: Final = b"PK\x03\x04"
+EXTRA_BYTES: Final = 1 << 30  # memory that loading may take besides the tensors
+ZIP_START: Final = b"PK\x03\x04"  # torch's current format is a zip archive
 
 
 class ModuleState:
-    """Stands for a pickled module: its tensors under their dotted names, none of its code."""
+    """Takes the place of a pickled network: it keeps the tensors and none of the code.
+
+    The tensors have dotted names, as in a state dictionary, for instance `bn1.weight`.
+    """
 
     tensors: dict[str, Tensor]
 
     def __setstate__(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the tensors of a module and of its submodules, which have their state already."""
+        """Collect the tensors of a module and of its submodules. The loader calls this.
+
+        The loader restores inner modules first, so the submodules are complete `ModuleState`
+        objects here.
+
+        Args:
+            state: The attributes of a torch module, as pickled.
+
+        Raises:
+            ValueError: There are more tensors than a classifier has.
+        """
         values = {**state["_parameters"], **state["_buffers"]}
         for name, module in state["_modules"].items():
             if module is not None:
@@ -46,7 +63,7 @@ class ModuleState:
         self.tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-# What a head that was pickled whole, as VirNucPro's are, names beside tensors
+# The classes in a classifier that was pickled as an object, as VirNucPro's are
 HEAD_CLASSES: Final = (
     "__main__.MLPClassifier",
     "torch.nn.modules.linear.Linear",
@@ -61,19 +78,18 @@ ALLOWED: Final[list[Any]] = [
 
 
 def read_pickled(path: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a pickled checkpoint.
+    """Return the tensors of a pickled checkpoint by their names. No code in it is executed.
 
-    It may be a state dictionary, one within another dictionary, or a head that was pickled whole.
+    The checkpoint may be a dictionary of tensors, a dictionary that contains one under a key of
+    `STATE_KEYS`, or a classifier that was pickled as an object.
 
     Args:
         path: The file.
-        max_bytes: Refuse a larger file.
-
-    Returns:
-        The tensors by their names.
+        max_bytes: Refuse a larger file; None: files of any size are read.
 
     Raises:
-        WeightsError: The file is too large, damaged, or asks for something else, which is named.
+        WeightsError: The file is too large or damaged, or contains something that is not allowed.
+            The message names it.
     """
     try:
         size = path.stat().st_size
@@ -89,12 +105,18 @@ def read_pickled(path: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
         raise WeightsError(f"{path}: cannot be read ({error.strerror or error})") from error
     except Exception as error:  # torch raises whatever a broken file leads to
         raise WeightsError(
-            f"{path}: refused, no tensors that can be read safely: {first_line(error)}"
+            f"{path}: refused, no tensors that can be read safely: {error_summary(error)}"
         ) from error
 
 
 def _check_archive(path: Path) -> None:
-    """Raise `ValueError` if a zip archive is compressed or comes from a big-endian machine."""
+    """Refuse a zip archive that is compressed or comes from a big-endian machine.
+
+    torch never compresses its archives. A small compressed file could expand to any size.
+
+    Raises:
+        ValueError: The archive is compressed, or has its numbers in the other byte order.
+    """
     with zipfile.ZipFile(path) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("compressed, which no checkpoint is: what it swells to cannot be told")
@@ -132,13 +154,21 @@ def _load_tensors(path: Path, *, mmap: bool) -> dict[str, Tensor]:
 
 @contextmanager
 def _limited_memory(further_bytes: int) -> Iterator[None]:
-    """Let this process take at most so much more memory, whatever a file claims to hold."""
+    """Limit how much more memory this process can take inside a `with` block.
+
+    A damaged or hostile file can claim tensors of any size. With the limit, allocating them fails
+    with an error instead of filling the machine's memory.
+
+    Args:
+        further_bytes: What may be taken in addition to the memory in use.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    # The first number of this file is the size of the process's address space, in pages.
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    in_use = pages * resource.getpagesize()
-    limits = [in_use + further_bytes]
+    in_use_bytes = pages * resource.getpagesize()
+    limits = [in_use_bytes + further_bytes]
     for limit in (soft, hard):
-        if limit != resource.RLIM_INFINITY:
+        if limit != resource.RLIM_INFINITY:  # a stricter limit of the user stays in force
             limits.append(limit)
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
@@ -147,14 +177,15 @@ def _limited_memory(further_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def first_line(error: Exception) -> str:
-    """Return what was wrong, in one line.
+def error_summary(error: Exception) -> str:
+    """Return the message of an error as one sentence; its class name if it has no message.
 
-    Around what its loader found, torch puts advice that nobody should follow, so that is left out.
+    When torch refuses a pickle, it wraps the reason into advice to load the file without
+    restrictions. Nobody should follow this advice, so the reason alone is returned.
     """
     cause: BaseException = error
     if isinstance(error, pickle.UnpicklingError) and error.__context__:
-        cause = error.__context__
+        cause = error.__context__  # the error that torch was handling when it raised its own
     text = str(cause).strip()
     if not text:
         return type(cause).__name__

@@ -14,31 +14,35 @@ ROTARY_BASE: Final = 10_000
 class RowLayout(NamedTuple):
     """Where the rows of a batch lie, and how positions enter attention.
 
-    It is made once for a batch and used by every layer. With rotary positions `cos` and `sin` are
-    set, with ALiBi `slopes`.
+    A row is one sequence: the token slots from `cu_seqlens[row]` to `cu_seqlens[row + 1]`. The
+    layout is made once for a batch and used by every layer. With rotary positions `cos` and `sin`
+    are set, with ALiBi `slopes`.
     """
 
-    cu_seqlens: Tensor  # int32 [row_capacity + 1]
-    rows: int  # the first so many are real
-    max_seqlen: int
-    heads: int
+    cu_seqlens: Tensor  # int32 [row_capacity + 1]; the rows behind the last real one are empty
+    rows: int  # number of real rows
+    max_seqlen: int  # no row is longer
+    heads: int  # attention heads
     cos: Tensor | None = None  # float32 [positions, head_dim / 2]
     sin: Tensor | None = None  # float32 [positions, head_dim / 2]
     slopes: Tensor | None = None  # float32 [heads]
 
 
 def token_positions(cu_seqlens: Tensor, slots: int) -> Tensor:
-    """Return the position of each token within its row, without reading device values on the host.
+    """Return the position of each token within its sequence, counted from 0.
+
+    The computation stays on the device: no value is copied to the host, which would wait for the
+    GPU.
 
     Args:
-        cu_seqlens: Where the rows begin and end, int32 [rows + 1].
-        slots: Token slots of the batch.
+        cu_seqlens: First slot of each sequence, then the end of the last, int32 [rows + 1].
+        slots: Number of token slots of the batch.
 
     Returns:
-        int64 [slots]; 0 in dead slots.
+        int64 [slots]; 0 in the unused slots behind the last sequence.
     """
     slot = torch.arange(slots, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    row = torch.searchsorted(cu_seqlens, slot, right=True) - 1
+    row = torch.searchsorted(cu_seqlens, slot, right=True) - 1  # the row in which each slot lies
     position = slot - cu_seqlens[row]
     is_live = slot < cu_seqlens[-1]
     return torch.where(is_live, position, 0).long()
@@ -47,11 +51,12 @@ def token_positions(cu_seqlens: Tensor, slots: int) -> Tensor:
 def alibi_slopes(heads: int) -> list[float]:
     """Return ALiBi's slope of each attention head.
 
-    The slopes are a geometric series. If the number of heads is not a power of two, the heads
-    beyond it take every other slope of the next power of two (Press, Smith, Lewis: Train Short,
-    Test Long, 2021; `get_slopes` of its code).
+    ALiBi subtracts slope * distance from the score of two tokens. For n heads, n a power of two,
+    the slopes are 2 ** (-8 / n), 2 ** (-16 / n), and so on. For another number of heads, the first
+    heads get the slopes of the next smaller power of two, and the others get every second slope of
+    the next larger one (Press, Smith, Lewis: Train Short, Test Long, 2021; `get_slopes`).
     """
-    power_of_two = 1 << (heads.bit_length() - 1)
+    power_of_two = 1 << (heads.bit_length() - 1)  # the largest one that is at most `heads`
     slopes = [2.0 ** (-8.0 * (i + 1) / power_of_two) for i in range(power_of_two)]
     n_further = heads - power_of_two
     for i in range(0, 2 * n_further, 2):
@@ -60,17 +65,17 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def alibi_bias(slopes: Tensor, length: int) -> Tensor:
-    """Return what ALiBi adds to the attention scores of a row.
+    """Return the numbers that ALiBi adds to the attention scores of a sequence.
 
     Args:
-        slopes: float32 [heads].
-        length: Tokens of the row.
+        slopes: The slope of each head, float32 [heads].
+        length: Tokens of the sequence.
 
     Returns:
         Minus the slope times the distance of two tokens, float32 [heads, length, length].
     """
-    step = torch.arange(length, device=slopes.device)
-    distance = (step.unsqueeze(0) - step.unsqueeze(1)).abs()
+    position = torch.arange(length, device=slopes.device)
+    distance = (position.unsqueeze(0) - position.unsqueeze(1)).abs()
     return -slopes.view(-1, 1, 1) * distance
 
 
@@ -81,11 +86,12 @@ def rotary_frequencies(head_dim: int) -> Tensor:
 
 
 def rotary_tables(frequencies: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the rotary angles of the positions 0 to `length` - 1.
+    """Return cosine and sine of the angles by which rotary positions rotate queries and keys.
 
     Args:
-        frequencies: [head_dim / 2].
-        length: Number of positions.
+        frequencies: The angle from one position to the next, for each pair of columns that is
+            rotated together, [head_dim / 2].
+        length: Number of positions, which are counted from 0.
 
     Returns:
         Cosine and sine, float32 [length, head_dim / 2] each.
@@ -96,7 +102,10 @@ def rotary_tables(frequencies: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embeddings in float32, in their rotate-half form.
+    """Rotate queries or keys by their position (rotary embeddings), in float32.
+
+    Column i of the first half of a head is rotated together with column i of the second half (the
+    "rotate-half" form of ESM-2; other models rotate neighbouring columns).
 
     Args:
         x: Queries or keys, [slots, heads, head_dim].

@@ -1,4 +1,4 @@
-"""Calibration of int8: what an encoder's linear layers are given for some of the user's reads."""
+"""Calibration for int8: measure the inputs of an encoder's linear layers on the user's reads."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 from virnuc_core.encoders.calibration import CALIBRATION
 from virnuc_core.encoders.checkpoint import check_models, load_encoder
 from virnuc_core.encoders.digests import part_digest
-from virnuc_core.encoders.layers import Dense, Encoder, dense
+from virnuc_core.encoders.layers import Encoder, LinearLayer, apply_linear
 from virnuc_core.encoders.model_config import PRODUCTS
 from virnuc_core.encoders.models import NETWORKS, embed_sequences
 from virnuc_core.encoders.registry import PROTEIN_ENCODER
@@ -23,47 +23,65 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import sample
 from virnuc_core.rundir import atomic_file
 
+# More reads or proteins would hardly change the statistics. Fewer than the minimum would not show
+# which inputs are usual.
 MAX_CALIBRATION_READS: Final = 4_096
 MAX_CALIBRATION_ROWS: Final = 4_096
 MIN_CALIBRATION_ROWS: Final = 256
 ROWS_PER_BATCH: Final = 64
-ROW_SEED: Final = 0
+ROW_SEED: Final = 0  # of the random choice of proteins
 
 
 @dataclass
 class InputRecord:
-    """What one linear layer was given so far."""
+    """Statistics of the inputs that one linear layer has got so far."""
 
-    largest: Tensor  # largest absolute values, float32 [in]
-    total: Tensor  # sums, float32 [in]
-    rows: int
+    largest: Tensor  # largest absolute value of each input, float32 [in]
+    total: Tensor  # sum of each input, float32 [in]
+    rows: int  # tokens that were recorded
 
 
 class CalibrationRecorder:
-    """Records what the linear layers of an encoder are given; takes the place of its `dense`."""
+    """Records statistics of the inputs of all linear layers of an encoder.
+
+    The recorder replaces the encoder's attribute `apply_linear`. It computes the same results and
+    updates its statistics on the way.
+    """
 
     def __init__(self, encoder: Encoder) -> None:
-        """Record nothing so far."""
+        """Begin without any statistics. The encoder is not changed."""
         self._layers = encoder.layers
-        self._records: dict[int, InputRecord] = {}  # by the identity of the linear layer
+        # By `id` of the linear layer: layers hold tensors and cannot be keys of a dictionary. The
+        # encoder keeps them alive, so an id stays unique.
+        self._records: dict[int, InputRecord] = {}
 
-    def __call__(self, x: Tensor, layer: Dense) -> Tensor:
-        """Compute a linear layer, and record its input [rows, in]."""
-        wide = x.float()
-        record = self._records.get(id(layer))
-        if record is None:
-            record = InputRecord(wide.new_zeros(1), wide.new_zeros(1), 0)
-            self._records[id(layer)] = record
-        record.largest = torch.maximum(record.largest, wide.abs().amax(0))
-        record.total = record.total + wide.sum(0)
-        record.rows += len(x)
-        return dense(x, layer)
+    def __call__(self, x: Tensor, layer: LinearLayer) -> Tensor:
+        """Compute a linear layer, and add its input to the layer's statistics.
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the largest absolute and the mean inputs of each linear layer, float32 [2, in].
+        Args:
+            x: The input, [rows, in].
+            layer: The linear layer.
 
         Returns:
-            The tensors by their names in the calibration's file.
+            The output, [rows, out].
+        """
+        inputs = x.float()
+        record = self._records.get(id(layer))
+        if record is None:
+            # One zero is enough: it is broadcast to all inputs in the first update.
+            record = InputRecord(inputs.new_zeros(1), inputs.new_zeros(1), 0)
+            self._records[id(layer)] = record
+        record.largest = torch.maximum(record.largest, inputs.abs().amax(0))
+        record.total = record.total + inputs.sum(0)
+        record.rows += len(x)
+        return apply_linear(x, layer)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the statistics of each linear layer as they are stored in the calibration file.
+
+        Returns:
+            By the name in the file, for instance `layers.0.qkv`: the largest absolute inputs and
+            the mean inputs, float32 [2, in], on the CPU.
         """
         tensors = {}
         for i, layer in enumerate(self._layers):
@@ -75,24 +93,28 @@ class CalibrationRecorder:
 
 
 class QuantiseResult(NamedTuple):
-    """A calibration that was written."""
+    """Where a calibration was written, and on how much data it is based."""
 
     path: Path
-    rows: int  # frames that it was made from
+    rows: int  # proteins that were embedded for it
 
 
 def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
-    """Calibrate a models directory for int8 on a sample of reads, and store the result in it.
+    """Calibrate the protein encoder of a models directory for int8, and store the calibration.
+
+    A sample of the reads is embedded in full precision, and the inputs of all linear layers are
+    measured. The result is written beside the encoder's weights and replaces an older one.
 
     Args:
         models: Models directory.
-        reads: FASTA or FASTQ files like those to come.
+        reads: FASTA or FASTQ files that resemble the reads of later runs.
         device: Where the encoder runs.
 
     Raises:
         InputError: The reads cannot be used, or have too few open reading frames.
         WeightsError: The models cannot be used.
     """
+    # Choose the proteins: the same ones for the same reads, sorted so that batches are compact.
     proteins = _sample_proteins(reads, check_models(models).model_length)
     if len(proteins) < MIN_CALIBRATION_ROWS:
         raise InputError(
@@ -103,13 +125,16 @@ def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
         )
     order = np.random.default_rng(ROW_SEED).permutation(len(proteins))
     rows = sorted((proteins[i] for i in order[:MAX_CALIBRATION_ROWS]), key=len)
+
+    # Embed them. Only the statistics of the recorder are needed, not the embeddings.
     network = NETWORKS[PROTEIN_ENCODER.name]
     encoder = load_encoder(network, models, device, "auto", "reference")
     recorder = CalibrationRecorder(encoder)
-    encoder.dense = recorder
+    encoder.apply_linear = recorder
     tokenizer = encoder.INFO.open_tokenizer(models)
     for first in range(0, len(rows), ROWS_PER_BATCH):
         embed_sequences(encoder, tokenizer, rows[first : first + ROWS_PER_BATCH], device)
+
     folder, tensors = models / encoder.INFO.name, recorder.tensors()
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise WeightsError(
@@ -123,10 +148,15 @@ def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
 
 
 def _sample_proteins(reads: str, model_length: int) -> list[bytes]:
-    """Return the distinct proteins of the open reading frames of a sample of reads."""
-    with TemporaryDirectory(prefix="virnuc-quantise-") as name:
-        sample_path = Path(name, "reads")
+    """Return the distinct proteins in the open reading frames of a sample of reads.
+
+    Args:
+        reads: FASTA or FASTQ files.
+        model_length: Bases of the chunks into which reads are cut.
+    """
+    with TemporaryDirectory(prefix="virnuc-quantise-") as temp_folder:
+        sample_path = Path(temp_folder, "reads")
         sample(reads, MAX_CALIBRATION_READS, sample_path)
         spec = StageSpec(reads=(str(sample_path),), model_length=model_length)
-        store = OrfStore.open(stage(spec, Path(name, "orfs.h5")).store)
+        store = OrfStore.open(stage(spec, Path(temp_folder, "orfs.h5")).store)
         return store.protein(0, store.n_uniques)

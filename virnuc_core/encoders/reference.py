@@ -10,53 +10,57 @@ from torch import Tensor
 
 from virnuc_core.encoders.positions import RowLayout, alibi_bias, rotate, token_positions
 
-PADDING_STEP: Final = 16  # rows are padded to the next multiple of this, by the row alone
-MAX_SCORES: Final = 1 << 24  # attention scores held at once: 64 MiB of float32
+PADDING_MULTIPLE: Final = 16  # tokens; rows are padded to a multiple of this
+MAX_SCORES: Final = 1 << 24  # attention scores in memory at the same time: 64 MiB of float32
 
 
 def reference_attention(qkv: Tensor, layout: RowLayout) -> Tensor:
-    """Attend within rows, with scores and softmax in float32.
+    """Compute attention within each row of a packed batch, with scores and softmax in float32.
+
+    A row is one DNA or protein sequence of the batch. Positions enter by rotary embeddings or by
+    ALiBi, according to the layout.
 
     Args:
         qkv: Queries of all heads, keys of all heads, values of all heads: [slots, 3 * width].
-        layout: Where the rows lie.
+        layout: Where the rows lie in the batch.
 
     Returns:
-        [slots, width]; zeros in dead slots.
+        [slots, width] in the format of `qkv`; zeros in the unused slots behind the last row.
     """
     q, k, v = qkv.unflatten(1, (3, layout.heads, -1)).unbind(1)  # [slots, heads, head_dim] each
-    q = q * (1 / math.sqrt(q.shape[-1]))  # scaled before it is rotated, as in training
+    # ESM-2 was trained with queries that are scaled before they are rotated.
+    q = q * (1 / math.sqrt(q.shape[-1]))
     if layout.cos is not None and layout.sin is not None:
         positions = token_positions(layout.cu_seqlens, len(qkv))
         cos, sin = layout.cos[positions], layout.sin[positions]
         q = rotate(q, cos, sin).to(qkv.dtype)
         k = rotate(k, cos, sin).to(qkv.dtype)
     if qkv.device.type == "cpu":
-        mixed = _attend_by_runs(q, k, v, layout)
+        mixed = _attend_equal_lengths(q, k, v, layout)
     else:
         mixed = _attend_padded(q, k, v, layout)
     return mixed.flatten(1)
 
 
-def _attend_by_runs(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
-    """Attend to neighbouring rows of one length together, without padding.
+def _attend_equal_lengths(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
+    """Compute attention for all neighbouring rows of the same length together, without padding.
 
-    For CPUs, where the lengths can be read at no cost. Packed batches have their longest rows
-    first, so runs of one length are long, and they are views of the batch. Each row and head is a
-    matrix product of its own, so the length of a run does not change results.
+    This is for CPUs, where the lengths of the rows can be read without waiting. Packed batches are
+    sorted by length, so many neighbouring rows have the same length. Each row and head is a matrix
+    product of its own, so it does not matter how many rows are computed together.
 
     Args:
-        q, k, v: [slots, heads, head_dim] each.
-        layout: Where the rows lie.
+        q, k, v: Queries, keys and values, [slots, heads, head_dim] each.
+        layout: Where the rows lie in the batch.
 
     Returns:
-        [slots, heads, head_dim]; zeros in dead slots.
+        [slots, heads, head_dim]; zeros in the unused slots behind the last row.
     """
     out = torch.zeros(v.shape, dtype=v.dtype)
     start = 0
-    for length, run in itertools.groupby(layout.cu_seqlens.diff().tolist()):
-        n_rows = len(list(run))
-        span = slice(start, start + n_rows * length)
+    for length, equal_lengths in itertools.groupby(layout.cu_seqlens.diff().tolist()):
+        n_rows = len(list(equal_lengths))
+        span = slice(start, start + n_rows * length)  # the slots of these rows
         start = span.stop
         if length == 0:
             continue
@@ -66,46 +70,54 @@ def _attend_by_runs(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tenso
         bias = None
         if layout.slopes is not None:
             bias = alibi_bias(layout.slopes, length)
+        # scale=1.0, because the queries are scaled already
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=1.0)
         out[span] = mixed.transpose(1, 2).flatten(0, 1)
     return out
 
 
 def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
-    """Attend with all rows padded to the longest one that is possible.
+    """Compute attention with all rows padded to the longest length that is possible.
 
-    For GPUs, where reading the lengths would stop the queue of launched kernels: every shape is
-    fixed and no device value is read. Rows are processed in portions that keep the scores small.
+    This is for GPUs, where reading the lengths on the host would wait for all launched kernels. All
+    shapes are fixed, and no value of the device is read. Rows are treated in portions, so that the
+    scores of a portion fit into a limited memory.
 
     Args:
-        q, k, v: [slots, heads, head_dim] each.
-        layout: Where the rows lie.
+        q, k, v: Queries, keys and values, [slots, heads, head_dim] each.
+        layout: Where the rows lie in the batch.
 
     Returns:
-        [slots, heads, head_dim]; zeros in dead slots.
+        [slots, heads, head_dim]; zeros in the unused slots behind the last row.
     """
-    padded = math.ceil(layout.max_seqlen / PADDING_STEP) * PADDING_STEP
+    padded = math.ceil(layout.max_seqlen / PADDING_MULTIPLE) * PADDING_MULTIPLE
     rows_per_portion = max(1, MAX_SCORES // (layout.heads * padded * padded))
     slots = len(v)
-    step = torch.arange(padded, device=v.device)
-    out = v.new_zeros(slots + 1, *v.shape[1:])  # the last slot takes the results of padding
+    position = torch.arange(padded, device=v.device)
+    # One slot more than the batch has: the results of padding are written there and dropped.
+    out = v.new_zeros(slots + 1, *v.shape[1:])
     starts = layout.cu_seqlens[:-1].long().split(rows_per_portion)
     lengths = layout.cu_seqlens.diff().long().split(rows_per_portion)
     for start, length in zip(starts, lengths, strict=True):
-        is_real = step < length.unsqueeze(1)  # [rows, padded]
-        # Padding repeats the row's first token, so no value of another row or a dead slot is read.
+        # Gather the tokens of the portion's rows. Padding repeats the row's first token, so no
+        # value of another row or of an unused slot is read.
+        is_real = position < length.unsqueeze(1)  # [rows, padded]
         first_slot = start.unsqueeze(1)
-        slot = torch.where(is_real, first_slot + step, first_slot.clamp_max(slots - 1))
+        slot = torch.where(is_real, first_slot + position, first_slot.clamp_max(slots - 1))
         queries, keys, values = (
             part[slot].transpose(1, 2) for part in (q, k, v)
         )  # [rows, heads, padded, head_dim]
+
         scores = (queries @ keys.transpose(2, 3)).float()  # [rows, heads, padded, padded]
         if layout.slopes is not None:
             scores += alibi_bias(layout.slopes, padded)
         scores.masked_fill_(~is_real[:, None, None, :], -math.inf)
-        # An empty row has no key: its scores are kept finite, and nothing of it is written.
+        # An empty row has no key, and a softmax over minus infinity alone would give NaN. Its
+        # scores are set to 0; its results are dropped in any case.
         scores.masked_fill_((length == 0)[:, None, None, None], 0.0)
         mixed = (scores.softmax(-1).to(values.dtype) @ values).transpose(1, 2)
+
+        # Write each token's result to its slot, and that of padding to the additional slot.
         out[torch.where(is_real, slot, slots)] = mixed
     return out[:-1]
 
@@ -113,26 +125,38 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor
 def layer_norm(
     x: Tensor, affine: tuple[Tensor, Tensor], eps: float, _shift: Tensor | None = None
 ) -> Tensor:
-    """Normalise each row of `x` [rows, width]; products have added their biases already."""
+    """Apply layer norm to each row.
+
+    Args:
+        x: [rows, width].
+        affine: Weight and bias of the norm, [width] each.
+        eps: A small number that is added to the variance.
+        _shift: Not used. The kernels' norm has this argument for biases that linear layers left
+            out; with this backend they leave out none.
+
+    Returns:
+        [rows, width].
+    """
     weight, bias = affine
     return F.layer_norm(x, x.shape[1:], weight, bias, eps)
 
 
 def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Average `x` over each span of tokens.
+    """Average `x` over each span of neighbouring tokens.
 
-    Every span is summed on its own, first token to last, in float32. So its mean depends neither on
-    the rest of the batch nor on dead slots (a difference of running sums would depend on both).
+    Each span is summed by itself in float32, from its first token to its last. So its mean does not
+    depend on the tokens outside the span. (It would, if it were a difference of running sums.)
 
     Args:
         x: [tokens, width].
-        starts: First token of each span; spans ascend and do not overlap.
-        ends: Token after the last of each span.
+        starts: First token of each span, [spans]. Spans are in ascending order and do not overlap.
+        ends: Token after the last one of each span, [spans].
 
     Returns:
         float32 [spans, width]; zeros where a span is empty.
     """
-    # The bounds of a span, then those of the gap behind it, then the next span, ...
+    # `segment_reduce` sums adjoining segments. The spans and the gaps between them adjoin, so the
+    # offsets are start, end, start, end, ... The last gap is empty. Every second sum is a span's.
     bounds = torch.stack((starts, ends), dim=1).flatten().long()
     offsets = torch.cat((bounds, bounds[-1:]))
     sums = torch.segment_reduce(x.float(), "sum", offsets=offsets, axis=0, unsafe=True, initial=0)

@@ -101,7 +101,7 @@ class EncoderInfo:
         return f"{self.name}_ceiling_tokens_s"
 
     def token_budget(self, engine: EngineSpec) -> int:
-        """Return the token slots of one of its batches."""
+        """Return how many tokens one batch of this encoder has room for, by the user's settings."""
         budgets = {
             "token_budget": engine.token_budget,
             "dna_token_budget": engine.dna_token_budget,
@@ -109,15 +109,27 @@ class EncoderInfo:
         return budgets[self.budget_setting]
 
     def sequences(self, store: OrfStore, first: int, end: int) -> list[bytes]:
-        """Return what it reads of the store's distinct frames `first` to `end - 1`."""
+        """Return the sequences that this encoder embeds: the DNA or the proteins of some frames.
+
+        Args:
+            store: The store of open reading frames, in which equal frames are kept once.
+            first: Index of the first distinct frame.
+            end: Index after the last distinct frame.
+        """
         if self.molecule == "dna":
             return store.dna(first, end)
         return store.protein(first, end)
 
     def estimate_tokens(self, residues: NDArray[np.integer]) -> NDArray[np.integer]:
-        """Estimate the tokens of frames from their lengths in residues, special tokens included.
+        """Estimate how many tokens each frame becomes, start and end token included.
 
         The estimate is exact for an encoder with one token per residue.
+
+        Args:
+            residues: Length of each frame's protein.
+
+        Returns:
+            The number of tokens of each frame.
         """
         letters = residues
         if self.molecule == "dna":
@@ -125,7 +137,11 @@ class EncoderInfo:
         return letters // self.letters_per_token + self.n_special_tokens
 
     def width_in(self, head: HeadShape) -> int:
-        """Return the width of its embeddings that a classifier was made for."""
+        """Return how wide a classifier expects the embeddings of this encoder to be.
+
+        The classifier takes the embeddings of all encoders side by side. Its `config.json` has the
+        width of the DNA columns and the width of the protein columns.
+        """
         if self.molecule == "dna":
             return head.dna_width
         return head.protein_width
@@ -205,10 +221,15 @@ def encoder_named(name: str) -> EncoderInfo:
 
 
 def embedding_columns(widths: Mapping[EncoderName, int]) -> dict[EncoderName, slice]:
-    """Return the columns of the joined embeddings that each encoder fills, in their order.
+    """Return which columns of the joined embeddings belong to which encoder.
+
+    The embeddings of one frame stand side by side in one row, in the order of the registry.
 
     Args:
-        widths: Width of each encoder's embeddings by its name.
+        widths: Width of each encoder's embeddings, by the encoder's name.
+
+    Returns:
+        The range of columns of each encoder, by the encoder's name.
     """
     columns: dict[EncoderName, slice] = {}
     first = 0

@@ -1,6 +1,7 @@
-"""The tensors of a public checkpoint found by our names, whatever layout it has.
+"""Find the tensors of a checkpoint by virnuc's own names for them.
 
-`tensor_names.toml` has the names of the public layouts: ESM-2 as fair-esm saved it and as ported to
+Public checkpoints of the same model name their tensors differently. `tensor_names.toml` translates
+the names of the public layouts to ours: ESM-2 as fair-esm saved it and as it was ported to
 transformers, and DNABERT-S.
 """
 
@@ -38,28 +39,32 @@ class TensorHeader(NamedTuple):
     dtype: str
 
 
-class GivenTensor(NamedTuple):
-    """A tensor of a checkpoint and its name there."""
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, and its name in the checkpoint."""
 
     public_name: str
     tensor: Any  # a tensor, an array or a TensorHeader
 
 
 def our_name(public_name: str) -> str:
-    """Translate a tensor's name in a public layout.
+    """Translate the name of a tensor in a public checkpoint to our name.
 
     Returns:
-        Our name; "" for a tensor that is not used here; the given name if it is not known.
+        Our name, for instance `layers.3.qkv.weight`; "" for a tensor that virnuc does not use; the
+        public name itself if it is unknown.
     """
     bare_name = _PREFIXES.sub("", public_name)
     if bare_name.endswith(".inv_freq"):
-        return "inv_freq"  # each layer has the same
-    stem, _, kind = bare_name.rpartition(".")  # kind: weight or bias
-    layer = _LAYER.fullmatch(stem)
-    if layer and layer[2] in _NAMES["in_layer"]:
-        return f"layers.{layer[1]}.{_NAMES['in_layer'][layer[2]]}.{kind}"
-    if stem in _NAMES["outside"]:
-        return f"{_NAMES['outside'][stem]}.{kind}"
+        return "inv_freq"  # every layer stores the same rotary frequencies
+
+    module, _, parameter = bare_name.rpartition(".")  # parameter: weight or bias
+    layer_match = _LAYER.fullmatch(module)
+    if layer_match:
+        index, module_in_layer = layer_match.groups()
+        if module_in_layer in _NAMES["in_layer"]:
+            return f"layers.{index}.{_NAMES['in_layer'][module_in_layer]}.{parameter}"
+    if module in _NAMES["outside"]:
+        return f"{_NAMES['outside'][module]}.{parameter}"
     if _UNUSED.fullmatch(bare_name):
         return UNUSED_NAME
     return public_name
@@ -71,81 +76,115 @@ def match_tensors(
     shape: Shape,
     drop_extra: bool = False,
 ) -> Callable[[str], Any]:
-    """Find the tensors of a model in a checkpoint of any public layout.
+    """Find all tensors of a model in a checkpoint, and check their names, shapes and formats.
 
-    Names, shapes and formats are checked; no numbers are read for that. Rotary frequencies, which
-    newer ports do not save, are computed if they are missing. An encoder's task head is left out
-    with a warning.
+    The numbers are not read. Rotary frequencies, which newer checkpoints do not contain, are
+    computed if they are missing. Tensors of a task head (for instance a language model's output
+    layer) are left out, and a warning is logged.
 
     Args:
         source: File or folder of the checkpoint, for messages.
-        tensors: Its tensors by their names there.
+        tensors: The tensors of the checkpoint by their names there.
         shape: Sizes of the model.
-        drop_extra: Leave out all further tensors that the model does not have, with a warning.
+        drop_extra: Also leave out all other tensors that the model does not have, with a warning.
 
     Returns:
-        A function that returns a tensor by our name, in the format in which it is stored.
+        A function that returns a tensor when it is given our name for the tensor. The tensor has
+        the format in which it is stored.
 
     Raises:
         WeightsError: A tensor is missing, unexpected, of another shape or of no floating type.
     """
-    wanted = shape.tensors()
-    given = _by_our_names(tensors, wanted, shape)
-    parts = {name: _parts_of(name, given) for name in wanted}  # by our names
-    _check_names(source, given, parts, drop_extra)
+    model_shapes = shape.tensors()  # by our names
+    stored = _by_our_names(tensors, model_shapes, shape)
+
+    # A tensor of the model is stored as one tensor or as several that are joined.
+    parts = {name: _stored_parts(name, stored) for name in model_shapes}
+    _check_names(source, stored, parts, drop_extra)
     for name, part_names in parts.items():
-        rows, *columns = wanted[name]
+        rows, *columns = model_shapes[name]
         part_shape = (rows // len(part_names), *columns)
         for part_name in part_names:
-            _check_tensor(source, given[part_name], part_shape)
+            _check_tensor(source, stored[part_name], part_shape)
 
-    def read(name: str) -> Any:
-        part_tensors = [given[part_name].tensor for part_name in parts[name]]
+    def read_tensor(name: str) -> Any:
+        """Return a tensor of the model by our name; if it is stored in parts, the joined parts."""
+        part_tensors = [stored[part_name].tensor for part_name in parts[name]]
         if len(part_tensors) == 1:
             return part_tensors[0]
         import torch
 
         return torch.cat(part_tensors)
 
-    return read
+    return read_tensor
 
 
 def _by_our_names(
-    tensors: Mapping[str, Any], wanted: Mapping[str, object], shape: Shape
-) -> dict[str, GivenTensor]:
-    """Return the tensors of a checkpoint by our names; of several with one name, the first."""
-    given_tensors: dict[str, GivenTensor] = {}
+    tensors: Mapping[str, Any], model_shapes: Mapping[str, object], shape: Shape
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by our names, and add rotary frequencies if they lack.
+
+    If several tensors have the same name of ours, the first one is taken: each layer of an ESM-2
+    stores the same rotary frequencies.
+
+    Args:
+        tensors: The tensors by their names in the checkpoint.
+        model_shapes: The model's tensors by our names.
+        shape: Sizes of the model.
+    """
+    stored: dict[str, StoredTensor] = {}
     for public_name, tensor in tensors.items():
-        name = public_name if public_name in wanted else our_name(public_name)
-        given_tensors.setdefault(name, GivenTensor(public_name, tensor))
-    if isinstance(shape, Esm2Shape) and "inv_freq" not in given_tensors:
+        # Our own files have our names already.
+        name = public_name if public_name in model_shapes else our_name(public_name)
+        stored.setdefault(name, StoredTensor(public_name, tensor))
+    if isinstance(shape, Esm2Shape) and "inv_freq" not in stored:
         from virnuc_core.encoders.positions import rotary_frequencies
 
-        given_tensors["inv_freq"] = GivenTensor("inv_freq", rotary_frequencies(shape.head_dim))
-    return given_tensors
+        stored["inv_freq"] = StoredTensor("inv_freq", rotary_frequencies(shape.head_dim))
+    return stored
 
 
-def _parts_of(name: str, given: Mapping[str, object]) -> list[str]:
-    """Return the names of what a tensor consists of: queries, keys and values may be three."""
-    if ".qkv." in name and name not in given:
-        return [name.replace(".qkv.", f".{part}.") for part in "qkv"]
+def _stored_parts(name: str, stored: Mapping[str, object]) -> list[str]:
+    """Return under which names a tensor of the model is stored.
+
+    Our `qkv` has the rows of queries, keys and values in one tensor. A checkpoint may have three
+    tensors `q`, `k` and `v` in its place. Every other tensor is stored under its own name.
+
+    Args:
+        name: Our name for the tensor.
+        stored: The tensors of the checkpoint by our names.
+    """
+    if ".qkv." in name and name not in stored:
+        return [name.replace(".qkv.", f".{letter}.") for letter in "qkv"]
     return [name]
 
 
 def _check_names(
     source: Path,
-    given: Mapping[str, GivenTensor],
+    stored: Mapping[str, StoredTensor],
     parts: Mapping[str, list[str]],
     drop_extra: bool,
 ) -> None:
-    """Raise `WeightsError` for missing or unexpected tensors; warn of those left out."""
+    """Refuse a checkpoint with missing or unexpected tensors.
+
+    Tensors of a task head, and with `drop_extra` all unexpected ones, are only warned of.
+
+    Args:
+        source: File or folder of the checkpoint, for messages.
+        stored: The tensors of the checkpoint by our names.
+        parts: Under which names each tensor of the model is stored.
+        drop_extra: Accept tensors that the model does not have.
+
+    Raises:
+        WeightsError: A tensor is missing or unexpected.
+    """
     missing = []
     known_names = {UNUSED_NAME}
     for name, part_names in parts.items():
         known_names.update(part_names)
-        if not given.keys() >= set(part_names):
+        if not stored.keys() >= set(part_names):
             missing.append(name)
-    unexpected = {given[name].public_name for name in given.keys() - known_names}
+    unexpected = {stored[name].public_name for name in stored.keys() - known_names}
     left_out = {name for name in unexpected if drop_extra or _TASK_HEAD.fullmatch(name)}
     problems = []
     if missing:
@@ -163,15 +202,24 @@ def _check_names(
 
 
 def _list_tensors(names: Iterable[str]) -> str:
-    """Return "tensor a" or "tensors a, b, ..."."""
+    """Return the names of tensors for a message: "tensor a" or "tensors a, b and 3 more"."""
     ordered = sorted(names)
     noun = "tensor" if len(ordered) == 1 else "tensors"
     return f"{noun} {join_first(ordered)}"
 
 
-def _check_tensor(source: Path, given: GivenTensor, shape: tuple[int, ...]) -> None:
-    """Raise `WeightsError` if a tensor has another shape or no floating-point numbers."""
-    name, tensor = given
+def _check_tensor(source: Path, stored: StoredTensor, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape, or one without floating-point numbers.
+
+    Args:
+        source: File or folder of the checkpoint, for messages.
+        stored: The tensor.
+        shape: The shape that the model's sizes require.
+
+    Raises:
+        WeightsError: The tensor does not fit.
+    """
+    name, tensor = stored
     if tensor.shape != shape:
         raise WeightsError(
             f"{source}: tensor {name} is {list(tensor.shape)}, config.json makes it {list(shape)}"

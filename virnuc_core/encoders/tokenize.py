@@ -1,4 +1,4 @@
-"""Sequences to token ids, many at once, and the packed batch in which they reach an encoder."""
+"""Convert many sequences to token ids; and the packed batch in which an encoder gets the tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tokenizers
 from virnuc_core.config import read_small_text
 from virnuc_core.errors import WeightsError
 
-if TYPE_CHECKING:  # torch takes seconds to import: to look at a tokenizer, nobody needs it
+if TYPE_CHECKING:  # torch takes seconds to import, and a check of a tokenizer does not need it
     import torch
     from torch import Tensor
 
@@ -24,7 +24,10 @@ ESM2_VOCAB: Final = 33
 
 
 def _esm2_ids() -> bytes:
-    """Return the token id of each byte, for `bytes.translate`."""
+    """Return ESM-2's token id of each of the 256 bytes, as a table for `bytes.translate`.
+
+    A byte that is no residue has the id of the unknown token.
+    """
     ids = bytearray([ESM2_UNKNOWN] * 256)
     for i, symbol in enumerate(ESM2_SYMBOLS):
         ids[symbol] = ESM2_FIRST + i
@@ -36,32 +39,43 @@ _ESM2_IDS: Final = _esm2_ids()
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Sequences end to end in a fixed number of token slots, without padding between them.
+    """The tokens of many sequences, one after the other in a fixed number of slots.
 
-    Its shapes depend only on the number of slots and on the row capacity.
+    A row is one sequence; there is no padding between rows. The shapes of the tensors depend only
+    on the number of token slots and on the row capacity, the largest number of rows of a batch.
+
+    Attributes:
+        tokens: int64 [slots]. Slots from `cu_seqlens[rows]` on are unused and hold the pad token.
+        cu_seqlens: int32 [row_capacity + 1]. The first slot of each row, then the end of the last
+            row, which is repeated for the rows that the batch does not have.
+        rows: Number of rows that the batch has.
+        max_seqlen: No row has more tokens. It is the same for many batches, because the kernels are
+            chosen by it.
+        real_tokens: Number of used slots.
     """
 
-    tokens: Tensor  # int64 [slots]; slots from cu_seqlens[rows] on are dead and hold the pad token
-    cu_seqlens: (
-        Tensor  # int32 [row_capacity + 1]: 0, then the end of each row; the last end repeats
-    )
-    rows: int  # the real ones
-    max_seqlen: int  # bound on the longest row, the same for many batches: kernels depend on it
+    tokens: Tensor
+    cu_seqlens: Tensor
+    rows: int
+    max_seqlen: int
     real_tokens: int
 
     @property
     def slots(self) -> int:
-        """Token slots of the batch."""
+        """Return the number of token slots, used or not."""
         return int(self.tokens.shape[0])
 
     def to(self, device: torch.device) -> Self:
-        """Return the same batch on a device; asynchronously from page-locked memory."""
+        """Return a copy of the batch on a device.
+
+        From page-locked memory the copy is asynchronous: the call returns before it is finished.
+        """
         tokens = self.tokens.to(device, non_blocking=True)
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=True)
         return replace(self, tokens=tokens, cu_seqlens=cu_seqlens)
 
     def pin(self) -> Self:
-        """Return the same batch in page-locked host memory."""
+        """Return a copy of the batch in page-locked host memory, from which a GPU copies faster."""
         tokens, cu_seqlens = self.tokens.pin_memory(), self.cu_seqlens.pin_memory()
         return replace(self, tokens=tokens, cu_seqlens=cu_seqlens)
 
@@ -76,16 +90,22 @@ class Esm2Tokenizer:
     vocab: Final = ESM2_VOCAB
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
-        """Tokenise proteins.
+        """Convert proteins to token ids.
+
+        Args:
+            sequences: The proteins, one letter for each residue.
 
         Returns:
-            All tokens end to end, int64 [total], and where each row begins, int64 [n + 1].
+            The tokens of all proteins one after the other, int64 [total]; and the index of the
+            first token of each protein, then the total, int64 [n + 1].
         """
         import torch
 
+        # All ids are below 256, so a protein's tokens are bytes until the end.
         begin, end = bytes([ESM2_BEGIN]), bytes([ESM2_END])
         rows = [begin + sequence.translate(_ESM2_IDS) + end for sequence in sequences]
-        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        lengths = [len(row) for row in rows]
+        offsets = np.cumsum([0, *lengths], dtype=np.int64)
         tokens = np.frombuffer(b"".join(rows), np.uint8).astype(np.int64)
         return torch.from_numpy(tokens), torch.from_numpy(offsets)
 
@@ -100,26 +120,33 @@ class DnabertTokenizer:
         """Read the tokenizer of a models directory.
 
         Raises:
-            WeightsError: Its file is missing or not a tokenizer of DNA.
+            WeightsError: The file is missing, or it is not a tokenizer of DNA.
         """
         self._bpe = read_tokenizer(models / "dnabert_s" / "tokenizer.json")
-        vocabulary = self._bpe.get_vocab()  # added tokens included; ids may have gaps
+        vocabulary = self._bpe.get_vocab()  # id of each token, added tokens included
         self.pad_id: Final[int] = vocabulary[PAD]
+        # The embedding table needs a row for the largest id; ids may have gaps.
         self.vocab: Final[int] = 1 + max(vocabulary.values())
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
-        """Tokenise DNA.
+        """Convert DNA sequences to token ids.
+
+        Args:
+            sequences: The DNA sequences in ASCII letters.
 
         Returns:
-            All tokens end to end, int64 [total], and where each row begins, int64 [n + 1].
+            The tokens of all sequences one after the other, int64 [total]; and the index of the
+            first token of each sequence, then the total, int64 [n + 1].
         """
         import torch
 
-        # Any byte is some letter in Latin 1; letters that are no base become [UNK].
+        # Latin 1 has a letter for every byte, so decoding never fails. Letters that are no base
+        # become [UNK].
         texts = [sequence.decode("latin-1") for sequence in sequences]
         encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=True)
         rows = [encoding.ids for encoding in encodings]
-        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        lengths = [len(row) for row in rows]
+        offsets = np.cumsum([0, *lengths], dtype=np.int64)
         tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(offsets[-1]))
         return torch.from_numpy(tokens), torch.from_numpy(offsets)
 
@@ -128,10 +155,14 @@ Tokenizer = Esm2Tokenizer | DnabertTokenizer
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Read a `tokenizer.json`. Its own padding and truncation are switched off.
+    """Read a `tokenizer.json`, and check that it is a tokenizer of DNA.
+
+    Padding and truncation, which the file may ask for, are switched off: virnuc packs sequences
+    without padding and never shortens them.
 
     Raises:
-        WeightsError: The file is missing, no tokenizer, or not one of DNA between [CLS] and [SEP].
+        WeightsError: The file is missing or no tokenizer, or the tokenizer is random, makes too
+            many tokens, or does not put a sequence between [CLS] and [SEP].
     """
     if not path.is_file():
         raise WeightsError(
@@ -151,17 +182,28 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         raise WeightsError(
             f"{path}: with a dropout of {dropout:g} the same read gives other tokens each time"
         )
-    _check_encoding(path, tokenizer, "")
-    _check_encoding(path, tokenizer, "ACGTN" * 8)
+    for example in ("", "ACGTN" * 8):
+        _check_encoding(path, tokenizer, example)
     return tokenizer
 
 
-def _check_encoding(path: Path, tokenizer: tokenizers.Tokenizer, text: str) -> None:
-    """Raise `WeightsError` for too many tokens, or if [CLS] and [SEP] are missing."""
-    ids = tokenizer.encode(text).ids
-    if len(ids) > len(text) + 2:  # the room in batches is counted by letters
+def _check_encoding(path: Path, tokenizer: tokenizers.Tokenizer, dna: str) -> None:
+    """Check that a tokenizer encodes an example like a tokenizer of DNA.
+
+    Args:
+        path: The tokenizer's file, for messages.
+        tokenizer: The tokenizer.
+        dna: The example, which may be empty.
+
+    Raises:
+        WeightsError: There are more tokens than letters (besides the first and the last token), or
+            the tokens do not begin with [CLS] and end with [SEP].
+    """
+    ids = tokenizer.encode(dna).ids
+    # Batches reserve at most one token for each letter, and two for [CLS] and [SEP].
+    if len(ids) > len(dna) + 2:
         raise WeightsError(
-            f"{path}: makes {len(ids)} tokens of {len(text)} letters; not a tokenizer of DNA"
+            f"{path}: makes {len(ids)} tokens of {len(dna)} letters; not a tokenizer of DNA"
         )
     ends = [tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)]
     if len(ids) < 2 or [ids[0], ids[-1]] != ends:

@@ -19,38 +19,41 @@ from virnuc_core.errors import WeightsError
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
 
-REFERENCE_LENGTH: Final = 500  # model length of the head that the reference rows were scored with
-TOLERANCE: Final = 2e-4  # float32 on another machine; half precision is off by ten times as much
+REFERENCE_LENGTH: Final = 500  # VirNucPro scored the reference rows with its model for 500 bases
+# Largest accepted differences from VirNucPro's numbers. Results in float32 on another machine
+# differ less, results in half precision about ten times as much.
+TOLERANCE: Final = 2e-4  # absolute
 NORM_TOLERANCE: Final = 1e-4  # relative
 
 
 class Check(NamedTuple):
-    """One question about a models directory or a machine, and its answer in one line."""
+    """The result of one check of a models directory or a machine."""
 
-    name: str
+    name: str  # what was checked
     verdict: Verdict
-    detail: str
+    detail: str  # one line for the user
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceEmbedding:
-    """A sequence, and two numbers of the embedding that VirNucPro has for it."""
+    """A sequence, and two numbers of the embedding that VirNucPro computes for it."""
 
     sequence: str
-    norm: float
-    first: float  # first entry
+    norm: float  # Euclidean norm of the embedding
+    first: float  # first entry of the embedding
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRow:
-    """One row of VirNucPro's public test reads, and what it gives for it in float32."""
+    """An open reading frame from VirNucPro's public test reads, and VirNucPro's float32 results."""
 
     name: str
-    virus: float  # viral score, with the head for 500 bases
+    virus: float  # viral score by VirNucPro's model for 500 bases
     embeddings: dict[EncoderName, ReferenceEmbedding]
 
 
 def _read_reference_rows() -> tuple[ReferenceRow, ...]:
+    """Read the reference rows from `reference_rows.toml`, which is part of the package."""
     path = Path(__file__).with_name("reference_rows.toml")
     rows = []
     for row in tomllib.loads(path.read_text(encoding="utf-8"))["rows"]:
@@ -63,23 +66,24 @@ REFERENCE_ROWS: Final = _read_reference_rows()
 
 
 def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
-    """Check a models directory.
+    """Check that a models directory is complete and undamaged, and gives VirNucPro's numbers.
 
-    All tensors of each part must be there, have their shape and hold finite numbers. Then the
-    digests are listed, and the reference rows are computed if the weights are those of VirNucPro.
+    Each model must have all its tensors, with the right shapes and finite numbers. Then the digest
+    of each model is computed from its files. If the models have the sizes of VirNucPro's, the
+    reference rows ("anchors") are embedded and scored, and compared with VirNucPro's results.
 
     Args:
         models: Models directory.
         device: Where the reference rows are computed.
 
     Returns:
-        The checks in order. A part that cannot be opened is a `fail`, not an exception.
+        The checks in order. A model that cannot be used is a check that failed, not an exception.
     """
     checks = []
     for part, shape_type in PART_SHAPES.items():
         try:
-            shape, read = open_part(models, shape_type)
-            count = check_finite(models / part, shape, read)
+            shape, read_tensor = open_part(models, shape_type)
+            count = check_finite(models / part, shape, read_tensor)
         except WeightsError as error:
             checks.append(Check(part, "fail", str(error)))
             continue
@@ -87,7 +91,7 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
         checks.append(Check(part, "ok", f"{count:,} numbers, {origin}"))
     if any(check.verdict == "fail" for check in checks):
         return (*checks, Check("anchors", "not run", "a part is not sound"))
-    for part, digest in fingerprint(models, anew=True).items():
+    for part, digest in fingerprint(models, recompute=True).items():
         checks.append(Check(f"{part} sha256", "ok", digest))
     obstacle = _why_not_comparable(models)
     if obstacle:
@@ -96,7 +100,7 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
 
 
 def _why_not_comparable(models: Path) -> str:
-    """Say why VirNucPro's numbers do not apply to a models directory; empty if they do."""
+    """Return why VirNucPro's numbers do not apply to a models directory; "" if they apply."""
     head = shape_of(models, HeadShape)
     shapes = {encoder.name: shape_of(models, encoder.shape_type) for encoder in ENCODERS}
     if any(shape.origin.startswith(RANDOM_ORIGIN) for shape in (head, *shapes.values())):
@@ -112,7 +116,11 @@ def _why_not_comparable(models: Path) -> str:
 
 
 def _check_reference_rows(models: Path, device: torch.device) -> list[Check]:
-    """Embed and score the reference rows in float32, and compare them with VirNucPro's numbers."""
+    """Embed and score the reference rows in float32, and compare them with VirNucPro's numbers.
+
+    Returns:
+        One check for each reference row.
+    """
     loaded = load_models(models, device, EngineSpec(precision="fp32"))
     embeddings: dict[EncoderName, Tensor] = {}
     for encoder in ENCODERS:
@@ -132,12 +140,16 @@ def _check_reference_rows(models: Path, device: torch.device) -> list[Check]:
 def check_reference_row(
     row: ReferenceRow, embeddings: dict[EncoderName, Tensor], scores: Tensor
 ) -> Check:
-    """Compare what was computed for a reference row with VirNucPro's numbers.
+    """Compare the embeddings and the score of a reference row with VirNucPro's numbers.
 
     Args:
-        row: The row.
-        embeddings: Its embedding by each encoder, [width].
-        scores: P(others) and P(virus), [2].
+        row: The reference row with VirNucPro's numbers.
+        embeddings: What each encoder computed for the row, [width] each.
+        scores: P(others) and P(virus) that the classifier computed for the row, [2].
+
+    Returns:
+        A check that is `ok` if the viral score, and norm and first entry of each embedding, are
+        within the tolerances.
     """
     virus = float(scores[1])
     is_equal = np.isclose(virus, row.virus, rtol=0, atol=TOLERANCE)

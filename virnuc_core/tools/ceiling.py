@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.baseline.run import expect
+from virnuc_core.baseline.run import next_message
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.checkpoint import load_models
-from virnuc_core.encoders.layers import Dense, Layer
+from virnuc_core.encoders.layers import LinearLayer, Layer
 from virnuc_core.encoders.precision import quantise_rows
 from virnuc_core.encoders.registry import ENCODERS, encoder_named
 from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs
@@ -56,7 +56,7 @@ def measure_ceilings(
         for spec in worker_specs(models, gpus, engine):
             measuring.add(workers.start(spec, logs / f"ceiling-{spec.device.id}.log"))
         while measuring:
-            worker, answer = expect(workers, measuring)
+            worker, answer = next_message(workers, measuring)
             assert isinstance(answer, Ready)
             measuring.discard(worker)
             if not answer.record:
@@ -117,7 +117,7 @@ def linear_pass(layers: Sequence[Layer], slots: int, device: torch.device) -> Ca
     return run_layers
 
 
-def _random_input(dense: Dense, slots: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _random_input(dense: LinearLayer, slots: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Return inputs of a linear layer, [slots, width], and the scale of each row for int8."""
     x = torch.randn(slots, dense.weight.shape[1], device=device)
     if dense.scale is None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.baseline.batches import BATCHES, assign, cut, filled_batches, sorted_batches
+from virnuc_core.baseline.batches import BATCHES, assign_to_devices, file_ranges, filled_batches, sorted_batches
 from virnuc_core.baseline.run import scaled_seconds
 from virnuc_core.baseline.worker import FileDone, file_path, merge_file, write_fasta
 from virnuc_core.reads.subsets import choose_reads
@@ -62,7 +62,7 @@ def test_dna_tokens_are_guessed_as_v1_does() -> None:
 
 @given(st.lists(st.integers(1, 10_000), max_size=40), st.integers(1, 4))
 def test_files_go_largest_first_to_the_least_loaded(sizes: list[int], devices: int) -> None:
-    plan = assign(sizes, devices)
+    plan = assign_to_devices(sizes, devices)
     assert sorted(i for share in plan for i in share) == list(range(len(sizes)))
     for share in plan:
         assert [sizes[i] for i in share] == sorted((sizes[i] for i in share), reverse=True)
@@ -98,8 +98,8 @@ def test_chosen_reads_do_not_follow_a_pattern_of_the_input() -> None:
 
 
 def test_cut() -> None:
-    assert list(cut(25, 10)) == [(0, 10), (10, 20), (20, 25)]
-    assert list(cut(0, 10)) == []
+    assert list(file_ranges(25, 10)) == [(0, 10), (10, 20), (20, 25)]
+    assert list(file_ranges(0, 10)) == []
 
 
 @given(

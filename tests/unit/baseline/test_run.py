@@ -21,7 +21,7 @@ import torch
 
 from virnuc_core.baseline import run as baseline_run
 from virnuc_core.baseline.networks import embed_rows, load_network
-from virnuc_core.baseline.run import fetch, run_baseline
+from virnuc_core.baseline.run import load_rows, run_baseline
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.classifier import Head
@@ -76,7 +76,7 @@ def test_vanilla_is_the_method_row_by_row(
     vanilla: tuple[RunDir, BaselineSummary], store: OrfStore, models: Path
 ) -> None:
     unique = store.row_unique[:]
-    dna, protein = fetch(store.dna, unique), fetch(store.protein, unique)
+    dna, protein = load_rows(store.dna, unique), load_rows(store.protein, unique)
     rows = {"dnabert_s": dna, "esm2": protein}
     each = [
         embed_rows(load_network(models, op, CPU, torch.float32), s, [[i] for i in range(len(s))])

@@ -19,7 +19,7 @@ from torch import Tensor
 from virnuc_core.encoders import kernels
 from virnuc_core.encoders.attention_kernels import fused_attention
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.layers import Calibration, Dense, InputStatistics, dense
+from virnuc_core.encoders.layers import Calibration, InputStatistics, LinearLayer, apply_linear
 from virnuc_core.encoders.model_config import PRODUCTS, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.positions import (
@@ -155,10 +155,10 @@ def check_int8(device: torch.device, dtype: torch.dtype) -> None:
     for m, n, k in ((130, 320, 144), (3, 64, 320)):
         inputs = torch.randn(m, k).to(device)
         weight, scale = quantise_rows(rotated(torch.randn(n, k, device=device) / k**0.5))
-        layer = Dense(weight, torch.randn(n, device=device), scale.squeeze(1))
+        layer = LinearLayer(weight, torch.randn(n, device=device), scale.squeeze(1))
         quantised_rows, expected = (
             quantise_rows(rotated(inputs.half().float())),
-            dense(inputs, layer),
+            apply_linear(inputs, layer),
         )
         close(kernels.int8_product(*quantised_rows, layer), expected, dtype)
         stream = torch.randn(m, n).to(device, dtype)
@@ -198,7 +198,7 @@ def check_span_means(device: torch.device, dtype: torch.dtype) -> None:
 def input_statistics(esm2: Esm2, batch: PackedBatch) -> Calibration:
     """Record what the linear layers of an ESM-2 by plain torch are given for a batch."""
     recorder = CalibrationRecorder(esm2)
-    esm2.dense = recorder
+    esm2.apply_linear = recorder
     esm2.embed(batch)
     tensors = recorder.tensors()
     layers = []

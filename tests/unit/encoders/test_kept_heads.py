@@ -139,7 +139,7 @@ def test_a_head_that_may_be_chance_is_refused(models: Path, trained: Make, auroc
         install_head(new, models)
     assert part_digest(models / "head") == digest_before
     assert not (models / "heads").exists()
-    assert f"although its AUROC is {auroc:.3f}" in install_head(new, models, anyway=True)
+    assert f"although its AUROC is {auroc:.3f}" in install_head(new, models, install_anyway=True)
     assert part_digest(models / "head") == part_digest(new)
 
 
@@ -161,7 +161,7 @@ def test_a_head_worse_on_the_same_test_is_refused_and_on_another_it_is_said(
 def test_a_head_without_a_card_is_refused(models: Path, drawn: list[Path]) -> None:
     with pytest.raises(WeightsError, match="no card that tells how well it does"):
         install_head(drawn[1] / "head", models)
-    assert "although it has no card" in install_head(drawn[1] / "head", models, anyway=True)
+    assert "although it has no card" in install_head(drawn[1] / "head", models, install_anyway=True)
 
 
 def test_a_head_of_other_encoders_is_refused_in_any_case(models: Path, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_head_of_other_encoders_is_refused_in_any_case(models: Path, tmp_path:
     with pytest.raises(
         WeightsError, match=r"60 \(DNA\) \+ 68 \(protein\), the encoders beside it give 64 \+ 64"
     ):
-        install_head(tmp_path / "head", models, anyway=True)
+        install_head(tmp_path / "head", models, install_anyway=True)
 
 
 def test_a_head_that_is_not_finite_is_not_put_in_place_but_makes_place(
@@ -181,11 +181,11 @@ def test_a_head_that_is_not_finite_is_not_put_in_place_but_makes_place(
     tensors["bn1.weight"][0] = float("nan")
     save_file(tensors, bad / "model.safetensors")
     with pytest.raises(WeightsError, match="holds NaN"):
-        install_head(bad, models, anyway=True)
+        install_head(bad, models, install_anyway=True)
     shutil.rmtree(models / "head")
     bad.rename(models / "head")
     assert [head.installed for head in kept_heads(models)] == [True]
-    install_head(drawn[0] / "head", models, anyway=True)
+    install_head(drawn[0] / "head", models, install_anyway=True)
     assert part_digest(models / "head") == good
     with pytest.raises(WeightsError, match="holds NaN"):
         use_head(models, 1)

@@ -16,11 +16,11 @@ from virnuc_core.encoders.calibration import read_calibration
 from virnuc_core.encoders.checkpoint import load_encoder, open_part
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.layers import (
-    Dense,
+    LinearLayer,
     InputStatistics,
     Layer,
     as_calibration,
-    dense,
+    apply_linear,
     quantise_layer,
 )
 from virnuc_core.encoders.model_config import PRODUCTS, Esm2Shape
@@ -115,7 +115,7 @@ def test_smoothing_and_bias_keep_a_product_of_uneven_inputs() -> None:
     torch.manual_seed(5)
     uneven = torch.logspace(-2, 1, 64)
     x = (torch.randn(400, 64) + 0.5) * uneven
-    products = {name: Dense(torch.randn(64, 64), torch.randn(64)) for name in PRODUCTS}
+    products = {name: LinearLayer(torch.randn(64, 64), torch.randn(64)) for name in PRODUCTS}
     norm = (uneven.clone(), uneven / 2)
     layer = Layer(norm, products["qkv"], products["out"], norm, products["up"], products["down"])
     made = quantise_layer(
@@ -124,8 +124,8 @@ def test_smoothing_and_bias_keep_a_product_of_uneven_inputs() -> None:
     plain = torch.nn.functional.layer_norm(x, (64,), *norm)
     smooth = torch.nn.functional.layer_norm(x, (64,), *made.attn_norm)
     for got, expected in (
-        (dense(smooth, made.qkv), dense(plain, layer.qkv)),
-        (dense(x, made.out), dense(x, layer.out)),
+        (apply_linear(smooth, made.qkv), apply_linear(plain, layer.qkv)),
+        (apply_linear(x, made.out), apply_linear(x, layer.out)),
     ):
         assert (got - expected).norm() < 0.02 * expected.norm()
         assert (got - expected).mean(0).norm() < 0.01 * expected.norm() / 20

@@ -109,7 +109,7 @@ def test_a_taken_directory_is_refused(models: Path) -> None:
 def test_a_random_tensor_of_many_pieces_has_the_asked_spread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("virnuc_core.encoders.convert.DRAWN_AT_ONCE", 1000)
+    monkeypatch.setattr("virnuc_core.encoders.convert.PIECE_NUMBERS", 1000)
     shape = Esm2Shape(layers=1, width=64, heads=2, ffn_width=256)
     write_part(tmp_path, shape, partial(random_tensor, shape, seed=1), "random", "fp32")
     _, read_tensor = open_part(tmp_path, Esm2Shape)
@@ -316,16 +316,16 @@ def test_the_digest_of_a_large_file_is_remembered_until_the_file_changes(
         hashed_files.append(path.name)
         return digest_of(path)
 
-    def asked(*, anew: bool = False) -> tuple[dict[str, str], int]:
+    def asked(*, recompute: bool = False) -> tuple[dict[str, str], int]:
         digests._cached_digest.cache_clear()  # as in another process
         hashed_files.clear()
-        return fingerprint(copied, anew=anew), len(hashed_files)
+        return fingerprint(copied, recompute=recompute), len(hashed_files)
 
     monkeypatch.setattr(digests, "digest_of", counted)
     digests_before, files = asked()
     assert files == 7
     assert asked() == (digests_before, 0)
-    assert asked(anew=True) == (digests_before, files)
+    assert asked(recompute=True) == (digests_before, files)
     for cache_file in (tmp_path / "home/.cache/virnuc/digests").iterdir():
         cache_file.write_text("no digest")
     assert asked() == (digests_before, files)
@@ -355,7 +355,7 @@ def test_a_part_is_looked_at_once_while_its_files_stay_the_same(
 def test_every_stretch_of_a_file_is_in_its_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "STRETCH_BYTES", 8)
+    monkeypatch.setattr(digests, "PIECE_BYTES", 8)
     path, content, found = tmp_path / "file", bytes(range(30)), set[str]()
     orders = (content, content[8:16] + content[:8] + content[16:])
     for chunks in (

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from virnuc_core.baseline.run import expect
+from virnuc_core.baseline.run import next_message
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import process
 from virnuc_core.engine.process import Message, WorkerSpec
@@ -126,7 +126,7 @@ def test_a_workers_own_error_is_raised_by_its_type(
     child, _ = start(workers, tmp_path)
     child.send(Number(number=13))
     with pytest.raises(InputError, match=r"x\.fa:13: unlucky"):
-        expect(workers, {child}, 30)
+        next_message(workers, {child}, 30)
 
 
 def test_a_worker_that_does_not_move_or_dies_is_an_error(
@@ -135,10 +135,10 @@ def test_a_worker_that_does_not_move_or_dies_is_an_error(
     child, _ = start(workers, tmp_path)
     child.progress_s -= 100
     with pytest.raises(WorkerError, match=rf"{CORE.id} has not moved for 1\d\d s"):
-        expect(workers, {child}, 60)
+        next_message(workers, {child}, 60)
     os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"status -9\); last words: noise from a library"):
-        expect(workers, {child}, 1000)
+        next_message(workers, {child}, 1000)
 
 
 def test_a_stopped_worker_is_an_error_however_long_it_may_load(
@@ -149,7 +149,7 @@ def test_a_stopped_worker_is_an_error_however_long_it_may_load(
     child, _ = start(workers, tmp_path, engine=quick)
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match=rf"{CORE.id} has not moved for [01] s"):
-        expect(workers, {child}, 1800)
+        next_message(workers, {child}, 1800)
 
 
 @pytest.mark.parametrize("models", ["", "stubborn"])
