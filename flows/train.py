@@ -50,7 +50,9 @@ def train(settings: TrainSettings) -> State[TrainFile]:
         summary = str(training.message)
         if settings.install or settings.install_anyway:
             head = staged.run.root / "head"
-            installation = install_head(head, settings.models, install_anyway=settings.install_anyway)
+            installation = install_head(
+                head, settings.models, install_anyway=settings.install_anyway
+            )
             summary = f"{summary}; {installation}"
     return completed(record, summary)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from virnuc_core.baseline.run import next_message
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.checkpoint import load_models
-from virnuc_core.encoders.layers import LinearLayer, Layer
+from virnuc_core.encoders.layers import Layer, LinearLayer
 from virnuc_core.encoders.precision import quantise_rows
 from virnuc_core.encoders.registry import ENCODERS, encoder_named
 from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs
@@ -117,7 +117,9 @@ def linear_pass(layers: Sequence[Layer], slots: int, device: torch.device) -> Ca
     return run_layers
 
 
-def _random_input(dense: LinearLayer, slots: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def _random_input(
+    dense: LinearLayer, slots: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
     """Return inputs of a linear layer, [slots, width], and the scale of each row for int8."""
     x = torch.randn(slots, dense.weight.shape[1], device=device)
     if dense.scale is None:

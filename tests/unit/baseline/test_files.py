@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.baseline.batches import BATCHES, assign_to_devices, file_ranges, filled_batches, sorted_batches
+from virnuc_core.baseline.batches import (
+    BATCHES,
+    assign_to_devices,
+    file_ranges,
+    filled_batches,
+    sorted_batches,
+)
 from virnuc_core.baseline.run import scaled_seconds
 from virnuc_core.baseline.worker import FileDone, file_path, merge_file, write_fasta
 from virnuc_core.reads.subsets import choose_reads

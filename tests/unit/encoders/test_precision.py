@@ -16,11 +16,11 @@ from virnuc_core.encoders.calibration import read_calibration
 from virnuc_core.encoders.checkpoint import load_encoder, open_part
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.layers import (
-    LinearLayer,
     InputStatistics,
     Layer,
-    as_calibration,
+    LinearLayer,
     apply_linear,
+    as_calibration,
     quantise_layer,
 )
 from virnuc_core.encoders.model_config import PRODUCTS, Esm2Shape
