@@ -47,6 +47,7 @@ from virnuc_core.runfiles import (
     read_record,
     write,
 )
+from virnuc_core.system_errors import path_exists
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.log import finished_attempt, read_journal, write_telemetry
 from virnuc_core.telemetry.tables import StageClock
@@ -67,7 +68,7 @@ log = logging.getLogger(__name__)
 
 def read_summary(run: RunDir) -> RunSummary | None:
     """Return the summary of a complete run, or None. A damaged summary is set aside."""
-    path = run.summary if run.summary.exists() else run.former_summary
+    path = run.summary if path_exists(run.summary) else run.former_summary
     summary = read_or_set_aside(path, RunSummary)
     if summary is None or summary.stopped_at_limit:
         return None
@@ -153,7 +154,7 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
 def _recorded(run: RunDir) -> runfiles.RunRecord | None:
     """Return what a run was made from, by its record or else by its store, or None."""
     record = runfiles.read_or_set_aside(run.record, runfiles.RunRecord)
-    if record is None and run.plan.exists() and run.store.exists():
+    if record is None and path_exists(run.plan) and path_exists(run.store):
         with suppress(InputError):  # a damaged store proves nothing
             return runfiles.RunRecord(fingerprints={"reads": OrfStore.open(run.store).fingerprint})
     return record
@@ -394,7 +395,7 @@ def prepare(
     for line in damaged_lines:
         log.warning("%s; it will be computed again", line)
     todo = tuple(sorted(set(range(len(plan))) - set(committed_shards)))
-    is_complete = not todo and run.record.exists() and run.summary.exists()
+    is_complete = not todo and path_exists(run.record) and path_exists(run.summary)
     if not is_complete:  # to look at a complete run is no attempt
         write(run.record, record)
         run.journal.unlink(missing_ok=True)  # the record has its content now
@@ -435,7 +436,7 @@ def _record_killed_attempt(
 
 def _require_same_plan(run: RunDir, plan: shards.ShardPlan) -> None:
     """Raise a `RunMismatchError` if a run without a record has the plan of another run."""
-    if run.record.exists():
+    if path_exists(run.record):
         return
     with suppress(ShardError):  # there is no plan, or a damaged one
         if shards.read_plan(run).fingerprint != plan.fingerprint:
@@ -595,7 +596,7 @@ def _write_results(
     scores, failed = shards.read_scores(run)
     started_s = time.monotonic()
     require_lease(run.root)
-    if run.summary.exists():
+    if path_exists(run.summary):
         run.summary.replace(run.former_summary)
     _remove_read_files(job, kept)
     results = write_results(

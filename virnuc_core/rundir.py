@@ -39,7 +39,13 @@ from virnuc_core.errors import (
     join_first,
 )
 from virnuc_core.lease import lease, require_lease
-from virnuc_core.system_errors import describe_system_error, storage_error
+from virnuc_core.system_errors import (
+    describe_system_error,
+    is_regular_file,
+    path_exists,
+    read_with_retries,
+    storage_error,
+)
 
 if TYPE_CHECKING:
     import h5py
@@ -326,13 +332,19 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or an empty one if there is none that can be read."""
-    with suppress(OSError, ValueError, RecursionError):
-        if path.is_file():
-            content = json.loads(read_small_text(path))
-            if isinstance(content, dict):
-                return content
-    return {}
+    """Return the object in a JSON file. Without such a file, or without an object, it is empty.
+
+    Raises:
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
+    """
+    if not is_regular_file(path):
+        return {}
+    try:
+        content = json.loads(read_with_retries(path, lambda: read_small_text(path)))
+    except (OSError, ValueError, RecursionError):
+        # The file was removed meanwhile, or it was read and is no JSON file of ours.
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
@@ -357,7 +369,7 @@ def is_ours(root: Path) -> bool:
     and the nested runs in it, are ours as well.
     """
     marker = _read_json_object(root / MARKER_FILE)
-    if marker.get("product") == "virnuc" or (root / INBOX_MARK).exists():
+    if marker.get("product") == "virnuc" or path_exists(root / INBOX_MARK):
         return True
     if "fingerprints" in _read_json_object(root / "run.json"):
         return True
@@ -520,8 +532,8 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
             raise ConfigError(
                 f"{root}: {owner} is working here; wait for it or choose another directory"
             )
-        is_new = not os.path.lexists(marker)
-        if not is_new and (marker.is_symlink() or not marker.is_file()):
+        is_new = not path_exists(marker)
+        if not is_new and (marker.is_symlink() or not is_regular_file(marker)):
             raise ConfigError(f"{marker} is not a file of virnuc's; choose another directory")
         if _read_json_object(marker).get("product") != "virnuc":  # new or damaged
             content = {"product": "virnuc", "version": virnuc_core.__version__}
@@ -608,7 +620,12 @@ def lock_device(device: str, wait_s: float) -> int:
             lock.listen(socket.SOMAXCONN)  # so that others can ask who holds it
             return lock.detach()
         except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline_s:
+            if error.errno != errno.EADDRINUSE:
+                # Another error does not say that the device is in use.
+                lock.close()
+                reason = describe_system_error(error)
+                raise DeviceError(f"{device} cannot be taken: {reason}") from error
+            if time.monotonic() >= deadline_s:
                 lock.close()
                 holder = device_holder(device) or "another process"
                 raise DeviceError(

@@ -26,6 +26,7 @@ from virnuc_core import gpus
 from virnuc_core.config import Share, refuse_unreadable
 from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.rundir import RunDir, write_text_atomically
+from virnuc_core.system_errors import is_regular_file, path_exists, read_with_retries
 
 MODEL_LENGTH: Final = "model length"
 # No number of ours is larger, so that sums and ratios of such numbers stay finite.
@@ -62,7 +63,8 @@ def read(path: Path, kind: type[File]) -> File:
         ConfigError: Names the file, and the key with a wrong value.
     """
     with refuse_unreadable(path, "JSON"):
-        return kind.model_validate_json(path.read_bytes(), strict=True)
+        content = read_with_retries(path, path.read_bytes)
+        return kind.model_validate_json(content, strict=True)
 
 
 def read_or_set_aside(path: Path, kind: type[File]) -> File | None:
@@ -74,7 +76,7 @@ def read_or_set_aside(path: Path, kind: type[File]) -> File | None:
     Raises:
         ConfigError: The file cannot be opened.
     """
-    if not path.exists():
+    if not path_exists(path):
         return None
     try:
         return read(path, kind)
@@ -107,10 +109,20 @@ def sha256_of(path: Path) -> str:
 
 
 def digest(path: Path) -> FileDigest | None:
-    """Return size and SHA-256 of a file as it is now, or None if it cannot be read."""
-    with suppress(OSError):
+    """Return size and SHA-256 of a file as it is now, or None if there is no such file.
+
+    Raises:
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
+    """
+
+    def read_digest() -> FileDigest:
+        """Read the file once."""
         return FileDigest(size=path.stat().st_size, sha256=sha256_of(path))
-    return None
+
+    try:
+        return read_with_retries(path, read_digest)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 class Device(RunFile):
@@ -262,7 +274,7 @@ def read_record(run: RunDir) -> RunRecord:
     Raises:
         ConfigError: It is absent or cannot be read.
     """
-    if not run.record.is_file():
+    if not is_regular_file(run.record):
         raise ConfigError(f"{run.root}: not a run directory (no readable run.json)")
     return read(run.record, RunRecord)
 
@@ -306,7 +318,8 @@ def changed_inputs(recorded: Sequence[InputFile], files: Sequence[str]) -> list[
     recorded_contents = {file.content for file in recorded}
     contents = {}
     for name in files:
-        contents[name] = digest(Path(name)) if Path(name).is_file() else None
+        # Pipes and folders have no content that could be compared.
+        contents[name] = digest(Path(name)) if is_regular_file(Path(name)) else None
     shared_contents = (recorded_contents & set(contents.values())) - {None}
 
     missing = {Path(file.file).name for file in recorded if file.content not in shared_contents}

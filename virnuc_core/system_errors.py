@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -111,9 +112,11 @@ REFUSED_ERRORS: Final = frozenset(
         errno.ENOSYS,
         errno.EOPNOTSUPP,
         errno.EINVAL,
-        errno.EOVERFLOW,
     }
 )
+
+# `config.read_small_text` raises this for a file that is too large: its size is known.
+CONTENT_ERRORS: Final = frozenset({errno.EOVERFLOW})
 
 # Errors of a disk, or of a file system, that accepts no more data. A retry does not help.
 STORAGE_ERRORS: Final = frozenset(
@@ -152,7 +155,7 @@ def classify(error: BaseException) -> ErrorKind:
     and they are not what was expected.
     """
     number = error_number(error)
-    if number is None:
+    if number is None or number in CONTENT_ERRORS:
         return ErrorKind.CONTENT
     if number in ABSENT_ERRORS:
         return ErrorKind.ABSENT
@@ -253,6 +256,19 @@ def read_with_retries(path: Path, read: Callable[[], Content]) -> Content:
             reason = os.strerror(error_number(error) or 0)
             log.warning("%s: cannot be read now (%s); trying again", path, reason)
         time.sleep(pauses_s.pop(0))
+
+
+def is_regular_file(path: Path) -> bool:
+    """Return true if a path leads to a file that is no folder, pipe or device.
+
+    Raises:
+        UnreadableError: It is not known, for example because the file server does not answer.
+    """
+    try:
+        mode = read_with_retries(path, path.stat).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISREG(mode)
 
 
 def path_exists(path: Path) -> bool:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -29,6 +30,7 @@ from virnuc_core.errors import ConfigError, ShardError
 from virnuc_core.reads.store import SEAL_BYTES, OrfStore, sealed
 from virnuc_core.rundir import RunDir, atomic_hdf5, write_text_atomically
 from virnuc_core.runfiles import RunRecord
+from virnuc_core.system_errors import path_exists, read_with_retries
 from virnuc_core.telemetry.tables import ShardDone
 
 log = logging.getLogger(__name__)
@@ -138,6 +140,10 @@ class Computed(Message):
 
     done: ShardDone | None  # times and counts of the shard; None for a probe
     n_repeated: int = 0  # sequences near the threshold that were embedded again in fp16
+
+
+class MissingShardError(ShardError):
+    """A shard without a file: it is not computed yet, or its file was removed."""
 
 
 class ShardResult(NamedTuple):
@@ -269,9 +275,11 @@ def read_plan(run: RunDir) -> ShardPlan:
 
     Raises:
         ShardError: The file is missing, or it is not a shard plan.
+        UnreadableError: The system cannot read the file.
     """
     try:
-        return ShardPlan.model_validate_json(run.plan.read_bytes())
+        content = read_with_retries(run.plan, run.plan.read_bytes)
+        return ShardPlan.model_validate_json(content)
     except (OSError, ValueError) as error:
         problem = f"{run.plan}: not a readable shard plan ({error}); run again to write it anew"
         raise ShardError(problem) from error
@@ -347,7 +355,8 @@ def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
     """Read embeddings and scores of a committed shard, and check every byte of its file.
 
     Raises:
-        ShardError: The file is damaged, unreadable, or belongs to another run.
+        ShardError: The file is missing, damaged, or belongs to another run.
+        UnreadableError: The system cannot read the file.
     """
     return ShardResult(**_read(run, plan, shard, ShardResult._fields, check_whole_file=True))
 
@@ -385,42 +394,77 @@ def _read(
         The arrays by the name of the dataset.
 
     Raises:
-        ShardError: The file is damaged, unreadable, or belongs to another run.
+        MissingShardError: There is no file.
+        ShardError: The file was read, and it is damaged or belongs to another run.
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
     path = shard_path(run, shard)
-    lo, hi = plan.range(shard)
     not_as_committed = ShardError(f"{path} is not what was committed (checksum)", shard=shard)
-    arrays: dict[str, NDArray[np.float32]] = {}
-    checksums: dict[str, str] = {}
-    try:
+
+    def load() -> _ShardData:
+        """Read the file once."""
         if check_whole_file and not is_sealed(path):
             raise not_as_committed
-        with h5py.File(path, "r") as file:
-            if file.attrs["fingerprint"] != plan.fingerprint:
-                raise ShardError(f"{path} belongs to another run", shard=shard)
-            for name in names:
-                arrays[name] = file[name][:]
-                checksums[name] = file[name].attrs["checksum"]
+        return _load_datasets(path, names)
+
+    try:
+        data = read_with_retries(path, load)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingShardError(f"{path} is missing; run again", shard=shard) from error
     except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise ShardError(f"{path} cannot be read ({error})", shard=shard) from error
+        # Errors of the system are excluded by `read_with_retries`: HDF5 refuses the content.
+        raise ShardError(f"{path} is no file of a shard ({error})", shard=shard) from error
+    if data.fingerprint != plan.fingerprint:
+        raise ShardError(f"{path} belongs to another run", shard=shard)
+    lo, hi = plan.range(shard)
     for name in names:
-        if checksums[name] != _checksum(arrays[name], lo, hi, plan.fingerprint):
+        if data.checksums[name] != _checksum(data.arrays[name], lo, hi, plan.fingerprint):
             raise not_as_committed
-    return arrays
+    return data.arrays
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardData:
+    """What the file of a shard holds, before it is checked."""
+
+    fingerprint: str
+    arrays: dict[str, NDArray[np.float32]]  # by name of the dataset
+    checksums: dict[str, str]  # by name of the dataset
+
+
+def _load_datasets(path: Path, names: Sequence[str]) -> _ShardData:
+    """Read some datasets from the file of a shard, with their checksums and the fingerprint.
+
+    Raises:
+        OSError: The file cannot be read, or is no HDF5 file.
+        KeyError: It lacks a dataset or an attribute.
+    """
+    arrays = {}
+    checksums = {}
+    with h5py.File(path, "r", locking=False) as file:
+        fingerprint = str(file.attrs["fingerprint"])
+        for name in names:
+            arrays[name] = file[name][:]
+            checksums[name] = str(file[name].attrs["checksum"])
+    return _ShardData(fingerprint, arrays, checksums)
 
 
 def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
     """Find the shards of a run that are computed already, and check every byte of their files.
 
     Damaged files, and files of another run, are moved to `shards/damaged/`. Their shards will be
-    computed again.
+    computed again. If the system cannot read a file, nothing is known about the shard, and no file
+    is moved.
 
     Returns:
         The numbers of the shards whose files are intact, and a line of text for each file that was
         moved.
+
+    Raises:
+        UnreadableError: The system cannot read a file.
     """
     refresh_folder(run.shards)
-    existing_shards = [shard for shard in range(len(plan)) if shard_path(run, shard).exists()]
+    existing_shards = [shard for shard in range(len(plan)) if path_exists(shard_path(run, shard))]
 
     def check(shard: int) -> ShardError | None:
         """Return what is wrong with the file of a shard, or None if it is intact.
@@ -434,13 +478,15 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
         return None
 
     with ThreadPoolExecutor(N_CHECK_THREADS) as threads:
+        # All files are checked before the first one is moved. An `UnreadableError` is raised here,
+        # and cancels the checks that have not begun.
         problems = list(threads.map(check, existing_shards))
     proven_shards = []
     damage_reports = []
     for shard, problem in zip(existing_shards, problems, strict=True):
         if problem is None:
             proven_shards.append(shard)
-        else:
+        elif not isinstance(problem, MissingShardError):
             new_path = _move_damaged(run, shard)
             damage_reports.append(f"{problem}; moved to {new_path}")
     return proven_shards, damage_reports
@@ -473,6 +519,7 @@ def read_scores(
 
     Raises:
         ShardError: The plan or a shard is missing or damaged.
+        UnreadableError: The system cannot read a file.
     """
     plan = read_plan(run)
     refresh_folder(run.shards)
@@ -541,5 +588,11 @@ def _embedding_width(run: RunDir, plan: ShardPlan) -> int:
     """
     if len(plan) == 0:
         return 0
-    with h5py.File(shard_path(run, 0), "r") as file:
-        return int(file["embeddings"].shape[1])
+    path = shard_path(run, 0)
+
+    def read_width() -> int:
+        """Open the file once."""
+        with h5py.File(path, "r", locking=False) as file:
+            return int(file["embeddings"].shape[1])
+
+    return read_with_retries(path, read_width)

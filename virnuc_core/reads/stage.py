@@ -64,7 +64,7 @@ from virnuc_core.runfiles import (
     read_or_set_aside,
     write,
 )
-from virnuc_core.system_errors import describe_system_error, storage_error
+from virnuc_core.system_errors import describe_system_error, path_exists, storage_error
 
 SKIPPED_LIST: Final = "skipped.tsv"
 SUMMARY_SUFFIX: Final = ".made.json"  # of the summary's file, beside the store
@@ -467,7 +467,7 @@ def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary 
 
     It can if the same files were staged with the same settings, and the store is intact.
     """
-    if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
+    if not path_exists(out) or not all(can_be_read_twice(name) for name in inputs.files):
         return None
     summary = read_or_set_aside(out.with_suffix(SUMMARY_SUFFIX), StageSummary)
     if summary is None or not _has_same_settings(summary, spec, inputs):

@@ -33,6 +33,7 @@ from virnuc_core.reads.fingerprint import Bucket, Repeats, digests, find_repeats
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment, SegmentCounts
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import atomic_file, check_room
+from virnuc_core.system_errors import read_with_retries
 
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
@@ -81,9 +82,19 @@ def seal(path: Path) -> None:
 
 
 def is_intact(path: Path) -> bool:
-    """Return True if all bytes of a store are those that were sealed."""
-    with path.open("rb") as file:
-        return file.read(SEAL_BYTES) == _compute_seal(path)
+    """Return true if a store has exactly the bytes that were written when it was staged.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
+    """
+
+    def check() -> bool:
+        """Read the file once, and compare the seal at its beginning with its content."""
+        with path.open("rb") as file:
+            return file.read(SEAL_BYTES) == _compute_seal(path)
+
+    return read_with_retries(path, check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +187,25 @@ class OrfStore:
 
         Raises:
             InputError: The file is absent, or is not what was staged, with this version.
+            UnreadableError: The system cannot read the file, so that nothing is known about it.
         """
         store = cls()
         store.path = path
+
+        def load() -> None:
+            """Read the attributes, and map the columns, once."""
+            # HDF5 need not lock the file: nobody writes to a store that is complete.
+            with h5py.File(path, "r", locking=False) as file:
+                store._read_attributes(dict(file.attrs))
+                store._map_columns(file)
+
         try:
             if check and not is_intact(path):
                 raise InputError(
                     "not what was staged (checksum)", file=path, hint="stage the reads again"
                 )
-            with h5py.File(path, "r", locking=False) as file:
-                store._read_attributes(dict(file.attrs))
-                store._map_columns(file)
-        except FileNotFoundError as error:
+            read_with_retries(path, load)
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise InputError("no such file", file=path, hint="stage the reads first") from error
         except (OSError, KeyError) as error:
             raise InputError(
@@ -497,6 +515,7 @@ class StoreWriter:
             track_times=False,
             alignment_threshold=1,
             alignment_interval=_ALIGNMENT,
+            locking=False,  # the lease of the directory protects the file
         ) as file:
             file.attrs.update(attributes)
             for name, length in lengths.items():

@@ -4,6 +4,7 @@ The mean embedding is taken off both first. What all embeddings have in common m
 0.99 and more, whatever the sequence.
 """
 
+import errno
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,10 +18,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.engine.loader import slices
-from virnuc_core.errors import InputError
+from virnuc_core.errors import InputError, UnreadableError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunRecord, find_mismatches, identity, read
+from virnuc_core.system_errors import error_number, read_with_retries
 from virnuc_core.validation import CosineStats
 
 BLOCK_ROWS: Final = 1_024
@@ -137,27 +139,45 @@ def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5
     it cannot open, so all shards are opened here and held open, as many as the system allows.
 
     Raises:
-        InputError: A shard cannot be read.
+        InputError: A shard is missing or damaged, or this process may not open so many files.
+        UnreadableError: The system cannot read a shard, so that nothing is known about it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        file_a = stack.enter_context(h5py.File(path_a, "r"))
-        file_b = stack.enter_context(h5py.File(path_b, "r"))
+        file_a = stack.enter_context(_open_hdf5(path_a))
+        file_b = stack.enter_context(_open_hdf5(path_b))
         shard_paths = [*_shards_of(path_a, file_a), *_shards_of(path_b, file_b)]
         for shard_path in shard_paths:
             try:
-                shard = stack.enter_context(h5py.File(shard_path, "r"))
+                shard = stack.enter_context(_open_hdf5(shard_path))
                 len(shard["embeddings"])
             except (OSError, KeyError, RuntimeError) as error:
                 raise InputError(
-                    f"cannot be read ({error})",
+                    f"cannot be read ({error})", file=shard_path, hint="run again to compute it"
+                ) from error
+            except UnreadableError as error:
+                cause = error.__cause__
+                if cause is None or error_number(cause) != errno.EMFILE:
+                    raise
+                raise InputError(
+                    "cannot be opened",
                     file=shard_path,
-                    hint=f"run again to compute it; if {len(shard_paths)} files may not be open "
-                    "at once, raise `ulimit -n`",
+                    hint=f"if {len(shard_paths)} files may not be open at the same time, raise "
+                    "`ulimit -n`",
                 ) from error
         yield file_a, file_b
+
+
+def _open_hdf5(path: Path) -> h5py.File:
+    """Open an HDF5 file to read it. If the system fails, try again a few times.
+
+    Raises:
+        OSError: There is no such file, or it is no HDF5 file.
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
+    """
+    return read_with_retries(path, lambda: h5py.File(path, "r", locking=False))
 
 
 def _shards_of(path: Path, file: h5py.File) -> list[Path]:

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from virnuc_core.errors import InputError
 from virnuc_core.rundir import atomic_hdf5
 from virnuc_core.runfiles import Attempt, Positive, RunFile, write
+from virnuc_core.system_errors import read_with_retries
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.tables import (
     ENCODERS,
@@ -186,13 +187,19 @@ def read_journal(path: Path) -> Journal | None:
     """Read the journal of an attempt. Lines that were cut off are passed over.
 
     Returns:
-        `None` if it does not tell of a start.
+        `None` if there is no journal, or if it does not tell of a start.
+
+    Raises:
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
     lines = _JournalLines()
-    with suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with suppress(ValidationError):  # it was cut off
-                lines.add(JOURNAL_RECORD.validate_json(line))
+    try:
+        content = read_with_retries(path, path.read_bytes)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    for line in content.splitlines():
+        with suppress(ValidationError):  # it was cut off
+            lines.add(JOURNAL_RECORD.validate_json(line))
     if not lines.texts:
         return None
     start, *deaths = lines.texts
@@ -463,10 +470,13 @@ def read_telemetry(path: Path) -> Telemetry:
     """Read a `telemetry_<time>.h5` back.
 
     Raises:
-        InputError: It cannot be read. The message says what is wrong with it.
+        InputError: It is absent, or is no telemetry file. The message says what is wrong with it.
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
-    try:
-        with h5py.File(path, "r") as file:
+
+    def load() -> Telemetry:
+        """Read the file once."""
+        with h5py.File(path, "r", locking=False) as file:
             tables = {}
             for name, kind in TABLES.items():
                 group = file.get(name, file)  # the batches lie at the root
@@ -480,6 +490,9 @@ def read_telemetry(path: Path) -> Telemetry:
                 origin_s=float(file.attrs["origin_s"]),
                 started=str(file.attrs["started"]),
             )
+
+    try:
+        return read_with_retries(path, load)
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise InputError(f"not a readable telemetry file ({error})", file=path) from error
 

@@ -16,6 +16,7 @@ from virnuc_core.engine.shards import ShardPlan, make_plan, read_shard, write_pl
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import EXACT_FILES, SHARD_FILES, RunDir, atomic_hdf5, discard, run_lock
+from virnuc_core.system_errors import path_exists, read_with_retries
 from virnuc_core.tools.bench import Bench
 
 # Of a batch in fp32, whose activations are large; also the least of a shard.
@@ -69,10 +70,15 @@ def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: in
 
 def _embeddings_identity(run: RunDir) -> str | None:
     """Return what the embeddings that are already there were made of; None if there are none."""
-    if not run.embeddings.is_file():
+    if not path_exists(run.embeddings):
         return None
-    with h5py.File(run.embeddings, "r") as file:
-        return str(file.attrs["fingerprint"])
+
+    def read_fingerprint() -> str:
+        """Open the file once."""
+        with h5py.File(run.embeddings, "r", locking=False) as file:
+            return str(file.attrs["fingerprint"])
+
+    return read_with_retries(run.embeddings, read_fingerprint)
 
 
 def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import psutil
 
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core import system_errors
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, RunSpec
 from virnuc_core.engine import shards
-from virnuc_core.pipeline import classify
+from virnuc_core.errors import VirnucError
+from virnuc_core.pipeline import classify, predict
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
@@ -24,6 +26,7 @@ SMALL = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, 
 N_CORES = min(2, len(os.sched_getaffinity(0)))
 ALL_CORES = f"cpu:{N_CORES}"
 ONE_CORE = Devices.parse("cpu:1")
+SHORT_PAUSES_S = (0.05, 0.1, 0.2)  # between attempts to read, in child processes
 RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 
 Staged = tuple[Path, StageSummary]
@@ -101,6 +104,22 @@ def classify_in_child() -> None:
         engine=EngineSpec.model_validate_json(engine),
     )
     classify(RunDir(Path(root)), staging, spec)
+
+
+def predict_in_child() -> None:
+    """Predict reads; arguments: root, models, reads. One of our errors is printed as one line.
+
+    Reading is tried again after short pauses only.
+    """
+    root, models, reads = sys.argv[1:]
+    system_errors.RETRY_PAUSES_S = SHORT_PAUSES_S
+    spec = RunSpec(
+        out=Path(root), reads=(reads,), models=Path(models), devices=ONE_CORE, engine=SMALL
+    )
+    try:
+        predict(spec)
+    except VirnucError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 def change_threshold_and_die() -> None:

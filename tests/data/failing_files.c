@@ -1,0 +1,114 @@
+/* A library for LD_PRELOAD: calls of the system fail for chosen files, as on a disk or a file server
+   that does not answer.
+
+   FAIL_PATH   the calls fail for files with this text in their path
+   FAIL_ERRNO  the number of the error
+   FAIL_CALLS  which calls fail, letters: o open, r read, s stat, l list a folder, c connect or bind
+   FAIL_WHILE  the calls fail only while a file of this path exists; without it they always fail
+   FAIL_LOG    a file to which a byte is appended for each call that failed */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define REAL(name, type) \
+    static __typeof__(type) real; if (!real) real = (__typeof__(type))dlsym(RTLD_NEXT, name)
+
+static int must_fail(const char *path, char call) {
+    const char *wanted = getenv("FAIL_PATH"), *calls = getenv("FAIL_CALLS");
+    const char *while_file = getenv("FAIL_WHILE"), *number = getenv("FAIL_ERRNO");
+    const char *log_file = getenv("FAIL_LOG");
+    if (!path || !wanted || !calls || !number || !strchr(calls, call) || !strstr(path, wanted))
+        return 0;
+    if (while_file && syscall(SYS_access, while_file, F_OK) != 0) return 0;
+    if (log_file) {
+        int log = syscall(SYS_openat, AT_FDCWD, log_file, O_WRONLY | O_APPEND | O_CREAT, 0600);
+        if (log >= 0) { syscall(SYS_write, log, "x", 1); syscall(SYS_close, log); }
+    }
+    errno = atoi(number);
+    return 1;
+}
+
+static const char *path_of(int fd, char *buffer, size_t size) {
+    char link[64];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(link, buffer, size - 1);
+    if (n < 0) return NULL;
+    buffer[n] = 0;
+    return buffer;
+}
+
+static int fd_must_fail(int fd, char call) {
+    char buffer[4096];
+    return getenv("FAIL_PATH") && must_fail(path_of(fd, buffer, sizeof buffer), call);
+}
+
+#define OPEN(name)                                                                    \
+    int name(const char *path, int flags, ...) {                                      \
+        REAL(#name, int (*)(const char *, int, ...));                                 \
+        va_list args; va_start(args, flags); int mode = va_arg(args, int); va_end(args); \
+        return must_fail(path, 'o') ? -1 : real(path, flags, mode);                   \
+    }
+OPEN(open)
+OPEN(open64)
+
+#define OPENAT(name)                                                                  \
+    int name(int folder, const char *path, int flags, ...) {                          \
+        REAL(#name, int (*)(int, const char *, int, ...));                            \
+        va_list args; va_start(args, flags); int mode = va_arg(args, int); va_end(args); \
+        return must_fail(path, 'o') ? -1 : real(folder, path, flags, mode);           \
+    }
+OPENAT(openat)
+OPENAT(openat64)
+
+ssize_t read(int fd, void *data, size_t n) {
+    REAL("read", ssize_t (*)(int, void *, size_t));
+    return fd_must_fail(fd, 'r') ? -1 : real(fd, data, n);
+}
+
+#define PREAD(name)                                                                   \
+    ssize_t name(int fd, void *data, size_t n, off_t offset) {                        \
+        REAL(#name, ssize_t (*)(int, void *, size_t, off_t));                         \
+        return fd_must_fail(fd, 'r') ? -1 : real(fd, data, n, offset);                \
+    }
+PREAD(pread)
+PREAD(pread64)
+
+#define STAT(name)                                                                    \
+    int name(const char *path, struct stat *result) {                                 \
+        REAL(#name, int (*)(const char *, struct stat *));                            \
+        return must_fail(path, 's') ? -1 : real(path, result);                        \
+    }
+STAT(stat)
+STAT(lstat)
+
+#define STAT64(name)                                                                  \
+    int name(const char *path, struct stat64 *result) {                               \
+        REAL(#name, int (*)(const char *, struct stat64 *));                          \
+        return must_fail(path, 's') ? -1 : real(path, result);                        \
+    }
+STAT64(stat64)
+STAT64(lstat64)
+
+int fstatat(int folder, const char *path, struct stat *result, int flags) {
+    REAL("fstatat", int (*)(int, const char *, struct stat *, int));
+    return must_fail(path, 's') ? -1 : real(folder, path, result, flags);
+}
+
+int fstatat64(int folder, const char *path, struct stat64 *result, int flags) {
+    REAL("fstatat64", int (*)(int, const char *, struct stat64 *, int));
+    return must_fail(path, 's') ? -1 : real(folder, path, result, flags);
+}
+
+DIR *opendir(const char *path) {
+    REAL("opendir", DIR *(*)(const char *));
+    return must_fail(path, 'l') ? NULL : real(path);
+}

@@ -1,0 +1,179 @@
+"""A file that cannot be read at the moment is neither damaged nor absent: the run stops."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.failing_files import OPEN, READ, STAT, failing_calls, words_of
+from virnuc_core.pipeline import read_summary
+from virnuc_core.rundir import RunDir
+
+from .runs import copy_run
+
+PROGRAM = "from tests.unit.engine.runs import predict_in_child; predict_in_child()"
+# Errors that say nothing about the content of a file.
+PASSING_ERRORS = (errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOLCK, errno.ETIMEDOUT)
+# Every kind of file that a run reads again, and what fails: to open it, to read it, to look at it.
+FILES_READ_AGAIN = {
+    "shard": ("/shards/00001.h5", OPEN),
+    "shard while reading": ("/shards/00001.h5", READ),
+    "state of a shard": ("/shards/00001.h5", STAT),
+    "plan": ("/shards/plan.json", OPEN),
+    "store": ("/orfs.h5", OPEN),
+    "store while reading": ("/orfs.h5", READ),
+    "summary of staging": ("/orfs.made.json", OPEN),
+    "record": ("/run/run.json", OPEN),
+    "state of the record": ("/run/run.json", STAT),
+    "marker": ("/run/.virnuc", OPEN),
+    "state of the marker": ("/run/.virnuc", STAT),
+    "journal": ("/telemetry/attempt.jsonl", OPEN),
+    "shape of the classifier": ("/head/config.json", OPEN),
+    "weights": ("/esm2/model.safetensors", OPEN),
+    "reads": ("/small.fasta", OPEN),
+}
+
+
+def predict(
+    root: Path, models: Path, reads: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Predict in a child process, and return how it ended."""
+    command = [sys.executable, "-c", PROGRAM, str(root), str(models), str(reads)]
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Return the bytes of all files, by their path in the directory."""
+    paths = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+
+def require_untouched(root: Path, files_before: dict[str, bytes]) -> None:
+    """Check that no file was moved, removed or changed, and that nothing was computed.
+
+    Only the telemetry of the attempt that the journal describes may have been written.
+    """
+    files_after = contents(root)
+    assert {name: files_after.get(name) for name in files_before} == files_before
+    new_names = files_after.keys() - files_before.keys()
+    assert {name.split("_")[0] for name in new_names} <= {"telemetry/telemetry"}
+
+
+@pytest.fixture(scope="module")
+def finished_run(
+    tmp_path_factory: pytest.TempPathFactory, tiny_models: Path, reads_file: Path
+) -> Path:
+    """Predict the reads once, with the files of all stages in one directory."""
+    root = tmp_path_factory.mktemp("finished") / "run"
+    child = predict(root, tiny_models, reads_file)
+    assert child.returncode == 0, child.stderr
+    return root
+
+
+@pytest.fixture
+def unfinished_run(tmp_path: Path, finished_run: Path) -> Path:
+    """Copy a run, and take away its summary and one shard, as if it had been killed."""
+    root = copy_run(finished_run, tmp_path / "run")
+    (root / "summary.json").unlink()
+    (root / "shards" / "00002.h5").unlink()
+    journal = RunDir(root).journal
+    journal.parent.mkdir(exist_ok=True)
+    start = json.dumps([time.monotonic(), "2026-01-01T00:00:00+00:00", "cpu-core-0"])
+    journal.write_text(json.dumps(start) + "\n")
+    return root
+
+
+@pytest.mark.parametrize("number", PASSING_ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("calls", [OPEN, READ], ids=["open", "read"])
+def test_shards_that_cannot_be_read_stop_the_run_and_stay(
+    unfinished_run: Path, tiny_models: Path, reads_file: Path, number: int, calls: str
+) -> None:
+    files_before = contents(unfinished_run)
+
+    failing = failing_calls("/shards/0", number, calls)
+    child = predict(unfinished_run, tiny_models, reads_file, failing)
+
+    assert child.returncode != 0
+    last_line = child.stderr.strip().splitlines()[-1]
+    assert last_line.startswith("UnreadableError: ")
+    assert words_of(number) in last_line
+    require_untouched(unfinished_run, files_before)
+
+
+@pytest.mark.parametrize("name", FILES_READ_AGAIN)
+def test_no_file_that_cannot_be_read_is_taken_for_absent_or_damaged(
+    name: str, unfinished_run: Path, tiny_models: Path, reads_file: Path
+) -> None:
+    path, calls = FILES_READ_AGAIN[name]
+    files_before = contents(unfinished_run)
+
+    failing = failing_calls(path, errno.ESTALE, calls)
+    child = predict(unfinished_run, tiny_models, reads_file, failing)
+
+    assert child.returncode != 0, child.stderr
+    last_line = child.stderr.strip().splitlines()[-1]
+    assert words_of(errno.ESTALE) in last_line
+    assert "Error: " in last_line
+    require_untouched(unfinished_run, files_before)
+
+    child = predict(unfinished_run, tiny_models, reads_file)
+    assert child.returncode == 0, child.stderr
+    summary = read_summary(RunDir(unfinished_run))
+    assert summary is not None
+    assert summary.shards_computed == 1
+    assert summary.damaged == ()
+
+
+def test_a_handle_that_is_stale_for_a_moment_is_waited_for(
+    tmp_path: Path, unfinished_run: Path, tiny_models: Path, reads_file: Path
+) -> None:
+    server_is_away = tmp_path / "server is away"
+    failed_calls = tmp_path / "failed calls"
+    server_is_away.touch()
+    failing = failing_calls("/shards/0", errno.ESTALE, OPEN, while_file=server_is_away)
+    failing["FAIL_LOG"] = str(failed_calls)
+
+    def bring_back() -> None:
+        """Let calls succeed again after the first one has failed."""
+        deadline_s = time.monotonic() + 60
+        while not failed_calls.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        server_is_away.unlink()
+
+    server = threading.Thread(target=bring_back)
+    server.start()
+    child = predict(unfinished_run, tiny_models, reads_file, failing)
+    server.join()
+
+    assert child.returncode == 0, child.stderr
+    assert failed_calls.stat().st_size > 0
+    summary = read_summary(RunDir(unfinished_run))
+    assert summary is not None
+    assert (summary.shards_computed, summary.damaged) == (1, ())
+
+
+def test_a_shard_with_other_bytes_is_still_called_damaged(
+    unfinished_run: Path, tiny_models: Path, reads_file: Path
+) -> None:
+    shard = unfinished_run / "shards" / "00001.h5"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+    child = predict(unfinished_run, tiny_models, reads_file)
+
+    assert child.returncode == 0, child.stderr
+    summary = read_summary(RunDir(unfinished_run))
+    assert summary is not None
+    assert summary.shards_computed == 2
+    assert "00001" in summary.damaged[0]
+    assert (unfinished_run / "shards" / "damaged" / "00001.0.h5").read_bytes() == content
