@@ -8,8 +8,9 @@
 Files are told apart by content. A renamed or copied file is therefore not predicted again, and a
 name that is used again for another content is.
 
-No file holds up the others. An attempt is counted before it begins, so that one that kills this
-process counts, too. A file that had all its attempts has failed, with the reason of the last.
+A file that fails does not delay the others. An attempt is counted before it begins, so an attempt
+that kills this process is counted, too. After `MAX_ATTEMPTS` attempts a file has failed, with the
+reason of the last attempt.
 """
 
 import hashlib
@@ -60,16 +61,16 @@ class Row(RunFile):
 
 
 class Fate(Row):
-    """What became of a content, by the file it was predicted from.
+    """The fate of a content, with the file from which it was predicted.
 
-    The fate `waiting` was tried, and will be tried again.
+    The fate `waiting` means: an attempt was made, and another one will follow.
     """
 
     attempts: int = 1
     seal: str = ""  # digest of the other fields
 
     def sealed(self) -> Self:
-        """Return the fate with its seal."""
+        """Return the fate with its seal, a digest of all other fields."""
         body = self.model_dump_json(exclude={"seal"})
         digest = hashlib.blake2b(body.encode(), digest_size=SEAL_BYTES)
         return self.changed(seal=digest.hexdigest())
@@ -88,7 +89,7 @@ Predict = Callable[[Row, Path], Outcome]  # takes the row and its run directory
 
 @dataclass(frozen=True, slots=True)
 class _FileState:
-    """What tells without reading a file that it has not changed."""
+    """Name, size and time of a file. If they are equal, the content is taken to be the same."""
 
     file: str
     size: int
@@ -129,7 +130,7 @@ class Ledger:
         - `arriving`: changed less than `settle_s` ago. The file is not read.
         - `waiting`: the content has no fate yet.
         - `duplicate`: another file with the same content was predicted, or will be.
-        - `failed`: also a file that cannot be opened, or has a name that no table can hold.
+        - `failed`: its prediction failed, it cannot be opened, or its name is not UTF-8.
 
         Args:
             settle_s: Seconds without a change after which a file is complete.
@@ -151,7 +152,7 @@ class Ledger:
         return _mark_duplicates(rows)
 
     def _candidate_paths(self) -> Iterator[Path]:
-        """Yield what is in the inbox, except for hidden and partial files."""
+        """Yield all paths in the inbox, except for hidden files and files that are still copied."""
         for path in self.inbox.rglob("*"):
             names = path.relative_to(self.inbox).parts
             is_hidden = any(name.startswith(".") for name in names)
@@ -161,9 +162,18 @@ class Ledger:
     def _describe_file(
         self, path: Path, known_digests: dict[_FileState, str], settled_before_s: float
     ) -> Row | None:
-        """Return a file as it is now; None for anything that is not a file, or is gone."""
+        """Return the row of a file of the inbox.
+
+        Args:
+            path: The file.
+            known_digests: SHA-256 of files that were read before. They are not read again.
+            settled_before_s: A file that was changed later is still being written.
+
+        Returns:
+            The row, or None if the path is not a regular file or no longer exists.
+        """
         name = str(path.relative_to(self.inbox))
-        # The table cannot hold all names that a file may have.
+        # A file name may contain bytes that are not UTF-8, which the table cannot hold.
         printable = name.encode("utf-8", "backslashreplace").decode().replace("\r", "\\r")
         row = Row(file=printable, sha256="", size=0, mtime_ns=0, fate="failed")
         try:
@@ -194,15 +204,15 @@ class Ledger:
         return row.fate == "waiting"
 
     def attempt(self, row: Row, predict: Predict, *, retry_failed: bool) -> Row:
-        """Predict a file, unless its content has a fate by now.
+        """Predict a file, unless another run has predicted the same content in the meantime.
 
-        An error that lies with the input is the file's fate at once. Any other is an attempt, and
-        the last attempt is the fate.
+        An error of the input, such as a damaged file, makes the file `failed` immediately. After
+        any other error the file waits for another attempt, until it had `MAX_ATTEMPTS`.
 
         Args:
             row: The file.
-            predict: Predicts it, and returns its summary or the error.
-            retry_failed: Whether a content that has failed is tried again.
+            predict: Function that predicts the file and returns the summary or the error.
+            retry_failed: Predict a content again that has failed before.
 
         Returns:
             The row with its new fate.
@@ -210,10 +220,10 @@ class Ledger:
         Raises:
             VirnucError: The error that `predict` returned, if it lies with the machine. It does not
                 count as an attempt.
-            BaseException: What `predict` raised. It does not count as an attempt.
+            BaseException: Whatever `predict` raised. It does not count as an attempt.
         """
-        # The digest in the table may be that of an earlier content. If the file cannot be read,
-        # `predict` will say so.
+        # The file may have been replaced since its digest was computed. If it cannot be read now,
+        # `predict` reports that.
         with suppress(OSError):
             row = row.changed(sha256=sha256_of(self.inbox / row.file))
         with self.claim(row.sha256) as owner:
@@ -225,10 +235,19 @@ class Ledger:
                 return self._attempt_claimed(row, predict, earlier)
             if earlier.fate == "failed" and retry_failed:
                 return self._attempt_claimed(row, predict, earlier)
-            return self._with_fate(row)  # an overlapping run was faster
+            return self._with_fate(row)  # another run has decided the fate in the meantime
 
     def _attempt_claimed(self, row: Row, predict: Predict, earlier: Fate | None) -> Row:
-        """Predict a file that this process has claimed, and write down its fate."""
+        """Predict a file that this process has claimed, and record its fate.
+
+        Args:
+            row: The file.
+            predict: Function that predicts the file and returns the summary or the error.
+            earlier: The fate before this attempt, if there is one.
+
+        Returns:
+            The row with its new fate.
+        """
         number = 1
         if earlier is not None and earlier.fate == "waiting":
             number = earlier.attempts + 1
@@ -238,6 +257,7 @@ class Ledger:
         run = f"runs/{row.sha256[:RUN_NAME_LENGTH]}"
         columns = dict(row) | {"run": run, "attempts": number, "note": ""}
         begun = Fate(**columns)
+        # This is the fate that remains if the attempt kills the process.
         self.write_fate(begun.changed(fate=fate_if_unexplained, note=KILLED))
         try:
             outcome = predict(row, self.out / run)
@@ -251,7 +271,7 @@ class Ledger:
             n_reads, n_viral = str(outcome.n_reads), str(outcome.fates["viral"])
             self.write_fate(begun.changed(fate="predicted", reads=n_reads, viral=n_viral))
         elif isinstance(outcome, errors.RunMismatchError):
-            # It is about the settings, and says nothing of the file.
+            # The run directory has a run with other settings. That is not a fault of the file.
             self._undo_attempt(row.sha256, earlier)
             row = row.changed(note=str(outcome))
         else:
@@ -263,7 +283,7 @@ class Ledger:
         return self._with_fate(row)
 
     def _undo_attempt(self, sha256: str, earlier: Fate | None) -> None:
-        """Restore the fate of before an attempt that does not count."""
+        """Restore the recorded fate to what it was before an attempt that does not count."""
         if earlier is None:
             self._fate_file(sha256).unlink()
         else:
@@ -272,11 +292,11 @@ class Ledger:
     # --- Fates ------------------------------------------------------------------------------------
 
     def read_fate(self, sha256: str) -> Fate | None:
-        """Return the fate of a content, if it is known. A damaged file is set aside."""
+        """Return the fate of a content, or None if there is none. A damaged file is renamed."""
         return read_or_set_aside(self._fate_file(sha256), Fate)
 
     def write_fate(self, fate: Fate) -> None:
-        """Write down the fate of a content."""
+        """Write the file with the fate of a content, sealed with a digest."""
         write(self._fate_file(fate.sha256), fate.sealed())
 
     def _fate_file(self, sha256: str) -> Path:
@@ -284,14 +304,15 @@ class Ledger:
         return self.out / "fates" / f"{sha256}.json"
 
     def claim(self, sha256: str) -> AbstractContextManager[str]:
-        """Hold a content while the `with` block lasts.
+        """Reserve a content for this process while the `with` block lasts.
 
-        Yields an empty string, or a description of the process that holds it already.
+        The block receives an empty string, or a description of the process that has reserved the
+        content already.
         """
         return lease(self.out / "claims" / sha256, self._fate_file(sha256))
 
     def _with_fate(self, row: Row) -> Row:
-        """Return the row with the fate that its content has by now, from this or another run."""
+        """Return the row with the recorded fate of its content, which another run may have set."""
         fate = self.read_fate(row.sha256)
         if fate is None:
             return row
@@ -309,7 +330,7 @@ class Ledger:
     # --- Table ------------------------------------------------------------------------------------
 
     def read_table(self) -> list[Row]:
-        """Return the rows written last; none if there is no table, or it cannot be read."""
+        """Return the rows of `inbox.tsv`. A table that is missing or damaged has no rows."""
         try:
             table = pd.read_csv(self.table, sep="\t", dtype=str, na_filter=False)
             return [Row.model_validate(row) for row in table.to_dict("records")]
@@ -317,12 +338,16 @@ class Ledger:
             return []
         except ValueError as error:  # of pandas and of pydantic
             log.warning(
-                "%s is made anew, for it cannot be read (%s)", self.table, type(error).__name__
+                "%s cannot be read (%s) and is written again", self.table, type(error).__name__
             )
             return []
 
     def write_table(self, rows: Sequence[Row]) -> None:
-        """Write the table: `rows`, then the files that were in the last table and are gone."""
+        """Write `inbox.tsv`: the given rows, then files of the last table that no longer exist.
+
+        Overlapping runs may have decided fates since the rows were made, so these are looked up
+        again.
+        """
         mark = self.out / INBOX_MARK
         with lease(mark, self.table, wait=True):
             mark.touch()
@@ -346,15 +371,20 @@ class Ledger:
 
 
 def _mark_duplicates(rows: Sequence[Row]) -> list[Row]:
-    """Mark all but one of several files with the same content as duplicates.
+    """Mark files with the content of another file as duplicates.
 
-    That one is the file that the fate was written for, else the oldest.
+    Of several files with the same content, one is the original: the file for which the fate was
+    recorded or, if there is no fate yet, the oldest file.
 
     Args:
         rows: The rows with their fates, the oldest first.
+
+    Returns:
+        The rows in the same order.
     """
     original_files: dict[str, str] = {}  # by SHA-256
     for row in rows:
+        # A row without a note has the fate that was recorded for this very file.
         is_original = row.fate == "waiting" or row.note == ""
         if row.sha256 and is_original:
             original_files.setdefault(row.sha256, row.file)
@@ -370,13 +400,16 @@ def _mark_duplicates(rows: Sequence[Row]) -> list[Row]:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the message of an error, with its class unless it is one of our own."""
+    """Return the message of an error. Errors of other libraries are named with their class."""
     if isinstance(error, errors.VirnucError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def _remove_partial_files(path: Path) -> None:
-    """Remove what killed writers of a file left beside it. The caller keeps other writers out."""
+    """Remove the temporary files that killed processes left beside a file.
+
+    The caller holds the lease that protects the file, so no other process is writing it.
+    """
     for partial in path.parent.glob(f".{path.name}.*.part"):
         partial.unlink(missing_ok=True)

@@ -3,14 +3,16 @@
 A lease is a file `NAME.N`. A process takes it by creating the file, which every file system grants
 to one process only, and writes it anew every few seconds (the heartbeat).
 
-A process that finds a lease there asks the system whether its owner lives. If the owner runs on
-another machine, it watches by its own clock whether the file still changes. To take over, it
-creates `NAME.N+1`, and withdraws if anything else has changed since it looked. Then it removes the
-older files. So two processes never take over together, clocks of two machines are never compared,
-and nothing relies on flock, which network file systems often keep to one machine.
+A process that finds a lease file asks the system whether the owner of the lease still lives. If
+the owner runs on another machine, the process watches whether the file still changes, and measures
+the time with its own clock. To take over, it creates `NAME.N+1`. If any other lease file has
+changed in the meantime, it removes its file and starts again. Otherwise it removes the older files.
 
-An owner that was stopped for a long time checks the lease before it writes, and finds that it has
-lost it.
+So two processes never take over together, and the clocks of two machines are never compared. flock
+is not used, because on many network file systems it works within one machine only.
+
+An owner that was stopped for a long time checks the lease before it writes, and then sees that
+another process has taken over.
 """
 
 import json
@@ -29,11 +31,11 @@ from typing import Final
 from virnuc_core.errors import ConfigError
 
 HEARTBEAT_S: Final = 5.0
-# Longer than a network file system shows old contents: up to 60 s, as commonly mounted.
+# A network file system may show an old version of a file for up to 60 s with common mount options.
 EXPIRY_S: Final = 90.0
 POLL_S: Final = 0.1
-WARN_AFTER_S: Final = 1.0  # of waiting: then the log says for what
-_leases: dict[Path, "Lease"] = {}  # those that this process holds, by the path that each covers
+WARN_AFTER_S: Final = 1.0  # a process that waits longer logs what it waits for
+_leases: dict[Path, "Lease"] = {}  # the leases of this process, by the path that each protects
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +45,7 @@ def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
 
     Args:
         name: Path of the lease files, without the number at the end.
-        covers: The directory or file that may be written while the lease is held.
+        covers: The directory or file that is written while the lease is held.
         wait: Wait until the lease is free.
 
     Yields:
@@ -65,7 +67,8 @@ def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
         yield ""
     finally:
         new_lease.ended.set()
-        heartbeat.join(HEARTBEAT_S)  # no longer: a file system that is away may block the thread
+        # A network file system that does not answer may block the thread, so do not wait longer.
+        heartbeat.join(HEARTBEAT_S)
         _leases.pop(place, None)
         new_lease.release()
 
@@ -97,7 +100,10 @@ def require_lease(path: Path, *, look: bool = True) -> None:
 
 
 def process_namespace() -> str:
-    """Return where a process number is valid: this boot of this machine and this PID namespace."""
+    """Return an id of the namespace in which process numbers of this process are valid.
+
+    It consists of the id of this boot of the machine and the id of the PID namespace.
+    """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     pid_namespace = Path("/proc/self/ns/pid").readlink()
     return f"{boot_id}:{pid_namespace}"
@@ -112,9 +118,11 @@ def process_start_ticks(pid: int) -> str:
     Raises:
         OSError: There is no such process, or /proc hides it.
     """
+    # The name of the program is in parentheses and may contain spaces. After it, the state is the
+    # first field and the start time the 20th (see proc(5)).
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     state = fields[0]
-    if state in "ZX":  # a zombie, or dead
+    if state in "ZX":  # zombie or dead
         return ""
     return fields[19]
 
@@ -127,15 +135,19 @@ def command_start_s() -> float:
 
 
 def is_alive(pid: int, start_ticks: str) -> bool | None:
-    """Tell whether the process with this number and start still lives.
+    """Return whether the process with this number and start time is still running.
+
+    Process numbers are used again, so the start time is compared, too.
 
     Returns:
-        True or false; None if this cannot be seen.
+        True or false, or None if the system does not say.
     """
     try:
         return process_start_ticks(pid) == start_ticks
     except OSError:
-        with suppress(PermissionError):  # a process of another user, which /proc may hide
+        # /proc may hide the processes of other users. Signal 0 only checks whether there is a
+        # process with this number.
+        with suppress(PermissionError):
             try:
                 os.kill(pid, 0)
             except ProcessLookupError:
@@ -148,18 +160,23 @@ class Owner:
     """The process that wrote a lease."""
 
     description: str
-    is_alive: bool | None  # None: only its heartbeat will tell
+    is_alive: bool | None  # None: unknown, so its heartbeat must be watched
 
 
 NO_OWNER: Final = Owner("", is_alive=False)
 
 
 class Lease:
-    """The lease of a name, as seen by one process that wants it or has it."""
+    """A lease that this process wants or holds."""
 
     def __init__(self, name: Path) -> None:
-        self.is_ours = True  # as far as is known
-        self.owner = ""  # a description of who has it, if it is not ours
+        """Prepare a lease; `take` takes it.
+
+        Args:
+            name: Path of the lease files, without the number at the end.
+        """
+        self.is_ours = True  # false as soon as this process finds that it has lost the lease
+        self.owner = ""  # description of the owner, if that is another process
         self.ended = threading.Event()
         self._name = name
         self._number = 0
@@ -170,15 +187,17 @@ class Lease:
         self._start_ticks = process_start_ticks(os.getpid())
 
     def _path(self, number: int) -> Path:
+        """Return the path of the lease file with this number."""
         return self._name.with_name(f"{self._name.name}.{number}")
 
     def _lease_files(self) -> dict[int, bytes]:
         """Return the contents of all lease files of this name, by number.
 
-        They are opened anew each time, so that a network file system asks its server.
+        The files are opened again in each call. Opening makes a network file system ask its server
+        for the current content.
         """
         contents = {}
-        for path in list(self._name.parent.glob("*.[0-9]*")):  # none where the folder is gone
+        for path in list(self._name.parent.glob("*.[0-9]*")):
             number = path.suffix[1:]
             if path.stem == self._name.name and number.isdecimal():
                 with suppress(FileNotFoundError):
@@ -186,26 +205,27 @@ class Lease:
         return contents
 
     def _describe_owner(self, content: bytes) -> Owner:
-        """Read from a lease file who wrote it, and find out whether that process lives."""
+        """Return the owner that a lease file names, and whether that process is still running."""
         try:
             _, pid, start_ticks, host, namespace, _ = json.loads(content)
             if namespace == self._namespace:
                 return Owner(f"process {pid}", is_alive(int(pid), start_ticks))
-        except (ValueError, TypeError):  # half written
+        except (ValueError, TypeError):  # the owner has not finished writing the file
             return Owner("another process", is_alive=None)
         return Owner(f"process {pid} on {host}", is_alive=None)
 
     def take(self, *, wait: bool = False) -> str:
-        """Take the lease.
+        """Take the lease, or find out who owns it.
 
-        An owner on another machine is watched until a lease file changes (it lives) or has not
-        changed for `EXPIRY_S` (it is gone).
+        An owner on another machine is watched. If a lease file changes, the owner lives. If none
+        changes for `EXPIRY_S`, the owner is dead, and this process takes over.
 
         Args:
-            wait: Wait for any owner until it is gone.
+            wait: Wait until the owner has released the lease or is dead.
 
         Returns:
-            An empty string if the lease is ours, else a description of its owner.
+            An empty string if this process has the lease now, otherwise a description of its
+            owner.
         """
         previous_files: dict[int, bytes] = {}
         watched_since_s = 0.0
@@ -216,12 +236,15 @@ class Lease:
             now_s = time.monotonic()
             newest = max(files, default=0)
             owner = self._describe_owner(files[newest]) if files else NO_OWNER
+
+            # Is the owner alive? If the system does not say, changes of its files do.
             owner_lives = owner.is_alive
             if owner_lives is None and previous_files:
                 if files != previous_files:
                     owner_lives = True
                 elif now_s - watched_since_s > EXPIRY_S:
                     owner_lives = False
+            # Watching begins again with each change.
             if files != previous_files:
                 previous_files = files
                 watched_since_s = now_s
@@ -235,6 +258,7 @@ class Lease:
                     owner.description,
                     EXPIRY_S,
                 )
+
             if owner_lives and not wait:
                 return owner.description
             if owner_lives is False and self._create(newest + 1, files):
@@ -242,17 +266,19 @@ class Lease:
             time.sleep(POLL_S)
 
     def _create(self, number: int, expected_files: dict[int, bytes]) -> bool:
-        """Create the lease file of this number, unless anything else has changed.
+        """Create the lease file with this number, and remove the older lease files.
 
         Args:
             number: Number of the new file.
-            expected_files: The files that were there when their owner was found to be gone.
+            expected_files: The lease files from which the caller concluded that the owner is dead.
+                If they have changed, the new file is removed again.
 
         Returns:
             True if this process has the lease now.
         """
         path = self._path(number)
         try:
+            # O_EXCL: of several processes that create the same file, only one succeeds.
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except (FileExistsError, FileNotFoundError):
             return False  # another process was faster, or has removed the folder
@@ -268,11 +294,13 @@ class Lease:
                 path.unlink(missing_ok=True)
         if is_unchanged:
             for old_number, content in self._lease_files().items():
-                if expected_files.get(old_number) == content:  # not a later file of that number
+                # A file that another process created in the meantime has another content.
+                if expected_files.get(old_number) == content:
                     self._path(old_number).unlink(missing_ok=True)
         return is_unchanged
 
     def _content(self) -> bytes:
+        """Return the next content of the lease file. Each call returns another content."""
         self._n_beats += 1
         fields = [
             self._token,
@@ -285,7 +313,10 @@ class Lease:
         return json.dumps(fields).encode()
 
     def held(self) -> bool:
-        """Tell whether the lease is ours: its file is there, and none with a higher number.
+        """Read the lease files and return whether this process still has the lease.
+
+        It has the lease if its file exists and is the one with the highest number. If not, `owner`
+        is set to a description of the process that has taken over.
 
         Raises:
             OSError: The lease files cannot be read.
@@ -300,15 +331,21 @@ class Lease:
         return self.is_ours
 
     def beat(self) -> None:
-        """Write the lease anew every few seconds until it is given back or lost."""
+        """Write the lease file again every `HEARTBEAT_S` until the lease is released or lost.
+
+        This runs in a thread.
+        """
         while not self.ended.wait(HEARTBEAT_S) and self.is_ours:
-            with suppress(OSError):  # the file system is away; others may take over meanwhile
+            # While the file system does not answer, another process may take over. The next check
+            # finds that.
+            with suppress(OSError):
                 self._write_heartbeat()
-                # Checked after writing: a process that takes over writes first, and then looks
-                # whether we have written.
+                # A process that takes over first creates its file, and then checks whether ours
+                # has changed. Because we write before we check, one of the two sees the other.
                 self.held()
 
     def _write_heartbeat(self) -> None:
+        """Change the content of the lease file, if the file is still ours."""
         path = self._path(self._number)
         with suppress(FileNotFoundError), path.open("r+b") as file:
             if self._token.encode() in file.read():
@@ -316,7 +353,7 @@ class Lease:
                 file.write(self._content())
 
     def release(self) -> None:
-        """Give the lease back if it still is ours."""
+        """Remove the lease file if this process still has the lease."""
         with suppress(OSError):
             if self.held():
                 self._path(self._number).unlink()

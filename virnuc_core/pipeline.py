@@ -67,11 +67,16 @@ log = logging.getLogger(__name__)
 
 
 def read_summary(run: RunDir) -> RunSummary | None:
-    """Return the summary of a complete run, or None. A damaged summary is set aside."""
+    """Return the summary of a run if the run is complete, otherwise None.
+
+    A summary file that is damaged is renamed, and counts as missing.
+    """
+    # While result files are written again, the summary has another name.
     path = run.summary if path_exists(run.summary) else run.former_summary
     summary = read_or_set_aside(path, RunSummary)
     if summary is None or summary.stopped_at_limit:
         return None
+    # Only a run that reached its end has these fields.
     required_fields = (summary.total_s, summary.n_reads, summary.threshold, summary.shards)
     if None in required_fields:
         return None
@@ -86,12 +91,13 @@ def predict(spec: RunSpec, monitor: RunMonitor | None = None) -> RunSummary:
 
     Args:
         spec: Reads, models, devices and settings. The directory `spec.out` is held until the end.
-        monitor: How the run is observed; it is told of the progress.
+        monitor: Receives the progress of the run. Without it, nothing is reported.
 
     Returns:
-        Counts of reads by fate, and times in seconds. `spec.out` then has the tables described in
-        docs/results.md, with scores from 0 to 1, and `embeddings.h5` with the dataset `embeddings`,
-        float32 [distinct sequences, DNA width + protein width].
+        The summary: counts of reads by fate, and times in seconds. As a side effect, `spec.out`
+        contains the tables described in docs/results.md, with scores from 0 to 1, and
+        `embeddings.h5` with the dataset `embeddings`, float32 [distinct sequences, DNA width +
+        protein width].
 
     Raises:
         InputError: Reads cannot be used.
@@ -103,6 +109,7 @@ def predict(spec: RunSpec, monitor: RunMonitor | None = None) -> RunSummary:
         StorageError: The disk refuses.
     """
     run = RunDir(spec.out)
+    # The signature of a signed address is a secret, and the settings are written to run.json.
     redacted = {name: tuple(map(redact_url, getattr(spec, name))) for name in INPUT_FIELDS}
     spec = spec.model_copy(update=redacted)
     check_output(spec.out, models=spec.models, reads=local_files(spec.named), force=spec.force)
@@ -110,13 +117,17 @@ def predict(spec: RunSpec, monitor: RunMonitor | None = None) -> RunSummary:
         resources.enter_context(run_lock(run.root))
         pool = None
         if read_summary(run) is None:
+            # The workers load the weights while this process stages the reads.
             pool = resources.enter_context(workers_for(spec, spec.out, warm=True))
         staging = stage_reads(stage_spec(spec, spec.models), run.store, force=spec.force)
         return classify(run, staging, spec, monitor=monitor, pool=pool)
 
 
 def stage_spec(spec: ReadsSpec, models: Path) -> StageSpec:
-    """Return how these reads are staged for the classifier of a models directory."""
+    """Return the staging settings for these reads and the classifier of a models directory.
+
+    The classifier decides the length of the chunks into which reads are cut.
+    """
     fields = {name: getattr(spec, name) for name in ReadsSpec.model_fields}
     return StageSpec(model_length=shape_of(models, HeadShape).model_length, **fields)
 
@@ -124,13 +135,16 @@ def stage_spec(spec: ReadsSpec, models: Path) -> StageSpec:
 def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
     """Stage reads into a store of open reading frames.
 
-    An undamaged store of the same content is used again. Remote reads are downloaded into the
-    folder `downloads` beside the store.
+    If `out` is an undamaged store of the same reads and settings, it is used again. Remote reads
+    are downloaded into the folder `downloads` beside the store.
 
     Args:
-        spec: The reads, and how they are read.
+        spec: The reads, and how they are parsed and cut.
         out: Path of the store.
-        force: Stage again in any case.
+        force: Stage again even if the store could be used.
+
+    Returns:
+        Counts and times of staging, and the path and fingerprint of the store.
 
     Raises:
         InputError: Reads cannot be used.
@@ -139,7 +153,7 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
     """
     run = RunDir(out.parent)
     if any(map(is_remote, spec.named)):
-        from virnuc_core.reads.remote import fetch_all  # few runs need it
+        from virnuc_core.reads.remote import fetch_all  # imported late: few runs need it
 
         downloads = run.root / "downloads"
         local_inputs = {}
@@ -152,7 +166,11 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
 
 
 def _recorded(run: RunDir) -> runfiles.RunRecord | None:
-    """Return what a run was made from, by its record or else by its store, or None."""
+    """Return the record of the run in this directory, or None if there is no run.
+
+    If run.json is missing but shards were planned, the record has only the fingerprint of the
+    store. That is enough to refuse other reads.
+    """
     record = runfiles.read_or_set_aside(run.record, runfiles.RunRecord)
     if record is None and path_exists(run.plan) and path_exists(run.store):
         with suppress(InputError):  # a damaged store proves nothing
@@ -161,13 +179,16 @@ def _recorded(run: RunDir) -> runfiles.RunRecord | None:
 
 
 def workers_for(spec: ClassifySpec, out: Path, *, keep: bool = False, warm: bool = False) -> Pool:
-    """Start workers for runs that are not staged yet.
+    """Start worker processes, one per device, before the reads are staged.
 
     Args:
         spec: Models, devices and settings.
         out: The run directory. Nodes of a cluster must see it, or the folder that will contain it.
-        keep: Keep the workers after a run, for the next one.
-        warm: Let the workers load the weights at once.
+        keep: Do not end the workers after a run, so that the next run can use them.
+        warm: Load the weights immediately. Otherwise a worker loads them with its first shard.
+
+    Returns:
+        The pool of workers. The caller closes it.
 
     Raises:
         DeviceError: A device or a cluster cannot be used.
@@ -189,7 +210,7 @@ def nodes_of(spec: ClassifySpec, out: Path) -> "Cluster":
         ConfigError: Its settings cannot be used, or a package is missing.
     """
     try:
-        from virnuc_core.engine.cluster import Cluster  # few runs need it
+        from virnuc_core.engine.cluster import Cluster  # imported late: few runs need it
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"cluster {spec.cluster} needs {error.name}; install virnuc[cluster]"
@@ -198,7 +219,9 @@ def nodes_of(spec: ClassifySpec, out: Path) -> "Cluster":
 
 
 def model_flops(models: Path) -> ModelFlops:
-    """Return the FLOPs per token in the linear layers of each encoder, without ceilings.
+    """Return the FLOPs per token in the linear layers of each encoder.
+
+    The measured ceilings of the devices, which `ModelFlops` can also hold, stay empty.
 
     Raises:
         WeightsError: The models directory cannot be used.
@@ -206,7 +229,8 @@ def model_flops(models: Path) -> ModelFlops:
     flops = {}
     for encoder in ENCODERS:
         shape = shape_of(models, encoder.shape_type)
-        flops[encoder.flops_field] = 2.0 * shape.linear_weights  # a product and a sum each
+        # Each weight takes part in one multiplication and one addition.
+        flops[encoder.flops_field] = 2.0 * shape.linear_weights
     return ModelFlops.model_validate(flops)
 
 
@@ -219,23 +243,28 @@ def classify(
     pool: Pool | None = None,
     flops: ModelFlops | None = None,
 ) -> RunSummary:
-    """Run over a staged store: embed, judge, write result files, telemetry and summary.json.
+    """Classify the reads of a store: embed, score, vote, and write all files of the run.
 
-    Shards that are committed are not computed again. A complete run returns its summary; its result
-    files are written again from the shards if the threshold is another, or if one of them is not as
-    the summary lists it.
+    Shards that are committed are not computed again. If the run is already complete, nothing is
+    embedded. Its result files are written again from the shards if the threshold has changed, or
+    if the digest of a result file differs from the digest in summary.json.
 
     Args:
         run: The run directory.
         staging: The staged reads.
         spec: Models, devices and settings.
-        monitor: How the run is observed.
-        pool: Running workers, which are used if they fit.
-        flops: The devices' ceilings, where they were measured.
+        monitor: Receives the progress of the run.
+        pool: Running workers. They are used if they have the same models and settings; otherwise
+            new ones are started.
+        flops: FLOPs per token with the devices' ceilings, if those were measured.
+
+    Returns:
+        The summary, as it is in summary.json.
 
     Raises:
-        InputError: Reads are to be written, and the input is not what was staged.
-        VirnucError: Those of `predict`. Whatever was committed stays.
+        InputError: Viral or other reads are requested as files, and the input has changed since
+            it was staged.
+        VirnucError: Every error that `predict` lists. Committed shards are kept.
     """
     with run_lock(run.root), ExitStack() as resources:
         started_s = time.monotonic()
@@ -270,7 +299,11 @@ def classify(
 
 
 def _cluster_devices(summary: RunSummary | None, pool: Pool | None) -> tuple[Device, ...] | None:
-    """Return the devices of a run on a cluster: those of the complete run, or of the workers."""
+    """Return the devices of a run on a cluster.
+
+    A complete run has them in its summary. Otherwise they are the devices of the workers. None if
+    neither is known.
+    """
     if summary is not None:
         return summary.devices
     if pool is not None:
@@ -279,7 +312,7 @@ def _cluster_devices(summary: RunSummary | None, pool: Pool | None) -> tuple[Dev
 
 
 def _remarks(job: Job, head: HeadShape) -> tuple[str, ...]:
-    """Return what the summary must say of the classifier, the reads and the devices."""
+    """Return warnings for the summary: reads unlike the training data, or mixed devices."""
     digests = read_record(job.run).fingerprints
     sentences = training_mismatches(head, np.asarray(job.store.read_length), digests)
     if job.spec.mixed_devices:
@@ -289,33 +322,37 @@ def _remarks(job: Job, head: HeadShape) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ResultFiles:
-    """The result files of a complete run, held against its summary."""
+    """Comparison of the result files of a complete run with their digests in the summary."""
 
-    sound: set[Path]  # those that are as the summary lists them
-    are_complete: bool  # nothing has to be written again
+    sound: set[Path]  # files whose digest is the recorded one
+    are_complete: bool  # all requested files exist and are sound: nothing has to be written
 
 
 def _check_files(job: Job, summary: RunSummary) -> _ResultFiles:
-    """Find the result files that are as the summary lists them, and whether any are missing."""
+    """Compare the digests of a complete run's result files with those in its summary.
+
+    Files that were changed or are missing are named in a warning.
+    """
     run = job.run
     spec = job.spec
-    verdicts = (summary.threshold, summary.uncertain)
-    if summary.files is None or verdicts != (spec.threshold, job.uncertain):
+    recorded_rule = (summary.threshold, summary.uncertain)
+    # Another threshold changes the verdicts, so all files have to be written again.
+    if summary.files is None or recorded_rule != (spec.threshold, job.uncertain):
         return _ResultFiles(set(), are_complete=False)
     sound = set()
     wrong_names = []
     for path in run.listed:
         recorded_digest = summary.files.get(path.name)
         actual = digest(path)
-        # There is no table of pairs where reads are single.
+        # A run of single reads has no table of pairs.
         may_be_absent = path == run.pairs_table
         if actual == recorded_digest and (recorded_digest or may_be_absent):
             sound.add(path)
             continue
         is_read_file = path in run.reads_of()
         is_requested = path in run.reads_of(spec.written)
-        # Files of reads may have been moved elsewhere; they count only if they were changed, or if
-        # they are asked for again.
+        # The user may move viral.fasta and the like elsewhere. A missing one is wrong only if this
+        # command requests it; a changed one is wrong in any case.
         if not is_read_file or (recorded_digest and (actual or is_requested)):
             wrong_names.append(path.name)
     if wrong_names:
@@ -336,14 +373,20 @@ def prepare(
     staging: StageSummary | None = None,
     devices: tuple[Device, ...] | None = None,
 ) -> Job:
-    """Decide all that a run depends on, write run.json and the plan, and find what is left to do.
+    """Fix everything that a run depends on, and find the shards that are still to be computed.
+
+    Writes run.json and the plan of shards. Shards that are damaged are moved to a folder of their
+    own and computed again. With `spec.force`, an earlier run in the directory is removed first.
 
     Args:
         run: The run directory.
         store_path: The staged reads.
         spec: Models, devices and settings.
-        staging: How the store was made, if known. It must still have the same content.
+        staging: Result of staging, if known. The store must still have the same content.
         devices: Devices of a cluster. If absent, those of this machine that `spec` names.
+
+    Returns:
+        The job: settings, plan, and the numbers of the shards to compute (`todo`).
 
     Raises:
         ConfigError: The store was staged for another classifier.
@@ -368,7 +411,8 @@ def prepare(
     fingerprints = {"reads": store.fingerprint, **fingerprint(spec.models, engine.precision)}
     widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
-        # A file that cannot be removed must not be mistaken for one of the new run.
+        # Removing fails if any file cannot be removed. Otherwise an old file could later be
+        # mistaken for a file of the new run.
         discard(run.root, *RUN_FILES)
     repeat_threshold = None
     if shards.repeats_near_threshold(engine, head):
@@ -396,9 +440,11 @@ def prepare(
         log.warning("%s; it will be computed again", line)
     todo = tuple(sorted(set(range(len(plan))) - set(committed_shards)))
     is_complete = not todo and path_exists(run.record) and path_exists(run.summary)
-    if not is_complete:  # to look at a complete run is no attempt
+    if not is_complete:
+        # The record lists this start as a new attempt. A start that only finds a complete run is
+        # not an attempt, and changes no file.
         write(run.record, record)
-        run.journal.unlink(missing_ok=True)  # the record has its content now
+        run.journal.unlink(missing_ok=True)  # its content was added to the record above
     failed_rows = shards.read_scores(run, committed_shards)[1]
     job = Job(
         run=run,
@@ -420,7 +466,15 @@ def prepare(
 def _record_killed_attempt(
     run: RunDir, record: runfiles.RunRecord, store: OrfStore
 ) -> runfiles.RunRecord:
-    """Complete the record of the attempt before this one, if it was killed, from its journal."""
+    """Add the measurements of an attempt that was killed to the run's record.
+
+    A worker's measurements are appended to a journal while a run computes, and the journal is
+    removed at its end. A journal that exists therefore belongs to an attempt that was killed.
+    Its measurements are written as a telemetry file of their own.
+
+    Returns:
+        The completed record, or the same record if no attempt was killed.
+    """
     if len(record.attempts) < 2:
         return record
     journal = read_journal(run.journal)
@@ -435,7 +489,10 @@ def _record_killed_attempt(
 
 
 def _require_same_plan(run: RunDir, plan: shards.ShardPlan) -> None:
-    """Raise a `RunMismatchError` if a run without a record has the plan of another run."""
+    """Raise a `RunMismatchError` if shards of another run are here and run.json is missing.
+
+    With a run.json, `resume_or_refuse` has already compared the two runs.
+    """
     if path_exists(run.record):
         return
     with suppress(ShardError):  # there is no plan, or a damaged one
@@ -447,9 +504,13 @@ def _require_same_plan(run: RunDir, plan: shards.ShardPlan) -> None:
 
 
 def _check_room_for_results(job: Job) -> None:
-    """Raise a `StorageError` now, not at the last shard, if the results have no room."""
+    """Raise a `StorageError` if the disk has no room for the remaining shards and the tables.
+
+    Without this check a run could compute for hours and fail at its last shard.
+    """
     store = job.store
     mean_id_bytes = len(store.read_id_bytes) // max(1, store.n_reads)
+    # The two tables of VirNucPro have at most one line per row, and reads.tsv one per read.
     n_lines = 2 * store.n_rows + store.n_reads
     table_bytes = n_lines * (mean_id_bytes + LINE_BYTES)
     check_room(
@@ -460,8 +521,18 @@ def _check_room_for_results(job: Job) -> None:
 
 
 def _staging_clock(staging: StageSummary, started_s: float) -> StageClock:
-    """Return a clock with the stages of staging, which ended at `started_s` unless reused."""
+    """Return a clock that already has the times of staging.
+
+    Args:
+        staging: Result of staging.
+        started_s: When the classification started (`time.monotonic`). Staging ended then.
+
+    Returns:
+        A clock with one entry per stage of VirNucPro that is part of our staging.
+    """
     clock = StageClock()
+    # A store that was used again was staged by an earlier command: it has a duration, but no
+    # position on the time axis of this run.
     span = None if staging.reused else (started_s - staging.total_s, started_s)
     rest_s = max(0.0, staging.total_s - staging.chunk_s - staging.translate_s)
     clock.add("Sequence Chunking", staging.chunk_s, span)
@@ -475,7 +546,18 @@ def _staging_clock(staging: StageSummary, started_s: float) -> StageClock:
 def _compute(
     job: Job, staging: StageSummary, monitor: RunMonitor, started_s: float, pool: Pool | None
 ) -> RunSummary:
-    """Embed, judge and write: the rest of a run that is not complete."""
+    """Compute the missing shards and write results, telemetry, record and summary.
+
+    Args:
+        job: The run, with the numbers of the missing shards.
+        staging: Result of staging.
+        monitor: Receives the progress.
+        started_s: When the classification started (`time.monotonic`).
+        pool: Running workers, or None to start some.
+
+    Returns:
+        The summary, as it is in summary.json. Its times include earlier attempts of the same run.
+    """
     clock = _staging_clock(staging, started_s)
     embedding = Embedding(job, monitor, started_s)
     pooled_job = embedding.run(pool)
@@ -483,6 +565,9 @@ def _compute(
     log_errors = _log_errors(job.run)
     verdicts = _write_results(job, staging, clock, since_s=embedding.ended_s)
     own_s = time.monotonic() - started_s
+
+    # Earlier attempts were interrupted. The time of their committed shards counts as work; the
+    # rest of their time was lost.
     record = runfiles.read_record(job.run)
     earlier = [attempt for attempt in record.attempts[:-1] if attempt.wall_s is not None]
     earlier_s = 0.0
@@ -501,13 +586,15 @@ def _compute(
             f"{len(log_errors)} lines of the workers' logs tell of errors; "
             f"the first: {log_errors[0]}"
         )
+
     store = job.store
     summary = RunSummary(
         wall_s=wall_s,
         staging_s=staging.total_s,
         total_s=staging.total_s + wall_s,
         stages={stage.name: stage.seconds for stage in clock.times()},
-        **asdict(store.counts),  # the summary has fields for some of them
+        **asdict(store.counts),  # RunSummary ignores the counts that it has no field for
+        # One token per amino acid, and a start and an end token per sequence.
         protein_tokens=int(store.protein_offsets[-1]) + 2 * store.n_uniques,
         **verdicts,
         devices=job.devices,
@@ -526,6 +613,8 @@ def _compute(
         reduced_budgets={str(shard): n for shard, n in pooled_job.reduced_budgets.items()},
         flops=job.flops,
     )
+
+    # The telemetry file needs the rate from the summary, and the summary the name of that file.
     telemetry_path = None
     if job.todo:
         telemetry_path = embedding.write(clock.times(), own_s, summary.sequences_per_hour)
@@ -540,6 +629,7 @@ def _compute(
             "attempts": (*earlier, current),
         }
     )
+    # The summary is written last: a run is complete if summary.json exists.
     job.run.journal.unlink(missing_ok=True)
     write(job.run.summary, summary)
     if monitor.alone:
@@ -557,7 +647,10 @@ def _newest_telemetry(attempts: Sequence[Attempt]) -> str | None:
 
 
 def _log_errors(run: RunDir) -> list[str]:
-    """Return the lines of the workers' logs that report errors, each with the name of its file."""
+    """Return the lines of the workers' logs that report errors, as `worker-0.log: text`.
+
+    Long lines are shortened, and each run of white space becomes one space.
+    """
     lines = []
     for path in sorted((run.root / "logs").glob("worker-*.log")):
         for line in path.read_text("utf-8", "replace").splitlines():
@@ -574,17 +667,20 @@ def _write_results(
     kept: Collection[Path] = (),
     since_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Write the result files. Meanwhile there is no summary.json.
+    """Write the result files from the committed shards.
+
+    summary.json is renamed before the first file is written, so that a process that is killed here
+    does not leave a run that looks complete.
 
     Args:
         job: The run.
         staging: The staged reads.
-        clock: Is given the time that this takes.
-        kept: Files of reads that stay as they are.
-        since_s: When the embedding ended.
+        clock: Receives the time that writing took, by stage.
+        kept: Files of viral or other reads that are already correct and are not written again.
+        since_s: When the embedding ended (`time.monotonic`).
 
     Returns:
-        The fields of the summary that depend on the verdicts. Another threshold changes no other.
+        The fields of the summary that depend on the verdicts: counts, threshold and digests.
     """
     run = job.run
     spec = job.spec
@@ -604,7 +700,7 @@ def _write_results(
     )
     shards.write_virtual_embeddings(run)
     if spec.written:
-        from virnuc_core.reads.subsets import write_reads  # few runs need it
+        from virnuc_core.reads.subsets import write_reads  # imported late: few runs need it
 
         write_reads(run, job.store, staging, spec.written)
     predicted_s = started_s + results.predict_s
@@ -628,12 +724,18 @@ def _write_results(
 
 
 def _remove_read_files(job: Job, kept: Collection[Path]) -> None:
-    """Remove the files of reads by verdict that an earlier judgement wrote."""
+    """Remove the files of viral and other reads that were written by an earlier threshold.
+
+    Args:
+        job: The run. Files that this command requests are removed without a warning, because they
+            are written again.
+        kept: Files that are already correct and stay.
+    """
     for path in set(job.run.reads_of()) - set(kept):
         if path.exists() and path not in job.run.reads_of(job.spec.written):
             log.warning(
-                "%s is of an earlier judgement and is removed; "
-                "--write-viral, --write-nonviral write such anew",
+                "%s was written by an earlier command and is removed; "
+                "use --write-viral or --write-nonviral to write it again",
                 path,
             )
         path.unlink(missing_ok=True)

@@ -84,16 +84,20 @@ class ResultSummary:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Consecutive reads with all of their rows, or one read with a part of its many rows."""
+    """A range of reads and the range of their rows.
+
+    A very long read has too many rows for one block. It then has several spans of one read each,
+    with consecutive parts of its rows.
+    """
 
     reads: slice
     rows: slice
-    is_complete: bool  # False: more rows of the one read follow
+    is_complete: bool  # False: the next span has more rows of the same read
 
 
 @dataclass(frozen=True, slots=True)
 class _EarlierRows:
-    """What the blocks before say of a read whose rows fill several blocks."""
+    """Results of the earlier blocks of a read whose rows fill several blocks."""
 
     margins: Margins  # [chunks]
     n_scored: int  # rows
@@ -114,14 +118,14 @@ class _Block:
         is_scored: Mask,
         earlier: _EarlierRows = _NO_EARLIER_ROWS,
     ) -> None:
-        """Let the chunks vote.
+        """Select the scored rows of the span and compute the verdict of each chunk.
 
         Args:
             store: The staged reads.
             span: Reads and rows of the block.
             scores: Scores of the rows, [rows, 2].
             is_scored: Marks the rows that have a score; the others failed, [rows].
-            earlier: What the blocks before say of the read that this one continues.
+            earlier: Results of the earlier blocks, if this block continues a long read.
         """
         self.store = store
         self.span = span
@@ -131,16 +135,17 @@ class _Block:
         self.scored_rows = np.flatnonzero(is_scored)  # within the block
         self.failed_rows = np.flatnonzero(~is_scored)
         self.failed_reads = row_reads[self.failed_rows]
-        # From here on [scored rows].
+        # The following arrays have one element per scored row.
         self.reads = row_reads[self.scored_rows]
         self.scores = scores[self.scored_rows]
         chunks = np.asarray(store.row_chunk[span.rows])[self.scored_rows]
-        is_first = np.ones(len(chunks), bool)  # of its chunk
+        # Rows are sorted by read and chunk, so a chunk begins where either number changes.
+        is_first = np.ones(len(chunks), bool)
         is_first[1:] = (np.diff(self.reads) != 0) | (np.diff(chunks) != 0)
         self.votes = consensus.vote_chunks(self.scores, is_first)
 
     def for_next(self) -> _EarlierRows:
-        """Return what the next block, which continues the read, must know."""
+        """Return the results so far of a long read, for the block with its next rows."""
         return _EarlierRows(
             margins=np.append(self.earlier.margins, self.votes.margins),
             n_scored=self.earlier.n_scored + len(self.scored_rows),
@@ -148,7 +153,12 @@ class _Block:
         )
 
     def original_lines(self) -> tuple[bytes, bytes]:
-        """Render the lines of VirNucPro's two files, of the rows and of the chunks."""
+        """Return the lines of VirNucPro's two files.
+
+        Returns:
+            One line per scored row (`prediction_results.txt`), and one line per chunk
+            (`prediction_results_highestscore.csv`).
+        """
         row_range = self.span.rows
         all_names = self.store.row_ids(row_range.start, row_range.stop, original=True)
         names = np.array(all_names, dtype=object)[self.scored_rows]
@@ -157,29 +167,32 @@ class _Block:
         is_viral = consensus.is_viral_frame(self.scores)
         rows = _lines(names, _ROW_LABELS[is_viral.astype(np.int64)], score1, score2)
 
-        chunk_names = [name[:-2] for name in names[self.votes.first_frames]]  # without "F1" … "R3"
+        # A row is named like its chunk, followed by its frame: "F1" to "R3".
+        chunk_names = [name[:-2] for name in names[self.votes.first_frames]]
         verdicts = _texts(self.votes.is_viral.tolist())
         max_score1 = score1[self.votes.top_others]
         max_score2 = score2[self.votes.top_virus]
         return rows, _lines(chunk_names, verdicts, max_score1, max_score2)
 
     def viral_scores(self, groups: Places) -> ViralScores:
-        """Return the score of each group of reads.
+        """Return the viral score of each group of reads. A group is one read or one pair.
 
         Args:
-            groups: Group of each read: a read is one, or the two reads of a pair are, [n_reads].
+            groups: Number of each read's group, ascending from 0, [n_reads].
 
         Returns:
             Scores, [groups]; NaN for groups without a scored row.
         """
         n_groups = int(groups[-1]) + 1
         group_of_row = groups[self.reads]
-        # A read that fills several blocks is alone in each of them: group 0.
+        # A read that fills several blocks is the only read of each of them, so the rows of the
+        # earlier blocks belong to group 0.
         earlier_groups = np.zeros(len(self.earlier.margins), np.int64)
         group_of_chunk = np.append(earlier_groups, group_of_row[self.votes.first_frames])
         margins = np.append(self.earlier.margins, self.votes.margins)
         means = consensus.mean_margins(margins, group_of_chunk, n_groups)
 
+        # A group with a single row gets the score of that row, without rounding.
         n_rows_of_group = np.bincount(group_of_row, minlength=n_groups) + self.earlier.n_scored
         single_row_scores = np.full(n_groups, np.nan, np.float32)
         is_single = n_rows_of_group[group_of_row] == 1
@@ -187,11 +200,20 @@ class _Block:
         return consensus.viral_scores(means, single_row_scores)
 
     def read_lines(self, threshold: float, uncertain: ScoreRange) -> tuple[bytes, Places]:
-        """Render the lines of `reads.tsv`; return also the fate of each read, [n_reads]."""
+        """Return the lines of `reads.tsv`.
+
+        Args:
+            threshold: Score from which a read is called viral.
+            uncertain: Scores in this range get no verdict.
+
+        Returns:
+            The lines, and the fate of each read, [n_reads].
+        """
         store = self.store
         reads = self.span.reads
         scores = self.viral_scores(np.arange(self.n_reads))
         fates = consensus.fates_of_scores(scores, threshold, uncertain)
+        # Later assignments take precedence: a read with a failed row has failed in any case.
         fates[store.read_rows[reads] == 0] = NO_OPEN_FRAME
         fates[store.read_chunks[reads] == 0] = EMPTY
         fates[self.failed_reads] = FAILED
@@ -212,21 +234,22 @@ class _Block:
         return lines, fates
 
     def _remarks(self) -> list[str]:
-        """Return the column `flags` of `reads.tsv`, [n_reads]."""
+        """Return the column `flags` of `reads.tsv`: comma-separated remarks, [n_reads]."""
         first_read = self.span.reads.start
         flags = np.asarray(self.store.read_flags[self.span.reads])
         shown_flags = (flags & (SHORT_FOR_MODEL | AMBIGUOUS)).tolist()
         remarks = [_REMARKS[flag] for flag in shown_flags]
         for read in np.flatnonzero(flags & DUPLICATE_ID).tolist():
             [original_id] = self.store.original_ids(first_read + read, first_read + read + 1)
-            duplicate = f"duplicate_of={original_id}"  # last, because an id may contain commas
+            # This remark is the last one, because an id may contain commas.
+            duplicate = f"duplicate_of={original_id}"
             remarks[read] = f"{remarks[read]},{duplicate}" if remarks[read] else duplicate
         return remarks
 
     def pair_lines(
         self, fates: Places, threshold: float, uncertain: ScoreRange
     ) -> tuple[bytes, Places]:
-        """Render the lines of `pairs.tsv`.
+        """Return the lines of `pairs.tsv`: one per pair, and one per read without a mate.
 
         Args:
             fates: Fates of the reads, [n_reads].
@@ -236,12 +259,14 @@ class _Block:
         Returns:
             The lines, and the fate of each pair that has both mates.
         """
+        # The second read of a pair has the flag MATE and directly follows the first. `first` and
+        # `second` are the positions of the two reads; a read without a mate is both.
         reads = self.span.reads
         is_second = (self.store.read_flags[reads] & MATE) > 0
         ids = np.array(self.store.read_ids(reads.start, reads.stop), dtype=object)
         first = np.flatnonzero(~is_second)  # [pairs]
         has_mate = np.append(is_second[1:], False)[first]
-        second = first + has_mate  # the read itself where it has no mate
+        second = first + has_mate
 
         pair_of_read = np.cumsum(~is_second) - 1
         joint_scores = self.viral_scores(pair_of_read)
@@ -270,7 +295,7 @@ class _Block:
         return lines, verdicts[has_mate]
 
     def failed_lines(self) -> bytes:
-        """Render the lines of `failed.tsv`."""
+        """Return the lines of `failed.tsv`: the names of the rows that could not be embedded."""
         if len(self.failed_rows) == 0:
             return b""
         names = self.store.row_ids(self.span.rows.start, self.span.rows.stop)
@@ -286,16 +311,23 @@ def write_results(
     uncertain: ScoreRange | None = None,
     workers: int = 1,
 ) -> ResultSummary:
-    """Write the result files of a run. Memory holds a few blocks of reads for each process.
+    """Write the result tables of a run.
+
+    Reads are processed in blocks, and each process has a few blocks in memory. `pairs.tsv` is
+    written for paired reads, and removed if the reads are single.
 
     Args:
         run: The run directory.
         store: The staged reads.
         scores: Scores of the store's distinct sequences, [n_uniques, 2].
         failed: Marks the distinct sequences that could not be embedded, [n_uniques].
-        threshold: Score from which a read is called viral. It does not move VirNucPro's files.
+        threshold: Score from which a read is called viral. VirNucPro's two files do not depend
+            on it.
         uncertain: Reads with a score in this range get no verdict.
-        workers: Number of processes; one writes when there are few reads.
+        workers: Number of processes. Few reads are processed by this process alone.
+
+    Returns:
+        Counts of reads, pairs, rows and chunks, and the time that was needed.
 
     Raises:
         ShardError: A sequence has no score and did not fail.
@@ -315,9 +347,13 @@ def write_results(
         render = partial(_render_block, threshold, uncertain or NO_RANGE)
         pool = resources.enter_context(Workers(workers))
         for tables in pool.map(render, _blocks(store, scores, failed)):
+            # Single reads have no file for the last element, the lines of pairs.
             for file, lines in zip(files, tables.lines, strict=False):
                 file.write(lines)
             totals += tables.counts
+    # Processes work at the same time, so their seconds add up to more than the elapsed time. The
+    # elapsed time is divided in the same proportion. Without reads the sum is 0; dividing by 1
+    # then gives 0 seconds.
     elapsed_s = time.perf_counter() - started_s
     work_s = totals.predict_s + totals.consensus_s or 1.0
     return ResultSummary(
@@ -333,7 +369,7 @@ def write_results(
 
 
 def _require_scores(scores: Scores, failed: Mask) -> None:
-    """Raise a `ShardError` if a sequence has no score and did not fail."""
+    """Raise a `ShardError` if a sequence has no finite score although it did not fail."""
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
         raise ShardError(
@@ -343,12 +379,22 @@ def _require_scores(scores: Scores, failed: Mask) -> None:
 
 
 def _counts_by_name(counts: Places, uncertain: ScoreRange | None) -> dict[str, int]:
-    """Return counts by the name of the fate. `uncertain` is listed only where it was asked for."""
+    """Return the counts by the name of the fate.
+
+    The fate `uncertain` is the last one. It is listed only if the user requested such a range.
+    """
     names = FATES if uncertain is None else FATE_NAMES
     return dict(zip(names, counts[: len(names)].tolist(), strict=True))
 
 
 def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
+    """Yield the blocks of a store in input order.
+
+    Args:
+        store: The staged reads.
+        scores: Scores of the distinct sequences, [n_uniques, 2].
+        failed: Marks the distinct sequences that could not be embedded, [n_uniques].
+    """
     earlier = _NO_EARLIER_ROWS
     for span in _read_spans(store):
         uniques = np.asarray(store.row_unique[span.rows])
@@ -358,6 +404,7 @@ def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
 
 
 def _no_counts() -> Places:
+    """Return a count of 0 for each fate."""
     return np.zeros(len(FATE_NAMES), np.int64)
 
 
@@ -374,6 +421,7 @@ class _BlockCounts:
     consensus_s: float = 0.0
 
     def __add__(self, other: "_BlockCounts") -> "_BlockCounts":
+        """Return the sums of all counts and times of two blocks."""
         return _BlockCounts(
             read_fates=self.read_fates + other.read_fates,
             pair_fates=self.pair_fates + other.pair_fates,
@@ -394,6 +442,11 @@ class _BlockTables:
 
 
 def _render_block(threshold: float, uncertain: ScoreRange, block: _Block) -> _BlockTables:
+    """Return the lines of all tables for one block, and its counts and times.
+
+    A part of a long read has lines for its rows and chunks. The lines of the read itself come with
+    its last part.
+    """
     started_s = time.perf_counter()
     row_lines, chunk_lines = block.original_lines()
     predicted_s = time.perf_counter()
@@ -417,13 +470,13 @@ def _render_block(threshold: float, uncertain: ScoreRange, block: _Block) -> _Bl
 
 
 def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -> None:
-    """Write VirNucPro's two files for a part of the reads.
+    """Write VirNucPro's two files for a subset of the reads.
 
     Args:
         run: The run directory.
         store: The staged reads.
-        covered: Marks the reads, [n_reads].
-        scores: Scores of the rows of these reads, in row order, [rows, 2].
+        covered: Marks the reads of the subset, [n_reads].
+        scores: Scores of the rows of these reads, in row order, [rows of the subset, 2].
 
     Raises:
         VirnucError: The number of scores is not the number of rows.
@@ -444,14 +497,17 @@ def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -
 
 
 def _read_spans(store: OrfStore) -> Iterator[_Span]:
-    """Yield spans of bounded size over all reads. No chunk and no pair is parted.
+    """Yield consecutive spans of at most `BLOCK_READS` reads and about `BLOCK_ROWS` rows.
+
+    The two reads of a pair are in the same span, and so are all rows of a chunk.
 
     Raises:
-        VirnucError: The reads claim another number of rows than the store has.
+        VirnucError: The numbers of rows of the reads do not add up to the rows of the store.
     """
     read = 0
     row = 0
     while read < store.n_reads:
+        # One more read than fits is looked at, because it may be the mate of the last one.
         row_ends = np.cumsum(store.read_rows[read : read + BLOCK_READS + 1], dtype=np.int64)
         n_fitting = int(np.searchsorted(row_ends, BLOCK_ROWS, side="right"))
         n_reads = max(1, min(BLOCK_READS, n_fitting))
@@ -471,12 +527,17 @@ def _read_spans(store: OrfStore) -> Iterator[_Span]:
 
 
 def _long_read_cuts(store: OrfStore, row: int, end: int) -> Iterator[int]:
-    """Yield the rows at which a read with very many rows is cut, each at the end of a chunk."""
+    """Yield the rows at which the rows `row` to `end` of a long read are divided into spans.
+
+    Each cut is at the end of a chunk. Short reads have no cuts.
+    """
     while end - row > BLOCK_ROWS:
         cut = row + BLOCK_ROWS
+        # A chunk has at most one row per frame. The cut moves to the first row that belongs to
+        # another chunk than the row before the cut; `argmin` finds the first False.
         next_chunks = store.row_chunk[cut : cut + len(FRAMES)]
         is_same_chunk = np.append(next_chunks == store.row_chunk[cut - 1], False)
-        cut += int(np.argmin(is_same_chunk))  # the first that is of another chunk
+        cut += int(np.argmin(is_same_chunk))
         if cut >= end:
             return
         yield cut
@@ -484,9 +545,10 @@ def _long_read_cuts(store: OrfStore, row: int, end: int) -> Iterator[int]:
 
 
 def _open_tables(resources: ExitStack, run: RunDir, count: int) -> Sequence[BinaryIO]:
-    """Open the first tables of a run with their headers.
+    """Open the first `count` tables of a run for writing, and write their headers.
 
-    The files appear when `resources` is closed without an error.
+    The tables are temporary files at first. They get their names when `resources` is closed
+    without an error.
     """
     headers = (PREDICTION_HEADER, CONSENSUS_HEADER, READS_HEADER, FAILED_HEADER, PAIRS_HEADER)
     files = []
@@ -508,6 +570,7 @@ class _FateColumns:
 
 
 def _fate_columns(scores: ViralScores, fates: Places) -> _FateColumns:
+    """Return fate, score and label as text. The score is empty if it did not decide the fate."""
     score_texts = np.full(len(scores), "", dtype=object)
     is_by_score = np.isin(fates, FATES_BY_SCORE)
     score_texts[is_by_score] = _texts(scores[is_by_score])
@@ -515,7 +578,10 @@ def _fate_columns(scores: ViralScores, fates: Places) -> _FateColumns:
 
 
 def _texts(values: Any) -> list[str]:
-    """Return values as text; a float32 in the fewest digits that read back as the same number."""
+    """Return the values as text.
+
+    NumPy prints a float32 with the fewest digits from which the same number can be parsed.
+    """
     return list(map(str, values))
 
 

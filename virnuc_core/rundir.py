@@ -169,9 +169,13 @@ log = logging.getLogger(__name__)
 
 
 class _PathInside(str):
-    """The name of a file in a run directory. As an attribute of `RunDir` it gives the path."""
+    """The name of a file in a run directory, used as a class attribute of `RunDir`.
+
+    `run.record` then is the path `run.root / "run.json"`.
+    """
 
     def __get__(self, run: "RunDir", owner: type["RunDir"]) -> Path:
+        """Return the path of this file in the given run directory (descriptor protocol)."""
         return run.root / self
 
 
@@ -198,7 +202,10 @@ class RunDir:
     former_summary = _PathInside("summary.json.former")  # while its files are written again
 
     def reads_of(self, verdicts: Iterable[str] = VERDICT_FILES) -> tuple[Path, ...]:
-        """Return the files of reads with these verdicts, by format and mate; they may be absent."""
+        """Return the paths to which reads with these verdicts may be written.
+
+        There is a path for each format and each mate, whether the file exists or not.
+        """
         return tuple(self.root / name for verdict in verdicts for name in VERDICT_FILES[verdict])
 
     @property
@@ -220,7 +227,10 @@ class RunDir:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Raise a `StorageError` that names `path` if the disk refuses to write it."""
+    """Turn an `OSError` of the `with` block into a `StorageError` that names `path`.
+
+    Errors that do not come from the disk, such as a missing file, are raised as they are.
+    """
     try:
         yield
     except OSError as error:
@@ -235,8 +245,8 @@ def check_room(folder: Path, n_bytes: int, what: str) -> None:
 
     Args:
         folder: An existing folder.
-        n_bytes: Bytes that will be written.
-        what: What they are, in the plural, for the message.
+        n_bytes: Number of bytes that will be written.
+        what: Description of these bytes for the message, in the plural: "12 shards".
 
     Raises:
         StorageError: There is less room.
@@ -292,6 +302,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _no_user_block(image: bytes) -> bytes:
+    """Return no bytes: the HDF5 file begins directly with its content."""
     return b""
 
 
@@ -301,15 +312,17 @@ def atomic_hdf5(
 ) -> Iterator["h5py.File"]:
     """Write an HDF5 file so that it appears whole or not at all.
 
-    It is built in memory, because the HDF5 library does not survive a disk that refuses a write.
+    The file is built in memory, because the HDF5 library may crash the process if the disk refuses
+    a write.
 
     Args:
         path: The file.
-        user_block: Makes, from the bytes of the file, the block of bytes that precedes them.
+        user_block: Returns the block of bytes that is written before the HDF5 content, such as a
+            checksum. Its argument is the HDF5 content.
         options: Further arguments of `h5py.File`.
 
     Yields:
-        The open file, to be filled.
+        The open file. The caller writes the datasets.
 
     Raises:
         StorageError: The disk refuses.
@@ -350,8 +363,8 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
     """Yield the paths in a directory that match any of the patterns.
 
-    Of hundreds of patterns few match anything, so that their first part is tried on the names in
-    the directory before the pattern is searched for.
+    A search with `glob` is slow, and most of the hundreds of patterns match nothing. So the first
+    part of a pattern is first compared with the names in the directory.
     """
     if not root.is_dir():
         return
@@ -363,10 +376,10 @@ def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
 
 def is_ours(root: Path) -> bool:
-    """Tell whether a directory was made by virnuc.
+    """Return whether a directory was made by virnuc.
 
-    Its marker file says so or, if there is none, its records. A directory that this process holds,
-    and the nested runs in it, are ours as well.
+    A directory is ours if it has our marker file, or records that only virnuc writes. A directory
+    whose lease this process holds is ours as well, and so are the nested runs in it.
     """
     marker = _read_json_object(root / MARKER_FILE)
     if marker.get("product") == "virnuc" or path_exists(root / INBOX_MARK):
@@ -375,10 +388,10 @@ def is_ours(root: Path) -> bool:
         return True
     if "candidates" in _read_json_object(root / "tune.json"):
         return True
-    place = root.resolve()
+    real_root = root.resolve()
     for held_root in _held.get():
-        if place.is_relative_to(held_root):
-            name = str(place.relative_to(held_root))
+        if real_root.is_relative_to(held_root):
+            name = str(real_root.relative_to(held_root))
             if any(fnmatch.fnmatch(name, pattern) for pattern in (".", *NESTED_RUNS)):
                 return True
     return False
@@ -393,7 +406,8 @@ def require_own_directory(root: Path) -> None:
     if is_ours(root):
         return
     paths = {str(path.relative_to(root)) for path in _matching_paths(root, GUARDED_FILES)}
-    # Asked again: a process that writes its first file has written the marker before.
+    # A process of ours may have begun to write between the two calls. It writes the marker first,
+    # so the second call of `is_ours` sees it.
     if paths and not is_ours(root):
         raise ConfigError(
             f"{root} was not made by virnuc, and {join_first(sorted(paths))} would be overwritten; "
@@ -415,55 +429,61 @@ def require_absent(*files: Path, force: bool) -> None:
 def check_output(
     out: Path, *, models: Path, reads: Iterable[str] = (), force: bool = False
 ) -> None:
-    """Refuse an output directory in which input or files of others could be lost.
+    """Refuse an output directory in which input files or files of others could be lost.
 
-    Nothing is touched.
+    This function changes nothing.
 
     Args:
-        out: The output directory; it may be absent.
+        out: The output directory. It need not exist.
         models: The models directory.
         reads: The files of reads.
         force: Whether earlier results are to be removed.
 
     Raises:
-        ConfigError: Says what would be lost.
+        ConfigError: The message says what would be lost.
     """
-    place = out.resolve()
+    real_root = out.resolve()
     weights = models.resolve()
-    if place == Path("/"):
+    if real_root == Path("/"):
         raise ConfigError(f"{out} is the root directory; choose a directory of its own for results")
-    if place == _home_directory():
+    if real_root == _home_directory():
         raise ConfigError(
             f"{out} is your home directory; choose a directory of its own for results"
         )
-    # A training keeps the encoders it embeds by in its output directory.
-    if weights.is_relative_to(place) and weights != place / "encoders":
+    # `virnuc train` puts the encoders that it uses into the folder `encoders` of its output
+    # directory, so that folder is allowed.
+    if weights.is_relative_to(real_root) and weights != real_root / "encoders":
         raise ConfigError(
             f"{out} is or holds the models directory {models}; choose another directory for results"
         )
-    is_working_directory = place == Path.cwd()
-    if force and (is_working_directory or os.path.ismount(place)):
+    is_working_directory = real_root == Path.cwd()
+    if force and (is_working_directory or os.path.ismount(real_root)):
         description = "the working directory" if is_working_directory else "a mount point"
         raise ConfigError(
             f"{out} is {description}, where --force removes nothing; choose a directory in it"
         )
-    if place.is_dir():
+    if real_root.is_dir():
         _refuse_reads_in_output(out, reads)
-        require_own_directory(place)
+        require_own_directory(real_root)
 
 
 def _home_directory() -> Path | None:
-    with suppress(RuntimeError):  # the user has no home
+    """Return the user's home directory, or None if the user has none."""
+    with suppress(RuntimeError):
         return Path("~").expanduser().resolve()
     return None
 
 
 def _refuse_reads_in_output(out: Path, reads: Iterable[str]) -> None:
-    """Raise a `ConfigError` if a file of reads would be overwritten in `out`, also by a link."""
+    """Raise a `ConfigError` if a file of reads is one of the files that would be written in `out`.
+
+    Files are compared by device and inode, so links are recognised.
+    """
     paths = _matching_paths(out.resolve(), ALL_FILES)
     outputs = [path.stat() for path in paths if path.is_file()]
     for name in reads:
-        with suppress(OSError, ValueError):  # an address, or no file: refused later
+        # A name that is an address, or no file, is checked later.
+        with suppress(OSError, ValueError):
             file = Path(name).stat()
             if any(os.path.samestat(file, output) for output in outputs):
                 raise ConfigError(
@@ -473,18 +493,17 @@ def _refuse_reads_in_output(out: Path, reads: Iterable[str]) -> None:
 
 @contextmanager
 def run_lock(root: Path) -> Iterator[None]:
-    """Hold a directory for writing.
+    """Hold the lease of a directory while the `with` block writes in it.
 
-    A thread that already holds it may hold it again. Temporary files of killed processes are
-    removed at the start. If nothing was written, a directory or marker file that was made here is
-    removed at the end.
+    The directory and its marker file are created if they are missing. Temporary files of killed
+    processes are removed first. If the block writes nothing, a directory or marker file that was
+    created here is removed again. Nested calls for the same directory do nothing.
 
     Raises:
-        ConfigError: Names the process that holds the directory, or files of others that would be
-            overwritten.
+        ConfigError: Another process holds the directory, or files of others would be overwritten.
     """
-    place = root.resolve()
-    if place in _held.get():
+    real_root = root.resolve()
+    if real_root in _held.get():
         yield
         return
     require_own_directory(root)
@@ -494,8 +513,8 @@ def run_lock(root: Path) -> Iterator[None]:
     try:
         with ExitStack() as resources:
             is_new_marker = _take_directory(root, resources)
-            _held.set(_held.get() | {place})
-            resources.callback(lambda: _held.set(_held.get() - {place}))
+            _held.set(_held.get() | {real_root})
+            resources.callback(lambda: _held.set(_held.get() - {real_root}))
             for path in list(_matching_paths(root, PARTIAL_FILES)):
                 path.unlink(missing_ok=True)
             try:
@@ -507,7 +526,7 @@ def run_lock(root: Path) -> Iterator[None]:
                     marker.unlink(missing_ok=True)
     finally:
         if (is_new_directory or not is_new_marker) and not marker.exists():
-            with suppress(OSError):  # something else is in it
+            with suppress(OSError):  # the directory is not empty: keep it
                 root.rmdir()
 
 
@@ -516,7 +535,7 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
 
     Args:
         root: The directory.
-        resources: Gives the lease back when it is closed.
+        resources: The lease is released when this stack is closed.
 
     Returns:
         True if there was no marker file before.
@@ -535,7 +554,8 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
         is_new = not path_exists(marker)
         if not is_new and (marker.is_symlink() or not is_regular_file(marker)):
             raise ConfigError(f"{marker} is not a file of virnuc's; choose another directory")
-        if _read_json_object(marker).get("product") != "virnuc":  # new or damaged
+        # A marker that is new is empty, and a killed process may have left a damaged one.
+        if _read_json_object(marker).get("product") != "virnuc":
             content = {"product": "virnuc", "version": virnuc_core.__version__}
             write_text_atomically(marker, json.dumps(content) + "\n")
     except OSError as error:
@@ -551,9 +571,13 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
 
 
 def discard(root: Path, *patterns: str) -> None:
-    """Remove our own files by name, and the folders that are empty then.
+    """Remove the files of ours that match the patterns, then the folders that are empty.
 
-    Files of others in these folders stay, and the log names them.
+    Files of others in these folders are kept, and a warning names them.
+
+    Args:
+        root: The directory. This process must hold its lease.
+        patterns: Names relative to the directory, as in `Path.glob`.
     """
     require_lease(root)
     for path in list(_matching_paths(root, patterns)):
@@ -578,8 +602,9 @@ def discard(root: Path, *patterns: str) -> None:
         log.warning("%s: not made by virnuc and left as it is: %s", root, join_first(names))
 
 
-# A device is held by an abstract socket of its name. It lies in no folder, there is one for all
-# users, nothing is in its way, and it is gone with its process.
+# The process that uses a device binds an abstract Unix socket named after it. Such a socket is
+# not a file: it needs no folder or permission, all users see the same one, and it ends with its
+# process.
 _SOCKET: Final = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
 
 
@@ -590,17 +615,17 @@ def device_holder(device: str) -> str | None:
             client.connect(f"\0{DEVICE_LOCK_PREFIX}{device}")
         except ConnectionRefusedError:
             return None
-        except BlockingIOError:  # too many ask at once
+        except BlockingIOError:  # the holder's queue is full, so its process id is not available
             return "another process"
         credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, _user_id, _group_id = struct.unpack("3i", credentials)
-    if pid == 0:  # a process of another namespace
+    if pid == 0:  # the process is in another PID namespace, such as a container
         return "another process"
     return f"process {pid}"
 
 
 def lock_device(device: str, wait_s: float) -> int:
-    """Take a device until this process ends.
+    """Reserve a device for this process until it ends.
 
     Args:
         device: Id of the device.
@@ -635,9 +660,10 @@ def lock_device(device: str, wait_s: float) -> int:
 
 
 def relax_garbage_collection() -> None:
-    """Let Python search for reference cycles less often.
+    """Make Python's garbage collector run less often.
 
-    While libraries are imported, the search takes a third of the time.
+    With Python's default thresholds, the collector takes a third of the time in which libraries
+    are imported.
     """
     gc.set_threshold(50_000, 50, 100)
 

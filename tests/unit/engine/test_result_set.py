@@ -132,7 +132,7 @@ def test_viral_reads_of_another_threshold_do_not_stay(
     assert [
         record.message
         for record in caplog.records
-        if f"{viral} is of an earlier judgement" in record.message
+        if f"{viral} was written by an earlier command" in record.message
     ]
     assert contents(root) == contents(reference)
 
