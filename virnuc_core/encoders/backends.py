@@ -9,9 +9,9 @@ An encoder computes with the operations of one `Backend`. There are two:
     Attention: `attention_kernels.fused_attention`. Norms and means: `kernels.norm`,
     `kernels.span_means`. Our own Triton kernels.
 
-The user asks for one of them or for `auto`. `choose_backend` decides once, when an encoder is
-loaded, and the run record keeps the answer: an implementation that was asked for runs, or an error
-says why it cannot.
+The user chooses one of them or `auto`. `choose_backend` decides once, when an encoder is loaded, and
+the decision is written to the run record. A chosen implementation is never replaced by the other:
+if it cannot run, an error says why.
 
 To add an implementation, for example for GPUs under ROCm:
 
@@ -51,18 +51,18 @@ Mean = Callable[[Tensor, Tensor, Tensor], Tensor]  # x, starts and ends of spans
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The operations of an encoder that have more than one implementation.
+    """One implementation of the operations that an encoder can compute in more than one way.
 
     Attributes:
-        name: What the run record calls it.
-        attend: Attention within rows. Takes packed queries, keys and values [slots, 3 * width] and
-            the layout of the rows, returns [slots, width].
-        norm: Layer norm of `x + shift`, [rows, width]; `shift` is None without `has_kernels`.
-        mean: Means of `x` [slots, width] over the spans from starts to ends, float32
-            [spans, width].
-        has_kernels: Whether the other kernels of `kernels` run as well: int8 products, DNABERT-S's
-            gated unit, and sums in place. The last leave a product's bias out of the residual
-            stream, and the norms behind the product add it as their `shift`.
+        name: Name in the run record.
+        attend: Computes attention within rows. Takes packed queries, keys and values
+            [slots, 3 * width] and the layout of the rows, and returns [slots, width].
+        norm: Computes the layer norm of `x + shift`, [rows, width]. Without `has_kernels`, `shift`
+            is always None.
+        mean: Computes the means of `x` [slots, width] over spans of slots, float32 [spans, width].
+        has_kernels: Whether the other functions of the module `kernels` can be used, too: int8
+            products, DNABERT-S's gated unit, and products that are added to the residual stream in
+            place. These products leave out the bias, and the following norm adds it as `shift`.
     """
 
     name: BackendName

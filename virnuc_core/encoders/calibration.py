@@ -20,12 +20,12 @@ MEAN_TOLERANCE: Final = 1.01
 
 @dataclass(frozen=True)
 class StoredCalibration:
-    """What the linear layers of an encoder were given for some reads.
+    """Statistics of the inputs of an encoder's linear layers, measured on some of the user's reads.
 
     Attributes:
-        layers: For each layer, by the names in `PRODUCTS`: largest absolute and mean inputs,
-            float32 [2, in].
-        weights: Digest of the weights that it was made with.
+        layers: For each layer, by the names in `PRODUCTS`: the largest absolute inputs and the mean
+            inputs, float32 [2, in].
+        weights: Digest of the encoder that was measured. The statistics hold for it alone.
     """
 
     layers: list[dict[str, NDArray[np.float32]]]

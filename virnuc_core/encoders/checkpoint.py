@@ -381,8 +381,8 @@ def load_encoder(
 
     Raises:
         WeightsError: The weights, or the calibration for int8, cannot be used.
-        IncapableError: The device cannot run what is asked for.
-        ConfigError: The model's sizes do not allow what is asked for.
+        IncapableError: The device cannot run the requested precision or implementation.
+        ConfigError: The model's sizes do not allow the requested precision or implementation.
     """
     from virnuc_core.encoders.backends import choose_backend
     from virnuc_core.encoders.calibration import read_calibration
@@ -439,7 +439,7 @@ def load_models(
 
     Raises:
         WeightsError: A part of the models directory cannot be used.
-        IncapableError: The device cannot run what the settings ask for.
+        IncapableError: The device cannot run the precision or implementation of the settings.
         ConfigError: The settings do not fit the models.
     """
     import torch

@@ -1,8 +1,8 @@
-"""VirNucPro's classifier: the only place with its forward pass.
+"""VirNucPro's classifier, a small network that scores joined embeddings.
 
 The engine, rescoring and the tools score with `Head`. Training fits a `Classifier` and evaluates
-it. There is one deliberate twin: the baseline computes the scores with operations of its own
-(`baseline.networks.plain_scores`), because the engine is compared with it.
+it. The baseline has a second implementation (`baseline.networks.plain_scores`) on purpose, because
+the engine's results are compared with it.
 """
 
 from typing import Final

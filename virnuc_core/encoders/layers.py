@@ -1,6 +1,7 @@
-"""The parts of an encoder: linear layers, weights of a layer, and the networks' base class.
+"""What all encoders share: linear layers, the weights of a transformer layer, and the base class.
 
-Attention, norms and means come from a backend (`backends`), number formats from `precision`.
+Attention, norms and means are implemented by a backend (see `backends`). The number formats are
+defined in `precision`.
 """
 
 from abc import ABC, abstractmethod
@@ -256,9 +257,8 @@ class Encoder(ABC):
         self.width = shape.width
         self.precision: Resolved = precision
         self.attention: BackendName = attention
-        self.apply_linear = (
-            apply_linear  # calibration replaces it, to record what the linear layers are given
-        )
+        # Calibration for int8 replaces this function by one that also records the inputs.
+        self.apply_linear = apply_linear
         self._backend = load_backend(attention)
         dtype = DTYPES[precision]
 
