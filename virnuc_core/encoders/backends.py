@@ -9,9 +9,9 @@ An encoder computes with the operations of one `Backend`. There are two:
     Attention: `attention_kernels.fused_attention`. Norms and means: `kernels.norm`,
     `kernels.span_means`. Our own Triton kernels.
 
-The user chooses one of them or `auto`. `choose_backend` decides once, when an encoder is loaded, and
-the decision is written to the run record. A chosen implementation is never replaced by the other:
-if it cannot run, an error says why.
+The user chooses one of them or `auto`. `choose_backend` decides once, when an encoder is loaded,
+and the decision is written to the run record. A chosen implementation is never replaced by the
+other: if it cannot run, an error says why.
 
 To add an implementation, for example for GPUs under ROCm:
 
