@@ -26,6 +26,7 @@ LAYERS = (
     (
         "config",
         "errors",
+        "encoder_names",
         "gpus",
         "lease",
         "profiles",

@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from virnuc_core.encoder_names import DNA, MODEL_FOLDERS, PROTEIN
 from virnuc_core.errors import MAX_SHOWN_LETTERS, ConfigError, VirnucError, join_first
 
 Precision = Literal["auto", "fp32", "fp16", "bf16", "int8"]
@@ -53,19 +54,22 @@ class EngineSpec(Spec):
     """
 
     precision: Precision = Field(
-        "auto", description="auto: fp16 on CUDA, fp32 on CPU; int8: ESM-2, calibrated"
+        "auto", description=f"auto: fp16 on CUDA, fp32 on CPU; int8: {PROTEIN.title}, calibrated"
     )
     attention: Attention = Field(
         "auto", description="attention backend; auto chooses once per device and records it"
     )
     token_budget: int = Field(
-        16_384, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch"
+        16_384, ge=64, le=1 << 20, description=f"token slots of one packed {PROTEIN.title} batch"
     )
     dna_token_budget: int = Field(
-        16_384, ge=64, le=1 << 20, description="token slots of one packed DNABERT-S batch"
+        16_384, ge=64, le=1 << 20, description=f"token slots of one packed {DNA.title} batch"
     )
     shard_tokens: int = Field(
-        262_144, ge=64, le=1 << 32, description="ESM-2 tokens of one shard: the unit of commit"
+        262_144,
+        ge=64,
+        le=1 << 32,
+        description=f"{PROTEIN.title} tokens of one shard: the unit of commit",
     )
     num_workers: int = Field(
         0, ge=0, le=64, description="loader processes of one worker; 0: a thread of the worker"
@@ -300,7 +304,7 @@ class VerdictSpec(Spec):
 class ClassifySpec(VerdictSpec, ClusterSpec, HostSpec):
     """One run over staged reads."""
 
-    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
+    models: Path = Field(description=f"models directory: {MODEL_FOLDERS}")
     devices: DevicesAsText = Devices(kind="auto")
     engine: EngineSpec = EngineSpec()
     force: bool = Field(

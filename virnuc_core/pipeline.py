@@ -20,6 +20,7 @@ import numpy as np
 
 from virnuc_core import runfiles
 from virnuc_core.config import INPUT_FIELDS, ClassifySpec, ReadsSpec, RunSpec
+from virnuc_core.encoder_names import Molecule
 from virnuc_core.encoders.checkpoint import shape_of
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
@@ -226,12 +227,12 @@ def model_flops(models: Path) -> ModelFlops:
     Raises:
         WeightsError: The models directory cannot be used.
     """
-    flops = {}
+    flops: dict[Molecule, float] = {}
     for encoder in ENCODERS:
         shape = shape_of(models, encoder.shape_type)
         # Each weight takes part in one multiplication and one addition.
-        flops[encoder.flops_field] = 2.0 * shape.linear_weights
-    return ModelFlops.model_validate(flops)
+        flops[encoder.molecule] = 2.0 * shape.linear_weights
+    return ModelFlops(protein_per_token=flops["protein"], dna_per_token=flops["dna"])
 
 
 def classify(

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import virnuc_core
 from virnuc_core.config import read_small_text
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.errors import (
     ConfigError,
     DeviceError,
@@ -124,7 +125,9 @@ REPORT_FILES: Final = (
 )
 HEAD_FILES: Final = ("head/config.json", "head/model.safetensors", "head/README.md", "rescore.json")
 # A training embeds its reads by a models directory of its own.
-ENCODER_FILES: Final = tuple(f"encoders/{name}" for name in ("esm2", "dnabert_s", *HEAD_FILES[:2]))
+ENCODER_FILES: Final = tuple(
+    f"encoders/{name}" for name in (PROTEIN.name, DNA.name, *HEAD_FILES[:2])
+)
 TRAINING_FILES: Final = (*HEAD_FILES, *ENCODER_FILES, "train.json", "train.html", "cuts.fasta")
 SWEEP_FILES: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
 # All that any command writes into its output directory.

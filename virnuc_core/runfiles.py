@@ -24,6 +24,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, computed_fie
 import virnuc_core
 from virnuc_core import gpus
 from virnuc_core.config import Share, refuse_unreadable
+from virnuc_core.encoder_names import DNA, PROTEIN, Molecule
 from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.system_errors import is_regular_file, path_exists, read_with_retries
@@ -42,9 +43,20 @@ Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 
 
 class RunFile(BaseModel):
-    """Base of all models of these files: frozen, no NaN or infinity, unknown keys are ignored."""
+    """Base of all models of these files: frozen, no NaN or infinity, unknown keys are ignored.
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    A field with an alias has the alias as its key in the file. In the program it is known by its
+    own name.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+        validate_by_alias=True,
+        validate_by_name=True,
+    )
 
 
 File = TypeVar("File", bound=RunFile)
@@ -182,7 +194,8 @@ class RunRecord(RunFile):
     spec: dict[str, Any] = {}  # the settings as they were given
     model_length: Count | None = None
     widths: dict[str, Count] = {}  # of the two parts of an embedding: dna, protein
-    fingerprints: dict[str, str]  # of reads, esm2, dnabert_s, head; for int8 of its calibration
+    # Of the reads, of each encoder by its name, and of the head; for int8 of its calibration
+    fingerprints: dict[str, str]
     # The settings that decide result bytes, `auto` replaced, and the kind of device.
     resolved: dict[str, Any] = {}
     devices: tuple[Device, ...] = ()  # of the newest attempt
@@ -380,10 +393,18 @@ class ModelFlops(RunFile):
     was measured.
     """
 
-    esm2_per_token: Positive | None = None
-    dnabert_s_per_token: Positive | None = None
-    esm2_ceiling_tokens_s: dict[str, Positive] = {}
-    dnabert_s_ceiling_tokens_s: dict[str, Positive] = {}
+    protein_per_token: Annotated[Positive | None, Field(alias=PROTEIN.flops_field)] = None
+    dna_per_token: Annotated[Positive | None, Field(alias=DNA.flops_field)] = None
+    protein_ceilings: Annotated[dict[str, Positive], Field(alias=PROTEIN.ceiling_field)] = {}
+    dna_ceilings: Annotated[dict[str, Positive], Field(alias=DNA.ceiling_field)] = {}
+
+    def per_token(self, molecule: Molecule) -> float | None:
+        """Return the FLOPs per token of the encoder of this molecule; None if they are unknown."""
+        return self.dna_per_token if molecule == "dna" else self.protein_per_token
+
+    def ceilings(self, molecule: Molecule) -> dict[str, float]:
+        """Return the measured ceilings of the encoder of this molecule, in tokens/s by device."""
+        return self.dna_ceilings if molecule == "dna" else self.protein_ceilings
 
 
 class RunCounts(RunFile):

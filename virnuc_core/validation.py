@@ -142,7 +142,7 @@ class BaselineSubset(RunFile):
     """The part of the input that a baseline was measured on."""
 
     reads: Count
-    tokens: Count  # ESM-2 tokens of its rows, start and end tokens included
+    tokens: Count  # protein tokens of its rows, start and end tokens included
     total_tokens: Count  # of all rows
     seed: int = 0  # its reads were drawn by
 
@@ -329,7 +329,7 @@ class LabelAgreement(RunFile):
 class CosineStats(RunFile):
     """The cosines of pooled embeddings, less their mean, row by row."""
 
-    part: str  # "DNABERT-S" and "ESM-2", or "joined"
+    part: str  # the title of an encoder, or "joined"
     n: int
     minimum: float
     p1: float

@@ -14,6 +14,7 @@ import torch
 
 from virnuc.flows.output_folder import nearest_existing
 from virnuc_core import gpus
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.backends import triton_problem
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.verify import Check, Verdict
@@ -24,7 +25,7 @@ from virnuc_core.runfiles import versions
 GIB: Final = 1 << 30
 DISK_FAIL: Final = GIB
 DISK_WARN: Final = 20 * GIB  # a million reads of 150 bases leave some 13 GiB of embeddings
-# ESM-2 3B in half precision, DNABERT-S, and batches of the stock budget
+# The public encoders in half precision, and batches of the default token budget
 MEMORY_NEEDED: Final = 16 * GIB
 FSYNC_WARN_S: Final = 0.5
 PROBE_BYTES: Final = 1 << 20  # what is flushed to measure the disk
@@ -153,7 +154,9 @@ def check_gpu(name: str, gpu: gpus.Gpu, occupancy: gpus.Occupancy) -> Check:
         problem = f"{detail}; {len(other_processes)} other processes compute here ({process_list})"
     elif free_bytes < MEMORY_NEEDED:
         needed_memory = f"{MEMORY_NEEDED / GIB:.0f} GiB"
-        problem = f"{detail}; ESM-2 3B at the stock token budget wants {needed_memory}"
+        problem = (
+            f"{detail}; {PROTEIN.public_title} at the stock token budget wants {needed_memory}"
+        )
     return check_of_problem(problem, name, detail)
 
 
@@ -167,4 +170,4 @@ def check_weights(models: Path | None) -> Iterator[Check]:
         yield Check("weights", "not run", "no models directory named (--models, VIRNUC_MODELS)")
         return
     check_models(models)
-    yield Check("weights", "ok", f"{models}: esm2, dnabert_s and head are there and fit")
+    yield Check("weights", "ok", f"{models}: {PROTEIN.name}, {DNA.name} and head are there and fit")

@@ -9,6 +9,7 @@ from cyclopts.validators import Number
 from virnuc.flows.cli.options import ENVIRONMENT
 from virnuc.flows.cli.output import show_table
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.model_config import (
     DnabertSize,
     Esm2Size,
@@ -95,7 +96,7 @@ def fetch(
     from virnuc_core.encoders.convert import fetch as download_models
 
     download_models(out, head, model_length=model_length, dtype=dtype)
-    print(f"{out}: ESM-2 3B, DNABERT-S and {head.name}")
+    print(f"{out}: {PROTEIN.public_title}, {DNA.public_title} and {head.name}")
 
 
 @models.command

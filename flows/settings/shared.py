@@ -19,6 +19,7 @@ from virnuc_core.config import (
     ReadsSpec,
     Spec,
 )
+from virnuc_core.encoder_names import DNA, MODEL_FOLDERS, PROTEIN
 from virnuc_core.rundir import check_output, run_lock
 
 # lists of words, so that the UI shows a choice; an optional type would be a switch between types
@@ -45,13 +46,13 @@ class ComputeSettings(Spec):
         "default", description="attention backend; auto chooses once per device"
     )
     token_budget: int | None = Field(
-        None, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch"
+        None, ge=64, le=1 << 20, description=f"token slots of one packed {PROTEIN.title} batch"
     )
     dna_token_budget: int | None = Field(
-        None, ge=64, le=1 << 20, description="token slots of one DNABERT-S batch"
+        None, ge=64, le=1 << 20, description=f"token slots of one {DNA.title} batch"
     )
     shard_tokens: int | None = Field(
-        None, ge=64, description="ESM-2 tokens of one shard, the unit of commit"
+        None, ge=64, description=f"{PROTEIN.title} tokens of one shard, the unit of commit"
     )
     num_workers: int | None = Field(
         None, ge=0, le=64, description="loader processes of one device; 0: a thread"
@@ -108,7 +109,7 @@ class FlowSettings(ComputeSettings, ReadingSpec):
     """What every flow takes."""
 
     out: Path = Field(description="run directory; a run that stopped goes on where it was")
-    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
+    models: Path = Field(description=f"models directory: {MODEL_FOLDERS}")
 
     def check_own_files(self) -> None:
         """Refuse files that only this flow takes and that it cannot use. Most flows take none."""

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from virnuc.flows.settings.shared import RunSettings
 from virnuc_core.config import TrainSpec
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.errors import ConfigError
 
 
@@ -19,7 +20,8 @@ class TrainSettings(TrainSpec, RunSettings):
         description="run directory of the training embeddings; the head is written to OUT/head"
     )
     models: Path = Field(
-        description="models directory: esm2/ and dnabert_s/; it needs no head/ with --model-length"
+        description=f"models directory: {PROTEIN.name}/ and {DNA.name}/; "
+        "it needs no head/ with --model-length"
     )
     model_length: int | None = Field(
         None, ge=3, le=1 << 20, description="bases of a chunk; default: the old head's"

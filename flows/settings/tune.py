@@ -9,6 +9,7 @@ from pydantic import Field
 from virnuc.flows.settings.measured import PROFILE_HELP
 from virnuc.flows.settings.shared import RunSettings
 from virnuc_core.config import Attention, Precision
+from virnuc_core.encoder_names import DNA, PROTEIN
 
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]
 Loaders = Annotated[int, Field(ge=0, le=64)]
@@ -76,10 +77,10 @@ class TuneSettings(RunSettings):
         3, ge=1, le=20, description="measurements of each candidate that stays in the running"
     )
     token_budgets: tuple[Slots, ...] = Field(
-        (8_192, 16_384, 32_768), description="slots of one ESM-2 batch to try"
+        (8_192, 16_384, 32_768), description=f"slots of one {PROTEIN.title} batch to try"
     )
     dna_token_budgets: tuple[Slots, ...] = Field(
-        (), description="slots of one DNABERT-S batch to try"
+        (), description=f"slots of one {DNA.title} batch to try"
     )
     attentions: tuple[Attention, ...] = Field((), description="attention backends to try")
     precisions: tuple[Precision, ...] = Field((), description="precisions to try")
@@ -89,7 +90,9 @@ class TuneSettings(RunSettings):
     prefetch_factors: tuple[Batches, ...] = Field(
         (2, 4), description="batches kept ready for each loader to try"
     )
-    shard_sizes: tuple[ShardSize, ...] = Field((), description="ESM-2 tokens of one shard to try")
+    shard_sizes: tuple[ShardSize, ...] = Field(
+        (), description=f"{PROTEIN.title} tokens of one shard to try"
+    )
 
     def swept(self) -> Mapping[str, Sequence[Any]]:
         """Return the values to try by engine setting.

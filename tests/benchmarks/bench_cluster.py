@@ -107,7 +107,7 @@ def answer(task: ShardTask, device: str, began_s: float, took_s: float) -> Compu
         "protein_tokens": 262_144,
         "dna_tokens": 170_000,
     }
-    times = {"started_s": began_s, "finished_s": began_s + took_s, "dnabert_s": 0.1, "esm2_s": 0.8}
+    times = {"started_s": began_s, "finished_s": began_s + took_s, "dna_s": 0.1, "protein_s": 0.8}
     shard_done = ShardDone(
         device,
         task.shard,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from virnuc_core.config import BaselineName
-from virnuc_core.encoders.registry import EncoderName
+from virnuc_core.encoder_names import EncoderName
 
 FILE_ROWS: Final = 10_000  # sequences of one intermediate file
 TOKENS_PER_BATCH: Final = 2_048

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from virnuc_core.baseline.batches import Batches
+from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
 from virnuc_core.encoders.positions import alibi_slopes
-from virnuc_core.encoders.registry import EncoderName, encoder_named
+from virnuc_core.encoders.registry import encoder_named
 from virnuc_core.encoders.tokenize import Tokenizer
 
 # ESM-2's training replaced this share of the residues by zeros ("token dropout").

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from virnuc_core.baseline import batches, worker
 from virnuc_core.config import Devices, EngineSpec, OnShare
+from virnuc_core.encoder_names import ENCODER_NAMES
 from virnuc_core.encoders.digests import fingerprint
-from virnuc_core.encoders.registry import ENCODER_NAMES, ENCODERS, PROTEIN_ENCODER, EncoderInfo
+from virnuc_core.encoders.registry import ENCODERS, PROTEIN_ENCODER, EncoderInfo
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import slices
 from virnuc_core.engine.process import (

@@ -27,9 +27,10 @@ from virnuc_core.baseline.networks import (
     plain_scores,
 )
 from virnuc_core.config import BaselineName
+from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.registry import ENCODERS, EncoderInfo, EncoderName, encoder_named
+from virnuc_core.encoders.registry import ENCODERS, EncoderInfo, encoder_named
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
 from virnuc_core.rundir import storage_errors
 
@@ -37,7 +38,7 @@ REPORT_ROWS_EVERY_S: Final = 1.0
 HEAD_BATCH_ROWS: Final = 256
 
 # What a worker can do with a file: embed it with an encoder, merge embeddings, score
-Operation = Literal["dnabert_s", "esm2", "merge", "predict"]
+Operation = Literal[EncoderName, "merge", "predict"]
 
 # v1.0 keeps DNABERT-S loaded; every other encoder is loaded anew for each file.
 KEPT_LOADED: Final[tuple[tuple[BaselineName, EncoderName], ...]] = (("v1", "dnabert_s"),)

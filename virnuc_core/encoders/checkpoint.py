@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from safetensors import safe_open
 
 from virnuc_core.config import Attention, EngineSpec, Precision, read_small_text
+from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders.model_config import CONFIG, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.registry import (
     DNA_ENCODER,
@@ -26,7 +27,6 @@ from virnuc_core.encoders.registry import (
     PARTS,
     PROTEIN_ENCODER,
     EncoderInfo,
-    EncoderName,
     embedding_columns,
     encoder_named,
 )

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders.layers import (
     Encoder,
     FeedForward,
@@ -19,7 +20,7 @@ from virnuc_core.encoders.layers import (
 from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.positions import RowLayout, alibi_slopes, rotary_tables
 from virnuc_core.encoders.precision import DTYPES, hadamard_rotation
-from virnuc_core.encoders.registry import DNABERT_S, ESM2, EncoderName
+from virnuc_core.encoders.registry import DNABERT_S, ESM2
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Tokenizer
 
 # VirNucPro averages the first 1,024 residues of a protein. Attention also sees the later ones.

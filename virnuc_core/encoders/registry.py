@@ -4,8 +4,8 @@ A read's frame is embedded once by each encoder of `ENCODERS`. The worker, the l
 the baseline and the tools loop over this tuple and take names, budgets and columns from its
 entries. Its order is the order of the columns of the joined embeddings: DNA first.
 
-To replace an encoder, write its network (`models`), its shape (`model_config`), its tokenizer
-(`tokenize`) and the names of its public tensors (`tensor_names.toml`), and change its entry here.
+The words for an encoder, such as its name and its title, are in `virnuc_core.encoder_names`.
+docs/encoders.md says how to replace an encoder.
 
 torch takes seconds to import, so nothing here imports it: `models.NETWORKS` has the networks.
 """
@@ -15,12 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.config import EngineSpec
+from virnuc_core.encoder_names import (
+    DNA,
+    PROTEIN,
+    EncoderName,
+    EncoderNames,
+    EncoderTitle,
+    Molecule,
+)
 from virnuc_core.encoders.model_config import (
     DNABERT_SIZES,
     ESM2_SIZES,
@@ -33,9 +41,6 @@ from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Token
 
 if TYPE_CHECKING:
     from virnuc_core.reads.store import OrfStore
-
-EncoderName = Literal["dnabert_s", "esm2"]
-Molecule = Literal["dna", "protein"]
 
 BASES_PER_CODON: Final = 3
 
@@ -53,10 +58,7 @@ class EncoderInfo:
     """What the rest of virnuc knows about one encoder.
 
     Attributes:
-        name: Folder in a models directory, value of the column `encoder` in telemetry, and key in
-            JSON records.
-        title: Name in reports, and name of its stage on the run's clock.
-        molecule: Which of a frame's two sequences it reads. Also the key of its width in records.
+        names: What it is called in files, messages and reports.
         shape_type: Sizes of its network, as `config.json` has them.
         sizes: Known sizes by name: those of public models, and a tiny one to try things with.
         open_tokenizer: Opens its tokenizer, given a models directory.
@@ -64,18 +66,14 @@ class EncoderInfo:
         n_special_tokens: Tokens that the tokenizer adds to a sequence.
         letters_per_token: Letters of its sequence that make one token, about.
         budget_setting: Setting of the engine that holds the token slots of one of its batches.
-        tokens_column: Column of `ShardDone` that counts its tokens.
-        seconds_column: Column of `ShardDone` with the device time that it took, in seconds.
-        has_int8: Whether it runs in int8 if that is asked for; if not, it runs in fp16 then.
+        has_int8: Whether it can run in int8. If not, it runs in fp16 when int8 is requested.
         ceiling_s: Seconds for which its linear layers are run to measure their highest rate, long
             enough to reach the card's power limit.
         public: Where its public weights are.
         reference_size: Name of the size that VirNucPro uses.
     """
 
-    name: EncoderName
-    title: str
-    molecule: Molecule
+    names: EncoderNames
     shape_type: type[Esm2Shape] | type[DnabertShape]
     sizes: Mapping[Any, Esm2Shape | DnabertShape]
     open_tokenizer: Callable[[Path], Tokenizer]
@@ -83,22 +81,25 @@ class EncoderInfo:
     n_special_tokens: int
     letters_per_token: int
     budget_setting: Literal["token_budget", "dna_token_budget"]
-    tokens_column: str
-    seconds_column: str
     has_int8: bool
     ceiling_s: float
     public: PublicWeights
     reference_size: str
 
     @property
-    def flops_field(self) -> str:
-        """The field of `ModelFlops` with the operations that one of its tokens takes."""
-        return f"{self.name}_per_token"
+    def name(self) -> EncoderName:
+        """Return the name in files: that of the folder in a models directory, for instance."""
+        return self.names.name
 
     @property
-    def ceiling_field(self) -> str:
-        """The field of `ModelFlops` with the highest tokens/s of its linear layers, by device."""
-        return f"{self.name}_ceiling_tokens_s"
+    def title(self) -> EncoderTitle:
+        """Return the name in messages and reports."""
+        return self.names.title
+
+    @property
+    def molecule(self) -> Molecule:
+        """Return which of the two sequences of an open reading frame it embeds."""
+        return self.names.molecule
 
     def token_budget(self, engine: EngineSpec) -> int:
         """Return how many tokens one batch of this encoder has room for, by the user's settings."""
@@ -156,9 +157,7 @@ def _open_esm2_tokenizer(_models: Path) -> Tokenizer:
 
 
 DNABERT_S: Final = EncoderInfo(
-    name="dnabert_s",
-    title="DNABERT-S",
-    molecule="dna",
+    names=DNA,
     shape_type=DnabertShape,
     sizes=DNABERT_SIZES,
     open_tokenizer=_open_dnabert_tokenizer,
@@ -166,8 +165,6 @@ DNABERT_S: Final = EncoderInfo(
     n_special_tokens=2,
     letters_per_token=4,
     budget_setting="dna_token_budget",
-    tokens_column="dna_tokens",
-    seconds_column="dnabert_s",
     has_int8=False,  # it takes a thirtieth of the time
     ceiling_s=1.0,
     public=PublicWeights("zhihan1996/DNABERT-S", "00e47f96cdea35e4b6f5df89e5419cbe47d490c6"),
@@ -175,9 +172,7 @@ DNABERT_S: Final = EncoderInfo(
 )
 
 ESM2: Final = EncoderInfo(
-    name="esm2",
-    title="ESM-2",
-    molecule="protein",
+    names=PROTEIN,
     shape_type=Esm2Shape,
     sizes=ESM2_SIZES,
     open_tokenizer=_open_esm2_tokenizer,
@@ -185,8 +180,6 @@ ESM2: Final = EncoderInfo(
     n_special_tokens=2,
     letters_per_token=1,
     budget_setting="token_budget",
-    tokens_column="protein_tokens",
-    seconds_column="esm2_s",
     has_int8=True,
     ceiling_s=2.0,
     public=PublicWeights("facebook/esm2_t36_3B_UR50D", "476b639933c8baad5ad09a60ac1a87f987b656fc"),
@@ -196,7 +189,6 @@ ESM2: Final = EncoderInfo(
 ENCODERS: Final[tuple[EncoderInfo, ...]] = (DNABERT_S, ESM2)
 DNA_ENCODER: Final = DNABERT_S
 PROTEIN_ENCODER: Final = ESM2  # more than 90 % of the time; shards are measured in its tokens
-ENCODER_NAMES: Final[tuple[EncoderName, ...]] = get_args(EncoderName)  # of ENCODERS, in order
 HEAD: Final = "head"
 
 # The parts of a models directory and the type of their sizes, in the order in which they are

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from virnuc_core.config import EngineSpec
+from virnuc_core.encoder_names import DNA, PROTEIN, EncoderName
 from virnuc_core.encoders.checkpoint import check_finite, load_models, open_part, shape_of
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
 from virnuc_core.encoders.models import embed_sequences
-from virnuc_core.encoders.registry import ENCODERS, PART_SHAPES, EncoderName
+from virnuc_core.encoders.registry import ENCODERS, PART_SHAPES
 from virnuc_core.errors import WeightsError
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
@@ -109,7 +110,7 @@ def _why_not_comparable(models: Path) -> str:
         shape = shapes[encoder.name]
         original = encoder.sizes[encoder.reference_size]
         if (shape.width, shape.layers) != (original.width, original.layers):
-            return "not ESM-2 3B and DNABERT-S"
+            return f"not {PROTEIN.public_title} and {DNA.public_title}"
     if head.model_length != REFERENCE_LENGTH:
         return f"the head is for {head.model_length} bases, not 500"
     return ""

@@ -278,7 +278,7 @@ class Embedding:
         """
         batches = self.measured.batches
         for encoder in ENCODERS:
-            seconds = 0.0 if busiest is None else getattr(busiest, encoder.seconds_column)
+            seconds = 0.0 if busiest is None else busiest.encoder_s(encoder.molecule)
             span = embedding_span(batches[batches.encoder == encoder.name])
             clock.add(encoder.title, seconds, span)
         last_encoder = cast(Stage, ENCODERS[-1].title)

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.encoders.registry import ENCODERS, EncoderInfo, EncoderName
+from virnuc_core.encoder_names import EncoderName
+from virnuc_core.encoders.registry import ENCODERS, EncoderInfo
 from virnuc_core.encoders.tokenize import PackedBatch, Tokenizer
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ConfigError

@@ -1,9 +1,10 @@
 """Embed rows again in fp16 if their score from int8 is near the threshold.
 
 Rounding to int8 moves scores by a few hundredths. It can change the verdict only of rows whose
-score is near the threshold, so these rows are embedded a second time, by a copy of ESM-2 in fp16.
-All batches here have the same number of token slots. Therefore the result of a row depends on its
-tokens, the weights and the settings, and not on which other rows are near the threshold.
+score is near the threshold, so these rows are embedded a second time, by a copy of the protein
+encoder in fp16. All batches here have the same number of token slots. Therefore the result of a
+row depends on its tokens, the weights and the settings, and not on which other rows are near the
+threshold.
 """
 
 from pathlib import Path

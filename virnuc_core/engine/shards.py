@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from virnuc_core.config import DEFAULT_THRESHOLD, RESULT_FIELDS, EngineSpec, Spec
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ConfigError, ShardError
@@ -165,9 +166,9 @@ def make_plan(
     Args:
         protein_offsets: Position of the first residue of each protein, then the total, int64
             [n_sequences + 1].
-        shard_tokens: ESM-2 tokens of a shard at most. A single sequence with more tokens is a shard
-            of its own.
-        token_budget: ESM-2 tokens of a batch.
+        shard_tokens: Protein tokens of a shard at most. A single sequence with more tokens is a
+            shard of its own.
+        token_budget: Protein tokens of a batch.
         fingerprint: Digest of everything that decides the results.
     """
     n_sequences = len(protein_offsets) - 1
@@ -575,7 +576,7 @@ def write_virtual_embeddings(run: RunDir) -> Path:
             file.create_virtual_dataset(name, layout, fillvalue=np.float32(np.inf))
         file.attrs["fingerprint"] = plan.fingerprint
         file.attrs["about"] = (
-            "a row for each distinct sequence: DNABERT-S, then ESM-2; "
+            f"a row for each distinct sequence: {DNA.title}, then {PROTEIN.title}; "
             "orfs.h5 row_unique tells whose"
         )
     return run.embeddings

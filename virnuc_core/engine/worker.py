@@ -27,17 +27,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from virnuc_core.encoder_names import EncoderName, Molecule
 from virnuc_core.encoders.checkpoint import check_finite, load_models, open_part, shape_of
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.registry import (
-    ENCODERS,
-    HEAD,
-    PART_SHAPES,
-    EncoderName,
-    embedding_columns,
-)
+from virnuc_core.encoders.registry import ENCODERS, HEAD, PART_SHAPES, embedding_columns
 from virnuc_core.engine.loader import (
     Batch,
     Loader,
@@ -561,13 +556,13 @@ class Worker:
             replace(launched.record, device_ms=milliseconds(launched.span))
             for launched in pending.launched
         )
-        # Two fields of the record for each encoder: tokens and seconds.
-        encoder_fields: dict[str, Any] = {}
+        tokens: dict[Molecule, int] = {}
+        seconds: dict[Molecule, float] = {}
         for encoder in ENCODERS:
             encoder_batches = [batch for batch in batches if batch.encoder == encoder.name]
-            encoder_fields[encoder.tokens_column] = sum(batch.tokens for batch in encoder_batches)
+            tokens[encoder.molecule] = sum(batch.tokens for batch in encoder_batches)
             device_ms = sum(batch.device_ms or 0.0 for batch in encoder_batches)
-            encoder_fields[encoder.seconds_column] = device_ms / 1e3
+            seconds[encoder.molecule] = device_ms / 1e3
         allocated_bytes = None
         if pending.arrived is not None:
             allocated_bytes = torch.cuda.max_memory_allocated()
@@ -575,9 +570,12 @@ class Worker:
             device=self._spec.device.id,
             shard=task.shard,
             rows=task.hi - task.lo,
-            **encoder_fields,
+            protein_tokens=tokens["protein"],
+            dna_tokens=tokens["dna"],
             started_s=pending.started_s,
             finished_s=finished_s,
+            dna_s=seconds["dna"],
+            protein_s=seconds["protein"],
             head_s=milliseconds(pending.head_span) / 1e3,
             commit_s=commit_s,
             batches=batches,

@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal, get_args
 from pydantic import Field
 
 from virnuc_core.config import BaselineName, EngineSpec, Spec, read_small_text, refuse_unreadable
+from virnuc_core.encoder_names import PROTEIN
 from virnuc_core.errors import ConfigError
 
 FOLDER: Final = Path(__file__).parent
@@ -125,8 +126,9 @@ class Review(Spec):
     )
     tuning_could_help: Answer = Field("not answered", description="If not: could tuning help?")
     code_fix_needed: Answer = Field("not answered", description="If not: is a code fix needed?")
+    # Whatever the encoder is, the answer has this name in the files of all approvals.
     esm2_still_bottleneck: Answer = Field(
-        "not answered", description="Is ESM-2 still the bottleneck?"
+        "not answered", description=f"Is {PROTEIN.title} still the bottleneck?"
     )
     note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
 

@@ -1,8 +1,8 @@
 """Where the time of a run goes, and what would help.
 
 Two rules point at stages: those that take over 30 % of the time, and GPU stages that keep a GPU
-less than 80 % busy. ESM-2 always takes over 30 %. While its GPU is busy that is expected, and only
-the rest is worth a person's time.
+less than 80 % busy. The protein encoder always takes over 30 %. While its GPU is busy that is
+expected, and only the rest is worth a person's time.
 
 The bottleneck is the largest avoidable loss of time, by class. Each loss says what removing all of
 it would save at most.
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from virnuc_core.encoder_names import DNA, NAMES, PROTEIN
 from virnuc_core.report.model import Bottleneck, EncoderMetrics, RunMetrics
 from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, STAGES, START_UP
 
@@ -88,8 +89,8 @@ OVERLAPPING_CLASSES: Final = ("start-up", "staging")
 STAGE_ADVICE: Final = {
     row: loss_class.advice for loss_class in LOSS_CLASSES for row in loss_class.rows
 } | {
-    "DNABERT-S": "raise dna_token_budget; check that it runs on every GPU",
-    "ESM-2": "raise token_budget; check precision and attention backend",
+    DNA.title: "raise dna_token_budget; check that it runs on every GPU",
+    PROTEIN.title: "raise token_budget; check precision and attention backend",
     "Feature Merging": "merging should be fused with embedding: check the engine's version",
 }
 
@@ -119,7 +120,7 @@ def stage_findings(run: RunMetrics | None) -> tuple[str, ...]:
         is_idle = gpu_percent is not None and gpu_percent < BUSY_PERCENT
         if share <= TIME_SHARE and not is_idle:
             continue
-        is_expected = stage == "ESM-2" and not is_idle
+        is_expected = stage == PROTEIN.title and not is_idle
         if is_expected:
             advice = _advice_for_busy_encoders(run)
         elif is_idle:
@@ -137,9 +138,9 @@ def _gpu_percent(run: RunMetrics, stage: str) -> float | None:
     """Return the utilisation of the least used GPU in a GPU stage, or `None` for other stages."""
     if run.telemetry is None:
         return None
-    for encoder, encoder_stage in GPU_STAGES.items():
-        if encoder_stage == stage:
-            return run.telemetry.lowest_percent(encoder)
+    for encoder in NAMES:
+        if encoder.title == stage:
+            return run.telemetry.lowest_percent(encoder.molecule)
     return None
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.model import (
@@ -349,9 +350,9 @@ def _draw_gantt(axes: "Axes", bars: tuple[Bar, ...]) -> float:
 
 def _stage_colour(label: str) -> str:
     """Return the colour of a stage: the encoders have one of their own."""
-    if GPU_STAGES["esm2"] in label:
+    if PROTEIN.title in label:
         return BLUE
-    if GPU_STAGES["dnabert_s"] in label:
+    if DNA.title in label:
         return ORANGE
     return GREY
 

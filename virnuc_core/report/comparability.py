@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Final
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.raw_files import RECORD, RawFolder
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, find_mismatches, identity
 
-COMPARED_FINGERPRINTS: Final = ("reads", "esm2", "dnabert_s", "head", MODEL_LENGTH)
+COMPARED_FINGERPRINTS: Final = ("reads", PROTEIN.name, DNA.name, "head", MODEL_LENGTH)
 SHOWN_CHARACTERS: Final = 8  # of a fingerprint
 
 

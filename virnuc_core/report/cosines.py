@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.engine.loader import slices
 from virnuc_core.errors import InputError, UnreadableError
 from virnuc_core.reads.store import OrfStore
@@ -46,7 +47,7 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
     Args:
         a: A run directory.
         b: Another one.
-        dna_width: How many of the columns are DNABERT-S's. If it is given, each encoder is
+        dna_width: How many of the columns are the DNA encoder's. If it is given, each encoder is
             compared by itself.
 
     Returns:
@@ -100,7 +101,7 @@ def _cosines_of_parts(
         return {}
     parts = {"joined": slice(0, width)}
     if dna_width is not None and 0 < dna_width < width:
-        parts = {"DNABERT-S": slice(0, dna_width), "ESM-2": slice(dna_width, width)}
+        parts = {DNA.title: slice(0, dna_width), PROTEIN.title: slice(dna_width, width)}
 
     blocks = [slice(start, start + BLOCK_ROWS) for start in range(0, n_rows, BLOCK_ROWS)]
     total = np.zeros(width)

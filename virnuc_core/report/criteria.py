@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from virnuc_core.encoder_names import PROTEIN
 from virnuc_core.profiles import Target, TargetName
 from virnuc_core.report.model import BASELINE, Report, RunMetrics
 from virnuc_core.report.proportions import samples_needed, wilson_interval
@@ -250,29 +251,30 @@ CONSENSUS: Final = CriterionSpec(
 
 
 def measure_gpu_utilisation(_: Report, run: RunMetrics | None) -> Finding:
-    """Return the mean utilisation of the least used device while ESM-2 ran, in percent."""
+    """Return the utilisation of the least used device while the protein encoder ran, in percent."""
     if run is None or run.telemetry is None:
         return Finding(not_measured=NO_TELEMETRY)
     devices = run.telemetry.devices
-    percent = run.telemetry.lowest_percent("esm2")
+    percent = run.telemetry.lowest_percent("protein")
     if percent is None:
-        unseen = [device.device for device in devices if device.esm2_percent is None]
+        unseen = [device.device for device in devices if device.protein_percent is None]
         names = ", ".join(unseen) or "any device"
-        return Finding(not_measured=f"no NVML sample of {names} while ESM-2 ran")
+        return Finding(not_measured=f"no NVML sample of {names} while {PROTEIN.title} ran")
 
     problem = ""
-    fewest = min(device.esm2_samples for device in devices)
+    fewest = min(device.protein_samples for device in devices)
     if fewest < MIN_SAMPLES:
         problem = f"{fewest} samples of a device; {MIN_SAMPLES} are needed"
-    lowest = next(device for device in devices if device.esm2_percent == percent)
-    return Finding(percent, lowest.esm2_samples, not_comparable=problem)
+    lowest = next(device for device in devices if device.protein_percent == percent)
+    return Finding(percent, lowest.protein_samples, not_comparable=problem)
 
 
 GPU_UTILISATION: Final = CriterionSpec(
     id="gpu_utilisation",
     perf_id="PERF-02",
-    title="GPU utilisation (ESM-2)",
-    definition="mean of NVML samples from the first ESM-2 batch launched to the last finished; "
+    title=f"GPU utilisation ({PROTEIN.title})",
+    definition=f"mean of NVML samples from the first {PROTEIN.title} batch launched "
+    "to the last finished; "
     "the lowest device counts",
     target="gpu_utilisation",
     measure=measure_gpu_utilisation,

@@ -6,11 +6,11 @@ from statistics import median
 from typing import Final
 
 from virnuc_core.config import Switch
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.model import Report, RunMetrics
 from virnuc_core.report.text import cell, format_value, markdown_cell, number, percent, target_text
 from virnuc_core.report.training_pages import MIN_CLUSTERS
 from virnuc_core.report.views.speed import measured_runs, unmeasured_device_counts
-from virnuc_core.telemetry.tables import GPU_STAGES
 from virnuc_core.tools.trace import TraceTable
 from virnuc_core.tools.tune import Trial
 from virnuc_core.training.splits import Examples
@@ -102,11 +102,11 @@ def baseline(summary: BaselineSummary, results: Path | None) -> str:
 
 
 def ceiling(tokens_per_s: Mapping[str, float]) -> str:
-    """Say how many tokens of ESM-2 a second each device could do at most."""
+    """Return how many tokens/s of the protein encoder each device could do at most, in words."""
     if not tokens_per_s:
         return "no GPU, no ceiling"
     rates = ", ".join(str(number(rate, 0)) for rate in tokens_per_s.values())
-    return f"linear layers of ESM-2 alone: {rates} tokens/s"
+    return f"linear layers of {PROTEIN.title} alone: {rates} tokens/s"
 
 
 def overhead(pairs: Sequence[OverheadPair]) -> str:
@@ -208,10 +208,10 @@ def encoder_shares(run: RunMetrics | None) -> str:
     question = "How large is the share of non-GPU work?"
     if run is None or not run.stage_shares:
         return f"{question} Stage times are not known."
-    esm2 = percent(run.stage_shares.get(GPU_STAGES["esm2"], 0))  # 0: fused with another stage
-    dnabert_s = percent(run.stage_shares.get(GPU_STAGES["dnabert_s"], 0))
+    protein_share = percent(run.stage_shares.get(PROTEIN.title, 0))  # 0: fused with another stage
+    dna_share = percent(run.stage_shares.get(DNA.title, 0))
     other_work = percent(run.other_work_share)
-    shares = f"ESM-2 {esm2}, DNABERT-S {dnabert_s}, other work {other_work}"
+    shares = f"{PROTEIN.title} {protein_share}, {DNA.title} {dna_share}, other work {other_work}"
     return f"{question} **{shares}**"
 
 

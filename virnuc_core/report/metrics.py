@@ -15,6 +15,8 @@ from typing import Final
 
 import pandas as pd
 
+from virnuc_core.encoder_names import DNA, NAMES, PROTEIN, EncoderNames
+from virnuc_core.encoders.registry import encoder_named
 from virnuc_core.profiles import BaselineSpec, Profile
 from virnuc_core.report.model import (
     BASELINE,
@@ -37,7 +39,6 @@ from virnuc_core.report.raw_files import (
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
 from virnuc_core.telemetry import statistics
-from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, Encoder
 from virnuc_core.validation import BaselineSummary
 
 EMPTY_SPAN: Final = (1.0, 0.0)  # holds no sample
@@ -155,8 +156,8 @@ def telemetry_metrics(
     busy = statistics.device_busy(telemetry.shards)
 
     encoders = []
-    for encoder in ENCODERS:
-        own = batches[batches.encoder == encoder]
+    for encoder in NAMES:
+        own = batches[batches.encoder == encoder.name]
         if len(own):
             encoders.append(encoder_metrics(encoder, own, model_of_device, flops, precision))
 
@@ -185,13 +186,13 @@ def _device_metrics(batches: pd.DataFrame, samples: pd.DataFrame, device: str) -
         span = statistics.embedding_span(table) or EMPTY_SPAN
         return statistics.device_usage(samples, device, span)
 
-    esm2 = usage_during(own[own.encoder == "esm2"])
-    dnabert_s = usage_during(own[own.encoder == "dnabert_s"])
+    protein = usage_during(own[own.encoder == PROTEIN.name])
+    dna = usage_during(own[own.encoder == DNA.name])
     return DeviceMetrics(
         **dict(usage_during(own)),
-        esm2_percent=esm2.gpu_util_avg,
-        esm2_samples=esm2.sample_count,
-        dnabert_s_percent=dnabert_s.gpu_util_avg,
+        protein_percent=protein.gpu_util_avg,
+        protein_samples=protein.sample_count,
+        dna_percent=dna.gpu_util_avg,
     )
 
 
@@ -213,7 +214,7 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
 
 
 def encoder_metrics(
-    encoder: Encoder,
+    encoder: EncoderNames,
     batches: pd.DataFrame,
     model_of_device: Mapping[str, str],
     flops: ModelFlops,
@@ -232,15 +233,12 @@ def encoder_metrics(
             on each device.
         precision: The precision of the run.
     """
-    metrics = statistics.batch_metrics(batches, encoder)
-    # DNABERT-S stays at fp16 where ESM-2 runs at int8.
-    arithmetic = "fp16" if precision == "int8" and encoder == "dnabert_s" else precision
-    if encoder == "esm2":
-        flops_per_token = flops.esm2_per_token
-        ceilings = flops.esm2_ceiling_tokens_s
-    else:
-        flops_per_token = flops.dnabert_s_per_token
-        ceilings = flops.dnabert_s_ceiling_tokens_s
+    metrics = statistics.batch_metrics(batches, encoder.name)
+    arithmetic = precision
+    if precision == "int8" and not encoder_named(encoder.name).has_int8:
+        arithmetic = "fp16"
+    flops_per_token = flops.per_token(encoder.molecule)
+    ceilings = flops.ceilings(encoder.molecule)
 
     device_ms = batches.groupby("device", observed=True).device_ms.sum(min_count=1)
     seconds_of_device = device_ms / 1000.0
@@ -263,7 +261,7 @@ def encoder_metrics(
         mfu_of_datasheet = metrics.tokens * flops_per_token / possible_flops
     return EncoderMetrics(
         **dict(metrics),
-        encoder=encoder,
+        encoder=encoder.name,
         ceiling_tokens_per_s=ceiling_tokens_per_s,
         mfu_of_ceiling=mfu_of_ceiling,
         mfu_of_datasheet=mfu_of_datasheet,
@@ -390,8 +388,8 @@ def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> Scali
         times_s=many.times_s,
         speedup=speedup,
         efficiency=speedup / len(many.devices),
-        esm2_scaling=_stage_speedup(single, many, GPU_STAGES["esm2"]),
-        dnabert_scaling=_stage_speedup(single, many, GPU_STAGES["dnabert_s"]),
+        protein_scaling=_stage_speedup(single, many, PROTEIN.title),
+        dna_scaling=_stage_speedup(single, many, DNA.title),
     )
 
 

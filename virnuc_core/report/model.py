@@ -5,12 +5,15 @@ Numbers that were not measured are `None`. Nothing is zero, passed or agreed for
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
+from pydantic import Field
+
+from virnuc_core.encoder_names import DNA, PROTEIN, EncoderName, Molecule
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, FileDigest, RunCounts, RunFile, RunRecord
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
-from virnuc_core.telemetry.tables import GPU_STAGES, STAGES, Encoder
+from virnuc_core.telemetry.tables import GPU_STAGES, STAGES
 from virnuc_core.validation import (
     ApprovalRecord,
     BaselineSubset,
@@ -38,15 +41,19 @@ class DeviceMetrics(DeviceUsage):
     It embeds from its first batch launched to its last batch finished.
     """
 
-    esm2_percent: float | None
-    esm2_samples: int
-    dnabert_s_percent: float | None
+    protein_percent: Annotated[float | None, Field(alias=PROTEIN.percent_field)]
+    protein_samples: Annotated[int, Field(alias=PROTEIN.samples_field)]
+    dna_percent: Annotated[float | None, Field(alias=DNA.percent_field)]
+
+    def encoder_percent(self, molecule: Molecule) -> float | None:
+        """Return the utilisation while the encoder of this molecule ran, in percent."""
+        return self.dna_percent if molecule == "dna" else self.protein_percent
 
 
 class EncoderMetrics(BatchMetrics):
     """One encoder's batches added up, and what share of the devices' arithmetic they used."""
 
-    encoder: Encoder
+    encoder: EncoderName
     ceiling_tokens_per_s: float | None  # of the linear layers alone, mean over the devices
     mfu_of_ceiling: float | None  # 0 to 1; None when the ceiling was not measured
     mfu_of_datasheet: float | None
@@ -71,21 +78,21 @@ class TelemetryMetrics(BatchMetrics):
     host: HostUsage
     alarms: tuple[str, ...]
 
-    def encoder(self, name: Encoder) -> EncoderMetrics | None:
+    def encoder(self, name: EncoderName) -> EncoderMetrics | None:
         """Return the metrics of an encoder, or `None` if it had no batch."""
         for encoder in self.encoders:
             if encoder.encoder == name:
                 return encoder
         return None
 
-    def lowest_percent(self, encoder: Encoder) -> float | None:
+    def lowest_percent(self, molecule: Molecule) -> float | None:
         """Return the utilisation of the least used device while an encoder ran, in percent.
 
         It is `None` unless every device has samples of that time.
         """
         percents = []
         for device in self.devices:
-            percent = device.esm2_percent if encoder == "esm2" else device.dnabert_s_percent
+            percent = device.encoder_percent(molecule)
             if percent is None:
                 return None
             percents.append(percent)
@@ -155,9 +162,9 @@ class RunMetrics(RunCounts):
     def other_work_share(self) -> float:
         """Return the share of the time, 0 to 1, in which neither encoder is counted as working."""
         shares = self.stage_shares
-        esm2 = shares.get(GPU_STAGES["esm2"], 0.0)
-        dnabert_s = shares.get(GPU_STAGES["dnabert_s"], 0.0)
-        return max(0.0, 1.0 - esm2 - dnabert_s)
+        protein_share = shares.get(PROTEIN.title, 0.0)
+        dna_share = shares.get(DNA.title, 0.0)
+        return max(0.0, 1.0 - protein_share - dna_share)
 
     @property
     def stage_throughput(self) -> tuple[StageThroughput, ...]:
@@ -269,8 +276,8 @@ class ScalingMetrics(Record):
     times_s: tuple[float, ...]
     speedup: float
     efficiency: float  # speedup / num_gpus
-    esm2_scaling: float | None
-    dnabert_scaling: float | None
+    protein_scaling: Annotated[float | None, Field(alias=PROTEIN.scaling_field)]
+    dna_scaling: Annotated[float | None, Field(alias=DNA.scaling_field)]
     judged: Criterion | None = None  # by the target or band of so many devices
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from virnuc_core.encoder_names import DNA
 from virnuc_core.profiles import Profile
 from virnuc_core.report.model import BaselineMetrics, Report, RunMetrics
 from virnuc_core.report.text import cell, number, one_line, percent
@@ -133,7 +134,7 @@ def _repeated_in_fp16_note(sequences: int) -> str:
     """Say what it means for the rates that sequences near the threshold are repeated in fp16."""
     return (
         f"Repeated in fp16: {cell(sequences)} sequences, whose score is near the threshold, beside "
-        "other batches. The time of those, DNABERT-S's most of all, is longer by it; their "
+        f"other batches. The time of those, {DNA.title}'s most of all, is longer by it; their "
         "tokens/s and MFU are lower."
     )
 

@@ -7,6 +7,7 @@ there, whatever was measured.
 from dataclasses import dataclass
 from typing import Final, get_args
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.model import (
     Accounting,
     BaselineMetrics,
@@ -33,6 +34,7 @@ from virnuc_core.telemetry.tables import STAGES
 HOURS_PER_SECOND: Final = 1 / 3600
 GIGABYTES_PER_BYTE: Final = 1e-9
 STAGE_WIDTH: Final = 37
+SCALING_WIDTH: Final = 24  # of "ESM-2 scaling:" and the blanks behind it
 
 
 # --- The verdict ----------------------------------------------------------------------------------
@@ -69,8 +71,8 @@ class CriteriaBlock:
     two_device_time: str
     scaling: str
     efficiency: str
-    esm2_scaling: str
-    dnabert_scaling: str
+    protein_scaling: str
+    dna_scaling: str
     baseline: str
     baseline_model: str
     baseline_time: str
@@ -95,13 +97,13 @@ def criteria_block(report: Report) -> CriteriaBlock:
     scaling = report.criterion("scaling")
     judged_figures = (figure for figure in report.scaling if figure.judged == scaling)
     figure = next(judged_figures, None)
-    efficiency = esm2_scaling = dnabert_scaling = None
+    efficiency = protein_scaling = dna_scaling = None
     num_devices = 2
     if figure is not None:
         num_devices = figure.num_gpus
         efficiency = figure.efficiency
-        esm2_scaling = figure.esm2_scaling
-        dnabert_scaling = figure.dnabert_scaling
+        protein_scaling = figure.protein_scaling
+        dna_scaling = figure.dna_scaling
     limit_percent = efficiency_target(scaling.target, num_devices)
     efficiency_text = cell(percent(efficiency, unit="%", target=limit_percent))
     efficiency_limit = target_text(limit_percent, "%")
@@ -120,8 +122,8 @@ def criteria_block(report: Report) -> CriteriaBlock:
         efficiency=_verdict_line(
             "Scaling efficiency:     ", efficiency_text, efficiency_limit, scaling, width=53
         ),
-        esm2_scaling=cell(number(esm2_scaling, 2, "x")),
-        dnabert_scaling=cell(number(dnabert_scaling, 2, "x")),
+        protein_scaling=_scaling_line(PROTEIN.title, protein_scaling),
+        dna_scaling=_scaling_line(DNA.title, dna_scaling),
         baseline=report.baseline_title,
         baseline_model=_short_label(baseline),
         baseline_time=cell(clock(None if baseline is None else baseline.seconds)),
@@ -137,7 +139,7 @@ def criteria_block(report: Report) -> CriteriaBlock:
         frame_agreement=cell(percent(report.lowest_frame_agreement, 2, "%")),
         score_tolerance=f"{report.profile.score_tolerance:g}",
         gpu_utilisation=_criterion_line(
-            "GPU utilization (ESM-2):  ", report.criterion("gpu_utilisation"), width=53
+            f"GPU utilization ({PROTEIN.title}):  ", report.criterion("gpu_utilisation"), width=53
         ),
         packing=_criterion_line(
             "Packing efficiency:       ", report.criterion("packing"), width=53
@@ -163,6 +165,12 @@ def _verdict_line(words: str, value: str, limit: str, criterion: Criterion, *, w
     return f"{measured} [{verdict}]"
 
 
+def _scaling_line(title: str, scaling: float | None) -> str:
+    """Return the line with the speed-up of an encoder on several devices."""
+    words = f"{title} scaling:".ljust(SCALING_WIDTH)
+    return f"  {words}{cell(number(scaling, 2, 'x'))}"
+
+
 def _short_label(measured: BaselineMetrics | RunMetrics | None) -> str:
     """Return the devices without the series that their names begin with."""
     if measured is None:
@@ -186,7 +194,7 @@ def _stage_lines(run: RunMetrics) -> list[str]:
     lines = []
     for place, stage in enumerate(STAGES, start=1):
         width = STAGE_WIDTH
-        if stage == "DNABERT-S":
+        if stage == DNA.title:
             width += 1  # one dot more than the others, as the layout was given
         title = f"  Stage {place}: {stage} ".ljust(width, ".")
         lines.append(f"{title}  {stage_text(run, stage)}")

@@ -16,6 +16,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.lease import lease
 from virnuc_core.report.model import (
     HistoryEntry,
@@ -42,7 +43,7 @@ IS_MORE_BETTER: Final = {
     "packing_efficiency": True,
     "total_s": False,
 }
-WEIGHTS: Final = ("esm2", "dnabert_s", "head")
+WEIGHTS: Final = (PROTEIN.name, DNA.name, "head")
 
 Entries = Sequence[HistoryEntry]
 

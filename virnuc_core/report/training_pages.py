@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.model_config import Estimate, HeadCard
 from virnuc_core.report.render import fill_template
 from virnuc_core.report.text import cell, percent
@@ -383,13 +384,12 @@ class ModelCard:
     epochs: int
     best_epoch: int
     encoders: str
-    digests: dict[str, str]
+    digests: str
 
 
 def model_card(training: TrainFile, *, with_charts: bool) -> str:
     """Return the model card of a new head in Markdown."""
     card = training.card
-    digests = {"reads": card.reads, "truth": card.truth} | training.digests
     page = ModelCard(
         created=training.created,
         virnuc_version=training.virnuc_version,
@@ -408,9 +408,18 @@ def model_card(training: TrainFile, *, with_charts: bool) -> str:
         epochs=training.epochs,
         best_epoch=training.best_epoch,
         encoders=training.encoders,
-        digests={name: digest[:DIGEST_LENGTH] for name, digest in digests.items()},
+        digests=_digests_text(training),
     )
     return fill_template("model_card.md.j2", page=page, with_charts=with_charts)
+
+
+def _digests_text(training: TrainFile) -> str:
+    """Return the digests of a training's files and models, shortened, as one line."""
+    digests = {"reads": training.card.reads, "truth": training.card.truth}
+    for encoder in (PROTEIN, DNA):
+        digests[encoder.title] = training.digests[encoder.name]
+    digests["head"] = training.digests["head"]
+    return ", ".join(f"{title} {digest[:DIGEST_LENGTH]}" for title, digest in digests.items())
 
 
 def _read_lengths(card: HeadCard) -> str:

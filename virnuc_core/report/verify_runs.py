@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from virnuc_core.config import DEFAULT_THRESHOLD
+from virnuc_core.encoder_names import NAMES
 from virnuc_core.engine.shards import read_plan, read_scores
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.model import BASELINE
@@ -190,7 +191,7 @@ def _verify_batches(verification: Verification, file: NamedTelemetry) -> None:
     for what, is_impossible in impossible.items():
         verification.compare(f"{name}: {what}", int(is_impossible.sum()), 0)
     if len(shards) and not shards.skipped.any():
-        tokens_of_shards = {"esm2": shards.protein_tokens, "dnabert_s": shards.dna_tokens}
+        tokens_of_shards = {names.name: shards[names.tokens_column] for names in reversed(NAMES)}
         for encoder, tokens in tokens_of_shards.items():
             of_batches = int(batches.tokens[batches.encoder == encoder].sum())
             verification.compare(f"{name}: tokens of {encoder}", of_batches, int(tokens.sum()))

@@ -62,8 +62,8 @@ def count_store(store: OrfStore) -> dict[str, int]:
     """Count what a store holds.
 
     Returns:
-        Counts by the names that summaries and staging have for them. Tokens are those of ESM-2,
-        start and end tokens included.
+        Counts by the names that summaries and staging have for them. Tokens are those of the
+        protein encoder, start and end tokens included.
     """
     flags = np.asarray(store.read_flags)
 
@@ -87,7 +87,7 @@ def count_store(store: OrfStore) -> dict[str, int]:
 
 
 def baseline_tokens(store: OrfStore, predictions: Path, n_reads: int, seed: int) -> int:
-    """Count the ESM-2 tokens of the rows that a baseline ran on.
+    """Count the protein tokens of the rows that a baseline ran on.
 
     Args:
         store: The store.

@@ -20,16 +20,16 @@ import numpy as np
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
+from virnuc_core.encoder_names import ENCODER_NAMES, EncoderName
 from virnuc_core.errors import InputError
 from virnuc_core.rundir import atomic_hdf5
 from virnuc_core.runfiles import Attempt, Positive, RunFile, write
 from virnuc_core.system_errors import read_with_retries
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.tables import (
-    ENCODERS,
+    COLUMN_NAMES,
     BatchRecord,
     DeviceSample,
-    Encoder,
     HostSample,
     ShardDone,
     StageTime,
@@ -256,7 +256,7 @@ class TelemetrySummary(RunFile):
     sequences_per_hour: float | None
     throughput: Numbers
     dataloader: Numbers
-    encoders: dict[Encoder, statistics.BatchMetrics]
+    encoders: dict[EncoderName, statistics.BatchMetrics]
     gpus: dict[str, statistics.DeviceUsage]
     host: statistics.HostUsage
     devices: tuple[statistics.DeviceBusy, ...]
@@ -523,14 +523,14 @@ def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
     """
     columns: dict[str, Any] = {}
     for column_field in fields(kind):
-        name = column_field.name
+        name = COLUMN_NAMES.get(column_field.name, column_field.name)
         if name == "batches":  # they have a table of their own
             continue
         values = group[name][:]
         if name == "device":
             columns[name] = pd.Categorical.from_codes(values, json.loads(group.attrs["devices"]))
         elif name == "encoder":
-            columns[name] = pd.Categorical.from_codes(values, pd.Index(ENCODERS))
+            columns[name] = pd.Categorical.from_codes(values, pd.Index(ENCODER_NAMES))
         else:
             _require_numbers(name, values, are_whole=column_field.type is int)
             columns[name] = values

@@ -8,17 +8,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import pandas as pd
+from pydantic import Field
 
+from virnuc_core.encoder_names import DNA, ENCODER_NAMES, PROTEIN, EncoderName, Molecule
 from virnuc_core.runfiles import RunFile
 from virnuc_core.telemetry.tables import (
-    ENCODERS,
+    COLUMN_NAMES,
     BatchRecord,
     DeviceSample,
-    Encoder,
     HostSample,
     ShardDone,
     Span,
@@ -59,13 +60,14 @@ def record_table(
     types: dict[Any, Any] = {
         int: "int64",
         str: pd.CategoricalDtype(list(dict.fromkeys(device_names))),
-        Encoder: pd.CategoricalDtype([*ENCODERS]),
+        EncoderName: pd.CategoricalDtype([*ENCODER_NAMES]),
     }
     columns = {}
     for field in fields(kind):
         if field.name != "batches":  # they have a table of their own
             values = [getattr(row, field.name) for row in rows]
-            columns[field.name] = pd.Series(values, dtype=types.get(field.type, "float64"))
+            column = COLUMN_NAMES.get(field.name, field.name)
+            columns[column] = pd.Series(values, dtype=types.get(field.type, "float64"))
     return pd.DataFrame(columns)
 
 
@@ -91,7 +93,8 @@ class BatchCounts(RunFile):
     """
 
     batches: int
-    # Sequences, each counted once. Of both encoders ESM-2's count, which embeds them last.
+    # Sequences, each counted once. Both encoders embed them; the protein encoder's are counted,
+    # because it is the last one.
     rows: int
     tokens: int  # real ones
     slots: int  # launched, tails included
@@ -149,7 +152,7 @@ def _span_seconds(batches: pd.DataFrame) -> float:
     return end_s - start_s
 
 
-def _count_batches(batches: pd.DataFrame, counting: Encoder) -> BatchCounts:
+def _count_batches(batches: pd.DataFrame, counting: EncoderName) -> BatchCounts:
     """Count batches and what is in them.
 
     Args:
@@ -170,7 +173,7 @@ def _count_batches(batches: pd.DataFrame, counting: Encoder) -> BatchCounts:
     )
 
 
-def batch_metrics(batches: pd.DataFrame, counting: Encoder = "esm2") -> BatchMetrics:
+def batch_metrics(batches: pd.DataFrame, counting: EncoderName = PROTEIN.name) -> BatchMetrics:
     """Add up the batches of a table.
 
     Args:
@@ -214,10 +217,10 @@ def _steady_tokens_per_s(batches: pd.DataFrame) -> float | None:
     return float(steady.tokens.sum()) / span_s
 
 
-def by_encoder(batches: pd.DataFrame) -> dict[Encoder, BatchMetrics]:
+def by_encoder(batches: pd.DataFrame) -> dict[EncoderName, BatchMetrics]:
     """Return the metrics of each encoder that has batches."""
     metrics = {}
-    for encoder in ENCODERS:
+    for encoder in ENCODER_NAMES:
         own = batches[batches.encoder == encoder]
         if len(own):
             metrics[encoder] = batch_metrics(own, encoder)
@@ -263,7 +266,7 @@ def windows(
         start_s = first_s - origin_s if start == bounds[0] else start * window_s
         end_s = last_s - origin_s if end == bounds[-1] else end * window_s
         duration_s = end_s - start_s
-        counts = _count_batches(own, "esm2")
+        counts = _count_batches(own, PROTEIN.name)
         window_span = (origin_s + start_s, origin_s + end_s)
         cut.append(
             Window(
@@ -291,32 +294,36 @@ class DeviceBusy(RunFile):
     device: str
     shards: int
     tokens: int = 0  # of both encoders; none in files of older versions
-    dnabert_s: float
-    esm2_s: float
+    dna_s: Annotated[float, Field(alias=DNA.seconds_column)]
+    protein_s: Annotated[float, Field(alias=PROTEIN.seconds_column)]
     head_s: float
     commit_s: float
     allocated_peak_bytes: float | None  # by torch, on it; None on a CPU
     busy_s: float  # of compute
+
+    def encoder_s(self, molecule: Molecule) -> float:
+        """Return the seconds that the encoder of this molecule took."""
+        return self.dna_s if molecule == "dna" else self.protein_s
 
 
 def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
     """Return the seconds of each device that has done a shard, in the order of the devices."""
     busy = []
     for device, own in shards.groupby("device", observed=True):
-        dnabert_s = float(own.dnabert_s.sum())
-        esm2_s = float(own.esm2_s.sum())
+        dna_s = float(own[DNA.seconds_column].sum())
+        protein_s = float(own[PROTEIN.seconds_column].sum())
         head_s = float(own.head_s.sum())
         busy.append(
             DeviceBusy(
                 device=str(device),
                 shards=len(own),
                 tokens=int(own.protein_tokens.sum() + own.dna_tokens.sum()),
-                dnabert_s=dnabert_s,
-                esm2_s=esm2_s,
+                dna_s=dna_s,
+                protein_s=protein_s,
                 head_s=head_s,
                 commit_s=float(own.commit_s.sum()),
                 allocated_peak_bytes=none_if_nan(own.allocated_bytes.max()),
-                busy_s=dnabert_s + esm2_s + head_s,
+                busy_s=dna_s + protein_s + head_s,
             )
         )
     return tuple(busy)

@@ -4,24 +4,28 @@ The fields of a record are the columns of its table (`statistics.record_table`).
 """
 
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Annotated, ClassVar, Final, Literal, get_args
+
+from pydantic import ConfigDict, Field
+
+from virnuc_core.encoder_names import DNA, NAMES, PROTEIN, EncoderName, EncoderTitle
 
 Span = tuple[float, float]  # seconds of `time.monotonic()`, both ends included
-Encoder = Literal["dnabert_s", "esm2"]
 Stage = Literal[
     "Sequence Chunking",
     "Six-Frame Translation",
     "Nucleotide Splitting",
     "Protein Splitting",
-    "DNABERT-S",
-    "ESM-2",
+    EncoderTitle,  # one stage for each encoder
     "Feature Merging",
     "Model Prediction",
     "Consensus Scoring",
 ]
-ENCODERS: Final[tuple[Encoder, ...]] = get_args(Encoder)
 STAGES: Final[tuple[str, ...]] = get_args(Stage)
-GPU_STAGES: Final[dict[Encoder, Stage]] = {"dnabert_s": "DNABERT-S", "esm2": "ESM-2"}
+# The stage of each encoder, by the name of the encoder
+GPU_STAGES: Final[dict[EncoderName, Stage]] = {names.name: names.title for names in NAMES}
+# Columns of tables whose names differ from those of the record's fields
+COLUMN_NAMES: Final = {"dna_s": DNA.seconds_column, "protein_s": PROTEIN.seconds_column}
 START_UP: Final = tuple(
     f"Start-up: {part}" for part in ("command", "import", "weights", "kernels", "first batch")
 )
@@ -53,7 +57,7 @@ class BatchRecord:
     """
 
     device: str  # device id within the run, e.g. "GPU-3f2c…" or "cpu-core-1"
-    encoder: Encoder
+    encoder: EncoderName
     shard: int
     index: int  # of the batch within the shard and encoder
     rows: int
@@ -67,7 +71,14 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True)
 class ShardDone:
-    """One shard committed by a worker."""
+    """One shard committed by a worker.
+
+    Files have the names of the encoders in two of the columns, see `COLUMN_NAMES`.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        serialize_by_alias=True, validate_by_name=True, validate_by_alias=True
+    )
 
     device: str
     shard: int
@@ -76,8 +87,9 @@ class ShardDone:
     dna_tokens: int
     started_s: float
     finished_s: float
-    dnabert_s: float  # seconds of device time
-    esm2_s: float
+    # Seconds of device time
+    dna_s: Annotated[float, Field(alias=DNA.seconds_column)]
+    protein_s: Annotated[float, Field(alias=PROTEIN.seconds_column)]
     head_s: float
     commit_s: float
     batches: tuple[BatchRecord, ...]

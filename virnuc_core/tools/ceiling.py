@@ -17,6 +17,7 @@ from torch import Tensor
 
 from virnuc_core.baseline.run import next_message
 from virnuc_core.config import EngineSpec
+from virnuc_core.encoder_names import Molecule
 from virnuc_core.encoders.checkpoint import load_models
 from virnuc_core.encoders.layers import Layer, LinearLayer
 from virnuc_core.encoders.precision import quantise_rows
@@ -49,7 +50,7 @@ def measure_ceilings(
         VirnucError: The models cannot be loaded on a GPU.
         WorkerError: A process failed otherwise, or ended without an answer.
     """
-    ceilings = defaultdict[str, dict[str, float]](dict)  # by field of ModelFlops and device
+    ceilings = defaultdict[Molecule, dict[str, float]](dict)  # by molecule and device
     gpus = [device for device in devices if device.kind == "cuda"]
     with LocalWorkers(__name__) as workers:
         measuring = set()
@@ -65,8 +66,10 @@ def measure_ceilings(
                     worker.device,
                 )
             for encoder, tokens_per_s in answer.record.items():
-                ceilings[encoder_named(encoder).ceiling_field][worker.device] = tokens_per_s
-    return model_flops(models).model_copy(update=ceilings)
+                ceilings[encoder_named(encoder).molecule][worker.device] = tokens_per_s
+    return model_flops(models).model_copy(
+        update={"protein_ceilings": ceilings["protein"], "dna_ceilings": ceilings["dna"]}
+    )
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:

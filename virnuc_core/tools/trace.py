@@ -16,7 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from virnuc_core.config import EngineSpec, TraceSpec
-from virnuc_core.encoders.registry import ENCODER_NAMES, HEAD
+from virnuc_core.encoder_names import ENCODER_NAMES
+from virnuc_core.encoders.registry import HEAD
 from virnuc_core.engine.loader import Batch, Item, Take
 from virnuc_core.engine.process import Parent, WorkerSpec
 from virnuc_core.engine.shards import ShardTask

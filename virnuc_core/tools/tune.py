@@ -271,7 +271,7 @@ class Sweep:
     profile: Profile
     repeats: int
     search: Literal["halving", "grid"]
-    # A candidate is measured on the first shards with so many ESM-2 tokens. None: on all.
+    # A candidate is measured on the first shards with so many protein tokens. None: on all.
     tokens: int | None = None
 
     def trial(self, candidate: Candidate, repeat: int) -> Trial | str:

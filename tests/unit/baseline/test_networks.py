@@ -15,10 +15,10 @@ from virnuc_core.baseline.networks import (
     load_tensors,
     plain_scores,
 )
+from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
-from virnuc_core.encoders.registry import EncoderName
 
 CPU = torch.device("cpu")
 PROTEINS = [b"MKV", b"ACDEFGHIKLMNPQRSTVWY", b"G", b"MLXBZUOKK" * 7, b"WW" * 40]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 from virnuc_core.config import EngineSpec
+from virnuc_core.encoder_names import ENCODER_NAMES, EncoderName
 from virnuc_core.encoders.checkpoint import load_models, shape_of
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.models import NETWORKS
 from virnuc_core.encoders.registry import (
     DNABERT_S,
-    ENCODER_NAMES,
     ENCODERS,
     ESM2,
     PARTS,
@@ -25,6 +25,7 @@ from virnuc_core.encoders.registry import (
 )
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.telemetry import tables
+from virnuc_core.telemetry.statistics import record_table
 from virnuc_core.telemetry.tables import ShardDone
 
 from .encoder_batches import dnas, proteins
@@ -34,16 +35,17 @@ each_encoder = pytest.mark.parametrize("encoder", ENCODERS, ids=ENCODER_NAMES)
 
 
 def test_the_names_are_those_of_the_entries_in_order() -> None:
-    assert tuple(encoder.name for encoder in ENCODERS) == ENCODER_NAMES == tables.ENCODERS
+    assert tuple(encoder.name for encoder in ENCODERS) == ENCODER_NAMES == tuple(tables.GPU_STAGES)
+    assert get_args(EncoderName) == ENCODER_NAMES
     assert set(PARTS) == {*ENCODER_NAMES, "head"}
     assert [encoder_named(name) for name in ENCODER_NAMES] == list(ENCODERS)
 
 
 @each_encoder
 def test_an_entry_names_columns_and_settings_that_exist(encoder: EncoderInfo) -> None:
-    shard_columns = {field.name for field in dataclasses.fields(ShardDone)}
-    assert {encoder.tokens_column, encoder.seconds_column} <= shard_columns
-    assert {encoder.flops_field, encoder.ceiling_field} <= set(ModelFlops.model_fields)
+    names = encoder.names
+    assert {names.tokens_column, names.seconds_column} <= set(record_table(ShardDone, []))
+    assert {names.flops_field, names.ceiling_field} <= set(ModelFlops().model_dump())
     assert encoder.title in tables.STAGES
     assert encoder.shape_type.part() == encoder.name
     assert encoder.reference_size in encoder.sizes

@@ -12,10 +12,11 @@ import torch
 from Bio.Seq import Seq
 from safetensors.torch import load_file, save_file
 
+from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders import verify as verifying
 from virnuc_core.encoders.convert import fetch
 from virnuc_core.encoders.digests import fingerprint
-from virnuc_core.encoders.registry import DNABERT_S, ENCODERS, ESM2, EncoderName
+from virnuc_core.encoders.registry import DNABERT_S, ENCODERS, ESM2
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.encoders.verify import REFERENCE_ROWS, check_reference_row, verify
 from virnuc_core.errors import WeightsError

@@ -22,9 +22,9 @@ def test_a_cpu_has_no_ceiling_but_the_model_has_its_flops(
     ceilings = measure_ceilings(
         tiny_models, resolve(Devices.parse("cpu:1")), EngineSpec(), tmp_path
     )
-    assert (ceilings.esm2_ceiling_tokens_s, ceilings.dnabert_s_ceiling_tokens_s) == ({}, {})
-    assert ceilings.esm2_per_token == 2 * ESM2_SIZES["tiny"].linear_weights
-    assert ceilings.dnabert_s_per_token == 2 * DNABERT_SIZES["tiny"].linear_weights
+    assert (ceilings.protein_ceilings, ceilings.dna_ceilings) == ({}, {})
+    assert ceilings.protein_per_token == 2 * ESM2_SIZES["tiny"].linear_weights
+    assert ceilings.dna_per_token == 2 * DNABERT_SIZES["tiny"].linear_weights
 
 
 def test_a_device_that_cannot_be_measured_is_an_error(tiny_models: Path, tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def done(task: ShardTask, device: str) -> Computed:
     times = {
         "started_s": 1.0,
         "finished_s": 2.0,
-        "dnabert_s": 0.1,
-        "esm2_s": 0.1,
+        "dna_s": 0.1,
+        "protein_s": 0.1,
         "head_s": 0.0,
         "commit_s": 0.0,
     }
@@ -126,7 +126,7 @@ def test_times_of_a_node_are_moved_to_the_clock_of_this_machine() -> None:
     )
     assert isinstance(translated, Computed)
     assert translated.done is not None
-    assert (translated.done.started_s, translated.done.finished_s, translated.done.esm2_s) == (
+    assert (translated.done.started_s, translated.done.finished_s, translated.done.protein_s) == (
         101.0,
         102.0,
         0.1,

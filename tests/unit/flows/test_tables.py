@@ -97,7 +97,7 @@ def test_scaling_shows_time_speedup_and_efficiency() -> None:
         times_s=(2025.0,),
         speedup=1.58,
         efficiency=0.79,
-        esm2_scaling=1.87,
+        protein_scaling=1.87,
         judged=criterion(unit="x", value=1.58, target=Target(op=">=", value=1.9)),
     )
     (row,) = scaling_rows(report(scaling=(figure,), profile=load_profile("ci-smoke")))

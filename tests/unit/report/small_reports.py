@@ -37,8 +37,8 @@ def scaling_figure(**changes: Any) -> ScalingMetrics:
         times_s=(5.0,),
         speedup=1.96,
         efficiency=0.98,
-        esm2_scaling=None,
-        dnabert_scaling=None,
+        protein_scaling=None,
+        dna_scaling=None,
     )
     return base.model_copy(update=changes)
 

@@ -63,7 +63,7 @@ def test_scaling_and_its_efficiency_are_one_criterion(judged: Report) -> None:
     assert (alone_figure.num_gpus, alone_figure.speedup, alone_figure.judged) == (1, 1.0, None)
     assert figure.speedup == pytest.approx(80 / 44)
     assert figure.efficiency == pytest.approx(40 / 44)
-    assert figure.esm2_scaling == pytest.approx(2.0)
+    assert figure.protein_scaling == pytest.approx(2.0)
     assert len(judged.criteria) == 7
 
 

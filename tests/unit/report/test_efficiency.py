@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from virnuc_core.encoder_names import EncoderName
 from virnuc_core.profiles import load_profile
 from virnuc_core.report.benchmark import benchmark_json
 from virnuc_core.report.build import build_report
 from virnuc_core.report.model import EncoderMetrics, Report
 from virnuc_core.report.render import further_text, render
 from virnuc_core.report.views.speed import efficiency_facts
-from virnuc_core.telemetry.tables import Encoder
 
 from .validate_directory import Recipe, build, edit_json
 
@@ -22,7 +22,7 @@ FLOPS_PER_TOKEN = 5.6e9  # of ESM-2
 RTX_4090_FLOPS = 165.2e12  # fp16, by its data sheet
 
 
-def encoder_metrics(report: Report, name: Encoder) -> EncoderMetrics:
+def encoder_metrics(report: Report, name: EncoderName) -> EncoderMetrics:
     assert report.run is not None
     assert report.run.telemetry is not None
     metrics = report.run.telemetry.encoder(name)

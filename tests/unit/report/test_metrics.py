@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from virnuc_core.encoder_names import PROTEIN
 from virnuc_core.report.metrics import datasheet_flops, encoder_metrics
 from virnuc_core.report.model import EncoderMetrics
 from virnuc_core.runfiles import ModelFlops, read, write
@@ -37,7 +38,7 @@ def test_a_device_or_precision_the_sheet_does_not_have_is_unknown() -> None:
 
 
 NAMES = {"a": "NVIDIA H200", "b": "NVIDIA L4", "x": "Some Processor"}
-FLOPS = ModelFlops(esm2_per_token=5e9, esm2_ceiling_tokens_s={"a": 100.0, "b": 40.0})
+FLOPS = ModelFlops(protein_per_token=5e9, protein_ceilings={"a": 100.0, "b": 40.0})
 
 
 def used(flops: ModelFlops, precision: str, **work: tuple[int, float | None]) -> EncoderMetrics:
@@ -48,7 +49,7 @@ def used(flops: ModelFlops, precision: str, **work: tuple[int, float | None]) ->
         )
         for device, (tokens, seconds) in work.items()
     ]
-    return encoder_metrics("esm2", record_table(BatchRecord, batches), NAMES, flops, precision)
+    return encoder_metrics(PROTEIN, record_table(BatchRecord, batches), NAMES, flops, precision)
 
 
 def test_mfu_weighs_each_device_by_its_seconds() -> None:
@@ -77,13 +78,13 @@ def test_mfu_is_unknown_when_a_ceiling_or_a_time_is(
 def test_mfu_of_the_datasheet_needs_flops_and_a_precision(
     flops_per_token: float | None, precision: str
 ) -> None:
-    flops = FLOPS.model_copy(update={"esm2_per_token": flops_per_token})
+    flops = FLOPS.model_copy(update={"protein_per_token": flops_per_token})
     assert used(flops, precision, a=(600, 10.0)).mfu_of_datasheet is None
 
 
 def test_model_flops_survive_the_file_and_bad_numbers_do_not(tmp_path: Path) -> None:
     flops = ModelFlops(
-        esm2_per_token=5.6e9, dnabert_s_per_token=1.7e8, esm2_ceiling_tokens_s={"GPU-1": 90_000.0}
+        protein_per_token=5.6e9, dna_per_token=1.7e8, protein_ceilings={"GPU-1": 90_000.0}
     )
     path = write(tmp_path / "flops.json", flops)
     assert read(path, ModelFlops) == flops

@@ -149,8 +149,8 @@ def build_run(
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
     busy = max(device_busy(record_table(ShardDone, records, ids)), key=lambda one: one.busy_s)
-    clock.add("DNABERT-S", busy.dnabert_s)
-    clock.add("ESM-2", busy.esm2_s, (ORIGIN_S + 1, ORIGIN_S + 1 + busy.esm2_s))
+    clock.add("DNABERT-S", busy.dna_s)
+    clock.add("ESM-2", busy.protein_s, (ORIGIN_S + 1, ORIGIN_S + 1 + busy.protein_s))
     clock.fuse("Feature Merging", "ESM-2")
     clock.add("Model Prediction", 0.5, (end_s, end_s + 0.5))
     clock.add("Consensus Scoring", 0.25, (end_s + 0.5, end_s + 0.75))
@@ -259,8 +259,8 @@ def shards_done(recipe: Recipe, devices: list[str]) -> list[ShardDone]:
                 dna_tokens=sum(b.tokens for b in batches if b.encoder == "dnabert_s"),
                 started_s=started_s,
                 finished_s=started_s + recipe.seconds_a_shard,
-                dnabert_s=0.2 * recipe.seconds_a_shard,
-                esm2_s=0.75 * recipe.seconds_a_shard,
+                dna_s=0.2 * recipe.seconds_a_shard,
+                protein_s=0.75 * recipe.seconds_a_shard,
                 head_s=0.01,
                 commit_s=0.02,
                 batches=tuple(batches),

@@ -61,7 +61,7 @@ def batch(
 
 
 def shard(
-    number: int, batches: list[BatchRecord], *, device: str = "GPU-a", esm2_s: float = 2.0
+    number: int, batches: list[BatchRecord], *, device: str = "GPU-a", protein_s: float = 2.0
 ) -> ShardDone:
     return ShardDone(
         device=device,
@@ -71,8 +71,8 @@ def shard(
         dna_tokens=sum(b.tokens for b in batches if b.encoder == "dnabert_s"),
         started_s=min((b.launched_s for b in batches), default=0.0),
         finished_s=max((b.launched_s for b in batches), default=0.0) + 1.0,
-        dnabert_s=0.5,
-        esm2_s=esm2_s,
+        dna_s=0.5,
+        protein_s=protein_s,
         head_s=0.1,
         commit_s=0.2,
         batches=tuple(batches),

@@ -169,8 +169,8 @@ def test_the_spread_of_the_devices() -> None:
     shards = record_table(
         ShardDone,
         [
-            shard(0, [batch(0)], esm2_s=3.0),
-            shard(1, [batch(1, device="GPU-b")], device="GPU-b", esm2_s=2.0),
+            shard(0, [batch(0)], protein_s=3.0),
+            shard(1, [batch(1, device="GPU-b")], device="GPU-b", protein_s=2.0),
         ],
     )
     busy = device_busy(shards)

@@ -1,5 +1,6 @@
 """Views of the devices at work: utilisation, packing, and the queue of batches."""
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.model import Criterion, TelemetryMetrics
 from virnuc_core.report.sections import Row, Section, Table
 from virnuc_core.report.text import (
@@ -43,8 +44,8 @@ def device_rows(telemetry: TelemetryMetrics) -> list[Row]:
                 "GPU": device.device,
                 "Avg Util %": number(device.gpu_util_avg),
                 "Min to max %": Number(f"{lowest} to {highest}"),
-                "ESM-2 %": number(device.esm2_percent),
-                "DNABERT-S %": number(device.dnabert_s_percent),
+                f"{PROTEIN.title} %": number(device.protein_percent),
+                f"{DNA.title} %": number(device.dna_percent),
                 "Peak Mem (GB)": gibibytes(device.mem_used_peak),
                 "Allocated (GB)": gibibytes(peak_bytes.get(device.device)),
                 "Power (W)": number(device.power_avg_w, 0),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.model import EncoderMetrics, Report, RunMetrics, Verdict, efficiency_target
 from virnuc_core.report.sections import Row, Section, Table, with_columns_of_first
 from virnuc_core.report.text import (
@@ -35,8 +36,8 @@ def scaling_rows(report: Report) -> list[Row]:
             "Runs": measured_runs(figure.times_s),
             "Speedup": number(figure.speedup, 2, "x", target=target),
             "Efficiency": percent(figure.efficiency, unit="%", target=limit_percent),
-            "ESM-2": number(figure.esm2_scaling, 2, "x"),
-            "DNABERT-S": number(figure.dnabert_scaling, 2, "x"),
+            PROTEIN.title: number(figure.protein_scaling, 2, "x"),
+            DNA.title: number(figure.dna_scaling, 2, "x"),
             "Required": None,
             "Verdict": None,
             "Why": "",
@@ -167,7 +168,7 @@ def efficiency_facts(report: Report) -> dict[str, str]:
     """Return how well the encoders use the devices, what a million reads take, and the overhead."""
     run = report.run
     facts: dict[str, str] = {}
-    for encoder_id, title in reversed(GPU_STAGES.items()):  # ESM-2 first
+    for encoder_id, title in reversed(GPU_STAGES.items()):  # the protein encoder first
         encoder = None
         if run is not None and run.telemetry is not None:
             encoder = run.telemetry.encoder(encoder_id)

@@ -5,14 +5,14 @@ from typing import Final
 
 from virnuc_core.report.sections import Row, with_columns_of_first
 from virnuc_core.report.text import number, percent
+from virnuc_core.telemetry.tables import GPU_STAGES
 from virnuc_core.tools.trace import WAIT, Operation, TraceTable
 from virnuc_core.tools.tune import Candidate
 from virnuc_core.validation import OverheadPair
 
-MARK_TITLES: Final = {
+MARK_TITLES: Final[dict[str, str]] = {
     WAIT: "(waiting for a batch)",
-    "dnabert_s": "DNABERT-S",
-    "esm2": "ESM-2",
+    **GPU_STAGES,
     "head": "Model Prediction",
 }
 NAME_WIDTH: Final = 90  # kernels of templates have names of a thousand letters
