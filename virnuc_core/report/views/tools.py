@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 from typing import Final
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.sections import Row, with_columns_of_first
 from virnuc_core.report.text import number, percent
-from virnuc_core.telemetry.tables import GPU_STAGES
 from virnuc_core.tools.trace import WAIT, Operation, TraceTable
 from virnuc_core.tools.tune import Candidate
 from virnuc_core.validation import OverheadPair
 
 MARK_TITLES: Final[dict[str, str]] = {
     WAIT: "(waiting for a batch)",
-    **GPU_STAGES,
+    PROTEIN.name: PROTEIN.title,
+    DNA.name: DNA.title,
     "head": "Model Prediction",
 }
 NAME_WIDTH: Final = 90  # kernels of templates have names of a thousand letters
