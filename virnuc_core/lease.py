@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from virnuc_core.errors import ConfigError
+from virnuc_core.system_errors import path_exists, read_with_retries
 
 HEARTBEAT_S: Final = 5.0
 # A network file system may show an old version of a file for up to 60 s with common mount options.
@@ -81,22 +82,64 @@ def require_lease(path: Path, *, look: bool = True) -> None:
         look: Read the lease files again. If false, use the state that was last read.
 
     Raises:
-        ConfigError: Another process has taken over, or the lease was removed.
+        ConfigError: Another process has taken over, the lease was removed, or the whole directory
+            was renamed or removed.
+        UnreadableError: The system cannot read the lease files, so that it is not known.
     """
     real_path = path.parent.resolve() / path.name
     for covered_root, own_lease in list(_leases.items()):
         if not real_path.is_relative_to(covered_root):
             continue
-        is_held = own_lease.held() if look else own_lease.is_ours
+        is_held = own_lease.is_ours
+        if look:
+            is_held = read_with_retries(covered_root, own_lease.held)
         if is_held:
             continue
-        reason = "its lease was removed"
+        if own_lease.folder_has_gone:
+            raise directory_gone_error(covered_root)
+        reason = "its lease was removed, or another directory has its name now"
         if own_lease.owner:
             reason = (
                 f"{own_lease.owner} is working here now, "
                 f"for this run was held up for over {EXPIRY_S:.0f} s"
             )
         raise ConfigError(f"{covered_root}: {reason}; it writes no more here")
+
+
+def directory_gone_error(root: Path) -> ConfigError:
+    """Return the error for a directory that was renamed or removed while a run computed in it."""
+    return ConfigError(
+        f"{root}: this directory has gone, it was renamed or removed during the run. Nothing more "
+        "is written. Give the directory this name again, or run again with its new name: what was "
+        "committed stays in it"
+    )
+
+
+def require_directory(root: Path) -> None:
+    """Raise an error if a directory in which a run computes was renamed or removed.
+
+    Worker processes call this, because only the main process of a run holds the lease.
+
+    Raises:
+        ConfigError: There is no such directory.
+        UnreadableError: It is not known, for example because the file server does not answer.
+    """
+    if not path_exists(root):
+        raise directory_gone_error(root)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, if they are not there.
+
+    Inside a directory that this process holds, nothing is made if the lease is lost. So a
+    directory that was renamed or removed during the run does not appear again.
+
+    Raises:
+        ConfigError: The lease that covers the folder is lost.
+        OSError: The folder cannot be made.
+    """
+    require_lease(folder)
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def process_namespace() -> str:
@@ -177,6 +220,7 @@ class Lease:
         """
         self.is_ours = True  # false as soon as this process finds that it has lost the lease
         self.owner = ""  # description of the owner, if that is another process
+        self.folder_has_gone = False  # the folder of the lease files was renamed or removed
         self.ended = threading.Event()
         self._name = name
         self._number = 0
@@ -197,7 +241,11 @@ class Lease:
         for the current content.
         """
         contents = {}
-        for path in list(self._name.parent.glob("*.[0-9]*")):
+        try:
+            paths = list(self._name.parent.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        for path in paths:
             number = path.suffix[1:]
             if path.stem == self._name.name and number.isdecimal():
                 with suppress(FileNotFoundError):
@@ -231,8 +279,8 @@ class Lease:
         watched_since_s = 0.0
         is_announced = False
         while True:
-            self._name.parent.mkdir(parents=True, exist_ok=True)
-            files = self._lease_files()
+            make_folder(self._name.parent)
+            files = read_with_retries(self._name.parent, self._lease_files)
             now_s = time.monotonic()
             newest = max(files, default=0)
             owner = self._describe_owner(files[newest]) if files else NO_OWNER
@@ -326,6 +374,7 @@ class Lease:
         is_newest = newest == self._number and self._token.encode() in files.get(newest, b"")
         if self.is_ours and not is_newest:
             self.is_ours = False
+            self.folder_has_gone = not files and not self._name.parent.exists()
             if files:
                 self.owner = self._describe_owner(files[newest]).description
         return self.is_ours

@@ -36,10 +36,11 @@ from virnuc_core.errors import (
     ConfigError,
     DeviceError,
     StorageError,
+    UnreadableError,
     format_bytes,
     join_first,
 )
-from virnuc_core.lease import lease, require_lease
+from virnuc_core.lease import lease, make_folder, require_lease
 from virnuc_core.system_errors import (
     describe_system_error,
     is_regular_file,
@@ -263,11 +264,15 @@ def check_room(folder: Path, n_bytes: int, what: str) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path, *, make_folders: bool = True) -> Iterator[Path]:
     """Write a file so that it appears whole or not at all.
 
     The body writes to a temporary path in the same folder. The file is then flushed and renamed
     into place, or removed if the body raises.
+
+    Args:
+        path: The file.
+        make_folders: Make the folder of the file if it is not there.
 
     Yields:
         The temporary path.
@@ -280,7 +285,8 @@ def atomic_file(path: Path) -> Iterator[Path]:
     # The name is unique over machines that share the folder.
     temp_path = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if make_folders:
+            make_folder(path.parent)
         try:
             yield temp_path
             with temp_path.open("rb+") as file:
@@ -311,7 +317,11 @@ def _no_user_block(image: bytes) -> bytes:
 
 @contextmanager
 def atomic_hdf5(
-    path: Path, user_block: Callable[[bytes], bytes] = _no_user_block, **options: Any
+    path: Path,
+    user_block: Callable[[bytes], bytes] = _no_user_block,
+    *,
+    make_folders: bool = True,
+    **options: Any,
 ) -> Iterator["h5py.File"]:
     """Write an HDF5 file so that it appears whole or not at all.
 
@@ -322,6 +332,7 @@ def atomic_hdf5(
         path: The file.
         user_block: Returns the block of bytes that is written before the HDF5 content, such as a
             checksum. Its argument is the HDF5 content.
+        make_folders: Make the folder of the file if it is not there.
         options: Further arguments of `h5py.File`.
 
     Yields:
@@ -336,7 +347,10 @@ def atomic_hdf5(
         yield hdf5
         hdf5.flush()
         image = hdf5.id.get_file_image()  # without the user block
-    with atomic_file(path) as temp_path, temp_path.open("wb") as file:
+    with (
+        atomic_file(path, make_folders=make_folders) as temp_path,
+        temp_path.open("wb") as file,
+    ):
         file.write(user_block(image))
         file.write(image)
 
@@ -513,6 +527,7 @@ def run_lock(root: Path) -> Iterator[None]:
     marker = root / MARKER_FILE
     is_new_directory = not root.exists()
     is_new_marker = True
+    is_lost = False
     try:
         with ExitStack() as resources:
             is_new_marker = _take_directory(root, resources)
@@ -521,16 +536,50 @@ def run_lock(root: Path) -> Iterator[None]:
             for path in list(_matching_paths(root, PARTIAL_FILES)):
                 path.unlink(missing_ok=True)
             try:
-                yield
+                with _explain_by_lost_lease(root):
+                    yield
             finally:
+                is_lost = _has_lost_lease(root)
                 is_unused = next(_matching_paths(root, GUARDED_FILES), None) is None
                 if is_new_marker and is_unused:
                     require_lease(marker)
                     marker.unlink(missing_ok=True)
     finally:
-        if (is_new_directory or not is_new_marker) and not marker.exists():
+        may_be_removed = (is_new_directory or not is_new_marker) and not is_lost
+        if may_be_removed and not marker.exists():
             with suppress(OSError):  # the directory is not empty: keep it
                 root.rmdir()
+
+
+@contextmanager
+def _explain_by_lost_lease(root: Path) -> Iterator[None]:
+    """Replace any error in the `with` block if the lease of the directory was lost meanwhile.
+
+    If the directory was renamed, removed or taken over, files of the run are missing, and errors
+    such as "no such file" or "stage again" would mislead.
+
+    Raises:
+        ConfigError: The block has failed, and the lease is lost. It says why.
+    """
+    try:
+        yield
+    except Exception as error:
+        # If the lease cannot be read, it explains nothing: the first error is raised again.
+        with suppress(UnreadableError):
+            try:
+                require_lease(root)
+            except ConfigError as lost_lease:
+                raise lost_lease from error
+        raise
+
+
+def _has_lost_lease(root: Path) -> bool:
+    """Return true if this process no longer holds a directory, or if this cannot be found out."""
+    try:
+        require_lease(root)
+    except (ConfigError, UnreadableError):
+        return True
+    return False
 
 
 def _take_directory(root: Path, resources: ExitStack) -> bool:

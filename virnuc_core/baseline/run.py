@@ -35,6 +35,7 @@ from virnuc_core.engine.process import (
     worker_specs,
 )
 from virnuc_core.errors import ConfigError, InputError, WorkerError, error_from_name
+from virnuc_core.lease import make_folder
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import choose_reads
@@ -380,7 +381,7 @@ class _Measurement:
         of splitting.
         """
         discard(self.run.root, BASELINE_FILES)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         for number, (low, high) in enumerate(work.files, start=1):
             started_s = time.monotonic()
             rows = work.rows[low:high]

@@ -21,6 +21,7 @@ from virnuc_core.lease import require_lease
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops, read_record
+from virnuc_core.system_errors import describe_system_error
 from virnuc_core.telemetry.live import InferenceProgressReporter
 from virnuc_core.telemetry.log import Telemetry, journal, read_journal, write_telemetry
 from virnuc_core.telemetry.sampler import Sampler
@@ -95,6 +96,7 @@ class Job:
                 run=str(self.run.root.resolve()),
                 store=str(self.store.path.resolve()),
                 reads=fingerprints["reads"],
+                plan=self.plan.fingerprint,
                 weights=weights,
                 max_not_finite=max_not_finite,
                 threshold=self.spec.threshold,
@@ -210,7 +212,7 @@ class Embedding:
                 problem = f"{error}; the shards still to come take about {needed}"
                 raise StorageError(problem) from error
         self.ended_s = time.monotonic()
-        self.measured = self._read_journal()
+        self.measured = self._read_journal(write_journal.error)
         return computed
 
     def _reporter(
@@ -227,17 +229,25 @@ class Embedding:
         already_done = n_uniques - sum(task.hi - task.lo for task in tasks)
         return InferenceProgressReporter(n_uniques, sampler, on_progress, already_done=already_done)
 
-    def _read_journal(self) -> Telemetry:
+    def _read_journal(self, write_error: OSError | None) -> Telemetry:
         """Read the journal back and return what was measured.
+
+        Args:
+            write_error: The error with which a line could not be written, if there was one.
 
         Raises:
             StorageError: The journal could not be written.
+            ConfigError: The run directory was renamed or removed.
         """
         path = self._job.run.journal
         recorded = read_journal(path)
         if recorded is None:
-            problem = f"{path}: what was measured could not be kept; make room and run again"
-            raise StorageError(problem)
+            require_lease(path)
+            problem = f"{path}: what was measured is missing"
+            if write_error is None:
+                raise StorageError(f"{problem}; run again")
+            reason = describe_system_error(write_error)
+            raise StorageError(f"{problem}: {reason} and run again") from write_error
         return recorded.telemetry
 
     def record_times(self, clock: StageClock, job: PooledJob) -> None:

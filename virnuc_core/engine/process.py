@@ -30,8 +30,8 @@ from pydantic import Field
 
 from virnuc_core.config import EngineSpec, Spec, TraceSpec
 from virnuc_core.engine.devices import environment, open_context
-from virnuc_core.errors import WorkerError
-from virnuc_core.lease import command_start_s
+from virnuc_core.errors import ConfigError, UnreadableError, WorkerError
+from virnuc_core.lease import command_start_s, make_folder
 from virnuc_core.rundir import lock_device, parent_bound_command
 from virnuc_core.runfiles import Device
 from virnuc_core.system_errors import storage_error
@@ -250,11 +250,12 @@ class Child:
         """
         self.last_words = text.strip() or self.last_words
         self.unlogged.append(text)
-        # If the disk is full, the lines are kept. An error here would end the thread that reads,
-        # and the worker would wait for ever to write its next line.
-        with contextlib.suppress(OSError):
+        # If the disk is full or the run directory has gone, the lines are kept. An error here would
+        # end the thread that reads, and the worker could never write its next line.
+        with contextlib.suppress(OSError, ConfigError, UnreadableError):
             if self.log is not None:
-                self.log.parent.mkdir(parents=True, exist_ok=True)
+                if not self.log.parent.is_dir():
+                    make_folder(self.log.parent)
                 with self.log.open("a", encoding="utf-8") as file:
                     file.writelines(self.unlogged)
                 self.unlogged.clear()

@@ -120,6 +120,7 @@ class ShardTask(Message):
     run: str  # path of the run directory
     store: str  # path of the store
     reads: str  # fingerprint of the store for which the plan was made
+    plan: str = ""  # fingerprint of the plan; empty for a plan that nobody can replace
     # Digest of each model with which the run began.
     weights: dict[str, str] = Field(default_factory=dict)
     # The run stops if the results of more rows than this are NaN or infinite.
@@ -326,7 +327,10 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
         """Return the digest that precedes the bytes of the file."""
         return sealed(SEALED_AS, [body])
 
-    with atomic_hdf5(path, seal, libver="latest", userblock_size=SEAL_BYTES) as file:
+    # The folder `shards` is there, since it holds the plan. If it has gone, it is not made again.
+    with atomic_hdf5(
+        path, seal, make_folders=False, libver="latest", userblock_size=SEAL_BYTES
+    ) as file:
         for name, array in result._asdict().items():
             dataset = file.create_dataset(name, data=array)
             dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)

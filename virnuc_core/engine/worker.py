@@ -54,6 +54,7 @@ from virnuc_core.engine.shards import (
     repeats_near_threshold,
 )
 from virnuc_core.errors import NotFiniteError, RunMismatchError, join_first
+from virnuc_core.lease import directory_gone_error, require_directory
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import find_mismatches
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
@@ -494,6 +495,7 @@ class Worker:
             WeightsError: The weights themselves are not finite.
             RunMismatchError: The models on disk are not those of the run any more.
             StorageError: The disk is full, or fails.
+            ConfigError: The run directory was renamed or removed.
         """
         if pending.arrived is not None:
             pending.arrived.synchronize()
@@ -511,7 +513,12 @@ class Worker:
         n_skipped = self._set_aside_not_finite(result, task)
         if self._spec.engine.commit:
             run = RunDir(Path(task.run))
-            commit(run, read_plan(run), task.shard, result)
+            require_directory(run.root)
+            plan = read_plan(run)
+            if task.plan and task.plan != plan.fingerprint:
+                # Another run has this path now. The result must not be written into it.
+                raise directory_gone_error(run.root)
+            commit(run, plan, task.shard, result)
         commit_s = time.monotonic() - finished_s
         done = self._shard_done(pending, finished_s, commit_s, n_skipped)
         self._answer(Computed(done=done, n_repeated=n_repeated))

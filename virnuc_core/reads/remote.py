@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, printable
+from virnuc_core.lease import make_folder
 from virnuc_core.reads.sources import (
     NCBI_PREFIX,
     REDACTED_URL,
@@ -117,7 +118,7 @@ def fetch(url: str, folder: Path) -> Path:
         )
     digest = hashlib.sha256(full_url.encode()).hexdigest()[:12]
     target = folder / f"{digest}-{_file_name_of(full_url)}"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _retry(redacted_url, lambda: _download(full_url, target))
     return target
 

@@ -25,6 +25,7 @@ from virnuc_core.errors import (
     SpentInputError,
     WorkerError,
 )
+from virnuc_core.lease import make_folder
 from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.parse import BLOCK_BYTES, map_batches
@@ -213,7 +214,7 @@ def _reuse_or_build(
     spec: StageSpec, inputs: Inputs, out: Path, *, anew: bool, expected: RunRecord | None
 ) -> StageSummary:
     """Return the summary of the store that is there, or build one; arguments as of `stage`."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     scratch_prefix = f".{out.name}.scratch"
     for leftover in out.parent.glob(f"{scratch_prefix}*"):  # of killed ones: we are alone here
         shutil.rmtree(leftover, ignore_errors=True)

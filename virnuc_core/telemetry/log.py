@@ -8,10 +8,11 @@ so; the HDF5 file has all.
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from virnuc_core.encoder_names import ENCODER_NAMES, EncoderName
 from virnuc_core.errors import InputError
+from virnuc_core.lease import make_folder
 from virnuc_core.rundir import atomic_hdf5
 from virnuc_core.runfiles import Attempt, Positive, RunFile, write
 from virnuc_core.system_errors import read_with_retries
@@ -125,7 +127,7 @@ def _percent(share: float | None) -> float | None:
 @contextmanager
 def journal(
     path: Path, origin_s: float, started: datetime, devices: Sequence[str]
-) -> Iterator[Callable[..., None]]:
+) -> Iterator["JournalWriter"]:
     """Open the journal of an attempt, in which its measurements survive it.
 
     Its first line is the start of the attempt and its devices. A line follows for each sample,
@@ -138,18 +140,36 @@ def journal(
         devices: The devices of the attempt.
 
     Yields:
-        A function that adds records to the journal.
+        The object that adds records to the journal.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with path.open("wb", buffering=0) as file:  # each line is written at once
+        writer = JournalWriter(file)
+        writer(json.dumps([origin_s, started.isoformat(), *devices]))
+        yield writer
 
-        def note(*records: JournalRecord) -> None:
-            lines = [JOURNAL_RECORD.dump_json(record) + b"\n" for record in records]
-            with suppress(OSError):  # the disk is full: the next commit reports it
-                file.write(b"".join(lines))
 
-        note(json.dumps([origin_s, started.isoformat(), *devices]))
-        yield note
+class JournalWriter:
+    """Adds records to the journal of an attempt. Call it with one or more records.
+
+    An error of the disk does not stop the run here, because the next commit meets it as well.
+
+    Attributes:
+        error: The first error of the disk, or `None`.
+    """
+
+    def __init__(self, file: RawIOBase) -> None:
+        """Write to an open file without a buffer."""
+        self._file = file
+        self.error: OSError | None = None
+
+    def __call__(self, *records: JournalRecord) -> None:
+        """Add a line for each record. If that fails, keep the error."""
+        lines = [JOURNAL_RECORD.dump_json(record) + b"\n" for record in records]
+        try:
+            self._file.write(b"".join(lines))
+        except OSError as error:
+            self.error = self.error or error
 
 
 @dataclass(frozen=True, slots=True)

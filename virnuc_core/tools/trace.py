@@ -23,6 +23,7 @@ from virnuc_core.engine.process import Parent, WorkerSpec
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
+from virnuc_core.lease import make_folder
 from virnuc_core.rundir import RUN_FILES, TRACE_FILES, RunDir, atomic_file, discard
 from virnuc_core.runfiles import Device, RunFile, read, write
 from virnuc_core.tools.bench import Bench, measure_job
@@ -92,7 +93,7 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
     folder = Path(spec.folder)
     scratch = RunDir(folder / "recording")
     discard(folder, *TRACE_FILES)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     job = bench.job(scratch, engine.model_copy(update={"commit": False}))
     n_devices = len(job.devices)
     if len(job.plan) < (spec.skip + spec.traced_shards) * n_devices:

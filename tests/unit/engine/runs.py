@@ -13,11 +13,12 @@ from typing import Any
 
 import psutil
 
-from virnuc_core import system_errors
+from virnuc_core import pipeline, system_errors
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, RunSpec
-from virnuc_core.engine import shards
+from virnuc_core.engine import embedding, shards
 from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import classify, predict
+from virnuc_core.reads import stage as stage_module
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
@@ -120,6 +121,40 @@ def predict_in_child() -> None:
         predict(spec)
     except VirnucError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+
+
+def predict_in_lost_directory() -> None:
+    """Predict reads, and lose the run directory meanwhile. Arguments: those of `predict_in_child`,
+    then when and how the directory is lost.
+
+    The time is "staging", "computing" or "writing results". The way is "renamed", "removed",
+    "replaced" (by an empty directory) or "other run" (the directory `other` beside it).
+    """
+    time_of_loss, way = sys.argv.pop(4), sys.argv.pop(4)
+    root = Path(sys.argv[1])
+    if time_of_loss == "staging":
+        module, name = stage_module, "_build_store"
+    elif time_of_loss == "computing":
+        module, name = embedding, "require_lease"  # is called at the first shard
+    else:
+        module, name = pipeline, "write_results"
+    function = getattr(module, name)
+
+    def lose_and_go_on(*args: Any, **options: Any) -> Any:
+        """Lose the directory at the first call, and then do what the function does."""
+        setattr(module, name, function)
+        lost_root = root.with_name("lost")
+        root.rename(lost_root)
+        if way == "removed":
+            shutil.rmtree(lost_root)
+        elif way == "replaced":
+            root.mkdir()
+        elif way == "other run":
+            root.with_name("other").rename(root)
+        return function(*args, **options)
+
+    setattr(module, name, lose_and_go_on)
+    predict_in_child()
 
 
 def change_threshold_and_die() -> None:
