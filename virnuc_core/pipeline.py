@@ -25,7 +25,7 @@ from virnuc_core.encoders.checkpoint import shape_of
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
 from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.registry import ENCODERS
+from virnuc_core.encoders.registry import ENCODERS, count_protein_tokens
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
@@ -595,8 +595,7 @@ def _compute(
         total_s=staging.total_s + wall_s,
         stages={stage.name: stage.seconds for stage in clock.times()},
         **asdict(store.counts),  # RunSummary ignores the counts that it has no field for
-        # One token per amino acid, and a start and an end token per sequence.
-        protein_tokens=int(store.protein_offsets[-1]) + 2 * store.n_uniques,
+        protein_tokens=count_protein_tokens(store),
         **verdicts,
         devices=job.devices,
         workers=tuple(pooled_job.records.values()),

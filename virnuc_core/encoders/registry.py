@@ -137,6 +137,15 @@ class EncoderInfo:
             letters = residues * BASES_PER_CODON
         return letters // self.letters_per_token + self.n_special_tokens
 
+    def chunk_tokens(self, model_length: int) -> int:
+        """Return about how many tokens a whole chunk of a read becomes.
+
+        Args:
+            model_length: Bases of a chunk.
+        """
+        residues = model_length // BASES_PER_CODON
+        return int(self.estimate_tokens(np.array(residues)))
+
     def width_in(self, head: HeadShape) -> int:
         """Return how wide a classifier expects the embeddings of this encoder to be.
 
@@ -200,6 +209,14 @@ PART_SHAPES: Final[dict[str, type[Shape]]] = {
 }
 PARTS: Final = tuple(PART_SHAPES)
 ENCODER_PARTS: Final = PARTS[:-1]
+
+
+def count_protein_tokens(store: OrfStore) -> int:
+    """Return how many tokens the protein encoder makes of the distinct proteins of a store.
+
+    Each residue is a token, and each protein has the tokenizer's special tokens besides.
+    """
+    return int(store.protein_offsets[-1]) + PROTEIN_ENCODER.n_special_tokens * store.n_uniques
 
 
 def encoder_named(name: str) -> EncoderInfo:

@@ -26,6 +26,7 @@ from pydantic import Field
 from virnuc_core.config import DEFAULT_THRESHOLD, RESULT_FIELDS, EngineSpec, Spec
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
+from virnuc_core.encoders.registry import PROTEIN_ENCODER
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ConfigError, ShardError
 from virnuc_core.reads.store import SEAL_BYTES, OrfStore, sealed
@@ -175,7 +176,7 @@ def make_plan(
     n_sequences = len(protein_offsets) - 1
     offsets = np.asarray(protein_offsets, dtype=np.int64)
     # Each residue is a token, and each sequence has a start token and an end token besides.
-    token_offsets = offsets + 2 * np.arange(n_sequences + 1)
+    token_offsets = offsets + PROTEIN_ENCODER.n_special_tokens * np.arange(n_sequences + 1)
     n_tokens = int(token_offsets[-1])
     bounds = [0]
     while bounds[-1] < n_sequences:

@@ -32,7 +32,13 @@ from virnuc_core.encoders.checkpoint import check_finite, load_models, open_part
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.registry import ENCODERS, HEAD, PART_SHAPES, embedding_columns
+from virnuc_core.encoders.registry import (
+    ENCODERS,
+    HEAD,
+    PART_SHAPES,
+    PROTEIN_ENCODER,
+    embedding_columns,
+)
 from virnuc_core.engine.loader import (
     Batch,
     Loader,
@@ -260,7 +266,7 @@ class Worker:
         self._weights = ThreadPoolExecutor(1).submit(fingerprint, models, engine.precision)
         head_shape, _ = open_part(models, HeadShape)
         # Tokens of the longest row: an amino acid for three bases, and a start and an end token.
-        longest = head_shape.model_length // 3 + 2
+        longest = PROTEIN_ENCODER.chunk_tokens(head_shape.model_length)
         self._usual_bounds: list[int] = np.unique(group_bounds(np.arange(2, longest + 1))).tolist()
         loaded_s: list[float] = []
 

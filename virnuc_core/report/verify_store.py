@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from virnuc_core.encoders.registry import PROTEIN_ENCODER
 from virnuc_core.errors import InputError
 from virnuc_core.reads.parse import BLOCK_BYTES
 from virnuc_core.reads.stage import StageSpec, stage
@@ -22,7 +23,7 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, RunSummary
 from virnuc_core.validation import BaselineSummary, ValidationRecord
 
-SPECIAL_TOKENS: Final = 2  # the start and end tokens of a row
+SPECIAL_TOKENS: Final = PROTEIN_ENCODER.n_special_tokens
 
 
 def verify_store(verification: Verification, raw: RawFolder) -> None:

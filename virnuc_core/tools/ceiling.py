@@ -21,7 +21,7 @@ from virnuc_core.encoder_names import Molecule
 from virnuc_core.encoders.checkpoint import load_models
 from virnuc_core.encoders.layers import Layer, LinearLayer
 from virnuc_core.encoders.precision import quantise_rows
-from virnuc_core.encoders.registry import ENCODERS, encoder_named
+from virnuc_core.encoders.registry import ENCODERS, PROTEIN_ENCODER, encoder_named
 from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs
 from virnuc_core.engine.worker import warm_up
 from virnuc_core.pipeline import model_flops
@@ -83,8 +83,7 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
     rates: dict[str, float] = {}  # tokens/s by encoder
     try:
         models = load_models(Path(spec.models), device, engine)
-        # residues of a whole chunk, a start and an end token
-        longest_row = models.head.shape.model_length // 3 + 2
+        longest_row = PROTEIN_ENCODER.chunk_tokens(models.head.shape.model_length)
         for encoder in ENCODERS:
             network = models.encoders[encoder.name]
             warm_up(network, encoder.token_budget(engine), device, longest_row)

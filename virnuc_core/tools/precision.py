@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.config import EngineSpec
+from virnuc_core.encoders.registry import count_protein_tokens
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
 from virnuc_core.engine.shards import ShardPlan, make_plan, read_shard, write_plan
@@ -22,7 +23,6 @@ from virnuc_core.tools.bench import Bench
 # Of a batch in fp32, whose activations are large; also the least of a shard.
 EXACT_TOKENS: Final = 4_096
 STRETCHES: Final = 64  # of neighbouring sequences, so that no part of the reads dominates
-SPECIAL_TOKENS: Final = 2  # of a protein: its begin and its end
 
 
 def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: int) -> bool:
@@ -112,7 +112,7 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
 
 def _plan_stretches(store: OrfStore, sequences: int, fingerprint: str) -> ShardPlan:
     """Cut the store into shards so small that `sequences` sequences fill STRETCHES of them."""
-    n_tokens = int(store.protein_offsets[-1]) + SPECIAL_TOKENS * store.n_uniques
+    n_tokens = count_protein_tokens(store)
     shard_tokens = n_tokens * sequences // (STRETCHES * store.n_uniques)
     return make_plan(
         store.protein_offsets, max(EXACT_TOKENS, shard_tokens), EXACT_TOKENS, fingerprint

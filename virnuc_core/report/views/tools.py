@@ -12,8 +12,8 @@ from virnuc_core.validation import OverheadPair
 
 MARK_TITLES: Final[dict[str, str]] = {
     WAIT: "(waiting for a batch)",
-    PROTEIN.name: PROTEIN.title,
     DNA.name: DNA.title,
+    PROTEIN.name: PROTEIN.title,
     "head": "Model Prediction",
 }
 NAME_WIDTH: Final = 90  # kernels of templates have names of a thousand letters
