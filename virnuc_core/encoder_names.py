@@ -24,6 +24,7 @@ class EncoderNames:
             records, and option of `virnuc models` (with - in place of _).
         title: Name in reports and messages, and name of the encoder's stage on the run's clock.
         public_title: Title of the public model that VirNucPro uses.
+        checkpoint: What a public checkpoint of the encoder is, for help texts.
         molecule: Which of the two sequences of an open reading frame the encoder embeds.
         seconds_column: Column of the telemetry's table of shards, and field of the report, with
             the seconds of device time that the encoder took.
@@ -33,6 +34,7 @@ class EncoderNames:
     name: EncoderName
     title: EncoderTitle
     public_title: str
+    checkpoint: str
     molecule: Molecule
     seconds_column: str
     scaling_field: str
@@ -75,6 +77,7 @@ DNA: Final = EncoderNames(
     name="dnabert_s",
     title="DNABERT-S",
     public_title="DNABERT-S",
+    checkpoint="a folder in HF layout",
     molecule="dna",
     seconds_column="dnabert_s",  # the files of all versions have this name, which has no "_s" added
     scaling_field="dnabert_scaling",
@@ -83,6 +86,7 @@ PROTEIN: Final = EncoderNames(
     name="esm2",
     title="ESM-2",
     public_title="ESM-2 3B",
+    checkpoint="a folder in HF layout, or fair-esm's .pt",
     molecule="protein",
     seconds_column="esm2_s",
     scaling_field="esm2_scaling",

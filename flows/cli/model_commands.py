@@ -11,8 +11,8 @@ from virnuc.flows.cli.output import show_table
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.model_config import (
-    DnabertSize,
-    Esm2Size,
+    DnaSize,
+    ProteinSize,
     Storage,
 )
 from virnuc_core.errors import ConfigError, WeightsError
@@ -33,8 +33,12 @@ def init_random(
     out: ModelsOut,
     /,
     *,
-    esm2: Annotated[Esm2Size, Parameter(help="size of the ESM-2")] = "tiny",
-    dnabert_s: Annotated[DnabertSize, Parameter(help="size of the DNABERT-S")] = "tiny",
+    protein_size: Annotated[
+        ProteinSize, Parameter(name=PROTEIN.option, help=f"size of the {PROTEIN.title}")
+    ] = "tiny",
+    dna_size: Annotated[
+        DnaSize, Parameter(name=DNA.option, help=f"size of the {DNA.title}")
+    ] = "tiny",
     head: Annotated[
         int, Parameter(validator=Number(gte=3), help="model length S: 300, 500, …")
     ] = DEFAULT_MODEL_LENGTH,
@@ -44,10 +48,9 @@ def init_random(
     """Write a models directory with random weights of any size, for trying things out."""
     from virnuc_core.encoders.convert import init_random as write_random_models
 
-    write_random_models(
-        out, esm2=esm2, dnabert_s=dnabert_s, model_length=head, seed=seed, dtype=dtype
-    )
-    print(f"{out}: random weights, ESM-2 {esm2}, DNABERT-S {dnabert_s}, head for length {head}")
+    write_random_models(out, protein_size, dna_size, model_length=head, seed=seed, dtype=dtype)
+    sizes = f"{PROTEIN.title} {protein_size}, {DNA.title} {dna_size}"
+    print(f"{out}: random weights, {sizes}, head for length {head}")
 
 
 @models.command
@@ -55,10 +58,13 @@ def convert(
     out: ModelsOut,
     /,
     *,
-    esm2: Annotated[
-        Path | None, Parameter(help="ESM-2: a folder in HF layout, or fair-esm's .pt")
+    protein: Annotated[
+        Path | None,
+        Parameter(name=PROTEIN.option, help=f"{PROTEIN.title}: {PROTEIN.checkpoint}"),
     ] = None,
-    dnabert_s: Annotated[Path | None, Parameter(help="DNABERT-S: a folder in HF layout")] = None,
+    dna: Annotated[
+        Path | None, Parameter(name=DNA.option, help=f"{DNA.title}: {DNA.checkpoint}")
+    ] = None,
     head: HeadFile | None = None,
     model_length: HeadLength | None = None,
     dtype: StoredAs | None = None,
@@ -68,16 +74,14 @@ def convert(
 ) -> None:
     """Turn public checkpoints on disk into a models directory."""
     from virnuc_core.encoders.convert import convert_encoder, convert_head
-    from virnuc_core.encoders.registry import DNABERT_S, ESM2
+    from virnuc_core.encoders.registry import DNA_ENCODER, PROTEIN_ENCODER
 
-    if not (esm2 or dnabert_s or head):
-        raise ConfigError("nothing to convert; give --esm2, --dnabert-s or --head")
-    if esm2 is not None:
-        convert_encoder(ESM2, esm2, out, dtype, drop_extra)
-        print(out / ESM2.name)
-    if dnabert_s is not None:
-        convert_encoder(DNABERT_S, dnabert_s, out, dtype, drop_extra)
-        print(out / DNABERT_S.name)
+    if not (protein or dna or head):
+        raise ConfigError(f"nothing to convert; give {PROTEIN.option}, {DNA.option} or --head")
+    for encoder, source in ((PROTEIN_ENCODER, protein), (DNA_ENCODER, dna)):
+        if source is not None:
+            convert_encoder(encoder, source, out, dtype, drop_extra)
+            print(out / encoder.name)
     if head is not None:
         convert_head(head, out, model_length)
         print(out / "head")

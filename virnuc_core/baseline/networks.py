@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from virnuc_core.baseline.batches import Batches
 from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders.checkpoint import open_part
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
+from virnuc_core.encoders.model_config import AnyEncoderShape, Esm2Shape
 from virnuc_core.encoders.positions import alibi_slopes
 from virnuc_core.encoders.registry import encoder_named
 from virnuc_core.encoders.tokenize import Tokenizer
@@ -62,9 +62,7 @@ class PaddedEncoder(ABC):
     N_END_TOKENS: ClassVar[int]  # tokens at each end of a sequence that are left out of its mean
     MAX_POOLED: ClassVar[int]  # at most so many of the other tokens are averaged
 
-    def __init__(
-        self, tensors: Tensors, shape: Esm2Shape | DnabertShape, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, tensors: Tensors, shape: AnyEncoderShape, tokenizer: Tokenizer) -> None:
         """Keep the loaded tensors, the sizes and the tokenizer of an encoder.
 
         Args:

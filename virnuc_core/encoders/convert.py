@@ -19,11 +19,11 @@ from virnuc_core.encoders.checkpoint import WEIGHTS, open_safetensors, tensor_fi
 from virnuc_core.encoders.model_config import (
     CONFIG,
     RANDOM_ORIGIN,
-    DnabertSize,
+    DnaSize,
     EncoderShape,
     Esm2Shape,
-    Esm2Size,
     HeadShape,
+    ProteinSize,
     Shape,
     Storage,
     read_shape,
@@ -33,11 +33,10 @@ from virnuc_core.encoders.pickles import HEAD_MAX_BYTES, error_summary, read_pic
 from virnuc_core.encoders.positions import rotary_frequencies
 from virnuc_core.encoders.registry import (
     DNA_ENCODER,
-    DNABERT_S,
     ENCODERS,
-    ESM2,
     HEAD,
     PARTS,
+    PROTEIN_ENCODER,
     EncoderInfo,
 )
 from virnuc_core.encoders.tensor_names import match_tensors, our_name
@@ -90,7 +89,7 @@ def convert_encoder(
     tensors = open_public(source)
     folder = source if source.is_dir() else source.parent
     shape: EncoderShape
-    if encoder is ESM2 and not (folder / CONFIG).is_file():
+    if encoder.shape_type is Esm2Shape and not (folder / CONFIG).is_file():
         shape = guess_esm2_shape(source, tensors)
     else:
         shape = read_shape(folder / CONFIG, encoder.shape_type)
@@ -267,8 +266,8 @@ def guess_esm2_shape(source: Path, tensors: Mapping[str, Tensor]) -> Esm2Shape:
 
 def init_random(
     out: Path,
-    esm2: Esm2Size = "tiny",
-    dnabert_s: DnabertSize = "tiny",
+    esm2: ProteinSize = "tiny",
+    dnabert_s: DnaSize = "tiny",
     model_length: int = DEFAULT_MODEL_LENGTH,
     seed: int = 0,
     dtype: Storage = "fp32",
@@ -280,8 +279,8 @@ def init_random(
 
     Args:
         out: Models directory.
-        esm2: Size of the ESM-2.
-        dnabert_s: Size of the DNABERT-S.
+        esm2: Name of the protein encoder's size.
+        dnabert_s: Name of the DNA encoder's size.
         model_length: Bases of the chunks that the classifier takes.
         seed: Seed of the weights and of the tokenizer.
         dtype: Format in which the encoders are stored.
@@ -294,7 +293,7 @@ def init_random(
         raise WeightsError(
             f"{out}: already holds {', '.join(existing_parts)}; choose another directory"
         )
-    protein, dna = ESM2.sizes[esm2], DNABERT_S.sizes[dnabert_s]
+    protein, dna = PROTEIN_ENCODER.sizes[esm2], DNA_ENCODER.sizes[dnabert_s]
     head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
     origin = f"{RANDOM_ORIGIN}, seed {seed}"
     tokenizer = train_tokenizer(dna.vocab, seed)
@@ -384,9 +383,9 @@ class Distribution(NamedTuple):
 def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> Distribution:
     """Return the mean and standard deviation that the entries of a random tensor shall have.
 
-    Outputs of a random matrix shall be about as large as its inputs. ESM-2 adds the outputs of two
-    matrices per layer to its residual stream, so these matrices get smaller entries the more layers
-    there are: the sum stays about the same.
+    Outputs of a random matrix shall be about as large as its inputs. An encoder with norms in front
+    adds the outputs of two matrices per layer to its residual stream, and nothing normalises the
+    sum. So these matrices get smaller entries the more layers there are.
 
     Args:
         name: Our name for the tensor.
@@ -407,7 +406,7 @@ def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> Distributio
 
     std = size[1] ** -0.5  # keeps the size of a vector that is multiplied with the matrix
     product = name.split(".")[-2]
-    if isinstance(shape, Esm2Shape) and product in ("out", "fc2"):
+    if isinstance(shape, EncoderShape) and shape.NORM_FIRST and product in ("out", "fc2"):
         n_additions = 2 * shape.layers
         return Distribution(0.0, 2 * std * n_additions**-0.5)
     return Distribution(0.0, std)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from virnuc_core.encoders.backends import Affine, BackendName, load_backend
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
+from virnuc_core.encoders.model_config import AnyEncoderShape
 from virnuc_core.encoders.precision import DTYPES, Resolved, quantise_rows, rotated
 from virnuc_core.encoders.registry import EncoderInfo
 from virnuc_core.encoders.tokenize import PackedBatch
@@ -235,7 +235,7 @@ class Encoder(ABC):
 
     def __init__(
         self,
-        shape: Esm2Shape | DnabertShape,
+        shape: AnyEncoderShape,
         read_tensor: TensorReader,
         device: torch.device,
         *,

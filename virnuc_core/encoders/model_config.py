@@ -6,7 +6,7 @@ import tomllib
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, model_validator
 
@@ -53,6 +53,9 @@ class Shape(Spec):
 class EncoderShape(Shape):
     """What the sizes of both encoders have in common."""
 
+    # Whether norms come before attention and the feed-forward part, or behind them
+    NORM_FIRST: ClassVar[bool]
+
     layers: int = Field(ge=1, le=MAX_LAYERS)
     width: int = Field(ge=4, le=MAX_WIDTH)
     heads: int = Field(ge=1, le=MAX_HEADS)
@@ -91,6 +94,8 @@ class EncoderShape(Shape):
 class Esm2Shape(EncoderShape):
     """Sizes of an ESM-2: norms before attention and feed-forward part, and rotary positions."""
 
+    NORM_FIRST = True
+
     model: Literal["esm2"] = "esm2"
     # Rows of the embedding table; some ports pad it beyond the 33 symbols.
     vocab: int = Field(33, ge=33, le=MAX_VOCAB)
@@ -118,6 +123,8 @@ class Esm2Shape(EncoderShape):
 class DnabertShape(EncoderShape):
     """Sizes of a DNABERT-S: norms after attention and feed-forward part, ALiBi, gated units."""
 
+    NORM_FIRST = False
+
     model: Literal["dnabert_s"] = "dnabert_s"
     vocab: int = Field(ge=9, le=MAX_VOCAB)
     token_types: int = Field(2, ge=1, le=1024)
@@ -140,6 +147,12 @@ class DnabertShape(EncoderShape):
             shapes |= _linear_shapes(f"{prefix}.wo", width, ffn_width)
             shapes |= _norm_shapes(f"{prefix}.ffn_norm", width)
         return shapes
+
+
+# One of the registered encoders, and the names of the sizes of each
+AnyEncoderShape = Esm2Shape | DnabertShape
+ProteinSize = Esm2Size
+DnaSize = DnabertSize
 
 
 class Estimate(Spec):

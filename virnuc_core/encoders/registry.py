@@ -32,6 +32,7 @@ from virnuc_core.encoder_names import (
 from virnuc_core.encoders.model_config import (
     DNABERT_SIZES,
     ESM2_SIZES,
+    AnyEncoderShape,
     DnabertShape,
     Esm2Shape,
     HeadShape,
@@ -74,8 +75,8 @@ class EncoderInfo:
     """
 
     names: EncoderNames
-    shape_type: type[Esm2Shape] | type[DnabertShape]
-    sizes: Mapping[Any, Esm2Shape | DnabertShape]
+    shape_type: type[AnyEncoderShape]
+    sizes: Mapping[Any, AnyEncoderShape]
     open_tokenizer: Callable[[Path], Tokenizer]
     extra_files: tuple[str, ...]
     n_special_tokens: int

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from virnuc_core.encoders.model_config import Esm2Shape, Shape
+from virnuc_core.encoders.model_config import Shape
 from virnuc_core.errors import WeightsError, join_first
 
 if TYPE_CHECKING:
@@ -137,7 +137,8 @@ def _by_our_names(
         # Our own files have our names already.
         name = public_name if public_name in model_shapes else our_name(public_name)
         stored.setdefault(name, StoredTensor(public_name, tensor))
-    if isinstance(shape, Esm2Shape) and "inv_freq" not in stored:
+    is_missing = "inv_freq" in model_shapes and "inv_freq" not in stored
+    if is_missing and isinstance(shape, EncoderShape):
         from virnuc_core.encoders.positions import rotary_frequencies
 
         stored["inv_freq"] = StoredTensor("inv_freq", rotary_frequencies(shape.head_dim))

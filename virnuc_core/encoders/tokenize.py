@@ -11,6 +11,7 @@ import numpy as np
 import tokenizers
 
 from virnuc_core.config import read_small_text
+from virnuc_core.encoder_names import DNA
 from virnuc_core.errors import WeightsError
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a check of a tokenizer does not need it
@@ -122,7 +123,7 @@ class DnabertTokenizer:
         Raises:
             WeightsError: The file is missing, or it is not a tokenizer of DNA.
         """
-        self._bpe = read_tokenizer(models / "dnabert_s" / "tokenizer.json")
+        self._bpe = read_tokenizer(models / DNA.name / "tokenizer.json")
         vocabulary = self._bpe.get_vocab()  # id of each token, added tokens included
         self.pad_id: Final[int] = vocabulary[PAD]
         # The embedding table needs a row for the largest id; ids may have gaps.

@@ -54,10 +54,15 @@ class ReferenceRow:
 
 
 def _read_reference_rows() -> tuple[ReferenceRow, ...]:
-    """Read the reference rows from `reference_rows.toml`, which is part of the package."""
+    """Read the reference rows from `reference_rows.toml`, which is part of the package.
+
+    A row without numbers of every registered encoder cannot be checked, so it is left out.
+    """
     path = Path(__file__).with_name("reference_rows.toml")
     rows = []
     for row in tomllib.loads(path.read_text(encoding="utf-8"))["rows"]:
+        if not all(encoder.name in row for encoder in ENCODERS):
+            continue
         embeddings = {encoder.name: ReferenceEmbedding(**row[encoder.name]) for encoder in ENCODERS}
         rows.append(ReferenceRow(row["name"], row["virus"], embeddings))
     return tuple(rows)
@@ -102,6 +107,8 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
 
 def _why_not_comparable(models: Path) -> str:
     """Return why VirNucPro's numbers do not apply to a models directory; "" if they apply."""
+    if not REFERENCE_ROWS:
+        return "there are no reference rows of these encoders"
     head = shape_of(models, HeadShape)
     shapes = {encoder.name: shape_of(models, encoder.shape_type) for encoder in ENCODERS}
     if any(shape.origin.startswith(RANDOM_ORIGIN) for shape in (head, *shapes.values())):
