@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from virnuc_core.encoders.model_config import Shape
+from virnuc_core.encoders.model_config import EncoderShape, Shape
 from virnuc_core.errors import WeightsError, join_first
 
 if TYPE_CHECKING:
