@@ -61,19 +61,20 @@ class SampleFilter(NamedTuple):
 ALL_SAMPLES: Final = SampleFilter()
 
 
-@functools.cache  # asked before the start and at it
+@functools.cache  # a command asks when it checks its input, and again when it starts
 def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: int) -> list[str]:
-    """Find the samples whose reads a file holds, by its read groups.
+    """Return the samples in a file of alignments, by its read groups.
 
-    Damage is left for whoever reads the file. If nothing can be told because of it, the sample is
-    `ungrouped_sample`.
+    Damage is not reported here; it is reported when the reads are parsed. If the file cannot be
+    read because of damage, the only sample is `ungrouped_sample`.
 
     Args:
         file: A BAM, CRAM or SAM file.
         format_: Which of them it is.
         ungrouped_sample: The sample of reads that have no read group. It is among the samples if
             there is such a read; the whole file is read to find one.
-        _changed_ns: When the file was changed; the answer is remembered until then.
+        _changed_ns: Modification time of the file. It is part of the cache key, so that a file
+            that has changed is read again.
 
     Returns:
         The sample (SM) of each read group, or its ID if it names no sample.
@@ -81,7 +82,7 @@ def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: in
     Raises:
         InputError: The file has no read groups, or pysam is not installed.
     """
-    samples = dict.fromkeys([ungrouped_sample])
+    samples = dict.fromkeys([ungrouped_sample])  # a dict keeps the order and has no duplicates
     pysam = import_pysam(format_, file)
     with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
         groups = _samples_by_group(alignments)
@@ -116,17 +117,18 @@ def mates_follow(
     format_: str,
     sample_filter: SampleFilter = ALL_SAMPLES,
 ) -> bool | None:
-    """Find out whether mates follow each other, by the first records of a file.
+    """Return whether mates follow each other directly, judged by the first records of a file.
 
-    Sequencers and `samtools collate` leave mates next to each other, sorting by position does not.
+    In the output of sequencers and of `samtools collate` they do. In a file that was sorted by
+    position they do not.
 
     Args:
         file: A BAM, CRAM or SAM file.
         format_: Which of them it is.
-        sample_filter: The reads that count.
+        sample_filter: Look at these reads only.
 
     Returns:
-        None if the first reads have no mates, or the file is damaged.
+        True or false, or None if the first reads have no mates or the file is damaged.
 
     Raises:
         InputError: pysam is not installed.
@@ -147,7 +149,7 @@ def mates_follow(
 
 
 def import_pysam(format_: str, file: str) -> Any:
-    """Import pysam, and silence its own messages about damage.
+    """Import and return pysam, and switch off the messages that it prints about damaged files.
 
     Raises:
         InputError: It is not installed. The message names the file that needs it.
@@ -188,7 +190,7 @@ def fastq(
     """
     feeder = _PipeFeeder(pieces)
     n_records = 0
-    name = ""  # of the last record
+    name = ""  # id of the last record that was read, for the error message
     texts: list[str] = []
     n_letters = 0
     n_left_out = 0
@@ -211,6 +213,7 @@ def fastq(
                         n_letters = 0
                         n_left_out = 0
         feeder.join()
+        # pysam does not report a file that is cut off between two records.
         if not feeder.is_complete or _END_MARKS.get(format_, b"") not in feeder.tail:
             raise OSError
     except (OSError, ValueError) as error:
@@ -225,16 +228,19 @@ def fastq(
             hint=hint,
         ) from error
     finally:
-        feeder.join(timeout_s=1.0)  # one that waits for standard input is left behind
+        # The thread may be waiting for standard input. It is a daemon, so it ends with the process.
+        feeder.join(timeout_s=1.0)
     yield FastqPiece("".join(texts), n_left_out)
 
 
 def _fastq_record(record: Any) -> str:
-    """Write one record as FASTQ, on the strand from which it was sequenced."""
+    """Return one record as FASTQ text, on the strand from which it was sequenced."""
     bases = record.query_sequence or ""
     if len(bases) > 1:
         quality = record.query_qualities_str
-    else:  # pysam makes the text of a single one in a byte that all of Python shares
+    else:
+        # For a single letter, pysam overwrites an object that Python shares between all strings
+        # of that letter. So the text is built here.
         quality = "".join(chr(_QUALITY_ZERO + value) for value in record.query_qualities or ())
     if not quality:
         quality = _NO_QUALITY * len(bases)
@@ -249,12 +255,13 @@ class _PipeFeeder:
     """A thread that writes pieces into a pipe, for a library that reads from descriptors only.
 
     Attributes:
-        outlet: The descriptor to read from; whoever opens it closes it.
+        outlet: The file descriptor to read from. The reader opens and closes it.
         tail: The last bytes that were written.
         is_complete: All pieces were written.
     """
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
+        """Create the pipe. `start` begins to write the given pieces."""
         self.outlet, self._inlet = os.pipe()
         self.tail = b""
         self.is_complete = False
@@ -270,7 +277,8 @@ class _PipeFeeder:
         self._thread.join(timeout_s)
 
     def _feed(self) -> None:
-        # whatever stops this leaves the file incomplete, which the reader reports
+        """Write all pieces into the pipe. This runs in the thread."""
+        # After any error `is_complete` stays false, and the reader reports that the file is cut off.
         with suppress(Exception), open(self._inlet, "wb") as inlet:  # noqa: PTH123 - a descriptor
             for piece in self._pieces:
                 self.tail = (self.tail + piece)[-_TAIL_BYTES:]

@@ -66,7 +66,7 @@ class Strings:
         """
         letters = np.frombuffer(self.data, np.uint8)
         is_plain_ascii = not ((letters < 33) | (letters > 126)).any()
-        if is_plain_ascii:  # nearly always
+        if is_plain_ascii:  # this is true for nearly all files
             return self
         return Strings.from_strings([_printable_id(read_id) for read_id in self])
 
@@ -92,7 +92,8 @@ class Part(NamedTuple):
     n_bases_before: int = 0  # bases in the earlier parts
     is_first: bool = False
     is_last: bool = False
-    is_dropped: bool = False  # a last part without bases: the record is broken, forget its parts
+    # True for a last part without bases: the record is broken, so its earlier parts are discarded.
+    is_dropped: bool = False
 
 
 class Piece(NamedTuple):
@@ -109,7 +110,10 @@ class Piece(NamedTuple):
     part: Part | None = None
 
     def dropped_part(self, part: Part) -> "ReadBatch":
-        """Return a batch without bases that tells: forget the long record that ends here."""
+        """Return an empty batch that marks the end of a long record to be discarded.
+
+        Its `part.is_dropped` tells the consumer to discard the earlier parts of this record.
+        """
         empty = Strings.from_strings([b""])
         return ReadBatch(
             file_index=self.file_index,
@@ -194,7 +198,7 @@ class ReadBatch:
 
 @dataclass(slots=True)
 class ParseLog:
-    """The counts and errors of one reading; they grow while the batches are drawn."""
+    """Counts and errors of parsing. They grow while the caller iterates over the batches."""
 
     on_error: OnError = "stop"
     report: Callable[[InputError], None] | None = None  # called for each record that is left out
@@ -240,9 +244,10 @@ class ParseLog:
             InputError: The first of `illegal`, if `on_error` is `stop`.
         """
         if part is not None:
+            # A long read stays good until one of its parts is dropped or has an illegal letter.
             is_good = (part.is_first or self._is_long_read_good) and not part.is_dropped
             if not is_good:
-                illegal = ()  # the read is left out already: one error is enough
+                illegal = ()  # an error of this read was already reported
             self._is_long_read_good = is_good and not illegal
             n_reads = int(self._is_long_read_good and part.is_last)
         self.reads_by_file[name] += n_reads
@@ -288,7 +293,7 @@ def first_word(header: bytes) -> bytes:
 def _printable_id(read_id: bytes) -> bytes:
     """Return the first word of an id as printable UTF-8.
 
-    It is decoded before it is split: Unicode has blanks that bytes do not know.
+    The id is decoded before it is split, because Unicode has further blanks, such as U+2003.
     """
     words = read_id.decode("utf-8", "backslashreplace").split(None, 1)
     if not words:
@@ -321,8 +326,10 @@ class _Lines:
     """
 
     def __init__(self, data: bytes) -> None:
+        """Find all line ends and blanks of a text whose last line ends with a newline."""
         letters = np.frombuffer(data, np.uint8)
-        low_positions = np.flatnonzero(letters <= 32)  # one look at all bytes serves both uses
+        # Newlines and blanks all have codes up to 32, so one pass over the bytes finds both.
+        low_positions = np.flatnonzero(letters <= 32)
         is_newline = letters[low_positions] == _NEWLINE
         newlines = low_positions[is_newline]
         next_starts = newlines + 1
@@ -372,7 +379,10 @@ class FastqCut(NamedTuple):
 
 
 def cut_fastq(piece: Piece) -> FastqCut:
-    """Cut the regular four-line records from the front of a piece, with the ids as they stand."""
+    """Cut the regular four-line records from the front of a piece of FASTQ.
+
+    Ids are returned as they are in the file; they may be empty or unprintable.
+    """
     data = piece.data
     lines = _Lines(data if data.endswith(b"\n") else data + b"\n")
     n_records = len(lines.starts) // 4
@@ -404,8 +414,8 @@ def _find_regular_records(lines: _Lines, n_records: int) -> NDArray[np.bool_]:
     """Find the records that are regular by the rules of Biopython's FASTQ parser.
 
     Returns:
-        bool [n_records]. False also where a blank stands outside the header: a parser may strip
-        it, so the slow parser decides about such a record.
+        bool [n_records]. A record with a blank in its bases or qualities counts as irregular, too.
+        Parsers treat such blanks differently, so the slow parser decides.
     """
     starts = lines.starts[: 4 * n_records].reshape(n_records, 4)
     ends = lines.ends[: 4 * n_records].reshape(n_records, 4)
@@ -417,12 +427,14 @@ def _find_regular_records(lines: _Lines, n_records: int) -> NDArray[np.bool_]:
     has_plus = (lines.letters[starts[:, 2]] == _PLUS) & (plus_length >= 1)
     is_regular: NDArray[np.bool_] = has_header & has_plus & (n_bases == n_qualities)
 
+    # The third line may repeat the header after its '+', but have no other text.
     has_text_after_plus = is_regular & (plus_length > 1)
-    for i in np.flatnonzero(has_text_after_plus).tolist():  # it may repeat the header
+    for i in np.flatnonzero(has_text_after_plus).tolist():
         header = lines.data[starts[i, 0] + 1 : ends[i, 0]].rstrip()
         text_after_plus = lines.data[starts[i, 2] + 1 : ends[i, 2]].rstrip()
         is_regular[i] = text_after_plus in (header, b"")
 
+    # Bases and qualities are the second and fourth line of a record: the lines 1, 3, 5, 7, ...
     line_of_blank = lines.lines_at(lines.blanks)
     is_within_record = line_of_blank < 4 * n_records
     is_bases_or_quality = line_of_blank % 2 == 1
@@ -431,17 +443,21 @@ def _find_regular_records(lines: _Lines, n_records: int) -> NDArray[np.bool_]:
 
 
 def cut_fasta(piece: Piece) -> ReadBatch:
-    """Cut all records of a piece of FASTA, in which blank lines stand for comments."""
+    """Return all records of a piece of FASTA, or the one part of a long record that it holds.
+
+    Comment lines were replaced by blank lines before.
+    """
     part = piece.part
     data = piece.data
     if part is not None and not part.is_first:
+        # Only the first part of a long record has the header. The others get one for parsing.
         data = b">%b\n" % part.id + data
     if not piece.data.endswith(b"\n"):
         data += b"\n"
     lines = _Lines(data)
     is_header = lines.letters[lines.starts] == _FASTA_MARK
     if part is not None:
-        # a part begins within a line, perhaps with a '>' that is an illegal letter there
+        # A part may begin in the middle of a line. A '>' there is an illegal letter, not a header.
         is_header[1:] = False
     header_starts = lines.starts[is_header]
     if part is None:
@@ -451,7 +467,7 @@ def cut_fasta(piece: Piece) -> ReadBatch:
         header_lines = np.array([part.line])
         text = piece.data
         if part.is_last and not text.endswith(b"\n"):
-            text += b"\n"  # another record may be written behind it
+            text += b"\n"  # so that another record can follow in an output file
         records = Strings.from_strings([text])
     return ReadBatch(
         file_index=piece.file_index,

@@ -30,7 +30,7 @@ _LEAF_READS: Final = np.uint64(64)  # on average
 def digests(strings: Iterable[bytes]) -> NDArray[np.uint64]:
     """Return the MurmurHash3 (x64, 128 bit) of each string: uint64 [n, 2].
 
-    Strings can be made to collide on purpose: it is no cryptographic hash.
+    This is not a cryptographic hash: somebody could construct two strings with equal digests.
     """
     return np.frombuffer(b"".join(map(mmh3_x64_128_digest, strings)), "<u8").reshape(-1, 2)
 
@@ -48,7 +48,12 @@ _NO_READS: Final = LeafContent()
 
 
 class Leaves(NamedTuple):
-    """A batch of reads, hashed as far as that can be done without its neighbours."""
+    """The hashes of one batch of reads.
+
+    A leaf is a group of consecutive reads that is hashed together (see the module). Leaves that lie
+    within the batch are hashed. Reads before and after them belong to leaves that continue in the
+    neighbouring batches, so their content is kept.
+    """
 
     head: LeafContent  # up to the first end of a leaf; all reads if there is none
     hashes: bytes | None  # of the leaves after it, end to end; None if no leaf ends in this batch
@@ -57,7 +62,7 @@ class Leaves(NamedTuple):
 
 
 def hash_leaves(batch: ReadBatch, id_digests: NDArray[np.uint64] | None = None) -> Leaves:
-    """Hash the leaves of a batch.
+    """Hash the leaves of a batch. A leaf is a group of consecutive reads that is hashed together.
 
     Args:
         batch: Reads, or a part of a long one.
@@ -72,7 +77,15 @@ def hash_leaves(batch: ReadBatch, id_digests: NDArray[np.uint64] | None = None) 
 
 
 def _hash_part(batch: ReadBatch, part: Part, ends_leaf: bool) -> Leaves:
-    """Hash a part of a long read. Id and lengths are added by the last part, which knows them."""
+    """Return the content of a part of a long read.
+
+    Only the last part adds the id and the lengths, because only then the total length is known.
+
+    Args:
+        batch: The part.
+        part: Its position within the long read.
+        ends_leaf: The long read is the last one of its leaf.
+    """
     bases = batch.bases.data
     if not part.is_last:
         return Leaves(LeafContent(bases=bases), hashes=None, part=part)
@@ -87,11 +100,11 @@ def _hash_part(batch: ReadBatch, part: Part, ends_leaf: bool) -> Leaves:
 
 
 def _hash_reads(batch: ReadBatch, ends_leaf: NDArray[np.bool_]) -> Leaves:
-    """Hash the leaves within a batch of whole reads.
+    """Hash the leaves that lie within a batch of whole reads.
 
     Args:
         batch: The reads.
-        ends_leaf: Which of them are the last of a leaf: bool [reads].
+        ends_leaf: Marks the reads that are the last one of a leaf: bool [reads].
     """
     leaf_ends = np.flatnonzero(ends_leaf) + 1
     edges = np.concatenate([[0], leaf_ends, [len(batch)]])
@@ -115,9 +128,13 @@ def _hash_reads(batch: ReadBatch, ends_leaf: NDArray[np.bool_]) -> Leaves:
 
 
 class _LeafHash:
-    """The hash of a leaf: of each of its columns, so that its reads may come in stretches."""
+    """The hash of a leaf, a group of consecutive reads. The reads may be added in several steps.
+
+    Each column (ids, bases and their lengths) is hashed separately.
+    """
 
     def __init__(self, content: LeafContent = _NO_READS) -> None:
+        """Begin with the given reads."""
         self._columns = [sha256(column) for column in content]
 
     def update(self, content: LeafContent) -> None:
@@ -140,12 +157,17 @@ class Fingerprint:
     """The hash over all reads in their order, and over the settings that change a store."""
 
     def __init__(self, settings: str) -> None:
+        """Begin without reads. `settings` names all settings that change the content of a store."""
         self._root = sha256(settings.encode())
         self._leaf = _LeafHash()  # the leaf that has not ended yet
         self._leaf_before_long_read: _LeafHash | None = None  # while parts of one come in
 
     def add(self, leaves: Leaves) -> None:
-        """Add the next reads. The parts of a long read are forgotten if its last one is dropped."""
+        """Add the next reads, in input order.
+
+        A long read comes in parts. If its last part is marked as dropped, the record was broken,
+        and the state before its first part is restored.
+        """
         part = leaves.part
         if part is not None:
             if part.is_first:
@@ -158,6 +180,7 @@ class Fingerprint:
                 return
         self._leaf.update(leaves.head)
         if leaves.hashes is not None:
+            # A leaf ends in this batch: its hash and those of the following leaves are final.
             self._root.update(self._leaf.digest() + leaves.hashes)
             self._leaf = _LeafHash(leaves.tail)
 
@@ -180,11 +203,12 @@ class Repeats:
         return len(self.index)
 
     def __getitem__(self, rows: slice | NDArray[np.int64]) -> "Repeats":
+        """Return the given rows of all columns."""
         return Repeats(self.index[rows], self.first_index[rows], self.number[rows])
 
     @classmethod
     def concatenate(cls, repeats: Sequence["Repeats"]) -> "Repeats":
-        """Join the repeats of several buckets, in order of their place."""
+        """Join the repeats of several buckets, sorted by the position of the string."""
         joined = cls(
             np.concatenate([some.index for some in repeats]),
             np.concatenate([some.first_index for some in repeats]),
@@ -205,10 +229,13 @@ class Bucket(NamedTuple):
 
     @classmethod
     def all_of(cls, digests: Path) -> list[Self]:
-        """Return all buckets of a file: at least a few, so that every worker has some."""
+        """Return all buckets of a file of digests, each with about `BUCKET` digests.
+
+        There are at least a few buckets, so that several workers can search at the same time.
+        """
         n_digests = digests.stat().st_size // _DIGEST_BYTES
         n_needed = max(_MIN_BUCKETS, -(-n_digests // BUCKET))
-        n_buckets = 1 << (n_needed - 1).bit_length()
+        n_buckets = 1 << (n_needed - 1).bit_length()  # the next power of two
         return [cls(digests, number, n_buckets) for number in range(n_buckets)]
 
 
@@ -225,9 +252,10 @@ class _Digests(NamedTuple):
 
 
 def find_repeats(bucket: Bucket) -> Repeats:
-    """Find the digests of a bucket that equal an earlier one."""
+    """Return the digests of a bucket that are equal to an earlier digest."""
     members = _read_bucket(bucket)
-    # most are unique: a quick sort by one half finds the others, and only they are sorted with care
+    # Most digests are unique. Sorting by one half of the digest is fast and leaves few candidates.
+    # Only these are sorted by the whole digest and their position.
     order = np.argsort(members.low)
     equals_next = np.diff(members.low[order]) == 0
     is_candidate = np.zeros(len(order), bool)
@@ -235,7 +263,7 @@ def find_repeats(bucket: Bucket) -> Repeats:
     is_candidate[:-1] |= equals_next
     candidates = members.take(order[is_candidate])
     candidates = candidates.take(
-        np.lexsort((candidates.place, candidates.high, candidates.low))  # by the last one first
+        np.lexsort((candidates.place, candidates.high, candidates.low))  # the last key is primary
     )
     n = len(candidates.place)
     is_first = np.ones(n, bool)

@@ -39,16 +39,17 @@ _log = logging.getLogger(__name__)
 
 
 def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
-    """Find out which files hold mates, and write them into the log.
+    """Decide which files hold the two mates of read pairs, and log each pair with the reason.
 
     Args:
         spec: The files of mates that the user named, and the settings for pairs.
         inputs: All files.
 
     Returns:
-        The same inputs with their pairs. Files with mates come first.
+        The same inputs with their pairs. Paired files come first. A file with both mates is a pair
+        with itself.
     """
-    reasons: dict[tuple[str, str], str] = {}  # why two files are a pair, by the files
+    reasons: dict[tuple[str, str], str] = {}  # by the two files: why they are a pair
     if spec.pairs:
         named_pairs = list(zip(spec.mates_1, spec.mates_2, strict=True))
         other_files = _without_pairs(inputs.files, named_pairs)
@@ -120,8 +121,8 @@ def _detect_unnamed_pairs(spec: ReadsSpec, files: list[str]) -> dict[tuple[str, 
 
 
 def _alignments_hold_pairs(spec: ReadsSpec, file: str, format_: str) -> bool:
-    """Return True if mates follow each other in a file of alignments; warn if they are apart."""
-    from virnuc_core.reads.alignments import SampleFilter, mates_follow  # few files are such
+    """Return whether mates follow each other in a file of alignments; warn if they do not."""
+    from virnuc_core.reads.alignments import SampleFilter, mates_follow  # imported late: rare
 
     sample_filter = SampleFilter(spec.read_group, ungrouped_sample=sample_name((file,)))
     follow = mates_follow(file, format_, sample_filter)
@@ -131,9 +132,10 @@ def _alignments_hold_pairs(spec: ReadsSpec, file: str, format_: str) -> bool:
 
 
 def _are_a_pair(spec: ReadsSpec, mate_name: _MateName, candidates: _MateCandidates) -> bool:
-    """Return True if files with names of mates are a pair; warn if they might be one.
+    """Return whether files whose names differ only by the mate number are a pair.
 
-    Files that the user named one by one, and not by their folder, are never joined.
+    Files that the user listed one by one, instead of naming their folder, are never joined. If such
+    files look like a pair, or a mate is missing, a warning says so.
     """
     files = (*candidates.firsts, *candidates.seconds)
     are_named = any(file in spec.reads for file in files)
@@ -251,23 +253,33 @@ def pair_batches(
 
 
 class _Side:
-    """One file of a pair: the reads whose turn has not come yet, as far as it was read."""
+    """One file of a pair, with a buffer of reads that were parsed but not used yet."""
 
     def __init__(self, file: str, log: ParseLog) -> None:
+        """Open a file.
+
+        Args:
+            file: The file.
+            log: Receives counts and errors of parsing.
+        """
         self.file = file
         self.format: Format = "fastq"
         self._batches = parse((file,), log)
         self._reads = _Reads()
-        self._next = 0  # the first of them whose turn has not come
+        self._next = 0  # index in `_reads` of the first read that was not used yet
 
     def __len__(self) -> int:
+        """Return the number of reads in the buffer."""
         return len(self._reads) - self._next
 
     def fill(self, count: int) -> bool:
-        """Read on until at least `count` reads are there; return False if the file has fewer.
+        """Parse further reads until the buffer has at least `count` reads.
+
+        Returns:
+            False if the file ends before.
 
         Raises:
-            InputError: A read is too long for a pair, and as of `parse`.
+            InputError: A read is too long for a pair, or an error of `parse`.
         """
         while len(self) < count:
             batch = next(self._batches, None)
@@ -287,17 +299,17 @@ class _Side:
         return self._reads.names[self._next : self._next + count]
 
     def next_line(self) -> int:
-        """Return the line of the next read."""
+        """Return the line number of the next read's header."""
         return self._reads.lines[self._next]
 
     def take(self, count: int) -> _Reads:
-        """Return the next reads and pass them."""
+        """Return the next `count` reads and remove them from the buffer."""
         taken = self._reads[self._next : self._next + count]
         self._next += count
         return taken
 
     def error(self, reads: _Reads, index: int, problem: str, hint: str = ORDER_HINT) -> InputError:
-        """Describe a problem with one of some reads of this file."""
+        """Return an error about the read with this index among `reads`, which are of this file."""
         return InputError(
             problem,
             file=self.file,
@@ -308,11 +320,12 @@ class _Side:
 
 
 def _with_mates(batch: ReadBatch) -> _Reads:
-    """Return the reads of a batch with the names and numbers of mates."""
-    names = [
-        read_id[:-2] if read_id.endswith(MATE_ENDS) else read_id  # one pass: this is a hot loop
-        for read_id in batch.ids
-    ]
+    """Return the reads of a batch, with ids that are equal for both mates.
+
+    An ending `/1` or `/2` is removed from the id.
+    """
+    # This is a hot loop, so the ending is checked and removed in one pass.
+    names = [read_id[:-2] if read_id.endswith(MATE_ENDS) else read_id for read_id in batch.ids]
     return _Reads(
         names=names,
         bases=list(batch.bases),
@@ -323,14 +336,19 @@ def _with_mates(batch: ReadBatch) -> _Reads:
 
 
 def _mates_from_headers(batch: ReadBatch) -> bytes:
-    """Return which mate the header of each read says it is: 1, 2, or 0 if it does not tell.
+    """Return the mate number that each header states: 1, 2, or 0 if the header states none.
 
-    A header tells it by an id that ends in `/1` or `/2`, or by a word like `1:N:0:ACGT` behind the
-    id, as Casava writes it.
+    A header states it with an id that ends in `/1` or `/2`, or with a word like `1:N:0:ACGT` after
+    the id (the format of Illumina's Casava).
+
+    Returns:
+        One byte per read.
     """
-    padding = bytes(3)  # so that every header has three letters behind the id
+    # The three letters after each id are looked at; padding makes sure that they exist.
+    padding = bytes(3)
     letters = np.frombuffer(batch.records.data + padding, np.uint8)
-    # an id that was not printable is longer than in its header
+    # An id with escaped characters is longer than the original id in the header, so its end may be
+    # outside the text.
     id_ends = np.minimum(
         batch.records.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - len(padding)
     )
@@ -346,22 +364,27 @@ def _mates_from_headers(batch: ReadBatch) -> bytes:
 
 
 def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]:
-    """Join the reads of two files, or of one that holds both mates.
+    """Join the reads of two files, or of one file that holds both mates.
+
+    Reads are compared in blocks. If all names of a block are equal, which is nearly always the
+    case, the block is joined as a whole. Otherwise the reads before the next pair are orphans:
+    reads without a mate.
 
     Args:
         first: The file of first mates.
         second: The file of second mates; the same object if one file holds both.
-        log: Tells what to do with orphans.
+        log: Its `on_error` decides whether orphans are allowed.
 
     Yields:
-        Mates next to each other, and orphans between them.
+        Reads in which mates follow each other, with orphans in between.
 
     Raises:
-        InputError: As of `pair_batches`.
+        InputError: See `pair_batches`.
     """
     is_interleaved = first is second
-    step = 2 if is_interleaved else 1  # reads of the first file that make a pair
-    first_mate = 0 if is_interleaved else 1  # 0: the header of an orphan tells which it is
+    step = 2 if is_interleaved else 1  # reads of the first file per pair
+    # Mate number of an orphan of the first file. 0: unknown, so its header decides.
+    first_mate = 0 if is_interleaved else 1
     had_pairs = False
     max_pairs = _COMPARED_AT_ONCE
     while first.fill(step) and second.fill(1):
@@ -383,7 +406,8 @@ def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]
             gap = _Gap(1, 0) if is_interleaved else _find_next_pair(first, second, had_pairs)
             yield _orphans(first, gap.n_first, second, first_mate, log)
             yield _orphans(second, gap.n_second, first, 2, log)
-            max_pairs = _NEAR  # where some mates are lost there may be more
+            # Where one mate is missing, others often are. Compare small blocks for a while.
+            max_pairs = _NEAR
     while first.fill(1):
         yield _orphans(first, len(first), second, first_mate, log)
     while second.fill(1):
@@ -391,7 +415,7 @@ def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]
 
 
 def _count_equal_names(first: _Side, second: _Side, n_compared: int) -> int:
-    """Return how many of the next pairs have equal names, up to the first that does not."""
+    """Return how many of the next `n_compared` pairs have equal names, until the first mismatch."""
     if first is second:
         names = first.next_names(2 * n_compared)
         first_names = names[::2]
@@ -399,7 +423,7 @@ def _count_equal_names(first: _Side, second: _Side, n_compared: int) -> int:
     else:
         first_names = first.next_names(n_compared)
         second_names = second.next_names(n_compared)
-    if first_names == second_names:  # nearly always
+    if first_names == second_names:  # the usual case, and a fast comparison
         return n_compared
     for index, (name, other_name) in enumerate(zip(first_names, second_names, strict=True)):
         if name != other_name:
@@ -408,10 +432,10 @@ def _count_equal_names(first: _Side, second: _Side, n_compared: int) -> int:
 
 
 def _weave(first_reads: _Reads, second_reads: _Reads, first: _Side, second: _Side) -> _Stream:
-    """Place each read of the second file behind its mate.
+    """Join equally many first and second mates so that each second mate follows its first mate.
 
     Raises:
-        InputError: A header says that a read is the other mate.
+        InputError: A header states another mate number than that of its file.
     """
     _refuse_other_mate(first, first_reads, mate=1)
     _refuse_other_mate(second, second_reads, mate=2)
@@ -429,7 +453,7 @@ def _weave(first_reads: _Reads, second_reads: _Reads, first: _Side, second: _Sid
 
 
 def _refuse_other_mate(side: _Side, reads: _Reads, mate: int) -> None:
-    """Raise an `InputError` if a header says that a read is not this mate but the other."""
+    """Raise an `InputError` if a header states the other mate number: 2 for 1, or 1 for 2."""
     other_mate = 3 - mate
     index = reads.mates.find(other_mate)
     if index >= 0:
@@ -442,15 +466,15 @@ def _refuse_other_mate(side: _Side, reads: _Reads, mate: int) -> None:
 
 
 def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) -> _Stream:
-    """Take reads without their mates.
+    """Remove the next reads of a file from its buffer and return them as orphans.
 
     Args:
-        side: The file of the reads.
-        count: Their number.
+        side: The file.
+        count: Number of orphans.
         other: The file that lacks their mates.
-        mate: The number of the mate that they are. If 0, their headers tell; if they do not, it is
-            the first.
-        log: Tells whether orphans are allowed.
+        mate: Mate number of the orphans. If 0, their headers decide, and a read whose header states
+            none counts as mate 1.
+        log: Orphans are allowed if its `on_error` is `skip`.
 
     Raises:
         InputError: Orphans are not allowed, and there is one.
@@ -470,20 +494,22 @@ def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) ->
 
 
 class _Gap(NamedTuple):
-    """The reads that stand before the next pair."""
+    """Numbers of reads before the next pair."""
 
     n_first: int  # of the first file
     n_second: int  # of the second file
 
 
 def _find_next_pair(first: _Side, second: _Side, had_pairs: bool) -> _Gap:
-    """Count the reads of each file that stand before the next pair.
+    """Count the reads of each file that come before the next pair. These reads are orphans.
+
+    The next pair is searched among the next `_NEAR` reads of both files, then among `_FAR` reads.
 
     Args:
         first: The file of first mates.
         second: The file of second mates.
-        had_pairs: There were pairs before. Then it is no error if no further one comes: all reads
-            that are left stand before the end.
+        had_pairs: There were pairs before. If so, and both files end without another pair, all
+            remaining reads are orphans. If not, the files do not belong together.
 
     Raises:
         InputError: The files do not hold their reads in the same order.
@@ -500,6 +526,8 @@ def _find_next_pair(first: _Side, second: _Side, had_pairs: bool) -> _Gap:
             if name not in first_index_by_name:
                 continue
             n_second = first_index_by_name[name]
+            # If a skipped read of the second file has its mate later in the first file, the order
+            # of the two files differs.
             if set(second_names[:n_second]).isdisjoint(first_names):
                 return _Gap(n_first, n_second)
             raise _order_error(first, second)
@@ -509,7 +537,7 @@ def _find_next_pair(first: _Side, second: _Side, had_pairs: bool) -> _Gap:
 
 
 def _order_error(first: _Side, second: _Side) -> InputError:
-    """Describe the first read whose mate is not in its place."""
+    """Return an error about the next read of the first file, whose mate does not follow in order."""
     next_name = second.next_names(1)[0].decode()
     return first.error(
         first.take(1), 0, f"its mates do not follow in {second.file}, where '{next_name}' is next"

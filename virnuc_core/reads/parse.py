@@ -46,7 +46,7 @@ _COMMENT: Final = re.compile(rb";(?<![^\r\n];)[^\r\n]*")  # a FASTA line that be
 
 
 class _WorkResult(NamedTuple, Generic[Output]):
-    """The result of a worker for a piece, or for a batch that was counted already."""
+    """The result of a worker for one piece of text or one batch of reads."""
 
     value: Output | None  # None if there are no reads
     n_reads: int = 0
@@ -108,13 +108,15 @@ def map_batches(
     with closing(_cut_files(files, log, block_bytes)) as cut_pieces:  # closes files after an error
         queue = _PieceQueue(cut_pieces)
         irregular_batches: Iterator[ReadBatch] = iter(())
+        # The pieces are parsed by workers. If one of them finds an irregular record, the rest of
+        # its file is parsed line by line in this process, and then the workers continue.
         while True:
             items = _PendingItems(chain(irregular_batches, queue), log)
             rest = yield from _work_until_irregular(workers, work, items, log)
             if rest is None:
                 return
             queue.put_back([item for item in items.pending if isinstance(item, Piece)])
-            from virnuc_core.reads.slow_parser import read_irregular  # few runs need it
+            from virnuc_core.reads.slow_parser import read_irregular  # imported late: rarely used
 
             irregular_batches = read_irregular(rest, queue, log, block_bytes)
 
@@ -127,6 +129,7 @@ class _PieceQueue(Iterator[Piece]):
         self._returned = deque[Piece]()
 
     def __next__(self) -> Piece:
+        """Return the next piece: first those that were put back, then new ones."""
         if self._returned:
             return self._returned.popleft()
         return next(self._pieces)
@@ -137,7 +140,10 @@ class _PieceQueue(Iterator[Piece]):
 
 
 class _PendingItems(Iterator[Piece | ReadBatch]):
-    """The items for workers; remembers those whose results are still to come."""
+    """An iterator over the items for workers.
+
+    `pending` holds the items that workers have received but whose results have not arrived yet.
+    """
 
     def __init__(self, items: Iterator[Piece | ReadBatch], log: ParseLog) -> None:
         self._items = items
@@ -145,6 +151,7 @@ class _PendingItems(Iterator[Piece | ReadBatch]):
         self.pending = deque[Piece | ReadBatch]()
 
     def __next__(self) -> Piece | ReadBatch:
+        """Return the next item, and add the time that it took to cut it to the log."""
         start_s = time.perf_counter()
         try:
             item = next(self._items)
@@ -160,16 +167,17 @@ def _work_until_irregular(
     """Yield the results of `work`, up to the first irregular record.
 
     Returns:
-        The rest of a piece from its first irregular record on. `items.pending` then holds what
-        comes after that piece and was taken already. None if everything was read.
+        None if everything was parsed. Otherwise the rest of a piece, beginning with an irregular
+        record; `items.pending` then holds the later items that workers have received already.
 
     Raises:
         InputError: A file or record is broken, see `parse`.
     """
     for worker_result in workers.map(partial(_work_on, work), items, _count_bytes):
-        item = items.pending.popleft()
+        item = items.pending.popleft()  # results arrive in the order of the items
         result = worker_result
         if result.needs_read_number:
+            # All earlier reads are counted now, so this piece can be parsed again here.
             result = _work_on(work, item, log.n_records)
         if isinstance(item, ReadBatch):  # the slow parser has counted its reads
             value = result.value
@@ -193,20 +201,30 @@ def _work_until_irregular(
 
 
 def _count_bytes(item: Piece | ReadBatch) -> int:
-    """Return about how much memory an item takes."""
+    """Return the approximate memory of an item in bytes."""
     return len(item.data) if isinstance(item, Piece) else len(item.bases.data)
 
 
 def _count_piece(
     piece: Piece, result: _WorkResult[Output], work: Callable[[ReadBatch], Output], log: ParseLog
 ) -> Output | None:
-    """Count the reads of a piece, and return the value to use for it, if there is one."""
+    """Count the reads of a piece in the log.
+
+    Returns:
+        The result of `work` for this piece, or None if the piece is part of a long read that is
+        left out.
+
+    Raises:
+        InputError: A read has an illegal letter, and broken records are not skipped.
+    """
     log.parse_s += result.parse_s
     part = piece.part
     is_used = log.count_reads(piece.name, part, result.n_reads, result.illegal)
     if is_used or part is None:
         return result.value
-    if part.is_last:  # whoever has the earlier parts must hear that they do not count
+    if part.is_last:
+        # The earlier parts were passed on before the error was found. This tells their consumer to
+        # discard them.
         return work(piece.dropped_part(part))
     return None
 
@@ -216,13 +234,15 @@ def _work_on(
     item: Piece | ReadBatch,
     n_earlier_records: int | None = None,
 ) -> _WorkResult[Output]:
-    """Read a piece up to its first irregular record and apply `work`; this is a worker's task.
+    """Parse a piece up to its first irregular record, and apply `work` to its reads.
+
+    This is the task of a worker process.
 
     Args:
         work: The function for the batch of reads, without those that have illegal letters.
         item: A piece, or a batch that was read already.
-        n_earlier_records: The number of records before the piece. It is needed if a read has no id;
-            None if it is not known yet.
+        n_earlier_records: The number of records before the piece, or None if it is not known yet.
+            It is needed only if a read has no id, because such reads are numbered.
     """
     if isinstance(item, ReadBatch):
         return _WorkResult(work(item))
@@ -248,9 +268,10 @@ def _work_on(
 
 
 def _cut_files(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Generator[Piece]:
-    """Cut the text of all files into pieces.
+    """Yield the text of all files in pieces.
 
-    A file that cannot be read becomes a piece, too, so that its error is raised in its turn.
+    For a file that cannot be read, a piece with the error is yielded. So the error is raised only
+    after the reads of the earlier files were processed.
     """
     for file_index, name in enumerate(files):
         try:
@@ -275,6 +296,16 @@ class _FileCutter:
     """Cuts the text of one file into pieces."""
 
     def __init__(self, file_index: int, source: Source, block_bytes: int) -> None:
+        """Read the beginning of a file and find its format.
+
+        Args:
+            file_index: Position of the file among the inputs.
+            source: The open file.
+            block_bytes: Size of a piece.
+
+        Raises:
+            InputError: The file is neither FASTA nor FASTQ.
+        """
         self._file_index = file_index
         self._source = source
         self._block_bytes = block_bytes
@@ -295,6 +326,7 @@ class _FileCutter:
         while self._text or not self._has_ended:
             self._read_more()
             piece: Piece | None
+            # Text that ends a file is left to `_last_piece`.
             if self._part is not None:
                 if self._has_ended and b"\n>" not in self._text:
                     break
@@ -303,11 +335,13 @@ class _FileCutter:
                 if self._has_ended and self._source.damage is None:
                     break
                 piece = self._cut_records()
+
             if piece is not None:
                 yield piece
             elif self._has_ended:
                 break
             elif self._part is None and self._format == "fasta" and b"\n" in self._text:
+                # A whole block without the end of a record: this record is returned in parts.
                 header = self._text[1 : self._text.index(b"\n")]
                 self._part = Part(first_word(header), self._line, is_first=True)
             else:
@@ -315,7 +349,7 @@ class _FileCutter:
         yield self._last_piece()
 
     def _read_more(self) -> None:
-        """Read until the text has the wanted length, with line ends as newlines."""
+        """Read text until the wanted length is reached, and replace lone returns by newlines."""
         while len(self._text) < self._n_wanted and not self._has_ended:
             more = self._reader.read(self._n_wanted - len(self._text))
             self._text += more
@@ -326,18 +360,26 @@ class _FileCutter:
             self._text = _LONE_RETURN.sub(b"\n", self._text)
 
     def _cut_records(self) -> Piece | None:
-        """Cut the whole records from the front of the text; None if there is none."""
+        """Remove all complete records from the front of the text and return them as a piece.
+
+        Returns:
+            The piece, or None if the text contains no complete record.
+        """
         end = _find_end_of_records(self._text, self._format)
         return self._cut(end, None) if end > 0 else None
 
     def _cut_part(self, part: Part) -> Piece | None:
-        """Cut the next part of a long FASTA record; None if more text must be read for it."""
+        """Remove the next part of a long FASTA record from the front of the text and return it.
+
+        Returns:
+            The part, or None if more text must be read first.
+        """
         text = self._text
         record_end = text.find(b"\n>") + 1
         if record_end > 0:
             self._part = None
             return self._cut(record_end, part._replace(is_last=True))
-        # line ends are left for the next part, which shows whether a header follows them
+        # Line ends at the end are left for the next part: a '>' after them would be a header.
         end = len(text.rstrip(b"\r\n")) or len(text) - 1
         if end == 0:
             return None
@@ -347,7 +389,7 @@ class _FileCutter:
         return self._cut(end, part)
 
     def _cut(self, end: int, part: Part | None) -> Piece:
-        """Take so many bytes from the front of the text as a piece."""
+        """Remove the first `end` bytes of the text and return them as a piece."""
         data = self._text[:end]
         line = self._line
         self._text = self._text[end:]
@@ -356,9 +398,10 @@ class _FileCutter:
         return Piece(self._file_index, self._source.name, self._format, data, line, part=part)
 
     def _want_longer_text(self) -> None:
-        """Ask for up to twice as much text, because no record ends in this one.
+        """Double the length of the text to read, because no record ends in the current text.
 
-        Doubling bounds how often each byte of a long record is looked at.
+        Each time more text was read, the whole text is searched again. Because the length doubles,
+        this happens only a few times.
 
         Raises:
             InputError: The last line is too long already.
@@ -374,7 +417,7 @@ class _FileCutter:
         self._n_wanted = min(2 * len(self._text), last_line_start + LONGEST_LINE + 1)
 
     def _last_piece(self) -> Piece:
-        """Return all text that is left."""
+        """Return the remaining text as the last piece of the file."""
         damage = self._source.damage
         part = self._part
         if part is not None:
@@ -401,7 +444,11 @@ class _TextReader:
     """
 
     def __init__(self, source: Source, block_bytes: int) -> None:
-        """Find the first record.
+        """Read up to the first record, and find out the format.
+
+        Args:
+            source: The open file.
+            block_bytes: Number of bytes to read at a time.
 
         Raises:
             InputError: The file is neither FASTA nor FASTQ.
@@ -432,7 +479,10 @@ class _TextReader:
         self.beginning = beginning
 
     def _skip_blanks(self, text: bytes) -> bytes:
-        """Return the text from its first letter that is not blank; reads on while all is blank."""
+        """Return the text without blanks at its beginning.
+
+        If the whole text is blank, further text is read. `first_line` counts the skipped lines.
+        """
         while True:
             letters = text.lstrip(_BLANK)
             n_blanks = len(text) - len(letters)
@@ -451,9 +501,12 @@ class _TextReader:
         return text
 
     def _blank_out_comments(self, text: bytes) -> bytes:
-        """Replace each line that begins with ';' by a blank."""
+        """Replace each line that begins with ';' by a blank.
+
+        The text may begin in the middle of a line. `_line_mark` is the first letter of that line.
+        """
         mark = self._line_mark
-        marked_text = mark + text  # so that a comment that began in the last text is seen as one
+        marked_text = mark + text
         line_start = max(marked_text.rfind(b"\n"), marked_text.rfind(b"\r")) + 1
         self._line_mark = marked_text[line_start : line_start + 1]
         if b";" not in marked_text:
@@ -462,12 +515,17 @@ class _TextReader:
 
 
 def _find_end_of_records(text: bytes, format_: Format) -> int:
-    """Return how many bytes from the front of the text are whole records, if they are regular."""
+    """Return the number of bytes at the front of the text that are complete records.
+
+    FASTQ is assumed to have four lines per record. A worker finds out if that is wrong.
+    """
     if format_ == "fasta":
         return text.rfind(b"\n>") + 1
     n_lines = _count_newlines(text)
     if n_lines < 4:
         return 0
+    # Step back from the end: over the incomplete last line, then over the lines of an incomplete
+    # record.
     end = len(text)
     for _ in range(n_lines % 4 + 1):
         end = text.rfind(b"\n", 0, end)
@@ -475,5 +533,5 @@ def _find_end_of_records(text: bytes, format_: Format) -> int:
 
 
 def _count_newlines(text: bytes) -> int:
-    """Count the newlines; numpy is many times as fast as `bytes.count`."""
+    """Return the number of newlines. NumPy is many times faster here than `bytes.count`."""
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n")))

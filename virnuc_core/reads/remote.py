@@ -88,8 +88,9 @@ def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -
 def fetch(url: str, folder: Path) -> Path:
     """Download a file.
 
-    A file that is there and current is kept. A download that broke off is continued if the file
-    of the server is still the same. Two addresses are two files.
+    If the file was downloaded before and has not changed on the server, it is kept. An incomplete
+    download is continued if the file on the server is still the same. Each address gets a file of
+    its own.
 
     Args:
         url: The whole address, or its form without the query as `redact_url` returns it.
@@ -101,7 +102,7 @@ def fetch(url: str, folder: Path) -> Path:
     Raises:
         ConfigError: This is not a valid http(s) address.
         InputError: The server refuses or cannot be reached, the address is private, a limit is
-            exceeded, or the query of the address is not known any more.
+            exceeded, or the address was recorded without its query and is needed in full.
     """
     if not is_address(url):
         raise ConfigError(f"{url}: only http and https addresses can be fetched")
@@ -134,7 +135,9 @@ def _file_name_of(url: str) -> str:
 
 
 def _retry(name: str, work: Callable[[], None]) -> None:
-    """Do some work in one of several attempts; each pause is twice as long as the last.
+    """Call `work`, and call it again after network errors, up to `_ATTEMPTS` times.
+
+    Each pause between two attempts is twice as long as the one before.
 
     Raises:
         InputError: The last attempt failed, too.
@@ -181,7 +184,12 @@ class _Download:
 def _download(url: str, target: Path) -> None:
     """Make one attempt to download a file.
 
-    What arrives is kept in `<target>.part`, which is renamed to `target` when it is whole.
+    The data is written to `<target>.part`, which is renamed to `target` when it is complete. If
+    the server answers that the file has not changed, nothing is written.
+
+    Raises:
+        OSError: The connection failed, or the server's file is another one than before.
+        httpx.HTTPError: Another error of the connection.
     """
     download = _plan_download(url, target)
     with _request(url, download.headers) as response:
@@ -204,14 +212,18 @@ def _download(url: str, target: Path) -> None:
 
 
 def _plan_download(url: str, target: Path) -> _Download:
-    """Find out what is there of a file, and which headers ask for the rest of it."""
+    """Look at the files of an earlier download, and choose the headers of the request.
+
+    An incomplete download is continued with a range request. For a complete one, the server is
+    asked to send the file only if it has changed. Without a valid note the whole file is requested.
+    """
     download = _Download(
         url=url,
         target=target,
         part=target.with_name(f"{target.name}.part"),
         note=target.with_name(f".{target.name}.json"),
     )
-    with suppress(OSError, ValidationError):  # without a good note all of it is asked for
+    with suppress(OSError, ValidationError):
         note = _DownloadNote.model_validate_json(download.note.read_bytes())
         if note.url != download.redacted_url or not note.validator:
             return download
@@ -228,17 +240,22 @@ def _plan_download(url: str, target: Path) -> _Download:
 
 
 def _validator_of(response: httpx.Response) -> str:
-    """Return the mark by which the server recognises the same content; empty if there is none."""
+    """Return the ETag or the date by which the server identifies this version of the file.
+
+    Returns:
+        The value, or an empty string if the server sent neither.
+    """
     etag: str = response.headers.get("ETag", "")
     if etag.startswith('"'):
         return etag
-    # a weak ETag (W/"…") does not stand for the very bytes: no part is continued by it
+    # A weak ETag (W/"…") may be equal for different bytes, so it cannot be used to continue a
+    # download. The date is used instead.
     last_modified: str = response.headers.get("Last-Modified", "")
     return last_modified
 
 
 def _continues(response: httpx.Response, n_bytes_present: int) -> bool:
-    """Return True if the response begins just behind the bytes that are present."""
+    """Return whether the response begins directly after the bytes that are already present."""
     content_range = response.headers.get("Content-Range", "")
     match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", content_range)
     is_partial = response.status_code == httpx.codes.PARTIAL_CONTENT
