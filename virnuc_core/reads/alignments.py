@@ -278,7 +278,8 @@ class _PipeFeeder:
 
     def _feed(self) -> None:
         """Write all pieces into the pipe. This runs in the thread."""
-        # After any error `is_complete` stays false, and the reader reports that the file is cut off.
+        # After any error, `is_complete` stays false. The reader then reports that the
+        # file is cut off.
         with suppress(Exception), open(self._inlet, "wb") as inlet:  # noqa: PTH123 - a descriptor
             for piece in self._pieces:
                 self.tail = (self.tail + piece)[-_TAIL_BYTES:]

@@ -537,7 +537,7 @@ def _find_next_pair(first: _Side, second: _Side, had_pairs: bool) -> _Gap:
 
 
 def _order_error(first: _Side, second: _Side) -> InputError:
-    """Return an error about the next read of the first file, whose mate does not follow in order."""
+    """Return an error about the next read of the first file, whose mate is not in order."""
     next_name = second.next_names(1)[0].decode()
     return first.error(
         first.take(1), 0, f"its mates do not follow in {second.file}, where '{next_name}' is next"

@@ -161,14 +161,15 @@ def _retry(name: str, work: Callable[[], None]) -> None:
 
 @dataclass
 class _Download:
-    """The files of a download, and what to ask the server for."""
+    """The files of a download, and the headers of its request."""
 
     url: str
     target: Path
-    part: Path  # what arrived so far
+    part: Path  # the bytes that were received so far
     note: Path  # a `_DownloadNote`
-    headers: dict[str, str] = field(default_factory=dict)  # that ask for the rest, or for changes
-    n_bytes_present: int = 0  # in `part`, to be continued
+    # Headers that request only the rest of the file, or the file only if it has changed.
+    headers: dict[str, str] = field(default_factory=dict)
+    n_bytes_present: int = 0  # size of `part`, if the download can be continued
 
     @property
     def redacted_url(self) -> str:
@@ -197,7 +198,7 @@ def _download(url: str, target: Path) -> None:
             return
         if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
             download.part.unlink(missing_ok=True)
-            raise ConnectionError("what came before is not the beginning of what is there now")
+            raise ConnectionError("the file on the server has changed since the last attempt")
         validator = _validator_of(response)
         download.write_note(validator, sha256=None)
         is_continued = _continues(response, download.n_bytes_present)
@@ -263,12 +264,17 @@ def _continues(response: httpx.Response, n_bytes_present: int) -> bool:
 
 
 def _save_body(response: httpx.Response, file: BinaryIO, name: str) -> None:
-    """Write the whole body of a response to the disk.
+    """Write the whole body of a response to a file, and flush it to the disk.
+
+    Args:
+        response: A response whose body was not read yet.
+        file: The file, to whose end the body is written.
+        name: Name of the file for messages.
 
     Raises:
-        InputError: It exceeds the limit of size.
+        InputError: The file becomes larger than `MAX_BYTES`.
         httpx.HTTPError: The connection broke off.
-        OSError: The connection is too slow, or the disk takes no more.
+        OSError: The connection is too slow, or the disk is full.
     """
     n_bytes_allowed = MAX_BYTES - file.tell()
     n_bytes_announced = int(response.headers.get("Content-Length", 0))
@@ -293,7 +299,7 @@ def _save_body(response: httpx.Response, file: BinaryIO, name: str) -> None:
 
 
 def _too_large_error(amount: str, name: str) -> InputError:
-    """Describe a file beyond the limit of size."""
+    """Return the error for a file that is larger than `MAX_BYTES`."""
     return InputError(
         f"{amount} to come, at most {MAX_BYTES:,} are taken",
         file=name,
@@ -309,28 +315,30 @@ def _request(
 
     Args:
         url: The whole address.
-        headers: Added to ours.
+        headers: Headers in addition to those that every request has.
         form: Fields to send by POST. If None, GET is used.
 
     Yields:
-        The response: a success, 304 or 416. Its body is not read yet.
+        The response, whose body was not read yet. Its status is a success, 304 (not modified) or
+        416 (the requested range is not available).
 
     Raises:
-        OSError, httpx.HTTPError: Another attempt may help.
-        InputError: The server refuses, or the address leads to where nobody should be sent.
+        OSError, httpx.HTTPError: A network error; another attempt may succeed.
+        InputError: The server refuses, or the address leads to a private address.
     """
     redacted_url = redact_url(url)
     all_headers = {"User-Agent": "virnuc", "Accept-Encoding": "identity", **headers}
-    # at its own level httpx writes whole addresses into the log
+    # By default httpx logs complete addresses, with their secret queries.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with httpx.Client(timeout=_TIMEOUT_S) as client:
-        # httpx has no option for this, and a proxy that the environment names may be private
+        # httpx has no public option to check the address of a connection, so its internal network
+        # backend is replaced. Connections to a proxy use another pool and are not checked.
         vars(vars(client._transport)["_pool"])["_network_backend"] = _PublicBackend()
         try:
             method = "POST" if form else "GET"
             request = client.build_request(method, url, headers=all_headers, data=form)
             response = _follow_redirects(client, request, redacted_url)
-        except (httpx.InvalidURL, ValueError) as error:  # a bad port, or an empty part of a host
+        except (httpx.InvalidURL, ValueError) as error:  # such as a port that is not a number
             raise InputError(
                 "is not, or redirects to, an address that can be read", file=redacted_url
             ) from error
@@ -345,7 +353,8 @@ def _follow_redirects(
     """Send a request, and follow redirects if it is not a POST.
 
     Raises:
-        InputError: It leads to a private address, from https to http or elsewhere, or never ends.
+        InputError: A redirect leads to a private address, from https to http, or to another
+            scheme, or there are more than `_MAX_REDIRECTS` redirects.
     """
     for _ in range(_MAX_REDIRECTS + 1):
         _refuse_private(request.url.host, request.url.port)
@@ -368,11 +377,11 @@ def _follow_redirects(
 
 
 def _check_status(response: httpx.Response, redacted_url: str) -> None:
-    """Raise an error for a response that holds no content.
+    """Raise an error if the status of a response is neither a success, 304 nor 416.
 
     Raises:
-        ConnectionError: Another attempt may help.
-        InputError: The server refuses.
+        ConnectionError: The server has a problem; another attempt may succeed.
+        InputError: The server refuses the request.
     """
     code = response.status_code
     expected = (httpx.codes.NOT_MODIFIED, httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE)
@@ -387,7 +396,8 @@ def _check_status(response: httpx.Response, redacted_url: str) -> None:
 class _PublicBackend(httpcore.SyncBackend):
     """Connects to public addresses only.
 
-    The name of a host may mean another address now than when it was looked up before.
+    The address is checked after connecting, because a name server may answer with another address
+    than in an earlier check.
     """
 
     def connect_tcp(
@@ -404,13 +414,13 @@ class _PublicBackend(httpcore.SyncBackend):
 
 
 def _refuse_private(host: str, port: int | None) -> None:
-    """Raise an `InputError` if a host has an address that only this network or machine knows.
+    """Raise an `InputError` if a host has a private address, such as one of this machine.
 
     `VIRNUC_PRIVATE_ADDRESSES=allow` in the environment allows all addresses.
     """
     if os.environ.get(PRIVATE) == "allow":
         return
-    # a name that is not known here is for the connection, or the proxy, to report
+    # An unknown name is not reported here: connecting to it fails, or a proxy may know it.
     with suppress(OSError):
         for *_, socket_address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             text = str(socket_address[0]).partition("%")[0]  # without the network interface

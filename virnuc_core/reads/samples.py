@@ -54,7 +54,7 @@ class SampleRow(RunFile):
 
 
 def summarize_sample(sample: str, summary: RunSummary, staging: StageSummary) -> SampleRow:
-    """Describe the result of a sample that was predicted."""
+    """Return the line of samples.tsv for a sample that was predicted."""
     fates = summary.fates
     n_reads = staging.counts.n_reads
     remarks = {name: staging.tally[name] for name in REMARKS}
@@ -98,11 +98,11 @@ class _SheetLine(NamedTuple):
 
 
 def read_sheet(path: Path) -> dict[str, ReadsSpec]:
-    """Read the samples of a sheet, which is comma- or TAB-separated.
+    """Read the samples of a comma- or TAB-separated sample sheet.
 
-    A sample may have several lines: they are its lanes, and are joined. Paths begin in the working
-    directory or, if there is no such file, in the sheet's. Whether the files exist is checked when
-    they are read.
+    A sample may have several lines, one per lane. Its lanes are joined. Relative paths start at the
+    working directory or, if there is no such file, at the folder of the sheet. This function does
+    not check whether the files exist.
 
     Returns:
         The reads of each sample, by its name.
@@ -134,8 +134,8 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
                     line=table.line_num,
                 )
             lanes_by_sample[line.sample].append(lane)
-    except csv.Error as error:  # a cell is longer than any name of a file
-        # the reader of the table counts all lines, the table those that it gave
+    except csv.Error as error:  # a cell is longer than csv allows
+        # `table.line_num` counts only the lines of complete rows, so the inner reader is asked.
         raise InputError(
             f"{error}; is a quotation mark left open?", file=path, line=table.reader.line_num
         ) from error
@@ -147,11 +147,11 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
 
 
 def _check_columns(path: Path, names: Sequence[str]) -> list[str]:
-    """Return the names of a sheet's columns.
+    """Return the names of a sheet's columns without blanks around them.
 
     Raises:
-        InputError: One is missing. The column of second mates may be empty beside further columns,
-            but must be there: under another name it would be passed over.
+        InputError: A required column is missing. In a sheet with more than two columns, `fastq_2`
+            is required as well: if it had another name, the second mates would silently be ignored.
     """
     columns = [name.strip() for name in names]
     required_columns = COLUMNS if len(columns) > 2 else COLUMNS[:2]
@@ -171,12 +171,12 @@ def _parse_line(row: dict[Any, Any]) -> _SheetLine:
 
 
 def _find_problem(line: _SheetLine, lane: Lane, earlier_lanes: list[Lane]) -> str:
-    """Return what is wrong with a line of a sheet, and the way out; empty if it is good.
+    """Return what is wrong with a line of a sheet and how to mend it, or an empty string.
 
     Args:
         line: The line.
-        lane: Its files.
-        earlier_lanes: Those of the same sample on earlier lines.
+        lane: The files of the line.
+        earlier_lanes: The files of earlier lines of the same sample.
     """
     if line.surplus:
         return "more cells than columns"
@@ -199,7 +199,7 @@ def _find_problem(line: _SheetLine, lane: Lane, earlier_lanes: list[Lane]) -> st
 
 
 def _find_name_problem(sample: str) -> str:
-    """Return why a name is not fit for a run directory, and the way out; empty if it is fit."""
+    """Return why a sample name cannot be the name of a run directory, or an empty string."""
     if not NAME.fullmatch(sample):
         return "not the name of a directory; use letters, digits and _ . - + = @"
     for pattern in GUARDED_FILES:
@@ -212,7 +212,7 @@ def _find_name_problem(sample: str) -> str:
 def _resolve(sheet: Path, name: str) -> str:
     """Return the path, or the redacted address, that a cell of a sheet names."""
     path_beside_sheet = str(sheet.parent / name)
-    # unlike Path.exists, this gives False for a name that is too long
+    # `Path.exists` raises an error for a name that is too long; `os.path.exists` returns False.
     is_here = os.path.exists(name)  # noqa: PTH110
     is_beside_sheet = os.path.exists(path_beside_sheet)  # noqa: PTH110
     if is_beside_sheet and not is_here and not is_remote(name):
@@ -221,7 +221,10 @@ def _resolve(sheet: Path, name: str) -> str:
 
 
 def _join_lanes(lanes: list[Lane]) -> ReadsSpec:
-    """Return the reads of a sample, whose lanes are all of single reads or all of pairs."""
+    """Return the reads of a sample with several lanes.
+
+    Either all lanes have one file, or all lanes have two files of mates.
+    """
     first_files = tuple(lane[0] for lane in lanes)
     if len(lanes[0]) == 1:
         return ReadsSpec(reads=first_files)
@@ -230,18 +233,18 @@ def _join_lanes(lanes: list[Lane]) -> ReadsSpec:
 
 
 def samples_by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
-    """Find the samples of BAM, CRAM and SAM files by their read groups.
+    """Return the samples in BAM, CRAM and SAM files, by their read groups.
 
-    Reads of no read group are a sample with the name of the file.
+    Reads without a read group form a sample with the name of the file.
 
     Returns:
         The reads of each sample, by its name.
 
     Raises:
-        InputError: A file is no such file, or as of `find_inputs` and `find_samples`.
-        ConfigError: The name of a sample is not fit for a run directory.
+        InputError: A file is not BAM, CRAM or SAM, or an error of `find_inputs` or `find_samples`.
+        ConfigError: The name of a sample cannot be the name of a run directory.
     """
-    from virnuc_core.reads.alignments import find_samples  # few files are such
+    from virnuc_core.reads.alignments import find_samples  # imported late: rarely used
 
     files_by_sample = defaultdict[str, list[str]](list)
     for file in find_inputs(spec.named).files:
@@ -264,17 +267,18 @@ def samples_by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
 
 
 def samples_by_file_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
-    """Find the samples by the names of their files.
+    """Return the samples of a folder or of files, by the names of the files.
 
-    Each file, or pair of files, is a sample. Those whose names differ by the lane (`_L001`) are
-    joined.
+    Each file, or pair of files, is a sample. Files whose names differ only by the lane (`_L001`)
+    are joined to one sample.
 
     Returns:
         The reads of each sample, by its name.
 
     Raises:
-        InputError: As of `find_inputs`.
-        ConfigError: A name is not fit for a run directory, or two samples have the same.
+        InputError: See `find_inputs`.
+        ConfigError: A name cannot be the name of a run directory, or two samples have the same
+            name.
     """
     lanes_by_sample = defaultdict[str, list[Lane]](list)
     lane_names = set[str]()
@@ -295,10 +299,10 @@ def samples_by_file_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
 
 
 def _find_named_reads(spec: ReadsSpec) -> Inputs:
-    """Find all files that are named like reads, and their pairs.
+    """Return all files that are named like files of reads, and the pairs among them.
 
-    A file of a folder that has such a name but holds no reads, mostly an empty one, is a sample
-    that fails.
+    `find_inputs` leaves out files of a folder that contain no reads. Such a file is added here if
+    its name is that of a file of reads, so that an empty file is reported as a failed sample.
     """
     inputs = find_inputs(spec.named)
     files = list(inputs.files)
@@ -306,6 +310,7 @@ def _find_named_reads(spec: ReadsSpec) -> Inputs:
         match = ENDINGS.search(Path(name).name)
         if match is not None and match[1]:
             files.append(name)
-    # as in a folder, mates are known by their names even if they were named one by one
+    # Files that the user named one by one are otherwise never paired. For samples by file name
+    # they are, as in a folder.
     spec_without_names = spec.model_copy(update={"reads": ()})
     return detect_pairs(spec_without_names, inputs._replace(files=tuple(files)))

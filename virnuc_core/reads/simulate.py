@@ -62,6 +62,7 @@ class SimulateSpec(Spec):
 
     @model_validator(mode="after")
     def _reads_fit(self) -> Self:
+        """Refuse reads that are longer than the shortest genome."""
         if self.read_length > self.genome_length // 2:
             raise ValueError(
                 f"read_length {self.read_length} needs a genome_length of "
@@ -141,7 +142,9 @@ def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSu
         truth_out.write("\t".join(TRUTH_HEADER) + "\n")
         for n_written in range(0, spec.reads, _BATCH):
             n = min(_BATCH, spec.reads - n_written)
-            rng.random(n)  # once the lengths were drawn here; so seeds go on giving equal reads
+            # An earlier version drew random lengths here. Drawing the same amount of random
+            # numbers keeps the reads of each seed unchanged.
+            rng.random(n)
             reads = _make_reads(spec, genomes, n, rng)
             ids = [f"sim_{number:07d}" for number in range(n_written + 1, n_written + n + 1)]
             _write_reads(reads_out, ids, reads, is_fastq=is_fastq)
@@ -162,7 +165,7 @@ def _write_reads(file: BinaryIO, ids: list[str], reads: _Reads, *, is_fastq: boo
 
 
 def _write_truth(file: TextIO, ids: list[str], reads: _Reads, genomes: _Genomes) -> None:
-    """Write a line for each read: where it comes from, and which read it copies."""
+    """Write one line per read: label, genome, position, strand, and the read that it copies."""
     for read_id, genome, start, is_reverse, source in zip(
         ids,
         reads.genome.tolist(),
@@ -179,7 +182,7 @@ def _write_truth(file: TextIO, ids: list[str], reads: _Reads, genomes: _Genomes)
 
 
 def _make_genomes(spec: SimulateSpec, rng: np.random.Generator) -> _Genomes:
-    """Make all genomes. Their lengths are between a half and one and a half of the mean."""
+    """Return random genomes. Their lengths are between 0.5 and 1.5 times the mean length."""
     names: list[str] = []
     counts = (spec.other_genomes, spec.viral_genomes)
     for label, count in zip(LABELS, counts, strict=True):
@@ -198,9 +201,9 @@ def _make_genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np
     """Make a genome: genes on either strand, with random bases between them.
 
     Args:
-        kind: The place of its kind in LABELS.
-        length: Bases.
-        rng: The source of chance.
+        kind: Index of the genome's label in `LABELS`.
+        length: Length of the genome in bases.
+        rng: The random generator.
 
     Returns:
         Codes 0..3 of ACGT: uint8 [length].
@@ -208,7 +211,7 @@ def _make_genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np
     gc = float(np.clip(rng.normal(_MEAN_GC[kind], 0.02), 0.1, 0.9))
     base_shares = np.array([1 - gc, gc, gc, 1 - gc]) / 2
     codons = _coding_codons()
-    # a codon usage of the genome's own, around that of its base shares
+    # The genome prefers some codons: their frequencies vary around those of its base composition.
     usage = base_shares[codons].prod(axis=1) * rng.gamma(8, 1 / 8, len(codons))
     usage /= usage.sum()
     noncoding_per_coding = 1 / _CODING_SHARE[kind] - 1
@@ -237,12 +240,12 @@ def _coding_codons() -> NDArray[np.uint8]:
 
 
 def _reverse_complement(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the other strand: the codes of a base and its complement add up to 3."""
+    """Return the reverse complement. The codes of a base and its complement add up to 3."""
     return (3 - codes)[::-1]
 
 
 def _make_reads(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator) -> _Reads:
-    """Make reads. A copy has everything of another read but its place in the file."""
+    """Return `n` simulated reads. Some are exact copies of another read of the same batch."""
     genome = _draw_genomes(spec, genomes, n, rng)
     n_starts = genomes.lengths[genome] - spec.read_length + 1
     start = (rng.random(n) * n_starts).astype(np.int64)
@@ -262,9 +265,14 @@ def _make_reads(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Ge
 def _draw_genomes(
     spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Draw the genome of each read: its kind by the viral share, within the kind by length.
+    """Draw the genome of each read.
 
-    Both kinds occur if there are two reads or more.
+    The kind (viral or other) is drawn with the viral share, and the genome of that kind in
+    proportion to its length. If there are two reads or more, both kinds occur, unless the viral
+    share is 0 or 1.
+
+    Returns:
+        Index of the genome of each read, [n].
     """
     is_viral = rng.random(n) < spec.viral_share
     is_mixed = 0 < spec.viral_share < 1
@@ -287,9 +295,9 @@ def _cut_windows(
 
     Args:
         genomes: All genomes end to end.
-        start: The first base of each read among all: int64 [n].
-        is_reverse: Whether it is on the reverse strand: bool [n].
-        length: Bases of a read.
+        start: Position of the first base of each read in `genomes.codes`: int64 [n].
+        is_reverse: The read is on the reverse strand: bool [n].
+        length: Length of all reads in bases.
 
     Returns:
         Codes 0..3 of ACGT: uint8 [n, length].
@@ -297,7 +305,7 @@ def _cut_windows(
     codes = np.empty((len(start), length), np.uint8)
     forward_windows = sliding_window_view(genomes.codes, length)
     codes[~is_reverse] = forward_windows[start[~is_reverse]]
-    # a read of the reverse strand is a window of the reverse complement of everything
+    # A read of the reverse strand is a window of the reverse complement of all genomes together.
     reverse_windows = sliding_window_view(_reverse_complement(genomes.codes), length)
     reverse_start = len(genomes.codes) - start - length
     codes[is_reverse] = reverse_windows[reverse_start[is_reverse]]
@@ -305,10 +313,11 @@ def _cut_windows(
 
 
 def _add_errors(spec: SimulateSpec, codes: NDArray[np.uint8], rng: np.random.Generator) -> None:
-    """Substitute some bases, and make some N, in place."""
+    """Substitute random bases in `codes`, and replace others by N. The array is changed."""
     flat_codes = codes.reshape(-1)
     n_substituted = rng.binomial(flat_codes.size, spec.error_rate)
     substituted_places = rng.integers(0, flat_codes.size, n_substituted)
+    # Adding 1, 2 or 3 modulo 4 gives one of the three other bases.
     shifts = rng.integers(1, 4, len(substituted_places))
     flat_codes[substituted_places] = (flat_codes[substituted_places] + shifts) % 4
     n_unknown = rng.binomial(flat_codes.size, spec.n_rate)
@@ -316,9 +325,10 @@ def _add_errors(spec: SimulateSpec, codes: NDArray[np.uint8], rng: np.random.Gen
 
 
 def _draw_sources(spec: SimulateSpec, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw which read each read copies, or itself: int64 [n].
+    """Draw the reads that are copies of an earlier read. A copy is never copied again.
 
-    A copy repeats an earlier read that is no copy itself.
+    Returns:
+        For each read, the index of the read that it copies, or its own index: int64 [n].
     """
     source = np.arange(n)
     copies = np.flatnonzero(rng.random(n) < spec.duplicate_share)

@@ -25,7 +25,7 @@ _HINT: Final = "expected '@id', bases, '+', and as many quality letters as bases
 
 
 class _Record(NamedTuple):
-    """One read as it stands in the file."""
+    """One read with the text of its record in the file."""
 
     id: bytes  # first word of the header; it may be empty
     bases: bytes
@@ -52,13 +52,13 @@ class _Quality(NamedTuple):
 def read_irregular(
     first_piece: Piece, later_pieces: Iterator[Piece], log: ParseLog, block_bytes: int
 ) -> Iterator[ReadBatch]:
-    """Read the rest of a FASTQ file line by line, and count its reads as they are drawn.
+    """Parse the rest of a FASTQ file line by line.
 
     Args:
-        first_piece: The file's text from its first irregular record on.
-        later_pieces: The pieces after it. Those of the same file are taken from it.
-        log: Takes the counts and the broken records.
-        block_bytes: The size at which a new batch begins.
+        first_piece: The text of the file, beginning with the first irregular record.
+        later_pieces: Iterator over the following pieces. The pieces of the same file are taken.
+        log: Receives the counts and the broken records while the caller iterates.
+        block_bytes: Approximate size of a batch.
 
     Yields:
         Batches of reads, each with one read or more.
@@ -95,7 +95,7 @@ def read_irregular(
 
 
 def _group_records(records: Iterable[_Record], block_bytes: int) -> Iterator[list[_Record]]:
-    """Group consecutive records so that each group holds about `block_bytes`."""
+    """Yield lists of consecutive records, each with about `block_bytes` of text."""
     group: list[_Record] = []
     group_number = 0
     n_bytes = 0
@@ -112,18 +112,21 @@ def _group_records(records: Iterable[_Record], block_bytes: int) -> Iterator[lis
 
 
 class _LineReader:
-    """The lines of the rest of a file, without their ends.
+    """An iterator over the lines of the rest of a file that can look ahead.
 
-    Lines that were looked at are kept until they are skipped. Offsets count from the next line.
+    An offset counts lines from the next line: 0 is the next line, 1 the one after it. Lines that
+    were looked at stay in a buffer until they are skipped. Line ends are removed.
     """
 
     def __init__(self, pieces: Iterable[Piece], line_number: int) -> None:
+        """Begin with the first line of the pieces, which is line `line_number` of the file."""
         self.line_number = line_number  # of the next line, from 1
-        self.is_damaged = False  # the file ends early, with the lines read last
+        self.is_damaged = False  # the piece that was read last is the end of a damaged file
         self._peeked = deque[bytes]()
         self._later_lines = self._split_lines(pieces)
 
     def _split_lines(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
+        """Yield the lines of all pieces without line ends and blanks at their ends."""
         for piece in pieces:
             self.is_damaged = piece.damage is not None
             for line in piece.data.splitlines():
@@ -139,17 +142,17 @@ class _LineReader:
         return self._peeked[offset]
 
     def join(self, start: int, end: int) -> bytes:
-        """Return the lines of a range of offsets, end to end."""
+        """Return the lines with the offsets `start` to `end` - 1, joined to one byte string."""
         return b"".join([self.peek(offset) or b"" for offset in range(start, end)])
 
     def skip(self, count: int) -> None:
-        """Pass this many lines; they must have been looked at."""
+        """Skip the next `count` lines, which must be in the buffer."""
         for _ in range(count):
             self._peeked.popleft()
         self.line_number += count
 
     def next_text(self, offset: int) -> bytes | None:
-        """Return the first line from an offset on that is not blank; None if there is none."""
+        """Return the first line at this offset or later that is not blank, or None."""
         line = self.peek(offset)
         while line == b"":
             offset += 1
@@ -157,13 +160,13 @@ class _LineReader:
         return line
 
     def skip_to_record(self) -> bool:
-        """Pass the next line and all others before the next record.
+        """Skip the next line, and then all lines up to the next header of a record.
 
-        A line that begins with '@' counts as a header only if bases or a '+' line follow it,
-        because a line of qualities may begin so, too.
+        A line that begins with '@' counts as a header only if a line of bases or a '+' line
+        follows, because a line of qualities may begin with '@', too.
 
         Returns:
-            False if no record follows. All lines are passed then.
+            False if no record follows. All lines of the file were skipped then.
         """
         self.skip(1)
         while (line_after_next := self.peek(2)) is not None:
@@ -180,10 +183,10 @@ class _LineReader:
 def _read_records(
     pieces: Iterable[Piece], first_piece: Piece, on_broken: Callable[[InputError], None]
 ) -> Iterator[_Record]:
-    """Read the records of the rest of a file, wrapped or not.
+    """Yield the records of the rest of a file. Bases and qualities may span several lines.
 
-    Each broken record is given to `on_broken` and left out. Reading goes on with the next lines
-    that look like a record.
+    For each broken record, `on_broken` is called with the error. Parsing continues at the next
+    line that looks like the header of a record.
     """
     lines = _LineReader(pieces, first_piece.first_line)
     while (header := lines.peek(0)) is not None:
@@ -196,13 +199,15 @@ def _read_records(
         line_number = lines.line_number
         is_cut_off = lines.next_text(parsed.n_lines) is None and lines.is_damaged
         swallowed_a_record = lines.skip_to_record()
-        # the damage of the file explains a record that is cut off, unless it swallowed others
+        # If a damaged file ends within this record, the damage is reported elsewhere and explains
+        # the broken record. If lines of other records were skipped as well, the record itself was
+        # broken.
         if not is_cut_off or swallowed_a_record:
             on_broken(_broken_record_error(first_piece.name, line_number, header, parsed.problem))
 
 
 def _broken_record_error(file: str, line_number: int, header: bytes, problem: str) -> InputError:
-    """Describe a broken record by its file, line and id."""
+    """Return the error for a broken record, with its file, line and id."""
     read_id = ""
     if header.startswith(b"@"):
         read_id = first_word(header[1:]).decode("utf-8", "backslashreplace")
@@ -216,7 +221,7 @@ def _broken_record_error(file: str, line_number: int, header: bytes, problem: st
 
 
 def _read_record(header: bytes, lines: _LineReader) -> _Parsed:
-    """Read the record that begins with the next line, which is `header`."""
+    """Parse the record that begins with the next line, which is `header`. No line is skipped."""
     if not header:
         return _Parsed(n_lines=1)
     if not header.startswith(b"@"):
@@ -245,7 +250,10 @@ def _find_plus_line(lines: _LineReader) -> int:
 
 
 def _find_quality(lines: _LineReader, start: int, n_bases: int) -> _Quality:
-    """Find the lines from `start` on that hold a quality letter for each base, or more."""
+    """Find the quality lines, which begin at the offset `start`.
+
+    Lines are added until there are at least as many quality letters as bases.
+    """
     n_letters = 0
     has_inner_mark = False
     end = start
@@ -263,7 +271,7 @@ def _find_quality(lines: _LineReader, start: int, n_bases: int) -> _Quality:
 def _find_problem(
     header: bytes, lines: _LineReader, plus_offset: int, bases: bytes, quality: _Quality
 ) -> str:
-    """Return what is wrong with a record; empty if it is good."""
+    """Return what is wrong with a record, or an empty string if it is correct."""
     plus_line = lines.peek(plus_offset)
     if plus_line is None or not plus_line.startswith(b"+"):
         return "no '+' line follows its bases"
@@ -276,7 +284,8 @@ def _find_problem(
         return f"{len(bases):,} bases, but {quality.n_letters:,} quality letters"
     has_illegal_letters = bool(bases.translate(None, LEGAL_LETTERS))
     if quality.has_inner_mark or has_illegal_letters:
-        # with too few quality letters, or without a '+' line, it takes lines of the next record
+        # A record with too few quality letters, or without a '+' line, takes over lines of the next
+        # record. Then the line after it is not a header.
         following = lines.next_text(quality.end)
         if following is not None and not following.startswith(b"@"):
             return "it runs into the next one"

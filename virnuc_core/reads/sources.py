@@ -44,7 +44,7 @@ _GZIP_MARK: Final = b"\x1f\x8b"
 
 
 class ReadSpan(NamedTuple):
-    """The reads of one file, or of the files of a pair; they stand together in the store."""
+    """The range of reads in the store that come from one file, or from the two files of a pair."""
 
     files: tuple[str, ...]
     start: int  # number of the first read, from 0
@@ -68,12 +68,12 @@ class Inputs(NamedTuple):
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """Return the files that are read together: those of each pair, and each other one."""
+        """Return groups of files that are parsed together: each pair, and each single file."""
         pairs = [tuple(dict.fromkeys(pair)) for pair in self.pairs]
         return pairs + [(name,) for name in self.singles]
 
     def spans(self, reads_by_file: Mapping[str, int]) -> list[ReadSpan]:
-        """Return which reads of the store come from which files.
+        """Return the range of reads in the store for each group of files.
 
         Args:
             reads_by_file: The number of reads of each file.
@@ -127,10 +127,11 @@ def redact_url(name: str) -> str:
 
 
 def sample_name(reads: Sequence[str]) -> str:
-    """Return a short name for inputs.
+    """Return a short name for a list of input files.
 
-    It is the name of the first file without its endings, and how many more files there are. Two
-    files of mates have the name that they share: `lung` for `lung_R1.fq` and `lung_R2.fq`.
+    It is the name of the first file without its endings, followed by the number of further files:
+    `lung+2`. Two files of mates are named by their common part: `lung` for `lung_R1.fq` and
+    `lung_R2.fq`.
     """
     if not reads:
         return "no-reads"
@@ -156,7 +157,10 @@ def _file_name(name: str) -> str:
 
 
 def _shared_name_of_mates(first: str, second: str) -> str:
-    """Return the name that two files of mates share; empty if they are not named so."""
+    """Return the common part of the names of two files of mates, or an empty string.
+
+    The string is empty if the names do not differ by their mate number only.
+    """
     stem = MATE_MARK.sub("", first)
     has_marks = bool(MATE_MARK.search(first) and MATE_MARK.search(second))
     if has_marks and MATE_MARK.sub("", second) == stem:
@@ -171,10 +175,10 @@ def can_be_read_twice(name: str) -> bool:
 
 @contextmanager
 def create_reads_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write reads to; it appears when it is complete.
+    """Open a file for writing reads. It gets its name when the `with` block ends without an error.
 
-    It is gzipped if its name ends in `.gz`. The gzip header holds no name and no time, so that the
-    same reads give the same bytes.
+    A file whose name ends in `.gz` is compressed. The gzip header contains neither name nor time,
+    so that equal reads give equal bytes.
     """
     with atomic_file(path) as temp_path, temp_path.open("wb") as file:
         if path.suffix != ".gz":
@@ -185,9 +189,9 @@ def create_reads_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def find_inputs(reads: tuple[str, ...]) -> Inputs:
-    """Find the files that a user named.
+    """Return the files that a user named.
 
-    A folder stands for its files of reads in order of name, without its sub-folders.
+    A folder is replaced by its files of reads, sorted by name. Its sub-folders are ignored.
 
     Args:
         reads: Files, folders, or `-` for standard input.
@@ -216,14 +220,17 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
 
 
 def _list_folder(folder: Path) -> Inputs:
-    """Find the files of reads in a folder; hidden files are passed over.
+    """Return the files of reads in a folder, and separately its other files.
+
+    Hidden files are ignored.
 
     Raises:
-        InputError: There are none.
+        InputError: The folder contains no file of reads.
     """
     entries: list[Path] = []
     for entry in folder.iterdir():
-        is_broken_link = not entry.exists()  # it counts as a file, so that it is named later
+        # A broken link counts as a file, so that opening it later reports the error.
+        is_broken_link = not entry.exists()
         if not entry.name.startswith(".") and (entry.is_file() or is_broken_link):
             entries.append(entry)
     files: list[str] = []
@@ -241,7 +248,7 @@ def _list_folder(folder: Path) -> Inputs:
 
 
 def _refuse_repeated_files(files: Sequence[str]) -> None:
-    """Raise an `InputError` if a file is named twice, perhaps by different paths."""
+    """Raise an `InputError` if a file is named twice, even by different paths or a link."""
     name_by_path: dict[Path, str] = {}
     for name in files:
         path = Path(name) if name == STDIN else Path(name).resolve()
@@ -255,10 +262,10 @@ def _refuse_repeated_files(files: Sequence[str]) -> None:
 
 
 def local_files(reads: tuple[str, ...]) -> tuple[str, ...]:
-    """Find the files of those inputs that are not fetched.
+    """Return the files of all inputs that are on this machine, without addresses and accessions.
 
     Raises:
-        InputError: As of `find_inputs`.
+        InputError: See `find_inputs`.
     """
     local = tuple(name for name in reads if not is_remote(name))
     return find_inputs(local).files if local else ()
@@ -301,14 +308,16 @@ class Source:
     """
 
     def __init__(self, name: str, stream: BinaryIO, read_group: str = "") -> None:
+        """Read the first bytes of an open stream and choose how to unpack it; see `open`."""
         self.name = name
         self.damage: InputError | None = None
         self.left_out = 0
         self._stream = stream
-        head = stream.read(_PIECE_BYTES)  # waits for a slow pipe; shorter only at the end
+        # A buffered stream waits until all bytes are there, or the stream ends.
+        head = stream.read(_PIECE_BYTES)
         self._size = len(head)
         self._sha256 = hashlib.sha256(head)
-        # a generator, because it is closed at the end
+        # `open` closes this iterator, and only generators have a method `close`.
         raw_pieces = (piece for piece in chain((head,), iter(self._next_piece, b"")))
         alignment_format = find_alignment_format(head)
         packing = _find_packing(head)
@@ -350,7 +359,7 @@ class Source:
             yield source
 
     def read(self, size: int) -> bytes:
-        """Return at least `size` bytes; fewer only before the end, none at the end."""
+        """Return the next unpacked bytes: at least `size`, or all that are left of the file."""
         pieces: list[bytes] = []
         while size > 0:
             piece = next(self._pieces, None)
@@ -361,10 +370,7 @@ class Source:
         return b"".join(pieces)
 
     def content(self) -> FileDigest:
-        """Return size and digest of all that the stream held, as it was packed.
-
-        What was not read yet is read now.
-        """
+        """Return the size and digest of the packed file. The rest of the file is read first."""
         while self._next_piece():
             pass
         return FileDigest(size=self._size, sha256=self._sha256.hexdigest())
@@ -372,8 +378,14 @@ class Source:
     def _read_alignments(
         self, raw_pieces: Iterator[bytes], format_: str, read_group: str
     ) -> Generator[bytes]:
-        """Prepare to yield alignments as FASTQ; raises an `InputError` if pysam is absent."""
-        from virnuc_core.reads.alignments import (  # few files are such
+        """Return an iterator over alignments as FASTQ.
+
+        Damage is stored in `damage` when the iterator meets it.
+
+        Raises:
+            InputError: pysam is not installed.
+        """
+        from virnuc_core.reads.alignments import (  # imported late: rarely used
             SampleFilter,
             fastq,
             import_pysam,
@@ -383,6 +395,7 @@ class Source:
         sample_filter = SampleFilter(read_group, ungrouped_sample=sample_name((self.name,)))
 
         def records() -> Generator[bytes]:
+            """Yield FASTQ text, and count the alignments that are left out."""
             try:
                 for piece in fastq(pysam, raw_pieces, format_, self.name, sample_filter):
                     self.left_out += piece.n_left_out
@@ -393,7 +406,15 @@ class Source:
         return records()
 
     def _unpack(self, head: bytes, packing: _Packing) -> Generator[bytes]:
-        """Yield the unpacked bytes of all members, and note damage."""
+        """Yield the unpacked bytes of a file.
+
+        A packed file may consist of several members, one after the other, as bgzip writes them.
+        Damage ends the iteration and is stored in `damage`.
+
+        Args:
+            head: The first bytes of the file.
+            packing: How the file is packed.
+        """
         step = _PIECE_BYTES if packing.can_bound_output else _PACKED_ZSTD_BYTES
         unpacker = None
         packed = head
@@ -402,7 +423,7 @@ class Source:
             if not packed:
                 break
             if unpacker is None:
-                packed = packed.lstrip(b"\0")  # tapes and some tools add zeros after the last
+                packed = packed.lstrip(b"\0")  # some tools pad the end of a file with zeros
                 if not packed:
                     continue
                 unpacker = packing.new_unpacker()
@@ -421,12 +442,15 @@ class Source:
             self._note_damage(f"the {packing.name} data ends early: the file is cut off")
 
     def _note_damage(self, problem: str, hint: str = "copy it again") -> None:
-        """Remember the first damage."""
+        """Store this problem in `damage`, unless an earlier one is stored already."""
         if self.damage is None:
             self.damage = InputError(problem, file=self.name, hint=hint)
 
     def _next_piece(self) -> bytes:
-        """Read the next bytes as they are packed; none at the end, or where reading fails."""
+        """Return the next packed bytes: none at the end of the file, or after a read error.
+
+        A read error is stored in `damage`.
+        """
         try:
             piece = self._stream.read(_PIECE_BYTES)
         except OSError as error:
@@ -438,21 +462,24 @@ class Source:
 
 
 def _decompress(unpacker: Any, packed: bytes, packing: _Packing) -> Iterator[bytes]:
-    """Yield what some packed bytes unpack to, in pieces of bounded size if the packing can."""
+    """Unpack some bytes, and yield the result in pieces of at most `_UNPACKED_BYTES`.
+
+    A packing that cannot limit the size of its output yields one piece.
+    """
     if not packing.can_bound_output:
         yield unpacker.decompress(packed)
         return
     unpacked = unpacker.decompress(packed, _UNPACKED_BYTES)
     yield unpacked
     while len(unpacked) == _UNPACKED_BYTES and not unpacker.eof:
-        # unpackers like zlib's hand back what they did not use, others keep it
+        # zlib's unpacker returns its unused input in `unconsumed_tail`; others keep it themselves.
         waiting = getattr(unpacker, "unconsumed_tail", b"")
         unpacked = unpacker.decompress(waiting, _UNPACKED_BYTES)
         yield unpacked
 
 
 def find_alignment_format(head: bytes) -> str:
-    """Return `BAM`, `CRAM` or `SAM` by the first bytes of a file; empty for all others."""
+    """Return `BAM`, `CRAM` or `SAM` from the first bytes of a file, or an empty string."""
     if head.startswith(_GZIP_MARK):
         with suppress(cast(type[Exception], isal_zlib.error)):
             head = isal_zlib.decompressobj(wbits=31).decompress(head, 4)
@@ -462,7 +489,10 @@ def find_alignment_format(head: bytes) -> str:
 
 
 def find_alignment_format_of_file(name: str) -> str:
-    """Return the same for an input; empty for a pipe or a file that cannot be read."""
+    """Return the alignment format of a file, as `find_alignment_format` does for its first bytes.
+
+    The string is empty for a pipe and for a file that cannot be read.
+    """
     with suppress(OSError):
         if can_be_read_twice(name):
             with Path(name).open("rb") as file:
@@ -471,7 +501,7 @@ def find_alignment_format_of_file(name: str) -> str:
 
 
 def _unreadable_error(name: str, error: OSError) -> InputError:
-    """Describe a file that the system cannot open."""
+    """Return the error for a file that the system cannot open."""
     is_too_long = error.errno == errno.ENAMETOOLONG
     return InputError(
         f"cannot be read: {error.strerror or error}",
@@ -481,7 +511,7 @@ def _unreadable_error(name: str, error: OSError) -> InputError:
 
 
 def _find_packing(head: bytes) -> _Packing | None:
-    """Return how a file is packed, by its first bytes; None for plain text."""
+    """Return how a file is packed, judged by its first bytes, or None for plain text."""
     if head.startswith(_GZIP_MARK):
         new_gzip_unpacker = partial(isal_zlib.decompressobj, wbits=31)
         return _Packing("gzip", new_gzip_unpacker, (isal_zlib.error,))
@@ -493,7 +523,7 @@ def _find_packing(head: bytes) -> _Packing | None:
     is_zstd_frame = head.startswith(b"\x28\xb5\x2f\xfd")
     is_skippable_frame = head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
     if is_zstd_frame or is_skippable_frame:
-        import zstandard  # few files are such
+        import zstandard  # imported late: rarely used
 
         return _Packing(
             "zstd",

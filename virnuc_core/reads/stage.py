@@ -137,7 +137,7 @@ class StageSummary(RunFile):
 
 
 def _warnings_about(file: InputFile) -> list[str]:
-    """Return a sentence for each kind of oddity that was met in a file."""
+    """Return one sentence for each kind of unusual record that was found in a file."""
     oddities = (
         (file.skipped, "broken record", "left out"),
         (file.not_primary, "secondary or supplementary alignment", "left out"),
@@ -163,9 +163,9 @@ def stage(
 ) -> StageSummary:
     """Read all inputs, cut and translate the reads, and write the store.
 
-    A store that was made of files with the same content and settings, and is intact, is reused. The
-    store appears when it is complete. Records that were skipped are listed in `skipped.tsv` beside
-    it.
+    If `out` is an intact store of files with the same content, made with the same settings, it is
+    used again and nothing is read. Records that were skipped are listed in `skipped.tsv` beside the
+    store.
 
     Args:
         spec: The reads and the settings.
@@ -187,7 +187,7 @@ def stage(
         and not find_alignment_format_of_file(inputs.files[0])
     )
     if not is_one_plain_file:
-        from virnuc_core.reads.pairs import detect_pairs  # one file is the usual case
+        from virnuc_core.reads.pairs import detect_pairs  # imported late: most runs have one file
 
         inputs = detect_pairs(spec, inputs)
     try:
@@ -213,10 +213,14 @@ def stage(
 def _reuse_or_build(
     spec: StageSpec, inputs: Inputs, out: Path, *, anew: bool, expected: RunRecord | None
 ) -> StageSummary:
-    """Return the summary of the store that is there, or build one; arguments as of `stage`."""
+    """Return the summary of the store at `out`, which is built if it cannot be used again.
+
+    The arguments and errors are those of `stage`.
+    """
     make_folder(out.parent)
     scratch_prefix = f".{out.name}.scratch"
-    for leftover in out.parent.glob(f"{scratch_prefix}*"):  # of killed ones: we are alone here
+    # This process holds the lease of the folder, so these folders are left from killed processes.
+    for leftover in out.parent.glob(f"{scratch_prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(
         prefix=scratch_prefix, dir=out.parent, ignore_cleanup_errors=True
@@ -250,16 +254,19 @@ def _build_store(
     workers: Workers,
     expected: RunRecord | None,
 ) -> _StageTimes:
-    """Read and translate everything, find what repeats, and write the store.
+    """Parse and translate all reads, find repeated sequences and ids, and write the store.
 
     Args:
         spec: The settings.
         inputs: The files.
         out: The store's file.
-        folder: The folder for scratch files.
-        log: Takes the counts and errors of reading.
-        workers: Do the work.
-        expected: As of `stage`.
+        folder: The folder for temporary files.
+        log: Receives the counts and errors of parsing.
+        workers: The processes that parse and translate.
+        expected: See `stage`.
+
+    Returns:
+        The times in seconds.
 
     Raises:
         InputError: The reads cannot be used.
@@ -282,7 +289,7 @@ def _build_store(
             for segment in long_reads.add(result.output):
                 writer.add(segment)
         times.translate_s += time.perf_counter() - result_start_s
-        # workers spend their time side by side
+        # The workers run at the same time, so their seconds are divided by their number.
         times.chunk_s += result.chunk_s / spec.workers
         times.translate_s += result.translate_s / spec.workers
     times.chunk_s += log.cut_s + log.parse_s / spec.workers
@@ -304,7 +311,7 @@ def _build_store(
 def _translate_inputs(
     spec: StageSpec, inputs: Inputs, folder: Path, log: ParseLog, workers: Workers
 ) -> Iterator[BatchResult]:
-    """Read and translate all files: those with mates first, then the others."""
+    """Yield the translated batches of all files: first the pairs, then the single reads."""
     work = partial(translate_batch, model_length=spec.model_length, folder=folder)
     results = map_batches(workers, work, inputs.singles, log, block_bytes=BLOCK_BYTES)
     if not inputs.pairs:
@@ -320,13 +327,25 @@ class _LongReads:
     """Collects the parts of long reads, and translates each read when its last part is there."""
 
     def __init__(self, model_length: int, folder: Path, workers: Workers) -> None:
+        """Begin without a read.
+
+        Args:
+            model_length: Length of a chunk in bases.
+            folder: The folder for temporary files.
+            workers: The processes that translate.
+        """
         self._model_length = model_length
         self._folder = folder
         self._workers = workers
         self._is_ambiguous = False  # a part of the current read has other letters than A, C, G, T
 
     def add(self, long_part: LongPart) -> Iterator[Segment]:
-        """Take in the next part, and yield the segments of the read that it completes."""
+        """Add the next part of a long read.
+
+        Yields:
+            The translated segments of the read, if this is its last part. If the read is dropped,
+            its temporary file is removed and nothing is yielded.
+        """
         part = long_part.part
         if part.is_first:
             self._is_ambiguous = False
@@ -340,7 +359,10 @@ class _LongReads:
 
 
 def _require_reads(spec: StageSpec, inputs: Inputs, log: ParseLog) -> None:
-    """Raise an `InputError` if a pipe or a read group gave no reads."""
+    """Raise an `InputError` if there are no reads at all, and they came from a pipe or read group.
+
+    Regular files without reads are allowed.
+    """
     if log.n_reads > 0:
         return
     files = ", ".join(inputs.files)
@@ -368,7 +390,7 @@ def _require_good_records(log: ParseLog) -> None:
 def _summarize(
     spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, times: _StageTimes
 ) -> StageSummary:
-    """Describe the store that was just written."""
+    """Return the summary of the store that was just written."""
     store = OrfStore.open(out, check=False)
     n_pairs = 0
     if inputs.pairs:
@@ -394,14 +416,14 @@ def _summarize(
 def _require_same_reads(
     spec: StageSpec, inputs: Inputs, out: Path, fingerprint: str, expected: RunRecord | None
 ) -> None:
-    """Raise an error if the reads are not those of the run beside `out`.
+    """Raise an error if the reads differ from the reads of the run in the folder of `out`.
 
     Args:
-        spec: The settings now.
-        inputs: The files now.
+        spec: The current settings.
+        inputs: The current files.
         out: The store's file.
-        fingerprint: That of the reads now.
-        expected: The record of the run; None if there is none.
+        fingerprint: Fingerprint of the current reads.
+        expected: The record of the run, or None if there is no run.
 
     Raises:
         RunMismatchError: The message names the files and settings that differ.
@@ -441,7 +463,7 @@ def _changed_settings(spec: StageSpec, inputs: Inputs, expected: RunRecord) -> l
 def _duplicate_id_error(
     writer: StoreWriter, inputs: Inputs, log: ParseLog, duplicate: DuplicateId
 ) -> InputError:
-    """Describe a read whose id an earlier read has."""
+    """Return the error for a read whose id was already used by an earlier read."""
     read = writer.locate(duplicate.read)
     first_read = writer.locate(duplicate.first_read)
     spans = inputs.spans(log.reads_by_file)
@@ -456,7 +478,7 @@ def _duplicate_id_error(
 
 
 def _file_of_read(spans: list[ReadSpan], read: int, read_id: str) -> str:
-    """Return the file that holds a read; in two files of mates the id tells which."""
+    """Return the file that a read comes from. Of two files of mates, the end of the id decides."""
     for span in spans:
         if span.start <= read < span.end:
             return span.files[-1] if read_id.endswith("/2") else span.files[0]
@@ -464,9 +486,10 @@ def _file_of_read(spans: list[ReadSpan], read: int, read_id: str) -> str:
 
 
 def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary | None:
-    """Return the summary of the store that is there, if it can be used again.
+    """Return the summary of the store at `out` if it can be used again, otherwise None.
 
-    It can if the same files were staged with the same settings, and the store is intact.
+    It can be used again if the same files were staged with the same settings, and its checksum is
+    correct.
     """
     if not path_exists(out) or not all(can_be_read_twice(name) for name in inputs.files):
         return None
