@@ -40,7 +40,7 @@ class JoinedRows:
 
 @dataclass(slots=True)
 class Tally:
-    """What was counted over pairs of rows. Two tallies can be added."""
+    """Counts of agreeing and differing rows. Two tallies can be added."""
 
     in_both: int = 0
     only_in_a: int = 0
@@ -54,6 +54,7 @@ class Tally:
     are_scores_close: bool = True
 
     def __add__(self, other: "Tally") -> "Tally":
+        """Return the counts over the rows of both tallies."""
         return Tally(
             in_both=self.in_both + other.in_both,
             only_in_a=self.only_in_a + other.only_in_a,
@@ -69,19 +70,21 @@ class Tally:
 
 
 def _add_counts(a: Counter[str], b: Counter[str]) -> Counter[str]:
-    """Add two counters, and keep classes of which there is none, unlike `+` of counters."""
+    """Return the sums of two counters. Unlike `a + b`, classes with a count of 0 are kept."""
     total = a.copy()
     total.update(b)
     return total
 
 
 def agreement(pairs: Iterable[RowPair], tolerance: float) -> LabelAgreement:
-    """Join the rows of each pair by id, and count how many labels and scores agree.
+    """Join the rows of two results by id, and count how many labels and scores agree.
 
     Args:
-        pairs: Pieces of two results. A row's partner is in the same piece.
-        tolerance: Score differences up to this count as within tolerance. They are differences of
-            `score2`, where both sides have scores.
+        pairs: The two results in pieces. Rows with the same id are in the same piece.
+        tolerance: Differences of `score2` up to this number count as within tolerance.
+
+    Returns:
+        The counts. `score` is None if a side has no scores.
     """
     tally = Tally()
     for pair in pairs:
@@ -108,9 +111,10 @@ def agreement(pairs: Iterable[RowPair], tolerance: float) -> LabelAgreement:
 
 
 def join_rows(pair: RowPair) -> JoinedRows:
-    """Find the partner of each row by its id.
+    """Match the rows of both sides that have the same id.
 
-    Runs of the same reads have the same ids in the same order, so that is tried first.
+    Two runs over the same reads have the same ids in the same order. This usual case is checked
+    first, because it needs no search.
     """
     row_numbers = np.arange(len(pair.a))
     if np.array_equal(pair.a["id"].to_numpy(), pair.b["id"].to_numpy()):
@@ -127,7 +131,7 @@ def join_rows(pair: RowPair) -> JoinedRows:
 
 
 def _unique_ids(ids: "pd.Series[str]") -> "pd.Index[str]":
-    """Return ids that are unique: each repetition of an id gets its number."""
+    """Return an index of unique ids. The second row with an id becomes `id\\0` + "1", and so on."""
     if not ids.duplicated().any():
         return pd.Index(ids)
     repetition = ids.groupby(ids, sort=False).cumcount()  # 0 for the first row of an id
@@ -137,7 +141,7 @@ def _unique_ids(ids: "pd.Series[str]") -> "pd.Index[str]":
 
 
 def count_pair(joined: JoinedRows) -> Tally:
-    """Count labels and scores of joined rows."""
+    """Return the counts of equal labels and score differences of joined rows."""
     is_same_label = joined.a["virus"].to_numpy() == joined.b["virus"].to_numpy()
     # An id of one side only belongs to the class that it has there.
     all_rows = pd.concat([joined.a, joined.only_in_a, joined.only_in_b])
@@ -170,7 +174,7 @@ def count_pair(joined: JoinedRows) -> Tally:
 
 
 def _differing_examples(rows_of_a: pd.DataFrame) -> list[str]:
-    """Name a few ids whose labels differ, with what each side says."""
+    """Return a few ids whose labels differ, such as `r1_chunk_1: virus / others` for a / b."""
     examples = []
     for row in rows_of_a[:MAX_EXAMPLES].itertuples():
         labels = "virus / others" if row.virus else "others / virus"
@@ -179,7 +183,7 @@ def _differing_examples(rows_of_a: pd.DataFrame) -> list[str]:
 
 
 def _unpaired_examples(joined: JoinedRows) -> list[str]:
-    """Name a few ids that only one side has."""
+    """Return a few ids that only one side has, such as `r1_chunk_1: only in a`."""
     in_a = [f"{name}: only in a" for name in joined.only_in_a["id"][:MAX_EXAMPLES]]
     in_b = [f"{name}: only in b" for name in joined.only_in_b["id"][:MAX_EXAMPLES]]
     return in_a + in_b
@@ -188,15 +192,15 @@ def _unpaired_examples(joined: JoinedRows) -> list[str]:
 def _score_difference(
     differences: NDArray[np.float64], tolerance: float, *, allclose: bool
 ) -> ScoreDifference | None:
-    """Describe the differences of the scores.
+    """Return statistics of the differences of `score2`.
 
     Args:
         differences: Absolute differences of both scores [rows, 2].
-        tolerance: Differences up to this are within tolerance.
-        allclose: Whether all scores passed the strict test.
+        tolerance: Differences up to this number count as within tolerance.
+        allclose: All scores passed the strict test (`numpy.allclose`).
 
     Returns:
-        `None` if a score is no number: it cannot be near another.
+        The statistics, or None if any score is NaN.
     """
     if np.isnan(differences).any():
         return None
@@ -213,11 +217,15 @@ def _score_difference(
 
 
 def meets(comparison: Comparison, minimum: float) -> bool:
-    """Return whether every agreement that was computed reaches a minimum.
+    """Return whether the labels of frames and chunks agree often enough.
 
     Args:
-        comparison: Two results, compared. If nothing was compared, no minimum is reached.
-        minimum: A share, 0 to 1.
+        comparison: The comparison of two results.
+        minimum: The share of labels that must agree, 0 to 1.
+
+    Returns:
+        True if every agreement that was computed is at least `minimum`. False if nothing was
+        compared.
     """
     parts = [part for part in (comparison.frames, comparison.consensus) if part is not None]
     if not parts:

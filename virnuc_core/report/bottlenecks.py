@@ -107,9 +107,10 @@ class Loss:
 
 
 def stage_findings(run: RunMetrics | None) -> tuple[str, ...]:
-    """Return a sentence on each stage that the two rules point at, the largest share first.
+    """Return a sentence on each stage that takes much time or leaves a GPU idle.
 
-    Without a run, or without its total time, there is none.
+    The two rules are described at the top of this module. The stage with the largest share of the
+    time comes first. Without a run, or without its total time, the result is empty.
     """
     if run is None:
         return ()
@@ -145,14 +146,17 @@ def _gpu_percent(run: RunMetrics, stage: str) -> float | None:
 
 
 def _advice_for_busy_encoders(run: RunMetrics) -> str:
-    """Return what helps where the encoders do their work well."""
+    """Return the advice for a run whose encoders keep the GPUs busy."""
     if (run.total_s or 0.0) >= LONG_RUN_S:
         return LONG_RUN_ADVICE
     return SHORT_RUN_ADVICE
 
 
 def rank_losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
-    """Return every avoidable loss of time, the largest first. There is always at least one."""
+    """Return the avoidable losses of time of a run, the largest first.
+
+    If there is nothing to rank, the result is one entry that says why.
+    """
     if run is None or not run.total_s:
         return (Bottleneck(kind="unknown", detail="no run was timed", advice="run validate"),)
     seconds_of_row = {row: seconds for row, seconds in run.stages.items() if seconds}
@@ -179,7 +183,7 @@ def rank_losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
 
 
 def _loss_of_class(loss_class: LossClass, seconds_of_row: Mapping[str, float]) -> Loss:
-    """Add up the rows of the stage table that belong to one class of losses."""
+    """Return the loss of one class: the sum of the rows of the stage table that belong to it."""
     rows = [(seconds_of_row[row], row) for row in loss_class.rows if row in seconds_of_row]
     rows.sort(reverse=True)
     total_s = sum(seconds for seconds, _ in rows)
@@ -187,7 +191,8 @@ def _loss_of_class(loss_class: LossClass, seconds_of_row: Mapping[str, float]) -
     for seconds, row in rows:
         if seconds > MIN_RELEVANT_SHARE * total_s:
             parts.append(f"{row} {seconds:.1f} s")
-    # What passed while the reads were staged saves nothing, whichever of the two is removed.
+    # Staging and start-up run at the same time. Removing one of them alone does not save the time
+    # in which both run.
     hidden_s = 0.0
     if loss_class.kind in OVERLAPPING_CLASSES:
         hidden_s = seconds_of_row.get(OVERLAPPED, 0.0)
@@ -195,10 +200,10 @@ def _loss_of_class(loss_class: LossClass, seconds_of_row: Mapping[str, float]) -
 
 
 def _losses_of_computing(run: RunMetrics, seconds_of_row: Mapping[str, float]) -> tuple[Loss, Loss]:
-    """Return what devices lose while they compute: by their speed, and by empty token slots.
+    """Return two losses of time while devices compute: slow computing, and empty token slots.
 
-    The speed is held against the measured ceiling of the linear layers, or against full
-    utilisation if no ceiling was measured.
+    The speed is compared with the measured ceiling of the linear layers. If no ceiling was
+    measured, it is compared with a utilisation of 100 %.
     """
     idle_s = seconds_of_row.get(DEVICE_IDLE, 0.0)
     slow_s = idle_s
@@ -210,7 +215,7 @@ def _losses_of_computing(run: RunMetrics, seconds_of_row: Mapping[str, float]) -
         stage = GPU_STAGES[encoder.encoder]
         stage_s = seconds_of_row.get(stage, 0.0)
         packing = encoder.packing_efficiency or 1.0
-        speed = 1.0  # share of what is possible
+        speed = 1.0  # as a share of the possible speed
         gpu_percent = _gpu_percent(run, stage)
         if gpu_percent is not None:
             speed = gpu_percent / 100.0
@@ -223,6 +228,7 @@ def _losses_of_computing(run: RunMetrics, seconds_of_row: Mapping[str, float]) -
         empty_s += stage_s * (1.0 - packing)
         slow_s += stage_s * packing * max(0.0, 1.0 - speed)
 
+    # Slow computing is expected unless the larger part of the loss is a device that waits.
     are_encoders_busy = not is_any_gpu_idle and idle_s <= slow_s / 2
     advice = _advice_for_busy_encoders(run) if are_encoders_busy else IDLE_GPU_ADVICE
     slow = Loss(slow_s, "GPU compute", "; ".join(details), advice, is_expected=are_encoders_busy)

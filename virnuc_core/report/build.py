@@ -60,19 +60,22 @@ MAX_COMPARED_RUNS: Final = 100  # earlier runs that a validation keeps beside it
 
 
 def build_report(out: Path, profile: Profile) -> Report:
-    """Read what a validation left behind, and judge it by a profile.
+    """Compute the report of a validation from its files. No file is written.
 
-    It reads `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, where they are,
-    `regression.json`, `checkpoint_overhead.json`, `tuning.json` and `report/approval.json`. Runs on
-    N devices are judged by the largest N.
+    The files are `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, if they exist,
+    `regression.json`, `checkpoint_overhead.json`, `tuning.json` and `report/approval.json`. The run
+    on the largest number of devices is judged.
 
     Args:
         out: The validation's directory.
         profile: The thresholds.
+
+    Returns:
+        The report. A number whose file is missing is None, and its criterion is `not run`.
     """
     raw = RawFolder(out)
     record = raw.read(validation.ValidationRecord, RECORD)
-    # runs on more devices than the record has are of an earlier start
+    # Runs on more devices than the record names were left by an earlier start. They are ignored.
     max_devices = len(record.devices) if record is not None else 0
     runs = []
     for name in run_names(out, max_devices=max_devices):
@@ -123,7 +126,7 @@ def build_report(out: Path, profile: Profile) -> Report:
 
 
 def _comparability(raw: RawFolder, profile: Profile, runs: Sequence[RunMetrics]) -> Comparability:
-    """Check which runs may be compared with each other, and with a baseline measured here."""
+    """Find out which runs, and which measured baseline, may be compared with each other."""
     parts = [run.name for run in runs]
     has_summary = RunDir(raw.root / BASELINE).summary.is_file()
     if profile.baseline.source == "measured" and has_summary:
@@ -134,7 +137,7 @@ def _comparability(raw: RawFolder, profile: Profile, runs: Sequence[RunMetrics])
 def _comparable_baseline(
     raw: RawFolder, profile: Profile, run: RunMetrics | None, comparability: Comparability
 ) -> BaselineMetrics | None:
-    """Return the baseline, with a problem if the run may not be compared with it."""
+    """Return the baseline. If the run may not be compared with it, `problem` says why."""
     baseline = baseline_metrics(raw, profile, run)
     if baseline is None or run is None:
         return baseline
@@ -165,14 +168,14 @@ def _telemetry_of(raw: RawFolder, run: RunMetrics | None) -> NamedTelemetry | No
 
 
 def _comparable_history(file: RegressionFile) -> tuple[HistoryEntry, ...]:
-    """Return the earlier runs that are like this one, oldest first, and then this one."""
+    """Return the comparable earlier runs, oldest first, followed by the run of this report."""
     return (*earlier_runs(file.history, file.entry, COMPARABLE_FIELDS), file.entry)
 
 
 def _provenance(
     raw: RawFolder, record: validation.ValidationRecord | None, run: RunMetrics | None
 ) -> RunRecord:
-    """Return the validation's own record, with that of the run where it says nothing."""
+    """Return the record of the validation, completed with fields of the run's record."""
     run_record = None if run is None else raw.read(RunRecord, run.name, RECORD)
     own_fields = _set_fields(record)
     run_fields = _set_fields(run_record)
@@ -188,7 +191,7 @@ def _provenance(
 
 
 def _set_fields(record: RunRecord | None) -> dict[str, Any]:
-    """Return the fields of a record that say something; none without a record."""
+    """Return the fields of a record that differ from their defaults. None has no fields."""
     if record is None:
         return {}
     return record.model_dump(exclude_defaults=True)
@@ -197,7 +200,7 @@ def _set_fields(record: RunRecord | None) -> dict[str, Any]:
 def _remarks(
     raw: RawFolder, report: Report, comparability: Comparability
 ) -> dict[str, tuple[str, ...]]:
-    """Return the warnings and the notes of a report, a sentence each."""
+    """Return the fields `warnings` and `notes` of a report, each a tuple of sentences."""
     tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
     return {
         "warnings": warnings(
@@ -212,10 +215,11 @@ def _remarks(
 def _account_for_reads(
     raw: RawFolder, run: RunMetrics | None, record: validation.ValidationRecord | None
 ) -> Accounting | None:
-    """Count the reads of a run by fate and by remark.
+    """Count the lines of a run's reads.tsv by fate and by remark.
 
     Returns:
-        `None` if its reads.tsv is missing or cannot be read.
+        The counts, and whether they equal the counts in the run's summary. None if reads.tsv is
+        missing or cannot be read.
     """
     if run is None:
         return None
@@ -246,10 +250,11 @@ def _without_zeros(counts: Mapping[Any, int]) -> dict[Any, int]:
 
 
 def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | None:
-    """Return what the reviewer answered.
+    """Return the reviewer's answer on this validation.
 
     Returns:
-        `pending` if an answer was asked for and there is none; `None` if none was asked for.
+        The answer, with a mark if it is older than the judged run. `pending` if an answer is
+        required but was not given yet. None if no answer is required.
     """
     path = RunDir(raw.root).report / APPROVAL
     if not path.is_file():
@@ -296,10 +301,11 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
     """
     report = build_report(out, profile)
     if history is not None:
-        (out / REGRESSION).unlink(missing_ok=True)  # of an earlier run
+        (out / REGRESSION).unlink(missing_ok=True)  # it belongs to an earlier run
         entry = entry_of(report)
         if entry is not None:
-            # Appended first: lines that are damaged are then set aside, and warned of only once.
+            # Appending removes damaged lines from the history and warns about them. Reading the
+            # history afterwards does not warn again.
             append_history(history, entry)
             earlier = earlier_runs(read_history(history), entry)[-MAX_COMPARED_RUNS:]
             write(out / REGRESSION, RegressionFile(entry=entry, history=tuple(earlier)))
@@ -308,10 +314,18 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
 
 
 def rerender(out: Path) -> Report:
-    """Render a report again from its `report.json` and the reviewer's answer beside it alone.
+    """Write all forms of a report again, from its `report.json` and the reviewer's answer only.
+
+    Nothing is judged again.
 
     Args:
         out: The validation's directory.
+
+    Returns:
+        The report, with the current answer of the reviewer.
+
+    Raises:
+        InputError: `report.json` cannot be read.
     """
     report = read_report(RunDir(out).report / REPORT_JSON)
     approval_path = RunDir(out).report / APPROVAL

@@ -69,7 +69,7 @@ LABEL_WIDTH: Final = 14  # characters
 def charts(
     raw: RawFolder, run: RunMetrics | None, telemetry: Telemetry | None, profile: Profile
 ) -> Charts:
-    """Return all series of the judged run; what was not measured is empty.
+    """Return the data of all charts of the judged run. Data that was not measured is empty.
 
     Args:
         raw: The raw files of the validation.
@@ -96,7 +96,7 @@ def charts(
 
 
 def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | None:
-    """Return the numbers of a column of a table; `None` if there is no table, or no number."""
+    """Return the numbers in a column of a table. None if the table or all numbers are missing."""
     table = raw.attempt(path, lambda path: read_table(path, {column: "float64"}))
     if table is None:
         return None
@@ -105,20 +105,22 @@ def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | No
 
 
 def _length_histogram(lengths: NDArray[np.float64]) -> Histogram:
-    """Count reads by length, in bins of whole bases over their range."""
+    """Return the number of reads by length, in at most about `MAX_LENGTH_BINS` equal bins."""
     shortest = int(lengths.min())
     longest = int(lengths.max())
     num_lengths = longest - shortest + 1
+    # Division rounded up: the width of a bin in whole bases.
     width = max(1, -(-num_lengths // MAX_LENGTH_BINS))
     return _histogram(lengths, np.arange(shortest, longest + width + 1, width))
 
 
 def _score_histogram(scores: NDArray[np.float64]) -> Histogram:
-    """Count rows by score, from 0 to 1."""
+    """Return the number of rows by score, in equal bins from 0 to 1."""
     return _histogram(scores, np.linspace(0.0, 1.0, SCORE_EDGES))
 
 
 def _histogram(values: NDArray[np.float64], edges: NDArray[Any]) -> Histogram:
+    """Return the number of values between neighbouring edges."""
     counts, _ = np.histogram(values, edges)
     return Histogram(edges=tuple(np.round(edges, 6).tolist()), counts=tuple(counts.tolist()))
 
@@ -136,7 +138,10 @@ def _utilisation_lines(telemetry: Telemetry) -> tuple[Line, ...]:
 
 
 def _throughput_line(telemetry: Telemetry, window_s: float) -> Line | None:
-    """Return the tokens per second over the run; short runs have shorter windows."""
+    """Return the tokens per second over the run, one point per time window.
+
+    A window lasts `window_s` seconds or, in a short run, a twentieth of the run.
+    """
     span = embedding_span(telemetry.batches)
     if span is None:
         return None
@@ -149,7 +154,10 @@ def _throughput_line(telemetry: Telemetry, window_s: float) -> Line | None:
 
 
 def _thin(label: str, x: "pd.Series[float]", y: "pd.Series[float]") -> Line:
-    """Return means over at most `MAX_POINTS` parts of equal count; unknown ones are `None`."""
+    """Reduce a line to at most `MAX_POINTS` points. Each is the mean of equally many points.
+
+    A point without a known value is None.
+    """
     num_points = min(MAX_POINTS, len(x))
     rows = np.arange(len(x))
     sizes = [len(part) for part in np.array_split(rows, num_points)]
@@ -163,9 +171,9 @@ def _thin(label: str, x: "pd.Series[float]", y: "pd.Series[float]") -> Line:
 
 
 def _stage_bars(telemetry: Telemetry) -> tuple[Bar, ...]:
-    """Return when each stage ran, in seconds since the run's start; encoders by device.
+    """Return a bar for each stage, from its start to its end in seconds since the run's start.
 
-    Rows of the stage table without a start and an end have no bar.
+    The two encoders have a bar for each device. Stages without a start and an end have none.
     """
     bars = []
     for stage in telemetry.stages:
@@ -182,7 +190,7 @@ def _stage_bars(telemetry: Telemetry) -> tuple[Bar, ...]:
 
 
 def _bar(label: str, start_s: float | None, end_s: float | None, origin_s: float) -> Bar | None:
-    """Return a bar; `None` if its start or end is not known, or the clock ran backwards."""
+    """Return a bar, or None if its start or end is unknown, or it would end before it starts."""
     if start_s is None or end_s is None or start_s > end_s:
         return None
     return Bar(label=label, start_s=start_s - origin_s, end_s=end_s - origin_s)
@@ -201,7 +209,7 @@ class Chart:
 
 
 def all_charts(report: Report) -> list[Chart]:
-    """Return every chart there is data for."""
+    """Return the charts of a report. A chart without data is left out."""
     series = report.charts
     utilisation = tuple(line for line in series.utilisation if any(_known_values(line)))
     throughput = () if series.throughput is None else (series.throughput,)
@@ -247,14 +255,22 @@ def all_charts(report: Report) -> list[Chart]:
 
 
 def _known_values(line: Line) -> list[bool]:
-    """Return for each point of a line whether its value is known."""
+    """Return one flag per point of a line: its value is known."""
     return [value is not None for value in line.y]
 
 
 def _chart(
     title: str, description: str, draw: Callable[..., float], data: object, *options: object
 ) -> Chart | None:
-    """Return a chart of data; `None` without data."""
+    """Return a chart, or None if there is no data to draw.
+
+    Args:
+        title: Title of the chart.
+        description: Text for people who cannot see the chart.
+        draw: Function that draws the data, see `_svg`.
+        data: The data, whose type `draw` knows.
+        options: Further arguments of `draw`.
+    """
     if not data:
         return None
     return Chart(title, description, _svg(draw, data, *options))
@@ -262,11 +278,12 @@ def _chart(
 
 @lru_cache(maxsize=32)  # drawing is pure and slow, and a report is rendered several times
 def _svg(draw: Callable[..., float], data: object, *options: object) -> str:
-    """Draw something as SVG.
+    """Return a drawing as the text of an SVG image.
 
     Args:
-        draw: Draws `data` on axes, with `options`, and returns the height of the figure in inches.
-        data: What is drawn.
+        draw: Function that draws `data` on matplotlib axes, and returns the height in inches that
+            the figure needs.
+        data: The data to draw. It must be hashable.
         options: Further arguments of `draw`.
     """
     import matplotlib as mpl
@@ -274,7 +291,7 @@ def _svg(draw: Callable[..., float], data: object, *options: object) -> str:
     from matplotlib.figure import Figure
 
     with mpl.rc_context(fname=Path(__file__).parent / "templates" / "charts.mplstyle"):
-        # narrow, so that letters stay readable on a phone
+        # The figure is narrow so that its letters stay readable on a phone.
         figure = Figure(figsize=(4.8, 4.8), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
@@ -287,16 +304,19 @@ def _svg(draw: Callable[..., float], data: object, *options: object) -> str:
 
 
 def _scale_from_zero(axes: "Axes", values: Iterable[float | None]) -> None:
-    """Let the y axis begin at 0 and end a little above the highest value."""
+    """Set the y axis to begin at 0 and to end a little above the highest value."""
     highest = max((value or 0.0 for value in values), default=0.0)
-    axes.set_ylim(0, 1.08 * highest or 1.0)
+    axes.set_ylim(0, 1.08 * highest or 1.0)  # an axis from 0 to 0 cannot be drawn
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
 def _draw_lines(axes: "Axes", lines: Sequence[Line], unit: str) -> float:
-    """Draw values over the seconds of a run.
+    """Draw one or several lines over the seconds of a run.
 
-    Of percentages there is one line for each device, with its name, and a grey one for the CPU.
+    Percentages have one line per device with its name in the legend, and a grey line for the CPU.
+
+    Returns:
+        The height of the figure in inches.
     """
     is_percent = unit == "percent"
     for place, line in enumerate(lines):
@@ -330,7 +350,11 @@ def _draw_lines(axes: "Axes", lines: Sequence[Line], unit: str) -> float:
 
 
 def _draw_gantt(axes: "Axes", bars: tuple[Bar, ...]) -> float:
-    """Draw one line for each stage, from its start to its end."""
+    """Draw a horizontal bar for each stage, from its start to its end.
+
+    Returns:
+        The height of the figure in inches.
+    """
     labels = list(dict.fromkeys(bar.label for bar in bars))
     for bar in bars:
         axes.barh(
@@ -349,7 +373,7 @@ def _draw_gantt(axes: "Axes", bars: tuple[Bar, ...]) -> float:
 
 
 def _stage_colour(label: str) -> str:
-    """Return the colour of a stage: the encoders have one of their own."""
+    """Return the colour of a stage's bar: blue and orange for the encoders, grey for all others."""
     if PROTEIN.title in label:
         return BLUE
     if DNA.title in label:
@@ -365,13 +389,16 @@ def _draw_scaling(
     Args:
         axes: Where to draw.
         figures: The measurements on more than one device.
-        bands: Number of devices with the lowest and the highest expected speed-up.
+        bands: For each number of devices: the number, the lowest and the highest expected speed-up.
+
+    Returns:
+        The height of the figure in inches.
     """
     counts = [1] + [figure.num_gpus for figure in figures]
     speedups = [1.0] + [figure.speedup for figure in figures]
     most_devices = max(counts)
     axes.plot([1, most_devices], [1, most_devices], "--", color=GREY, linewidth=1, label="ideal")
-    label: str | None = "expected"  # of the first band alone, as the legend needs it once
+    label: str | None = "expected"  # only the first band has a label: one entry in the legend
     for num_devices, low, high in bands:
         if num_devices > counts[-1]:
             continue
@@ -405,7 +432,11 @@ def _draw_scaling(
 
 
 def _draw_queue(axes: "Axes", queue: QueueShares) -> float:
-    """Draw the shares of batches by how ready they were, one after the other."""
+    """Draw one bar with the shares of batches that were ready in time, just in time, or late.
+
+    Returns:
+        The height of the figure in inches.
+    """
     left_edge = 0.0
     states = (
         ("full", queue.full, GREEN),
@@ -423,20 +454,28 @@ def _draw_queue(axes: "Axes", queue: QueueShares) -> float:
 
 
 def _draw_histogram(axes: "Axes", histogram: Histogram, xlabel: str, ylabel: str) -> float:
-    """Draw counts between edges. Return the height that the picture needs, in inches."""
+    """Draw a histogram.
+
+    Returns:
+        The height of the figure in inches.
+    """
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.stairs(histogram.counts, histogram.edges, fill=True, color=BLUE)
     _scale_from_zero(axes, histogram.counts)
-    if len(histogram.counts) == 1:  # one bar would fill the width and say nothing
+    if len(histogram.counts) == 1:  # a single bar would otherwise fill the whole width
         axes.set_xlim(histogram.edges[0] - BAR_MARGIN, histogram.edges[1] + BAR_MARGIN)
     return 2.2
 
 
 def _draw_history(axes: "Axes", entries: tuple[HistoryEntry, ...]) -> float:
-    """Draw the times of past runs, with date and commit at four of them."""
+    """Draw the total times of earlier runs. About four points are labelled with date and commit.
+
+    Returns:
+        The height of the figure in inches.
+    """
     totals_s = [entry.total_s or 0.0 for entry in entries]
     axes.plot(range(len(entries)), totals_s, "o-", color=BLUE)
-    step = -(-len(entries) // 4)
+    step = -(-len(entries) // 4)  # division rounded up
     places = list(range(0, len(entries), step))
     axes.set_xticks(places, [_entry_label(entries[place]) for place in places])
     _scale_from_zero(axes, totals_s)
@@ -445,7 +484,7 @@ def _draw_history(axes: "Axes", entries: tuple[HistoryEntry, ...]) -> float:
 
 
 def _entry_label(entry: HistoryEntry) -> str:
-    """Return the date and the commit of a past run."""
+    """Return the date and the short commit of an earlier run, on two lines."""
     date = entry.created[:10]
     commit = entry.commit[:7]
     return f"{date}\n{commit}"

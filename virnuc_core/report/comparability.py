@@ -1,4 +1,4 @@
-"""Which parts of a validation may be compared: those made from the same reads and weights."""
+"""Decide which parts of a validation may be compared: those with the same reads and weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Comparability:
     reasons: Mapping[frozenset[str], str]
 
     def refusal(self, part: str, others: Iterable[str]) -> str:
-        """Say why a part may not be compared with one of the others, or nothing if it may."""
+        """Return why a part may not be compared with one of the others, or an empty string."""
         for other in others:
             reason = self.reasons.get(frozenset((part, other)))
             if reason:
@@ -38,7 +38,7 @@ class Comparability:
 
 
 def check_comparability(raw: RawFolder, parts: Sequence[str]) -> Comparability:
-    """Find the pairs of parts that may not be compared, by what their `run.json` say.
+    """Find the pairs of parts that may not be compared. The `run.json` of each part decides.
 
     Args:
         raw: The validation's files.
@@ -59,7 +59,9 @@ def check_comparability(raw: RawFolder, parts: Sequence[str]) -> Comparability:
 def _why_not_comparable(
     a: str, identity_a: Mapping[str, str], b: str, identity_b: Mapping[str, str]
 ) -> str:
-    """Say in what two parts differ, or what one of them does not tell; nothing if they agree.
+    """Return why two parts may not be compared, or an empty string if they may.
+
+    They may not if a fingerprint differs, or if one of them does not record a fingerprint.
 
     Args:
         a: The name of the first part.

@@ -50,8 +50,8 @@ def compare_runs(
 ) -> tuple[Comparison, ...]:
     """Compare the runs of a validation, and write `comparison.json`.
 
-    Each run is compared with the baseline, if that left results, and with the first run. The last
-    run is compared with what was embedded in fp32.
+    Each run is compared with the first run and, if the baseline has results, with the baseline.
+    The last run is also compared with the sequences that were embedded in fp32.
 
     Args:
         out: The validation's directory.
@@ -81,7 +81,7 @@ def compare_runs(
 
 
 def compared_sides(out: Path, names: Sequence[str]) -> list[Sides]:
-    """Return what a validation compares of its runs, in the order of `comparison.json`."""
+    """Return the pairs of results that a validation compares, in the order of `comparison.json`."""
     sides = []
     baseline = RunDir(out / BASELINE)
     if baseline.predictions.is_file() or baseline.consensus.is_file():
@@ -110,8 +110,8 @@ def compare(
         tolerance: Score differences up to this are within tolerance.
         mode: What to compare. The consensus is derived from the frames if a side has no consensus
             file.
-        subset_of_a: Side a covers a subset of the reads, which may have been staged on its own.
-            Side b is cut to those reads first.
+        subset_of_a: Side a covers a subset of the reads only. The same reads of side b are
+            selected first, and the fingerprints of the reads may differ.
         bits: Compare the bytes of all files, too.
         embeddings: Compare the embeddings of the sequences that both run directories have, too.
 
@@ -155,7 +155,7 @@ def compare(
 
 
 def _record_of(run: RunDir) -> RunRecord:
-    """Return the record of a run; an empty one if there is none."""
+    """Return the record of a run, or a record without fingerprints if the run has none."""
     if run.record.is_file():
         return read(run.record, RunRecord)
     return RunRecord(fingerprints={})
@@ -164,7 +164,7 @@ def _record_of(run: RunDir) -> RunRecord:
 def _require_same_job(
     a: str, record_a: RunRecord, b: str, record_b: RunRecord, ignored: set[str]
 ) -> None:
-    """Raise an error if the records of two results say that they may not be compared.
+    """Raise an error if two results are of different classifiers, model lengths or reads.
 
     Args:
         a: The name of the first result.
@@ -188,7 +188,7 @@ def _require_same_job(
 
 
 def _reads_of_side(run: RunDir, files: dict[Part, Path]) -> set[str]:
-    """Return the reads that a result covers: those of its table of reads, or of its rows."""
+    """Return the ids of the reads in a result, from its reads.tsv or else from its rows."""
     if run.reads_table.is_file():
         return set(read_table(run.reads_table, {"id": "str"})["id"])
     first_file = next(iter(files.values()))
@@ -199,17 +199,21 @@ def _reads_of_side(run: RunDir, files: dict[Part, Path]) -> set[str]:
 
 
 def _read_ids(rows: pd.DataFrame) -> "pd.Series[str]":
-    """Return the read of each row.
+    """Return the id of the read of each row.
 
-    The id of a chunk is that of its read and `_chunk_<n>`; a frame has two more letters.
+    A chunk of the read `r1` has the id `r1_chunk_2`, and a frame of this chunk `r1_chunk_2F1`.
     """
     return rows["id"].str.replace(r"_chunk_\d+(?:[FR]\d)?$", "", regex=True)
 
 
 def _rows_of(files: dict[Part, Path], part: Part) -> Tables | None:
-    """Return the rows of a result piece by piece, or `None` if it has none of this kind.
+    """Return an iterator over the rows of a result, or None if the result has no such rows.
 
-    A consensus for which there is no file is derived from the frames.
+    If there is no file with the consensus of the chunks, it is computed from the frames.
+
+    Args:
+        files: The files of the result.
+        part: `frames` or `consensus`.
     """
     if part in files:
         return iterate_results(files[part])
@@ -219,20 +223,20 @@ def _rows_of(files: dict[Part, Path], part: Part) -> Tables | None:
 
 
 def _whole(pieces: Tables) -> Tables:
-    """Put the pieces of a result together as one."""
+    """Return an iterator over one piece with the rows of all pieces."""
     return iter([pd.concat(pieces, ignore_index=True)])
 
 
 def _of_reads(pieces: Tables, reads: set[str]) -> Tables:
-    """Return the rows of these reads, as one piece."""
+    """Return an iterator over one piece with the rows of the given reads."""
     return _whole(rows[_read_ids(rows).isin(reads)] for rows in pieces)
 
 
 def _pair_up(pieces_a: Tables, pieces_b: Tables) -> Iterator[RowPair]:
-    """Pair up the rows of two results so that the partner of each row is in the same pair.
+    """Yield pieces of two results such that rows with the same id are in the same piece.
 
-    Pieces are paired as long as the same ids stand on the same lines. From then on the rest of
-    both makes one pair.
+    As long as both results have the same ids on the same lines, their pieces are yielded one by
+    one. After the first difference, all remaining rows of both are yielded as one large piece.
     """
     rows_a = next(pieces_a)
     rows_b = next(pieces_b)
@@ -250,7 +254,9 @@ def _pair_up(pieces_a: Tables, pieces_b: Tables) -> Iterator[RowPair]:
 def compare_bytes(a: Path, b: Path) -> BitwiseEquality:
     """Compare the result files and the shards of two runs byte for byte.
 
-    Two runs without a file, or without a shard in common, are not identical.
+    Returns:
+        The number of compared files and the names of those that differ. `identical` is false if
+        the runs have no result file or no shard in common.
     """
     run_a = RunDir(a)
     run_b = RunDir(b)

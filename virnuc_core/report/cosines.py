@@ -42,17 +42,18 @@ class SharedRows:
 def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats, ...]:
     """Compare the embeddings of each sequence that both runs have.
 
-    Both embeddings are less the mean embedding of `a`. Failed rows (NaN) are left out.
+    The mean embedding of run `a` is subtracted from the embeddings of both runs. Failed rows (NaN)
+    are left out.
 
     Args:
         a: A run directory.
         b: Another one.
-        dna_width: How many of the columns are the DNA encoder's. If it is given, each encoder is
-            compared by itself.
+        dna_width: Number of columns of the DNA encoder. If it is given, the encoders are compared
+            separately.
 
     Returns:
-        A record for each encoder, or for both together. It is empty if there are no embeddings, or
-        no sequence in common.
+        Statistics for each encoder, or for both together. Empty if a run has no embeddings, or the
+        runs have no sequence in common.
 
     Raises:
         InputError: Embeddings cannot be read.
@@ -85,12 +86,14 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
 def _cosines_of_parts(
     a: RunDir, b: RunDir, file_a: h5py.File, file_b: h5py.File, dna_width: int | None
 ) -> dict[str, NDArray[np.float64]]:
-    """Return the centred cosine of each shared sequence by part of the columns.
+    """Return the centred cosine of each shared sequence.
 
-    The rows are read block by block, first for the mean of `a`, and then for the cosines.
+    The files may be larger than the memory, so the rows are read in blocks: once for the mean of
+    `a`, and once for the cosines.
 
     Returns:
-        Cosines [sequences]; NaN for a sequence that failed in one of the runs.
+        Cosines [sequences] by encoder, or under `joined` for all columns. NaN for a sequence that
+        failed in one of the runs.
     """
     table_a = file_a["embeddings"]
     table_b = file_b["embeddings"]
@@ -126,7 +129,7 @@ def _cosines_of_parts(
 def _write_cosines(
     a: NDArray[np.float64], b: NDArray[np.float64], out: NDArray[np.float64]
 ) -> None:
-    """Write the cosine of each row of `a` and `b` to `out`, except for rows of length 0."""
+    """Write the cosine of each row of `a` and `b` to `out`. Rows with a zero vector are skipped."""
     dot_products = np.einsum("ij,ij->i", a, b)
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     np.divide(dot_products, lengths, out=out, where=lengths > 0)
@@ -134,10 +137,11 @@ def _write_cosines(
 
 @contextmanager
 def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5py.File]]:
-    """Open two embeddings files, and make sure that every row of them can be read.
+    """Open two embeddings files and all shards that they refer to.
 
-    An embeddings file shows the rows of many shards. HDF5 gives infinity for rows of a shard that
-    it cannot open, so all shards are opened here and held open, as many as the system allows.
+    The dataset of an embeddings file is virtual: its rows are stored in many shards. For a shard
+    that it cannot open, HDF5 returns infinity without an error. So all shards are opened here and
+    stay open, which may need a higher limit on open files; the limit is raised meanwhile.
 
     Raises:
         InputError: A shard is missing or damaged, or this process may not open so many files.
@@ -182,7 +186,7 @@ def _open_hdf5(path: Path) -> h5py.File:
 
 
 def _shards_of(path: Path, file: h5py.File) -> list[Path]:
-    """Return the files of the shards whose rows an embeddings file shows."""
+    """Return the paths of the shards that an embeddings file refers to."""
     table = file["embeddings"]
     if not table.is_virtual:
         return []
@@ -190,10 +194,10 @@ def _shards_of(path: Path, file: h5py.File) -> list[Path]:
 
 
 def _shared_rows(a: RunDir, b: RunDir, file_a: h5py.File, file_b: h5py.File) -> SharedRows:
-    """Find the rows that are of the same sequences.
+    """Find the rows of two embeddings files that belong to the same sequences.
 
-    Sequences have the same numbers if the reads are the same. Otherwise they are found by their
-    content.
+    If both runs have the same reads, their sequences have the same numbers. Otherwise sequences are
+    matched by their letters.
     """
     record_a = _record_of(a)
     record_b = _record_of(b)
@@ -208,7 +212,7 @@ def _shared_rows(a: RunDir, b: RunDir, file_a: h5py.File, file_b: h5py.File) -> 
 
 
 def _record_of(run: RunDir) -> RunRecord:
-    """Return the record of a run; an empty one if there is none."""
+    """Return the record of a run, or a record without fingerprints if the run has none."""
     if run.record.is_file():
         return read(run.record, RunRecord)
     return RunRecord(fingerprints={})
@@ -222,7 +226,7 @@ def _sequence_numbers(file: h5py.File) -> Any:
 
 
 def _sequences(run: RunDir, record: RunRecord, numbers: list[int]) -> list[bytes]:
-    """Return the DNA and protein of the sequences with these numbers."""
+    """Return DNA and protein of the sequences with these numbers, separated by a blank."""
     store = OrfStore.open(run.root / record.store)
     dna = store.dna(0, store.n_uniques)
     protein = store.protein(0, store.n_uniques)
@@ -230,6 +234,6 @@ def _sequences(run: RunDir, record: RunRecord, numbers: list[int]) -> list[bytes
 
 
 def _read_rows(table: h5py.Dataset, rows: RowNumbers) -> NDArray[np.float64]:
-    """Read these rows of a table, in the stretches that they form."""
+    """Return the given rows of a table. Consecutive rows are read together."""
     stretches = [table[start:end] for start, end in slices(rows)]
     return np.concatenate([np.asarray(stretch, dtype=np.float64) for stretch in stretches])

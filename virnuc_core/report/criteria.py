@@ -66,7 +66,16 @@ class CriterionSpec:
 
 
 def _measure_time(report: Report, run: RunMetrics | None, n_devices: int) -> Finding:
-    """Return the total time of a run, also projected to the reads that the target speaks of."""
+    """Return the total time of a run.
+
+    The target is for a certain number of reads. If the run had fewer, the time is projected to that
+    number, and the finding says so.
+
+    Args:
+        report: The report with all figures.
+        run: The run, or None if there was none.
+        n_devices: Number of devices that the criterion is about.
+    """
     if run is None:
         plural = "" if n_devices == 1 else "s"
         return Finding(not_measured=f"there was no run on {n_devices} device{plural}")
@@ -159,7 +168,10 @@ SCALING: Final = CriterionSpec(
 
 
 def measure_speedup(report: Report, run: RunMetrics | None) -> Finding:
-    """Return how many times faster the run was than the baseline."""
+    """Return how many times faster the run was than the baseline.
+
+    The finding says why the two times cannot be compared, if they cannot.
+    """
     if run is None:
         return Finding(not_measured="there was no run")
     baseline = report.baseline
@@ -170,8 +182,8 @@ def measure_speedup(report: Report, run: RunMetrics | None) -> Finding:
     if baseline.seconds and run.total_s and not run.stopped_at_limit:
         value = baseline.seconds / run.total_s
 
-    # The models of the devices must agree, not their number: that the baseline cannot use all
-    # devices belongs to what is measured.
+    # Both must have run on devices of the same model. Their number may differ: the baseline is
+    # slower also because it cannot use several devices.
     run_models = {short_name(device) for device in run.devices}
     is_same_kind = bool(run.devices) and set(baseline.models) == run_models
     problem = run.untimed
@@ -206,8 +218,8 @@ def measure_consensus(report: Report, run: RunMetrics | None) -> Finding:
     """Return the lowest agreement of chunk labels with the baseline over the runs, in percent."""
     if run is None:
         return Finding(not_measured="there was no run")
-    run_names = {one.name for one in report.runs}
-    with_baseline = [one for one in report.comparisons if one.a == BASELINE]
+    run_names = {report_run.name for report_run in report.runs}
+    with_baseline = [pair for pair in report.comparisons if pair.a == BASELINE]
     agreements = {}
     for comparison in with_baseline:
         if comparison.b in run_names and comparison.consensus is not None:
@@ -225,7 +237,7 @@ def measure_consensus(report: Report, run: RunMetrics | None) -> Finding:
         not_measured = f"{n_chunks:,} chunks compared; the profile needs {min_chunks:,}"
 
     remark = ""
-    subset_sizes = [one.subset_reads for one in with_baseline if one.subset_reads is not None]
+    subset_sizes = [pair.subset_reads for pair in with_baseline if pair.subset_reads is not None]
     if subset_sizes and subset_sizes[0]:
         n_reads = subset_sizes[0]
         remark = f"over the {n_reads:,} reads that the baseline ran on and that have a row"
@@ -283,7 +295,10 @@ GPU_UTILISATION: Final = CriterionSpec(
 
 
 def measure_packing(_: Report, run: RunMetrics | None) -> Finding:
-    """Return which share of the launched token slots held a token, in percent."""
+    """Return the share of the launched token slots that held a token, in percent.
+
+    A batch has a fixed number of slots. Slots without a token are computed in vain.
+    """
     if run is None or run.telemetry is None:
         return Finding(not_measured=NO_TELEMETRY)
     telemetry = run.telemetry
@@ -308,7 +323,7 @@ PACKING: Final = CriterionSpec(
 
 
 def measure_starved_share(_: Report, run: RunMetrics | None) -> Finding:
-    """Return which share of the batches the GPU had to wait for, in percent."""
+    """Return the share of the batches for which the GPU had to wait, in percent."""
     if run is None or run.telemetry is None or run.telemetry.queue is None:
         return Finding(not_measured="there is no telemetry of batches")
     return Finding(100.0 * run.telemetry.queue.starved, run.telemetry.batches)
@@ -326,7 +341,10 @@ STARVED_SHARE: Final = CriterionSpec(
 
 
 def measure_checkpoint_overhead(report: Report, _: RunMetrics | None) -> Finding:
-    """Return which share of the tokens per second the commits cost, in percent."""
+    """Return by how much commits reduce the tokens per second, in percent.
+
+    A commit writes a finished shard to the disk.
+    """
     overhead = report.overhead
     if overhead is None:
         return Finding(not_measured="no pair of runs with and without commits")
@@ -354,7 +372,7 @@ CHECKPOINT_OVERHEAD: Final = CriterionSpec(
 
 
 def measure_device_time_spread(_: Report, run: RunMetrics | None) -> Finding:
-    """Return how much less the least busy device worked than the busiest, in percent."""
+    """Return the difference in busy time between the most and the least busy device, in percent."""
     telemetry = None if run is None else run.telemetry
     if run is None or telemetry is None or telemetry.device_time_spread is None:
         reason = "there was no run on more than one device, or its telemetry is missing"
@@ -388,7 +406,7 @@ def _cosines_to_fp32(report: Report) -> list[CosineStats]:
 
 
 def measure_centred_worst(report: Report, _: RunMetrics | None) -> Finding:
-    """Return the least centred cosine of a sequence to its embedding in fp32."""
+    """Return the lowest centred cosine between a sequence's embedding and its embedding in fp32."""
     cosines = _cosines_to_fp32(report)
     if not cosines:
         return Finding(not_measured=NO_EXACT_RUN)
@@ -411,7 +429,7 @@ CENTRED_WORST: Final = CriterionSpec(
 
 
 def measure_centred_mean(report: Report, _: RunMetrics | None) -> Finding:
-    """Return the mean centred cosine to the embeddings in fp32, of the encoder with the lower."""
+    """Return the mean centred cosine to the embeddings in fp32. The lower of both encoders counts."""
     cosines = _cosines_to_fp32(report)
     if not cosines:
         return Finding(not_measured=NO_EXACT_RUN)
@@ -434,12 +452,12 @@ CENTRED_MEAN: Final = CriterionSpec(
 
 
 def measure_verdicts_held(report: Report, _: RunMetrics | None) -> Finding:
-    """Return which share of the chunks has the label that fp32 gives it, in percent.
+    """Return the share of the chunks that have the same label as in fp32, in percent.
 
-    The share fails only if the whole confidence interval lies below the target, and it is judged
-    only on a sample that could show the target.
+    The criterion fails only if the whole 95 % confidence interval is below the target. It is not
+    judged if the sample is too small to show that the target is met.
     """
-    with_fp32 = (one for one in report.comparisons if one.a == EXACT_FILES)
+    with_fp32 = (pair for pair in report.comparisons if pair.a == EXACT_FILES)
     comparison = next(with_fp32, None)
     consensus = None if comparison is None else comparison.consensus
     if consensus is None or consensus.agreement is None:
@@ -478,7 +496,7 @@ VERDICTS_HELD: Final = CriterionSpec(
 
 
 def measure_same_bytes(report: Report, _: RunMetrics | None) -> Finding:
-    """Return 1 if each run's files equal those of the one-device run byte for byte, else 0."""
+    """Return 1 if the files of all runs equal those of the one-device run byte for byte, else 0."""
     run_names = {run.name for run in report.runs}
     equalities: dict[str, BitwiseEquality] = {}
     for comparison in report.comparisons:
@@ -493,7 +511,9 @@ def measure_same_bytes(report: Report, _: RunMetrics | None) -> Finding:
         names = ", ".join(missing)
         return Finding(not_measured=f"{names} not compared bit for bit with a run on one device")
 
-    n_compared = sum(one.files_compared + one.shards_compared for one in equalities.values())
+    n_compared = 0
+    for equality in equalities.values():
+        n_compared += equality.files_compared + equality.shards_compared
     models = {device.name for run in report.runs for device in run.devices}
     if len(models) > 1:
         reason = "devices of different models need not agree bit for bit"

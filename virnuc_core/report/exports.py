@@ -59,10 +59,10 @@ class ExportFiles:
 
 
 def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[Path, ...]:
-    """Write what other tools read of a finished run.
+    """Write the results of a finished run in formats of other tools.
 
-    These are `virnuc_*_mqc.json` for MultiQC, both tables of Kraken under nf-core's names, and
-    `contigs.tsv`.
+    The files are `virnuc_*_mqc.json` for MultiQC, the two tables of Kraken with the names that
+    nf-core uses, and `contigs.tsv`.
 
     Args:
         run: The run directory.
@@ -99,7 +99,10 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
 
 
 def _export_files(out: Path, sample: str, sections: Mapping[str, object]) -> ExportFiles:
-    """Return the files of an export; the sample's name loses what no file name should have."""
+    """Return the paths of an export's files.
+
+    In the name of the sample, characters other than letters, digits, `.`, `_` and `-` become `_`.
+    """
     stem = re.sub(r"[^\w.-]", "_", sample)
     return ExportFiles(
         contigs=out / "contigs.tsv",
@@ -113,10 +116,10 @@ def _export_files(out: Path, sample: str, sections: Mapping[str, object]) -> Exp
 
 
 def _write_kraken_reads(run: RunDir, path: Path) -> NDArray[np.int64]:
-    """Write Kraken's table of reads.
+    """Write Kraken's table of reads: one line per read, classified (C) if the read is viral.
 
     Returns:
-        How many reads have a viral score in each of `SCORE_BINS` bins from 0 to 1.
+        The number of reads by viral score, in `SCORE_BINS` equal bins from 0 to 1.
     """
     score_counts = np.zeros(SCORE_BINS, np.int64)
     columns = dict.fromkeys(READ_COLUMNS, "str")
@@ -139,7 +142,7 @@ def _write_kraken_reads(run: RunDir, path: Path) -> NDArray[np.int64]:
 
 
 def _write_kraken_report(path: Path, *, num_reads: int, num_viral: int) -> None:
-    """Write Kraken's table of taxa: what is unclassified, the root, and the viruses."""
+    """Write Kraken's table of taxa with three lines: unclassified, root and viruses."""
     num_others = num_reads - num_viral
     in_clade = np.array([num_others, num_viral, num_viral])
     in_taxon = np.array([num_others, 0, num_viral])
@@ -178,7 +181,7 @@ def _multiqc_data(
 
 
 def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
-    """Write `contigs.tsv`: each read of several chunks with the vote of its chunks."""
+    """Write `contigs.tsv`: one line per read of several chunks, with the vote of its chunks."""
     store = store_of(run, read_record(run))
     scores, has_failed = read_scores(run)
     with atomic_file(path) as table:
@@ -212,7 +215,10 @@ def _pieces(num_reads: int) -> Iterator[slice]:
 def _frame_scores(
     store: OrfStore, reads: slice, scores: NDArray[np.float32], has_failed: NDArray[np.bool_]
 ) -> pd.DataFrame:
-    """Return read (from 0 within the piece), chunk and scores of each open frame of some reads.
+    """Return a table of the open frames of some reads.
+
+    Its columns are the read (counted from 0 within the range), the chunk, both scores, and whether
+    the frame could not be embedded.
 
     Args:
         store: The store of open frames.
@@ -234,7 +240,10 @@ def _frame_scores(
 def _own_bases(
     lengths: NDArray[np.int64], num_chunks: NDArray[np.int64], model_length: int
 ) -> NDArray[np.int64]:
-    """Return for each chunk how many bases the next one does not hold; they add up to the read."""
+    """Return the number of bases of each chunk that the next chunk does not contain.
+
+    Neighbouring chunks overlap. These numbers add up to the length of the read.
+    """
     chunks = chunk(lengths, model_length)
     is_followed = np.diff(chunks.read, append=-1) == 0  # by a chunk of the same read
     ends = np.where(is_followed, np.roll(chunks.start, -1), chunks.end)
@@ -242,7 +251,7 @@ def _own_bases(
 
 
 def _chunk_votes(frames: pd.DataFrame) -> pd.DataFrame:
-    """Return the scores with which each chunk votes, and whether one of its frames failed."""
+    """Return a table of chunks: the highest scores of their frames, and whether a frame failed."""
     by_chunk = frames.groupby(["read", "chunk"])
     chunks = by_chunk[["has_failed"]].max().reset_index()
     frame_scores = frames[["others", "virus"]].to_numpy()
@@ -253,10 +262,9 @@ def _chunk_votes(frames: pd.DataFrame) -> pd.DataFrame:
 
 
 def _contig_votes(chunks: pd.DataFrame, num_reads: int, threshold: float) -> pd.DataFrame:
-    """Return the vote of the chunks of each read, weighted by bases (see `consensus`).
+    """Return the result of each read: the vote of its chunks, weighted by bases (see `consensus`).
 
-    A chunk of which every row failed is not scored. A read with a failed row has no
-    vote.
+    A chunk whose frames all failed has no score. A read with a failed frame gets no label.
 
     Args:
         chunks: Columns `read`, `others`, `virus`, `bases` and `has_failed` of each chunk.
@@ -293,8 +301,8 @@ def _contig_votes(chunks: pd.DataFrame, num_reads: int, threshold: float) -> pd.
 
 
 def _append_rows(table: Path, *columns: object) -> None:
-    """Write columns at the end of a table as TAB-separated lines."""
-    rows = pd.DataFrame({str(place): np.asarray(column) for place, column in enumerate(columns)})
+    """Append columns to a file as TAB-separated lines."""
+    rows = pd.DataFrame({str(index): np.asarray(column) for index, column in enumerate(columns)})
     rows.to_csv(
         table, mode="a", sep="\t", header=False, index=False, quoting=3, lineterminator="\n"
     )

@@ -62,14 +62,13 @@ class Judgement:
 def judge(
     spec: CriterionSpec, report: Report, *, refusal: str = "", run: RunMetrics | None = None
 ) -> Criterion:
-    """Return the verdict on a criterion with everything that it stands on.
+    """Return the verdict on a criterion, with the measured value, the target and the reason.
 
     Args:
         spec: The criterion.
         report: The report so far: all figures, and no verdicts yet.
-        refusal: Why the parts that the criterion compares may not be compared. If it is empty,
-            they may.
-        run: The run to judge, in place of the one that the criterion chooses.
+        refusal: Why the runs that the criterion compares may not be compared. Empty if they may.
+        run: Judge this run instead of the run that the criterion chooses.
     """
     if run is None:
         run = _chosen_run(spec, report)
@@ -112,9 +111,10 @@ def _chosen_run(spec: CriterionSpec, report: Report) -> RunMetrics | None:
 
 
 def _requirement(spec: CriterionSpec, profile: Profile, run: RunMetrics | None) -> Requirement:
-    """Return what the profile asks of a criterion.
+    """Return the target that the profile has for a criterion.
 
-    The target of scaling is for two devices. For any other number it is the low end of a band.
+    The target `scaling` is for two devices. For other numbers of devices, the profile has a band of
+    expected speed-ups, and the target is its lower end.
     """
     if spec.target == SAME_BYTES.target:
         return Requirement(Target(op=">=", value=1.0), "every profile asks")
@@ -132,12 +132,15 @@ def _requirement(spec: CriterionSpec, profile: Profile, run: RunMetrics | None) 
 
 
 def _judgement(finding: Finding, target: Target | None, no_evidence: str) -> Judgement:
-    """Return the verdict on what was measured.
+    """Return the verdict on a measurement.
+
+    The checks are in order of precedence: no target, a certain failure, reasons why the value
+    cannot be judged, and finally the comparison of the value with the target.
 
     Args:
-        finding: What was measured.
-        target: What the profile asks for.
-        no_evidence: Why the run is no evidence for this target.
+        finding: The measurement.
+        target: The target in the profile, or None.
+        no_evidence: Why the run cannot show that the target is met. Empty if it can.
     """
     value = finding.value
     if target is None:
@@ -162,10 +165,10 @@ def _judgement(finding: Finding, target: Target | None, no_evidence: str) -> Jud
 
 
 def _why_no_evidence(spec: CriterionSpec, run: RunMetrics | None, profile: Profile) -> str:
-    """Say why a run is no evidence for a target, or nothing if it is.
+    """Return why a run cannot show that a target of speed is met, or an empty string if it can.
 
-    A run may be too small, or not on the devices that the profile is meant for. Neither matters
-    to correctness.
+    The run may have too few reads, or other devices than those that the profile is for. Criteria of
+    correctness can be judged on any run.
     """
     if spec.perf_id == CORRECTNESS:
         return ""
@@ -194,7 +197,7 @@ def _why_no_evidence(spec: CriterionSpec, run: RunMetrics | None, profile: Profi
 
 
 def _raw_files(spec: CriterionSpec, report: Report, run: RunMetrics | None) -> tuple[str, ...]:
-    """Return the files that the criterion is computed from, as far as there are any."""
+    """Return the names of the existing files from which the criterion is computed."""
     files: dict[str, str | None] = {"single": None, "summary": None, "telemetry": None}
     if report.single is not None:
         files["single"] = f"{report.single.name}/summary.json"
@@ -234,6 +237,7 @@ def judge_report(report: Report, comparability: Comparability) -> Verdicts:
     }
 
     def judge_all(specs: Iterable[CriterionSpec]) -> tuple[Criterion, ...]:
+        """Return the verdicts on several criteria."""
         criteria = []
         for spec in specs:
             run = scaled_run if spec is SCALING else None
@@ -251,15 +255,15 @@ def judge_report(report: Report, comparability: Comparability) -> Verdicts:
 
 
 def _runs_on_several(report: Report) -> list[RunMetrics]:
-    """Return the runs that were on more than one device, fewest devices first."""
+    """Return the runs on more than one device, the one with the fewest devices first."""
     return [run for run in report.runs if run is not report.single]
 
 
 def _run_for_scaling(report: Report) -> RunMetrics | None:
-    """Return the run that the scaling criterion is on.
+    """Return the run on which the scaling criterion is judged.
 
-    That is the run on two devices if the profile has a target for it, else the largest run that
-    the profile has a band for.
+    If the profile has a target of scaling, which is for two devices, it is the run on two devices.
+    Otherwise it is the largest run for which the profile has a band.
     """
     profile = report.profile
     device_counts = {int(count) for count in profile.scaling_bands}
@@ -272,11 +276,12 @@ def _run_for_scaling(report: Report) -> RunMetrics | None:
 
 
 def _judge_scaling(report: Report, scaled_run: RunMetrics | None) -> tuple[ScalingMetrics, ...]:
-    """Return the figures of scaling, each with the verdict by the target of so many devices.
+    """Return the figures of scaling, each with its own verdict.
 
     Args:
         report: The report so far.
-        scaled_run: The run that the criterion itself is on. The others have titles of their own.
+        scaled_run: The run on which the criterion `scaling` is judged. The verdicts on other runs
+            have the number of devices in their titles.
     """
     figures = [*report.scaling]
     for run in _runs_on_several(report):

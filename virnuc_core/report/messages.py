@@ -29,26 +29,26 @@ OVERHEAD_WORDS: Final[Mapping[Switch, str]] = {
 
 
 def met(report: Report) -> str:
-    """Say how many criteria were met, which were missed, and which could not be judged.
+    """Return a message: how many criteria were met, which were missed, and which were not judged.
 
-    What could not be judged comes first if nothing was missed.
+    If none was missed but some could not be judged, these come first.
     """
     parts = [f"{report.met} of {len(report.asked)} asked criteria met"]
     if report.missed:
         parts.append(f"not met: {', '.join(report.missed)}")
-    open_titles = []
+    unjudged_titles = []
     for criterion in report.asked:
         if criterion.verdict in ("not run", "projected"):
-            open_titles.append(criterion.title)
-    if open_titles or not report.asked:
-        parts.append(f"not judged here: {', '.join(open_titles)}")
+            unjudged_titles.append(criterion.title)
+    if unjudged_titles or not report.asked:
+        parts.append(f"not judged here: {', '.join(unjudged_titles)}")
     if report.outcome == "not judged":
         parts.reverse()
     return _in_one_line("; ".join(parts))
 
 
 def scaling(report: Report) -> str:
-    """Say the speed-up and efficiency of each number of devices, and why others are missing."""
+    """Return a message: speed-up and efficiency by number of devices, and the numbers left out."""
     parts = []
     for figure in report.scaling[1:]:
         speedup = number(figure.speedup, 2, "x")
@@ -65,7 +65,7 @@ def scaling(report: Report) -> str:
 
 
 def compared(comparisons: Sequence[Comparison]) -> str:
-    """Say how the runs agree, each pair in a few words."""
+    """Return a message on how far the compared runs agree."""
     parts = []
     for pair in comparisons:
         equality = pair.bitwise
@@ -82,11 +82,11 @@ def compared(comparisons: Sequence[Comparison]) -> str:
 
 
 def baseline(summary: BaselineSummary, results: Path | None) -> str:
-    """Say the time of the baseline, and what it stands on.
+    """Return a message: the time of the baseline, and how it was measured.
 
     Args:
         summary: The baseline's summary.
-        results: The result files that were taken in place of a run.
+        results: Folder of result files that were given instead of running the baseline, or None.
     """
     if summary.source == "recorded":
         message = f"{number(summary.wall_s or 0)} s, recorded"
@@ -102,7 +102,7 @@ def baseline(summary: BaselineSummary, results: Path | None) -> str:
 
 
 def ceiling(tokens_per_s: Mapping[str, float]) -> str:
-    """Return how many tokens/s of the protein encoder each device could do at most, in words."""
+    """Return a message: the highest possible tokens/s of the protein encoder on each device."""
     if not tokens_per_s:
         return "no GPU, no ceiling"
     rates = ", ".join(str(number(rate, 0)) for rate in tokens_per_s.values())
@@ -110,7 +110,7 @@ def ceiling(tokens_per_s: Mapping[str, float]) -> str:
 
 
 def overhead(pairs: Sequence[OverheadPair]) -> str:
-    """Say which share of the tokens per second commits, the sampler and loading cost."""
+    """Return a message: the share of the speed that commits, the sampler and loading cost."""
     parts = []
     for switch, words in OVERHEAD_WORDS.items():
         shares = [pair.overhead for pair in pairs if pair.of == switch]
@@ -123,7 +123,7 @@ def overhead(pairs: Sequence[OverheadPair]) -> str:
 
 
 def trial(measurement: Trial) -> str:
-    """Say the speed of one measurement of a sweep, and how far its scores differ."""
+    """Return a message on one measurement of a sweep: its speed, and how far scores differ."""
     rate = number(measurement.tokens_per_s, 0)
     message = f"{rate} tokens/s in {number(measurement.span_s)} s"
     if measurement.score_difference:
@@ -132,7 +132,7 @@ def trial(measurement: Trial) -> str:
 
 
 def traced(tables: Sequence[TraceTable]) -> str:
-    """Say how much of a run was recorded by torch's profiler."""
+    """Return a text on how much of a run was recorded by torch's profiler."""
     num_batches = sum(table.batches for table in tables)
     num_shards = sum(table.shards for table in tables)
     shards = "shard" if num_shards == 1 else "shards"
@@ -142,7 +142,7 @@ def traced(tables: Sequence[TraceTable]) -> str:
 
 
 def profiled(tables: Sequence[TraceTable], folder: str) -> str:
-    """Say how much of a run was recorded, and how many traces are kept in which folder."""
+    """Return a message: how much of a run was recorded, and the size of the traces in a folder."""
     kept_bytes = sum(table.trace_bytes for table in tables if table.trace is not None)
     size = number(kept_bytes / MEBIBYTE)
     return _in_one_line(f"{traced(tables)}, {size} MiB of traces in {folder}")
@@ -152,7 +152,9 @@ def profiled(tables: Sequence[TraceTable], folder: str) -> str:
 
 
 def split(examples: Examples) -> str:
-    """Say how many rows a head is fitted on and judged by, and what was left out."""
+    """Return a message: the number of frames, genomes and clusters of a training, and what was
+    left out.
+    """
     num_frames = cell(len(examples.rows))
     num_genomes = len(examples.genomes)
     num_clusters = examples.genomes["cluster"].nunique()
@@ -163,7 +165,7 @@ def split(examples: Examples) -> str:
 
 
 def trained(training: TrainFile) -> str:
-    """Say how well a new head does, and how far that may be believed."""
+    """Return a message: how well a new head separates reads, and doubts about that number."""
     scores = []
     for figures in training.figures:
         if figures.level == "read" and figures.natural and figures.method == "head":
@@ -182,7 +184,7 @@ def trained(training: TrainFile) -> str:
 
 
 def question_hints(report: Report) -> dict[str, str]:
-    """Return what a reviewer reads beside each question, in Markdown; a question may have none."""
+    """Return a hint in Markdown for each question to the reviewer. A hint may be empty."""
     return {
         "all_criteria_met": f"**{met(report)}**",
         "target_realistic": missed_targets(report),
@@ -216,4 +218,5 @@ def encoder_shares(run: RunMetrics | None) -> str:
 
 
 def _in_one_line(text: str) -> str:
+    """Return the text with each run of white space as one blank."""
     return " ".join(text.split())

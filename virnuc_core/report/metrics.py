@@ -55,15 +55,16 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     Returns:
         `None` if the folder has neither a summary nor a record.
     """
-    found_summary = raw.read(RunSummary, name, SUMMARY)
-    found_record = raw.read(RunRecord, name, RECORD)
-    if found_summary is None and found_record is None:
+    summary_or_none = raw.read(RunSummary, name, SUMMARY)
+    record_or_none = raw.read(RunRecord, name, RECORD)
+    if summary_or_none is None and record_or_none is None:
         return None
-    summary = found_summary or RunSummary()
-    record = found_record or RunRecord(fingerprints={})
+    summary = summary_or_none or RunSummary()
+    record = record_or_none or RunRecord(fingerprints={})
     devices = record.devices or summary.devices
     precision = str(record.resolved.get("precision", ""))
 
+    # A run may have been repeated. The times of all whole repetitions are collected.
     counts = _counts(summary)
     all_counts = [counts]
     for repetition in run_names(raw.root, f"{name}."):
@@ -102,7 +103,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
 
 
 def _counts(summary: RunSummary) -> RunCounts:
-    """Return what a run counted. Its total time is the sum of the parts."""
+    """Return the counts of a summary. The total time is computed from its two parts."""
     total_s = None
     if summary.wall_s is not None and summary.staging_s is not None:
         total_s = summary.wall_s + summary.staging_s
@@ -112,7 +113,7 @@ def _counts(summary: RunSummary) -> RunCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What reads cost by a run's speed. A run that did not do all its work tells nothing."""
+    """Time, energy and price of reads at the speed of a run. None if the run was not complete."""
 
     hours_projected: float | None = None  # for the profile's projection_reads
     device_hours_per_million: float | None = None
@@ -126,7 +127,7 @@ def _costs(
     telemetry: TelemetryMetrics | None,
     profile: Profile,
 ) -> _Costs:
-    """Return the time, energy and price of reads by the speed of a run."""
+    """Return the time, energy and price of reads at the speed of a run."""
     if not counts.sequences_per_hour or not counts.n_reads or not counts.total_s:
         return _Costs()
     hours_projected = profile.projection_reads / counts.sequences_per_hour
@@ -146,7 +147,7 @@ def _costs(
 def telemetry_metrics(
     file: NamedTelemetry, devices: Sequence[Device], flops: ModelFlops, precision: str
 ) -> TelemetryMetrics:
-    """Add up the batches, samples and shards of a telemetry file."""
+    """Return the metrics of a run that can be computed from its telemetry file."""
     telemetry = file.content
     batches = telemetry.batches
     model_of_device = {device.id: device.name for device in devices}
@@ -157,9 +158,11 @@ def telemetry_metrics(
 
     encoders = []
     for encoder in NAMES:
-        own = batches[batches.encoder == encoder.name]
-        if len(own):
-            encoders.append(encoder_metrics(encoder, own, model_of_device, flops, precision))
+        own_batches = batches[batches.encoder == encoder.name]
+        if len(own_batches):
+            encoders.append(
+                encoder_metrics(encoder, own_batches, model_of_device, flops, precision)
+            )
 
     energies = [device.energy_kwh for device in device_metrics if device.energy_kwh is not None]
     energy_kwh = None
@@ -180,16 +183,17 @@ def telemetry_metrics(
 
 def _device_metrics(batches: pd.DataFrame, samples: pd.DataFrame, device: str) -> DeviceMetrics:
     """Return the usage of a device while it embedded, and while each encoder ran on it."""
-    own = batches[batches.device == device]
+    own_batches = batches[batches.device == device]
 
     def usage_during(table: pd.DataFrame) -> statistics.DeviceUsage:
+        """Return the usage from the start of the first of these batches to the end of the last."""
         span = statistics.embedding_span(table) or EMPTY_SPAN
         return statistics.device_usage(samples, device, span)
 
-    protein = usage_during(own[own.encoder == PROTEIN.name])
-    dna = usage_during(own[own.encoder == DNA.name])
+    protein = usage_during(own_batches[own_batches.encoder == PROTEIN.name])
+    dna = usage_during(own_batches[own_batches.encoder == DNA.name])
     return DeviceMetrics(
-        **dict(usage_during(own)),
+        **dict(usage_during(own_batches)),
         protein_percent=protein.gpu_util_avg,
         protein_samples=protein.sample_count,
         dna_percent=dna.gpu_util_avg,
@@ -198,7 +202,7 @@ def _device_metrics(batches: pd.DataFrame, samples: pd.DataFrame, device: str) -
 
 @cache
 def _datasheets() -> dict[str, dict[str, float]]:
-    """Return TFLOP/s by precision, by the part of a device's name."""
+    """Return the table of data sheets: TFLOP/s by precision, for each part of a device name."""
     path = Path(__file__).with_name("datasheets.toml")
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
@@ -220,10 +224,10 @@ def encoder_metrics(
     flops: ModelFlops,
     precision: str,
 ) -> EncoderMetrics:
-    """Add up one encoder's batches, and say what share of the devices' arithmetic they used.
+    """Return the metrics of one encoder: counts, and the share of the possible speed it reached.
 
-    A device counts by the seconds that it computed. What is possible is unknown if one device has
-    no time, no measured ceiling, or no data sheet.
+    The possible speed is the sum over the devices of their computing time multiplied by their peak
+    rate. It is unknown if the time or the rate of any device is unknown.
 
     Args:
         encoder: The encoder.
@@ -245,7 +249,7 @@ def encoder_metrics(
     ceiling_of_device = []
     peak_of_device = []
     for device in map(str, seconds_of_device.index):
-        local_name = device.partition("@")[0]  # a device of a cluster ends in its node
+        local_name = device.partition("@")[0]  # on a cluster, the node follows: "GPU-3f2c@node7"
         ceiling_of_device.append(ceilings.get(local_name))
         peak_of_device.append(datasheet_flops(model_of_device.get(device, ""), arithmetic))
     possible_tokens = _weighed_sum(seconds_of_device, ceiling_of_device)
@@ -269,7 +273,7 @@ def encoder_metrics(
 
 
 def _weighed_sum(seconds: pd.Series, rates: Sequence[float | None]) -> float | None:
-    """Return the sum of seconds times rates, or `None` if one of them is unknown."""
+    """Return the sum of seconds multiplied by rates, or `None` if any of them is unknown."""
     known_rates = [math.nan if rate is None else rate for rate in rates]
     products = seconds * pd.Series(known_rates, seconds.index, dtype="float64")
     return statistics.none_if_nan(products.sum(skipna=False))
@@ -278,20 +282,25 @@ def _weighed_sum(seconds: pd.Series, rates: Sequence[float | None]) -> float | N
 def baseline_metrics(
     raw: RawFolder, profile: Profile, run: RunMetrics | None
 ) -> BaselineMetrics | None:
-    """Return the baseline's time, and how it is known.
+    """Return the time of the baseline, and how it was obtained.
 
-    It was measured, or scaled by tokens from a subset, or recorded for the very same devices. It
-    is without staging, which is in the baseline's favour: it reads the rows from the store.
+    The time was measured, or measured on a subset and scaled by tokens, or recorded elsewhere. It
+    does not include staging, because the baseline reads our store. That is an advantage for the
+    baseline.
 
     Args:
         raw: The validation's files.
-        profile: Says what the baseline is.
-        run: The run to compare it with.
+        profile: The profile, which has the settings of the baseline.
+        run: The run that is compared with the baseline.
+
+    Returns:
+        The baseline, with a `problem` if its time cannot be used. None if it was not run.
     """
     summary = raw.read(BaselineSummary, BASELINE, SUMMARY)
     spec = profile.baseline
     was_given = summary is not None and summary.source == "recorded"
-    if was_given and spec.source == "measured":  # the recorded time was given at the start
+    # The user may give a recorded time although the profile wants a measured one.
+    if was_given and spec.source == "measured":
         assert summary is not None
         spec = _recorded_spec(spec, summary)
     if spec.source == "recorded":
@@ -305,7 +314,7 @@ def baseline_metrics(
     if summary.measured_s is None or summary.wall_s is None:
         problem = "the baseline's time was not recorded"
     elif subset is not None and not 0 < subset.tokens <= subset.total_tokens:
-        problem = "the baseline ran on a subset, but what it stands for is not recorded"
+        problem = "the baseline ran on a subset, but the number of all tokens is not recorded"
     models = [short_name(device) for device in summary.devices]
     return BaselineMetrics(
         name=summary.name,
@@ -346,7 +355,7 @@ def _recorded_baseline(
 def _why_recorded_time_does_not_count(
     spec: BaselineSpec, recorded: str, n_reads: int | None, run: RunMetrics | None
 ) -> str | None:
-    """Say why a recorded time cannot be compared with a run, or return `None` if it can.
+    """Return why a recorded time cannot be compared with a run, or `None` if it can.
 
     Args:
         spec: The recorded time and its devices.

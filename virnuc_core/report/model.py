@@ -144,7 +144,7 @@ class RunMetrics(RunCounts):
         return self.sequences_per_hour / 3600.0
 
     def share_of_time(self, seconds: float | None) -> float | None:
-        """Return which share of the total time this is, 0 to 1, or `None` without a total."""
+        """Return this time as a share of the total time, 0 to 1, or `None` without a total."""
         if seconds is None or not self.total_s:
             return None
         return seconds / self.total_s
@@ -160,7 +160,7 @@ class RunMetrics(RunCounts):
 
     @property
     def other_work_share(self) -> float:
-        """Return the share of the time, 0 to 1, in which neither encoder is counted as working."""
+        """Return the share of the total time that was not spent in one of the encoders, 0 to 1."""
         shares = self.stage_shares
         protein_share = shares.get(PROTEIN.title, 0.0)
         dna_share = shares.get(DNA.title, 0.0)
@@ -217,7 +217,7 @@ class BaselineMetrics(Record):
 
     @property
     def origin(self) -> str:
-        """Say how the time is known, or nothing if it was measured over all the reads."""
+        """Return how the time was obtained, or an empty string if all reads were measured."""
         if self.source == "recorded":
             return f"the baseline's time was not measured here but recorded, on {self.label}"
         if self.subset is not None:
@@ -237,7 +237,7 @@ class Accounting(Record):
     staging: StagingTally  # what was met in the input before that
 
     def share(self, count: int | None) -> float | None:
-        """Return which share of the reads this many are, 0 to 1."""
+        """Return this number of reads as a share of all reads, 0 to 1."""
         if count is None or not self.reads:
             return None
         return count / self.reads
@@ -282,7 +282,7 @@ class ScalingMetrics(Record):
 
 
 def efficiency_target(speedup_target: Target | None, num_gpus: int) -> Target | None:
-    """Return the efficiency in percent that a target of the speed-up comes to on so many GPUs."""
+    """Return the target of the efficiency, in percent, that equals a target of the speed-up."""
     if speedup_target is None:
         return None
     percent = 100 * speedup_target.value / num_gpus
@@ -344,7 +344,7 @@ class HistoryEntry(Record):
     host: str = ""
 
     def same(self, other: Self, fields: Sequence[str]) -> bool:
-        """Return whether two runs have these fields in common."""
+        """Return whether these fields are equal in both entries."""
         return all(getattr(self, field) == getattr(other, field) for field in fields)
 
 
@@ -363,7 +363,7 @@ class Histogram(Record):
     counts: tuple[int, ...]
 
     def below(self, limit: float) -> int:
-        """Return how many are in bins that end at `limit` or before it."""
+        """Return the number of values in bins that end at or before `limit`."""
         bins = zip(self.counts, self.edges[1:], strict=True)
         return sum(count for count, end in bins if end <= limit)
 
@@ -452,59 +452,56 @@ class Report(Record):
 
     @property
     def asked(self) -> tuple[Criterion, ...]:
-        """Return the criteria and checks that the profile has a target for.
+        """Return the criteria and checks for which the profile has a target.
 
-        The equality of bytes is not among them: every profile wants it, and none has a target.
+        `same_bytes` is not among them: it is required in any case and has no target in profiles.
         """
-        asked = []
+        requested = []
         for criterion in (*self.criteria, *self.checks):
             if criterion.target is not None and criterion.id != "same_bytes":
-                asked.append(criterion)
-        return tuple(asked)
+                requested.append(criterion)
+        return tuple(requested)
 
     @property
     def met(self) -> int:
-        """Return how many of the criteria that are asked for passed."""
+        """Return the number of requested criteria that passed."""
         return sum(criterion.verdict == "pass" for criterion in self.asked)
 
     @property
     def further(self) -> tuple[Criterion, ...]:
-        """Return what is judged beside the criteria.
-
-        That are the checks, and the scaling bands of other numbers of devices.
-        """
-        further = [*self.checks]
+        """Return the verdicts besides the criteria: the checks, and further scaling figures."""
+        verdicts = [*self.checks]
         for figure in self.scaling:
             if figure.judged is not None and figure.judged not in self.criteria:
-                further.append(figure.judged)
-        return tuple(further)
+                verdicts.append(figure.judged)
+        return tuple(verdicts)
 
     @property
     def failed(self) -> tuple[Criterion, ...]:
-        """Return the criteria, checks and bands that were measured and missed."""
-        judged = (*self.criteria, *self.further)
-        return tuple(criterion for criterion in judged if criterion.verdict == "fail")
+        """Return the criteria, checks and scaling figures that were measured and failed."""
+        all_verdicts = (*self.criteria, *self.further)
+        return tuple(criterion for criterion in all_verdicts if criterion.verdict == "fail")
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """Return all that fails the validation.
+        """Return the reasons why the validation failed. Empty if it did not.
 
-        That are the titles of criteria, runs that were cut off, and the regression.
+        These are the titles of failed criteria, runs stopped at the time limit, and a regression.
         """
-        missed = [criterion.title for criterion in self.failed]
+        titles = [criterion.title for criterion in self.failed]
         for run in self.runs:
             if run.stopped_at_limit:
-                missed.append(f"time limit on {run.label}")
+                titles.append(f"time limit on {run.label}")
         if self.regression is not None and self.regression.verdict == "fail":
-            missed.append(f"regression ({self.regression.reason})")
-        return tuple(missed)
+            titles.append(f"regression ({self.regression.reason})")
+        return tuple(titles)
 
     @property
     def outcome(self) -> Literal["passed", "failed", "not judged"]:
         """Return whether the validation passed.
 
-        It passed if all that the profile asks for was met and nothing fails it. If nothing was
-        asked, it has not passed.
+        It passed if nothing failed and every requested criterion was met. A profile without any
+        target cannot be passed.
         """
         if self.missed:
             return "failed"

@@ -27,7 +27,7 @@ NOT_OF_SPEED: Final = frozenset(
 
 
 def notes(report: Report, tuning: Sequence[TuningRound]) -> tuple[str, ...]:
-    """Return the limits of the figures of a report.
+    """Return sentences on the limits of a report's figures, such as too few reads.
 
     Args:
         report: The report with everything but its warnings and notes.
@@ -60,7 +60,7 @@ def notes(report: Report, tuning: Sequence[TuningRound]) -> tuple[str, ...]:
 
 
 def _size_notes(run: RunMetrics, profile: Profile) -> Iterator[str]:
-    """Say for what the number of reads is too small."""
+    """Yield sentences on conclusions for which the run has too few reads."""
     if run.n_reads is None:
         return
     reads = cell(run.n_reads)
@@ -84,7 +84,7 @@ def _asks_no_performance(profile: Profile) -> bool:
 
 
 def _silent_reads_notes(run: RunMetrics) -> Iterator[str]:
-    """Say how many reads get no score because they have no open frame."""
+    """Yield a sentence on the number of reads without an open frame, which get no score."""
     silent_reads = run.fates.get("no_open_frame", 0)
     if run.n_reads and silent_reads:
         percent_of_reads = 100 * silent_reads / run.n_reads
@@ -95,9 +95,10 @@ def _silent_reads_notes(run: RunMetrics) -> Iterator[str]:
 
 
 def _baseline_notes(run: RunMetrics | None, baseline: BaselineMetrics) -> Iterator[str]:
-    """Say how the baseline's time is known, and what repeated frames do for the speed-up.
+    """Yield sentences on how the baseline's time was obtained, and on repeated frames.
 
-    Equal frames are embedded once by us, but not by a baseline.
+    virnuc embeds equal frames only once. The baseline embeds each of them, which is a part of the
+    speed-up.
     """
     origin = one_line(baseline.origin)
     if origin:
@@ -115,7 +116,7 @@ def _baseline_notes(run: RunMetrics | None, baseline: BaselineMetrics) -> Iterat
 
 
 def _precision_note(comparison: Comparison) -> str:
-    """Say how close the run is to single precision."""
+    """Return a sentence on how close the run's embeddings and labels are to those in fp32."""
     frames = consensus = None
     if comparison.frames is not None:
         frames = percent(comparison.frames.agreement)
@@ -131,7 +132,7 @@ def _precision_note(comparison: Comparison) -> str:
 
 
 def _repeated_in_fp16_note(sequences: int) -> str:
-    """Say what it means for the rates that sequences near the threshold are repeated in fp16."""
+    """Return a sentence on the effect of sequences that int8 runs compute again in fp16."""
     return (
         f"Repeated in fp16: {cell(sequences)} sequences, whose score is near the threshold, beside "
         f"other batches. The time of those, {DNA.title}'s most of all, is longer by it; their "
@@ -140,7 +141,7 @@ def _repeated_in_fp16_note(sequences: int) -> str:
 
 
 def _read_length_notes(report: Report, run: RunMetrics) -> Iterator[str]:
-    """Say where the lengths of the reads limit scores, or make packing look better."""
+    """Yield sentences on short reads, which are scored badly, and on reads of equal length."""
     lengths = report.charts.read_lengths
     num_reads = 0 if lengths is None else sum(lengths.counts)
     if lengths is None or num_reads == 0:

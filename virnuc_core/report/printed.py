@@ -41,7 +41,7 @@ SCALING_WIDTH: Final = 24  # of "ESM-2 scaling:" and the blanks behind it
 
 
 def overall_verdict(report: Report) -> str:
-    """Return how many criteria were met, and what else fails the validation."""
+    """Return the line with the overall verdict: the number of criteria met, and other failures."""
     titles = [criterion.title for criterion in report.criteria]
     further_misses = [title for title in report.missed if title not in titles]
     text = f"{report.met} of {len(report.asked)} asked criteria met"
@@ -53,7 +53,7 @@ def overall_verdict(report: Report) -> str:
 
 
 def verdict_counts(report: Report) -> str:
-    """Return how often each verdict was given: `6 pass · 1 fail · 0 projected · …`."""
+    """Return the number of criteria by verdict: `6 pass · 1 fail · 0 projected · …`."""
     verdicts = [criterion.verdict for criterion in report.criteria]
     counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in get_args(Verdict)]
     num_warnings = len(report.warnings) or "no"
@@ -65,7 +65,7 @@ def verdict_counts(report: Report) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CriteriaBlock:
-    """What stands in `criteria.txt.j2`. Each criterion is a whole line."""
+    """The texts for the template `criteria.txt.j2`. Each criterion is a whole line."""
 
     one_device_time: str
     two_device_time: str
@@ -151,13 +151,20 @@ def criteria_block(report: Report) -> CriteriaBlock:
 
 
 def _criterion_line(words: str, criterion: Criterion, *, width: int, decimals: int = 0) -> str:
-    """Return the line of a criterion; its target has at least so many decimals."""
+    """Return the line of a criterion: value, target and verdict.
+
+    Args:
+        words: The beginning of the line.
+        criterion: The criterion.
+        width: Number of characters before the verdict.
+        decimals: Minimal number of decimals of the target.
+    """
     limit = target_text(criterion.target, criterion.unit, decimals)
     return _verdict_line(words, format_value(criterion), limit, criterion, width=width)
 
 
 def _verdict_line(words: str, value: str, limit: str, criterion: Criterion, *, width: int) -> str:
-    """Return value and target of a criterion, filled with blanks to `width`, and its verdict."""
+    """Return a line with value, target and verdict. The verdict begins at column `width`."""
     measured = f"  {words}{value} (target: {limit})".ljust(width)
     verdict = criterion.verdict.upper()
     if criterion.verdict == "not run" and criterion.reason:
@@ -172,14 +179,14 @@ def _scaling_line(title: str, scaling: float | None) -> str:
 
 
 def _short_label(measured: BaselineMetrics | RunMetrics | None) -> str:
-    """Return the devices without the series that their names begin with."""
+    """Return the names of the devices without "RTX" and "GTX": "2x 4090"."""
     if measured is None:
         return "none"
     return measured.label.replace("RTX ", "").replace("GTX ", "")
 
 
 def _origin_of_time(baseline: BaselineMetrics | None) -> str:
-    """Return in a few words how the time of the baseline is known."""
+    """Return in a few words how the time of the baseline was obtained."""
     if baseline is None:
         return "not run"
     if baseline.source == "scaled" and baseline.subset is not None:
@@ -195,7 +202,7 @@ def _stage_lines(run: RunMetrics) -> list[str]:
     for place, stage in enumerate(STAGES, start=1):
         width = STAGE_WIDTH
         if stage == DNA.title:
-            width += 1  # one dot more than the others, as the layout was given
+            width += 1  # the prescribed layout has one dot more in this line
         title = f"  Stage {place}: {stage} ".ljust(width, ".")
         lines.append(f"{title}  {stage_text(run, stage)}")
     return lines
