@@ -56,7 +56,7 @@ def final_state(
         verdict: The reviewer's verdict, or None if nobody was asked.
     """
     folder = RunDir(settings.out).report
-    result = ValidationResult(folder, report.met, report.missed, report.outcome, verdict)
+    result = ValidationResult(folder, report.num_met, report.failures, report.outcome, verdict)
     if verdict == "rejected":
         name = REJECTED
     elif report.outcome == "failed":

@@ -57,10 +57,10 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
         publish_markdown(
             host_key(f"profile-{subject}"),
             page.read_text(encoding="utf-8"),
-            messages.traced(tables),
+            messages.trace_extent(tables),
             page,
         )
-    return completed(tables, messages.profiled(tables, spec.folder))
+    return completed(tables, messages.profile_message(tables, spec.folder))
 
 
 def _write_page(

@@ -31,7 +31,7 @@ def scale(settings: ScaleSettings) -> State[ValidationResult]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
     judgement = run_steps(settings)
     report = judgement.report
-    return final_state(settings, report, messages.scaling(report) + judgement.note)
+    return final_state(settings, report, messages.scaling_message(report) + judgement.note)
 
 
 def run_steps(settings: ScaleSettings) -> Judgement:

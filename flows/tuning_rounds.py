@@ -63,7 +63,7 @@ def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None
     out = settings.out
     earlier = _earlier_rounds(out)
     missed_criteria = [
-        criterion for criterion in report.failed if criterion.id not in NOT_ABOUT_SPEED
+        criterion for criterion in report.failed_criteria if criterion.id not in NOT_ABOUT_SPEED
     ]
     if not missed_criteria or len(earlier) >= settings.tune_rounds:
         return None

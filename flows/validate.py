@@ -49,7 +49,7 @@ def validate(settings: ValidateSettings) -> State[ValidationResult]:
     judgement = tune_and_run_again(settings, judgement)
     report = judgement.report
     emit_outcome(report, settings.out)
-    summary = messages.met(report) + judgement.note
+    summary = messages.criteria_message(report) + judgement.note
     if not settings.approval:
         return final_state(settings, report, summary)
 

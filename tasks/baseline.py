@@ -45,4 +45,6 @@ def measure_baseline(
             run, bench.store, bench.models, bench.devices, spec, on_progress=show
         )
         show(1.0)
-    return completed(summary, messages.baseline(summary, spec.results), reused=summary.reused)
+    return completed(
+        summary, messages.baseline_message(summary, spec.results), reused=summary.reused
+    )

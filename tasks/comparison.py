@@ -28,4 +28,4 @@ def compare_results(
     comparisons = compare_runs(out, names, tolerance=tolerance, subset=subset)
     rows = agreement_rows(comparisons)
     publish_table(f"comparison-{label}", rows, f"Agreement of the runs of {label}")
-    return completed(comparisons, messages.compared(comparisons))
+    return completed(comparisons, messages.comparison_message(comparisons))

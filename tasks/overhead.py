@@ -60,4 +60,4 @@ def measure_costs(
         overhead_rows(costs.pairs),
         f"What these cost, {label} on {bench.devices}",
     )
-    return completed(costs, messages.overhead(costs.pairs))
+    return completed(costs, messages.overhead_message(costs.pairs))

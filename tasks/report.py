@@ -57,7 +57,7 @@ def report_validation(out: Path, profile: Profile, *, history: Path, label: str)
     """
     report = write_report(out, profile, history)
     facts = {"profile": profile.name, "report": _report_folder(out)}
-    for criterion in (*report.criteria, *report.further):
+    for criterion in (*report.criteria, *report.further_verdicts):
         _emit_criterion(criterion, facts)
     if report.regression is not None:
         verdict = artifact_key(report.regression.verdict)
@@ -67,7 +67,7 @@ def report_validation(out: Path, profile: Profile, *, history: Path, label: str)
             profile.title,
             report.regression.model_dump(mode="json") | facts,
         )
-    return completed(report, messages.met(report))
+    return completed(report, messages.criteria_message(report))
 
 
 def publish_report(report: Report, out: Path, label: str) -> None:
@@ -101,9 +101,9 @@ def publish_report(report: Report, out: Path, label: str) -> None:
 def emit_outcome(report: Report, out: Path) -> None:
     """Send one event for the validation as a whole."""
     payload = {
-        "met": report.met,
-        "asked": len(report.asked),
-        "failed": list(report.missed),
+        "met": report.num_met,
+        "asked": len(report.requested),
+        "failed": list(report.failures),
         "report": _report_folder(out),
     }
     emit(
@@ -154,7 +154,7 @@ def _emit_criterion(criterion: Criterion, facts: dict[str, str]) -> None:
 def _publish_verdicts(report: Report, label: str) -> None:
     """Show the table of criteria."""
     name = report.profile.name
-    summary = table_cell(messages.met(report))
+    summary = table_cell(messages.criteria_message(report))
     description = Markdown(f"**{summary}** — {table_cell(label)}, {table_cell(name)}")
     publish_table(
         host_key(f"criteria-{name}"), with_verdict_marks(criteria_section(report).rows), description
@@ -167,7 +167,9 @@ def _publish_texts(report: Report, out: Path, label: str) -> None:
     folder = RunDir(out).report
     # without the settings, which Prefect would show as headings
     text = report_body(report)
-    publish_markdown(host_key(f"report-{name}"), text, messages.met(report), folder / "report.md")
+    publish_markdown(
+        host_key(f"report-{name}"), text, messages.criteria_message(report), folder / "report.md"
+    )
     charts = [chart for chart in all_charts(report) if chart.title in SHOWN_CHARTS]
     text = charts_markdown(charts)
     publish_markdown(host_key(f"charts-{name}"), text, f"Charts of {label}", folder / "report.html")

@@ -24,4 +24,4 @@ def choose_examples(run: RunDir, spec: TrainSpec, *, label: str) -> State[Exampl
         InputError: The table of origins and the reads do not fit each other.
     """
     examples = splits.choose_examples(OrfStore.open(run.store), spec)
-    return completed(examples, messages.split(examples))
+    return completed(examples, messages.split_message(examples))

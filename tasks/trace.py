@@ -30,4 +30,4 @@ def record_traces(
     """
     with device_slots(resolve(bench.devices)), run_lock(run.root):
         tables = tracer.trace(bench, engine, spec)
-    return completed(tables, messages.traced(tables))
+    return completed(tables, messages.trace_extent(tables))

@@ -36,6 +36,6 @@ def fit_head(
     write_text_atomically(run.root / "head" / "README.md", card)
 
     card_with_charts = model_card(record, with_charts=True)
-    summary = messages.trained(record)
+    summary = messages.training_message(record)
     publish_markdown(host_key(f"head-{label}"), card_with_charts, summary, page)
     return completed(record, summary)

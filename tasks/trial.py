@@ -26,4 +26,4 @@ def run_trial(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> 
         outcome = sweep.trial(candidate, repeat)
     if isinstance(outcome, str):
         return completed(outcome, f"cannot run: {outcome}")
-    return completed(outcome, messages.trial(outcome), reused=outcome.reused)
+    return completed(outcome, messages.trial_message(outcome), reused=outcome.reused)

@@ -40,4 +40,4 @@ def test_production_workload(tmp_path: Path) -> None:
     )
     virnuc(*words, "-o", tmp_path / "out", "--no-fail-on-criteria")
     report = read_report(RunDir(tmp_path / "out").report / "report.json")
-    assert not report.failed, [criterion.title for criterion in report.failed]
+    assert not report.failed_criteria, [criterion.title for criterion in report.failed_criteria]

@@ -28,26 +28,26 @@ OVERHEAD_WORDS: Final[Mapping[Switch, str]] = {
 # --- Verdicts -------------------------------------------------------------------------------------
 
 
-def met(report: Report) -> str:
+def criteria_message(report: Report) -> str:
     """Return a message: how many criteria were met, which were missed, and which were not judged.
 
     If none was missed but some could not be judged, these come first.
     """
-    parts = [f"{report.met} of {len(report.asked)} asked criteria met"]
-    if report.missed:
-        parts.append(f"not met: {', '.join(report.missed)}")
+    parts = [f"{report.num_met} of {len(report.requested)} asked criteria met"]
+    if report.failures:
+        parts.append(f"not met: {', '.join(report.failures)}")
     unjudged_titles = []
-    for criterion in report.asked:
+    for criterion in report.requested:
         if criterion.verdict in ("not run", "projected"):
             unjudged_titles.append(criterion.title)
-    if unjudged_titles or not report.asked:
+    if unjudged_titles or not report.requested:
         parts.append(f"not judged here: {', '.join(unjudged_titles)}")
     if report.outcome == "not judged":
         parts.reverse()
     return _in_one_line("; ".join(parts))
 
 
-def scaling(report: Report) -> str:
+def scaling_message(report: Report) -> str:
     """Return a message: speed-up and efficiency by number of devices, and the numbers left out."""
     parts = []
     for figure in report.scaling[1:]:
@@ -59,12 +59,12 @@ def scaling(report: Report) -> str:
         parts.append("one device only: there is no curve")
     for num_devices, reason in unmeasured_device_counts(report).items():
         parts.append(f"{num_devices} devices: skipped, {reason}")
-    if report.missed:
-        parts.append(f"not met: {', '.join(report.missed)}")
+    if report.failures:
+        parts.append(f"not met: {', '.join(report.failures)}")
     return _in_one_line("; ".join(parts))
 
 
-def compared(comparisons: Sequence[Comparison]) -> str:
+def comparison_message(comparisons: Sequence[Comparison]) -> str:
     """Return a message on how far the compared runs agree."""
     parts = []
     for pair in comparisons:
@@ -81,7 +81,7 @@ def compared(comparisons: Sequence[Comparison]) -> str:
 # --- Measurements ---------------------------------------------------------------------------------
 
 
-def baseline(summary: BaselineSummary, results: Path | None) -> str:
+def baseline_message(summary: BaselineSummary, results: Path | None) -> str:
     """Return a message: the time of the baseline, and how it was measured.
 
     Args:
@@ -101,7 +101,7 @@ def baseline(summary: BaselineSummary, results: Path | None) -> str:
     return _in_one_line(f"{summary.name}: {message}")
 
 
-def ceiling(tokens_per_s: Mapping[str, float]) -> str:
+def ceiling_message(tokens_per_s: Mapping[str, float]) -> str:
     """Return a message: the highest possible tokens/s of the protein encoder on each device."""
     if not tokens_per_s:
         return "no GPU, no ceiling"
@@ -109,7 +109,7 @@ def ceiling(tokens_per_s: Mapping[str, float]) -> str:
     return f"linear layers of {PROTEIN.title} alone: {rates} tokens/s"
 
 
-def overhead(pairs: Sequence[OverheadPair]) -> str:
+def overhead_message(pairs: Sequence[OverheadPair]) -> str:
     """Return a message: the share of the speed that commits, the sampler and loading cost."""
     parts = []
     for switch, words in OVERHEAD_WORDS.items():
@@ -122,7 +122,7 @@ def overhead(pairs: Sequence[OverheadPair]) -> str:
     return f"of the tokens/s, {', '.join(parts)}"
 
 
-def trial(measurement: Trial) -> str:
+def trial_message(measurement: Trial) -> str:
     """Return a message on one measurement of a sweep: its speed, and how far scores differ."""
     rate = number(measurement.tokens_per_s, 0)
     message = f"{rate} tokens/s in {number(measurement.span_s)} s"
@@ -131,7 +131,7 @@ def trial(measurement: Trial) -> str:
     return message
 
 
-def traced(tables: Sequence[TraceTable]) -> str:
+def trace_extent(tables: Sequence[TraceTable]) -> str:
     """Return a text on how much of a run was recorded by torch's profiler."""
     num_batches = sum(table.batches for table in tables)
     num_shards = sum(table.shards for table in tables)
@@ -141,17 +141,17 @@ def traced(tables: Sequence[TraceTable]) -> str:
     return f"{extent} on {len(tables)} {devices} recorded"
 
 
-def profiled(tables: Sequence[TraceTable], folder: str) -> str:
+def profile_message(tables: Sequence[TraceTable], folder: str) -> str:
     """Return a message: how much of a run was recorded, and the size of the traces in a folder."""
     kept_bytes = sum(table.trace_bytes for table in tables if table.trace is not None)
     size = number(kept_bytes / MEBIBYTE)
-    return _in_one_line(f"{traced(tables)}, {size} MiB of traces in {folder}")
+    return _in_one_line(f"{trace_extent(tables)}, {size} MiB of traces in {folder}")
 
 
 # --- Training -------------------------------------------------------------------------------------
 
 
-def split(examples: Examples) -> str:
+def split_message(examples: Examples) -> str:
     """Return a message: the number of frames, genomes and clusters of a training, and what was
     left out.
     """
@@ -164,7 +164,7 @@ def split(examples: Examples) -> str:
     return _in_one_line(message)
 
 
-def trained(training: TrainFile) -> str:
+def training_message(training: TrainFile) -> str:
     """Return a message: how well a new head separates reads, and doubts about that number."""
     scores = []
     for figures in training.figures:
@@ -186,7 +186,7 @@ def trained(training: TrainFile) -> str:
 def question_hints(report: Report) -> dict[str, str]:
     """Return a hint in Markdown for each question to the reviewer. A hint may be empty."""
     return {
-        "all_criteria_met": f"**{met(report)}**",
+        "all_criteria_met": f"**{criteria_message(report)}**",
         "target_realistic": missed_targets(report),
         "tuning_could_help": "(loader workers, token budget, prefetch)",
         "code_fix_needed": "",
@@ -197,7 +197,7 @@ def question_hints(report: Report) -> dict[str, str]:
 def missed_targets(report: Report) -> str:
     """Return the criteria that were missed, with value and target, in Markdown."""
     criteria = []
-    for criterion in report.failed:
+    for criterion in report.failed_criteria:
         target = target_text(criterion.target, criterion.unit)
         criteria.append(markdown_cell(f"{criterion.title} {format_value(criterion)} ({target})"))
     if not criteria:

@@ -72,12 +72,13 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         if repeated_summary is not None:
             all_counts.append(_counts(repeated_summary))
     times_s = []
-    for one in all_counts:
-        if one.total_s and one.sequences_per_hour:
-            times_s.append(one.total_s)
+    for run_counts in all_counts:
+        if run_counts.total_s and run_counts.sequences_per_hour:
+            times_s.append(run_counts.total_s)
 
+    # A run that was stopped at its limit has no telemetry; a file would be of an earlier attempt.
     telemetry = None
-    if not summary.stopped_at_limit:  # else the telemetry there is of an earlier attempt
+    if not summary.stopped_at_limit:
         file = raw.telemetry(name, summary.telemetry)
         if file is not None:
             flops = summary.flops or ModelFlops()

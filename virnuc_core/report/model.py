@@ -451,7 +451,7 @@ class Report(Record):
         return None
 
     @property
-    def asked(self) -> tuple[Criterion, ...]:
+    def requested(self) -> tuple[Criterion, ...]:
         """Return the criteria and checks for which the profile has a target.
 
         `same_bytes` is not among them: it is required in any case and has no target in profiles.
@@ -463,12 +463,12 @@ class Report(Record):
         return tuple(requested)
 
     @property
-    def met(self) -> int:
+    def num_met(self) -> int:
         """Return the number of requested criteria that passed."""
-        return sum(criterion.verdict == "pass" for criterion in self.asked)
+        return sum(criterion.verdict == "pass" for criterion in self.requested)
 
     @property
-    def further(self) -> tuple[Criterion, ...]:
+    def further_verdicts(self) -> tuple[Criterion, ...]:
         """Return the verdicts besides the criteria: the checks, and further scaling figures."""
         verdicts = [*self.checks]
         for figure in self.scaling:
@@ -477,18 +477,18 @@ class Report(Record):
         return tuple(verdicts)
 
     @property
-    def failed(self) -> tuple[Criterion, ...]:
+    def failed_criteria(self) -> tuple[Criterion, ...]:
         """Return the criteria, checks and scaling figures that were measured and failed."""
-        all_verdicts = (*self.criteria, *self.further)
+        all_verdicts = (*self.criteria, *self.further_verdicts)
         return tuple(criterion for criterion in all_verdicts if criterion.verdict == "fail")
 
     @property
-    def missed(self) -> tuple[str, ...]:
+    def failures(self) -> tuple[str, ...]:
         """Return the reasons why the validation failed. Empty if it did not.
 
         These are the titles of failed criteria, runs stopped at the time limit, and a regression.
         """
-        titles = [criterion.title for criterion in self.failed]
+        titles = [criterion.title for criterion in self.failed_criteria]
         for run in self.runs:
             if run.stopped_at_limit:
                 titles.append(f"time limit on {run.label}")
@@ -503,8 +503,8 @@ class Report(Record):
         It passed if nothing failed and every requested criterion was met. A profile without any
         target cannot be passed.
         """
-        if self.missed:
+        if self.failures:
             return "failed"
-        if self.asked and self.met == len(self.asked):
+        if self.requested and self.num_met == len(self.requested):
             return "passed"
         return "not judged"

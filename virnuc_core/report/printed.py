@@ -43,8 +43,8 @@ SCALING_WIDTH: Final = 24  # of "ESM-2 scaling:" and the blanks behind it
 def overall_verdict(report: Report) -> str:
     """Return the line with the overall verdict: the number of criteria met, and other failures."""
     titles = [criterion.title for criterion in report.criteria]
-    further_misses = [title for title in report.missed if title not in titles]
-    text = f"{report.met} of {len(report.asked)} asked criteria met"
+    further_misses = [title for title in report.failures if title not in titles]
+    text = f"{report.num_met} of {len(report.requested)} asked criteria met"
     if report.outcome == "passed":
         text = f"ALL CRITERIA MET: {text}"
     if further_misses:
@@ -224,7 +224,7 @@ def further_block(report: Report) -> FurtherBlock:
     """Return what the printed report says beside the criteria."""
     facts = efficiency_facts(report)
     lines = [_fact_line(title, value) for title, value in facts.items()]
-    lines += [_check_line(check) for check in report.further]
+    lines += [_check_line(check) for check in report.further_verdicts]
     lines.append(_fact_line("Regression", _regression_text(report)))
     lines.append(_fact_line("Reads", _reads_text(report.accounting)))
     lines.append(_fact_line("Sample, host", _sample_text(report)))

@@ -83,7 +83,7 @@ def entry_of(report: Report) -> HistoryEntry | None:
         gpu_utilisation=value_of_criterion.get("gpu_utilisation"),
         packing_efficiency=value_of_criterion.get("packing"),
         total_s=run.total_s,
-        criteria_met=report.met,
+        criteria_met=report.num_met,
         regression_percent=report.profile.regression_percent,
         host=record.host,
     )

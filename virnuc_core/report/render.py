@@ -105,8 +105,8 @@ def report_markdown(report: Report) -> str:
         created=report.provenance.created,
         commit=report.provenance.git_commit or "unknown",
         devices="none" if run is None else run.label,
-        criteria_met=report.met,
-        criteria=len(report.asked),
+        criteria_met=report.num_met,
+        criteria=len(report.requested),
         outcome=report.outcome,
         warnings=len(report.warnings),
     )

@@ -76,12 +76,12 @@ def test_runs_without_shards_are_not_identical_nor_do_they_differ(
     equality = next(pair.bitwise for pair in comparisons if pair.bitwise)
     counts = equality.files_compared, equality.shards_compared
     assert (equality.identical, *counts, equality.differing) == (False, 4, 0, ())
-    assert "bit for bit" not in messages.compared(comparisons)
+    assert "bit for bit" not in messages.comparison_message(comparisons)
     report = build_report(out_dir, profile)
     (judged,) = [check for check in report.checks if check.id == "same_bytes"]
     assert (judged.verdict, judged.value) == ("not run", None)
     assert judged.reason == "there were no shards, or no result files, to compare"
-    assert judged.title not in report.missed
+    assert judged.title not in report.failures
     sentences = correctness_section(comparisons).sentences
     assert "devices-1 and devices-2: not all there to compare (4 files, 0 shards)" in sentences
 

@@ -73,7 +73,7 @@ def test_nothing_measured_passes_nothing(tmp_path: Path, name: str) -> None:
     assert {c.verdict for c in report.criteria} == {"not run"}
     assert all(c.reason for c in report.criteria)
     assert report.outcome == "not judged"
-    assert report.failed == ()
+    assert report.failed_criteria == ()
 
 
 def test_the_smoke_profile_asks_for_correctness_only(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_the_smoke_profile_asks_for_correctness_only(tmp_path: Path) -> None:
     assert verdicts.pop("gpu_utilisation") == "not run", "it could not be measured"
     assert set(verdicts.values()) == {"not asked"}, "it was measured, and is shown"
     assert by_id(report)["same_bytes"].verdict == "pass"
-    assert (report.outcome, report.met, len(report.asked)) == ("passed", 1, 1)
+    assert (report.outcome, report.num_met, len(report.requested)) == ("passed", 1, 1)
     assert any("asks for no performance" in note for note in report.notes)
 
 
@@ -294,7 +294,10 @@ def test_a_run_that_was_cut_off_gives_no_derived_figure(copied: tuple[Path, Prof
         if not name.endswith("_device_seconds")
     }
     report_without_times = build_report(out_dir, profile.model_copy(update={"targets": no_times}))
-    assert report_without_times.missed == ("time limit on 1x RTX 4090", "time limit on 2x RTX 4090")
+    assert report_without_times.failures == (
+        "time limit on 1x RTX 4090",
+        "time limit on 2x RTX 4090",
+    )
 
 
 def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path: Path) -> None:
@@ -322,7 +325,7 @@ def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path
     slow = profile.model_copy(update={"scaling_bands": {"4": (3.99, 4.0)}})
     slow_report = build_report(tmp_path, slow)
     assert by_id(slow_report)["scaling"].verdict == criteria["scaling"].verdict
-    assert "Scaling on 4 devices" in slow_report.missed, (
+    assert "Scaling on 4 devices" in slow_report.failures, (
         "a band that is missed fails, whatever the two-device run did"
     )
     path = tmp_path / "devices-2" / "prediction_results_highestscore.csv"
@@ -341,7 +344,7 @@ def test_all_that_the_profile_asks_for_is_counted_and_nothing_else(tmp_path: Pat
     )
     build(tmp_path, Recipe(), profile)
     report = build_report(tmp_path, profile)
-    assert {c.id for c in report.asked} == {
+    assert {c.id for c in report.requested} == {
         name.replace("packing_efficiency", "packing")
         .replace("seconds", "time")
         .replace("_agreement", "")
@@ -349,7 +352,7 @@ def test_all_that_the_profile_asks_for_is_counted_and_nothing_else(tmp_path: Pat
     }
     assert by_id(report)["one_device_time"].verdict == "not asked"
     assert report.outcome == "failed", "scaling is 1.8 here"
-    assert messages.met(report) == (
+    assert messages.criteria_message(report) == (
         "6 of 12 asked criteria met; not met: Scaling; not judged here: Time on two devices, Checkpoint overhead, "
         "Worst centred cosine to fp32, Mean centred cosine to fp32, Verdicts as in fp32"
     )
@@ -359,8 +362,8 @@ def test_on_other_hardware_no_performance_is_judged_and_that_is_no_success(tmp_p
     profile = build(tmp_path, Recipe(gpu="NVIDIA H200"), load_profile("phase10-1m"))
     report = build_report(tmp_path, profile.model_copy(update={"min_compared_chunks": 1}))
     assert report.outcome == "not judged"
-    assert messages.met(report).startswith("not judged here: Time on one device, ")
-    assert messages.met(report).endswith("; 1 of 7 asked criteria met")
+    assert messages.criteria_message(report).startswith("not judged here: Time on one device, ")
+    assert messages.criteria_message(report).endswith("; 1 of 7 asked criteria met")
 
 
 def test_a_scaled_baseline_is_marked(tmp_path: Path) -> None:
@@ -591,7 +594,7 @@ def test_all_criteria_can_be_met(tmp_path: Path) -> None:
     )
     report = build_report(tmp_path, profile)
     assert report.outcome == "passed"
-    assert report.met == len(report.asked) == len(report.criteria) == 7
+    assert report.num_met == len(report.requested) == len(report.criteria) == 7
 
 
 def test_a_target_on_the_line_is_met_or_missed_by_its_sign() -> None:

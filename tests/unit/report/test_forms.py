@@ -215,7 +215,7 @@ def test_a_report_of_nothing_is_still_a_report(tmp_path: Path, name: str) -> Non
     report = write_report(tmp_path, load_profile(name))
     forms = render(report)
     assert Page(forms["report.html"]).problems == []
-    assert f"0 of {len(report.asked)} asked criteria met" in forms["report.md"]
+    assert f"0 of {len(report.requested)} asked criteria met" in forms["report.md"]
     assert read_report(tmp_path / "report" / "report.json") == report
 
 

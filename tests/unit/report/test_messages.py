@@ -42,16 +42,19 @@ def test_a_verdict_names_what_was_missed_and_what_was_not_judged() -> None:
     missed_criterion = criterion()
     skipped_criterion = criterion(title="Time", verdict="not run")
     not_asked = criterion(title="Speed", verdict="not asked", target=None)
-    assert messages.met(report(passed_criterion, not_asked)) == "1 of 1 asked criteria met"
-    assert messages.met(report(passed_criterion, missed_criterion, skipped_criterion)) == (
-        "1 of 3 asked criteria met; not met: Packing efficiency; not judged here: Time"
+    assert (
+        messages.criteria_message(report(passed_criterion, not_asked))
+        == "1 of 1 asked criteria met"
     )
+    assert messages.criteria_message(
+        report(passed_criterion, missed_criterion, skipped_criterion)
+    ) == ("1 of 3 asked criteria met; not met: Packing efficiency; not judged here: Time")
 
 
 def test_what_was_not_judged_comes_first_if_nothing_was_missed() -> None:
     passed_criterion = criterion(title="Scaling", verdict="pass")
     skipped_criterion = criterion(title="Time", verdict="not run")
-    message = messages.met(report(passed_criterion, skipped_criterion))
+    message = messages.criteria_message(report(passed_criterion, skipped_criterion))
     assert message == "not judged here: Time; 1 of 2 asked criteria met"
     assert report().outcome == "not judged"
     assert report(criterion(verdict="not asked", target=None)).outcome == "not judged"
@@ -60,11 +63,11 @@ def test_what_was_not_judged_comes_first_if_nothing_was_missed() -> None:
 def test_scaling_names_speedup_efficiency_and_runs_of_each_number_of_devices() -> None:
     figures = (scaling_figure(num_gpus=1), scaling_figure())
     scaled_report = report(scaling=figures, profile=load_profile("ci-smoke"))
-    assert messages.scaling(scaled_report) == "2 devices: 1.96x (98.0 %), one run"
+    assert messages.scaling_message(scaled_report) == "2 devices: 1.96x (98.0 %), one run"
 
 
 def test_scaling_of_one_device_has_no_curve() -> None:
-    assert messages.scaling(report(profile=load_profile("ci-smoke"))) == (
+    assert messages.scaling_message(report(profile=load_profile("ci-smoke"))) == (
         "one device only: there is no curve"
     )
 
@@ -82,7 +85,9 @@ def test_numbers_of_devices_without_a_figure_have_a_reason() -> None:
         2: "devices-2 was resumed (3 shards are of an earlier run): its time is not whole",
         4: "there were 2 devices",
     }
-    assert "4 devices: skipped, there were 2 devices" in messages.scaling(report_without_scaling)
+    assert "4 devices: skipped, there were 2 devices" in messages.scaling_message(
+        report_without_scaling
+    )
 
 
 def test_a_time_of_several_runs_is_their_median() -> None:
@@ -115,7 +120,7 @@ def test_a_time_of_several_runs_is_their_median() -> None:
 def test_the_baseline_says_how_its_time_is_known(
     summary: BaselineSummary, results: Path | None, message: str
 ) -> None:
-    assert messages.baseline(summary, results) == message
+    assert messages.baseline_message(summary, results) == message
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_a_compared_pair_is_equal_or_not(
         identical=identical, files_compared=3, shards_compared=0, differing=differing
     )
     pair = Comparison(a="a", b="b", tolerance=1, bitwise=equality)
-    assert messages.compared([pair]) == message
+    assert messages.comparison_message([pair]) == message
 
 
 def test_a_pair_that_need_not_be_equal_agrees_to_some_percent() -> None:
@@ -141,7 +146,7 @@ def test_a_pair_that_need_not_be_equal_agrees_to_some_percent() -> None:
         in_both=100, only_in_a=0, only_in_b=0, agreeing=99, agreement=0.99, score=None, examples=()
     )
     pair = Comparison(a="baseline", b="devices-1", tolerance=1, consensus=agreement)
-    assert messages.compared([pair]) == "devices-1 agrees with baseline to 99.0 %"
+    assert messages.comparison_message([pair]) == "devices-1 agrees with baseline to 99.0 %"
 
 
 def test_overheads_are_medians_of_undisturbed_pairs() -> None:
@@ -152,22 +157,24 @@ def test_overheads_are_medians_of_undisturbed_pairs() -> None:
         overhead_pair(with_tokens_per_s=1, restarts=1),
         overhead_pair(of="sampler", with_tokens_per_s=99.5),
     ]
-    assert messages.overhead(pairs) == (
+    assert messages.overhead_message(pairs) == (
         "of the tokens/s, commits cost 3.0 %, the sampler costs 0.5 %"
     )
-    assert messages.overhead([]) == "nothing could be timed"
+    assert messages.overhead_message([]) == "nothing could be timed"
 
 
 def test_the_ceiling_names_the_rate_of_each_device() -> None:
     rates = {"GPU-0": 51_234.4, "GPU-1": 49_000.0}
-    assert messages.ceiling(rates) == "linear layers of ESM-2 alone: 51,234, 49,000 tokens/s"
-    assert messages.ceiling({}) == "no GPU, no ceiling"
+    assert (
+        messages.ceiling_message(rates) == "linear layers of ESM-2 alone: 51,234, 49,000 tokens/s"
+    )
+    assert messages.ceiling_message({}) == "no GPU, no ceiling"
 
 
 def test_a_split_names_what_was_left_out() -> None:
     genomes = pd.DataFrame({"genome": ["a", "b", "c"], "cluster": [0, 0, 1]})
     examples = Examples(pd.DataFrame({"read": range(1_234)}), genomes, {"short frames": 1_000})
-    assert messages.split(examples) == (
+    assert messages.split_message(examples) == (
         "1,234 frames of 3 genomes in 2 clusters; left out: 1,000 short frames"
     )
 

@@ -204,7 +204,7 @@ def test_a_report_is_held_against_the_last_one(
     assert [point.total_s for point in report.history] == [20.0, 44.0]
     assert len(read_history(history)) == 2
     assert report.outcome == "failed"
-    assert any("regression (over 10 % worse in " in message for message in report.missed)
+    assert any("regression (over 10 % worse in " in message for message in report.failures)
     page = (out_dir / "report" / "report.txt").read_text(encoding="utf-8")
     assert "not met: regression (over 10 % worse in" in page
     assert "[FAIL] over 10 % worse in" in page
@@ -229,7 +229,7 @@ def test_a_run_that_is_judged_again_is_not_held_against_itself(
         ]
 
     edit_json(out_dir / "devices-2" / "summary.json", began)
-    assert write_report(out_dir, profile, history).met == 6
+    assert write_report(out_dir, profile, history).num_met == 6
     edit_json(
         out_dir / "run.json", lambda body: body.update(created="2026-03-02T09:00:00+00:00")
     )  # it was lost, say
@@ -240,7 +240,7 @@ def test_a_run_that_is_judged_again_is_not_held_against_itself(
         out_dir / "run.json", lambda body: body.update(profile=stricter.model_dump(mode="json"))
     )
     report = write_report(out_dir, stricter, history)
-    assert report.met == 5
+    assert report.num_met == 5
     assert report.regression is not None
     assert report.regression.verdict == "not run"
     assert [(run_entry.created, run_entry.criteria_met) for run_entry in read_history(history)] == [

@@ -216,14 +216,14 @@ def test_a_missed_comparison_that_is_left_out_is_named(copied: tuple[Path, Profi
     )
     compare_runs(out_dir, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
     assert {"same_bytes", "consensus"} <= {
-        check.id for check in write_report(out_dir, profile).failed
+        check.id for check in write_report(out_dir, profile).failed_criteria
     }
     assert verify_report(out_dir).ok
     edit_json(
         out_dir / "comparison.json", lambda body: body.update(comparisons=body["comparisons"][1:2])
     )
     assert {"same_bytes", "consensus"}.isdisjoint(
-        check.id for check in write_report(out_dir, profile).failed
+        check.id for check in write_report(out_dir, profile).failed_criteria
     )
     assert any(
         line.startswith("comparison.json: pairs: says")
