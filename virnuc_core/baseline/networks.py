@@ -59,7 +59,9 @@ class PaddedEncoder(ABC):
     It computes on the device and in the number format of its tensors.
     """
 
-    N_END_TOKENS: ClassVar[int]  # tokens at each end of a sequence that are left out of its mean
+    # Tokens at the start and at the end of a sequence that are left out of its mean
+    N_START_TOKENS: ClassVar[int]
+    N_END_TOKENS: ClassVar[int]
     MAX_POOLED: ClassVar[int]  # at most so many of the other tokens are averaged
 
     def __init__(self, tensors: Tensors, shape: AnyEncoderShape, tokenizer: Tokenizer) -> None:
@@ -108,10 +110,12 @@ class PaddedEncoder(ABC):
         hidden_states = self.hidden(tokens.to(self.device), is_real.to(self.device))
 
         # Average the tokens of each sequence that count.
-        counts = (lengths - 2 * self.N_END_TOKENS).clamp(max=self.MAX_POOLED).tolist()
+        n_left_out = self.N_START_TOKENS + self.N_END_TOKENS
+        counts = (lengths - n_left_out).clamp(max=self.MAX_POOLED).tolist()
         means = []
         for row, count in enumerate(counts):
-            pooled = hidden_states[row, self.N_END_TOKENS : self.N_END_TOKENS + count]
+            start = self.N_START_TOKENS
+            pooled = hidden_states[row, start : start + count]
             means.append(pooled.mean(0).float().cpu())
         return torch.stack(means)
 
@@ -157,7 +161,8 @@ class PaddedEncoder(ABC):
 class PaddedEsm2(PaddedEncoder):
     """ESM-2 over padded batches."""
 
-    N_END_TOKENS = 1  # the start and the end token are not averaged
+    N_START_TOKENS = 1  # the start and the end token are not averaged
+    N_END_TOKENS = 1
     MAX_POOLED = 1024  # VirNucPro averages the first 1,024 residues
 
     def hidden(self, tokens: Tensor, is_real: Tensor) -> Tensor:
@@ -219,7 +224,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class PaddedDnabertS(PaddedEncoder):
     """DNABERT-S over padded batches."""
 
-    N_END_TOKENS = 0  # all tokens are averaged, [CLS] and [SEP] included
+    N_START_TOKENS = 0  # all tokens are averaged, [CLS] and [SEP] included
+    N_END_TOKENS = 0
     MAX_POOLED = sys.maxsize  # no limit
 
     def hidden(self, tokens: Tensor, is_real: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pandas as pd
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.rundir import RunDir, write_text_atomically
@@ -34,7 +35,12 @@ from ..telemetry.measurements import telemetry_of
 STARTED = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 ORIGIN_S = 5_000.0
 FRAMES = ("F1", "F2", "F3", "R1", "R2", "R3")
-PRINTS = {"reads": "5eed" * 16, "esm2": "e5e2" * 16, "dnabert_s": "d9a5" * 16, "head": "4ead" * 16}
+PRINTS = {
+    "reads": "5eed" * 16,
+    PROTEIN.name: "e5e2" * 16,
+    DNA.name: "d9a5" * 16,
+    "head": "4ead" * 16,
+}
 
 
 @dataclass(frozen=True)
@@ -149,9 +155,9 @@ def build_run(
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
     busy = max(device_busy(record_table(ShardDone, records, ids)), key=lambda one: one.busy_s)
-    clock.add("DNABERT-S", busy.dna_s)
-    clock.add("ESM-2", busy.protein_s, (ORIGIN_S + 1, ORIGIN_S + 1 + busy.protein_s))
-    clock.fuse("Feature Merging", "ESM-2")
+    clock.add(DNA.title, busy.dna_s)
+    clock.add(PROTEIN.title, busy.protein_s, (ORIGIN_S + 1, ORIGIN_S + 1 + busy.protein_s))
+    clock.fuse("Feature Merging", PROTEIN.title)
     clock.add("Model Prediction", 0.5, (end_s, end_s + 0.5))
     clock.add("Consensus Scoring", 0.25, (end_s + 0.5, end_s + 0.75))
     wall_s = end_s - ORIGIN_S + 1.0
@@ -223,15 +229,15 @@ def run_record(recipe: Recipe, count: int) -> dict[str, Any]:
 
 
 def shards_done(recipe: Recipe, devices: list[str]) -> list[ShardDone]:
-    """Shards dealt in turn, each with DNABERT-S batches, then ESM-2 batches."""
+    """Shards dealt in turn, each with DNA batches, then protein batches."""
     records = []
     for shard in range(recipe.shards):
         device = devices[shard % len(devices)]
         turn = shard // len(devices)
         started_s = ORIGIN_S + 2.0 + turn * recipe.seconds_a_shard
         batches = []
-        for encoder, begin_s, number in (("dnabert_s", 0.0, 4), ("esm2", 0.2, 8)):
-            span_s = recipe.seconds_a_shard * (0.2 if encoder == "dnabert_s" else 0.75)
+        for encoder, begin_s, number in ((DNA.name, 0.0, 4), (PROTEIN.name, 0.2, 8)):
+            span_s = recipe.seconds_a_shard * (0.2 if encoder == DNA.name else 0.75)
             for index in range(number):
                 launched_s = started_s + begin_s * recipe.seconds_a_shard + index * span_s / number
                 tokens = int(16_384 * recipe.packing) - 13 * index
@@ -255,8 +261,8 @@ def shards_done(recipe: Recipe, devices: list[str]) -> list[ShardDone]:
                 device=device,
                 shard=shard,
                 rows=500,
-                protein_tokens=sum(b.tokens for b in batches if b.encoder == "esm2"),
-                dna_tokens=sum(b.tokens for b in batches if b.encoder == "dnabert_s"),
+                protein_tokens=sum(b.tokens for b in batches if b.encoder == PROTEIN.name),
+                dna_tokens=sum(b.tokens for b in batches if b.encoder == DNA.name),
                 started_s=started_s,
                 finished_s=started_s + recipe.seconds_a_shard,
                 dna_s=0.2 * recipe.seconds_a_shard,
@@ -318,12 +324,12 @@ def build_baseline(out: Path, recipe: Recipe, rows: Rows) -> None:
         "name": "v1",
         "source": "measured",
         "wall_s": recipe.baseline_s,
-        "stages": {"DNABERT-S": recipe.baseline_s * 0.2, "ESM-2": recipe.baseline_s * 0.75},
+        "stages": {DNA.title: recipe.baseline_s * 0.2, PROTEIN.title: recipe.baseline_s * 0.75},
         "subset": None,
         "measured_s": recipe.baseline_s,
         "measured_stages": {
-            "DNABERT-S": recipe.baseline_s * 0.2,
-            "ESM-2": recipe.baseline_s * 0.75,
+            DNA.title: recipe.baseline_s * 0.2,
+            PROTEIN.title: recipe.baseline_s * 0.75,
         },
         "n_reads": recipe.reads,
         "measured_rows": sum(frame_counts[: recipe.baseline_reads or recipe.reads]),
@@ -331,7 +337,7 @@ def build_baseline(out: Path, recipe: Recipe, rows: Rows) -> None:
     }
     if recipe.baseline_reads is not None:
         tokens = summary["measured_rows"] * 52
-        stages = {"DNABERT-S": recipe.baseline_s * 0.2, "ESM-2": recipe.baseline_s * 0.8}
+        stages = {DNA.title: recipe.baseline_s * 0.2, PROTEIN.title: recipe.baseline_s * 0.8}
         summary |= {
             "subset": {"reads": recipe.baseline_reads, "tokens": tokens, "total_tokens": total},
             "stages": stages,

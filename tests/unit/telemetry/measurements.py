@@ -7,6 +7,7 @@ from datetime import datetime
 
 import pandas as pd
 
+from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.statistics import record_table
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone, StageTime
@@ -36,7 +37,7 @@ def batch(
     launched_s: float = 0.0,
     *,
     device: str = "GPU-a",
-    encoder: str = "esm2",
+    encoder: str = PROTEIN.name,
     shard: int = 0,
     index: int = 0,
     rows: int = 10,
@@ -66,9 +67,9 @@ def shard(
     return ShardDone(
         device=device,
         shard=number,
-        rows=sum(b.rows for b in batches if b.encoder == "esm2"),
-        protein_tokens=sum(b.tokens for b in batches if b.encoder == "esm2"),
-        dna_tokens=sum(b.tokens for b in batches if b.encoder == "dnabert_s"),
+        rows=sum(b.rows for b in batches if b.encoder == PROTEIN.name),
+        protein_tokens=sum(b.tokens for b in batches if b.encoder == PROTEIN.name),
+        dna_tokens=sum(b.tokens for b in batches if b.encoder == DNA.name),
         started_s=min((b.launched_s for b in batches), default=0.0),
         finished_s=max((b.launched_s for b in batches), default=0.0) + 1.0,
         dna_s=0.5,
