@@ -17,6 +17,7 @@ OPEN = "o"
 READ = "r"
 STAT = "s"
 LIST = "l"
+LOCK = "k"
 
 
 @cache

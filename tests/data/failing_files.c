@@ -3,7 +3,7 @@
 
    FAIL_PATH   the calls fail for files with this text in their path
    FAIL_ERRNO  the number of the error
-   FAIL_CALLS  which calls fail, letters: o open, r read, s stat, l list a folder, c connect or bind
+   FAIL_CALLS  which calls fail, letters: o open, r read, s stat, l list a folder, k lock
    FAIL_WHILE  the calls fail only while a file of this path exists; without it they always fail
    FAIL_LOG    a file to which a byte is appended for each call that failed */
 #define _GNU_SOURCE
@@ -106,6 +106,31 @@ int fstatat(int folder, const char *path, struct stat *result, int flags) {
 int fstatat64(int folder, const char *path, struct stat64 *result, int flags) {
     REAL("fstatat64", int (*)(int, const char *, struct stat64 *, int));
     return must_fail(path, 's') ? -1 : real(folder, path, result, flags);
+}
+
+/* Locks of files: flock, and those of fcntl and lockf. */
+int flock(int fd, int operation) {
+    REAL("flock", int (*)(int, int));
+    return fd_must_fail(fd, 'k') ? -1 : real(fd, operation);
+}
+
+static int is_lock(int command) {
+    return command == F_SETLK || command == F_SETLKW || command == F_OFD_SETLK ||
+           command == F_OFD_SETLKW;
+}
+
+#define FCNTL(name)                                                                   \
+    int name(int fd, int command, ...) {                                              \
+        REAL(#name, int (*)(int, int, ...));                                          \
+        va_list args; va_start(args, command); void *value = va_arg(args, void *); va_end(args); \
+        return is_lock(command) && fd_must_fail(fd, 'k') ? -1 : real(fd, command, value); \
+    }
+FCNTL(fcntl)
+FCNTL(fcntl64)
+
+int lockf(int fd, int command, off_t length) {
+    REAL("lockf", int (*)(int, int, off_t));
+    return fd_must_fail(fd, 'k') ? -1 : real(fd, command, length);
 }
 
 DIR *opendir(const char *path) {

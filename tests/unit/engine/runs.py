@@ -20,8 +20,11 @@ from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import classify, predict
 from virnuc_core.reads import stage as stage_module
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.cosines import cosines
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
+from virnuc_core.telemetry.log import latest, read_telemetry
 
 SMALL = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.2)
 N_CORES = min(2, len(os.sched_getaffinity(0)))
@@ -121,6 +124,19 @@ def predict_in_child() -> None:
         predict(spec)
     except VirnucError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+
+
+def read_everything_in_child() -> None:
+    """Read all HDF5 files of a run in the ways in which the product reads them. Argument: root."""
+    root = Path(sys.argv[1])
+    run = RunDir(root)
+    plan = shards.read_plan(run)
+    shards.read_shard(run, plan, 0)
+    shards.read_scores(run)
+    store = OrfStore.open(run.store)
+    [joined] = cosines(root, root)
+    telemetry = read_telemetry(latest(root))
+    print(store.n_uniques, joined.n, len(telemetry.shards))
 
 
 def predict_in_lost_directory() -> None:
