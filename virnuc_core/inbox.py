@@ -18,7 +18,7 @@ import logging
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -30,6 +30,13 @@ from virnuc_core import errors
 from virnuc_core.lease import lease
 from virnuc_core.rundir import INBOX_MARK, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary, read_or_set_aside, sha256_of, write
+from virnuc_core.system_errors import (
+    PERMISSION_ERRORS,
+    ErrorKind,
+    classify,
+    describe_system_error,
+    error_number,
+)
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
 UNSETTLED: Final = ("waiting", "busy", "duplicate")  # an overlapping run may change these
@@ -191,6 +198,8 @@ class Ledger:
         except FileNotFoundError:
             return None
         except OSError as error:
+            if _may_pass(error):
+                return row.changed(fate="waiting", note=_unreadable_note(error))
             problem = f"cannot be read: {error.strerror or error}"
             return row.changed(note=f"{problem}; check its permissions, or remove it")
         return self._with_fate(row.changed(sha256=sha256, fate="waiting"))
@@ -199,8 +208,11 @@ class Ledger:
 
     def is_due(self, row: Row, *, retry_failed: bool) -> bool:
         """Return whether a file should be predicted now."""
+        # Without a digest, the content of the file is not known: it could not be read.
+        if row.sha256 == "":
+            return False
         if row.fate == "failed":
-            return retry_failed and row.sha256 != ""
+            return retry_failed
         return row.fate == "waiting"
 
     def attempt(self, row: Row, predict: Predict, *, retry_failed: bool) -> Row:
@@ -222,10 +234,13 @@ class Ledger:
                 count as an attempt.
             BaseException: Whatever `predict` raised. It does not count as an attempt.
         """
-        # The file may have been replaced since its digest was computed. If it cannot be read now,
-        # `predict` reports that.
-        with suppress(OSError):
+        # The file may have been replaced since its digest was computed. If it is absent, or this
+        # user may not read it, `predict` reports that.
+        try:
             row = row.changed(sha256=sha256_of(self.inbox / row.file))
+        except OSError as error:
+            if _may_pass(error):
+                return row.changed(sha256="", fate="waiting", note=_unreadable_note(error))
         with self.claim(row.sha256) as owner:
             if owner:
                 return row.changed(fate="busy", note="another run predicts it")
@@ -312,7 +327,12 @@ class Ledger:
         return lease(self.out / "claims" / sha256, self._fate_file(sha256))
 
     def _with_fate(self, row: Row) -> Row:
-        """Return the row with the recorded fate of its content, which another run may have set."""
+        """Return the row with the recorded fate of its content, which another run may have set.
+
+        A row without a digest is returned as it is: the content of its file is not known.
+        """
+        if row.sha256 == "":
+            return row
         fate = self.read_fate(row.sha256)
         if fate is None:
             return row
@@ -397,6 +417,20 @@ def _mark_duplicates(rows: Sequence[Row]) -> list[Row]:
             note = DUPLICATE_NOTE.format(original)
             marked.append(row.changed(fate="duplicate", note=note))
     return marked
+
+
+def _may_pass(error: OSError) -> bool:
+    """Return true if the same file may be readable later without anybody's help.
+
+    An error of the file server or the disk says nothing about the content of the file.
+    """
+    is_permission = error_number(error) in PERMISSION_ERRORS
+    return classify(error) is ErrorKind.TRANSIENT and not is_permission
+
+
+def _unreadable_note(error: OSError) -> str:
+    """Return the note for a file that could not be read this time."""
+    return f"cannot be read now: {describe_system_error(error)}; the next start tries again"
 
 
 def _describe_error(error: Exception) -> str:

@@ -13,7 +13,8 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
@@ -127,8 +128,12 @@ STORAGE_ERRORS: Final = frozenset(
 # has become stale, often answers again within this time.
 RETRY_PAUSES_S: Final = (0.1, 0.4, 1.0, 2.5)
 
-# The HDF5 library gives the number of the system's error in the text of its own error.
-_NUMBER_IN_TEXT: Final = re.compile(r"\berrno = (\d+)")
+# Errors of a user who may not read a file. They rarely pass without a change of permissions.
+PERMISSION_ERRORS: Final = frozenset({errno.EACCES, errno.EPERM})
+
+# HDF5, and libraries that are written in Rust, give the number of the system's error in the text of
+# their own errors.
+_NUMBER_IN_TEXT: Final = re.compile(r"\b(?:errno = |os error )(\d+)")
 
 
 def error_number(error: BaseException) -> int | None:
@@ -228,7 +233,9 @@ def unreadable_error(error: BaseException, path: Path) -> UnreadableError:
     )
 
 
-def read_with_retries(path: Path, read: Callable[[], Content]) -> Content:
+def read_with_retries(
+    path: Path, read: Callable[[], Content], *, immediate: Collection[int] = ()
+) -> Content:
     """Return what `read` returns. If the system fails to read, call it again a few times.
 
     A caller that catches `OSError` around this call gets only certain answers: the file is absent
@@ -238,6 +245,7 @@ def read_with_retries(path: Path, read: Callable[[], Content]) -> Content:
     Args:
         path: The file, for the messages.
         read: Opens and reads the file. It must be safe to call it again.
+        immediate: Numbers of further errors that are raised as they are, without a retry.
 
     Raises:
         UnreadableError: The content is not known: the system refuses, or still fails at the last
@@ -249,13 +257,35 @@ def read_with_retries(path: Path, read: Callable[[], Content]) -> Content:
             return read()
         except (OSError, RuntimeError, KeyError) as error:
             kind = classify(error)
-            if kind in (ErrorKind.ABSENT, ErrorKind.CONTENT):
+            if kind in (ErrorKind.ABSENT, ErrorKind.CONTENT) or error_number(error) in immediate:
                 raise
             if kind is ErrorKind.REFUSED or not pauses_s:
                 raise unreadable_error(error, path) from error
             reason = os.strerror(error_number(error) or 0)
             log.warning("%s: cannot be read now (%s); trying again", path, reason)
         time.sleep(pauses_s.pop(0))
+
+
+def require_readable(path: Path) -> None:
+    """Raise an error if the system cannot read a file, before a library is told to read it.
+
+    Some libraries report every error of the system as "no such file" or as damage. If this returns,
+    the file was read a moment ago, or there is no regular file of this name. Nothing is read from
+    pipes, whose data would be lost.
+
+    Raises:
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
+    """
+    if not is_regular_file(path):
+        return
+
+    def read_first_byte() -> None:
+        """Open the file and read from it once."""
+        with path.open("rb") as file:
+            file.read(1)
+
+    with suppress(FileNotFoundError, NotADirectoryError):
+        read_with_retries(path, read_first_byte)
 
 
 def is_regular_file(path: Path) -> bool:

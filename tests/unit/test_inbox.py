@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -142,7 +143,7 @@ def test_a_file_that_cannot_be_opened_or_named_does_not_stop_the_others(ledger: 
         "good.fa": "waiting",
         "latin-\\udce9.fa": "failed",
         "line\\rbreak.fa": "failed",
-        "broken.fa": "failed",
+        "broken.fa": "waiting",  # an error of the disk says nothing about the content
         "loop.fa": "failed",
     }
     assert "Input/output error" in rows["broken.fa"].note
@@ -365,3 +366,34 @@ def test_results_inside_the_inbox_are_refused(tmp_path: Path, out: str) -> None:
     (tmp_path / "inbox").mkdir()
     with pytest.raises(ConfigError, match="inside the inbox"):
         Ledger(tmp_path / "inbox", tmp_path / out)
+
+
+# --- Files that cannot be read at the moment ------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOLCK])
+def test_a_file_that_cannot_be_read_now_waits_and_keeps_its_attempts(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    put(ledger.inbox, "a.fa")
+
+    def fail(path: Path) -> str:
+        raise OSError(number, os.strerror(number), str(path))
+
+    row_before = scan_file(ledger, "a.fa")
+    with monkeypatch.context() as server_is_away:
+        server_is_away.setattr("virnuc_core.inbox.sha256_of", fail)
+        row = scan_file(ledger, "a.fa")
+        attempted = ledger.attempt(row_before, refuse_to_predict, retry_failed=False)
+
+    for unread_row in (row, attempted):
+        assert (unread_row.fate, unread_row.sha256) == ("waiting", "")
+        assert os.strerror(number) in unread_row.note
+        assert not ledger.is_due(unread_row, retry_failed=True)
+    row_after = scan_file(ledger, "a.fa")
+    assert ledger.is_due(row_after, retry_failed=False)
+    assert ledger.read_fate(row_after.sha256) is None
+
+
+def refuse_to_predict(row: Row, run: Path) -> RunSummary | Exception:
+    raise AssertionError(f"{row.file} was predicted")

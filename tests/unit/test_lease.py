@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -18,7 +19,8 @@ from typing import Any
 import pytest
 
 from virnuc_core import lease as module
-from virnuc_core.errors import ConfigError
+from virnuc_core import system_errors
+from virnuc_core.errors import ConfigError, UnreadableError
 from virnuc_core.lease import Lease, lease, require_lease
 from virnuc_core.rundir import atomic_file, discard, run_lock, write_text_atomically
 
@@ -268,3 +270,41 @@ def test_of_many_who_come_go_and_die_one_holds(
     for thread in threads:
         thread.join()
     assert (max_inside[0], num_taken[0]) == (1, 36)
+
+
+@pytest.fixture
+def unlistable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Return a function after whose call no folder can be listed, with this error."""
+    monkeypatch.setattr(system_errors, "RETRY_PAUSES_S", (0.0, 0.0))
+    list_folder = os.listdir
+    numbers: list[int] = []
+
+    def fail(path: Any = ".") -> list[str]:
+        if numbers:
+            raise OSError(numbers[0], os.strerror(numbers[0]), str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "listdir", fail)
+    yield numbers.append
+    numbers.clear()
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.EIO])
+def test_a_lease_that_cannot_be_read_is_not_called_lost(
+    tmp_path: Path, unlistable: Callable[[int], None], number: int
+) -> None:
+    with lease(tmp_path / "x", tmp_path):
+        unlistable(number)
+        with pytest.raises(UnreadableError, match=os.strerror(number)):
+            require_lease(tmp_path)
+        require_lease(tmp_path, look=False)  # it was ours when it was last read
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.EIO])
+def test_leases_that_cannot_be_read_are_not_called_absent(
+    tmp_path: Path, unlistable: Callable[[int], None], number: int
+) -> None:
+    unlistable(number)
+    with pytest.raises(UnreadableError, match=os.strerror(number)), lease(tmp_path / "x", tmp_path):
+        pass
+    assert [path.name for path in os.scandir(tmp_path)] == []

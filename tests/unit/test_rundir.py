@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from virnuc_core import rundir
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.rundir import (
     MARKER_FILE,
@@ -311,3 +314,18 @@ def test_files_of_one_name_are_made_at_once_in_two_folders(tmp_path: Path) -> No
         first_hdf5["n"], two["n"] = 1, 2
     assert first_file.is_file()
     assert second.is_file()
+
+
+def test_a_device_that_cannot_be_locked_is_not_called_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class RefusedSocket(socket.socket):
+        def bind(self, address: object) -> None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(rundir.socket, "socket", RefusedSocket)
+    with pytest.raises(
+        DeviceError, match="GPU-c cannot be taken: Cannot allocate memory"
+    ) as raised:
+        lock_device("GPU-c", 0.1)
+    assert "in use" not in str(raised.value)

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from virnuc_core.encoders.model_config import CONFIG, PRODUCTS, read_shape
 from virnuc_core.encoders.registry import PROTEIN_ENCODER, EncoderInfo
 from virnuc_core.errors import WeightsError
+from virnuc_core.system_errors import is_regular_file, require_readable
 
 CALIBRATION: Final = "int8.safetensors"
 # A mean is a float32 sum divided by a count. Because the sum is rounded, the mean of equal numbers
@@ -43,11 +44,12 @@ def read_calibration(models: Path, encoder: EncoderInfo = PROTEIN_ENCODER) -> St
     """
     folder = models / encoder.name
     path = folder / CALIBRATION
-    if not path.is_file():
+    if not is_regular_file(path):
         raise WeightsError(
             f"{path}: no such file; int8 needs it, and virnuc models quantize makes it from some "
             "reads"
         )
+    require_readable(path)
     try:
         with safe_open(path, "np") as file:
             statistics = {}

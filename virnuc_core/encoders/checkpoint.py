@@ -32,6 +32,7 @@ from virnuc_core.encoders.registry import (
 )
 from virnuc_core.encoders.tensor_names import TensorHeader, match_tensors
 from virnuc_core.errors import WeightsError
+from virnuc_core.system_errors import is_regular_file, read_with_retries, require_readable
 
 if TYPE_CHECKING:
     import torch
@@ -320,19 +321,20 @@ def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
         WeightsError: The index cannot be read, or names a file that is not in the folder.
     """
     single_file, index = folder / name, folder / f"{name}.index.json"
-    if single_file.is_file():
+    if is_regular_file(single_file):
         return [single_file]
-    if not index.is_file():
+    if not is_regular_file(index):
         return []
     try:
-        weight_map = json.loads(read_small_text(index))["weight_map"]
+        text = read_with_retries(index, lambda: read_small_text(index))
+        weight_map = json.loads(text)["weight_map"]
         names = sorted({str(shard) for shard in weight_map.values()})
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index}: not an index of the shards of a checkpoint") from error
     # The index comes from strangers, so it must not lead to files outside its folder.
     for shard in names:
         has_folder = Path(shard).name != shard
-        if has_folder or not (folder / shard).is_file():
+        if has_folder or not is_regular_file(folder / shard):
             raise WeightsError(f"{index}: names {shard}, which is not in {folder}")
     return [folder / shard for shard in names]
 
@@ -349,10 +351,12 @@ def open_safetensors(files: list[Path], open_file: OpenFile) -> dict[str, Any]:
         The tensors by their names in the files.
 
     Raises:
-        WeightsError: A file cannot be read.
+        WeightsError: A file is damaged.
+        UnreadableError: The system cannot read a file, so that nothing is known about it.
     """
     tensors: dict[str, Any] = {}
     for path in files:
+        require_readable(path)
         try:
             tensors |= open_file(path)
         except Exception as error:  # the library, and torch for it, raise many kinds

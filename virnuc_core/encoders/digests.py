@@ -22,6 +22,7 @@ from virnuc_core.encoders.registry import ENCODERS, PARTS
 from virnuc_core.errors import VirnucError, WeightsError
 from virnuc_core.rundir import write_text_atomically
 from virnuc_core.runfiles import sha256_of
+from virnuc_core.system_errors import read_with_retries
 
 LARGE_BYTES: Final = 1 << 26  # from this size on, a digest is worth remembering on disk
 PIECE_BYTES: Final = 1 << 24  # of a large file, hashed by one thread
@@ -82,7 +83,7 @@ def part_digest(folder: Path, *further_files: Path, recompute: bool = False) -> 
     lines = ""
     for path in (folder / CONFIG, *weight_files(folder), *further_files):
         with refuse_unreadable(path, "file", WeightsError):
-            status = path.stat()
+            status = read_with_retries(path, path.stat)
         with _digest_lock:
             digest = _cached_digest(path.resolve(), _file_state(status), recompute)
         lines += f"{path.name} {digest}\n"
@@ -121,7 +122,7 @@ def _cached_digest(path: Path, state: tuple[int, ...], recompute: bool) -> str:
             if re.fullmatch("[0-9a-f]{64}", cached_text):
                 return cached_text
 
-    digest = digest_of(path)
+    digest = read_with_retries(path, lambda: digest_of(path))
     with suppress(OSError, VirnucError):
         # Without a home, the path still begins with "~" and is relative: nothing is cached then.
         if path.stat().st_size >= LARGE_BYTES and cache_path.is_absolute():

@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter, model_validator
 from virnuc_core.config import Share, Spec, read_small_text, refuse_unreadable
 from virnuc_core.errors import WeightsError
 from virnuc_core.rundir import write_text_atomically
+from virnuc_core.system_errors import read_with_retries
 
 Esm2Size = Literal["tiny", "t6_8M", "t12_35M", "t30_150M", "t33_650M", "t36_3B"]
 DnabertSize = Literal["tiny", "base"]
@@ -280,7 +281,8 @@ def read_shape(path: Path, shape_type: type[S]) -> S:
             names the key.
     """
     with refuse_unreadable(path, "JSON", WeightsError):
-        values = TypeAdapter(dict[str, Any]).validate_json(read_small_text(path))
+        text = read_with_retries(path, lambda: read_small_text(path))
+        values = TypeAdapter(dict[str, Any]).validate_json(text)
     is_our_format = "model" in values
     if not is_our_format and shape_type is not HeadShape:
         values = _from_transformers(path, values, shape_type)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from virnuc_core.errors import WeightsError
+from virnuc_core.system_errors import require_readable
 
 # Keys under which a checkpoint may keep its tensors: fair-esm's has "model", classifiers the other
 STATE_KEYS: Final = ("model", "model_state_dict")
@@ -91,6 +92,7 @@ def read_pickled(path: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
         WeightsError: The file is too large or damaged, or contains something that is not allowed.
             The message names it.
     """
+    require_readable(path)
     try:
         size = path.stat().st_size
         if max_bytes is not None and size > max_bytes:

@@ -13,6 +13,7 @@ import tokenizers
 from virnuc_core.config import read_small_text
 from virnuc_core.encoder_names import DNA
 from virnuc_core.errors import WeightsError
+from virnuc_core.system_errors import is_regular_file, require_readable
 
 if TYPE_CHECKING:  # torch takes seconds to import, and a check of a tokenizer does not need it
     import torch
@@ -165,10 +166,11 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         WeightsError: The file is missing or no tokenizer, or the tokenizer is random, makes too
             many tokens, or does not put a sequence between [CLS] and [SEP].
     """
-    if not path.is_file():
+    if not is_regular_file(path):
         raise WeightsError(
             f"{path}: no such file; a models directory needs the tokenizer of its DNABERT-S"
         )
+    require_readable(path)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(read_small_text(path))
     except Exception as error:  # the library raises plain Exception

@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from virnuc_core.errors import InputError
+from virnuc_core.system_errors import require_readable
 
 NOT_PRIMARY: Final = 0x900  # secondary and supplementary: another record has the read, too
 REVERSE: Final = 0x10
@@ -84,6 +86,7 @@ def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: in
     """
     samples = dict.fromkeys([ungrouped_sample])  # a dict keeps the order and has no duplicates
     pysam = import_pysam(format_, file)
+    require_readable(Path(file))
     with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
         groups = _samples_by_group(alignments)
         if not groups:
@@ -136,6 +139,7 @@ def mates_follow(
     names_of_paired: list[str] = []
     is_sorted_by_position = False
     pysam = import_pysam(format_, file)
+    require_readable(Path(file))
     with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
         header = alignments.header.to_dict()
         is_sorted_by_position = header.get("HD", {}).get("SO") == "coordinate"

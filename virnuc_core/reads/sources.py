@@ -22,6 +22,7 @@ from isal import isal_zlib
 from virnuc_core.errors import ConfigError, InputError, join_first, printable
 from virnuc_core.rundir import atomic_file
 from virnuc_core.runfiles import FileDigest
+from virnuc_core.system_errors import PERMISSION_ERRORS, REFUSED_ERRORS, read_with_retries
 
 STDIN: Final = "-"
 NCBI_PREFIX: Final = "ncbi:"
@@ -32,6 +33,8 @@ MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
 MAX_NAME: Final = 60
 REDACTED_URL: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
 full_urls: dict[str, str] = {}  # by their redacted forms
+# Errors that have their cause in the name or the permissions of a file of reads.
+_ERRORS_OF_INPUT: Final = PERMISSION_ERRORS | REFUSED_ERRORS
 _PIECE_BYTES: Final = 1 << 18  # of a file, read at a time
 _HEAD_BYTES: Final = 1 << 12  # looked at to tell whether a file of a folder holds reads
 _UNPACKED_BYTES: Final = 1 << 20  # unpacked at a time
@@ -351,7 +354,7 @@ class Source:
                 if name == STDIN:
                     stream: BinaryIO = sys.stdin.buffer
                 else:
-                    stream = stack.enter_context(Path(name).open("rb"))
+                    stream = stack.enter_context(_open_input(Path(name)))
                 source = cls(name, stream, read_group)
             except OSError as error:
                 raise _unreadable_error(name, error) from error
@@ -447,15 +450,13 @@ class Source:
             self.damage = InputError(problem, file=self.name, hint=hint)
 
     def _next_piece(self) -> bytes:
-        """Return the next packed bytes: none at the end of the file, or after a read error.
+        """Return the next bytes of the file as they are packed, or none at its end.
 
-        A read error is stored in `damage`.
+        Raises:
+            UnreadableError: The system cannot read the file. This is no damage: the bytes that were
+                not read may be good.
         """
-        try:
-            piece = self._stream.read(_PIECE_BYTES)
-        except OSError as error:
-            self._note_damage(f"reading failed: {error.strerror or error}", hint="")
-            return b""
+        piece = read_with_retries(Path(self.name), lambda: self._stream.read(_PIECE_BYTES))
         self._size += len(piece)
         self._sha256.update(piece)
         return piece
@@ -491,13 +492,36 @@ def find_alignment_format(head: bytes) -> str:
 def find_alignment_format_of_file(name: str) -> str:
     """Return the alignment format of a file, as `find_alignment_format` does for its first bytes.
 
-    The string is empty for a pipe and for a file that cannot be read.
+    The string is empty for a pipe, for a file that is absent, and for a file that this user may not
+    read.
+
+    Raises:
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
-    with suppress(OSError):
-        if can_be_read_twice(name):
-            with Path(name).open("rb") as file:
-                return find_alignment_format(file.read(_PIECE_BYTES))
-    return ""
+
+    def read_head() -> bytes:
+        """Read the first bytes of the file; none of a pipe."""
+        if not can_be_read_twice(name):
+            return b""
+        with Path(name).open("rb") as file:
+            return file.read(_PIECE_BYTES)
+
+    try:
+        head = read_with_retries(Path(name), read_head, immediate=_ERRORS_OF_INPUT)
+    except OSError:
+        # The file is absent, or this user may not read it. Staging reports that.
+        return ""
+    return find_alignment_format(head)
+
+
+def _open_input(path: Path) -> BinaryIO:
+    """Open a file of reads. If the system fails, try again a few times.
+
+    Raises:
+        OSError: There is no such file, or this user may not read it.
+        UnreadableError: The system cannot open the file, so that nothing is known about it.
+    """
+    return read_with_retries(path, lambda: path.open("rb"), immediate=_ERRORS_OF_INPUT)
 
 
 def _unreadable_error(name: str, error: OSError) -> InputError:

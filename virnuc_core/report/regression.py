@@ -30,6 +30,7 @@ from virnuc_core.report.model import (
 from virnuc_core.report.sections import Row
 from virnuc_core.report.views.history import trend_rows
 from virnuc_core.rundir import atomic_file, storage_errors
+from virnuc_core.system_errors import path_exists, read_with_retries
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,9 @@ def _read_lines(path: Path, fate: str) -> _HistoryLines:
     """
     lines = _HistoryLines()
     first_problem = ""
-    content = path.read_bytes() if path.is_file() else b""
+    content = b""
+    if path_exists(path):
+        content = read_with_retries(path, path.read_bytes)
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from virnuc_core.reads import stage as stage_module
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.cosines import cosines
-from virnuc_core.rundir import RunDir
+from virnuc_core.rundir import RunDir, is_ours
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.log import latest, read_telemetry
 
@@ -137,6 +139,50 @@ def read_everything_in_child() -> None:
     [joined] = cosines(root, root)
     telemetry = read_telemetry(latest(root))
     print(store.n_uniques, joined.n, len(telemetry.shards))
+
+
+def read_all_kinds_in_child() -> None:
+    """Read files of all kinds in a folder. Print, as JSON, how each attempt ends.
+
+    Argument: the folder. Its files are named in `KINDS_OF_FILES`.
+    """
+    from virnuc_core.encoders.calibration import read_calibration
+    from virnuc_core.encoders.checkpoint import open_safetensors, tensor_files
+    from virnuc_core.encoders.digests import part_digest
+    from virnuc_core.encoders.pickles import read_pickled
+    from virnuc_core.encoders.tokenize import read_tokenizer
+    from virnuc_core.reads.sources import find_alignment_format_of_file
+    from virnuc_core.report.regression import read_history
+    from virnuc_core.runfiles import digest
+    from virnuc_core.validation import TuningFile, read_usable
+
+    system_errors.RETRY_PAUSES_S = SHORT_PAUSES_S
+    folder = Path(sys.argv[1])
+    reads = folder / "reads.fasta"
+    skip_broken = StageSpec(reads=(str(reads),), model_length=300, on_error="skip")
+    attempts: dict[str, Callable[[], object]] = {
+        "weights": lambda: open_safetensors([folder / "esm2" / "model.safetensors"], dict),
+        "digest of weights": lambda: part_digest(folder / "esm2"),
+        "calibration": lambda: read_calibration(folder),
+        "index of weights": lambda: tensor_files(folder),
+        "pickled weights": lambda: read_pickled(folder / "model.pth"),
+        "tokenizer": lambda: read_tokenizer(folder / "tokenizer.json"),
+        "history": lambda: read_history(folder / "history.jsonl"),
+        "format of reads": lambda: find_alignment_format_of_file(str(folder / "reads.bam")),
+        "reads": lambda: stage(skip_broken, folder.parent / "orfs.h5"),
+        "digest": lambda: digest(reads),
+        "usable file": lambda: read_usable(folder / "tuning.json", TuningFile),
+        "telemetry": lambda: read_telemetry(folder / "telemetry_1.h5"),
+        "embeddings": lambda: cosines(folder, folder),
+        "marker": lambda: is_ours(folder),
+    }
+    results = {}
+    for name, attempt in attempts.items():
+        try:
+            results[name] = f"returned {attempt()!r}"
+        except Exception as error:  # noqa: BLE001 - every error is a result
+            results[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps(results))
 
 
 def predict_in_lost_directory() -> None:

@@ -161,6 +161,52 @@ def test_a_handle_that_is_stale_for_a_moment_is_waited_for(
     assert (summary.shards_computed, summary.damaged) == (1, ())
 
 
+KINDS_OF_FILES = (
+    "esm2/model.safetensors",
+    "esm2/config.json",
+    "esm2/int8.safetensors",
+    "model.safetensors.index.json",
+    "model.pth",
+    "tokenizer.json",
+    "history.jsonl",
+    "reads.bam",
+    "reads.fasta",
+    "tuning.json",
+    "telemetry_1.h5",
+    "embeddings.h5",
+    ".virnuc",
+)
+
+
+@pytest.mark.parametrize("calls", [OPEN, READ], ids=["open", "read"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
+def test_no_function_that_reads_a_file_mistakes_an_error_for_an_answer(
+    tmp_path: Path, number: int, calls: str
+) -> None:
+    folder = tmp_path / "unreadable"
+    for name in KINDS_OF_FILES:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("content\n")
+    program = "from tests.unit.engine.runs import read_all_kinds_in_child as run; run()"
+
+    child = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        env=failing_calls("/unreadable/", number, calls),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+
+    results = json.loads(child.stdout)
+    mistakes = {}
+    for name, result in results.items():
+        if not (result.startswith("UnreadableError: ") and words_of(number) in result):
+            mistakes[name] = result
+    assert mistakes == {}
+
+
 def test_a_shard_with_other_bytes_is_still_called_damaged(
     unfinished_run: Path, tiny_models: Path, reads_file: Path
 ) -> None:
