@@ -22,7 +22,7 @@ from virnuc_core import runfiles
 from virnuc_core.config import INPUT_FIELDS, ClassifySpec, ReadsSpec, RunSpec
 from virnuc_core.encoder_names import Molecule
 from virnuc_core.encoders.checkpoint import shape_of
-from virnuc_core.encoders.digests import fingerprint
+from virnuc_core.encoders.digests import accept_older_digest, fingerprint
 from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.registry import ENCODERS, count_protein_tokens
@@ -409,7 +409,13 @@ def prepare(
         devices = resolve(spec.devices)
     kind = devices[0].kind
     engine = resolve_engine(spec.engine, kind)
-    fingerprints = {"reads": store.fingerprint, **fingerprint(spec.models, engine.precision)}
+    model_digests = fingerprint(spec.models, engine.precision)
+    recorded_run = (
+        None if spec.force else runfiles.read_or_set_aside(run.record, runfiles.RunRecord)
+    )
+    if recorded_run is not None:
+        model_digests = accept_older_digest(spec.models, model_digests, recorded_run.fingerprints)
+    fingerprints = {"reads": store.fingerprint, **model_digests}
     widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
         # Removing fails if any file cannot be removed. Otherwise an old file could later be

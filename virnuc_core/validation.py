@@ -9,7 +9,7 @@ from pydantic import Field
 
 from virnuc_core import runfiles
 from virnuc_core.config import BaselineName, ClassifySpec, Switch
-from virnuc_core.encoders.digests import fingerprint
+from virnuc_core.encoders.digests import accept_older_digest, fingerprint
 from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.profiles import Profile, Review
 from virnuc_core.reads.stage import StageSummary
@@ -67,6 +67,8 @@ def record_validation(
     path = RunDir(out).record
     previous = runfiles.read_or_set_aside(path, ValidationRecord)
     if previous is not None and not spec.force:
+        fingerprints = accept_older_digest(spec.models, record.fingerprints, previous.fingerprints)
+        record = record.model_copy(update={"fingerprints": fingerprints})
         _require_same_inputs(out, previous, record)
         if _is_same_validation(previous, record):
             record = record.model_copy(update={"created": previous.created})

@@ -1,5 +1,15 @@
-"""The calibration of int8 in a models directory, as it is stored beside an encoder's weights."""
+"""The calibration of int8 in a models directory, as it is stored beside an encoder's weights.
 
+The file is a safetensors file with two texts as metadata. The safetensors library writes metadata
+in random order, so files of older versions with the same content may have different bytes and
+different digests. `canonical_bytes` puts the metadata in alphabetical order. Files are written like
+that, and digests are computed from these bytes, also for older files.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,6 +24,9 @@ from virnuc_core.errors import WeightsError
 from virnuc_core.system_errors import is_regular_file, require_readable
 
 CALIBRATION: Final = "int8.safetensors"
+METADATA: Final = "__metadata__"  # key of the metadata in the header of a safetensors file
+LENGTH_BYTES: Final = 8  # a safetensors file begins with the length of its header
+MAX_METADATA_KEYS: Final = 4  # a calibration has two
 # A mean is a float32 sum divided by a count. Because the sum is rounded, the mean of equal numbers
 # may be slightly larger than the largest of them. This factor allows for it.
 MEAN_TOLERANCE: Final = 1.01
@@ -74,3 +87,93 @@ def read_calibration(models: Path, encoder: EncoderInfo = PROTEIN_ENCODER) -> St
             f"{path}: is no calibration for this {encoder.title}; make it with virnuc models "
             "quantize"
         ) from error
+
+
+def canonical_bytes(content: bytes) -> bytes:
+    """Return the content of a calibration file with its metadata in alphabetical order.
+
+    Equal calibrations have equal canonical bytes. Nothing else of the file is changed.
+
+    Raises:
+        ValueError: This is no safetensors file.
+    """
+    header = _parse_header(content)
+    return _with_metadata_order(content, header, sorted(header.get(METADATA, {})))
+
+
+def calibration_digest(path: Path) -> str:
+    """Return the SHA-256 of the canonical bytes of a calibration file.
+
+    For files that this version writes, it is the SHA-256 of the file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: This is no safetensors file.
+    """
+    return hashlib.sha256(canonical_bytes(path.read_bytes())).hexdigest()
+
+
+def is_older_digest(digest: str, path: Path) -> bool:
+    """Return whether an older version may have recorded this digest for the calibration in a file.
+
+    Older versions recorded the SHA-256 of the file as it was, with its metadata in any order.
+
+    Args:
+        digest: The recorded digest.
+        path: The calibration file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: This is no safetensors file.
+    """
+    content = path.read_bytes()
+    return any(
+        hashlib.sha256(ordered_content).hexdigest() == digest
+        for ordered_content in _all_metadata_orders(content)
+    )
+
+
+def _all_metadata_orders(content: bytes) -> Iterator[bytes]:
+    """Yield the content of a calibration file with its metadata in each possible order."""
+    header = _parse_header(content)
+    keys = header.get(METADATA, {})
+    if len(keys) > MAX_METADATA_KEYS:  # not written by any version, and orders would be many
+        yield content
+        return
+    for ordered_keys in itertools.permutations(keys):
+        yield _with_metadata_order(content, header, ordered_keys)
+
+
+def _parse_header(content: bytes) -> dict[str, dict[str, object]]:
+    """Return the header of a safetensors file: a description of each tensor, and the metadata.
+
+    Raises:
+        ValueError: This is no safetensors file.
+    """
+    length = int.from_bytes(content[:LENGTH_BYTES], "little")
+    header = json.loads(content[LENGTH_BYTES : LENGTH_BYTES + length])
+    if not isinstance(header, dict) or not isinstance(header.get(METADATA, {}), dict):
+        raise ValueError("no header of a safetensors file")
+    return header
+
+
+def _with_metadata_order(
+    content: bytes, header: dict[str, dict[str, object]], keys: Iterable[str]
+) -> bytes:
+    """Return the content of a safetensors file with its metadata in the given order.
+
+    Args:
+        content: The content of the file.
+        header: Its header.
+        keys: All keys of the metadata, in the new order.
+    """
+    length = int.from_bytes(content[:LENGTH_BYTES], "little")
+    new_header = header
+    if METADATA in header:
+        # A key that exists keeps its place in the dictionary, so tensors keep their order.
+        new_header = header | {METADATA: {key: header[METADATA][key] for key in keys}}
+    # The library writes compact JSON, and spaces up to a multiple of eight bytes.
+    header_json = json.dumps(new_header, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(header_json) > length:
+        raise ValueError("the header was not written by the safetensors library")
+    return content[:LENGTH_BYTES] + header_json.ljust(length) + content[LENGTH_BYTES + length :]

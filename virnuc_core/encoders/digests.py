@@ -9,13 +9,19 @@ import hashlib
 import os
 import re
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from virnuc_core.config import Precision, refuse_unreadable
-from virnuc_core.encoders.calibration import CALIBRATION, read_calibration
+from virnuc_core.encoders.calibration import (
+    CALIBRATION,
+    calibration_digest,
+    is_older_digest,
+    read_calibration,
+)
 from virnuc_core.encoders.checkpoint import part_folder, weight_files
 from virnuc_core.encoders.model_config import CONFIG
 from virnuc_core.encoders.registry import ENCODERS, PARTS
@@ -28,6 +34,7 @@ LARGE_BYTES: Final = 1 << 26  # from this size on, a digest is worth remembering
 PIECE_BYTES: Final = 1 << 24  # of a large file, hashed by one thread
 HASH_THREADS: Final = 8
 CACHE: Final = "~/.cache/virnuc/digests"
+INT8: Final = "int8"  # key of the calibration's digest
 # Two threads that need the same digest must not both compute it: the second one waits.
 _digest_lock: Final = threading.Lock()
 
@@ -65,8 +72,33 @@ def fingerprint(
                         f"{path}: was made for other weights of {encoder.title}; "
                         "make it anew with virnuc models quantize"
                     )
-                digests["int8"] = sha256_of(path)
+                with refuse_unreadable(path, "calibration", WeightsError):
+                    digests[INT8] = calibration_digest(path)
     return digests
+
+
+def accept_older_digest(
+    models: Path, digests: Mapping[str, str], recorded: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the digests of a models directory, with that of the calibration as a run recorded it.
+
+    Older versions computed another digest of the same calibration. If the recorded digest is such a
+    one, it takes the place of the present digest, so that the run can be continued.
+
+    Args:
+        models: Models directory.
+        digests: Its digests, as `fingerprint` returned them.
+        recorded: The digests in the record of the run; empty if there is no run yet.
+    """
+    accepted = dict(digests)
+    recorded_digest = recorded.get(INT8)
+    if INT8 not in digests or recorded_digest is None or recorded_digest == digests[INT8]:
+        return accepted
+    for encoder in ENCODERS:
+        path = models / encoder.name / CALIBRATION
+        if encoder.has_int8 and is_older_digest(recorded_digest, path):
+            accepted[INT8] = recorded_digest
+    return accepted
 
 
 def part_digest(folder: Path, *further_files: Path, recompute: bool = False) -> str:

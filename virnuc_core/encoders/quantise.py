@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from virnuc_core.encoders.calibration import CALIBRATION
+from virnuc_core.encoders.calibration import CALIBRATION, canonical_bytes
 from virnuc_core.encoders.checkpoint import check_models, load_encoder
 from virnuc_core.encoders.digests import part_digest
 from virnuc_core.encoders.layers import Encoder, LinearLayer, apply_linear
@@ -143,7 +143,7 @@ def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
     path = folder / CALIBRATION
     metadata = {"weights": part_digest(folder), "rows": str(len(rows))}
     with atomic_file(path) as temp_path:
-        temp_path.write_bytes(save(tensors, metadata))
+        temp_path.write_bytes(canonical_bytes(save(tensors, metadata)))
     return QuantiseResult(path, len(rows))
 
 

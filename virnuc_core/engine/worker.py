@@ -29,7 +29,7 @@ from torch import Tensor
 
 from virnuc_core.encoder_names import EncoderName, Molecule
 from virnuc_core.encoders.checkpoint import check_finite, load_models, open_part, shape_of
-from virnuc_core.encoders.digests import fingerprint
+from virnuc_core.encoders.digests import accept_older_digest, fingerprint
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.registry import (
@@ -609,10 +609,13 @@ class Worker:
                 directory before they were put there. The worker ends, and the worker that replaces
                 it loads the right ones.
         """
-        if not run_digests or run_digests == self._weights.result():
+        if not run_digests:
             return
         models = Path(self._spec.models)
+        if run_digests == accept_older_digest(models, self._weights.result(), run_digests):
+            return
         on_disk = fingerprint(models, self._spec.engine.precision)
+        on_disk = accept_older_digest(models, on_disk, run_digests)
         changed = join_first(find_mismatches(run_digests, on_disk, strict=True))
         if changed:
             problem = f"{changed} is no longer what the run began with"
