@@ -474,7 +474,7 @@ def test_samples_that_cannot_be_told_apart_are_refused(
     reads = write_file(tmp_path, "r.fa")
     assert "names all reads" in virnuc.refuses(2, "predict", reads, "--samples", sheet, *words)
     assert "reads: none are named" in virnuc.refuses(2, "predict", "--sample-from", "name", *words)
-    assert "not a BAM, CRAM or SAM" in virnuc.refuses(
+    assert "only BAM, CRAM and SAM have read groups" in virnuc.refuses(
         2, "predict", reads, "--sample-from", "read-group", *words
     )
     assert not (tmp_path / "out").exists()

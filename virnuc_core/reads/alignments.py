@@ -1,7 +1,7 @@
-"""Read BAM, CRAM and SAM as the FASTQ that `samtools fastq` makes of them.
+"""Convert BAM, CRAM and SAM to the same FASTQ text that `samtools fastq` would write.
 
-Each read comes once, on the strand from which it was sequenced. pysam gets the records one by one
-from a pipe, so that every file is read once, wherever it comes from, and is kept nowhere.
+Each sequencing read is converted once, on the strand from which it was sequenced. pysam reads the
+alignment records from a pipe. So each file is read only once, and no temporary copy is written.
 """
 
 import functools
@@ -17,38 +17,48 @@ from typing import Any, Final, NamedTuple
 from virnuc_core.errors import InputError
 from virnuc_core.system_errors import require_readable
 
-NOT_PRIMARY: Final = 0x900  # secondary and supplementary: another record has the read, too
-REVERSE: Final = 0x10
-_MATE_BITS: Final = 0xC0
-_MATE_SUFFIXES: Final = {0x40: "/1", 0x80: "/2"}  # by the mate bits of a flag
+# Bits of the FLAG field of the SAM format.
+# Secondary (0x100) or supplementary (0x800): the read's primary record is elsewhere in the file.
+NOT_PRIMARY: Final = 0x900
+REVERSE: Final = 0x10  # aligned to the reverse strand
+_MATE_BITS: Final = 0xC0  # first mate (0x40) or second mate (0x80)
+_MATE_SUFFIXES: Final = {0x40: "/1", 0x80: "/2"}  # by the mate bits of FLAG
 _COMPLEMENT: Final = str.maketrans("ACGTMRWSYKVHDBN", "TGCAKYWSRMBDHVN")
 _NO_QUALITY: Final = "B"  # for each base of a record without qualities, as samtools writes it
-_QUALITY_ZERO: Final = 33  # code of the letter for quality 0
-# found among the last bytes of a complete file
+_QUALITY_ZERO: Final = 33  # ASCII code of the letter for quality 0 (Phred+33)
+# Every complete BAM or CRAM file ends with these bytes (the end-of-file markers of the SAM/BAM and
+# CRAM specifications). A file without them was cut off.
 _END_MARKS: Final = {
     "BAM": bytes.fromhex("1f8b08040000000000ff0600424302001b0003000000000000000000"),
     "CRAM": b"\xe0EOF\0",
 }
-_TAIL_BYTES: Final = 40
-_TEXT_LETTERS: Final = 1 << 20  # of a piece of FASTQ
-_N_PEEKED_RECORDS: Final = 1000
+_TAIL_BYTES: Final = 40  # kept to search for the marker: longer than either of them
+_TEXT_LETTERS: Final = 1 << 20  # letters of FASTQ text that are handed on together
+_N_PEEKED_RECORDS: Final = 1000  # records that show whether mates are next to each other
 
 
 class FastqPiece(NamedTuple):
-    """Whole records of FASTQ."""
+    """A text of FASTQ that holds whole records only."""
 
     text: str
-    n_left_out: int  # alignments left out since the last piece
+    n_left_out: int  # secondary and supplementary alignments left out since the previous piece
 
 
 class SampleFilter(NamedTuple):
-    """A choice of the reads of one sample by their read groups."""
+    """Selects the reads of one sample. The read group of a read tells its sample."""
 
     sample: str = ""  # empty for the reads of all samples
-    ungrouped_sample: str = ""  # the sample of reads that have no read group
+    ungrouped_sample: str = ""  # the sample to which reads without a read group belong
 
     def select(self, alignments: Any) -> Iterator[Any]:
-        """Return the records of the sample in an open pysam file."""
+        """Iterate over the alignment records that belong to the sample.
+
+        Args:
+            alignments: An open `pysam.AlignmentFile`. Its records are read once, in file order.
+
+        Returns:
+            The records of `self.sample`, or all records if `self.sample` is empty.
+        """
         records: Iterator[Any] = alignments.fetch(until_eof=True)
         if not self.sample:
             return records
@@ -63,23 +73,25 @@ class SampleFilter(NamedTuple):
 ALL_SAMPLES: Final = SampleFilter()
 
 
-@functools.cache  # a command asks when it checks its input, and again when it starts
+# Cached, because the check before a run and the run itself both need the result, and it may take a
+# pass over the whole file.
+@functools.cache
 def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: int) -> list[str]:
-    """Return the samples in a file of alignments, by its read groups.
+    """List the samples of an alignment file, according to its read groups (@RG lines).
 
-    Damage is not reported here; it is reported when the reads are parsed. If the file cannot be
-    read because of damage, the only sample is `ungrouped_sample`.
+    Damage of the file is not reported here, because the later reading of the file reports it. If
+    the header cannot be read, the result is `[ungrouped_sample]`.
 
     Args:
         file: A BAM, CRAM or SAM file.
-        format_: Which of them it is.
-        ungrouped_sample: The sample of reads that have no read group. It is among the samples if
-            there is such a read; the whole file is read to find one.
-        _changed_ns: Modification time of the file. It is part of the cache key, so that a file
-            that has changed is read again.
+        format_: `BAM`, `CRAM` or `SAM`, for messages.
+        ungrouped_sample: The sample to which reads without a read group belong. It is part of the
+            result if there is such a read. The file is read up to the first of them.
+        _changed_ns: The modification time of the file. It is part of the key of the cache, so that
+            a changed file is read again.
 
     Returns:
-        The sample (SM) of each read group, or its ID if it names no sample.
+        The sample name (SM) of each read group. A read group without SM is listed by its ID.
 
     Raises:
         InputError: The file has no read groups, or pysam is not installed.
@@ -105,14 +117,19 @@ def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: in
 
 
 def _samples_by_group(alignments: Any) -> dict[str, str]:
-    """Return the sample of each read group of an open pysam file, by the group's ID."""
+    """Return the sample of each read group of an open pysam file, by the ID of the read group.
+
+    A read group that names no sample (SM) is its own sample, named by its ID.
+    """
     groups = alignments.header.to_dict().get("RG", ())
     return {group["ID"]: group.get("SM") or group["ID"] for group in groups if "ID" in group}
 
 
 def _sample_of_record(record: Any, groups: dict[str, str]) -> str | None:
-    """Return the sample of a record; None if it has no read group, or an unknown one."""
-    return groups.get(record.get_tag("RG")) if record.has_tag("RG") else None
+    """Return the sample of an alignment record; None if its read group is missing or unknown."""
+    if not record.has_tag("RG"):
+        return None
+    return groups.get(record.get_tag("RG"))
 
 
 def mates_follow(
@@ -120,18 +137,18 @@ def mates_follow(
     format_: str,
     sample_filter: SampleFilter = ALL_SAMPLES,
 ) -> bool | None:
-    """Return whether mates follow each other directly, judged by the first records of a file.
+    """Return whether the two mates of a pair are next to each other in an alignment file.
 
-    In the output of sequencers and of `samtools collate` they do. In a file that was sorted by
-    position they do not.
+    The first 1,000 records decide. Sequencers and `samtools collate` leave mates next to each
+    other. Sorting by position separates them.
 
     Args:
         file: A BAM, CRAM or SAM file.
-        format_: Which of them it is.
-        sample_filter: Look at these reads only.
+        format_: `BAM`, `CRAM` or `SAM`, for messages.
+        sample_filter: The sample whose reads are considered.
 
     Returns:
-        True or false, or None if the first reads have no mates or the file is damaged.
+        True or False; None if the first records are not paired or the file is damaged.
 
     Raises:
         InputError: pysam is not installed.
@@ -153,10 +170,16 @@ def mates_follow(
 
 
 def import_pysam(format_: str, file: str) -> Any:
-    """Import and return pysam, and switch off the messages that it prints about damaged files.
+    """Import the optional package pysam and return it.
+
+    As a side effect, pysam no longer prints its own messages: our errors describe the damage.
+
+    Args:
+        format_: The format of the file that needs pysam, for the message.
+        file: The file that needs pysam, for the message.
 
     Raises:
-        InputError: It is not installed. The message names the file that needs it.
+        InputError: pysam is not installed.
     """
     try:
         pysam = importlib.import_module("pysam")
@@ -177,24 +200,27 @@ def fastq(
     file: str,
     sample_filter: SampleFilter = ALL_SAMPLES,
 ) -> Iterator[FastqPiece]:
-    """Convert alignments to FASTQ.
+    """Convert an alignment file to FASTQ text while its bytes are being read.
+
+    A thread writes the bytes into a pipe, and pysam reads the pipe. Secondary and supplementary
+    alignments are left out and counted, so that each read occurs once.
 
     Args:
-        pysam: The package, see `import_pysam`.
-        pieces: The bytes of the file.
+        pysam: The package as returned by `import_pysam`.
+        pieces: The bytes of the file, in order.
         format_: `BAM`, `CRAM` or `SAM`.
         file: The name of the file for messages.
         sample_filter: The reads to convert.
 
     Yields:
-        Pieces of FASTQ, each of whole records.
+        FASTQ text of about one million letters at a time; records are never split.
 
     Raises:
-        InputError: The data is damaged or ends early. All good records were yielded before.
+        InputError: The data is damaged or ends early. All records before the damage were yielded.
     """
     feeder = _PipeFeeder(pieces)
     n_records = 0
-    name = ""  # id of the last record that was read, for the error message
+    name = ""  # query name of the last record, for the message about damage
     texts: list[str] = []
     n_letters = 0
     n_left_out = 0
@@ -217,10 +243,13 @@ def fastq(
                         n_letters = 0
                         n_left_out = 0
         feeder.join()
-        # pysam does not report a file that is cut off between two records.
-        if not feeder.is_complete or _END_MARKS.get(format_, b"") not in feeder.tail:
+        # pysam was told to ignore truncation, so that it yields all records before the end. Check
+        # here that the file is complete. SAM has no end-of-file marker: b"" is in any bytes.
+        has_end_mark = _END_MARKS.get(format_, b"") in feeder.tail
+        if not feeder.is_complete or not has_end_mark:
             raise OSError
     except (OSError, ValueError) as error:
+        # Records that were collected before the damage are good.
         yield FastqPiece("".join(texts), n_left_out)
         hint = "copy it again"
         if format_ == "CRAM":
@@ -232,19 +261,24 @@ def fastq(
             hint=hint,
         ) from error
     finally:
-        # The thread may be waiting for standard input. It is a daemon, so it ends with the process.
+        # After an error the thread may be blocked in reading standard input, which cannot be
+        # interrupted. It is a daemon thread: do not wait longer for it.
         feeder.join(timeout_s=1.0)
     yield FastqPiece("".join(texts), n_left_out)
 
 
 def _fastq_record(record: Any) -> str:
-    """Return one record as FASTQ text, on the strand from which it was sequenced."""
+    """Format one alignment record as a FASTQ record, on the strand that was sequenced.
+
+    Bases of an alignment to the reverse strand are complemented and reversed. Missing qualities
+    become the letter `B` for each base. The ids of mates end in `/1` and `/2`.
+    """
     bases = record.query_sequence or ""
     if len(bases) > 1:
         quality = record.query_qualities_str
     else:
-        # For a single letter, pysam overwrites an object that Python shares between all strings
-        # of that letter. So the text is built here.
+        # For a read of one base pysam changes the letter in place, and Python shares one object
+        # for all equal one-letter strings. So build the text from the numbers instead.
         quality = "".join(chr(_QUALITY_ZERO + value) for value in record.query_qualities or ())
     if not quality:
         quality = _NO_QUALITY * len(bases)
@@ -256,12 +290,12 @@ def _fastq_record(record: Any) -> str:
 
 
 class _PipeFeeder:
-    """A thread that writes pieces into a pipe, for a library that reads from descriptors only.
+    """Writes bytes into a pipe in a thread, because pysam can only read from a file descriptor.
 
     Attributes:
-        outlet: The file descriptor to read from. The reader opens and closes it.
-        tail: The last bytes that were written.
-        is_complete: All pieces were written.
+        outlet: The file descriptor from which to read. The caller opens and closes it.
+        tail: The last `_TAIL_BYTES` bytes that were written.
+        is_complete: All bytes were written without an error.
     """
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
@@ -273,17 +307,19 @@ class _PipeFeeder:
         self._thread = threading.Thread(target=self._feed, daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the thread that writes."""
         self._thread.start()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until all is written, or nobody reads any more."""
+        """Wait until the thread has ended: all is written, or the reading end was closed."""
         self._thread.join(timeout_s)
 
     def _feed(self) -> None:
-        """Write all pieces into the pipe. This runs in the thread."""
-        # After any error, `is_complete` stays false. The reader then reports that the
-        # file is cut off.
+        """Write all pieces into the pipe, then close it; this is the body of the thread.
+
+        No error leaves the thread. After an error `is_complete` stays false, and `fastq` reports
+        that the file ended early.
+        """
         with suppress(Exception), open(self._inlet, "wb") as inlet:  # noqa: PTH123 - a descriptor
             for piece in self._pieces:
                 self.tail = (self.tail + piece)[-_TAIL_BYTES:]

@@ -1,7 +1,8 @@
-"""Cut regular FASTQ and FASTA into columns of reads, a whole block of bytes at a time.
+"""Split FASTQ and FASTA text into columns of reads, a whole block of bytes at a time.
 
-The cutters compute on arrays of line positions and take no step per line. `cut_fastq` stops at the
-first record that is not of the usual four lines. `slow_parser` reads such a file from there on.
+`cut_fastq` and `cut_fasta` compute with arrays of line positions and need no Python step per line.
+`cut_fastq` stops at the first record that does not have the usual four lines. From that record on,
+`slow_parser` reads the file.
 """
 
 from collections import Counter
@@ -19,11 +20,11 @@ from virnuc_core.runfiles import FileDigest
 
 Format = Literal["fasta", "fastq"]
 
-# nucleotides, IUPAC codes, X for masked bases, gaps
+# Letters that may stand for a base: nucleotides, IUPAC codes, X for masked bases, gaps.
 LEGAL_LETTERS: Final = b"ACGTUNRYSWKMBDHVX-.acgtunryswkmbdhvx"
-BLANKS: Final = b"\t\n\v\f\r\x1c\x1d\x1e\x1f "  # the bytes at which str.split() splits
+BLANKS: Final = b"\t\n\v\f\r\x1c\x1d\x1e\x1f "  # ASCII characters at which str.split() splits
 _IS_BLANK: Final = np.isin(np.arange(33), list(BLANKS))  # by byte value
-_MAX_SHOWN_LETTERS: Final = 200
+_MAX_SHOWN_LETTERS: Final = 200  # of an id in a message
 _NEWLINE: Final = ord("\n")
 _RETURN: Final = ord("\r")
 _FASTA_MARK: Final = ord(">")
@@ -34,9 +35,12 @@ _ILLEGAL_HINT: Final = "expected A C G T U N, IUPAC codes or gaps; is this a pro
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """A column of byte strings: their bytes end to end, and where each of them begins."""
+    """A column of n byte strings, stored as one string.
 
-    data: bytes
+    String i is `data[offsets[i] : offsets[i + 1]]`.
+    """
+
+    data: bytes  # all strings, concatenated
     offsets: NDArray[np.int64]  # [n + 1]
 
     @classmethod
@@ -60,23 +64,26 @@ class Strings:
         return np.diff(self.offsets)
 
     def printable_ids(self) -> "Strings":
-        """Return these ids as printable UTF-8 words; a word may be empty.
+        """Return a column in which each read id is one printable UTF-8 word, or empty.
 
-        Control characters and bytes that are not UTF-8 are written as escape sequences.
+        Control characters and bytes that are not UTF-8 are replaced by escape sequences. An id is
+        cut at its first blank.
         """
         letters = np.frombuffer(self.data, np.uint8)
-        is_plain_ascii = not ((letters < 33) | (letters > 126)).any()
-        if is_plain_ascii:  # this is true for nearly all files
+        is_printable_ascii = not ((letters < 33) | (letters > 126)).any()
+        if is_printable_ascii:  # the usual case: nothing to replace
             return self
         return Strings.from_strings([_printable_id(read_id) for read_id in self])
 
     def fill_empty_ids(self, n_earlier_reads: int) -> "Strings":
-        """Return these ids with `unnamed_<number>` in place of each empty one.
+        """Return a column of read ids in which each empty id is replaced by `unnamed_<number>`.
 
         Args:
-            n_earlier_reads: The number of reads before these. The numbers count all reads from 1.
+            n_earlier_reads: The number of reads in the input before this column. `<number>` is the
+                number of the read in the whole input, from 1.
         """
-        if self.lengths.all():
+        has_no_empty_id = self.lengths.all()
+        if has_no_empty_id:
             return self
         filled: list[bytes] = []
         for number, read_id in enumerate(self, n_earlier_reads + 1):
@@ -85,34 +92,40 @@ class Strings:
 
 
 class Part(NamedTuple):
-    """The position of a piece or batch within a FASTA record that is longer than a block."""
+    """The position of a text within a long FASTA record that is processed in several parts."""
 
-    id: bytes  # first word of the header, as it stands in the file
-    line: int  # of the header
-    n_bases_before: int = 0  # bases in the earlier parts
+    id: bytes  # first word of the header, unchanged
+    line: int  # line number of the header
+    n_bases_before: int = 0  # bases in the earlier parts of the record
     is_first: bool = False
     is_last: bool = False
-    # True for a last part without bases: the record is broken, so its earlier parts are discarded.
+    # Set in a last part without bases: the record is broken, and its earlier parts must be removed.
     is_dropped: bool = False
 
 
 class Piece(NamedTuple):
-    """A stretch of a file's text: whole records, as far as line ends show, or a part of one."""
+    """A section of the text of a file that can be parsed independently of the rest.
 
-    file_index: int  # place of the file among the inputs
-    name: str
+    It contains whole records (as far as the line ends show), or one part of a long FASTA record.
+    """
+
+    file_index: int  # index of the file among the inputs
+    name: str  # path of the file
     format: Format
-    data: bytes
-    first_line: int  # number of the first line, from 1
-    is_last: bool = False  # of its file
-    damage: InputError | None = None  # why the file ends here; `data` then holds no whole record
-    is_unreadable: bool = False  # for its damage, nothing of the file can be used
-    part: Part | None = None
+    data: bytes  # the text
+    first_line: int  # number of its first line in the file, from 1
+    is_last: bool = False  # this is the last piece of its file
+    damage: InputError | None = None  # why the file ends early; `data` then has no whole record
+    is_unreadable: bool = False  # nothing of the file can be used, because of `damage`
+    part: Part | None = None  # set if this is a part of a long FASTA record
 
     def dropped_part(self, part: Part) -> "ReadBatch":
-        """Return an empty batch that marks the end of a long record to be discarded.
+        """Return a message to the later steps that a long FASTA record must be dropped.
 
-        Its `part.is_dropped` tells the consumer to discard the earlier parts of this record.
+        The message is a batch with one read without bases, marked by `part.is_dropped`.
+
+        Args:
+            part: The last part of the broken record.
         """
         empty = Strings.from_strings([b""])
         return ReadBatch(
@@ -128,19 +141,20 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
-    """Consecutive reads of a file as columns, or a part of one long read.
+    """Consecutive reads of a file, stored as columns; or one part of one long read.
 
-    Ids are printable UTF-8 words. Bases keep their case.
+    Bases keep their case.
     """
 
-    file_index: int  # place of the file among the inputs
+    file_index: int  # index of the file among the inputs
     format: Format
     ids: Strings
     bases: Strings
     lines: NDArray[np.int64]  # [n] line of each header in its file, from 1
-    records: Strings  # text of each record as it stands in the file; wrapped FASTQ is unwrapped
-    part: Part | None = None
-    follows_mate: NDArray[np.bool_] | None = None  # [n] the previous read is its mate; None: never
+    records: Strings  # unchanged text of each record; only wrapped FASTQ is unwrapped
+    part: Part | None = None  # set if this is a part of a long read
+    # [n] whether the previous read is the mate of this read; None if the file has no pairs
+    follows_mate: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -150,13 +164,15 @@ class ReadBatch:
         return self.ids[index].decode()
 
     def drop_illegal(self, file_name: str) -> tuple["ReadBatch", list[InputError]]:
-        """Leave out the reads that contain letters other than nucleotides.
+        """Remove the reads that contain letters other than nucleotide codes.
+
+        The batch itself is not changed.
 
         Args:
-            file_name: The file that the errors name.
+            file_name: The file of the reads, for messages.
 
         Returns:
-            The batch of the other reads, and an error for each read that was left out.
+            A batch of the legal reads, and an error for each read that was removed.
         """
         has_only_legal_letters = not self.bases.data.translate(None, LEGAL_LETTERS)
         if has_only_legal_letters:
@@ -182,13 +198,19 @@ class ReadBatch:
         return batch, errors
 
     def _illegal_letter_error(self, index: int, position: int, file_name: str) -> InputError:
-        """Describe the letter at a position (from 0) of a read that is not a nucleotide."""
+        """Return an error that describes an illegal letter in a read.
+
+        Args:
+            index: The index of the read in this batch.
+            position: The position of the letter in this batch's bases of the read, from 0.
+            file_name: The file of the read.
+        """
         letter = self.bases[index][position : position + 1].decode("latin-1")
         base_number = position + 1
         if self.part is not None:
             base_number += self.part.n_bases_before
         return InputError(
-            f"{letter!r} at base {base_number} is no nucleotide letter",
+            f"{letter!r} at base {base_number} is not a nucleotide code",
             file=file_name,
             line=int(self.lines[index]),
             read_id=shorten(self.id(index)),
@@ -198,20 +220,20 @@ class ReadBatch:
 
 @dataclass(slots=True)
 class ParseLog:
-    """Counts and errors of parsing. They grow while the caller iterates over the batches."""
+    """The counts and errors of reading some files. It is updated while the reads are drawn."""
 
-    on_error: OnError = "stop"
+    on_error: OnError = "stop"  # what to do with a broken record
     report: Callable[[InputError], None] | None = None  # called for each record that is left out
-    read_group: str = ""  # the sample whose reads are taken from alignments
-    n_illegal: int = 0  # reads left out for letters that are not nucleotides
+    read_group: str = ""  # the sample whose reads are taken from alignment files; empty for all
+    n_illegal: int = 0  # reads left out because of letters that are not nucleotide codes
     reads_by_file: Counter[str] = field(default_factory=Counter)
     skipped_by_file: Counter[str] = field(default_factory=Counter)  # broken and illegal records
-    first_broken: dict[str, InputError] = field(default_factory=dict)  # of each file
+    first_broken: dict[str, InputError] = field(default_factory=dict)  # first error of each file
     contents: dict[str, FileDigest] = field(default_factory=dict)  # of files read to their end
     not_primary: Counter[str] = field(default_factory=Counter)  # secondary alignments left out
-    cut_s: float = 0.0  # seconds of unpacking, cutting, and reading line by line
-    parse_s: float = 0.0  # seconds of reading pieces, summed over all workers
-    _is_long_read_good: bool = True  # of the long read whose parts are coming in
+    cut_s: float = 0.0  # seconds of unpacking, cutting, and parsing line by line
+    parse_s: float = 0.0  # seconds of parsing pieces, summed over all workers
+    _is_long_read_good: bool = True  # no part so far of the current long read is illegal
 
     @property
     def n_reads(self) -> int:
@@ -226,28 +248,28 @@ class ParseLog:
     def count_reads(
         self, name: str, part: Part | None, n_reads: int, illegal: Sequence[InputError]
     ) -> bool:
-        """Count the reads of a piece or batch and the reads that were left out of it.
+        """Add the reads of a piece or batch to the counts, and report the reads left out of it.
 
-        A long read that comes in parts is counted once, when its last part comes in.
+        A long read in several parts is counted once, with its last part.
 
         Args:
             name: The file.
-            part: The position within a long read, if this is a part of one.
-            n_reads: The number of reads without those left out.
-            illegal: An error for each read that was left out for its letters.
+            part: The position within a long read; None for whole reads.
+            n_reads: The number of reads, without those left out.
+            illegal: An error for each read that was left out because of its letters.
 
         Returns:
-            True if the reads are to be used. False if they are a part of a long read that is
-            dropped, or that has an illegal letter in this or an earlier part.
+            True if the reads may be used. False if they belong to a long read that is dropped, or
+            that has an illegal letter in this or an earlier part.
 
         Raises:
             InputError: The first of `illegal`, if `on_error` is `stop`.
         """
         if part is not None:
-            # A long read stays good until one of its parts is dropped or has an illegal letter.
+            # A long read is good as long as no part of it is illegal or dropped.
             is_good = (part.is_first or self._is_long_read_good) and not part.is_dropped
             if not is_good:
-                illegal = ()  # an error of this read was already reported
+                illegal = ()  # an earlier part was reported: one error per read is enough
             self._is_long_read_good = is_good and not illegal
             n_reads = int(self._is_long_read_good and part.is_last)
         self.reads_by_file[name] += n_reads
@@ -257,7 +279,10 @@ class ParseLog:
         return part is None or self._is_long_read_good
 
     def skip_or_raise(self, error: InputError) -> None:
-        """Count a broken record and report it.
+        """Handle a broken record as the user asked: raise its error, or count and report it.
+
+        Args:
+            error: Describes the record. Its file must be set.
 
         Raises:
             InputError: The given error, if `on_error` is `stop`.
@@ -272,12 +297,15 @@ class ParseLog:
 
 
 def offsets_from_lengths(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return where each of n adjacent segments starts, and the end of the last: int64 [n + 1]."""
+    """Return the start of each of n adjacent segments, then the end of the last: int64 [n + 1]."""
     return np.append(np.int64(0), np.cumsum(lengths, dtype=np.int64))
 
 
 def shorten(text: str) -> str:
-    """Make a text printable and short enough for a message: broken files may hold anything."""
+    """Return a printable and short form of a text from a file, for a message.
+
+    Unprintable characters become escape sequences. A long text is cut and ends with `…`.
+    """
     shown = _escape_unprintable(text[:_MAX_SHOWN_LETTERS])
     if len(text) > _MAX_SHOWN_LETTERS:
         shown += "…"
@@ -285,16 +313,17 @@ def shorten(text: str) -> str:
 
 
 def first_word(header: bytes) -> bytes:
-    """Return the first word of a header, which is the id; it may be empty."""
+    """Return the first word of a header line, which is the read id; b"" for a blank header."""
     words = header.split(None, 1)
     return words[0] if words else b""
 
 
 def _printable_id(read_id: bytes) -> bytes:
-    """Return the first word of an id as printable UTF-8.
+    """Return the first word of a read id as printable UTF-8; b"" if the id is blank.
 
-    The id is decoded before it is split, because Unicode has further blanks, such as U+2003.
+    Bytes that are not UTF-8 and unprintable characters become escape sequences.
     """
+    # Decode before splitting: Unicode has more blanks than `bytes.split` knows.
     words = read_id.decode("utf-8", "backslashreplace").split(None, 1)
     if not words:
         return b""
@@ -302,33 +331,38 @@ def _printable_id(read_id: bytes) -> bytes:
 
 
 def _escape_unprintable(text: str) -> str:
-    """Write unprintable characters as Python's escape sequences."""
+    """Return a text in which unprintable characters are replaced by Python's escape sequences."""
     letters: list[str] = []
     for letter in text:
         if letter.isprintable():
             letters.append(letter)
         else:
             quoted = ascii(letter)
-            letters.append(quoted[1:-1])
+            letters.append(quoted[1:-1])  # without the quotation marks
     return "".join(letters)
 
 
 class _Lines:
-    """The lines of a block of whole lines, as positions in `data`.
+    """A text and the positions of its lines.
 
     Attributes:
-        data: The text; each line ends with a newline.
-        letters: The same as byte values: uint8 [bytes].
-        starts: The first byte of each line: int64 [lines].
-        ends: One past its last byte, without the line end: int64 [lines].
-        next_starts: The first byte of the line after it: int64 [lines].
-        blanks: Positions of blanks and control characters within lines, ascending: int64.
+        data: The text. Each line ends with a newline.
+        letters: The same text as byte values: uint8 [bytes].
+        starts: The position of the first byte of each line: int64 [lines].
+        ends: The position after the last byte of each line, without its line end: int64 [lines].
+        next_starts: The position of the first byte of the following line: int64 [lines].
+        blanks: The positions of blanks and control characters within lines, ascending: int64.
     """
 
     def __init__(self, data: bytes) -> None:
-        """Find all line ends and blanks of a text whose last line ends with a newline."""
+        """Find all lines of a text; nothing is copied.
+
+        Args:
+            data: The text. It must end with a newline.
+        """
         letters = np.frombuffer(data, np.uint8)
-        # Newlines and blanks all have codes up to 32, so one pass over the bytes finds both.
+        # Newlines, blanks and control characters are the bytes up to 32. Comparing all bytes once
+        # finds them together, which is faster than a search for each kind.
         low_positions = np.flatnonzero(letters <= 32)
         is_newline = letters[low_positions] == _NEWLINE
         newlines = low_positions[is_newline]
@@ -337,6 +371,7 @@ class _Lines:
         ends = newlines
         blanks = low_positions[~is_newline]
         if b"\r" in data:
+            # Lines of Windows end with "\r\n": the "\r" belongs to the line end.
             ends_with_return = (newlines > starts) & (letters[newlines - 1] == _RETURN)
             ends = newlines - ends_with_return
             blanks = blanks[letters[blanks] != _RETURN]
@@ -348,11 +383,16 @@ class _Lines:
         self.blanks = blanks
 
     def lines_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index of the line that holds each of these positions."""
+        """Return the index of the line that contains each position of the text: int64 [n]."""
         return np.searchsorted(self.next_starts, positions, side="right")
 
     def slices(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Strings:
-        """Return the bytes of the given stretches."""
+        """Return the parts `data[start:end]` of the text as a column of strings.
+
+        Args:
+            starts: The start of each part: int64 [n].
+            ends: The end of each part: int64 [n].
+        """
         data = self.data
         spans = zip(starts.tolist(), ends.tolist(), strict=True)
         return Strings(
@@ -360,8 +400,14 @@ class _Lines:
         )
 
     def first_words(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Strings:
-        """Return the first word of each of these stretches; it may be empty."""
+        """Return the first word of each part `data[start:end]`; a word may be empty.
+
+        Args:
+            starts: The start of each part: int64 [n].
+            ends: The end of each part: int64 [n].
+        """
         separators = self.blanks[_IS_BLANK[self.letters[self.blanks]]]
+        # The end of the text is a separator, too, so that there is always a next one.
         separators = np.append(separators, len(self.data))
         next_separators = separators[np.searchsorted(separators[:-1], starts)]
         has_leading_blank = not (next_separators > starts).all()
@@ -372,27 +418,34 @@ class _Lines:
 
 
 class FastqCut(NamedTuple):
-    """The regular records at the front of a piece of FASTQ."""
+    """The regular records at the front of a FASTQ text."""
 
-    batch: ReadBatch | None  # None if there are none
-    n_bytes_left: int  # from the first irregular record to the end of the piece
+    batch: ReadBatch | None  # None if the first record is irregular, or there is no record
+    n_bytes_left: int  # from the first irregular record to the end of the text
 
 
 def cut_fastq(piece: Piece) -> FastqCut:
-    """Cut the regular four-line records from the front of a piece of FASTQ.
+    """Split a FASTQ text into reads, up to the first record that is not regular.
 
-    Ids are returned as they are in the file; they may be empty or unprintable.
+    A regular record has four lines: header, bases, `+` and qualities. Ids are returned unchanged,
+    so they may be empty or unprintable.
     """
+    # Count the regular records at the front.
     data = piece.data
     lines = _Lines(data if data.endswith(b"\n") else data + b"\n")
     n_records = len(lines.starts) // 4
     if n_records == 0:
         return FastqCut(None, len(data) if data.strip() else 0)
     is_regular = _find_regular_records(lines, n_records)
-    n_regular = n_records if is_regular.all() else int(np.argmin(is_regular))
+    if is_regular.all():
+        n_regular = n_records
+    else:
+        n_regular = int(np.argmin(is_regular))  # the index of the first False
     if n_regular == 0:
         return FastqCut(None, len(data))
 
+    # Take their columns. In the tables of positions, a row is a record and a column one of its
+    # four lines.
     n_lines = 4 * n_regular
     starts = lines.starts[:n_lines].reshape(n_regular, 4)
     ends = lines.ends[:n_lines].reshape(n_regular, 4)
@@ -411,11 +464,17 @@ def cut_fastq(piece: Piece) -> FastqCut:
 
 
 def _find_regular_records(lines: _Lines, n_records: int) -> NDArray[np.bool_]:
-    """Find the records that are regular by the rules of Biopython's FASTQ parser.
+    """Return which records of four lines follow the rules of Biopython's FASTQ parser.
+
+    A record with a blank in its bases or qualities counts as irregular, because a parser may strip
+    blanks. The slow parser decides about such a record.
+
+    Args:
+        lines: The lines of the text.
+        n_records: The number of records. The first `4 * n_records` lines are checked.
 
     Returns:
-        bool [n_records]. A record with a blank in its bases or qualities counts as irregular, too.
-        Parsers treat such blanks differently, so the slow parser decides.
+        bool [n_records].
     """
     starts = lines.starts[: 4 * n_records].reshape(n_records, 4)
     ends = lines.ends[: 4 * n_records].reshape(n_records, 4)
@@ -427,14 +486,14 @@ def _find_regular_records(lines: _Lines, n_records: int) -> NDArray[np.bool_]:
     has_plus = (lines.letters[starts[:, 2]] == _PLUS) & (plus_length >= 1)
     is_regular: NDArray[np.bool_] = has_header & has_plus & (n_bases == n_qualities)
 
-    # The third line may repeat the header after its '+', but have no other text.
+    # The text after '+' must be empty or repeat the header.
     has_text_after_plus = is_regular & (plus_length > 1)
     for i in np.flatnonzero(has_text_after_plus).tolist():
         header = lines.data[starts[i, 0] + 1 : ends[i, 0]].rstrip()
         text_after_plus = lines.data[starts[i, 2] + 1 : ends[i, 2]].rstrip()
         is_regular[i] = text_after_plus in (header, b"")
 
-    # Bases and qualities are the second and fourth line of a record: the lines 1, 3, 5, 7, ...
+    # Within a record, bases and qualities are lines 1 and 3 (from 0), so their numbers are odd.
     line_of_blank = lines.lines_at(lines.blanks)
     is_within_record = line_of_blank < 4 * n_records
     is_bases_or_quality = line_of_blank % 2 == 1
@@ -443,21 +502,25 @@ def _find_regular_records(lines: _Lines, n_records: int) -> NDArray[np.bool_]:
 
 
 def cut_fasta(piece: Piece) -> ReadBatch:
-    """Return all records of a piece of FASTA, or the one part of a long record that it holds.
+    """Split a FASTA text into reads. Comment lines must have been replaced by blanks before.
 
-    Comment lines were replaced by blank lines before.
+    Ids are returned unchanged, so they may be empty or unprintable.
+
+    Args:
+        piece: Whole records, or a part of a long record. A part becomes a batch of one read.
     """
     part = piece.part
     data = piece.data
     if part is not None and not part.is_first:
-        # Only the first part of a long record has the header. The others get one for parsing.
+        # Add the header of the record, so that each part can be parsed like a whole record.
         data = b">%b\n" % part.id + data
     if not piece.data.endswith(b"\n"):
         data += b"\n"
     lines = _Lines(data)
     is_header = lines.letters[lines.starts] == _FASTA_MARK
     if part is not None:
-        # A part may begin in the middle of a line. A '>' there is an illegal letter, not a header.
+        # Only the first line is a header. The text of a part may begin in the middle of a sequence
+        # line, and a '>' there is an illegal letter, not a header.
         is_header[1:] = False
     header_starts = lines.starts[is_header]
     if part is None:
@@ -467,7 +530,7 @@ def cut_fasta(piece: Piece) -> ReadBatch:
         header_lines = np.array([part.line])
         text = piece.data
         if part.is_last and not text.endswith(b"\n"):
-            text += b"\n"  # so that another record can follow in an output file
+            text += b"\n"  # so that another record can be written after this record
         records = Strings.from_strings([text])
     return ReadBatch(
         file_index=piece.file_index,
@@ -481,16 +544,19 @@ def cut_fasta(piece: Piece) -> ReadBatch:
 
 
 def _join_sequence_lines(lines: _Lines, is_header: NDArray[np.bool_]) -> Strings:
-    """Return the bases of each FASTA record, without line ends and blanks.
+    """Return the bases of each FASTA record: its sequence lines, joined, without blanks.
 
     Args:
-        lines: The text, which begins with a header.
+        lines: The lines of the text. The first line is a header.
         is_header: Which lines are headers: bool [lines].
+
+    Returns:
+        A column with one string per header. A string is empty if no sequence line follows.
     """
     is_sequence = ~is_header & (lines.ends > lines.starts)
     starts = lines.starts[is_sequence]
     ends = lines.ends[is_sequence]
-    record_of_line = np.cumsum(is_header) - 1
+    record_of_line = np.cumsum(is_header) - 1  # the number of headers up to a line, less one
     n_bases = np.bincount(
         record_of_line[is_sequence], weights=ends - starts, minlength=np.count_nonzero(is_header)
     )

@@ -1,10 +1,13 @@
-"""Digest byte strings, find those that repeat, and compute the fingerprint of reads.
+"""Compute the fingerprint of the reads of a run, and find repeated strings by their digests.
 
-The fingerprint is a SHA-256 over the ids and bases of all reads in their order. Reads are hashed in
-leaves, and the fingerprint is the hash over the hashes of the leaves. A leaf ends with a read whose
-id has a digest divisible by 64. So the reads alone determine where leaves end, however the reads
-are cut into batches. Whoever hashes a batch hashes each leaf that lies within it; only the reads
-before the first and after the last leaf are left to be joined with those of the neighbours.
+The fingerprint is one SHA-256 for the ids and bases of all reads in order. It must not depend on
+how the reads were split into batches for the workers. So it is a hash tree with two levels:
+
+- Consecutive reads form a group, called a leaf. A leaf ends with a read whose id has a digest
+  divisible by 64. So the reads alone determine where a leaf ends.
+- A worker hashes the leaves that lie within its batch. The reads before the first and after the
+  last such leaf are returned as they are, and are joined with those of the neighbouring batches.
+- The fingerprint is the hash of the hashes of all leaves.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,53 +23,61 @@ from numpy.typing import NDArray
 
 from virnuc_core.reads.fast_parser import Part, ReadBatch
 
-BUCKET: Final = 1 << 21  # digests that are searched for repeats at a time, about
-_MIN_BUCKETS: Final = 3  # rounded up to a power of two
-_READ_AT_ONCE: Final = 1 << 17  # digests
-_DIGEST_BYTES: Final = 16
-_LEAF_READS: Final = np.uint64(64)  # on average
+# About how many digests are searched for repeats at a time; they take about 50 MB of memory.
+BUCKET: Final = 1 << 21
+_MIN_BUCKETS: Final = 3  # rounded up to 4, so that several workers have something to do
+_READ_AT_ONCE: Final = 1 << 17  # digests that are read from the file at a time
+_DIGEST_BYTES: Final = 16  # of a 128-bit hash
+_LEAF_READS: Final = np.uint64(64)  # average number of reads in a leaf
 
 
 def digests(strings: Iterable[bytes]) -> NDArray[np.uint64]:
     """Return the MurmurHash3 (x64, 128 bit) of each string: uint64 [n, 2].
 
-    This is not a cryptographic hash: somebody could construct two strings with equal digests.
+    This is not a cryptographic hash: different strings with equal hashes can be constructed.
     """
     return np.frombuffer(b"".join(map(mmh3_x64_128_digest, strings)), "<u8").reshape(-1, 2)
 
 
 class LeafContent(NamedTuple):
-    """The reads of a leaf, or of a stretch of one, as columns of bytes."""
+    """The reads of a leaf (a group of reads that is hashed together), or some of them.
+
+    Each field has the values of all reads, concatenated.
+    """
 
     ids: bytes = b""
     bases: bytes = b""
-    id_lengths: bytes = b""  # little-endian int64 each
-    base_lengths: bytes = b""
+    id_lengths: bytes = b""  # little-endian int64
+    base_lengths: bytes = b""  # little-endian int64
 
 
 _NO_READS: Final = LeafContent()
 
 
 class Leaves(NamedTuple):
-    """The hashes of one batch of reads.
+    """What one batch of reads contributes to the fingerprint.
 
-    A leaf is a group of consecutive reads that is hashed together (see the module). Leaves that lie
-    within the batch are hashed. Reads before and after them belong to leaves that continue in the
-    neighbouring batches, so their content is kept.
+    A leaf is a group of reads that is hashed together. Leaves that lie within the batch are hashed.
+    The first and the last leaf may continue in the neighbouring batches, so their reads are kept.
     """
 
-    head: LeafContent  # up to the first end of a leaf; all reads if there is none
-    hashes: bytes | None  # of the leaves after it, end to end; None if no leaf ends in this batch
-    tail: LeafContent = _NO_READS  # the reads after the last end of a leaf
-    part: Part | None = None  # the position within a long read, if this is a part of one
+    head: LeafContent  # reads up to the first end of a leaf; all reads if no leaf ends here
+    # Hashes of the leaves that lie within the batch, concatenated. None if no leaf ends here.
+    hashes: bytes | None
+    tail: LeafContent = _NO_READS  # reads after the last end of a leaf
+    part: Part | None = None  # the position within a long read; None for whole reads
 
 
 def hash_leaves(batch: ReadBatch, id_digests: NDArray[np.uint64] | None = None) -> Leaves:
-    """Hash the leaves of a batch. A leaf is a group of consecutive reads that is hashed together.
+    """Compute what a batch of reads contributes to the fingerprint.
+
+    Reads are hashed in groups, called leaves. A leaf ends with a read whose id has a digest
+    divisible by 64.
 
     Args:
-        batch: Reads, or a part of a long one.
-        id_digests: The digests of the ids, if they are known: uint64 [reads, 2].
+        batch: Whole reads, or a part of a long read.
+        id_digests: The digests of the ids if the caller has them: uint64 [reads, 2]. If None, they
+            are computed.
     """
     if id_digests is None:
         id_digests = digests(batch.ids)
@@ -77,14 +88,14 @@ def hash_leaves(batch: ReadBatch, id_digests: NDArray[np.uint64] | None = None) 
 
 
 def _hash_part(batch: ReadBatch, part: Part, ends_leaf: bool) -> Leaves:
-    """Return the content of a part of a long read.
+    """Return what a part of a long read contributes to the fingerprint: its bases.
 
-    Only the last part adds the id and the lengths, because only then the total length is known.
+    The last part also contributes the id and the lengths, because only then the length is known.
 
     Args:
         batch: The part.
-        part: Its position within the long read.
-        ends_leaf: The long read is the last one of its leaf.
+        part: Its position within the read.
+        ends_leaf: Whether the read is the last read of a leaf (a group that is hashed together).
     """
     bases = batch.bases.data
     if not part.is_last:
@@ -100,12 +111,17 @@ def _hash_part(batch: ReadBatch, part: Part, ends_leaf: bool) -> Leaves:
 
 
 def _hash_reads(batch: ReadBatch, ends_leaf: NDArray[np.bool_]) -> Leaves:
-    """Hash the leaves that lie within a batch of whole reads.
+    """Hash the leaves (groups of reads that are hashed together) within a batch of whole reads.
 
     Args:
         batch: The reads.
-        ends_leaf: Marks the reads that are the last one of a leaf: bool [reads].
+        ends_leaf: Which reads are the last read of a leaf: bool [reads].
+
+    Returns:
+        The hashes of the inner leaves, and the reads of the first and last leaf, which may continue
+        in the neighbouring batches.
     """
+    # Split the columns of the batch where leaves end.
     leaf_ends = np.flatnonzero(ends_leaf) + 1
     edges = np.concatenate([[0], leaf_ends, [len(batch)]])
     id_edges = batch.ids.offsets[edges].tolist()
@@ -121,16 +137,17 @@ def _hash_reads(batch: ReadBatch, ends_leaf: NDArray[np.bool_]) -> Leaves:
             base_lengths=base_lengths[start:end].tobytes(),
         )
         contents.append(content)
-    if len(contents) == 1:
+    no_leaf_ends_here = len(contents) == 1
+    if no_leaf_ends_here:
         return Leaves(contents[0], hashes=None)
     hashes = [_LeafHash(content).digest() for content in contents[1:-1]]
     return Leaves(contents[0], b"".join(hashes), contents[-1])
 
 
 class _LeafHash:
-    """The hash of a leaf, a group of consecutive reads. The reads may be added in several steps.
+    """Computes the hash of a leaf, a group of consecutive reads.
 
-    Each column (ids, bases and their lengths) is hashed separately.
+    Each column (ids, bases, lengths) has its own hash, so that the reads can be added step by step.
     """
 
     def __init__(self, content: LeafContent = _NO_READS) -> None:
@@ -138,7 +155,7 @@ class _LeafHash:
         self._columns = [sha256(column) for column in content]
 
     def update(self, content: LeafContent) -> None:
-        """Add the next reads of the leaf."""
+        """Add the next reads of the group."""
         for column_hash, column in zip(self._columns, content, strict=True):
             column_hash.update(column)
 
@@ -149,24 +166,32 @@ class _LeafHash:
         return copied
 
     def digest(self) -> bytes:
-        """Return the hash over the hashes of the columns."""
+        """Return the hash of the hashes of all columns."""
         return sha256(b"".join([column_hash.digest() for column_hash in self._columns])).digest()
 
 
 class Fingerprint:
-    """The hash over all reads in their order, and over the settings that change a store."""
+    """Computes the hash of all reads in order, and of the settings that change a store."""
 
     def __init__(self, settings: str) -> None:
-        """Begin without reads. `settings` names all settings that change the content of a store."""
+        """Begin with no reads.
+
+        Args:
+            settings: The settings that change the contents of a store, as text.
+        """
         self._root = sha256(settings.encode())
-        self._leaf = _LeafHash()  # the leaf that has not ended yet
-        self._leaf_before_long_read: _LeafHash | None = None  # while parts of one come in
+        self._leaf = _LeafHash()  # the group of reads that is not complete yet
+        # The state of `_leaf` before the parts of the current long read were added.
+        self._leaf_before_long_read: _LeafHash | None = None
 
     def add(self, leaves: Leaves) -> None:
-        """Add the next reads, in input order.
+        """Add what the next batch of reads contributes.
 
-        A long read comes in parts. If its last part is marked as dropped, the record was broken,
-        and the state before its first part is restored.
+        If the last part of a long read is marked as dropped, the state before the first part of the
+        read is restored, as if the read had never been there.
+
+        Args:
+            leaves: The result of `hash_leaves` for the batch.
         """
         part = leaves.part
         if part is not None:
@@ -193,11 +218,11 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Strings that equal an earlier one, as columns."""
+    """Strings of a list that are equal to an earlier string, as columns."""
 
-    index: NDArray[np.int64]  # [n] place of the string among all
-    first_index: NDArray[np.int64]  # [n] place of the first string that equals it
-    number: NDArray[np.int64]  # [n] it is the second (2), third (3), … of its kind
+    index: NDArray[np.int64]  # [n] index of the repeated string in the list
+    first_index: NDArray[np.int64]  # [n] index of the first string that is equal
+    number: NDArray[np.int64]  # [n] 2 for the second equal string, 3 for the third, …
 
     def __len__(self) -> int:
         return len(self.index)
@@ -208,89 +233,97 @@ class Repeats:
 
     @classmethod
     def concatenate(cls, repeats: Sequence["Repeats"]) -> "Repeats":
-        """Join the repeats of several buckets, sorted by the position of the string."""
+        """Join the repeats that were found in several buckets, and sort them by `index`."""
         joined = cls(
-            np.concatenate([some.index for some in repeats]),
-            np.concatenate([some.first_index for some in repeats]),
-            np.concatenate([some.number for some in repeats]),
+            np.concatenate([repeats_of_bucket.index for repeats_of_bucket in repeats]),
+            np.concatenate([repeats_of_bucket.first_index for repeats_of_bucket in repeats]),
+            np.concatenate([repeats_of_bucket.number for repeats_of_bucket in repeats]),
         )
         return joined[np.argsort(joined.index)]
 
 
 class Bucket(NamedTuple):
-    """A share of the digests in a file; equal digests are in the same bucket.
+    """A subset of the digests in a file, chosen by their last bits.
 
-    Repeats are searched in one bucket after the other, so that few digests are in memory.
+    Equal digests are always in the same bucket. So repeats can be searched in each bucket alone,
+    and only the digests of one bucket must be in memory.
     """
 
-    digests: Path  # uint64 [n, 2]
-    number: int
+    digests: Path  # the file: uint64 [n, 2]
+    number: int  # the last bits of the digests in this bucket
     n_buckets: int  # a power of two
 
     @classmethod
     def all_of(cls, digests: Path) -> list[Self]:
-        """Return all buckets of a file of digests, each with about `BUCKET` digests.
+        """Return the buckets of a file of digests: at least four, so that workers can share them.
 
-        There are at least a few buckets, so that several workers can search at the same time.
+        The number of buckets is a power of two, and a bucket has about `BUCKET` digests at most.
         """
         n_digests = digests.stat().st_size // _DIGEST_BYTES
-        n_needed = max(_MIN_BUCKETS, -(-n_digests // BUCKET))
+        n_needed = max(_MIN_BUCKETS, -(-n_digests // BUCKET))  # rounded up
         n_buckets = 1 << (n_needed - 1).bit_length()  # the next power of two
         return [cls(digests, number, n_buckets) for number in range(n_buckets)]
 
 
 class _Digests(NamedTuple):
-    """Digests with their places in a file, as columns."""
+    """Digests and their indices in a file, as columns."""
 
-    low: NDArray[np.int64]  # [n] first half
-    high: NDArray[np.int64]  # [n] second half
-    place: NDArray[np.int64]  # [n] in the file
+    low: NDArray[np.int64]  # [n] first 8 bytes of each digest
+    high: NDArray[np.int64]  # [n] last 8 bytes
+    index: NDArray[np.int64]  # [n] in the file
 
     def take(self, rows: NDArray[np.int64]) -> "_Digests":
-        """Return the given rows."""
-        return _Digests(self.low[rows], self.high[rows], self.place[rows])
+        """Return the given rows of all columns."""
+        return _Digests(self.low[rows], self.high[rows], self.index[rows])
 
 
 def find_repeats(bucket: Bucket) -> Repeats:
-    """Return the digests of a bucket that are equal to an earlier digest."""
+    """Find the digests of a bucket that are equal to an earlier digest in the file."""
     members = _read_bucket(bucket)
-    # Most digests are unique. Sorting by one half of the digest is fast and leaves few candidates.
-    # Only these are sorted by the whole digest and their position.
+
+    # Most digests are unique. A fast sort by one half finds the few whose half occurs twice.
     order = np.argsort(members.low)
     equals_next = np.diff(members.low[order]) == 0
     is_candidate = np.zeros(len(order), bool)
     is_candidate[1:] |= equals_next
     is_candidate[:-1] |= equals_next
     candidates = members.take(order[is_candidate])
-    candidates = candidates.take(
-        np.lexsort((candidates.place, candidates.high, candidates.low))  # the last key is primary
-    )
-    n = len(candidates.place)
+
+    # Sort only these by the whole digest, and equal digests by their index in the file.
+    # `np.lexsort` takes the most important key last.
+    candidates = candidates.take(np.lexsort((candidates.index, candidates.high, candidates.low)))
+
+    # Equal digests are adjacent now. The first row of each group is not a repeat.
+    n = len(candidates.index)
     is_first = np.ones(n, bool)
     is_first[1:] = (np.diff(candidates.low) != 0) | (np.diff(candidates.high) != 0)
-    first_row = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]
+    first_row = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]  # of the group of each row
     number = np.arange(n) - first_row + 1
     is_repeat = ~is_first
     return Repeats(
-        index=candidates.place[is_repeat],
-        first_index=candidates.place[first_row][is_repeat],
+        index=candidates.index[is_repeat],
+        first_index=candidates.index[first_row][is_repeat],
         number=number[is_repeat],
     )
 
 
 def _read_bucket(bucket: Bucket) -> _Digests:
-    """Read the digests of a bucket with their places."""
+    """Read the digests of a bucket and their indices, in file order.
+
+    The whole file is read in sections. Only the digests of the bucket are kept in memory.
+    """
     n_digests = bucket.digests.stat().st_size // _DIGEST_BYTES
+    # Each list begins with an empty array, because `np.concatenate` needs at least one.
     low = [np.empty(0, np.int64)]
     high = [np.empty(0, np.int64)]
-    place = [np.empty(0, np.int64)]
+    index = [np.empty(0, np.int64)]
     for start in range(0, n_digests, _READ_AT_ONCE):
-        stretch = np.fromfile(
+        section = np.fromfile(
             bucket.digests, np.int64, 2 * _READ_AT_ONCE, offset=_DIGEST_BYTES * start
         ).reshape(-1, 2)
-        bucket_of_digest = stretch[:, 0] & (bucket.n_buckets - 1)
+        bucket_of_digest = section[:, 0] & (bucket.n_buckets - 1)  # the last bits
         members = np.flatnonzero(bucket_of_digest == bucket.number)
-        low.append(stretch[members, 0])
-        high.append(stretch[members, 1])
-        place.append(start + members)
-    return _Digests(np.concatenate(low), np.concatenate(high), np.concatenate(place))
+        low.append(section[members, 0])
+        high.append(section[members, 1])
+        index.append(start + members)
+    return _Digests(np.concatenate(low), np.concatenate(high), np.concatenate(index))

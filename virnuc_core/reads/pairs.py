@@ -1,7 +1,9 @@
-"""Read pairs as one stream in which mates follow each other, from two files or from one.
+"""Read pairs of mates, from two files or from one, as one sequence of reads.
 
-Mates have equal ids, or ids that end in `/1` and `/2`. In the stream all ids end so, which keeps
-mates apart. If broken records are skipped, a read without its mate is an orphan and stands alone.
+In this sequence the second mate of a pair directly follows the first. Mates have equal ids in the
+files, or ids that end in `/1` and `/2`. In the sequence all ids end in `/1` or `/2`, so that they
+are unique. A read whose mate is missing is called an orphan. Orphans are allowed only if the user
+asked to skip broken records.
 """
 
 import logging
@@ -20,26 +22,30 @@ from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch, Strings
 from virnuc_core.reads.parse import parse
 from virnuc_core.reads.sources import Inputs, find_alignment_format_of_file, sample_name
 
-# stem, letter, mate, part of a lane
+# The name of a file of mates. Groups: sample name, letter R, mate, number of the part of a lane.
 MATE_FILE: Final = re.compile(r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*")
-MATE_ENDS: Final = (b"/1", b"/2")  # of ids
+MATE_ENDS: Final = (b"/1", b"/2")  # at the end of ids
 ORDER_HINT: Final = (
     "mates must follow in the same order; "
     "--on-error skip judges orphans alone, --no-pairs each read"
 )
 UNGROUPED_BAM_WARNING: Final = (
     "%s: mates do not follow each other, so each read is judged by itself; "
-    "samtools collate mends that"
+    "samtools collate puts mates next to each other"
 )
-BATCH_READS: Final = 1 << 14
-_COMPARED_AT_ONCE: Final = 1 << 12  # pairs
-_NEAR: Final = 1 << 6  # reads among which the next pair is searched, at first
-_FAR: Final = 1 << 16  # and then
+BATCH_READS: Final = 1 << 14  # reads of a batch, at least
+_COMPARED_AT_ONCE: Final = 1 << 12  # pairs whose names are compared in one step
+# After a read without its mate, the next complete pair is searched in this many reads of both
+# files: first in a few, because mostly single reads are missing, then in many.
+_NEAR: Final = 1 << 6
+_FAR: Final = 1 << 16
 _log = logging.getLogger(__name__)
 
 
 def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
-    """Decide which files hold the two mates of read pairs, and log each pair with the reason.
+    """Find out which input files hold pairs of mates. Each pair is written to the log.
+
+    Files are a pair if the user named them so, or by their names or flags (BAM, CRAM, SAM).
 
     Args:
         spec: The files of mates that the user named, and the settings for pairs.
@@ -49,7 +55,7 @@ def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
         The same inputs with their pairs. Paired files come first. A file with both mates is a pair
         with itself.
     """
-    reasons: dict[tuple[str, str], str] = {}  # by the two files: why they are a pair
+    reasons: dict[tuple[str, str], str] = {}  # by a pair of files: why they are a pair
     if spec.pairs:
         named_pairs = list(zip(spec.mates_1, spec.mates_2, strict=True))
         other_files = _without_pairs(inputs.files, named_pairs)
@@ -73,36 +79,43 @@ def _without_pairs(files: tuple[str, ...], pairs: list[tuple[str, str]]) -> list
 
 
 class _MateName(NamedTuple):
-    """What the names of two files of mates have in common."""
+    """The part of a file's path that is the same for both files of a pair."""
 
     folder: Path
-    stem: str
+    stem: str  # the name before `_R1` or `_1`
     letter: str  # R, or empty
-    lane_part: str | None
+    lane_part: str | None  # such as `_001`, as Illumina's software names the parts of a lane
 
 
 @dataclass
 class _MateCandidates:
-    """Files that differ only by the number of the mate in their names."""
+    """Files whose names differ only by the number of the mate, so that they may be a pair."""
 
-    firsts: list[str] = field(default_factory=list)
-    seconds: list[str] = field(default_factory=list)
+    firsts: list[str] = field(default_factory=list)  # named as first mates
+    seconds: list[str] = field(default_factory=list)  # named as second mates
 
 
 def _detect_unnamed_pairs(spec: ReadsSpec, files: list[str]) -> dict[tuple[str, str], str]:
-    """Detect pairs among files that the user did not call mates; warn about doubtful ones.
+    """Detect pairs among files that the user did not name as pairs; warn about doubtful cases.
+
+    Args:
+        spec: The settings for pairs.
+        files: The files.
 
     Returns:
-        The reason for each pair.
+        The reason why two files are a pair, by the two files. A file that holds both mates occurs
+        twice in its key.
     """
     reasons: dict[tuple[str, str], str] = {}
     candidates_by_name: dict[_MateName, _MateCandidates] = {}
     for file in files:
+        # Alignments tell by their flags whether they are paired.
         format_ = find_alignment_format_of_file(file)
         if format_:
             if _alignments_hold_pairs(spec, file, format_):
                 reasons[file, file] = "by their flags; --no-pairs judges each read by itself"
             continue
+        # Other files tell by their names. Collect those whose names differ only by the mate.
         match = MATE_FILE.fullmatch(Path(file).name)
         if match is None:
             continue
@@ -121,8 +134,11 @@ def _detect_unnamed_pairs(spec: ReadsSpec, files: list[str]) -> dict[tuple[str, 
 
 
 def _alignments_hold_pairs(spec: ReadsSpec, file: str, format_: str) -> bool:
-    """Return whether mates follow each other in a file of alignments; warn if they do not."""
-    from virnuc_core.reads.alignments import SampleFilter, mates_follow  # imported late: rare
+    """Return True if a file of alignments holds pairs whose mates are next to each other.
+
+    If it holds pairs whose mates are apart, a warning is logged: they cannot be read as pairs.
+    """
+    from virnuc_core.reads.alignments import SampleFilter, mates_follow  # few files need it
 
     sample_filter = SampleFilter(spec.read_group, ungrouped_sample=sample_name((file,)))
     follow = mates_follow(file, format_, sample_filter)
@@ -132,10 +148,16 @@ def _alignments_hold_pairs(spec: ReadsSpec, file: str, format_: str) -> bool:
 
 
 def _are_a_pair(spec: ReadsSpec, mate_name: _MateName, candidates: _MateCandidates) -> bool:
-    """Return whether files whose names differ only by the mate number are a pair.
+    """Return True if files whose names differ only by the mate are a pair.
 
-    Files that the user listed one by one, instead of naming their folder, are never joined. If such
-    files look like a pair, or a mate is missing, a warning says so.
+    Files that the user named one by one, and not by their folder, are never treated as a pair. A
+    warning is logged if files look like a pair but are not treated so, or if the other file is
+    missing.
+
+    Args:
+        spec: The inputs as the user named them.
+        mate_name: What the names of the files have in common.
+        candidates: The files.
     """
     files = (*candidates.firsts, *candidates.seconds)
     are_named = any(file in spec.reads for file in files)
@@ -159,11 +181,11 @@ def _are_a_pair(spec: ReadsSpec, mate_name: _MateName, candidates: _MateCandidat
 class _Reads:
     """Consecutive reads of one file, as columns."""
 
-    names: list[bytes] = field(default_factory=list)  # ids without /1 and /2, equal for mates
+    names: list[bytes] = field(default_factory=list)  # ids without /1 and /2: equal for mates
     bases: list[bytes] = field(default_factory=list)
-    records: list[bytes] = field(default_factory=list)  # as they stand in the file
-    lines: list[int] = field(default_factory=list)  # of the headers
-    mates: bytes = b""  # 1 or 2 by the header of each read, 0 where it does not tell
+    records: list[bytes] = field(default_factory=list)  # unchanged text of the records
+    lines: list[int] = field(default_factory=list)  # line numbers of the headers
+    mates: bytes = b""  # one byte per read: 1 or 2 according to its header, 0 if it does not tell
 
     def __len__(self) -> int:
         return len(self.names)
@@ -189,19 +211,19 @@ class _Reads:
 
 @dataclass(slots=True)
 class _Stream:
-    """Reads of the joint stream, as columns."""
+    """Reads in the order of the output: mates next to each other, and orphans. As columns."""
 
-    ids: list[bytes] = field(default_factory=list)  # end in /1 or /2
+    ids: list[bytes] = field(default_factory=list)  # each ends in /1 or /2
     bases: list[bytes] = field(default_factory=list)
-    records: list[bytes] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)
-    follows_mate: list[bool] = field(default_factory=list)  # the previous read is its mate
+    records: list[bytes] = field(default_factory=list)  # unchanged text of the records
+    lines: list[int] = field(default_factory=list)  # line numbers of the headers
+    follows_mate: list[bool] = field(default_factory=list)  # the previous read is the read's mate
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def append(self, later: "_Stream") -> None:
-        """Add reads to the end."""
+        """Add the reads of another sequence to the end of this one."""
         self.ids += later.ids
         self.bases += later.bases
         self.records += later.records
@@ -209,7 +231,12 @@ class _Stream:
         self.follows_mate += later.follows_mate
 
     def to_batch(self, format_: Format, *, with_records: bool) -> ReadBatch:
-        """Return these reads as a batch."""
+        """Return these reads as a batch.
+
+        Args:
+            format_: The format of the records.
+            with_records: Include the text of the records; otherwise that column is empty.
+        """
         return ReadBatch(
             file_index=0,
             format=format_,
@@ -224,23 +251,25 @@ class _Stream:
 def pair_batches(
     inputs: Inputs, log: ParseLog, *, with_records: bool = True
 ) -> Iterator[ReadBatch]:
-    """Read the files with mates.
+    """Read all files of pairs, and yield batches in which the second mate follows the first.
 
     Args:
-        inputs: The files.
-        log: Takes the counts and the errors of the records that are left out.
+        inputs: The files. Only those in `inputs.pairs` are read.
+        log: Is updated with the counts, and the errors of the records that are left out.
         with_records: Keep the text of each record.
 
     Yields:
-        Batches of reads in which mates follow each other.
+        Batches of reads. A pair is never divided between two batches.
 
     Raises:
-        InputError: As of `parse`. Also for files that are out of step or the wrong way round and,
-            unless `log.on_error` is `skip`, for a read without its mate.
+        InputError: See `parse`. Also if the files have their reads in different orders, if the
+            first and the second file were exchanged, or if a read has no mate (the last only unless
+            `log.on_error` is `skip`).
     """
     for files in inputs.pairs:
         first = _Side(files[0], log)
         is_interleaved = files[0] == files[1]
+        # If one file holds both mates, both sides are the same object, and take reads in turn.
         second = first if is_interleaved else _Side(files[1], log)
         stream = _Stream()
         for reads in _join_sides(first, second, log):
@@ -253,33 +282,33 @@ def pair_batches(
 
 
 class _Side:
-    """One file of a pair, with a buffer of reads that were parsed but not used yet."""
+    """One file of a pair, with a buffer of reads that were parsed but not taken yet.
+
+    Attributes:
+        file: The path.
+        format: The format; it is known after the first reads were parsed.
+    """
 
     def __init__(self, file: str, log: ParseLog) -> None:
-        """Open a file.
-
-        Args:
-            file: The file.
-            log: Receives counts and errors of parsing.
-        """
+        """Prepare to read a file; nothing is read yet."""
         self.file = file
         self.format: Format = "fastq"
         self._batches = parse((file,), log)
-        self._reads = _Reads()
-        self._next = 0  # index in `_reads` of the first read that was not used yet
+        self._reads = _Reads()  # the buffer
+        self._next = 0  # index in the buffer of the first read that was not taken
 
     def __len__(self) -> int:
-        """Return the number of reads in the buffer."""
+        """Return the number of reads in the buffer that were not taken yet."""
         return len(self._reads) - self._next
 
     def fill(self, count: int) -> bool:
-        """Parse further reads until the buffer has at least `count` reads.
+        """Parse more of the file until the buffer has at least `count` reads that were not taken.
 
         Returns:
-            False if the file ends before.
+            False if the file ended before.
 
         Raises:
-            InputError: A read is too long for a pair, or an error of `parse`.
+            InputError: A read is too long to be read as a pair, or see `parse`.
         """
         while len(self) < count:
             batch = next(self._batches, None)
@@ -287,7 +316,9 @@ class _Side:
                 return False
             if batch.part is not None:
                 raise InputError(
-                    "too long for the read of a pair", file=self.file, line=int(batch.lines[0])
+                    "this read is too long to be one of a pair",
+                    file=self.file,
+                    line=int(batch.lines[0]),
                 )
             self.format = batch.format
             self._reads = self._reads[self._next :] + _with_mates(batch)
@@ -295,21 +326,28 @@ class _Side:
         return True
 
     def next_names(self, count: int) -> list[bytes]:
-        """Return the names of the next reads."""
+        """Return the names of the next `count` reads in the buffer, without taking the reads."""
         return self._reads.names[self._next : self._next + count]
 
     def next_line(self) -> int:
-        """Return the line number of the next read's header."""
+        """Return the line number of the next read in the buffer."""
         return self._reads.lines[self._next]
 
     def take(self, count: int) -> _Reads:
-        """Return the next `count` reads and remove them from the buffer."""
+        """Remove the next `count` reads from the buffer and return them."""
         taken = self._reads[self._next : self._next + count]
         self._next += count
         return taken
 
     def error(self, reads: _Reads, index: int, problem: str, hint: str = ORDER_HINT) -> InputError:
-        """Return an error about the read with this index among `reads`, which are of this file."""
+        """Return an error about one read of this file.
+
+        Args:
+            reads: Reads that were taken from this file.
+            index: The index of the read among them.
+            problem: What is wrong.
+            hint: What the user can do.
+        """
         return InputError(
             problem,
             file=self.file,
@@ -320,11 +358,8 @@ class _Side:
 
 
 def _with_mates(batch: ReadBatch) -> _Reads:
-    """Return the reads of a batch, with ids that are equal for both mates.
-
-    An ending `/1` or `/2` is removed from the id.
-    """
-    # This is a hot loop, so the ending is checked and removed in one pass.
+    """Return the reads of a batch, with ids without `/1` and `/2`, and the number of each mate."""
+    # This is a hot loop, so one comprehension does it all.
     names = [read_id[:-2] if read_id.endswith(MATE_ENDS) else read_id for read_id in batch.ids]
     return _Reads(
         names=names,
@@ -336,27 +371,26 @@ def _with_mates(batch: ReadBatch) -> _Reads:
 
 
 def _mates_from_headers(batch: ReadBatch) -> bytes:
-    """Return the mate number that each header states: 1, 2, or 0 if the header states none.
+    """Find out from the header of each read whether the read is a first or a second mate.
 
-    A header states it with an id that ends in `/1` or `/2`, or with a word like `1:N:0:ACGT` after
-    the id (the format of Illumina's Casava).
+    A header tells it by an id that ends in `/1` or `/2`, or by a word such as `1:N:0:ACGT` after
+    the id, as Illumina's Casava writes it.
 
     Returns:
-        One byte per read.
+        One byte per read: 1 or 2; 0 if the header does not tell.
     """
-    # The three letters after each id are looked at; padding makes sure that they exist.
-    padding = bytes(3)
+    padding = bytes(3)  # so that there are three letters after the last id, too
     letters = np.frombuffer(batch.records.data + padding, np.uint8)
-    # An id with escaped characters is longer than the original id in the header, so its end may be
-    # outside the text.
+    # A record begins with a mark and the id. An id with escape sequences is longer than the id in
+    # the text, so limit the position to the text.
     id_ends = np.minimum(
         batch.records.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - len(padding)
     )
     has_slash = letters[id_ends - 2] == ord("/")
     has_blank = letters[id_ends] == ord(" ")
     has_colon = letters[id_ends + 2] == ord(":")
-    digits_behind_id = (has_blank & has_colon) * letters[id_ends + 1]
-    digits = np.where(has_slash, letters[id_ends - 1], digits_behind_id)
+    digits_after_id = (has_blank & has_colon) * letters[id_ends + 1]  # 0 where there is none
+    digits = np.where(has_slash, letters[id_ends - 1], digits_after_id)
     mates = np.zeros(len(batch), np.uint8)
     mates[digits == ord("1")] = 1
     mates[digits == ord("2")] = 2
@@ -364,26 +398,22 @@ def _mates_from_headers(batch: ReadBatch) -> bytes:
 
 
 def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]:
-    """Join the reads of two files, or of one file that holds both mates.
-
-    Reads are compared in blocks. If all names of a block are equal, which is nearly always the
-    case, the block is joined as a whole. Otherwise the reads before the next pair are orphans:
-    reads without a mate.
+    """Combine the reads of two files of mates, or of one file with both mates, in their order.
 
     Args:
         first: The file of first mates.
-        second: The file of second mates; the same object if one file holds both.
-        log: Its `on_error` decides whether orphans are allowed.
+        second: The file of second mates; the same object as `first` if one file holds both.
+        log: Its `on_error` decides whether reads without mates (orphans) are an error.
 
     Yields:
-        Reads in which mates follow each other, with orphans in between.
+        Reads in which each second mate follows its first mate, and orphans between the pairs.
 
     Raises:
         InputError: See `pair_batches`.
     """
     is_interleaved = first is second
-    step = 2 if is_interleaved else 1  # reads of the first file per pair
-    # Mate number of an orphan of the first file. 0: unknown, so its header decides.
+    step = 2 if is_interleaved else 1  # reads that are taken from `first` for each pair
+    # In an interleaved file the header of an orphan tells which mate it is: 0 stands for that.
     first_mate = 0 if is_interleaved else 1
     had_pairs = False
     max_pairs = _COMPARED_AT_ONCE
@@ -393,6 +423,8 @@ def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]
                 f"is {first.format}, but {second.file} with its mates {second.format}",
                 file=first.file,
             )
+
+        # Take the next pairs, up to the first reads whose names differ.
         n_compared = min(len(first), len(second), max_pairs) // step
         n_pairs = _count_equal_names(first, second, n_compared)
         reads = first.take(step * n_pairs)
@@ -402,12 +434,14 @@ def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]
             yield _weave(reads, second.take(n_pairs), first, second)
         had_pairs = had_pairs or n_pairs > 0
         max_pairs = min(2 * max_pairs, _COMPARED_AT_ONCE)
+
+        # Reads before the next complete pair are orphans.
         if n_pairs < n_compared:
             gap = _Gap(1, 0) if is_interleaved else _find_next_pair(first, second, had_pairs)
             yield _orphans(first, gap.n_first, second, first_mate, log)
             yield _orphans(second, gap.n_second, first, 2, log)
-            # Where one mate is missing, others often are. Compare small blocks for a while.
-            max_pairs = _NEAR
+            max_pairs = _NEAR  # more mates may be missing nearby: compare in small steps
+    # One file has ended. All further reads of the other file are orphans.
     while first.fill(1):
         yield _orphans(first, len(first), second, first_mate, log)
     while second.fill(1):
@@ -415,7 +449,13 @@ def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]
 
 
 def _count_equal_names(first: _Side, second: _Side, n_compared: int) -> int:
-    """Return how many of the next `n_compared` pairs have equal names, until the first mismatch."""
+    """Count the complete pairs that come next, up to the first two reads whose names differ.
+
+    Args:
+        first: The file of first mates.
+        second: The file of second mates; the same object as `first` if one file holds both.
+        n_compared: The number of pairs to compare. The reads must be in the buffers of the files.
+    """
     if first is second:
         names = first.next_names(2 * n_compared)
         first_names = names[::2]
@@ -423,19 +463,25 @@ def _count_equal_names(first: _Side, second: _Side, n_compared: int) -> int:
     else:
         first_names = first.next_names(n_compared)
         second_names = second.next_names(n_compared)
-    if first_names == second_names:  # the usual case, and a fast comparison
+    if first_names == second_names:  # the usual case: one fast comparison of two lists
         return n_compared
-    for index, (name, other_name) in enumerate(zip(first_names, second_names, strict=True)):
-        if name != other_name:
+    for index, (first_name, second_name) in enumerate(zip(first_names, second_names, strict=True)):
+        if first_name != second_name:
             return index
     return n_compared
 
 
 def _weave(first_reads: _Reads, second_reads: _Reads, first: _Side, second: _Side) -> _Stream:
-    """Join equally many first and second mates so that each second mate follows its first mate.
+    """Merge first and second mates into one sequence: first, second, first, second, …
+
+    Args:
+        first_reads: The first mates.
+        second_reads: The second mates, in the same order.
+        first: The file of the first mates, for messages.
+        second: The file of the second mates, for messages.
 
     Raises:
-        InputError: A header states another mate number than that of its file.
+        InputError: According to its header, a first mate is a second one or the other way round.
     """
     _refuse_other_mate(first, first_reads, mate=1)
     _refuse_other_mate(second, second_reads, mate=2)
@@ -453,31 +499,37 @@ def _weave(first_reads: _Reads, second_reads: _Reads, first: _Side, second: _Sid
 
 
 def _refuse_other_mate(side: _Side, reads: _Reads, mate: int) -> None:
-    """Raise an `InputError` if a header states the other mate number: 2 for 1, or 1 for 2."""
+    """Raise an `InputError` if the header of a read says that it is the other mate of its pair.
+
+    Args:
+        side: The file of the reads.
+        reads: The reads.
+        mate: The mate that all reads should be: 1 or 2. Headers may also tell nothing.
+    """
     other_mate = 3 - mate
     index = reads.mates.find(other_mate)
     if index >= 0:
         raise side.error(
             reads,
             index,
-            f"is mate {other_mate}, mate {mate} belongs here",
+            f"the header says mate {other_mate}, but mate {mate} is expected here",
             hint="are the files swapped?",
         )
 
 
 def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) -> _Stream:
-    """Remove the next reads of a file from its buffer and return them as orphans.
+    """Take reads whose mates are missing (orphans) from a file.
 
     Args:
-        side: The file.
-        count: Number of orphans.
-        other: The file that lacks their mates.
-        mate: Mate number of the orphans. If 0, their headers decide, and a read whose header states
-            none counts as mate 1.
-        log: Orphans are allowed if its `on_error` is `skip`.
+        side: The file of the reads.
+        count: The number of reads.
+        other: The file in which their mates are missing, for messages.
+        mate: Which mate they are: 1 or 2. With 0 the header of each read decides; a read whose
+            header does not tell is a first mate.
+        log: Orphans are an error if `log.on_error` is `stop`.
 
     Raises:
-        InputError: Orphans are not allowed, and there is one.
+        InputError: There is an orphan, and orphans are an error.
     """
     reads = side.take(count)
     if count > 0 and log.on_error == "stop":
@@ -494,40 +546,40 @@ def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) ->
 
 
 class _Gap(NamedTuple):
-    """Numbers of reads before the next pair."""
+    """The numbers of reads that come before the next complete pair."""
 
-    n_first: int  # of the first file
-    n_second: int  # of the second file
+    n_first: int  # in the first file
+    n_second: int  # in the second file
 
 
 def _find_next_pair(first: _Side, second: _Side, had_pairs: bool) -> _Gap:
-    """Count the reads of each file that come before the next pair. These reads are orphans.
+    """Count the reads of each file that come before the next complete pair.
 
-    The next pair is searched among the next `_NEAR` reads of both files, then among `_FAR` reads.
+    The pair is searched in the next 64 reads of both files, then in the next 65,536.
 
     Args:
         first: The file of first mates.
         second: The file of second mates.
-        had_pairs: There were pairs before. If so, and both files end without another pair, all
-            remaining reads are orphans. If not, the files do not belong together.
+        had_pairs: The files had pairs before this place. Then it is not an error if both files end
+            without a further pair: all reads that are left have no mate.
 
     Raises:
-        InputError: The files do not hold their reads in the same order.
+        InputError: The files do not have their reads in the same order.
     """
     for reach in (_NEAR, _FAR):
         first_goes_on = first.fill(reach)
         second_goes_on = second.fill(reach)
         first_names = first.next_names(reach)
         second_names = second.next_names(reach)
-        first_index_by_name: dict[bytes, int] = {}
+        index_in_second: dict[bytes, int] = {}  # of the first read with this name
         for index, name in enumerate(second_names):
-            first_index_by_name.setdefault(name, index)
+            index_in_second.setdefault(name, index)
         for n_first, name in enumerate(first_names):
-            if name not in first_index_by_name:
+            if name not in index_in_second:
                 continue
-            n_second = first_index_by_name[name]
-            # If a skipped read of the second file has its mate later in the first file, the order
-            # of the two files differs.
+            # The first read of the first file that has a mate. If a read before this mate has a
+            # mate, too, the files are in different orders.
+            n_second = index_in_second[name]
             if set(second_names[:n_second]).isdisjoint(first_names):
                 return _Gap(n_first, n_second)
             raise _order_error(first, second)
@@ -537,7 +589,10 @@ def _find_next_pair(first: _Side, second: _Side, had_pairs: bool) -> _Gap:
 
 
 def _order_error(first: _Side, second: _Side) -> InputError:
-    """Return an error about the next read of the first file, whose mate is not in order."""
+    """Return an error about the next read of the first file, whose mate is not the next read.
+
+    As a side effect, the read is taken from the file.
+    """
     next_name = second.next_names(1)[0].decode()
     return first.error(
         first.take(1), 0, f"its mates do not follow in {second.file}, where '{next_name}' is next"

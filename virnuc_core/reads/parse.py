@@ -1,11 +1,11 @@
-"""Read FASTA and FASTQ files into batches of reads; errors name the file, line and read id.
+"""Parse FASTA and FASTQ files into batches of reads; errors name the file, line and read id.
 
-Files are cut into pieces where records end, as far as line ends show. Cutting costs a fraction of
-reading, and the pieces can be read independently of each other, by several processes.
+The text of a file is first cut into pieces that end where a record ends, judging by line ends only.
+This is much cheaper than parsing, and several processes can then parse the pieces independently.
 
-`fast_parser` reads FASTA and four-line FASTQ. From the first FASTQ record that is not of four
-lines, or is broken, `slow_parser` reads the rest of that file line by line in this process. Both
-give the same reads. A FASTA record that is longer than a block comes in parts.
+`fast_parser` parses FASTA and four-line FASTQ. If a FASTQ record is irregular (it has not four
+lines, or is broken), `slow_parser` parses the rest of that file line by line in this process. Both
+give the same reads. A FASTA record that is longer than a block is processed in parts.
 """
 
 import re
@@ -37,7 +37,8 @@ from virnuc_core.reads.workers import Workers
 
 Output = TypeVar("Output")  # the result of the work on a batch
 
-LONGEST_LINE: Final = 1 << 26  # letters of a header, or of a line of FASTQ
+# Maximum letters of a header, or of a line of FASTQ; a longer line is not a sequencing read.
+LONGEST_LINE: Final = 1 << 26
 BLOCK_BYTES: Final = 4_000_000  # of a piece; takes a tenth less processor time than 1,000,000
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _BLANK: Final = b" \t\r\n\v\f"
@@ -46,25 +47,27 @@ _COMMENT: Final = re.compile(rb";(?<![^\r\n];)[^\r\n]*")  # a FASTA line that be
 
 
 class _WorkResult(NamedTuple, Generic[Output]):
-    """The result of a worker for one piece of text or one batch of reads."""
+    """The result of a worker for a piece of text or a batch of reads."""
 
-    value: Output | None  # None if there are no reads
+    value: Output | None  # what `work` returned; None if there are no reads
     n_reads: int = 0
-    illegal: tuple[InputError, ...] = ()  # one for each read that was left out
-    n_bytes_left: int = 0  # at the end of the piece: irregular, for the slow parser
-    needs_read_number: bool = False  # a read has no id: its name needs the number of earlier reads
-    parse_s: float = 0.0
+    illegal: tuple[InputError, ...] = ()  # one for each read left out because of its letters
+    n_bytes_left: int = 0  # irregular text at the end of the piece, left for the slow parser
+    # A read has no id and gets its number in the input as its name, but the number is not known to
+    # the worker. The piece must be parsed again with this number.
+    needs_read_number: bool = False
+    parse_s: float = 0.0  # seconds spent on parsing
 
 
 def parse(
     files: tuple[str, ...], log: ParseLog | None = None, *, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[ReadBatch]:
-    """Read all files in order.
+    """Parse the reads of all files in order, in this process.
 
     Args:
         files: Paths, or `-` for standard input.
-        log: Takes the counts and the errors of the records that are left out.
-        block_bytes: The size of a piece. A longer FASTA record comes in parts.
+        log: Is updated with the counts, and the errors of the records that are left out.
+        block_bytes: How much text is parsed at a time. A longer FASTA record comes in parts.
 
     Yields:
         Batches of reads. Each part of a long FASTA record is a batch of its own.
@@ -87,42 +90,46 @@ def map_batches(
     *,
     block_bytes: int,
 ) -> Iterator[Output]:
-    """Read all files in order, and apply a function to each batch of reads.
+    """Parse the reads of all files in order, and apply a function to each batch, in parallel.
 
     Args:
-        workers: Read the pieces and do the work on their batches.
+        workers: The processes that parse the text and apply the function.
         work: The function. It must be picklable if there are other worker processes.
         files: Paths, or `-` for standard input.
-        log: Takes the counts and the errors of the records that are left out.
-        block_bytes: The size of a piece.
+        log: Is updated with the counts, and the errors of the records that are left out.
+        block_bytes: How much text is parsed at a time.
 
     Yields:
         The results of `work` in the order of the reads. If a file turns out to be irregular, the
-        results of its later pieces are discarded and the pieces are read again.
+        results of its later pieces are discarded and the pieces are parsed again.
 
     Raises:
-        InputError: As of `parse`: the first error in the order of the files, even if a later one
-            was met earlier.
+        InputError: See `parse`. The first error in the order of the files is raised, even if a
+            worker found a later one earlier.
         WorkerError: A worker process failed.
     """
-    with closing(_cut_files(files, log, block_bytes)) as cut_pieces:  # closes files after an error
+    # `closing` closes the open file also after an error.
+    with closing(_cut_files(files, log, block_bytes)) as cut_pieces:
         queue = _PieceQueue(cut_pieces)
         irregular_batches: Iterator[ReadBatch] = iter(())
         # The pieces are parsed by workers. If one of them finds an irregular record, the rest of
         # its file is parsed line by line in this process, and then the workers continue.
         while True:
+            # Parse in parallel up to the first irregular record.
             items = _PendingItems(chain(irregular_batches, queue), log)
-            rest = yield from _work_until_irregular(workers, work, items, log)
-            if rest is None:
+            irregular_piece = yield from _work_until_irregular(workers, work, items, log)
+            if irregular_piece is None:
                 return
+            # Parse the rest of this file line by line. Pieces that workers received already are
+            # put back, because the slow parser must see the pieces of this file first.
             queue.put_back([item for item in items.pending if isinstance(item, Piece)])
             from virnuc_core.reads.slow_parser import read_irregular  # imported late: rarely used
 
-            irregular_batches = read_irregular(rest, queue, log, block_bytes)
+            irregular_batches = read_irregular(irregular_piece, queue, log, block_bytes)
 
 
 class _PieceQueue(Iterator[Piece]):
-    """The pieces of all files in order. Pieces that were taken too early can be put back."""
+    """Iterates over the pieces of all files. Pieces that were taken too early can be put back."""
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
@@ -140,9 +147,9 @@ class _PieceQueue(Iterator[Piece]):
 
 
 class _PendingItems(Iterator[Piece | ReadBatch]):
-    """An iterator over the items for workers.
+    """Iterates over the items for the workers, and keeps the items that have no result yet.
 
-    `pending` holds the items that workers have received but whose results have not arrived yet.
+    The time to produce the items is added to `log.cut_s`.
     """
 
     def __init__(self, items: Iterator[Piece | ReadBatch], log: ParseLog) -> None:
@@ -164,20 +171,26 @@ class _PendingItems(Iterator[Piece | ReadBatch]):
 def _work_until_irregular(
     workers: Workers, work: Callable[[ReadBatch], Output], items: _PendingItems, log: ParseLog
 ) -> Generator[Output, None, Piece | None]:
-    """Yield the results of `work`, up to the first irregular record.
+    """Let workers parse items, and yield the results of `work` up to the first irregular record.
+
+    Args:
+        workers: The processes.
+        work: The function for each batch of reads.
+        items: Pieces of text, and batches that the slow parser has parsed.
+        log: Is updated with the counts and errors of each piece when its turn comes.
 
     Returns:
-        None if everything was parsed. Otherwise the rest of a piece, beginning with an irregular
-        record; `items.pending` then holds the later items that workers have received already.
+        The text of a piece from its first irregular record on; None if everything was parsed. In
+        the first case `items.pending` holds the later items that workers received already.
 
     Raises:
         InputError: A file or record is broken, see `parse`.
     """
     for worker_result in workers.map(partial(_work_on, work), items, _count_bytes):
-        item = items.pending.popleft()  # results arrive in the order of the items
+        item = items.pending.popleft()  # results come in order, so this is the oldest item
         result = worker_result
         if result.needs_read_number:
-            # All earlier reads are counted now, so this piece can be parsed again here.
+            # All earlier reads are counted now, so the number for the read without id is known.
             result = _work_on(work, item, log.n_records)
         if isinstance(item, ReadBatch):  # the slow parser has counted its reads
             value = result.value
@@ -187,11 +200,12 @@ def _work_until_irregular(
             yield value
         if isinstance(item, ReadBatch):
             continue
+
         if result.n_bytes_left > 0:
-            regular = item.data[: -result.n_bytes_left]
+            regular_text = item.data[: -result.n_bytes_left]
             return item._replace(
                 data=item.data[-result.n_bytes_left :],
-                first_line=item.first_line + regular.count(b"\n"),
+                first_line=item.first_line + regular_text.count(b"\n"),
             )
         if item.damage is not None:
             if item.is_unreadable:
@@ -201,21 +215,27 @@ def _work_until_irregular(
 
 
 def _count_bytes(item: Piece | ReadBatch) -> int:
-    """Return the approximate memory of an item in bytes."""
+    """Return the approximate size of an item for workers: its text, or its bases."""
     return len(item.data) if isinstance(item, Piece) else len(item.bases.data)
 
 
 def _count_piece(
     piece: Piece, result: _WorkResult[Output], work: Callable[[ReadBatch], Output], log: ParseLog
 ) -> Output | None:
-    """Count the reads of a piece in the log.
+    """Add the reads of a piece to the log, and return the value that is yielded for the piece.
+
+    Args:
+        piece: The text.
+        result: What a worker returned for it.
+        work: The function for a batch of reads. It is called here for a long read that is dropped.
+        log: Is updated.
 
     Returns:
-        The result of `work` for this piece, or None if the piece is part of a long read that is
-        left out.
+        The result of `work`; None if the piece has no reads, or is a part of a long read that has
+        an illegal letter.
 
     Raises:
-        InputError: A read has an illegal letter, and broken records are not skipped.
+        InputError: A read has an illegal letter and `log.on_error` is `stop`.
     """
     log.parse_s += result.parse_s
     part = piece.part
@@ -223,8 +243,8 @@ def _count_piece(
     if is_used or part is None:
         return result.value
     if part.is_last:
-        # The earlier parts were passed on before the error was found. This tells their consumer to
-        # discard them.
+        # Values for earlier parts of this long read may have been yielded. Tell the caller to drop
+        # them: pass a batch that is marked as dropped through the same function.
         return work(piece.dropped_part(part))
     return None
 
@@ -234,20 +254,26 @@ def _work_on(
     item: Piece | ReadBatch,
     n_earlier_records: int | None = None,
 ) -> _WorkResult[Output]:
-    """Parse a piece up to its first irregular record, and apply `work` to its reads.
+    """Parse a piece of text up to its first irregular record, and apply a function to its reads.
 
-    This is the task of a worker process.
+    This runs in the worker processes.
 
     Args:
-        work: The function for the batch of reads, without those that have illegal letters.
-        item: A piece, or a batch that was read already.
-        n_earlier_records: The number of records before the piece, or None if it is not known yet.
-            It is needed only if a read has no id, because such reads are numbered.
+        work: The function. It gets the batch of reads without those that have illegal letters.
+        item: A piece, or a batch of reads that was parsed before.
+        n_earlier_records: The number of records before the piece; None if it is not known yet. It
+            is needed only if a read has no id.
+
+    Returns:
+        The value of the function with counts; or, if `n_earlier_records` is needed but None, a
+        result that asks for it.
     """
     if isinstance(item, ReadBatch):
         return _WorkResult(work(item))
-    if item.damage is not None or not (item.data or item.part):
+    has_text = bool(item.data or item.part)
+    if item.damage is not None or not has_text:
         return _WorkResult(None)
+
     start_s = time.perf_counter()
     n_bytes_left = 0
     cut_batch: ReadBatch | None
@@ -258,7 +284,8 @@ def _work_on(
     if cut_batch is None:
         return _WorkResult(None, n_bytes_left=n_bytes_left)
     ids = cut_batch.ids.printable_ids()
-    if n_earlier_records is None and not ids.lengths.all():
+    has_empty_id = not ids.lengths.all()
+    if has_empty_id and n_earlier_records is None:
         return _WorkResult(None, needs_read_number=True)
     named_batch = replace(cut_batch, ids=ids.fill_empty_ids(n_earlier_records or 0))
     batch, illegal = named_batch.drop_illegal(item.name)
@@ -268,10 +295,11 @@ def _work_on(
 
 
 def _cut_files(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Generator[Piece]:
-    """Yield the text of all files in pieces.
+    """Cut the text of all files into pieces that can be parsed independently.
 
-    For a file that cannot be read, a piece with the error is yielded. So the error is raised only
-    after the reads of the earlier files were processed.
+    When a file is read to its end, its digest and the number of alignments left out are written to
+    the log. For a file that cannot be read, a piece with the error is yielded instead of raising
+    it. So the reads of all earlier files are processed before the error is raised.
     """
     for file_index, name in enumerate(files):
         try:
@@ -293,15 +321,18 @@ def _cut_files(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Gener
 
 
 class _FileCutter:
-    """Cuts the text of one file into pieces."""
+    """Cuts the text of one file into pieces that can be parsed independently.
+
+    A piece ends where a record ends. A FASTA record that is longer than a block is cut into parts.
+    """
 
     def __init__(self, file_index: int, source: Source, block_bytes: int) -> None:
-        """Read the beginning of a file and find its format.
+        """Read the first text of the file and find out its format.
 
         Args:
-            file_index: Position of the file among the inputs.
-            source: The open file.
-            block_bytes: Size of a piece.
+            file_index: The index of the file among the inputs.
+            source: The opened file.
+            block_bytes: The wanted size of a piece.
 
         Raises:
             InputError: The file is neither FASTA nor FASTQ.
@@ -311,20 +342,22 @@ class _FileCutter:
         self._block_bytes = block_bytes
         self._reader = _TextReader(source, block_bytes)
         self._format = self._reader.format
-        self._text = self._reader.beginning  # read, but not in a piece yet
+        self._text = self._reader.beginning  # was read, but is not in a piece yet
         self._line = self._reader.first_line  # number of the first line of `_text`
-        self._has_ended = False  # all of the file was read
-        self._n_wanted = block_bytes  # length of `_text` to read up to
-        self._part: Part | None = None  # the next part, within a record longer than a block
+        self._has_ended = False  # the file was read to its end
+        self._n_wanted = block_bytes  # `_text` is filled up to this length
+        # The next part of the current long record; None between records.
+        self._part: Part | None = None
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces. The last one has `is_last`, and the damage of the file, if any.
+        """Yield the pieces of the file. The last piece has `is_last`, and any damage of the file.
 
         Raises:
             InputError: A record has a line that is too long to be read.
         """
         while self._text or not self._has_ended:
             self._read_more()
+            # All text that is left belongs into the last piece if no further cut is needed.
             piece: Piece | None
             # Text that ends a file is left to `_last_piece`.
             if self._part is not None:
@@ -341,7 +374,7 @@ class _FileCutter:
             elif self._has_ended:
                 break
             elif self._part is None and self._format == "fasta" and b"\n" in self._text:
-                # A whole block without the end of a record: this record is returned in parts.
+                # No record ends within a block of FASTA: this record is long. Cut it into parts.
                 header = self._text[1 : self._text.index(b"\n")]
                 self._part = Part(first_word(header), self._line, is_first=True)
             else:
@@ -349,37 +382,43 @@ class _FileCutter:
         yield self._last_piece()
 
     def _read_more(self) -> None:
-        """Read text until the wanted length is reached, and replace lone returns by newlines."""
+        """Fill `_text` up to the wanted length, and turn line ends of old Macs into newlines."""
         while len(self._text) < self._n_wanted and not self._has_ended:
             more = self._reader.read(self._n_wanted - len(self._text))
             self._text += more
             self._has_ended = not more
         if b"\r" in self._text:
+            # A "\r" at the end of the text may be the first half of "\r\n". Only at the end of the
+            # file it is certain that no "\n" follows.
             if self._has_ended and self._text.endswith(b"\r"):
                 self._text += b"\n"
             self._text = _LONE_RETURN.sub(b"\n", self._text)
 
     def _cut_records(self) -> Piece | None:
-        """Remove all complete records from the front of the text and return them as a piece.
+        """Remove all whole records from the front of the text and return them as a piece.
 
         Returns:
-            The piece, or None if the text contains no complete record.
+            None if the text has no whole record.
         """
         end = _find_end_of_records(self._text, self._format)
         return self._cut(end, None) if end > 0 else None
 
     def _cut_part(self, part: Part) -> Piece | None:
-        """Remove the next part of a long FASTA record from the front of the text and return it.
+        """Remove the next part of a long FASTA record from the text and return it as a piece.
+
+        Args:
+            part: The position of the part. `_part` is set to the position of the part after it.
 
         Returns:
-            The part, or None if more text must be read first.
+            None if more text must be read first.
         """
         text = self._text
-        record_end = text.find(b"\n>") + 1
+        record_end = text.find(b"\n>") + 1  # 0 if the next header is not in the text
         if record_end > 0:
             self._part = None
             return self._cut(record_end, part._replace(is_last=True))
-        # Line ends at the end are left for the next part: a '>' after them would be a header.
+        # Leave line ends for the next part: with the text after them it shows whether a header
+        # follows. If there are only line ends, leave one.
         end = len(text.rstrip(b"\r\n")) or len(text) - 1
         if end == 0:
             return None
@@ -389,7 +428,14 @@ class _FileCutter:
         return self._cut(end, part)
 
     def _cut(self, end: int, part: Part | None) -> Piece:
-        """Remove the first `end` bytes of the text and return them as a piece."""
+        """Remove the first `end` bytes of the text and return them as a piece.
+
+        The line number is moved forward, and the next piece is wanted in the usual size.
+
+        Args:
+            end: The number of bytes.
+            part: The position within a long FASTA record; None for whole records.
+        """
         data = self._text[:end]
         line = self._line
         self._text = self._text[end:]
@@ -398,26 +444,28 @@ class _FileCutter:
         return Piece(self._file_index, self._source.name, self._format, data, line, part=part)
 
     def _want_longer_text(self) -> None:
-        """Double the length of the text to read, because no record ends in the current text.
+        """Double the wanted length of the text, because no record ends in it.
 
-        Each time more text was read, the whole text is searched again. Because the length doubles,
-        this happens only a few times.
+        With doubling, each byte of a long record is searched only a few times.
 
         Raises:
-            InputError: The last line is too long already.
+            InputError: The last line is longer than `LONGEST_LINE`.
         """
         last_line_start = self._text.rfind(b"\n") + 1
         if len(self._text) - last_line_start > LONGEST_LINE:
             raise InputError(
-                f"a record with lines too long to be read: {LONGEST_LINE:,} letters and no end",
+                f"a line of this record is longer than {LONGEST_LINE:,} letters",
                 file=self._source.name,
                 line=self._line,
-                hint="only sequences of FASTA may be as long",
+                hint="only sequences of FASTA may be so long",
             )
         self._n_wanted = min(2 * len(self._text), last_line_start + LONGEST_LINE + 1)
 
     def _last_piece(self) -> Piece:
-        """Return the remaining text as the last piece of the file."""
+        """Return all text that is left as the last piece of the file.
+
+        If the file is damaged within a long record, the piece marks the record as dropped.
+        """
         damage = self._source.damage
         part = self._part
         if part is not None:
@@ -435,28 +483,30 @@ class _FileCutter:
 
 
 class _TextReader:
-    """Reads a file's text from its first record on; comments of FASTA become blanks.
+    """Reads the text of a file from its first record on. Comment lines of FASTA become blanks.
 
     Attributes:
-        format: The format, as the first letter shows it.
-        first_line: The number of the line of the first record.
-        beginning: The first text, from the first record on. `read` gives what follows.
+        format: The format, according to the first letter.
+        first_line: The line number of the first record.
+        beginning: The first text, from the first record on. `read` returns the text after it.
     """
 
     def __init__(self, source: Source, block_bytes: int) -> None:
-        """Read up to the first record, and find out the format.
+        """Read up to the first record and find out the format.
 
         Args:
-            source: The open file.
-            block_bytes: Number of bytes to read at a time.
+            source: The opened file.
+            block_bytes: How much text is read at a time.
 
         Raises:
             InputError: The file is neither FASTA nor FASTQ.
         """
         self._source = source
         self._block_bytes = block_bytes
-        self._line_mark = b""  # first letter of the line in which the text before was cut
-        # Until the format is known: `read` removes comments from FASTA only.
+        # The first letter of the line in which the text read so far ends. It shows whether the
+        # rest of this line, in the next text, belongs to a comment.
+        self._line_mark = b""
+        # Until the format is known, "fastq" makes `read` return the text unchanged.
         self.format: Format = "fastq"
         self.first_line = 1
         beginning = self._skip_blanks(self.read(block_bytes).removeprefix(_BYTE_ORDER_MARK))
@@ -466,7 +516,7 @@ class _TextReader:
             beginning = self._skip_blanks(self._blank_out_comments(beginning))
             if beginning and not beginning.startswith(b">"):
                 raise InputError(
-                    "text stands before the first header",
+                    "there is text before the first header",
                     file=source.name,
                     line=self.first_line,
                     hint="expected a line that starts with '>'",
@@ -479,9 +529,12 @@ class _TextReader:
         self.beginning = beginning
 
     def _skip_blanks(self, text: bytes) -> bytes:
-        """Return the text without blanks at its beginning.
+        """Remove blanks at the front of a text; while it is all blank, read more.
 
-        If the whole text is blank, further text is read. `first_line` counts the skipped lines.
+        `first_line` is moved forward by the lines that were removed.
+
+        Returns:
+            A text that does not begin with a blank; empty if the file has nothing but blanks.
         """
         while True:
             letters = text.lstrip(_BLANK)
@@ -494,17 +547,22 @@ class _TextReader:
                 return b""
 
     def read(self, size: int) -> bytes:
-        """Return at least `size` bytes of text; fewer only before the end, none at the end."""
+        """Return at least `size` bytes of text, with comments of FASTA replaced by blanks.
+
+        Only at the end of the file fewer bytes are returned, and none after the end.
+        """
         text = self._source.read(size)
         if text and self.format == "fasta":
             return self._blank_out_comments(text)
         return text
 
     def _blank_out_comments(self, text: bytes) -> bytes:
-        """Replace each line that begins with ';' by a blank.
+        """Return a text of FASTA in which each line that begins with ';' is one blank.
 
-        The text may begin in the middle of a line. `_line_mark` is the first letter of that line.
+        A line may begin in one text and end in the next. `_line_mark` remembers how it began.
         """
+        # Put the first letter of a divided line in front of its rest, so that the rest of a comment
+        # is recognised, too.
         mark = self._line_mark
         marked_text = mark + text
         line_start = max(marked_text.rfind(b"\n"), marked_text.rfind(b"\r")) + 1
@@ -515,17 +573,19 @@ class _TextReader:
 
 
 def _find_end_of_records(text: bytes, format_: Format) -> int:
-    """Return the number of bytes at the front of the text that are complete records.
+    """Return how many bytes at the front of a text are whole records, judging by line ends only.
 
-    FASTQ is assumed to have four lines per record. A worker finds out if that is wrong.
+    For FASTQ this assumes four lines per record; irregular records are noticed by the parser.
+
+    Returns:
+        0 if the text has no whole record.
     """
     if format_ == "fasta":
-        return text.rfind(b"\n>") + 1
+        return text.rfind(b"\n>") + 1  # all records but the last, which may be incomplete
     n_lines = _count_newlines(text)
     if n_lines < 4:
         return 0
-    # Step back from the end: over the incomplete last line, then over the lines of an incomplete
-    # record.
+    # Go back over the incomplete last line, and over the 0 to 3 lines of an incomplete record.
     end = len(text)
     for _ in range(n_lines % 4 + 1):
         end = text.rfind(b"\n", 0, end)

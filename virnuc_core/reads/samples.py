@@ -1,6 +1,7 @@
-"""Find out which reads belong to which sample, and write the table of the samples' results.
+"""Find out which reads belong to which sample, and write the table with the result of each sample.
 
-A sample sheet tells the samples, or the names of files, or the read groups of alignments.
+A sample is all files of one specimen. Samples are given by a sample sheet, by the names of files,
+or by the read groups of alignments.
 """
 
 import csv
@@ -31,9 +32,10 @@ from virnuc_core.rundir import GUARDED_FILES, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary
 
 COLUMNS: Final = ("sample", "fastq_1", "fastq_2")  # the names that nf-core uses
-MAX_SHEET_BYTES: Final = 1 << 22
-NAME: Final = re.compile(r"(?![ .-])[\w.+=@,() -]{1,100}(?<![ .])")  # of a sample
-LANE: Final = re.compile(r"(?<=.)_L\d{3}\Z")
+MAX_SHEET_BYTES: Final = 1 << 22  # a larger file is not a sample sheet
+# The name of a sample is also the name of a folder: no slash, no blank or dot at its ends.
+NAME: Final = re.compile(r"(?![ .-])[\w.+=@,() -]{1,100}(?<![ .])")
+LANE: Final = re.compile(r"(?<=.)_L\d{3}\Z")  # ends the file name of one lane of a sequencer
 _SCORED_FATES: Final = ("viral", "others", "uncertain")
 log = logging.getLogger(__name__)
 
@@ -50,11 +52,17 @@ class SampleRow(RunFile):
     viral: int | None = None
     share: float | None = None  # of all reads, those that are viral
     flags: str = ""  # remarks on the reads: `name=count`, joined by commas
-    note: str = ""  # why it failed
+    note: str = ""  # why the sample failed
 
 
 def summarize_sample(sample: str, summary: RunSummary, staging: StageSummary) -> SampleRow:
-    """Return the line of samples.tsv for a sample that was predicted."""
+    """Return the line of samples.tsv for a sample that was predicted.
+
+    Args:
+        sample: The name of the sample.
+        summary: The summary of its run. It counts the reads by their fate (viral, others, …).
+        staging: The summary of reading its files.
+    """
     fates = summary.fates
     n_reads = staging.counts.n_reads
     remarks = {name: staging.tally[name] for name in REMARKS}
@@ -72,13 +80,13 @@ def summarize_sample(sample: str, summary: RunSummary, staging: StageSummary) ->
 
 
 def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
-    """Write samples.tsv; it appears when it is complete."""
+    """Write samples.tsv, with one line per sample. The file appears only when it is complete."""
     lines = ["\t".join(SampleRow.model_fields)]
     for row in rows:
         cells: list[str] = []
         for _, value in row:
             text = "" if value is None else str(value)
-            cells.append(" ".join(text.split()))  # on one line
+            cells.append(" ".join(text.split()))  # without line ends and TABs
         lines.append("\t".join(cells))
     write_text_atomically(path, "".join(line + "\n" for line in lines))
 
@@ -93,16 +101,16 @@ class _SheetLine(NamedTuple):
 
     @property
     def is_blank(self) -> bool:
-        """Return True for a line of empty cells, as spreadsheets leave it."""
+        """Return True for a line of empty cells, which spreadsheet programs may write."""
         return not any(self)
 
 
 def read_sheet(path: Path) -> dict[str, ReadsSpec]:
-    """Read the samples of a comma- or TAB-separated sample sheet.
+    """Read a sample sheet, a table with commas or TABs between the cells.
 
-    A sample may have several lines, one per lane. Its lanes are joined. Relative paths start at the
-    working directory or, if there is no such file, at the folder of the sheet. This function does
-    not check whether the files exist.
+    A sample may have several lines, one per lane of the sequencer. Their files are joined. A
+    relative path is searched in the working directory, then in the folder of the sheet. Files that
+    do not exist are reported later, when they are read.
 
     Returns:
         The reads of each sample, by its name.
@@ -134,24 +142,28 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
                     line=table.line_num,
                 )
             lanes_by_sample[line.sample].append(lane)
-    except csv.Error as error:  # a cell is longer than csv allows
-        # `table.line_num` counts only the lines of complete rows, so the inner reader is asked.
+    except csv.Error as error:
+        # A cell is longer than the limit of the csv module. `table.line_num` counts only the lines
+        # of complete rows, so take the line number of the underlying reader.
         raise InputError(
             f"{error}; is a quotation mark left open?", file=path, line=table.reader.line_num
         ) from error
     if not lanes_by_sample:
         raise InputError(
-            "names no sample", file=path, hint="write a line for each, below that of the columns"
+            "the sheet names no sample",
+            file=path,
+            hint="write one line per sample, below the line with the names of the columns",
         )
     return {sample: _join_lanes(lanes) for sample, lanes in lanes_by_sample.items()}
 
 
 def _check_columns(path: Path, names: Sequence[str]) -> list[str]:
-    """Return the names of a sheet's columns without blanks around them.
+    """Return the names of the columns of a sheet, without blanks around them.
 
     Raises:
-        InputError: A required column is missing. In a sheet with more than two columns, `fastq_2`
-            is required as well: if it had another name, the second mates would silently be ignored.
+        InputError: A required column is missing. A sheet with more than two columns must have the
+            column of second mates, although its cells may be empty. Otherwise a column of second
+            mates under another name would be ignored.
     """
     columns = [name.strip() for name in names]
     required_columns = COLUMNS if len(columns) > 2 else COLUMNS[:2]
@@ -164,19 +176,24 @@ def _check_columns(path: Path, names: Sequence[str]) -> list[str]:
 
 
 def _parse_line(row: dict[Any, Any]) -> _SheetLine:
-    """Return the cells of a row of `csv.DictReader`, without blanks around them."""
+    """Return the cells of one line of a sheet, without blanks around them.
+
+    Args:
+        row: The line as `csv.DictReader` returns it. Missing cells are None, and cells after the
+            last column are listed under the key None.
+    """
     sample, first_file, second_file = ((row.get(name) or "").strip() for name in COLUMNS)
     surplus = "".join(row.get(None, ())).strip()
     return _SheetLine(sample, first_file, second_file, surplus)
 
 
 def _find_problem(line: _SheetLine, lane: Lane, earlier_lanes: list[Lane]) -> str:
-    """Return what is wrong with a line of a sheet and how to mend it, or an empty string.
+    """Return what is wrong with a line of a sheet and how to correct it; empty if it is good.
 
     Args:
         line: The line.
         lane: The files of the line.
-        earlier_lanes: The files of earlier lines of the same sample.
+        earlier_lanes: The files of the same sample on earlier lines.
     """
     if line.surplus:
         return "more cells than columns"
@@ -184,7 +201,7 @@ def _find_problem(line: _SheetLine, lane: Lane, earlier_lanes: list[Lane]) -> st
     if problem:
         return problem
     if not line.first_file or STDIN in lane:
-        return "no file in fastq_1; name one, of pairs that of the first mates"
+        return "no file in fastq_1; name a file, for pairs the file of the first mates"
     files = list(lane)
     for earlier_lane in earlier_lanes:
         files += earlier_lane
@@ -193,26 +210,35 @@ def _find_problem(line: _SheetLine, lane: Lane, earlier_lanes: list[Lane]) -> st
             return f"{file} is named twice; name it once"
     if earlier_lanes and len(earlier_lanes[0]) != len(lane):
         return (
-            "has lanes with fastq_2 and without; name both mates of each, or give it another name"
+            "some of its lines have a file in fastq_2 and some have none; "
+            "name both files on each line, or use two names for the sample"
         )
     return ""
 
 
 def _find_name_problem(sample: str) -> str:
-    """Return why a sample name cannot be the name of a run directory, or an empty string."""
+    """Return why a sample name cannot be used as a directory name; empty if it can be used.
+
+    The name must not be the name of a file that virnuc writes into a results directory.
+    """
     if not NAME.fullmatch(sample):
         return "not the name of a directory; use letters, digits and _ . - + = @"
     for pattern in GUARDED_FILES:
         first_part = pattern.split("/")[0]
         if fnmatch(sample, first_part):
-            return "a name of virnuc's own in a results directory; use another"
+            return "virnuc writes a file of this name itself; use another name"
     return ""
 
 
 def _resolve(sheet: Path, name: str) -> str:
-    """Return the path, or the redacted address, that a cell of a sheet names."""
+    """Return the path, or the address without its query, that a cell of a sheet names.
+
+    Args:
+        sheet: The sheet. A relative path is also searched in its folder.
+        name: The text of the cell.
+    """
     path_beside_sheet = str(sheet.parent / name)
-    # `Path.exists` raises an error for a name that is too long; `os.path.exists` returns False.
+    # For a name that is too long `os.path.exists` returns False, while `Path.exists` raises.
     is_here = os.path.exists(name)  # noqa: PTH110
     is_beside_sheet = os.path.exists(path_beside_sheet)  # noqa: PTH110
     if is_beside_sheet and not is_here and not is_remote(name):
@@ -221,9 +247,11 @@ def _resolve(sheet: Path, name: str) -> str:
 
 
 def _join_lanes(lanes: list[Lane]) -> ReadsSpec:
-    """Return the reads of a sample with several lanes.
+    """Return the reads of a sample, with the files of all its lanes.
 
-    Either all lanes have one file, or all lanes have two files of mates.
+    Args:
+        lanes: One tuple per lane: one file of reads, or two files of mates. All have the same
+            length.
     """
     first_files = tuple(lane[0] for lane in lanes)
     if len(lanes[0]) == 1:
@@ -233,24 +261,24 @@ def _join_lanes(lanes: list[Lane]) -> ReadsSpec:
 
 
 def samples_by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
-    """Return the samples in BAM, CRAM and SAM files, by their read groups.
+    """Divide the reads of BAM, CRAM and SAM files into samples, according to their read groups.
 
-    Reads without a read group form a sample with the name of the file.
+    Reads without a read group belong to a sample with the name of their file.
 
     Returns:
         The reads of each sample, by its name.
 
     Raises:
-        InputError: A file is not BAM, CRAM or SAM, or an error of `find_inputs` or `find_samples`.
-        ConfigError: The name of a sample cannot be the name of a run directory.
+        InputError: A file has another format; or see `find_inputs` and `find_samples`.
+        ConfigError: The name of a sample cannot be used as a directory name.
     """
-    from virnuc_core.reads.alignments import find_samples  # imported late: rarely used
+    from virnuc_core.reads.alignments import find_samples  # imported only if needed
 
     files_by_sample = defaultdict[str, list[str]](list)
     for file in find_inputs(spec.named).files:
         format_ = find_alignment_format_of_file(file)
         if not format_:
-            raise InputError("not a BAM, CRAM or SAM file, which alone have read groups", file=file)
+            raise InputError("only BAM, CRAM and SAM have read groups; this is none", file=file)
         changed_ns = Path(file).stat().st_mtime_ns
         for sample in find_samples(file, format_, sample_name((file,)), changed_ns):
             problem = _find_name_problem(sample)
@@ -267,18 +295,17 @@ def samples_by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
 
 
 def samples_by_file_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
-    """Return the samples of a folder or of files, by the names of the files.
+    """Divide files into samples by their names.
 
     Each file, or pair of files, is a sample. Files whose names differ only by the lane (`_L001`)
-    are joined to one sample.
+    are lanes of one sample.
 
     Returns:
         The reads of each sample, by its name.
 
     Raises:
         InputError: See `find_inputs`.
-        ConfigError: A name cannot be the name of a run directory, or two samples have the same
-            name.
+        ConfigError: A name cannot be used as a directory name, or two samples have the same name.
     """
     lanes_by_sample = defaultdict[str, list[Lane]](list)
     lane_names = set[str]()
@@ -299,10 +326,10 @@ def samples_by_file_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
 
 
 def _find_named_reads(spec: ReadsSpec) -> Inputs:
-    """Return all files that are named like files of reads, and the pairs among them.
+    """Find the input files and detect pairs among them by their names.
 
-    `find_inputs` leaves out files of a folder that contain no reads. Such a file is added here if
-    its name is that of a file of reads, so that an empty file is reported as a failed sample.
+    Files in a folder that have the name of a reads file (such as `.fastq`) but hold no reads are
+    included. They are mostly empty, and their sample is reported as failed instead of missing.
     """
     inputs = find_inputs(spec.named)
     files = list(inputs.files)
@@ -310,7 +337,7 @@ def _find_named_reads(spec: ReadsSpec) -> Inputs:
         match = ENDINGS.search(Path(name).name)
         if match is not None and match[1]:
             files.append(name)
-    # Files that the user named one by one are otherwise never paired. For samples by file name
-    # they are, as in a folder.
+    # Files that a user named one by one are normally not detected as pairs. Here they are, as in a
+    # folder. So leave out the names.
     spec_without_names = spec.model_copy(update={"reads": ()})
     return detect_pairs(spec_without_names, inputs._replace(files=tuple(files)))

@@ -1,4 +1,4 @@
-"""Read irregular FASTQ line by line: wrapped records, and what follows broken ones."""
+"""Parse irregular FASTQ line by line: records with wrapped lines, and text after broken records."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -18,35 +18,35 @@ from virnuc_core.reads.fast_parser import (
     shorten,
 )
 
-# a longer record counts as broken; this bounds what a single error costs
+# A record with more lines counts as broken. The limit bounds the search after a single error.
 _MAX_RECORD_LINES: Final = 100_000
-_RECORD_OVERHEAD_BYTES: Final = 32  # of a read, besides its letters, when batches are measured
+_RECORD_OVERHEAD_BYTES: Final = 32  # memory of a read besides its letters, for the size of a batch
 _HINT: Final = "expected '@id', bases, '+', and as many quality letters as bases"
 
 
 class _Record(NamedTuple):
-    """One read with the text of its record in the file."""
+    """One FASTQ record."""
 
     id: bytes  # first word of the header; it may be empty
     bases: bytes
     text: bytes  # the record, unwrapped to four lines
-    line: int  # of the header
+    line: int  # line number of the header
 
 
 class _Parsed(NamedTuple):
-    """The outcome of reading a record from a certain line on."""
+    """The result of parsing a record that begins at a certain line."""
 
-    n_lines: int  # that it takes up
-    record: _Record | None = None  # None for a blank line, and if there is a problem
-    problem: str = ""
+    n_lines: int  # the number of lines that belong to the record
+    record: _Record | None = None  # None for a blank line, or if there is a problem
+    problem: str = ""  # what is wrong with the record; empty if it is good
 
 
 class _Quality(NamedTuple):
     """The quality lines of a record."""
 
-    n_letters: int
-    end: int  # offset of the line after them
-    has_inner_mark: bool  # a line after the first begins with '@', as a header would
+    n_letters: int  # quality letters in all lines
+    end: int  # offset of the line after the last quality line
+    has_inner_mark: bool  # a line after the first begins with '@', like a header
 
 
 def read_irregular(
@@ -55,10 +55,10 @@ def read_irregular(
     """Parse the rest of a FASTQ file line by line.
 
     Args:
-        first_piece: The text of the file, beginning with the first irregular record.
-        later_pieces: Iterator over the following pieces. The pieces of the same file are taken.
-        log: Receives the counts and the broken records while the caller iterates.
-        block_bytes: Approximate size of a batch.
+        first_piece: The text of the file from its first irregular record on.
+        later_pieces: All pieces after `first_piece`. Those of the same file are consumed.
+        log: Is updated with the counts and the broken records.
+        block_bytes: The approximate size of a batch.
 
     Yields:
         Batches of reads, each with one read or more.
@@ -69,6 +69,7 @@ def read_irregular(
     piece = first_piece
 
     def pieces_of_file() -> Iterator[Piece]:
+        """Yield the pieces of this file, and set `piece` to the one that was yielded last."""
         nonlocal piece
         yield piece
         while not piece.is_last:
@@ -90,17 +91,19 @@ def read_irregular(
         log.count_reads(first_piece.name, None, len(batch), illegal)
         if len(batch) > 0:
             yield batch
+    # All records were drawn, so `piece` is the last piece of the file. It tells of any damage.
     if piece.damage is not None:
         log.skip_or_raise(piece.damage)
 
 
 def _group_records(records: Iterable[_Record], block_bytes: int) -> Iterator[list[_Record]]:
-    """Yield lists of consecutive records, each with about `block_bytes` of text."""
+    """Yield consecutive records in lists of about `block_bytes` of memory each."""
     group: list[_Record] = []
     group_number = 0
-    n_bytes = 0
+    n_bytes = 0  # of all records so far
     for record in records:
         n_bytes += len(record.bases) + len(record.id) + _RECORD_OVERHEAD_BYTES
+        # A new group begins whenever the sum passes a multiple of the block size.
         number = n_bytes // block_bytes
         if group and number != group_number:
             yield group
@@ -112,28 +115,32 @@ def _group_records(records: Iterable[_Record], block_bytes: int) -> Iterator[lis
 
 
 class _LineReader:
-    """An iterator over the lines of the rest of a file that can look ahead.
+    """Reads the lines of a file, without their line ends, and can look ahead.
 
-    An offset counts lines from the next line: 0 is the next line, 1 the one after it. Lines that
-    were looked at stay in a buffer until they are skipped. Line ends are removed.
+    An offset is a number of lines after the next line, so offset 0 is the next line. `peek` looks
+    at a line without consuming it, `skip` consumes lines.
+
+    Attributes:
+        line_number: The number of the next line in the file, from 1.
+        is_damaged: The file is damaged, and the lines that were read last are its end.
     """
 
     def __init__(self, pieces: Iterable[Piece], line_number: int) -> None:
-        """Begin with the first line of the pieces, which is line `line_number` of the file."""
-        self.line_number = line_number  # of the next line, from 1
-        self.is_damaged = False  # the piece that was read last is the end of a damaged file
-        self._peeked = deque[bytes]()
+        """Begin at the first line of the pieces, which has the given number in the file."""
+        self.line_number = line_number
+        self.is_damaged = False
+        self._peeked = deque[bytes]()  # lines that were read but not consumed
         self._later_lines = self._split_lines(pieces)
 
     def _split_lines(self, pieces: Iterable[Piece]) -> Iterator[bytes]:
-        """Yield the lines of all pieces without line ends and blanks at their ends."""
+        """Yield the lines of the pieces without blanks at their ends; sets `is_damaged`."""
         for piece in pieces:
             self.is_damaged = piece.damage is not None
             for line in piece.data.splitlines():
                 yield line.rstrip(BLANKS)
 
     def peek(self, offset: int) -> bytes | None:
-        """Return the line at an offset; None beyond the end of the file."""
+        """Return the line at an offset without consuming it; None after the end of the file."""
         while len(self._peeked) <= offset:
             line = next(self._later_lines, None)
             if line is None:
@@ -142,17 +149,17 @@ class _LineReader:
         return self._peeked[offset]
 
     def join(self, start: int, end: int) -> bytes:
-        """Return the lines with the offsets `start` to `end` - 1, joined to one byte string."""
+        """Return the lines at offsets `start` to `end` (exclusive), concatenated."""
         return b"".join([self.peek(offset) or b"" for offset in range(start, end)])
 
     def skip(self, count: int) -> None:
-        """Skip the next `count` lines, which must be in the buffer."""
+        """Consume `count` lines. `peek` must have been called for all of them before."""
         for _ in range(count):
             self._peeked.popleft()
         self.line_number += count
 
     def next_text(self, offset: int) -> bytes | None:
-        """Return the first line at this offset or later that is not blank, or None."""
+        """Return the first line at or after an offset that is not blank; None if there is none."""
         line = self.peek(offset)
         while line == b"":
             offset += 1
@@ -160,22 +167,26 @@ class _LineReader:
         return line
 
     def skip_to_record(self) -> bool:
-        """Skip the next line, and then all lines up to the next header of a record.
+        """Consume the next line, and then all lines before the next line that looks like a header.
 
-        A line that begins with '@' counts as a header only if a line of bases or a '+' line
-        follows, because a line of qualities may begin with '@', too.
+        A line that begins with '@' looks like a header if a line of bases follows, or a '+' line
+        two lines later. The '@' alone is not enough, because a quality line may begin with it.
 
         Returns:
-            False if no record follows. All lines of the file were skipped then.
+            False if no header follows. All lines of the file were consumed then.
         """
         self.skip(1)
-        while (line_after_next := self.peek(2)) is not None:
+        while True:
+            line_after_next = self.peek(2)
+            if line_after_next is None:
+                break
             letters = (self.peek(1) or b"").strip(BLANKS)
             is_before_bases = bool(letters) and not letters.translate(None, LEGAL_LETTERS)
             is_before_plus = line_after_next.startswith(b"+")
             if self._peeked[0].startswith(b"@") and (is_before_bases or is_before_plus):
                 return True
             self.skip(1)
+        # Fewer than three lines are left: too few for a record.
         self.skip(len(self._peeked))
         return False
 
@@ -183,31 +194,41 @@ class _LineReader:
 def _read_records(
     pieces: Iterable[Piece], first_piece: Piece, on_broken: Callable[[InputError], None]
 ) -> Iterator[_Record]:
-    """Yield the records of the rest of a file. Bases and qualities may span several lines.
+    """Yield the good records of the rest of a file; their lines may be wrapped.
 
-    For each broken record, `on_broken` is called with the error. Parsing continues at the next
-    line that looks like the header of a record.
+    After a broken record, parsing continues at the next line that looks like a header.
+
+    Args:
+        pieces: The text of the file, beginning with `first_piece`.
+        first_piece: Tells the name of the file and the first line number.
+        on_broken: Is called with an error for each broken record. It may raise the error.
     """
     lines = _LineReader(pieces, first_piece.first_line)
-    while (header := lines.peek(0)) is not None:
+    while True:
+        header = lines.peek(0)
+        if header is None:
+            return
         parsed = _read_record(header, lines)
         if not parsed.problem:
             if parsed.record is not None:
                 yield parsed.record
             lines.skip(parsed.n_lines)
             continue
+
         line_number = lines.line_number
         is_cut_off = lines.next_text(parsed.n_lines) is None and lines.is_damaged
-        swallowed_a_record = lines.skip_to_record()
-        # If a damaged file ends within this record, the damage is reported elsewhere and explains
-        # the broken record. If lines of other records were skipped as well, the record itself was
-        # broken.
-        if not is_cut_off or swallowed_a_record:
+        has_next_record = lines.skip_to_record()
+        # If the file is damaged and ends within this record, the error for the damage is enough.
+        # But if another header follows the first line, this record itself is broken.
+        if not is_cut_off or has_next_record:
             on_broken(_broken_record_error(first_piece.name, line_number, header, parsed.problem))
 
 
 def _broken_record_error(file: str, line_number: int, header: bytes, problem: str) -> InputError:
-    """Return the error for a broken record, with its file, line and id."""
+    """Return an error that names the file, line and id of a broken record and its problem.
+
+    The id is empty if the first line of the record is not a header.
+    """
     read_id = ""
     if header.startswith(b"@"):
         read_id = first_word(header[1:]).decode("utf-8", "backslashreplace")
@@ -221,7 +242,16 @@ def _broken_record_error(file: str, line_number: int, header: bytes, problem: st
 
 
 def _read_record(header: bytes, lines: _LineReader) -> _Parsed:
-    """Parse the record that begins with the next line, which is `header`. No line is skipped."""
+    """Parse the record that begins at the next line, without consuming any line.
+
+    Args:
+        header: The next line.
+        lines: The lines of the file.
+
+    Returns:
+        The record, or what is wrong with it, and how many lines it has. A blank line gives neither
+        a record nor a problem.
+    """
     if not header:
         return _Parsed(n_lines=1)
     if not header.startswith(b"@"):
@@ -239,7 +269,12 @@ def _read_record(header: bytes, lines: _LineReader) -> _Parsed:
 
 
 def _find_plus_line(lines: _LineReader) -> int:
-    """Return the offset of the record's '+' line, or of the line at which the search ended."""
+    """Return the offset of the '+' line of the record that begins at the next line.
+
+    Returns:
+        If there is no '+' line, the offset of the line after the end of the file, or
+        `_MAX_RECORD_LINES`.
+    """
     offset = 1
     while offset < _MAX_RECORD_LINES:
         line = lines.peek(offset)
@@ -250,9 +285,16 @@ def _find_plus_line(lines: _LineReader) -> int:
 
 
 def _find_quality(lines: _LineReader, start: int, n_bases: int) -> _Quality:
-    """Find the quality lines, which begin at the offset `start`.
+    """Find the quality lines of a record: as many lines as are needed for one letter per base.
 
-    Lines are added until there are at least as many quality letters as bases.
+    Args:
+        lines: The lines of the file.
+        start: The offset of the first quality line.
+        n_bases: The number of bases of the record.
+
+    Returns:
+        The quality lines. They have fewer letters than bases if the file ends, and more if the last
+        line is too long.
     """
     n_letters = 0
     has_inner_mark = False
@@ -271,22 +313,31 @@ def _find_quality(lines: _LineReader, start: int, n_bases: int) -> _Quality:
 def _find_problem(
     header: bytes, lines: _LineReader, plus_offset: int, bases: bytes, quality: _Quality
 ) -> str:
-    """Return what is wrong with a record, or an empty string if it is correct."""
+    """Return what is wrong with a record; an empty text if it is good.
+
+    Args:
+        header: The header line.
+        lines: The lines of the file; the header is the next line.
+        plus_offset: The offset of the '+' line.
+        bases: The bases of the record.
+        quality: Its quality lines.
+    """
     plus_line = lines.peek(plus_offset)
     if plus_line is None or not plus_line.startswith(b"+"):
-        return "no '+' line follows its bases"
+        return "no '+' line follows the bases"
     if plus_line[1:] not in (b"", header[1:]):
-        return "another name stands after its '+'"
+        return "the name after '+' is not the name of the header"
     if bases.translate(None, BLANKS) != bases:
-        return "a blank stands within its bases"
+        return "there is a blank within the bases"
     has_quality_line = lines.peek(plus_offset + 1) is not None
     if quality.n_letters != len(bases) or not has_quality_line:
         return f"{len(bases):,} bases, but {quality.n_letters:,} quality letters"
+    # If quality letters or the '+' line are missing, the record seems to include lines of the next
+    # record. Then it has illegal bases or a quality line that begins with '@', and what follows is
+    # the middle of a record instead of a header.
     has_illegal_letters = bool(bases.translate(None, LEGAL_LETTERS))
     if quality.has_inner_mark or has_illegal_letters:
-        # A record with too few quality letters, or without a '+' line, takes over lines of the next
-        # record. Then the line after it is not a header.
         following = lines.next_text(quality.end)
         if following is not None and not following.startswith(b"@"):
-            return "it runs into the next one"
+            return "lines are missing, so it includes lines of the next record"
     return ""

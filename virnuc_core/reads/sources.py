@@ -1,4 +1,4 @@
-"""Find inputs (files, folders, standard input) and read them as unpacked bytes."""
+"""Find the inputs that a user named (files, folders, standard input) and read them uncompressed."""
 
 import bz2
 import errno
@@ -29,37 +29,39 @@ NCBI_PREFIX: Final = "ncbi:"
 ENDINGS: Final = re.compile(
     r"(?i)(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn|bam|cram|sam))?(\.(gz|bz2|xz|zst|bgz))?\Z"
 )
-MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
-MAX_NAME: Final = 60
-REDACTED_URL: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
-full_urls: dict[str, str] = {}  # by their redacted forms
+MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")  # ends the name of a file of mates
+MAX_NAME: Final = 60  # letters of a sample name that is derived from a file name
+REDACTED_URL: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")  # see `redact_url`
+full_urls: dict[str, str] = {}  # the addresses of this process, by their redacted forms
 # Errors that have their cause in the name or the permissions of a file of reads.
 _ERRORS_OF_INPUT: Final = PERMISSION_ERRORS | REFUSED_ERRORS
-_PIECE_BYTES: Final = 1 << 18  # of a file, read at a time
-_HEAD_BYTES: Final = 1 << 12  # looked at to tell whether a file of a folder holds reads
-_UNPACKED_BYTES: Final = 1 << 20  # unpacked at a time
-# zstd cannot bound what it unpacks at a time, and data may swell to 30,000 times its size
+_PIECE_BYTES: Final = 1 << 18  # read from a file at a time
+_HEAD_BYTES: Final = 1 << 12  # read to find out whether a file in a folder holds reads
+_UNPACKED_BYTES: Final = 1 << 20  # limit of what is decompressed at a time
+# The zstd library has no such limit, and data may expand to 30,000 times its size. So only a little
+# compressed data is passed at a time.
 _PACKED_ZSTD_BYTES: Final = 1 << 10
-_UNPACKER_BYTES: Final = 1 << 28  # memory that a file may ask its unpacker to take
+_UNPACKER_BYTES: Final = 1 << 28  # memory limit of the xz decompressor: a file names its need
 _BINARY_ALIGNMENTS: Final = {b"BAM\1": "BAM", b"CRAM": "CRAM"}  # by the first four bytes
 _SAM_HEADERS: Final = (b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")
 _GZIP_MARK: Final = b"\x1f\x8b"
 
 
 class ReadSpan(NamedTuple):
-    """The range of reads in the store that come from one file, or from the two files of a pair."""
+    """The range of reads in the store that comes from one file, or from the files of a pair."""
 
     files: tuple[str, ...]
     start: int  # number of the first read, from 0
-    end: int  # one past the last read
+    end: int  # one past the number of the last read
 
 
 class Inputs(NamedTuple):
-    """The files named by a user, folders opened up, in the order in which they are read."""
+    """The input files, in the order in which they are read. Folders are replaced by their files."""
 
     files: tuple[str, ...]  # paths, or "-" for standard input
     ignored: tuple[str, ...]  # files of a named folder that hold neither FASTA nor FASTQ
-    pairs: tuple[tuple[str, str], ...] = ()  # first and second mates; one file twice for both
+    # File of first mates and file of second mates. A file with both mates is named twice.
+    pairs: tuple[tuple[str, str], ...] = ()
 
     @property
     def singles(self) -> tuple[str, ...]:
@@ -71,15 +73,22 @@ class Inputs(NamedTuple):
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """Return groups of files that are parsed together: each pair, and each single file."""
+        """Return the files in groups that are read together: first each pair, then each other file.
+
+        A file that holds both mates is a group by itself.
+        """
+        # `dict.fromkeys` removes the repetition if one file holds both mates.
         pairs = [tuple(dict.fromkeys(pair)) for pair in self.pairs]
         return pairs + [(name,) for name in self.singles]
 
     def spans(self, reads_by_file: Mapping[str, int]) -> list[ReadSpan]:
-        """Return the range of reads in the store for each group of files.
+        """Compute which range of reads in the store comes from which files.
 
         Args:
             reads_by_file: The number of reads of each file.
+
+        Returns:
+            One range per group of files (see `groups`), in order.
         """
         spans: list[ReadSpan] = []
         start = 0
@@ -101,13 +110,16 @@ def is_remote(name: str) -> bool:
 
 
 def redact_url(name: str) -> str:
-    """Replace the query of an address by a digest, so that it can be shown and recorded.
+    """Replace the query of an http(s) address by a digest, so that it can be shown and recorded.
 
-    The query may hold a signature that opens the file to everybody. The full address is kept in
-    this process only, in `full_urls`.
+    The query may contain a signature with which anybody could read the file. As a side effect, the
+    full address is remembered in `full_urls` of this process, and nowhere else.
 
     Args:
-        name: Any input; what is not an address is returned as it is.
+        name: Any input. A name that is not an address is returned unchanged.
+
+    Returns:
+        The address with `#query-<digest>` in place of its query; unchanged if it has no query.
 
     Raises:
         ConfigError: The address contains a user name or password.
@@ -115,11 +127,12 @@ def redact_url(name: str) -> str:
     if not is_address(name):
         return name
     address = re.split(r"[?#]", name, maxsplit=1)[0]
-    _, at_sign, host = address.split("/")[2].rpartition("@")
+    host_part = address.split("/")[2]  # "https:", "", "user:password@host", path …
+    _, at_sign, host = host_part.rpartition("@")
     if at_sign:
         raise ConfigError(
-            f"{host}: an address with a user name or password is not taken; "
-            "sign it, or fetch the file"
+            f"{host}: an address with a user name or password is not accepted; "
+            "use a signed address, or download the file yourself"
         )
     if address == name or REDACTED_URL.fullmatch(name):
         return name
@@ -130,11 +143,11 @@ def redact_url(name: str) -> str:
 
 
 def sample_name(reads: Sequence[str]) -> str:
-    """Return a short name for a list of input files.
+    """Return a short name for some inputs, to be used as the name of the sample.
 
-    It is the name of the first file without its endings, followed by the number of further files:
-    `lung+2`. Two files of mates are named by their common part: `lung` for `lung_R1.fq` and
-    `lung_R2.fq`.
+    The name of the first file is used, without its folder and endings. `+2` is added if there are
+    two more files. For two files of mates it is the part that they share: `lung` for `lung_R1.fq`
+    and `lung_R2.fq`. Without inputs it is `no-reads`.
     """
     if not reads:
         return "no-reads"
@@ -152,7 +165,7 @@ def sample_name(reads: Sequence[str]) -> str:
 
 
 def _file_name(name: str) -> str:
-    """Return the name of an input without its folder and endings, on one line."""
+    """Return the name of an input without its folder and endings, as one line of printable text."""
     if is_address(name):
         name = re.split(r"[?#]", name)[0]
     one_line = " ".join(printable(name).split())
@@ -160,9 +173,11 @@ def _file_name(name: str) -> str:
 
 
 def _shared_name_of_mates(first: str, second: str) -> str:
-    """Return the common part of the names of two files of mates, or an empty string.
+    """Return the name that two files of mates share; an empty text if they are not named as mates.
 
-    The string is empty if the names do not differ by their mate number only.
+    Args:
+        first: The name of one file without folder and endings, such as `lung_R1`.
+        second: The name of the other file.
     """
     stem = MATE_MARK.sub("", first)
     has_marks = bool(MATE_MARK.search(first) and MATE_MARK.search(second))
@@ -172,16 +187,22 @@ def _shared_name_of_mates(first: str, second: str) -> str:
 
 
 def can_be_read_twice(name: str) -> bool:
-    """Return True for a regular file: the data of a pipe is gone once it was read."""
+    """Return True for a regular file. The data of a pipe or of standard input can be read once."""
     return name != STDIN and stat.S_ISREG(Path(name).stat().st_mode)
 
 
 @contextmanager
 def create_reads_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing reads. It gets its name when the `with` block ends without an error.
+    """Open a file to write reads to. The file appears under its name only when it is complete.
 
-    A file whose name ends in `.gz` is compressed. The gzip header contains neither name nor time,
-    so that equal reads give equal bytes.
+    The file is gzipped if its name ends in `.gz`. The gzip header holds neither name nor time, so
+    that the same reads give the same bytes.
+
+    Args:
+        path: The file. An existing file is replaced.
+
+    Yields:
+        The file object to write to.
     """
     with atomic_file(path) as temp_path, temp_path.open("wb") as file:
         if path.suffix != ".gz":
@@ -192,12 +213,16 @@ def create_reads_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def find_inputs(reads: tuple[str, ...]) -> Inputs:
-    """Return the files that a user named.
+    """Find the input files for the names that a user gave.
 
-    A folder is replaced by its files of reads, sorted by name. Its sub-folders are ignored.
+    A folder is replaced by its files of reads, sorted by name, without its sub-folders. As a side
+    effect, the first bytes of each file in a folder are read, to find out whether it holds reads.
 
     Args:
         reads: Files, folders, or `-` for standard input.
+
+    Returns:
+        The files, and the files in folders that are ignored because they hold no reads.
 
     Raises:
         InputError: A file does not exist, cannot be read or is named twice, or a folder holds no
@@ -223,16 +248,16 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
 
 
 def _list_folder(folder: Path) -> Inputs:
-    """Return the files of reads in a folder, and separately its other files.
+    """List the files of reads in a folder, sorted by name, and the other files as ignored.
 
-    Hidden files are ignored.
+    Sub-folders and hidden files are neither listed nor reported.
 
     Raises:
-        InputError: The folder contains no file of reads.
+        InputError: There is no file of reads.
     """
     entries: list[Path] = []
     for entry in folder.iterdir():
-        # A broken link counts as a file, so that opening it later reports the error.
+        # A broken link is listed like a file of reads, so that opening the link reports it by name.
         is_broken_link = not entry.exists()
         if not entry.name.startswith(".") and (entry.is_file() or is_broken_link):
             entries.append(entry)
@@ -251,7 +276,7 @@ def _list_folder(folder: Path) -> Inputs:
 
 
 def _refuse_repeated_files(files: Sequence[str]) -> None:
-    """Raise an `InputError` if a file is named twice, even by different paths or a link."""
+    """Raise an `InputError` if the same file is named twice, also by different paths or links."""
     name_by_path: dict[Path, str] = {}
     for name in files:
         path = Path(name) if name == STDIN else Path(name).resolve()
@@ -265,7 +290,9 @@ def _refuse_repeated_files(files: Sequence[str]) -> None:
 
 
 def local_files(reads: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the files of all inputs that are on this machine, without addresses and accessions.
+    """Return the local files among some inputs, with folders replaced by their files.
+
+    Addresses and `ncbi:` accessions are left out, because they must be downloaded first.
 
     Raises:
         InputError: See `find_inputs`.
@@ -275,12 +302,14 @@ def local_files(reads: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _looks_like_reads(path: Path) -> bool:
-    """Return True if a file begins like FASTA or FASTQ.
+    """Return True if a file begins like FASTA or FASTQ, after decompression.
 
-    A file that cannot be unpacked counts as well, so that its damage is reported when it is read.
+    True is also returned for a file that cannot be opened or decompressed. So it is not ignored,
+    and its damage is reported when it is read.
     """
     try:
         with Source.open(str(path)) as source:
+            # without the byte order mark of UTF-8 and blanks
             head = source.read(_HEAD_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
             if not head:
                 return source.damage is not None
@@ -291,43 +320,56 @@ def _looks_like_reads(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Packing:
-    """A way in which a file is packed."""
+    """A compression format."""
 
-    name: str  # in messages
-    new_unpacker: Callable[[], Any]  # for one member; has the methods of `zlib.decompressobj`
-    errors: tuple[Any, ...]  # that the unpacker raises for damaged data
-    can_bound_output: bool = True  # `decompress` takes a maximal number of bytes
+    name: str  # for messages
+    # Creates an object with the methods of `zlib.decompressobj`, for one member of a file. (A gzip
+    # file, for example, may consist of several members, each compressed by itself.)
+    new_unpacker: Callable[[], Any]
+    errors: tuple[Any, ...]  # the classes of errors that it raises for damaged data
+    can_bound_output: bool = True  # its `decompress` accepts a maximum number of bytes
 
 
 class Source:
-    """One opened input, read as unpacked bytes.
+    """One opened input. It is read as decompressed bytes; alignments are read as FASTQ.
 
-    The first bytes of a file tell how it is packed, never its name.
+    The first bytes of a file decide how it is compressed, not its name.
 
     Attributes:
         name: The path, or `-`.
-        damage: The reason why unpacking or reading ended early; what came before is good.
-        left_out: The number of alignments that are not the primary one of their read.
+        damage: Why decompressing or reading ended early; None if all is good. All data that was
+            read before is good.
+        left_out: The number of secondary and supplementary alignments, which are not read.
     """
 
     def __init__(self, name: str, stream: BinaryIO, read_group: str = "") -> None:
-        """Read the first bytes of an open stream and choose how to unpack it; see `open`."""
+        """Read the first bytes of a stream and find out how to decompress it.
+
+        Args:
+            name: The path, or `-`.
+            stream: The opened file. The caller closes it.
+            read_group: The sample whose reads are taken from alignments; all reads if empty.
+
+        Raises:
+            InputError: A read group was given, but these are not alignments; or pysam is missing.
+            OSError: The stream cannot be read.
+        """
         self.name = name
         self.damage: InputError | None = None
         self.left_out = 0
         self._stream = stream
-        # A buffered stream waits until all bytes are there, or the stream ends.
+        # This waits for a slow pipe. Fewer bytes are returned only at the end of the data.
         head = stream.read(_PIECE_BYTES)
         self._size = len(head)
         self._sha256 = hashlib.sha256(head)
-        # `open` closes this iterator, and only generators have a method `close`.
+        # A generator instead of the `chain` object, because `open` calls its method `close`.
         raw_pieces = (piece for piece in chain((head,), iter(self._next_piece, b"")))
         alignment_format = find_alignment_format(head)
         packing = _find_packing(head)
         if alignment_format:
             self._pieces = self._read_alignments(raw_pieces, alignment_format, read_group)
         elif read_group:
-            raise InputError("neither BAM, CRAM nor SAM, which alone have read groups", file=name)
+            raise InputError("only BAM, CRAM and SAM have read groups; this is none", file=name)
         elif packing is None:
             self._pieces = raw_pieces
         else:
@@ -336,18 +378,20 @@ class Source:
     @classmethod
     @contextmanager
     def open(cls, name: str, read_group: str = "") -> Iterator[Self]:
-        """Open a file, or standard input, which stays open afterwards.
+        """Open a file, or standard input, for a `with` statement.
+
+        A file is closed when the statement ends. Standard input stays open.
 
         Args:
             name: A path, or `-` for standard input.
             read_group: The sample whose reads are taken from alignments; all reads if empty.
 
         Raises:
-            InputError: It cannot be opened.
+            InputError: The input cannot be opened.
         """
         if name == STDIN and sys.stdin is None:
             raise InputError(
-                "standard input is closed", file=name, hint="give it reads, or name a file"
+                "standard input is closed", file=name, hint="pipe reads into it, or name a file"
             )
         with ExitStack() as stack:
             try:
@@ -362,7 +406,10 @@ class Source:
             yield source
 
     def read(self, size: int) -> bytes:
-        """Return the next unpacked bytes: at least `size`, or all that are left of the file."""
+        """Return at least `size` decompressed bytes.
+
+        Fewer bytes are returned only at the end of the data or before damage, and b"" after that.
+        """
         pieces: list[bytes] = []
         while size > 0:
             piece = next(self._pieces, None)
@@ -373,7 +420,10 @@ class Source:
         return b"".join(pieces)
 
     def content(self) -> FileDigest:
-        """Return the size and digest of the packed file. The rest of the file is read first."""
+        """Return the size and the SHA-256 of the whole file, as it is on the disk (compressed).
+
+        As a side effect, the rest of the stream is read.
+        """
         while self._next_piece():
             pass
         return FileDigest(size=self._size, sha256=self._sha256.hexdigest())
@@ -381,14 +431,20 @@ class Source:
     def _read_alignments(
         self, raw_pieces: Iterator[bytes], format_: str, read_group: str
     ) -> Generator[bytes]:
-        """Return an iterator over alignments as FASTQ.
+        """Return a generator that converts alignments to FASTQ.
 
-        Damage is stored in `damage` when the iterator meets it.
+        The generator counts the alignments it leaves out in `left_out`, and stores an error in
+        `damage` instead of raising it.
+
+        Args:
+            raw_pieces: The bytes of the file.
+            format_: `BAM`, `CRAM` or `SAM`.
+            read_group: The sample whose reads are taken; all reads if empty.
 
         Raises:
-            InputError: pysam is not installed.
+            InputError: pysam is not installed. It is raised at once, not by the generator.
         """
-        from virnuc_core.reads.alignments import (  # imported late: rarely used
+        from virnuc_core.reads.alignments import (  # imported only if needed: few files are such
             SampleFilter,
             fastq,
             import_pysam,
@@ -398,7 +454,7 @@ class Source:
         sample_filter = SampleFilter(read_group, ungrouped_sample=sample_name((self.name,)))
 
         def records() -> Generator[bytes]:
-            """Yield FASTQ text, and count the alignments that are left out."""
+            """Yield FASTQ; count what is left out, and store an error in `damage`."""
             try:
                 for piece in fastq(pysam, raw_pieces, format_, self.name, sample_filter):
                     self.left_out += piece.n_left_out
@@ -409,24 +465,25 @@ class Source:
         return records()
 
     def _unpack(self, head: bytes, packing: _Packing) -> Generator[bytes]:
-        """Yield the unpacked bytes of a file.
+        """Yield the decompressed bytes of a compressed file.
 
-        A packed file may consist of several members, one after the other, as bgzip writes them.
-        Damage ends the iteration and is stored in `damage`.
+        A file may consist of several members (parts that were compressed one by one), as gzip and
+        bgzip write them. If the data is damaged, the generator ends early and sets `damage`.
 
         Args:
-            head: The first bytes of the file.
-            packing: How the file is packed.
+            head: The first bytes of the file, which were read already.
+            packing: The compression format.
         """
         step = _PIECE_BYTES if packing.can_bound_output else _PACKED_ZSTD_BYTES
-        unpacker = None
+        unpacker = None  # of the current member; None between members
         packed = head
         while True:
             packed = packed or self._next_piece()
             if not packed:
                 break
             if unpacker is None:
-                packed = packed.lstrip(b"\0")  # some tools pad the end of a file with zeros
+                # Tape drives and some tools add zero bytes after the last member. Skip them.
+                packed = packed.lstrip(b"\0")
                 if not packed:
                     continue
                 unpacker = packing.new_unpacker()
@@ -445,15 +502,18 @@ class Source:
             self._note_damage(f"the {packing.name} data ends early: the file is cut off")
 
     def _note_damage(self, problem: str, hint: str = "copy it again") -> None:
-        """Store this problem in `damage`, unless an earlier one is stored already."""
+        """Set `damage`, unless earlier damage was found."""
         if self.damage is None:
             self.damage = InputError(problem, file=self.name, hint=hint)
 
     def _next_piece(self) -> bytes:
-        """Return the next bytes of the file as they are packed, or none at its end.
+        """Return the next compressed bytes of the file, and update its size and digest.
+
+        Returns:
+            b"" at the end of the file.
 
         Raises:
-            UnreadableError: The system cannot read the file. This is no damage: the bytes that were
+            UnreadableError: The system cannot read the file. This is not damage: the bytes that were
                 not read may be good.
         """
         piece = read_with_retries(Path(self.name), lambda: self._stream.read(_PIECE_BYTES))
@@ -463,9 +523,15 @@ class Source:
 
 
 def _decompress(unpacker: Any, packed: bytes, packing: _Packing) -> Iterator[bytes]:
-    """Unpack some bytes, and yield the result in pieces of at most `_UNPACKED_BYTES`.
+    """Decompress some bytes and yield the result in pieces.
 
-    A packing that cannot limit the size of its output yields one piece.
+    The pieces have at most `_UNPACKED_BYTES`, so that a small file that expands enormously does not
+    fill the memory. If the format has no such limit, there is one piece.
+
+    Args:
+        unpacker: The decompressor of the current member. Its state moves forward.
+        packed: The next compressed bytes.
+        packing: The compression format.
     """
     if not packing.can_bound_output:
         yield unpacker.decompress(packed)
@@ -473,15 +539,21 @@ def _decompress(unpacker: Any, packed: bytes, packing: _Packing) -> Iterator[byt
     unpacked = unpacker.decompress(packed, _UNPACKED_BYTES)
     yield unpacked
     while len(unpacked) == _UNPACKED_BYTES and not unpacker.eof:
-        # zlib's unpacker returns its unused input in `unconsumed_tail`; others keep it themselves.
-        waiting = getattr(unpacker, "unconsumed_tail", b"")
-        unpacked = unpacker.decompress(waiting, _UNPACKED_BYTES)
+        # Decompressors with the interface of zlib return the input that they did not use yet. The
+        # others keep the rest themselves and continue with empty input.
+        unused_input = getattr(unpacker, "unconsumed_tail", b"")
+        unpacked = unpacker.decompress(unused_input, _UNPACKED_BYTES)
         yield unpacked
 
 
 def find_alignment_format(head: bytes) -> str:
-    """Return `BAM`, `CRAM` or `SAM` from the first bytes of a file, or an empty string."""
+    """Return `BAM`, `CRAM` or `SAM` if a file has this format; an empty text for other formats.
+
+    Args:
+        head: The first bytes of the file, compressed or not.
+    """
     if head.startswith(_GZIP_MARK):
+        # A BAM file is gzipped: look at its first four bytes after decompression.
         with suppress(cast(type[Exception], isal_zlib.error)):
             head = isal_zlib.decompressobj(wbits=31).decompress(head, 4)
     if head.startswith(_SAM_HEADERS):
@@ -490,13 +562,18 @@ def find_alignment_format(head: bytes) -> str:
 
 
 def find_alignment_format_of_file(name: str) -> str:
-    """Return the alignment format of a file, as `find_alignment_format` does for its first bytes.
+    """Return `BAM`, `CRAM` or `SAM` if an input has this format; an empty text otherwise.
 
+<<<<<<< HEAD
     The string is empty for a pipe, for a file that is absent, and for a file that this user may not
     read.
 
     Raises:
         UnreadableError: The system cannot read the file, so that nothing is known about it.
+=======
+    An empty text is also returned for a pipe, because reading would consume its first bytes, and
+    for a file that cannot be read, because opening it later reports the reason.
+>>>>>>> f728da2 (reads: say in plain words what each function takes, returns and changes; messages are plain sentences)
     """
 
     def read_head() -> bytes:
@@ -525,7 +602,10 @@ def _open_input(path: Path) -> BinaryIO:
 
 
 def _unreadable_error(name: str, error: OSError) -> InputError:
-    """Return the error for a file that the system cannot open."""
+    """Return an error with the system's reason why a file cannot be read.
+
+    A name that is too long for the system is shortened in the message.
+    """
     is_too_long = error.errno == errno.ENAMETOOLONG
     return InputError(
         f"cannot be read: {error.strerror or error}",
@@ -535,7 +615,10 @@ def _unreadable_error(name: str, error: OSError) -> InputError:
 
 
 def _find_packing(head: bytes) -> _Packing | None:
-    """Return how a file is packed, judged by its first bytes, or None for plain text."""
+    """Return the compression format of a file, according to its first bytes; None for plain text.
+
+    The numbers are the magic numbers of the formats.
+    """
     if head.startswith(_GZIP_MARK):
         new_gzip_unpacker = partial(isal_zlib.decompressobj, wbits=31)
         return _Packing("gzip", new_gzip_unpacker, (isal_zlib.error,))
@@ -545,9 +628,10 @@ def _find_packing(head: bytes) -> _Packing | None:
         new_xz_unpacker = partial(lzma.LZMADecompressor, memlimit=_UNPACKER_BYTES)
         return _Packing("xz", new_xz_unpacker, (lzma.LZMAError, EOFError))
     is_zstd_frame = head.startswith(b"\x28\xb5\x2f\xfd")
+    # A zstd file may begin with a frame for other data, whose magic number ends in any digit.
     is_skippable_frame = head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F
     if is_zstd_frame or is_skippable_frame:
-        import zstandard  # imported late: rarely used
+        import zstandard  # imported only if needed: few files are such
 
         return _Packing(
             "zstd",

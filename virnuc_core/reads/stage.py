@@ -1,4 +1,7 @@
-"""Stage reads: turn files into one ORF store, once for the same reads and settings."""
+"""Stage reads: convert the input files into one store of open reading frames (`orfs.h5`).
+
+A store that was made from the same files with the same settings is used again.
+"""
 
 import logging
 import re
@@ -68,8 +71,8 @@ from virnuc_core.runfiles import (
 from virnuc_core.system_errors import describe_system_error, path_exists, storage_error
 
 SKIPPED_LIST: Final = "skipped.tsv"
-SUMMARY_SUFFIX: Final = ".made.json"  # of the summary's file, beside the store
-# the counts of a tally that are remarks on the reads
+SUMMARY_SUFFIX: Final = ".made.json"  # of the file with the summary, beside the store
+# The counts in `StageSummary.tally` that are shown as remarks on the reads of a sample.
 REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
 _log = logging.getLogger(__name__)
 
@@ -86,31 +89,34 @@ class StageSpec(ReadsSpec):
 
 
 class StageSummary(RunFile):
-    """What staging read and wrote, kept beside the store.
+    """What staging read and wrote. It is saved as a file beside the store.
 
-    Times are those of the original staging, even if the store is reused. Parallel work is divided
-    by the number of workers.
+    Times are those of the original staging, even if the store is reused. The time of parallel work
+    is divided by the number of workers.
     """
 
-    chunk_s: float = 0.0  # unpacking and cutting, which one process does for all, and reading
-    translate_s: float = 0.0  # six frames of each chunk, into the store
+    chunk_s: float = 0.0  # decompressing, parsing, and cutting reads into chunks
+    translate_s: float = 0.0  # translating chunks in six frames, and writing the store
     total_s: float = 0.0
     store: Path
-    reused: bool = False  # the store was there, made from the same files with the same settings
-    fingerprint: str
+    reused: bool = False  # an existing store was used; nothing was staged
+    fingerprint: str  # hash of all reads and of the settings that change a store
     model_length: int
     counts: StoreCounts
     files: tuple[str, ...]
     by_file: tuple[InputFile, ...]  # in the order of `files`
-    ignored_files: tuple[str, ...]  # in a named folder, neither FASTA nor FASTQ
-    on_error: OnError = "stop"  # as they were read
+    ignored_files: tuple[str, ...]  # files in a named folder that are neither FASTA nor FASTQ
+    on_error: OnError = "stop"  # the setting with which the reads were read
     read_group: str = ""
-    pairs: tuple[tuple[str, str], ...] = ()  # as of `Inputs`
+    pairs: tuple[tuple[str, str], ...] = ()  # see `Inputs.pairs`
     n_pairs: int = 0
 
     @property
     def tally(self) -> dict[str, int]:
-        """Return the counts that tell what became of the input, by name."""
+        """Return the number of reads of each kind (empty, skipped, short, …), by name.
+
+        The kinds may overlap. They are shown to users and written into result files.
+        """
         counts = self.counts
         return {
             "reads": counts.n_reads,
@@ -124,7 +130,7 @@ class StageSummary(RunFile):
         }
 
     def warnings(self) -> list[str]:
-        """Return what people should know about their files, a sentence each."""
+        """Return one sentence for each fact about the input files that the user should know."""
         warnings: list[str] = []
         for file in self.by_file:
             warnings += _warnings_about(file)
@@ -137,8 +143,8 @@ class StageSummary(RunFile):
 
 
 def _warnings_about(file: InputFile) -> list[str]:
-    """Return one sentence for each kind of unusual record that was found in a file."""
-    oddities = (
+    """Return a sentence for each kind of unusual record in a file, with the number of records."""
+    oddities = (  # number of records, noun, what happened to the records
         (file.skipped, "broken record", "left out"),
         (file.not_primary, "secondary or supplementary alignment", "left out"),
         (file.empty, "read", "without bases"),
@@ -161,24 +167,28 @@ def _warnings_about(file: InputFile) -> list[str]:
 def stage(
     spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord | None = None
 ) -> StageSummary:
-    """Read all inputs, cut and translate the reads, and write the store.
+    """Read all inputs, cut and translate the reads, and write the store of open reading frames.
 
-    If `out` is an intact store of files with the same content, made with the same settings, it is
-    used again and nothing is read. Records that were skipped are listed in `skipped.tsv` beside the
-    store.
+    An existing store is used again if it is intact and was made from the same files with the same
+    settings. A new store appears under its name only when it is complete. Broken records that were
+    skipped are listed in `skipped.tsv` beside the store. Warnings about the files are logged.
 
     Args:
         spec: The reads and the settings.
-        out: The store's file.
-        anew: Write the store again even if it could be reused.
-        expected: The record of a run that must have used the same reads.
+        out: The file of the store, in the run directory.
+        anew: Write the store again even if it could be used again.
+        expected: The record of the run in this directory. The reads must be the same as in it.
+
+    Returns:
+        The summary of what was read and written.
 
     Raises:
         InputError: The reads cannot be used.
         ConfigError: `out` cannot be written.
         RunMismatchError: These are not the reads of the `expected` run. The message names what
             differs.
-        SpentInputError: Another attempt might succeed, but the reads came through a pipe.
+        SpentInputError: Staging failed for a reason that may pass, but it cannot be repeated,
+            because the reads came through a pipe and are gone.
     """
     inputs = find_inputs(spec.named)
     is_one_plain_file = (
@@ -187,7 +197,7 @@ def stage(
         and not find_alignment_format_of_file(inputs.files[0])
     )
     if not is_one_plain_file:
-        from virnuc_core.reads.pairs import detect_pairs  # imported late: most runs have one file
+        from virnuc_core.reads.pairs import detect_pairs  # not needed for one file
 
         inputs = detect_pairs(spec, inputs)
     try:
@@ -213,13 +223,23 @@ def stage(
 def _reuse_or_build(
     spec: StageSpec, inputs: Inputs, out: Path, *, anew: bool, expected: RunRecord | None
 ) -> StageSummary:
-    """Return the summary of the store at `out`, which is built if it cannot be used again.
+    """Use the existing store again if possible; otherwise build a new one and save its summary.
 
-    The arguments and errors are those of `stage`.
+    As a side effect, scratch folders of earlier runs that were killed are removed.
+
+    Args:
+        spec: The reads and the settings.
+        inputs: The files.
+        out: The file of the store.
+        anew: Build a new store in any case.
+        expected: See `stage`.
+
+    Returns:
+        The summary of the store.
     """
-    make_folder(out.parent)
+    out.parent.mkdir(parents=True, exist_ok=True)
     scratch_prefix = f".{out.name}.scratch"
-    # This process holds the lease of the folder, so these folders are left from killed processes.
+    # This process holds the lease of the run directory. So nobody else uses these folders.
     for leftover in out.parent.glob(f"{scratch_prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(
@@ -238,7 +258,7 @@ def _reuse_or_build(
 
 @dataclass
 class _StageTimes:
-    """Seconds of the parts of staging."""
+    """The seconds that the steps of staging took, see `StageSummary`."""
 
     chunk_s: float = 0.0
     translate_s: float = 0.0
@@ -254,19 +274,19 @@ def _build_store(
     workers: Workers,
     expected: RunRecord | None,
 ) -> _StageTimes:
-    """Parse and translate all reads, find repeated sequences and ids, and write the store.
+    """Read and translate all reads, find repeated sequences and ids, and write the store.
 
     Args:
         spec: The settings.
         inputs: The files.
-        out: The store's file.
-        folder: The folder for temporary files.
-        log: Receives the counts and errors of parsing.
-        workers: The processes that parse and translate.
+        out: The file of the store.
+        folder: The folder for scratch files.
+        log: Is updated with the counts and errors of reading.
+        workers: The processes that do the work.
         expected: See `stage`.
 
     Returns:
-        The times in seconds.
+        The seconds of each step.
 
     Raises:
         InputError: The reads cannot be used.
@@ -274,11 +294,14 @@ def _build_store(
     """
     start_s = time.perf_counter()
     times = _StageTimes()
-    writer = StoreWriter(folder, spec.model_length)
+    # The fingerprint covers the reads and the settings that change the store.
     settings = f"{STORES} {spec.model_length}"
     if inputs.pairs:
         settings += f" pairs, {len(inputs.singles)} other files"
     fingerprint = Fingerprint(settings)
+
+    # Read and translate. Each batch becomes a segment: a scratch file with a part of the store.
+    writer = StoreWriter(folder, spec.model_length)
     long_reads = _LongReads(spec.model_length, folder, workers)
     for result in _translate_inputs(spec, inputs, folder, log, workers):
         result_start_s = time.perf_counter()
@@ -289,14 +312,17 @@ def _build_store(
             for segment in long_reads.add(result.output):
                 writer.add(segment)
         times.translate_s += time.perf_counter() - result_start_s
-        # The workers run at the same time, so their seconds are divided by their number.
+        # Workers work at the same time, so divide the sum of their times.
         times.chunk_s += result.chunk_s / spec.workers
         times.translate_s += result.translate_s / spec.workers
     times.chunk_s += log.cut_s + log.parse_s / spec.workers
 
+    # Refuse reads that cannot be used.
     _require_reads(spec, inputs, log)
     _require_same_reads(spec, inputs, out, fingerprint.hexdigest(), expected)
     _require_good_records(log)
+
+    # Join the segments to the store.
     write_start_s = time.perf_counter()
     duplicate = writer.find_repeats(workers)
     if spec.strict and duplicate is not None:
@@ -311,7 +337,11 @@ def _build_store(
 def _translate_inputs(
     spec: StageSpec, inputs: Inputs, folder: Path, log: ParseLog, workers: Workers
 ) -> Iterator[BatchResult]:
-    """Yield the translated batches of all files: first the pairs, then the single reads."""
+    """Parse and translate all files, with several workers: first the pairs, then the other files.
+
+    Returns:
+        An iterator over the result of each batch of reads, in the order of the reads.
+    """
     work = partial(translate_batch, model_length=spec.model_length, folder=folder)
     results = map_batches(workers, work, inputs.singles, log, block_bytes=BLOCK_BYTES)
     if not inputs.pairs:
@@ -324,7 +354,7 @@ def _translate_inputs(
 
 
 class _LongReads:
-    """Collects the parts of long reads, and translates each read when its last part is there."""
+    """Handles long reads, which are parsed in parts, and translates each when it is complete."""
 
     def __init__(self, model_length: int, folder: Path, workers: Workers) -> None:
         """Begin without a read.
@@ -337,14 +367,19 @@ class _LongReads:
         self._model_length = model_length
         self._folder = folder
         self._workers = workers
-        self._is_ambiguous = False  # a part of the current read has other letters than A, C, G, T
+        # A part of the current read has letters other than A, C, G, T.
+        self._is_ambiguous = False
 
     def add(self, long_part: LongPart) -> Iterator[Segment]:
-        """Add the next part of a long read.
+        """Add the next part of a long read. If it is the last part, translate the whole read.
+
+        A read that is marked as dropped is not translated, and its scratch file is removed.
+
+        Args:
+            long_part: The part. Its bases are already in the scratch file of the read.
 
         Yields:
-            The translated segments of the read, if this is its last part. If the read is dropped,
-            its temporary file is removed and nothing is yielded.
+            The segments (parts of the store) of the read if it is complete; otherwise nothing.
         """
         part = long_part.part
         if part.is_first:
@@ -359,24 +394,26 @@ class _LongReads:
 
 
 def _require_reads(spec: StageSpec, inputs: Inputs, log: ParseLog) -> None:
-    """Raise an `InputError` if there are no reads at all, and they came from a pipe or read group.
+    """Raise an `InputError` if there is no read, but the input is a pipe or a read group was named.
 
-    Regular files without reads are allowed.
+    An empty file is not an error.
     """
     if log.n_reads > 0:
         return
     files = ", ".join(inputs.files)
     if spec.read_group:
         raise InputError(
-            f"no read of read group {spec.read_group} came in from {files}",
-            hint="samtools view -H names those that there are",
+            f"{files}: no read belongs to read group {spec.read_group}",
+            hint="samtools view -H shows the read groups of a file",
         )
     if not all(can_be_read_twice(name) for name in inputs.files):
-        raise InputError(f"no read came in from {files}", hint="did what writes to it fail?")
+        raise InputError(
+            f"no read came in from {files}", hint="did the command that writes to it fail?"
+        )
 
 
 def _require_good_records(log: ParseLog) -> None:
-    """Raise an `InputError` if every record of a file is broken."""
+    """Raise an `InputError` if a file has broken records and not a single good one."""
     for name, first_error in log.first_broken.items():
         if log.reads_by_file[name] == 0:
             raise InputError(
@@ -390,7 +427,15 @@ def _require_good_records(log: ParseLog) -> None:
 def _summarize(
     spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, times: _StageTimes
 ) -> StageSummary:
-    """Return the summary of the store that was just written."""
+    """Return the summary of a store that was just written.
+
+    Args:
+        spec: The settings.
+        inputs: The files.
+        out: The file of the store; it is opened to read its counts.
+        log: The counts of reading.
+        times: The seconds of each step.
+    """
     store = OrfStore.open(out, check=False)
     n_pairs = 0
     if inputs.pairs:
@@ -416,14 +461,14 @@ def _summarize(
 def _require_same_reads(
     spec: StageSpec, inputs: Inputs, out: Path, fingerprint: str, expected: RunRecord | None
 ) -> None:
-    """Raise an error if the reads differ from the reads of the run in the folder of `out`.
+    """Raise an error if the reads are not those of the run that is in the same directory.
 
     Args:
         spec: The current settings.
         inputs: The current files.
-        out: The store's file.
-        fingerprint: Fingerprint of the current reads.
-        expected: The record of the run, or None if there is no run.
+        out: The file of the store.
+        fingerprint: The fingerprint of the current reads.
+        expected: The record of the run in the directory; None if there is none.
 
     Raises:
         RunMismatchError: The message names the files and settings that differ.
@@ -442,7 +487,13 @@ def _require_same_reads(
 
 
 def _changed_settings(spec: StageSpec, inputs: Inputs, expected: RunRecord) -> list[str]:
-    """Describe the settings of reading that differ from those of a recorded run."""
+    """Return a phrase such as `model length 300 → 500` for each setting that differs from a run.
+
+    Args:
+        spec: The current settings.
+        inputs: The current files.
+        expected: The record of the run. Settings that it does not mention are not compared.
+    """
     changes: list[str] = []
     if expected.model_length not in (None, spec.model_length):
         changes.append(f"model length {expected.model_length} → {spec.model_length}")
@@ -463,13 +514,13 @@ def _changed_settings(spec: StageSpec, inputs: Inputs, expected: RunRecord) -> l
 def _duplicate_id_error(
     writer: StoreWriter, inputs: Inputs, log: ParseLog, duplicate: DuplicateId
 ) -> InputError:
-    """Return the error for a read whose id was already used by an earlier read."""
+    """Return an error that names two reads with the same id, with their files and lines."""
     read = writer.locate(duplicate.read)
     first_read = writer.locate(duplicate.first_read)
     spans = inputs.spans(log.reads_by_file)
     first_file = _file_of_read(spans, duplicate.first_read, read.id)
     return InputError(
-        f"this id stands also on {first_file}:{first_read.line}",
+        f"this id is also used on {first_file}:{first_read.line}",
         file=_file_of_read(spans, duplicate.read, read.id),
         line=read.line,
         read_id=read.id,
@@ -478,11 +529,17 @@ def _duplicate_id_error(
 
 
 def _file_of_read(spans: list[ReadSpan], read: int, read_id: str) -> str:
-    """Return the file that a read comes from. Of two files of mates, the end of the id decides."""
+    """Return the file that holds a read.
+
+    Args:
+        spans: The range of reads of each file, or of the two files of a pair.
+        read: The number of the read.
+        read_id: The id of the read. In a pair of files, `/2` at its end means the second file.
+    """
     for span in spans:
         if span.start <= read < span.end:
             return span.files[-1] if read_id.endswith("/2") else span.files[0]
-    raise IndexError(f"read {read} is in no file")
+    raise IndexError(f"read {read} is beyond the reads of all files")
 
 
 def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary | None:
@@ -500,6 +557,8 @@ def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary 
     has_forbidden_ids = spec.strict and summary.counts.n_duplicate_ids > 0
     if lacks_skipped_list or has_forbidden_ids:
         return None
+
+    # These checks read all of the input and all of the store.
     if not _has_same_files(summary, inputs):
         return None
     if not is_intact(out):
@@ -514,7 +573,7 @@ def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary 
 
 
 def _has_same_settings(summary: StageSummary, spec: StageSpec, inputs: Inputs) -> bool:
-    """Return True if a store was made with these settings."""
+    """Return True if the settings that change a store are the same as in its summary."""
     return (
         summary.model_length == spec.model_length
         and summary.on_error == spec.on_error
@@ -524,20 +583,30 @@ def _has_same_settings(summary: StageSummary, spec: StageSpec, inputs: Inputs) -
 
 
 def _has_same_files(summary: StageSummary, inputs: Inputs) -> bool:
-    """Return True if the files have the names and the content of those that were staged."""
+    """Return True if the files have the same names and the same content as when they were staged.
+
+    All files are read to compute their digests.
+    """
     if tuple(file.file for file in summary.by_file) != inputs.files:
         return False
     return all(file.content == digest(Path(file.file)) for file in summary.by_file)
 
 
 def _summarize_files(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile, ...]:
-    """Count what was met in each file.
+    """Count the reads, empty reads, duplicate ids, orphans and skipped records of each file.
 
-    The reads of a file, or of two files with mates, stand together in the store.
+    Args:
+        inputs: The files.
+        log: The counts of reading.
+        store: The store. It has the reads of a file, or of two files of mates, in one range.
+
+    Returns:
+        One summary per file, in the order of the files.
     """
     first_mate_files = {first for first, _ in inputs.pairs}
     summaries: list[InputFile] = []
     for span in inputs.spans(log.reads_by_file):
+        # Divide the flags of the range between its one or two files.
         flags = store.read_flags[span.start : span.end]
         is_second_mate = (flags & MATE) > 0
         n_second_mates = int(is_second_mate.sum())
@@ -548,6 +617,8 @@ def _summarize_files(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[In
         else:
             n_mates_in_file = 2 * n_second_mates
             flags_of_files = [flags]
+
+        # Count in each file.
         for name, flags_of_file in zip(span.files, flags_of_files, strict=True):
             n_orphans = 0
             if span.files[0] in first_mate_files:
@@ -569,17 +640,19 @@ def _summarize_files(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[In
 def _find_second_orphans(
     store: OrfStore, span: ReadSpan, is_second_mate: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Find the reads without their mates that come from the second of two files.
+    """Find the reads without a mate (orphans) that come from the second of two files of mates.
+
+    In the store the id of such a read ends in `/2`.
 
     Args:
         store: The store.
-        span: The reads of the two files.
-        is_second_mate: Which of them follow their mates: bool [reads].
+        span: The range of reads of the two files.
+        is_second_mate: Which reads follow their mates: bool [reads].
 
     Returns:
-        bool [reads]. The id of such a read ends in `/2`.
+        bool [reads].
     """
-    is_first_mate = np.append(is_second_mate[1:], False)
+    is_first_mate = np.append(is_second_mate[1:], False)  # the next read is the mate
     orphans = np.flatnonzero(~is_second_mate & ~is_first_mate)
     id_ends = store.read_id_offsets[span.start + orphans + 1]
     last_letters = store.read_id_bytes[id_ends - 1]
@@ -590,11 +663,22 @@ def _find_second_orphans(
 
 @contextmanager
 def _create_log(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
-    """Create the log of a reading; the records that are skipped are listed beside `out`."""
+    """Create the log for reading the input. Skipped records are listed in `skipped.tsv`.
+
+    The list appears beside the store only if the `with` statement ends without an error. If broken
+    records are an error, there is no list, and the list of an earlier store is removed.
+
+    Args:
+        spec: The settings.
+        out: The file of the store.
+
+    Yields:
+        The log.
+    """
     skipped_list = out.with_name(SKIPPED_LIST)
     if spec.on_error == "stop":
         yield ParseLog(read_group=spec.read_group)
-        skipped_list.unlink(missing_ok=True)  # of an earlier store
+        skipped_list.unlink(missing_ok=True)
         return
     with (
         atomic_file(skipped_list) as temp_path,
@@ -602,6 +686,7 @@ def _create_log(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
     ):
 
         def list_record(error: InputError) -> None:
+            """Write one line for a record that is skipped."""
             cells = [error.file, error.line or "", error.read_id, error]
             one_line_cells = [re.sub(r"\s", " ", str(cell)) for cell in cells]
             file.write("\t".join(one_line_cells) + "\n")

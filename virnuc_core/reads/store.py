@@ -1,12 +1,13 @@
-"""The ORF store: one HDF5 file of plain columns, written once, then mapped into memory.
+"""The store of open reading frames (ORFs): one HDF5 file of columns, mapped into memory.
 
-Every dataset is contiguous and uncompressed, so that a process reads only the stretches it needs.
-The same reads and settings give the same bytes. `StoreWriter` builds a store from segments,
-`OrfStore` reads it.
+Every dataset is contiguous and uncompressed, so that a process reads only the parts it needs. The
+same reads and settings give the same bytes. `StoreWriter` builds a store from segments (scratch
+files with the columns of one batch of reads), and `OrfStore` reads a store.
 
-HDF5 checks only a fraction of a file, and may crash on a changed bit elsewhere. So a seal is
-checked before HDF5 opens the file. The seal is a digest of all bytes of the file, and stands in
-HDF5's user block in front of them. It is computed over the digests of the file's blocks.
+HDF5 checks only a fraction of a file, and may crash on a changed bit elsewhere. So the file begins
+with a seal, which is checked before HDF5 opens the file. The seal is a digest of all bytes after
+it. HDF5 leaves room for it at the start of the file (the user block). For speed, several threads
+digest blocks of the file, and the seal is the digest of these digests.
 """
 
 from __future__ import annotations
@@ -37,24 +38,25 @@ from virnuc_core.system_errors import read_with_retries
 
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
-# every fingerprint begins with it, and with the model's length
+# Part of the settings over which a fingerprint is computed: a new format is another fingerprint.
 STORES: Final = f"{FORMAT} {SCHEMA_VERSION}"
-SEALED_AS: Final = f"ORF store {SCHEMA_VERSION}"
-SEAL_BYTES: Final = 512  # HDF5's smallest user block
-HEADERS_BYTES: Final = 1 << 14  # of the store's file, and what aligning takes
-_BLOCK_BYTES: Final = 1 << 20
-_ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them
+SEALED_AS: Final = f"ORF store {SCHEMA_VERSION}"  # the kind of file that the seal names
+SEAL_BYTES: Final = 512  # the smallest user block of HDF5
+HEADERS_BYTES: Final = 1 << 14  # room for HDF5's own headers and for aligning the columns
+_BLOCK_BYTES: Final = 1 << 20  # that one thread digests at a time
+_ALIGNMENT: Final = 64  # bytes; every processor can read mapped columns that begin at multiples
 
-# what a column has one value for each of; the last three are bytes
+# A column has one value for each read, row or unique; or one byte for each letter of all ids,
+# proteins or DNA sequences.
 Axis = Literal["read", "row", "unique", "id", "protein", "dna"]
 
 
 def sealed(what: str, body: Iterable[bytes | memoryview]) -> bytes:
-    """Return the block that stands in front of a file: its kind, and a digest of its bytes.
+    """Return the seal for a file: a block of 512 bytes with its kind and a digest of its bytes.
 
     Args:
         what: The kind of file.
-        body: The bytes of the file behind the block.
+        body: The bytes of the file after the block.
     """
     digest = blake2b(digest_size=32)
     for piece in body:
@@ -63,10 +65,14 @@ def sealed(what: str, body: Iterable[bytes | memoryview]) -> bytes:
 
 
 def _compute_seal(path: Path) -> bytes:
-    """Compute the seal of a store; several threads digest its blocks."""
+    """Compute the seal of a store from all bytes after the room for the seal.
+
+    Several threads digest blocks of the file. The seal is computed over these digests, in order.
+    """
     with ThreadPoolExecutor() as threads, path.open("rb") as file:
 
         def digest_block(offset: int) -> bytes:
+            """Return the digest of the block at an offset of the file."""
             block = os.pread(file.fileno(), _BLOCK_BYTES, offset)
             return blake2b(block, digest_size=32).digest()
 
@@ -75,7 +81,7 @@ def _compute_seal(path: Path) -> bytes:
 
 
 def seal(path: Path) -> None:
-    """Write the seal of a store into the room in front of its bytes."""
+    """Compute the seal of a store and write it into the first 512 bytes of the file."""
     block = _compute_seal(path)
     with path.open("rb+") as file:
         file.write(block)
@@ -99,12 +105,12 @@ def is_intact(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """The contents of a store, as written in its attributes."""
+    """How much a store contains, as written in the attributes of its file."""
 
     n_reads: int
     n_chunks: int
-    n_rows: int
-    n_uniques: int
+    n_rows: int  # open reading frames
+    n_uniques: int  # distinct sequences
     n_bases: int
     n_open_reads: int  # reads with at least one row
     n_empty: int
@@ -114,14 +120,14 @@ class StoreCounts:
 
 
 class _Column(NamedTuple):
-    """The type of a column, and the number of its values."""
+    """The type of a column, and what determines the number of its values."""
 
     kind: type[np.generic]
-    axis: Axis  # it has a value for each of these
-    is_offsets: bool = False  # and one more, for the end of the last
+    axis: Axis  # the column has one value for each of these
+    is_offsets: bool = False  # the column has one more value: the end of the last string
 
 
-# the columns of the file, in their order; `OrfStore` describes them
+# The columns in the order of the file. `OrfStore` describes their meaning.
 _COLUMNS: Final = {
     "read_length": _Column(np.int32, "read"),
     "read_chunks": _Column(np.int32, "read"),
@@ -146,14 +152,14 @@ COLUMNS: Final = {name: column.kind for name, column in _COLUMNS.items()}
 class OrfStore:
     """Reads, rows and distinct sequences of one `orfs.h5`, mapped read-only.
 
-    A row is an open frame of one chunk of one read, in that order. A unique is a distinct pair of
-    DNA and protein, in order of its first row.
+    A row is an open reading frame. Rows are sorted by read, chunk and frame. A unique is a distinct
+    pair of DNA and protein. Uniques are sorted by the first row that has them.
     """
 
     path: Path
-    fingerprint: str  # over the reads and the settings that change rows
+    fingerprint: str  # hash of the reads and of the settings that change rows
     model_length: int
-    duplicate_mark: str  # stands between an id and its number, if an earlier read has the id
+    duplicate_mark: str  # separates a repeated id from its number, as in `r7.2`
     counts: StoreCounts
     n_reads: int
     n_rows: int
@@ -164,7 +170,8 @@ class OrfStore:
     read_chunks: NDArray[np.int32]  # [n_reads]
     read_rows: NDArray[np.int32]  # [n_reads] open frames
     read_flags: NDArray[np.uint8]  # [n_reads] bits, see `translate`: EMPTY … MATE
-    read_copy: NDArray[np.int32]  # [n_reads] 0, or how many-th read of the same id this is (from 2)
+    # [n_reads] 0 for the first read with an id, 2 for the second read with the same id, 3, …
+    read_copy: NDArray[np.int32]
     read_id_offsets: NDArray[np.int64]  # [n_reads + 1]
     read_id_bytes: NDArray[np.uint8]
     row_read: NDArray[np.int64]  # [n_rows]
@@ -214,7 +221,7 @@ class OrfStore:
         return store
 
     def _read_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Take the counts and settings over."""
+        """Set the counts and settings of this object from the attributes of the file."""
         self.fingerprint = str(attributes["fingerprint"])
         self.duplicate_mark = str(attributes["duplicate_mark"])
         self.model_length = int(attributes["model_length"])
@@ -226,27 +233,39 @@ class OrfStore:
         self.n_uniques = self.counts.n_uniques
 
     def _map_columns(self, file: h5py.File) -> None:
-        """Map the stretch of the file that each column takes up."""
+        """Map each column into memory, and set the attribute of this object with its name.
+
+        Args:
+            file: The opened store. It tells the offset and type of each column.
+        """
         whole_file = np.memmap(self.path, np.uint8, "r")
         for name in COLUMNS:
             dataset = file[name]
             start = dataset.id.get_offset()
             if start:
                 column = whole_file[start : start + dataset.nbytes].view(dataset.dtype)
-            else:  # an empty one has no place in the file
+            else:
+                # HDF5 gives an empty dataset no room in the file, and so no offset.
                 column = dataset[:]
             setattr(self, name, column)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(OrfStore.open, check=False), (self.path,)  # another process maps it, too
+        """Pickle only the path: a process that receives the store maps the same file."""
+        return partial(OrfStore.open, check=False), (self.path,)
 
     def original_ids(self, low: int, high: int) -> list[str]:
-        """Return the ids of reads `low` to `high` as in the files; several reads may share one."""
+        """Return the ids of reads `low` to `high` (exclusive) as in the input files.
+
+        Several reads may have the same id. See `read_ids` for unique ids.
+        """
         ids = _cut_strings(self.read_id_bytes, self.read_id_offsets, low, high)
         return [read_id.decode() for read_id in ids]
 
     def read_ids(self, low: int, high: int) -> list[str]:
-        """Return unique ids of reads `low` to `high`: the second read called `r7` is `r7.2`."""
+        """Return unique ids of reads `low` to `high` (exclusive).
+
+        A number is added to repeated ids: the second read with the id `r7` is `r7.2`.
+        """
         ids = self.original_ids(low, high)
         copies = self.read_copy[low:high]
         for i in np.flatnonzero(copies).tolist():
@@ -254,15 +273,18 @@ class OrfStore:
         return ids
 
     def row_ids(self, low: int, high: int, *, original: bool = False) -> list[str]:
-        """Return the ids of rows `low` to `high`, as `{read}_chunk_{k}F1` with k from 1.
+        """Return the ids of rows (open reading frames), such as `r7_chunk_1F2`.
+
+        An id consists of the id of the read, the number of the chunk from 1, and the frame.
 
         Args:
             low: The first row.
             high: One past the last row.
-            original: Use the ids of reads as in the files, which several reads may share.
+            original: Use the ids of reads as in the input files, which may not be unique.
         """
         if high <= low:
             return []
+        # Rows are sorted by read, so their reads are one range.
         reads = self.row_read[low:high]
         first_read = int(reads[0])
         end_read = int(reads[-1]) + 1
@@ -281,18 +303,25 @@ class OrfStore:
         ]
 
     def protein(self, low: int, high: int) -> list[bytes]:
-        """Return the proteins of uniques `low` to `high`."""
+        """Return the proteins of distinct sequences `low` to `high` (exclusive)."""
         return _cut_strings(self.protein_bytes, self.protein_offsets, low, high)
 
     def dna(self, low: int, high: int) -> list[bytes]:
-        """Return the DNA of uniques `low` to `high`, upper case."""
+        """Return the DNA of distinct sequences `low` to `high` (exclusive), in upper case."""
         return _cut_strings(self.dna_bytes, self.dna_offsets, low, high)
 
 
 def _cut_strings(
     letters: NDArray[np.uint8], offsets: NDArray[np.int64], low: int, high: int
 ) -> list[bytes]:
-    """Return strings `low` to `high` of a column."""
+    """Return strings `low` to `high` (exclusive) of a column of strings.
+
+    Args:
+        letters: The bytes of all strings, concatenated.
+        offsets: The start of each string, and the end of the last: int64 [n + 1].
+        low: The first string.
+        high: One past the last string.
+    """
     edges = offsets[low : high + 1].tolist()
     start = edges[0]
     data = letters[start : edges[-1]].tobytes()
@@ -300,68 +329,75 @@ def _cut_strings(
 
 
 class DuplicateId(NamedTuple):
-    """A read whose id an earlier read has."""
+    """A read that has the same id as an earlier read."""
 
     read: int  # number of the read
-    first_read: int  # number of the first read with the id
+    first_read: int  # number of the first read with this id
 
 
 class ReadLocation(NamedTuple):
-    """The place where a read comes from."""
+    """The id of a read and its line in the input file."""
 
     id: str
-    line: int  # of its header in its file
+    line: int  # line number of the header
 
 
-class _Place(NamedTuple):
-    """The place of a column in the store's file."""
+class _ColumnLocation(NamedTuple):
+    """Where a column is in the file of a store."""
 
-    start: int  # first byte; 0 for an empty column
+    start: int  # offset of its first byte; 0 for an empty column
     dtype: np.dtype[Any]
 
 
 class _SegmentPlan(NamedTuple):
-    """A segment, and all that its worker needs to know of the others to put it into the store."""
+    """How a segment must be copied into the store.
+
+    A segment is a scratch file with the columns of one batch of reads. A plan has all that a worker
+    needs to copy the segment without looking at the other segments.
+    """
 
     segment: Segment
-    start: Mapping[Axis, int]  # number of values of each axis before the segment
-    duplicate_ids: Repeats  # by the numbers of reads
-    repeated_rows: NDArray[np.int64]  # [n] rows that repeat an earlier one
-    repeated_uniques: NDArray[np.int64]  # [n] the uniques that they repeat
+    start: Mapping[Axis, int]  # number of values of each axis in all earlier segments
+    duplicate_ids: Repeats  # reads of the segment with the id of an earlier read
+    repeated_rows: NDArray[np.int64]  # [n] rows whose sequence an earlier row has
+    repeated_uniques: NDArray[np.int64]  # [n] the distinct sequences of these rows
 
 
 class StoreWriter:
-    """Takes segments in the order of the reads, then writes the whole store.
+    """Collects segments in the order of the reads, then writes the whole store.
 
-    Its memory grows by 24 bytes for each row or id that repeats an earlier one, and by a little for
-    each segment.
+    A segment is a scratch file with the columns of one batch of reads. Call `add` for each segment,
+    then `find_repeats`, then `write`. The memory of a writer grows by 24 bytes for each repeated
+    row or id, and by a little for each segment.
     """
 
     def __init__(self, folder: Path, model_length: int) -> None:
-        """Begin a store.
+        """Begin a store without reads; creates two scratch files for digests.
 
         Args:
             folder: The folder for scratch files.
-            model_length: Bases of a chunk.
+            model_length: The size of a chunk in bases.
         """
         self._folder = folder
         self._model_length = model_length
         self._segments: list[Segment] = []
         self._counts = SegmentCounts()
         self._kinds = dict(COLUMNS)
-        self._starts: dict[Axis, NDArray[np.int64]] = {}  # values before each segment, and in all
+        # For each axis: the number of values before each segment, and in all segments.
+        self._starts: dict[Axis, NDArray[np.int64]] = {}
         self._id_digests = folder / "read_digests"
         self._row_digests = folder / "row_digests"
         self._id_digests.touch()
         self._row_digests.touch()
-        self._duplicate_ids: Repeats  # by the numbers of reads
-        self._repeated_rows: Repeats
+        self._duplicate_ids: Repeats  # reads with the id of an earlier read
+        self._repeated_rows: Repeats  # rows with the sequence of an earlier row
 
     def add(self, segment: Segment) -> None:
-        """Take in the next segment."""
+        """Add the next segment, and append its digests of ids and rows to the scratch files."""
         self._segments.append(segment)
         self._counts += segment.counts
-        if segment.counts.n_bases > np.iinfo(np.int32).max:  # then a single read is that long
+        # Only a segment of a single long read has so many bases. Then lengths need 64 bits.
+        if segment.counts.n_bases > np.iinfo(np.int32).max:
             self._kinds["read_length"] = np.int64
         with self._id_digests.open("ab") as file:
             file.write(segment.column("read_id_digest").data)
@@ -369,10 +405,13 @@ class StoreWriter:
             file.write(segment.column("row_digest").data)
 
     def find_repeats(self, workers: Workers) -> DuplicateId | None:
-        """Find the rows and ids that repeat earlier ones, when all segments are there.
+        """Find all rows and ids that are equal to earlier ones. Call it after the last `add`.
+
+        Args:
+            workers: The processes that search.
 
         Returns:
-            The first read with the id of an earlier one; None if all ids are unique.
+            The first read with the id of an earlier read; None if all ids are unique.
         """
         self._starts["read"] = self._sum_up("read_length")
         self._starts["row"] = self._sum_up("row_frame")
@@ -389,19 +428,29 @@ class StoreWriter:
         )
 
     def _sum_up(self, column: str) -> NDArray[np.int64]:
-        """Return how many values of a column the segments before each one have, and all have."""
+        """Return the number of values of a column before each segment, and in all segments.
+
+        Returns:
+            int64 [segments + 1].
+        """
         sizes = [segment.sizes[column] for segment in self._segments]
         return offsets_from_lengths(np.array(sizes, np.int64))
 
     def _repeats_within(self, axis: Axis, segment_number: int) -> Repeats:
-        """Return the repeated rows, or the duplicate ids of reads, of a segment, in order."""
+        """Return the repeated rows or the duplicate ids that lie in one segment, in order.
+
+        Args:
+            axis: `row` for repeated rows, `read` for duplicate ids.
+            segment_number: The number of the segment.
+        """
         repeats = self._duplicate_ids if axis == "read" else self._repeated_rows
         edges = self._starts[axis][segment_number : segment_number + 2]
         low, high = np.searchsorted(repeats.index, edges)
         return repeats[low:high]
 
     def locate(self, read: int) -> ReadLocation:
-        """Return the id and the line of a read."""
+        """Return the id of a read, by its number, and its line in the input file."""
+        # The last segment that starts at or before the read.
         number = int(np.searchsorted(self._starts["read"], read, side="right")) - 1
         segment = self._segments[number]
         index = read - int(self._starts["read"][number])
@@ -412,17 +461,20 @@ class StoreWriter:
     def write(
         self, path: Path, fingerprint: str, workers: Workers, *, paired: bool = False
     ) -> None:
-        """Write the whole store after `find_repeats`.
+        """Write the whole store. `find_repeats` must have been called before.
+
+        The file is written under a temporary name, sealed, and renamed when it is complete.
 
         Args:
-            path: The file. It appears when it is complete.
-            fingerprint: That of all reads.
-            workers: Copy the segments.
-            paired: Mates follow each other among the reads.
+            path: The file.
+            fingerprint: The fingerprint of all reads.
+            workers: The processes that copy the segments.
+            paired: The reads are pairs whose mates follow each other.
         """
         self._count_uniques()
         n_uniques = int(self._starts["unique"][-1])
-        attributes: dict[str, str | int] = {  # their order is part of the file's bytes
+        # The order of the attributes must not change: equal reads give equal bytes.
+        attributes: dict[str, str | int] = {
             "format": FORMAT,
             "schema_version": SCHEMA_VERSION,
             "fingerprint": fingerprint,
@@ -436,14 +488,19 @@ class StoreWriter:
         if paired:
             attributes["paired"] = 1
         with atomic_file(path) as temp_path:
-            places = self._create(temp_path, attributes)
+            locations = self._create(temp_path, attributes)
             plans = self._plan_segments()
-            for _ in workers.map(partial(_write_part, temp_path, places), plans, may_start=False):
-                pass
+            write_part = partial(_write_part, temp_path, locations)
+            for _ in workers.map(write_part, plans, may_start=False):
+                pass  # the workers write; there is no result
             seal(temp_path)
 
     def _count_uniques(self) -> None:
-        """Sum up the uniques of the segments, and the letters of their sequences."""
+        """Compute how many distinct sequences, and letters of them, come before each segment.
+
+        A sequence belongs to the segment of the first row that has it. The results are stored in
+        `_starts`.
+        """
         n_uniques: list[int] = []
         protein_letters: list[int] = []
         dna_letters: list[int] = []
@@ -459,16 +516,21 @@ class StoreWriter:
         self._starts["dna"] = offsets_from_lengths(np.array(dna_letters, np.int64))
 
     def _find_free_mark(self, workers: Workers) -> str:
-        """Find what to put between an id and its number, so that no name is the id of a read.
+        """Find the separator between a repeated id and its number, as in `r7.2`.
 
-        It is a dot, or as many dots as it takes.
+        A name such as `r7.2` must not be the id of another read. So the separator is a dot, or as
+        many dots as are needed to make all names unique.
+
+        Args:
+            workers: The processes that search for equal names.
         """
         n_duplicates = len(self._duplicate_ids)
         if n_duplicates == 0:
             return "."
         for n_dots in itertools.count(1):
             mark = "." * n_dots
-            # digests of all ids, and of the names that reads with duplicate ids would get
+            # Write the digests of all ids, and of the names that repeated ids would get, to a file.
+            # If the names are unique, only the repeated ids themselves are found as repeats.
             names = self._folder / f"names{n_dots}"
             shutil.copyfile(self._id_digests, names)
             self._append_name_digests(names, mark)
@@ -478,7 +540,12 @@ class StoreWriter:
         return mark
 
     def _append_name_digests(self, path: Path, mark: str) -> None:
-        """Append the digests of the names of reads with duplicate ids to a file."""
+        """Append the digests of the names that reads with duplicate ids would get to a file.
+
+        Args:
+            path: The file of digests.
+            mark: The separator between the id and the number in such a name.
+        """
         with path.open("ab") as file:
             for segment_number, segment in enumerate(self._segments):
                 duplicates = self._repeats_within("read", segment_number)
@@ -491,8 +558,22 @@ class StoreWriter:
                     names.append(b"%b%b%d" % (ids[index], mark.encode(), number))
                 file.write(digests(names).data)
 
-    def _create(self, path: Path, attributes: Mapping[str, str | int]) -> dict[str, _Place]:
-        """Create the file with room for all columns, as zeros; return where each of them is."""
+    def _create(
+        self, path: Path, attributes: Mapping[str, str | int]
+    ) -> dict[str, _ColumnLocation]:
+        """Create the file of the store with its attributes and with columns that are all zero.
+
+        Args:
+            path: The file.
+            attributes: The attributes, in their order in the file.
+
+        Returns:
+            The location of each column in the file, so that workers can write values there.
+
+        Raises:
+            OSError: The disk has too little room.
+        """
+        # Give each column one contiguous range of the file now, and do not fill it with zeros.
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_layout(h5py.h5d.CONTIGUOUS)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -504,10 +585,12 @@ class StoreWriter:
             if column.is_offsets:
                 lengths[name] += 1
             n_bytes += lengths[name] * self._kinds[name]().itemsize
+        # HDF5 may crash if the file cannot grow, for example because of a limit on file sizes. So
+        # let the system refuse the size here.
         check_room(path.parent, n_bytes, "the staged reads")
         path.touch()
-        os.truncate(path, n_bytes)  # refused here and not in HDF5, which does not survive it
-        places: dict[str, _Place] = {}
+        os.truncate(path, n_bytes)
+        locations: dict[str, _ColumnLocation] = {}
         with h5py.File(
             path,
             "w",
@@ -521,16 +604,19 @@ class StoreWriter:
             for name, length in lengths.items():
                 dataset = file.create_dataset(name, (length,), self._kinds[name], dcpl=layout)
                 start = dataset.id.get_offset() if length > 0 else 0
-                places[name] = _Place(start, dataset.dtype)
-        return places
+                locations[name] = _ColumnLocation(start, dataset.dtype)
+        return locations
 
     def _plan_segments(self) -> Iterator[_SegmentPlan]:
-        """Plan where each segment goes, and which unique each repeated row belongs to."""
+        """Yield a plan for each segment: where its values go in the store.
+
+        A plan also tells which distinct sequence each repeated row has.
+        """
         for number, segment in enumerate(self._segments):
             repeated_rows = self._repeats_within("row", number)
-            # `first_index` is the number of the earlier row, over the whole store, that a row
-            # repeats. Repeats get no number as uniques, so that a first row's number as a unique
-            # is its row number less the repeats before it.
+            # `first_index` is the number, in the whole store, of the first row with the same
+            # sequence. Distinct sequences are numbered in the order of their first rows. So the
+            # number of a sequence is the number of its first row less the repeats before this row.
             n_repeats_before = np.searchsorted(self._repeated_rows.index, repeated_rows.first_index)
             yield _SegmentPlan(
                 segment=segment,
@@ -541,18 +627,29 @@ class StoreWriter:
             )
 
 
-def _write_part(path: Path, places: Mapping[str, _Place], plan: _SegmentPlan) -> None:
-    """Copy the columns of a segment to their places in the store."""
+def _write_part(path: Path, locations: Mapping[str, _ColumnLocation], plan: _SegmentPlan) -> None:
+    """Copy the columns of one segment into the file of the store; this runs in the workers.
+
+    Numbers that count from the start of the segment are changed to count from the start of the
+    store. Sequences that an earlier row has are left out.
+
+    Args:
+        path: The file of the store, in which all columns have their full size already.
+        locations: Where each column is in the file.
+        plan: The segment, and where its values begin.
+    """
     start = plan.start
     segment = plan.segment
     with path.open("rb+") as file:
 
         def put(name: str, values: NDArray[Any]) -> None:
-            place = places[name]
+            """Write the values of a column that belong to this segment."""
+            location = locations[name]
             index = start[_COLUMNS[name].axis]
-            file.seek(place.start + index * place.dtype.itemsize)
-            file.write(np.ascontiguousarray(values, place.dtype).data)
+            file.seek(location.start + index * location.dtype.itemsize)
+            file.write(np.ascontiguousarray(values, location.dtype).data)
 
+        # The columns of reads.
         for name in ("read_length", "read_chunks", "read_rows", "read_id_bytes"):
             put(name, segment.column(name))
         copies = np.zeros(segment.sizes["read_length"], np.int32)
@@ -563,6 +660,8 @@ def _write_part(path: Path, places: Mapping[str, _Place], plan: _SegmentPlan) ->
         id_offsets = offsets_from_lengths(segment.column("read_id_length"))
         put("read_id_offsets", start["id"] + id_offsets)
 
+        # The columns of rows. The first rows with a sequence are numbered, in order. Repeated rows
+        # get the number of their earlier sequence.
         put("row_read", start["read"] + segment.column("row_read").astype(np.int64))
         put("row_chunk", segment.column("row_chunk"))
         put("row_frame", segment.column("row_frame"))
@@ -573,6 +672,7 @@ def _write_part(path: Path, places: Mapping[str, _Place], plan: _SegmentPlan) ->
         row_unique[repeated_rows] = plan.repeated_uniques
         put("row_unique", row_unique)
 
+        # The columns of distinct sequences.
         put("unique_row", start["row"] + np.flatnonzero(is_first))
         for kind in ("protein", "dna"):
             lengths = segment.column(f"{kind}_length")
@@ -584,7 +684,7 @@ def _write_part(path: Path, places: Mapping[str, _Place], plan: _SegmentPlan) ->
 
 
 def _ids_of(segment: Segment) -> Strings:
-    """Read the ids of a segment."""
+    """Read the ids of the reads of a segment from its scratch file."""
     data = segment.column("read_id_bytes").tobytes()
     return Strings(data, offsets_from_lengths(segment.column("read_id_length")))
 
@@ -592,9 +692,17 @@ def _ids_of(segment: Segment) -> Strings:
 def _select_strings(
     letters: NDArray[np.uint8], offsets: NDArray[np.int64], is_selected: NDArray[np.bool_]
 ) -> NDArray[np.uint8]:
-    """Return the letters of the selected strings, end to end; neighbours are copied together."""
+    """Return the letters of the selected strings of a column, concatenated.
+
+    Args:
+        letters: The letters of all strings, concatenated.
+        offsets: The start of each string, and the end of the last: int64 [n + 1].
+        is_selected: Which strings to return: bool [n].
+    """
     if is_selected.all():
         return letters
+    # Copy runs of adjacent selected strings at once. A run begins or ends where the selection
+    # changes, so the edges are start, end, start, end, …
     is_edge_of_run = np.diff(is_selected, prepend=False, append=False)
     edges = offsets[np.flatnonzero(is_edge_of_run)].tolist()
     data = letters.tobytes()

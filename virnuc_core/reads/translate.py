@@ -1,10 +1,11 @@
-"""Translate reads into open reading frames, and write each batch's part of the store.
+"""Translate reads into open reading frames, and write the columns of each batch to a scratch file.
 
 Reads are cut into chunks of the model's length. Each chunk is translated in six reading frames, and
-the frames without a stop codon are kept. `translate_batch` is what a worker does with a batch.
+the frames without a stop codon are kept. `translate_batch` is the task of a worker.
 
-Two oddities are part of VirNucPro's method. Codons with letters other than A, C, G, T vanish, so
-that the protein closes up. The DNA of a frame is cut to the length of its protein plus one base.
+Two peculiarities come from VirNucPro's method. A codon with a letter other than A, C, G, T is left
+out of the protein. And the DNA of a frame is cut to the length of its protein plus one base, so it
+is too short if codons were left out.
 """
 
 import tempfile
@@ -29,7 +30,8 @@ Places = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Columns = dict[str, NDArray[Any]]  # of a segment, by the names of SEGMENT_COLUMNS
 
-EMPTY: Final = 1  # bits of read_flags: no bases
+# Bits of the column `read_flags`.
+EMPTY: Final = 1  # has no bases
 SHORT_FOR_MODEL: Final = 2  # less than half of the model's length, but not empty
 AMBIGUOUS: Final = 4  # holds a letter other than A, C, G, T
 DUPLICATE_ID: Final = 8  # an earlier read has the same id
@@ -43,11 +45,13 @@ SEGMENT_COLUMNS: Final[dict[str, type[np.generic]]] = {
     "read_line": np.int64,
     "read_id_length": np.int32,
     "read_id_bytes": np.uint8,
-    "read_id_digest": np.uint64,  # two each
-    "row_read": np.int32,  # from 0 within the segment; the next read to come, if it is not in it
+    "read_id_digest": np.uint64,  # two values for each
+    # The index of the read in the segment. The rows of a long read are in segments without reads;
+    # there it is 0, and the read is the first one of a later segment.
+    "row_read": np.int32,
     "row_chunk": np.int32,
     "row_frame": np.uint8,
-    "row_digest": np.uint64,  # two each
+    "row_digest": np.uint64,  # two values for each
     "protein_length": np.int32,
     "dna_length": np.int32,
     "protein_bytes": np.uint8,
@@ -55,9 +59,12 @@ SEGMENT_COLUMNS: Final[dict[str, type[np.generic]]] = {
 }
 FRAMES: Final = ("F1", "F2", "F3", "R1", "R2", "R3")
 
-_WINDOW_BASES: Final = 1 << 22  # of a long read that are translated together
-_GROUP_BASES: Final = 1 << 20  # translated together: arrays of this many bytes fit into the cache
-# code of a letter that is no base: 16 a + 4 b + c with one of it is no codon, also modulo 256
+_WINDOW_BASES: Final = 1 << 22  # bases of a long read that are the work of one item for a worker
+# Bases that are translated together. Arrays of about this many bytes fit into the processor cache.
+_GROUP_BASES: Final = 1 << 20
+# The code of a letter that is not A, C, G, T. A codon of bases a, b, c has the code 16 a + 4 b + c
+# (0 to 63) in one byte. With this number for any of them, the code is always above 63, although
+# sums above 255 overflow.
 _NO_BASE: Final = 84
 _STOP: Final = ord("*")
 _ALL_BYTES: Final = bytes(range(256))
@@ -67,7 +74,7 @@ _IS_AMBIGUOUS: Final = bytes(byte not in b"ACGTacgt" for byte in range(256))
 
 
 class Chunks(NamedTuple):
-    """Chunks in order of read and position, as columns; a read without bases has none."""
+    """Chunks in order of read and position, as columns. A read without bases has no chunk."""
 
     read: Places  # [n] index of the read
     number: NDArray[np.int32]  # [n] from 0 within the read
@@ -76,10 +83,11 @@ class Chunks(NamedTuple):
 
 
 def chunk(lengths: Places, size: int) -> Chunks:
-    """Cut reads into chunks of at most `size` bases.
+    """Compute how reads are cut into chunks of at most `size` bases.
 
-    Neighbouring chunks overlap so that all but the last are full. The last chunk ends with the read
-    and may be shorter, but is never empty. A read of at most `size` bases is one chunk.
+    Neighbouring chunks overlap so that all chunks but the last have `size` bases. The last chunk
+    ends with the read. It may be shorter, but is never empty. A read of at most `size` bases is one
+    chunk.
 
     Args:
         lengths: Bases of each read: int64 [reads].
@@ -87,31 +95,33 @@ def chunk(lengths: Places, size: int) -> Chunks:
     """
     n_chunks = _count_chunks(lengths, size)
     reads = np.arange(len(lengths), dtype=np.int64)
-    read = np.repeat(reads, n_chunks)
-    first_chunk = np.cumsum(n_chunks) - n_chunks
-    chunks = np.arange(len(read), dtype=np.int64)
-    number = chunks - first_chunk[read]
-    return _place_chunks(read, number, lengths[read], size)
+    read_of_chunk = np.repeat(reads, n_chunks)
+    first_chunk = np.cumsum(n_chunks) - n_chunks  # of each read
+    chunks = np.arange(len(read_of_chunk), dtype=np.int64)
+    number = chunks - first_chunk[read_of_chunk]
+    return _place_chunks(read_of_chunk, number, lengths[read_of_chunk], size)
 
 
 def _count_chunks(lengths: Places, size: int) -> Places:
-    """Return the number of chunks of reads: their lengths over the size, rounded up."""
+    """Return the number of chunks of each read: its length divided by the size, rounded up."""
     return -(-lengths // size)
 
 
 def _place_chunks(read: Places, number: Places, length: Places, size: int) -> Chunks:
-    """Compute where chunks lie within their reads.
+    """Compute the first and the last base of chunks within their reads.
 
     Args:
         read: The index of the read of each chunk: int64 [n].
         number: The number of each chunk within its read, from 0: int64 [n].
-        length: The bases of its read: int64 [n].
+        length: The bases of the read of each chunk: int64 [n].
         size: The model's length in bases.
     """
     n_chunks = _count_chunks(length, size)
-    surplus = n_chunks * size - length  # bases that chunks of full size have more than the read
+    # Full chunks side by side would have more bases than the read. Divide this surplus between the
+    # overlaps, as VirNucPro does: each chunk begins `lower` bases earlier than it would without an
+    # overlap to the chunk before, and the first ones one base more.
+    surplus = n_chunks * size - length
     lower, remainder = np.divmod(surplus, n_chunks)
-    # as in VirNucPro: each chunk begins `lower` bases earlier, the first ones one base more
     shift = lower * number + np.minimum(number, lower + remainder)
     start = number * size - shift
     end = np.minimum(start + size, length)
@@ -130,7 +140,7 @@ class Orfs(NamedTuple):
 
     @classmethod
     def concatenate(cls, groups: Sequence["Orfs"]) -> "Orfs":
-        """Join the frames of several groups of chunks."""
+        """Join the frames of several groups of chunks, in order; without groups, return none."""
         if not groups:
             no_letters = np.zeros(0, np.uint8)
             no_lengths = np.zeros(0, np.int32)
@@ -148,16 +158,16 @@ class Orfs(NamedTuple):
 
 
 class _CodeTables(NamedTuple):
-    """Tables for `bytes.translate`."""
+    """Tables of 256 bytes for `bytes.translate`, which replaces each byte by its table entry."""
 
-    base_codes: bytes  # 0..3 by the letter of a base, _NO_BASE for all others
-    forward: bytes  # amino acid by the code of a codon, 16 a + 4 b + c; 0 for none
+    base_codes: bytes  # by letter: 0..3 for A, C, G, T; _NO_BASE for all others
+    forward: bytes  # by the code of a codon, 16 a + 4 b + c: its amino acid; 0 above 63
     reverse: bytes  # the same for the codon on the opposite strand
 
 
 @cache
 def _code_tables() -> _CodeTables:
-    """Build the tables of the standard genetic code."""
+    """Build the tables of the standard genetic code; stop codons become `*`."""
     base_codes = bytearray([_NO_BASE] * 256)
     for code, base in enumerate("ACGT"):
         base_codes[ord(base)] = code
@@ -166,16 +176,19 @@ def _code_tables() -> _CodeTables:
     codons = ["".join(bases) for bases in product("ACGT", repeat=3)]
     residues = [ord(standard.get(codon, "*")) for codon in codons]
     forward = np.array(residues, np.uint8).reshape(4, 4, 4)
-    reverse = forward[::-1, ::-1, ::-1].T  # the codes of a base and its complement add up to 3
+    # The codes of a base and its complement add up to 3, so reversing each axis complements a base.
+    # Transposing reverses the order of the three bases.
+    reverse = forward[::-1, ::-1, ::-1].T
     return _CodeTables(
         bytes(base_codes), forward.tobytes().ljust(256, b"\0"), reverse.tobytes().ljust(256, b"\0")
     )
 
 
 def translate(bases: bytes, starts: Places, ends: Places) -> Orfs:
-    """Translate chunks in six frames, and return the frames that are open.
+    """Translate chunks in six reading frames, and return the frames that are open.
 
-    A frame is open if its protein has no stop and is not empty.
+    A frame is open if its protein has no stop codon and is not empty. Chunks are translated in
+    groups of about one million bases, which bounds the memory.
 
     Args:
         bases: Nucleotide letters in either case.
@@ -192,40 +205,53 @@ def translate(bases: bytes, starts: Places, ends: Places) -> Orfs:
 
 
 def _find_group_end(starts: Places, ends: Places, first: int) -> int:
-    """Return where a group of chunks that are translated together ends, if it begins at `first`.
+    """Return the end of a group of chunks that are translated together.
 
-    A group spans a bounded number of bases, also if each chunk is padded to the longest.
+    A group spans about `_GROUP_BASES` bases, and twice as many at most when each chunk is padded to
+    the longest chunk. It has at least one chunk.
+
+    Args:
+        starts: The first base of each chunk, ascending.
+        ends: One past the last base of each chunk, ascending.
+        first: The first chunk of the group.
+
+    Returns:
+        One past the last chunk of the group.
     """
     end = int(np.searchsorted(ends, starts[first] + _GROUP_BASES, side="right"))
     end = max(first + 1, end)
     widest = int((ends[first:end] - starts[first:end]).max()) + 1
-    return max(first + 1, min(end, first + 2 * _GROUP_BASES // widest))
+    max_chunks = 2 * _GROUP_BASES // widest
+    return max(first + 1, min(end, first + max_chunks))
 
 
 def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: int) -> Orfs:
-    """Translate a group of chunks; arguments as of `translate`.
+    """Translate one group of chunks in six frames, and return the open frames.
 
-    Each strand of the stretch that the group spans is one string. So each chunk is a window of it,
-    on either strand, that begins with the chunk's own first base.
+    The bases from the first to the last chunk of the group, called the stretch here, are translated
+    once per strand. A chunk is then a window of the result on each strand.
 
     Args:
-        bases: Letters.
-        starts: The first base of each chunk.
-        ends: One past its last base.
-        first_chunk: The index of the first chunk of the group.
+        bases: The letters of all chunks.
+        starts: The first base of each chunk of the group: int64 [chunks].
+        ends: One past its last base: int64 [chunks].
+        first_chunk: The index of the first chunk of the group among all chunks.
     """
+    # Translate the stretch. On the reverse strand a chunk begins with its last base.
     stretch_start = int(starts[0])
     stretch_end = int(ends[-1])
     stretch = bases[stretch_start:stretch_end]
     lengths = ends - starts
-    window_starts = (starts - stretch_start, stretch_end - ends)  # on each strand
+    window_starts = (starts - stretch_start, stretch_end - ends)  # on the two strands
     residues, is_open = _translate_windows(stretch, window_starts, lengths)
 
+    # Take the amino acids of the open frames. Frames without any are dropped: they are too short
+    # for a codon, or all their codons have ambiguous letters.
     chunk, frame = np.nonzero(is_open)
     table = residues[frame // 3, chunk, :, frame % 3]  # [open frames, codons]
     is_residue = table != 0
     protein_lengths = np.count_nonzero(is_residue, axis=1)
-    if not protein_lengths.all():  # too short for a codon, or nothing but ambiguous letters
+    if not protein_lengths.all():
         has_protein = protein_lengths > 0
         chunk = chunk[has_protein]
         frame = frame[has_protein]
@@ -233,6 +259,7 @@ def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: in
         is_residue = is_residue[has_protein]
         protein_lengths = protein_lengths[has_protein]
 
+    # Cut out their DNA, from a string that has the forward strand and then the reverse strand.
     strand, offset = np.divmod(frame, 3)
     dna_lengths = np.minimum(3 * protein_lengths + 1, lengths[chunk] - offset)
     both_strands = stretch.translate(_UPPER) + stretch.translate(_COMPLEMENT)[::-1]
@@ -252,27 +279,30 @@ def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: in
 
 
 class _Translation(NamedTuple):
-    """All six frames of a group of chunks."""
+    """The six reading frames of a group of chunks."""
 
-    residues: NDArray[np.uint8]  # [strands, chunks, codons, offsets] letters; 0 for none
-    is_open: NDArray[np.bool_]  # [chunks, frames] without a stop
+    # [strands, chunks, codons, offsets] letters of amino acids; 0 where there is no codon
+    residues: NDArray[np.uint8]
+    is_open: NDArray[np.bool_]  # [chunks, frames] whether the frame has no stop codon
 
 
 def _translate_windows(
     stretch: bytes, window_starts: tuple[Places, Places], lengths: Places
 ) -> _Translation:
-    """Translate windows of a stretch of bases on both strands.
+    """Translate windows of a string of bases in six frames.
 
     Args:
-        stretch: Letters.
-        window_starts: The first base of each window on the forward and on the reverse strand.
+        stretch: The letters.
+        window_starts: The first base of each window, on the forward and on the reverse strand.
         lengths: The bases of each window.
     """
     n_codons = -(-int(lengths.max()) // 3)  # of the longest window, rounded up
     width = 3 * n_codons
+    # A codon must begin at least three bases before the end of its window. `fits` marks the
+    # positions where a codon may begin.
     n_codon_starts = lengths.astype(np.int32) - 2
     if lengths.min() == lengths.max():
-        n_codon_starts = n_codon_starts[:1]  # one row of the mask serves all windows
+        n_codon_starts = n_codon_starts[:1]  # equal lengths: one row of the mask is enough
     fits = np.arange(width, dtype=np.int32) < n_codon_starts[:, None]
 
     residues = np.empty((2, len(lengths), n_codons, 3), np.uint8)
@@ -281,10 +311,10 @@ def _translate_windows(
     for strand in range(2):
         windows = sliding_window_view(residues_of_strands[strand], width)
         windows = windows[window_starts[strand]]  # a copy: [windows, width]
-        windows *= fits  # a codon that runs over the end of the window is none
+        windows *= fits  # codons that do not fit into the window become 0
         residues[strand] = windows.reshape(residues.shape[1:])
         is_stop = windows == _STOP
-        for offset in range(3):
+        for offset in range(3):  # every third position belongs to the same frame
             is_open[:, 3 * strand + offset] = ~is_stop[:, offset::3].any(axis=1)
     return _Translation(residues, is_open)
 
@@ -292,11 +322,15 @@ def _translate_windows(
 def _translate_codons(
     stretch: bytes, n_padding: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return the amino acid of the codon that begins at each base, or 0, on both strands.
+    """Translate the codon that begins at each base, on both strands.
 
     Args:
-        stretch: Letters.
-        n_padding: The number of zeros to add.
+        stretch: The letters.
+        n_padding: The number of zeros to add, so that windows may extend beyond the end.
+
+    Returns:
+        For the forward and for the reverse strand: the letter of the amino acid for each base, or 0
+        if no codon begins there: uint8 [bases + padding].
     """
     tables = _code_tables()
     padding = bytes(n_padding)
@@ -305,7 +339,8 @@ def _translate_codons(
     codon_codes = (codes[:-2] << 4) + (codes[1:-1] << 2) + codes[2:]
     codons = codon_codes.tobytes()
     forward = np.frombuffer(codons.translate(tables.forward), np.uint8)
-    # the opposite of the codon at base p begins, on its own strand, at base n - 3 - p
+    # Of n bases, the codon at base p covers p to p + 2. On the reverse strand this codon begins at
+    # base n - 3 - p. So the reverse strand has the same codons in reverse order.
     n_codons = max(len(stretch) - 2, 0)
     reverse_residues = codons[:n_codons].translate(tables.reverse)[::-1]
     reverse = np.frombuffer(reverse_residues + padding + bytes(2), np.uint8)
@@ -314,7 +349,7 @@ def _translate_codons(
 
 @dataclass(frozen=True)
 class SegmentCounts:
-    """The contents of a segment, or of several ones."""
+    """How much one or several segments contain. Counts can be added."""
 
     n_reads: int = 0
     n_chunks: int = 0
@@ -326,6 +361,7 @@ class SegmentCounts:
     n_ambiguous: int = 0
 
     def __add__(self, other: "SegmentCounts") -> "SegmentCounts":
+        """Return the sum of each count."""
         sums = {
             field.name: getattr(self, field.name) + getattr(other, field.name)
             for field in fields(SegmentCounts)
@@ -334,19 +370,20 @@ class SegmentCounts:
 
 
 class Segment(NamedTuple):
-    """A part of a store, made of one batch of reads; its columns are in a scratch file."""
+    """The part of a store that comes from one batch of reads. The columns are in a scratch file."""
 
-    path: str
-    sizes: Mapping[str, int]  # number of values of each column, in the order of the file
+    path: str  # the scratch file: all columns of SEGMENT_COLUMNS, one after the other
+    sizes: Mapping[str, int]  # number of values of each column, by name
     counts: SegmentCounts
 
     def column(self, name: str) -> NDArray[Any]:
-        """Read one of the SEGMENT_COLUMNS."""
+        """Read one column, named as in SEGMENT_COLUMNS, from the scratch file."""
+        # A column begins after all earlier ones.
         offset = 0
-        for other, kind in SEGMENT_COLUMNS.items():
-            if other == name:
+        for earlier_name, kind in SEGMENT_COLUMNS.items():
+            if earlier_name == name:
                 break
-            offset += self.sizes[other] * np.dtype(kind).itemsize
+            offset += self.sizes[earlier_name] * np.dtype(kind).itemsize
         values: NDArray[Any] = np.fromfile(
             self.path, SEGMENT_COLUMNS[name], self.sizes[name], offset=offset
         )
@@ -354,33 +391,38 @@ class Segment(NamedTuple):
 
 
 class LongPart(NamedTuple):
-    """A part of a long read; its bases are in a scratch file until all parts are there."""
+    """A part of a long read. Its bases are in a scratch file, where all parts are collected."""
 
-    part: Part
-    path: str  # of the file, which all parts share
+    part: Part  # the position within the read
+    path: str  # the scratch file of the read
     n_bases: int
-    is_ambiguous: bool
-    id: Strings  # the printable id of the read, alone
+    is_ambiguous: bool  # the part has letters other than A, C, G, T
+    id: Strings  # the printable id of the read, as a column of one value
 
 
 class BatchResult(NamedTuple):
     """The result of a worker for one batch."""
 
     output: Segment | LongPart
-    leaves: Leaves  # for the fingerprint
-    chunk_s: float  # seconds spent
-    translate_s: float
+    leaves: Leaves  # what the batch contributes to the fingerprint of all reads
+    chunk_s: float  # seconds spent on cutting reads into chunks
+    translate_s: float  # seconds spent on translating and writing
 
 
 def translate_batch(batch: ReadBatch, model_length: int, folder: Path) -> BatchResult:
-    """Cut reads into chunks, translate them, and write the batch's part of the store.
+    """Cut a batch of reads into chunks, translate them, and write the result to a scratch file.
 
-    A part of a long read is kept until the length of the whole read is known.
+    A part of a long read is only saved, because chunks depend on the length of the whole read. This
+    runs in the worker processes.
 
     Args:
-        batch: The reads, or a part of a long one.
+        batch: The reads, or a part of a long read.
         model_length: The size of a chunk in bases.
         folder: The folder for scratch files.
+
+    Returns:
+        The scratch file (a segment of the store, or the saved part), what the batch contributes to
+        the fingerprint, and times.
     """
     start_s = time.perf_counter()
     if batch.part is not None:
@@ -407,7 +449,11 @@ def translate_batch(batch: ReadBatch, model_length: int, folder: Path) -> BatchR
 
 
 def _keep_part(batch: ReadBatch, part: Part, folder: Path) -> LongPart:
-    """Write the bases of a part to their place in the scratch file of its read."""
+    """Save the bases of a part of a long read in the scratch file of the read.
+
+    All parts of a read are written to the same file, each at its position. Workers may write them
+    in any order.
+    """
     bases = batch.bases.data
     path = folder / f"long_{batch.file_index}_{part.line}"
     path.touch()
@@ -419,8 +465,9 @@ def _keep_part(batch: ReadBatch, part: Part, folder: Path) -> LongPart:
 
 
 def _find_ambiguous(bases: Strings) -> Mask:
-    """Find the reads with letters other than A, C, G, T: bool [reads]."""
+    """Return which reads have letters other than A, C, G, T: bool [reads]."""
     is_ambiguous = np.zeros(len(bases), bool)
+    # `translate` replaces each letter by 1 if it is ambiguous and by 0 otherwise.
     positions = np.flatnonzero(np.frombuffer(bases.data.translate(_IS_AMBIGUOUS), np.bool_))
     is_ambiguous[np.searchsorted(bases.offsets, positions, side="right") - 1] = True
     return is_ambiguous
@@ -429,15 +476,15 @@ def _find_ambiguous(bases: Strings) -> Mask:
 def _read_columns(
     ids: Strings, lines: Places, lengths: Places, size: int, n_rows: Places, is_ambiguous: Mask
 ) -> Columns:
-    """Return a segment's columns of reads.
+    """Return the columns of a segment that have one value per read, by name.
 
     Args:
-        ids: Printable ids.
-        lines: The line of each header: int64 [reads].
-        lengths: Bases: int64 [reads].
+        ids: The printable ids of the reads.
+        lines: The line number of each header: int64 [reads].
+        lengths: The bases of each read: int64 [reads].
         size: The model's length in bases.
-        n_rows: Open frames: int64 [reads].
-        is_ambiguous: Whether other letters than A, C, G, T occur: bool [reads].
+        n_rows: The open reading frames of each read: int64 [reads].
+        is_ambiguous: Which reads have letters other than A, C, G, T: bool [reads].
     """
     is_empty = lengths == 0
     is_short = ~is_empty & (2 * lengths < size)
@@ -454,18 +501,20 @@ def _read_columns(
 
 
 def _row_columns(orfs: Orfs, chunks: Chunks, is_ambiguous: Mask) -> Columns:
-    """Return a segment's columns of rows.
+    """Return the columns of a segment that have one value per row (open reading frame), by name.
 
-    Rows are deduplicated by a digest of their DNA. If the DNA has ambiguous letters, the protein is
-    part of the digest, because the DNA alone does not determine it.
+    Rows with equal digests are embedded only once. The digest is computed from the DNA. If the DNA
+    has ambiguous letters, it is computed from the DNA and the protein: codons with these letters
+    are left out of the protein, so equal DNA may give different proteins.
 
     Args:
-        orfs: The open frames.
-        chunks: Their chunks.
-        is_ambiguous: Which reads may have ambiguous letters: bool [reads]. May be true for others.
+        orfs: The open reading frames.
+        chunks: The chunks in which they were found.
+        is_ambiguous: Which reads may have ambiguous letters: bool [reads]. False means certainly
+            none.
     """
     reads = chunks.read[orfs.chunk]
-    texts = orfs.dna.tolist()
+    texts = orfs.dna.tolist()  # from which digests are computed
     proteins = Strings(orfs.proteins.tobytes(), offsets_from_lengths(orfs.protein_lengths))
     for row in np.flatnonzero(is_ambiguous[reads]).tolist():
         has_ambiguous_letters = bool(texts[row].translate(None, b"ACGT"))
@@ -484,7 +533,13 @@ def _row_columns(orfs: Orfs, chunks: Chunks, is_ambiguous: Mask) -> Columns:
 
 
 def _write_segment(folder: Path, columns: Mapping[str, NDArray[Any]], n_chunks: int) -> Segment:
-    """Write a segment. Columns that are not given are empty."""
+    """Write the columns of a segment to a new scratch file, and count its contents.
+
+    Args:
+        folder: The folder for scratch files.
+        columns: The columns by name. Columns of SEGMENT_COLUMNS that are missing are empty.
+        n_chunks: The number of chunks that were translated, which no column tells.
+    """
     values: Columns = {}
     sizes: dict[str, int] = {}
     for name, kind in SEGMENT_COLUMNS.items():
@@ -510,20 +565,22 @@ def _write_segment(folder: Path, columns: Mapping[str, NDArray[Any]], n_chunks: 
 def translate_long_read(
     last_part: LongPart, is_ambiguous: bool, size: int, folder: Path, workers: Workers
 ) -> Iterator[Segment]:
-    """Translate a long read when all of its parts are there.
+    """Translate a long read whose parts are all in its scratch file; then remove this file.
 
     Args:
-        last_part: The last part.
+        last_part: The last part of the read.
         is_ambiguous: Whether any part has letters other than A, C, G, T.
         size: The model's length in bases.
         folder: The folder for scratch files.
-        workers: Translate stretches of its chunks.
+        workers: The processes that translate.
 
     Yields:
-        Segments of rows, one for each stretch of chunks, and then a segment of the read itself.
+        Segments with the rows of the read, one for each range of chunks; and at last a segment with
+        the columns of the read itself, because they count its rows.
     """
+    # Divide the chunks into ranges of about `_WINDOW_BASES` bases.
     length = last_part.part.n_bases_before + last_part.n_bases
-    n_chunks = -(-length // size)
+    n_chunks = -(-length // size)  # rounded up
     step = max(1, _WINDOW_BASES // size)
     stretches = [range(first, min(first + step, n_chunks)) for first in range(0, n_chunks, step)]
     work = partial(
@@ -553,10 +610,12 @@ def translate_long_read(
 def _translate_stretch(
     path: str, numbers: range, *, length: int, size: int, is_ambiguous: bool, folder: Path
 ) -> Segment:
-    """Translate consecutive chunks of a long read, and write them as a segment of rows.
+    """Translate consecutive chunks of a long read, and write a segment with their rows.
+
+    This runs in the worker processes.
 
     Args:
-        path: The file with the read's bases.
+        path: The scratch file with the bases of the read.
         numbers: The numbers of the chunks.
         length: The bases of the read.
         size: The model's length in bases.

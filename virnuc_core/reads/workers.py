@@ -1,7 +1,7 @@
-"""Worker processes for reads and results: apply one function to many items, here and in children.
+"""Apply a function to many items in parallel, in this process and in child processes.
 
-Each child process is served by a thread of this one: an item goes out whole, and the thread waits
-for the answer. Children die with their parent, however it ends.
+A thread of this process serves each child: it sends one item through a pipe and waits for the
+result. Children end when their parent ends, also if the parent is killed.
 """
 
 import os
@@ -23,49 +23,53 @@ import psutil
 from virnuc_core.errors import WorkerError
 from virnuc_core.rundir import parent_bound_command
 
-# a child that does no work for so long is stopped, or waits for a disk that is gone
+# A child that used no processor time for this long was stopped (SIGSTOP), or waits for a disk that
+# does not answer.
 SILENCE_S: Final = 120.0
-_POLL_S: Final = 0.5
-_AHEAD: Final = 3  # items of each child: one under way, two to come
-# items for each child whose turn has not come: so long nobody waits for one that is slow
+_POLL_S: Final = 0.5  # interval at which the progress of the children is checked
+_AHEAD: Final = 3  # items given to each child: it works on one, and two are waiting
+# Results are yielded in order. So one slow item holds back the results of later items. Up to this
+# many unfinished or held-back items per child are allowed before the loop waits for the slow one.
 _WINDOW: Final = 16
-_MAX_PENDING_BYTES: Final = 64_000_000  # of items under way, for each child
-# glibc keeps up to twice the largest block that was freed so far, of 32 MiB at most, and gives
-# other memory back to the system. Getting it again takes a tenth of staging. Freeing a block as
-# large that nobody touched costs nothing.
-_KEPT_BYTES: Final = 30 << 20
+_MAX_PENDING_BYTES: Final = 64_000_000  # size of these items, per child
+# glibc keeps freed memory for reuse, up to twice the largest block that was freed so far (at most
+# 32 MiB), and returns the remainder to the system. Requesting the memory again takes a tenth of
+# the time of staging. Allocating and freeing one large block at the start, without touching its
+# pages, costs nothing and raises the limit.
+_REUSED_BYTES: Final = 30 << 20
 Item = TypeVar("Item")
 Output = TypeVar("Output")  # the result of the work on an item
 
 
 class _Pending(NamedTuple, Generic[Output]):
-    """The result of an item that was not yielded yet."""
+    """An item whose result was not yielded yet."""
 
-    future: Future[Output]
-    n_bytes: int  # of the item
+    future: Future[Output]  # the result
+    n_bytes: int  # size of the item
 
 
 class _Answer(NamedTuple):
-    """The answer of a child."""
+    """What a child sends back for an item: a value or an error."""
 
     value: object
     error: Exception | None
 
 
 class Workers(AbstractContextManager["Workers"]):
-    """Worker processes, for a `with` statement: this process, and children.
+    """A group of worker processes: this process and its children.
 
-    Children start when they are first needed.
+    Use it in a `with` statement. Children are started when the first items need them, and are
+    ended when the `with` statement ends.
     """
 
     def __init__(self, count: int) -> None:
-        """Prepare `count` workers, this process among them."""
+        """Prepare a group of `count` workers, which includes this process; starts no process."""
         self._n_children = count - 1
         self._children: list[Popen[bytes]] = []
         self._idle_children = SimpleQueue[Popen[bytes]]()
-        # as many threads as children, so that a thread always finds an idle child
+        # There are as many threads as children, so that each thread always finds an idle child.
         self._threads = ThreadPoolExecutor(max(1, self._n_children))
-        np.empty(_KEPT_BYTES, np.uint8)
+        np.empty(_REUSED_BYTES, np.uint8)  # freed at once, see _REUSED_BYTES
 
     def map(
         self,
@@ -75,24 +79,25 @@ class Workers(AbstractContextManager["Workers"]):
         *,
         may_start: bool = True,
     ) -> Iterator[Output]:
-        """Apply a function to each item.
+        """Apply a function to each item, in parallel, and yield the results in order.
 
-        This process works on the first item, and on each item for which the children have no time.
-        The number of items that are under way, and their size, is bounded.
+        This process works on the first item, and on each item that comes while all children are
+        busy. The number and the total size of the unfinished items are bounded.
 
         Args:
             work: The function. It must be picklable if there are children.
-            items: The items.
-            count_bytes: Returns the size of an item.
-            may_start: Start the children, from the second item on, if they do not run yet.
+            items: The items. They are drawn one by one, as workers become free.
+            count_bytes: Returns the size of an item in bytes.
+            may_start: Whether children may be started. They are started from the second item on,
+                because one item alone needs no help.
 
         Yields:
             The results in the order of the items.
 
         Raises:
-            WorkerError: The work failed in a child with anything but an `OSError`, or a child died
-                or does not move. Errors of `items` and of the work here pass unchanged, and so do
-                those of the class `OSError` in a child.
+            WorkerError: The work failed in a child, or a child died or makes no progress. An
+                `OSError` in a child is raised unchanged, and so are errors of `items` and of the
+                work in this process.
         """
         pending = deque[_Pending[Output]]()
         for number, item in enumerate(items):
@@ -111,7 +116,7 @@ class Workers(AbstractContextManager["Workers"]):
             yield self._wait_for(pending.popleft().future)
 
     def _has_too_much(self, pending: deque[_Pending[Output]]) -> bool:
-        """Return True if no more items may be given out before the first result is there."""
+        """Return True if the next item must wait until the first pending result is there."""
         n_bytes = sum(entry.n_bytes for entry in pending)
         return (
             len(pending) > _WINDOW * self._n_children
@@ -119,25 +124,37 @@ class Workers(AbstractContextManager["Workers"]):
         )
 
     def _submit(self, work: Callable[[Item], Output], item: Item) -> Future[Output]:
-        """Give an item to a child; start one more if there are not all yet."""
+        """Let a child apply the function to an item, and return the future result.
+
+        As a side effect, one more child is started until the group is complete.
+
+        Raises:
+            WorkerError: The system allows no further process.
+        """
         if len(self._children) < self._n_children:
             program = parent_bound_command(f"from {__name__} import serve; serve()")
-            try:  # in a session of its own it hears no Ctrl-C
+            try:
+                # The child gets its own session, so that Ctrl-C in the terminal does not end it.
                 child = Popen(program, stdin=PIPE, stdout=PIPE, start_new_session=True)
-            except OSError as error:  # no more processes
+            except OSError as error:
                 raise WorkerError(f"a worker process could not be started: {error}") from error
             self._children.append(child)
             self._idle_children.put(child)
-        return self._threads.submit(self._ask, work, item)
+        return self._threads.submit(self._run_in_child, work, item)
 
-    def _ask(self, work: Callable[[Item], Output], item: Item) -> Output:
-        """Have an idle child do the work, and wait for it; runs in a thread."""
+    def _run_in_child(self, work: Callable[[Item], Output], item: Item) -> Output:
+        """Send an item to an idle child, wait for the result and return it; runs in a thread.
+
+        Raises:
+            WorkerError: The child ended, or the work failed. A child that ended is kept in the
+                queue: later items that meet it fail in the same way.
+        """
         child = self._idle_children.get()
-        questions = cast(IO[bytes], child.stdin)
+        requests = cast(IO[bytes], child.stdin)
         answers = cast(IO[bytes], child.stdout)
         try:
-            pickle.dump((work, item), questions, pickle.HIGHEST_PROTOCOL)
-            questions.flush()
+            pickle.dump((work, item), requests, pickle.HIGHEST_PROTOCOL)
+            requests.flush()
             answer: _Answer = pickle.load(answers)
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             child.kill()
@@ -149,16 +166,17 @@ class Workers(AbstractContextManager["Workers"]):
         return cast(Output, answer.value)
 
     def _wait_for(self, future: Future[Output]) -> Output:
-        """Return a result when it is there.
+        """Wait for a result and return it.
 
         Raises:
             WorkerError: No child has used any processor time for `SILENCE_S`.
         """
-        cpu_s = -1.0
+        cpu_s = -1.0  # less than any measured time, so that the first measurement is progress
         last_progress_s = time.monotonic()
         while not wait((future,), _POLL_S).done:
             previous_cpu_s = cpu_s
-            with suppress(psutil.NoSuchProcess):  # one ended, as its thread will say
+            # If a child has ended, the thread that serves the child raises the error.
+            with suppress(psutil.NoSuchProcess):
                 cpu_s = self._cpu_seconds()
             if cpu_s != previous_cpu_s:
                 last_progress_s = time.monotonic()
@@ -169,29 +187,38 @@ class Workers(AbstractContextManager["Workers"]):
         return future.result()
 
     def _cpu_seconds(self) -> float:
-        """Return the processor time of all children so far."""
+        """Return the seconds of processor time that all children together have used so far.
+
+        Raises:
+            psutil.NoSuchProcess: A child has ended.
+        """
         total_s = 0.0
         for child in self._children:
             times = psutil.Process(child.pid).cpu_times()
             total_s += times.user + times.system
         return total_s
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception_details: object) -> None:
+        """End all children and threads, also after an error."""
+        # A child is idle by now, or works on an item whose result nobody will use.
         for child in self._children:
-            child.kill()  # it is idle, or at work for nobody
+            child.kill()
+        # The threads end, because the pipes of the killed children are closed.
         self._threads.shutdown(cancel_futures=True)
         for child in self._children:
-            child.communicate()  # closes its pipes
+            child.communicate()  # collects the exit code and closes the pipes
 
 
 def serve() -> None:
-    """Answer on standard output to the items on standard input, until it is closed.
+    """Run a child process: read items from standard input and write results to standard output.
 
-    This is all that a child does.
+    Both are pickled. The function returns when the parent closes standard input.
     """
+    # Keep the pipe to the parent under another descriptor and send descriptor 1 to standard error,
+    # so that text that a library prints does not get into the pipe.
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no answer
-    np.empty(_KEPT_BYTES, np.uint8)
+    os.dup2(2, 1)
+    np.empty(_REUSED_BYTES, np.uint8)  # freed at once, see _REUSED_BYTES
     with suppress(EOFError):
         while True:
             work, item = pickle.load(sys.stdin.buffer)
@@ -200,11 +227,15 @@ def serve() -> None:
 
 
 def _answer(work: Callable[[object], object], item: object) -> _Answer:
-    """Do the work; an error becomes an answer, too."""
+    """Apply a function to an item and return an answer with its value or its error.
+
+    No error is raised. An `OSError` is passed on as it is, because the parent gives advice for
+    full or failing disks. Any other error becomes a `WorkerError` with the traceback.
+    """
     try:
         return _Answer(work(item), None)
-    except OSError as error:  # of the disk: as if it had happened in the parent
+    except OSError as error:
         return _Answer(None, error)
-    except Exception as error:  # noqa: BLE001 - reported to the parent
+    except Exception as error:  # noqa: BLE001 - the parent raises it
         problem = f"a worker process failed: {type(error).__name__}: {error}"
         return _Answer(None, WorkerError(problem, worker_traceback=traceback.format_exc()))

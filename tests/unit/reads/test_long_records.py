@@ -104,7 +104,7 @@ def test_a_long_record_with_an_illegal_letter_is_left_out_completely(
     bad = f"{bad[:place]}{odd}{bad[place:]}EE"
     path = write(f"{chromosome('a', 4000, 2)}>bad\n{bad}\n{chromosome('b', 4000, 3)}")
     with pytest.raises(
-        InputError, match=rf"reads\.fa:60: read 'bad': 'E' at base {place + 1} is no nucleotide"
+        InputError, match=rf"reads\.fa:60: read 'bad': 'E' at base {place + 1} is not a nucleotide"
     ):
         staged(StageSpec(reads=(path,)), tmp_path, 64)
     spec = StageSpec(reads=(path,), on_error="skip")
@@ -325,7 +325,7 @@ def test_the_limit_of_fastq_lines_is_the_same_in_every_packing(
         check_equals_twin(OrfStore.open(staged(spec, tmp_path, size)[0].store), reads)
         too_long = write(pack(fastq(random_reads(10, 6000)).encode()), "long.x")
         with pytest.raises(
-            InputError, match=r"long\.x:5: a record with lines too long to be read: 5,000 letters"
+            InputError, match=r"long\.x:5: a line of this record is longer than 5,000 letters"
         ):
             staged(StageSpec(reads=(too_long,)), tmp_path / "long", size)
 

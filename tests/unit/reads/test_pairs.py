@@ -136,7 +136,7 @@ def test_mates_follow_each_other_with_any_style_of_names(
             1,
             1,
             "a",
-            "is mate 2, mate 1 belongs here; are the files swapped",
+            "the header says mate 2, but mate 1 is expected here; are the files swapped",
         ),
         (
             ["a 2:N:0:A"],
@@ -144,9 +144,9 @@ def test_mates_follow_each_other_with_any_style_of_names(
             1,
             1,
             "a",
-            "is mate 2, mate 1 belongs here; are the files swapped",
+            "the header says mate 2, but mate 1 is expected here; are the files swapped",
         ),
-        (["a/1"], ["a/1"], 2, 1, "a", "is mate 1, mate 2 belongs here"),
+        (["a/1"], ["a/1"], 2, 1, "a", "the header says mate 1, but mate 2 is expected here"),
         (["a"], [], 1, 1, "a", "has no mate in .*a_R2.fq, which ends"),
     ],
 )
@@ -210,7 +210,7 @@ def test_an_unpaired_read_of_an_interleaved_file_is_refused(
         InputError, match=r"read '[ab]': has no mate in .*i.fq, (which ends|where 'b' is next)"
     ):
         staged(tmp_path / "orfs.h5", reads=(write(fastq(headers), "i.fq"),), interleaved=True)
-    with pytest.raises(InputError, match="is mate 2, mate 1 belongs here"):
+    with pytest.raises(InputError, match="the header says mate 2, but mate 1 is expected here"):
         staged(
             tmp_path / "orfs.h5", reads=(write(fastq(["a/2", "a/1"]), "i.fq"),), interleaved=True
         )
@@ -540,7 +540,7 @@ def test_pairs_with_equal_ids_get_numbers(write: WriteReads, tmp_path: Path) -> 
     assert names(store) == ["a/1", "a/2", "a/1.2", "a/2.2", "b/1", "b/2"]
     assert [file.duplicate_ids for file in summary.by_file] == [1, 1]
     with pytest.raises(
-        InputError, match=r"a_R1.fq:5: read 'a/1': this id stands also on .*a_R1.fq:1"
+        InputError, match=r"a_R1.fq:5: read 'a/1': this id is also used on .*a_R1.fq:1"
     ):
         staged(tmp_path / "strict.h5", strict=True, **inputs)
 

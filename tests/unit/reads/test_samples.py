@@ -55,12 +55,12 @@ def test_rows_of_a_sample_are_joined_as_lanes_and_other_columns_are_ignored(
         ("sample,fastq_1\na,a_1.fq,a_2.fq\n", r"sheet\.csv:2: sample 'a': more cells than columns"),
         (HEADER + ",,,x\n", r"sheet\.csv:2: sample '': more cells"),
         (HEADER + "a,a.fq,\n,b.fq,\n", r"sheet\.csv:3: sample '': not the name of a directory"),
-        (HEADER + "a,,a_2.fq\n", r"sheet\.csv:2: sample 'a': no file in fastq_1; name one"),
+        (HEADER + "a,,a_2.fq\n", r"sheet\.csv:2: sample 'a': no file in fastq_1; name a file"),
         (HEADER + "a,a.fq,a.fq\n", r"sheet\.csv:2: sample 'a': a\.fq is named twice"),
         (HEADER + "a,a.fq,\nb,b.fq,\na,a.fq,\n", r"sheet\.csv:4: sample 'a': a\.fq is named twice"),
         (
             HEADER + "a,a_1.fq,a_2.fq\n\na,b_1.fq,\n",
-            r"sheet\.csv:4: sample 'a': has lanes with fastq_2 and without",
+            r"sheet\.csv:4: sample 'a': some of its lines have a file in fastq_2",
         ),
         (
             HEADER + "a/b,a.fq,\n",
@@ -161,7 +161,7 @@ def test_equal_and_unfit_sample_names_are_refused(tmp_path: Path) -> None:
     ):
         samples_by_file_name(ReadsSpec(reads=tuple(same)))
     with pytest.raises(
-        ConfigError, match="a name of virnuc's own in a results directory; use another, or write"
+        ConfigError, match="virnuc writes a file of this name itself; use another name, or write"
     ):
         samples_by_file_name(ReadsSpec(reads=tuple(files(tmp_path, "shards.fq"))))
 
