@@ -96,7 +96,7 @@ def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: in
     Raises:
         InputError: The file has no read groups, or pysam is not installed.
     """
-    samples = dict.fromkeys([ungrouped_sample])  # a dict keeps the order and has no duplicates
+    samples = dict.fromkeys([ungrouped_sample])
     pysam = import_pysam(format_, file)
     require_readable(Path(file))
     with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
@@ -299,7 +299,6 @@ class _PipeFeeder:
     """
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
-        """Create the pipe. `start` begins to write the given pieces."""
         self.outlet, self._inlet = os.pipe()
         self.tail = b""
         self.is_complete = False

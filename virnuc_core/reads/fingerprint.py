@@ -151,7 +151,6 @@ class _LeafHash:
     """
 
     def __init__(self, content: LeafContent = _NO_READS) -> None:
-        """Begin with the given reads."""
         self._columns = [sha256(column) for column in content]
 
     def update(self, content: LeafContent) -> None:
@@ -205,7 +204,6 @@ class Fingerprint:
                 return
         self._leaf.update(leaves.head)
         if leaves.hashes is not None:
-            # A leaf ends in this batch: its hash and those of the following leaves are final.
             self._root.update(self._leaf.digest() + leaves.hashes)
             self._leaf = _LeafHash(leaves.tail)
 
@@ -228,7 +226,6 @@ class Repeats:
         return len(self.index)
 
     def __getitem__(self, rows: slice | NDArray[np.int64]) -> "Repeats":
-        """Return the given rows of all columns."""
         return Repeats(self.index[rows], self.first_index[rows], self.number[rows])
 
     @classmethod
@@ -266,15 +263,15 @@ class Bucket(NamedTuple):
 
 
 class _Digests(NamedTuple):
-    """Digests and their indices in a file, as columns."""
+    """Digests and their positions in a file, as columns."""
 
     low: NDArray[np.int64]  # [n] first 8 bytes of each digest
     high: NDArray[np.int64]  # [n] last 8 bytes
-    index: NDArray[np.int64]  # [n] in the file
+    position: NDArray[np.int64]  # [n] index of each digest in the file
 
     def take(self, rows: NDArray[np.int64]) -> "_Digests":
         """Return the given rows of all columns."""
-        return _Digests(self.low[rows], self.high[rows], self.index[rows])
+        return _Digests(self.low[rows], self.high[rows], self.position[rows])
 
 
 def find_repeats(bucket: Bucket) -> Repeats:
@@ -289,26 +286,26 @@ def find_repeats(bucket: Bucket) -> Repeats:
     is_candidate[:-1] |= equals_next
     candidates = members.take(order[is_candidate])
 
-    # Sort only these by the whole digest, and equal digests by their index in the file.
+    # Sort only these by the whole digest, and equal digests by their position in the file.
     # `np.lexsort` takes the most important key last.
-    candidates = candidates.take(np.lexsort((candidates.index, candidates.high, candidates.low)))
+    candidates = candidates.take(np.lexsort((candidates.position, candidates.high, candidates.low)))
 
     # Equal digests are adjacent now. The first row of each group is not a repeat.
-    n = len(candidates.index)
+    n = len(candidates.position)
     is_first = np.ones(n, bool)
     is_first[1:] = (np.diff(candidates.low) != 0) | (np.diff(candidates.high) != 0)
     first_row = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]  # of the group of each row
     number = np.arange(n) - first_row + 1
     is_repeat = ~is_first
     return Repeats(
-        index=candidates.index[is_repeat],
-        first_index=candidates.index[first_row][is_repeat],
+        index=candidates.position[is_repeat],
+        first_index=candidates.position[first_row][is_repeat],
         number=number[is_repeat],
     )
 
 
 def _read_bucket(bucket: Bucket) -> _Digests:
-    """Read the digests of a bucket and their indices, in file order.
+    """Read the digests of a bucket and their positions in the file.
 
     The whole file is read in sections. Only the digests of the bucket are kept in memory.
     """
@@ -316,7 +313,7 @@ def _read_bucket(bucket: Bucket) -> _Digests:
     # Each list begins with an empty array, because `np.concatenate` needs at least one.
     low = [np.empty(0, np.int64)]
     high = [np.empty(0, np.int64)]
-    index = [np.empty(0, np.int64)]
+    position = [np.empty(0, np.int64)]
     for start in range(0, n_digests, _READ_AT_ONCE):
         section = np.fromfile(
             bucket.digests, np.int64, 2 * _READ_AT_ONCE, offset=_DIGEST_BYTES * start
@@ -325,5 +322,5 @@ def _read_bucket(bucket: Bucket) -> _Digests:
         members = np.flatnonzero(bucket_of_digest == bucket.number)
         low.append(section[members, 0])
         high.append(section[members, 1])
-        index.append(start + members)
-    return _Digests(np.concatenate(low), np.concatenate(high), np.concatenate(index))
+        position.append(start + members)
+    return _Digests(np.concatenate(low), np.concatenate(high), np.concatenate(position))

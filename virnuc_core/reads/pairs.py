@@ -52,8 +52,7 @@ def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
         inputs: All files.
 
     Returns:
-        The same inputs with their pairs. Paired files come first. A file with both mates is a pair
-        with itself.
+        The same inputs with their pairs. Files with mates come first.
     """
     reasons: dict[tuple[str, str], str] = {}  # by a pair of files: why they are a pair
     if spec.pairs:

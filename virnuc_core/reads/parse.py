@@ -112,8 +112,6 @@ def map_batches(
     with closing(_cut_files(files, log, block_bytes)) as cut_pieces:
         queue = _PieceQueue(cut_pieces)
         irregular_batches: Iterator[ReadBatch] = iter(())
-        # The pieces are parsed by workers. If one of them finds an irregular record, the rest of
-        # its file is parsed line by line in this process, and then the workers continue.
         while True:
             # Parse in parallel up to the first irregular record.
             items = _PendingItems(chain(irregular_batches, queue), log)
@@ -123,7 +121,7 @@ def map_batches(
             # Parse the rest of this file line by line. Pieces that workers received already are
             # put back, because the slow parser must see the pieces of this file first.
             queue.put_back([item for item in items.pending if isinstance(item, Piece)])
-            from virnuc_core.reads.slow_parser import read_irregular  # imported late: rarely used
+            from virnuc_core.reads.slow_parser import read_irregular  # few runs need it
 
             irregular_batches = read_irregular(irregular_piece, queue, log, block_bytes)
 
@@ -136,7 +134,6 @@ class _PieceQueue(Iterator[Piece]):
         self._returned = deque[Piece]()
 
     def __next__(self) -> Piece:
-        """Return the next piece: first those that were put back, then new ones."""
         if self._returned:
             return self._returned.popleft()
         return next(self._pieces)
@@ -158,7 +155,6 @@ class _PendingItems(Iterator[Piece | ReadBatch]):
         self.pending = deque[Piece | ReadBatch]()
 
     def __next__(self) -> Piece | ReadBatch:
-        """Return the next item, and add the time that it took to cut it to the log."""
         start_s = time.perf_counter()
         try:
             item = next(self._items)
@@ -359,7 +355,6 @@ class _FileCutter:
             self._read_more()
             # All text that is left belongs into the last piece if no further cut is needed.
             piece: Piece | None
-            # Text that ends a file is left to `_last_piece`.
             if self._part is not None:
                 if self._has_ended and b"\n>" not in self._text:
                     break
@@ -593,5 +588,5 @@ def _find_end_of_records(text: bytes, format_: Format) -> int:
 
 
 def _count_newlines(text: bytes) -> int:
-    """Return the number of newlines. NumPy is many times faster here than `bytes.count`."""
+    """Count the newlines; numpy is many times as fast as `bytes.count`."""
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n")))

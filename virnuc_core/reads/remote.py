@@ -287,7 +287,7 @@ def _save_body(response: httpx.Response, file: BinaryIO, name: str) -> None:
         n_bytes_allowed -= file.write(piece)
         n_bytes_in_interval += len(piece)
         if n_bytes_allowed < 0:
-            raise _too_large_error("more bytes", name)
+            raise _too_large_error(f"more than {MAX_BYTES:,} bytes", name)
         elapsed_s = time.monotonic() - interval_start_s
         if elapsed_s > SLOW_S:
             if n_bytes_in_interval < elapsed_s * MIN_BYTES_PER_S:
@@ -301,7 +301,7 @@ def _save_body(response: httpx.Response, file: BinaryIO, name: str) -> None:
 def _too_large_error(amount: str, name: str) -> InputError:
     """Return the error for a file that is larger than `MAX_BYTES`."""
     return InputError(
-        f"{amount} to come, at most {MAX_BYTES:,} are taken",
+        f"the file has {amount}, but at most {MAX_BYTES:,} bytes can be fetched",
         file=name,
         hint="fetch the file yourself",
     )
@@ -452,8 +452,8 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
     wanted_accessions = [accession.strip() for accession in accessions if accession.strip()]
     invalid = [word for word in wanted_accessions if not _ACCESSION.fullmatch(word)]
     if invalid or not wanted_accessions:
-        words = ", ".join(invalid) or "nothing named"
-        raise ConfigError(f"no NCBI accession: {words}; expected such as NC_045512.2")
+        words = ", ".join(invalid) or "none is named"
+        raise ConfigError(f"not an NCBI accession: {words}; an accession looks like NC_045512.2")
     digest = hashlib.sha256("\n".join(wanted_accessions).encode()).hexdigest()[:12]
     target = folder / f"ncbi_{digest}.fasta"
     if target.is_file():

@@ -237,7 +237,7 @@ def _reuse_or_build(
     Returns:
         The summary of the store.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     scratch_prefix = f".{out.name}.scratch"
     # This process holds the lease of the run directory. So nobody else uses these folders.
     for leftover in out.parent.glob(f"{scratch_prefix}*"):
@@ -357,13 +357,6 @@ class _LongReads:
     """Handles long reads, which are parsed in parts, and translates each when it is complete."""
 
     def __init__(self, model_length: int, folder: Path, workers: Workers) -> None:
-        """Begin without a read.
-
-        Args:
-            model_length: Length of a chunk in bases.
-            folder: The folder for temporary files.
-            workers: The processes that translate.
-        """
         self._model_length = model_length
         self._folder = folder
         self._workers = workers
@@ -543,10 +536,9 @@ def _file_of_read(spans: list[ReadSpan], read: int, read_id: str) -> str:
 
 
 def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary | None:
-    """Return the summary of the store at `out` if it can be used again, otherwise None.
+    """Return the summary of the store that is there, if it can be used again.
 
-    It can be used again if the same files were staged with the same settings, and its checksum is
-    correct.
+    It can if the same files were staged with the same settings, and the store is intact.
     """
     if not path_exists(out) or not all(can_be_read_twice(name) for name in inputs.files):
         return None

@@ -1,8 +1,9 @@
-"""Write out some of the reads as they stand in the input: a sample, or those of a verdict.
+"""Write a subset of the input reads to files: a random sample, or all reads with a verdict.
 
-A sample has the same distribution of lengths as the whole. The reads are read twice for it: once
-for their lengths, once to draw. One read is drawn from each of as many equal stretches of the reads
-in order of length. About 20 bytes a read are held in memory, however long the reads are.
+The text of each record is copied unchanged. A sample has the same distribution of lengths as all
+reads. To draw it, the input is read twice: first for the lengths, then to copy the chosen reads.
+The reads are sorted by length and divided into equal groups, and one read is drawn from each group.
+This takes about 20 bytes of memory per read, for reads of any length.
 """
 
 import csv
@@ -33,7 +34,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE
 from virnuc_core.rundir import MATE_SUFFIXES, RunDir, require_absent
 
-_MAX_BINS: Final = 50  # of a histogram
+_MAX_BINS: Final = 50  # rows of the table that compares the lengths before and after
 _FORMAT_BY_ENDING: Final[dict[str, Format]] = {
     "fq": "fastq",
     "fastq": "fastq",
@@ -41,7 +42,7 @@ _FORMAT_BY_ENDING: Final[dict[str, Format]] = {
     "fna": "fasta",
     "fasta": "fasta",
 }
-_FIRST_MATE: Final = 0  # places in MATE_SUFFIXES
+_FIRST_MATE: Final = 0  # indices of MATE_SUFFIXES
 _SECOND_MATE: Final = 1
 _ORPHAN: Final = 2
 
@@ -57,7 +58,7 @@ class SampleSummary(NamedTuple):
     distance: float
 
     def lines(self) -> list[str]:
-        """Format both histograms and their distance for people."""
+        """Return a table that compares the lengths before and after sampling, as lines of text."""
         lines = [f"{'length':>15} {'before':>12} {'share':>8} {'after':>12} {'share':>8}"]
         for shortest, longest, n_before, n_after in self.bins.to_numpy().tolist():
             span = str(shortest) if shortest == longest else f"{shortest}-{longest}"
@@ -75,9 +76,9 @@ class SampleSummary(NamedTuple):
 
 
 def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False) -> SampleSummary:
-    """Draw reads with the distribution of lengths of all reads.
+    """Draw a random sample of reads with the same distribution of lengths, and write it to a file.
 
-    The reads are written as they stand in the input, in their order.
+    The records are copied unchanged, in the order of the input.
 
     Args:
         source: A file or folder.
@@ -86,16 +87,19 @@ def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False
         seed: Equal seeds draw equal reads.
         force: Replace `out` if it exists.
 
+    Returns:
+        The lengths of the sample compared with those of all reads.
+
     Raises:
         InputError: The reads cannot be used or cannot be read twice, or FASTA is mixed with FASTQ.
-        ConfigError: `n` is below 1, `out` exists, or its name belies the format.
+        ConfigError: `n` is below 1, `out` exists, or its name ends like another format.
     """
     if n < 1:
-        raise ConfigError(f"{n} reads were asked for; ask for 1 or more")
+        raise ConfigError(f"{n} reads were requested; request 1 or more")
     require_rereadable((source,))
     files = find_inputs((source,)).files
     if any(out.resolve() == Path(name).resolve() for name in files):
-        raise ConfigError(f"{out}: is what is drawn from; choose another name")
+        raise ConfigError(f"{out}: the reads are drawn from this file; choose another name")
     require_absent(out, force=force)
     lengths = _read_lengths(files, out)
     reads_by_length = np.argsort(lengths, kind="stable")
@@ -107,12 +111,12 @@ def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False
 
 
 def _copy_reads(files: tuple[str, ...], is_drawn: NDArray[np.bool_], out: Path) -> None:
-    """Write the drawn reads of some files.
+    """Copy the drawn reads of some files to one file, unchanged and in order.
 
     Args:
-        files: The files.
-        is_drawn: Which reads are drawn: bool [reads].
-        out: The file to write.
+        files: The input files.
+        is_drawn: Which reads of the input are drawn: bool [reads].
+        out: The file to write. It appears when it is complete.
     """
     n_passed = 0
     with create_reads_file(out) as file:
@@ -120,6 +124,7 @@ def _copy_reads(files: tuple[str, ...], is_drawn: NDArray[np.bool_], out: Path) 
             is_drawn_in_batch = is_drawn[n_passed : n_passed + len(batch)]
             for index in np.flatnonzero(is_drawn_in_batch).tolist():
                 file.write(batch.records[index])
+            # A long read comes in several parts, which all are the same read.
             if batch.part is None or batch.part.is_last:
                 n_passed += len(batch)
 
@@ -127,7 +132,16 @@ def _copy_reads(files: tuple[str, ...], is_drawn: NDArray[np.bool_], out: Path) 
 def _summarize_sample(
     lengths: NDArray[np.uint32], drawn_lengths: NDArray[np.uint32]
 ) -> SampleSummary:
-    """Compare the lengths of all reads with those of a sample."""
+    """Compare the lengths of all reads with the lengths of a sample.
+
+    Args:
+        lengths: The bases of each read.
+        drawn_lengths: The bases of each read of the sample.
+
+    Returns:
+        A table with bins of lengths, and the largest difference of the cumulative distributions.
+    """
+    # The distance of the two distributions.
     distinct_lengths, n_before = np.unique(lengths, return_counts=True)
     n_after = np.bincount(
         np.searchsorted(distinct_lengths, drawn_lengths), minlength=len(distinct_lengths)
@@ -136,8 +150,9 @@ def _summarize_sample(
     cumulative_after = n_after.cumsum() / max(1, len(drawn_lengths))
     distance = np.abs(cumulative_before - cumulative_after).max(initial=0.0)
 
+    # Divide the lengths into bins with about equal numbers of reads.
     n_shorter = n_before.cumsum() - n_before
-    bin_of_length = n_shorter * _MAX_BINS // max(1, len(lengths))  # bins of about equal size
+    bin_of_length = n_shorter * _MAX_BINS // max(1, len(lengths))
     bin_starts = np.flatnonzero(np.diff(bin_of_length, prepend=-1))
     bins = pd.DataFrame(
         {
@@ -151,10 +166,10 @@ def _summarize_sample(
 
 
 def choose_reads(total: int, wanted: int | None, seed: int) -> NDArray[np.int64]:
-    """Choose reads that represent all: one at random from each of as many equal stretches.
+    """Choose reads that represent the whole input: one at random from each of equal ranges.
 
-    A fixed step would follow any pattern of the input, such as mates in turn or tiles of a flow
-    cell.
+    A fixed step, such as every tenth read, could coincide with a pattern of the input, such as
+    alternating mates or the tiles of a flow cell.
 
     Args:
         total: The number of reads.
@@ -171,11 +186,16 @@ def choose_reads(total: int, wanted: int | None, seed: int) -> NDArray[np.int64]
 
 
 def _read_lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
-    """Read the number of bases of each read: uint32 [reads].
+    """Parse all files and return the number of bases of each read: uint32 [reads].
+
+    Args:
+        files: The files.
+        out: The file that will be written later. Its name is checked against the format here,
+            because the format is known now.
 
     Raises:
-        InputError: FASTA is mixed with FASTQ, and as of `parse`.
-        ConfigError: The name of `out` belies the format.
+        InputError: FASTA is mixed with FASTQ, or see `parse`.
+        ConfigError: `out` has a FASTA ending for FASTQ reads, or the other way round.
     """
     lengths = [np.zeros(0, np.uint32)]
     format_: Format | None = None
@@ -184,7 +204,7 @@ def _read_lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
             raise InputError(
                 "FASTA and FASTQ are mixed",
                 file=files[batch.file_index],
-                hint="sample them one by one",
+                hint="sample each format by itself",
             )
         format_ = batch.format
         if batch.part is None:
@@ -202,7 +222,10 @@ def _read_lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
 
 
 def require_rereadable(reads: Sequence[str]) -> None:
-    """Raise an `InputError` if an input cannot be read twice, so that no reads can be picked."""
+    """Raise an `InputError` if an input is a pipe or standard input, which can be read only once.
+
+    Reads are copied in a second pass over the input.
+    """
     for name in find_inputs(tuple(reads)).files:
         if not can_be_read_twice(name):
             source = "standard input" if name == STDIN else name
@@ -215,14 +238,15 @@ def require_rereadable(reads: Sequence[str]) -> None:
 def write_reads(
     run: RunDir, store: OrfStore, staging: StageSummary, verdicts: Sequence[str] = ("viral",)
 ) -> int:
-    """Write the reads of some verdicts to files of their own, as they stand in the input.
+    """Copy the input reads with certain verdicts to files in the run directory.
 
-    FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`; the file is empty if no
-    read is viral. Mates go to `viral_R1` and `viral_R2`, in step, and reads without a mate to
-    `viral_orphans`. The same input gives the same bytes.
+    For the verdict `viral`, FASTQ reads are written to `viral.fastq.gz` and FASTA reads to
+    `viral.fasta.gz`. The file is empty if no read is viral. Of pairs, first mates are written to
+    `viral_R1`, second mates to `viral_R2` in the same order, and reads without a mate to
+    `viral_orphans`. The same input gives the same bytes. Such files of an earlier run are removed.
 
     Args:
-        run: The run directory. Its `reads.tsv`, or `pairs.tsv`, tells the verdicts.
+        run: The run directory. Its `reads.tsv`, or `pairs.tsv`, has the verdicts.
         store: The staged reads.
         staging: The summary of their staging.
         verdicts: `viral`, `nonviral` for all other reads, or both.
@@ -231,7 +255,7 @@ def write_reads(
         The number of reads that were written.
 
     Raises:
-        InputError: The input is not what was staged, or cannot be read twice.
+        InputError: The input has changed since it was staged, or cannot be read twice.
     """
     require_rereadable(staging.files)
     destinations = _find_destinations(run, store, verdicts)
@@ -244,14 +268,21 @@ def write_reads(
         _require_staged_input(export.n_passed, store, staging, log)
         for path in run.reads_of(verdicts):
             if path.name not in export.file_names:
-                path.unlink(missing_ok=True)  # of an earlier run with other reads
+                path.unlink(missing_ok=True)  # written by an earlier run with other reads
     return int((destinations.kind_of_read >= 0).sum())
 
 
 def _require_staged_input(
     n_reads: int, store: OrfStore, staging: StageSummary, log: ParseLog
 ) -> None:
-    """Raise an `InputError` if the files that were read are not what was staged."""
+    """Raise an `InputError` if the input files have changed since they were staged.
+
+    Args:
+        n_reads: The number of reads in the files now.
+        store: The staged reads.
+        staging: The summary of staging, with the digest of each file.
+        log: The log of reading the files now, with their digests.
+    """
     if n_reads != store.n_reads:
         raise InputError(
             f"{n_reads} reads are in the input, {store.n_reads} were staged",
@@ -259,7 +290,11 @@ def _require_staged_input(
         )
     for file in staging.by_file:
         if file.content not in (None, log.contents[file.file]):
-            raise InputError("no longer what was staged", file=file.file, hint="run predict again")
+            raise InputError(
+                "this file has changed since it was staged",
+                file=file.file,
+                hint="run predict again",
+            )
 
 
 @dataclass(frozen=True)
@@ -267,14 +302,19 @@ class _Destinations:
     """The kinds of files to write, and the kind for each read."""
 
     kinds: list[str]  # such as `viral`, or `viral_R1`
-    kind_of_read: NDArray[np.int64]  # [n_reads] place in `kinds`, -1 for none
+    kind_of_read: NDArray[np.int64]  # [n_reads] index in `kinds`; -1 if the read is not written
 
 
 def _find_destinations(run: RunDir, store: OrfStore, verdicts: Sequence[str]) -> _Destinations:
-    """Find out to which kind of file each read goes.
+    """Find out for each read to which kind of file it is written.
+
+    Args:
+        run: The run directory with the verdicts.
+        store: The staged reads.
+        verdicts: `viral`, `nonviral` or both.
 
     Raises:
-        InputError: The table of verdicts does not fit the store.
+        InputError: The table of verdicts has another number of reads than the store.
     """
     is_viral = _find_viral_reads(run, store)
     if store.paired:
@@ -293,14 +333,17 @@ def _find_destinations(run: RunDir, store: OrfStore, verdicts: Sequence[str]) ->
 
 
 def _find_viral_reads(run: RunDir, store: OrfStore) -> NDArray[np.bool_]:
-    """Find the reads with the verdict viral: bool [n_reads]. Mates share a verdict.
+    """Return which reads have the verdict viral: bool [n_reads].
+
+    Mates have the same verdict, which is in `pairs.tsv`. For single reads it is in `reads.tsv`.
 
     Raises:
-        InputError: The table does not fit the store.
+        InputError: The table has another number of reads than the store.
     """
     path = run.pairs_table if store.paired else run.reads_table
     follows_mate = _follows_mate(store)
-    line_of_read = np.cumsum(~follows_mate) - 1  # in `pairs.tsv` mates share a line
+    # In `pairs.tsv` both mates are on one line: a read that follows its mate begins no new line.
+    line_of_read = np.cumsum(~follows_mate) - 1
     n_lines = int(np.count_nonzero(~follows_mate))
     fates = read_table(path, {"fate": "str"})["fate"].to_numpy()
     if len(fates) != n_lines:
@@ -311,20 +354,28 @@ def _find_viral_reads(run: RunDir, store: OrfStore) -> NDArray[np.bool_]:
 
 
 def _find_mates(store: OrfStore) -> NDArray[np.int64]:
-    """Find which mate each read is: int64 [n_reads] of places in `MATE_SUFFIXES`."""
+    """Return for each read if it is a first mate (0), a second mate (1) or an orphan (2).
+
+    Returns:
+        int64 [n_reads] of indices of `MATE_SUFFIXES`.
+    """
     is_second = _follows_mate(store)
-    is_first = np.append(is_second[1:], False)
+    is_first = np.append(is_second[1:], False)  # the next read is the mate
     return np.where(is_second, _SECOND_MATE, np.where(is_first, _FIRST_MATE, _ORPHAN))
 
 
 def _follows_mate(store: OrfStore) -> NDArray[np.bool_]:
-    """Find the reads whose mate is the previous read: bool [n_reads]."""
+    """Return which reads directly follow their mates: bool [n_reads]."""
     follows_mate: NDArray[np.bool_] = (np.asarray(store.read_flags) & MATE) > 0
     return follows_mate
 
 
 class _Export:
-    """Writes reads to the files of their kinds, and checks that they are those of the store."""
+    """Writes reads to the files for their verdicts, and checks that they are the staged reads.
+
+    Attributes:
+        n_passed: The number of reads that were added so far, written or not.
+    """
 
     def __init__(
         self, run: RunDir, store: OrfStore, destinations: _Destinations, stack: ExitStack
@@ -335,8 +386,9 @@ class _Export:
         self._kind_of_read = destinations.kind_of_read
         self._stack = stack  # closes the files
         self._files: dict[str, BinaryIO] = {}  # by name
-        self._is_within_written_read = False  # more parts of a read that was begun are to come
-        self.n_passed = 0  # reads so far
+        # The first parts of a long read were written, and more parts of it will follow.
+        self._is_within_written_read = False
+        self.n_passed = 0
 
     @property
     def file_names(self) -> set[str]:
@@ -344,21 +396,24 @@ class _Export:
         return set(self._files)
 
     def add(self, batch: ReadBatch) -> None:
-        """Write the next reads of the input.
+        """Write those of the next input reads that have a wanted verdict.
+
+        Args:
+            batch: The next reads, or a part of a long read.
 
         Raises:
-            InputError: They are not those that were staged.
+            InputError: They are not the reads that were staged.
         """
         part = batch.part
         first = self.n_passed
         end = first + len(batch)
         is_complete = part is None or part.is_last
         if part is not None and part.is_dropped and not self._is_within_written_read:
-            return  # nor was it staged
+            return  # a broken long read, which was not staged either
         was_staged = self._was_staged(batch, first, end)
         if is_complete and not was_staged:
             raise InputError(
-                f"reads {first + 1} to {end} are not those that were staged",
+                f"reads {first + 1} to {end} are not the reads that were staged",
                 hint="run predict again",
             )
         files = self._open_files(batch.format)
@@ -373,14 +428,17 @@ class _Export:
             self.n_passed = end
 
     def _was_staged(self, batch: ReadBatch, first: int, end: int) -> bool:
-        """Return True if reads `first` to `end` of the store have the ids of a batch."""
+        """Return True if the staged reads `first` to `end` (exclusive) have the ids of a batch."""
         if end > self._store.n_reads:
             return False
         ids = [batch.id(index) for index in range(len(batch))]
         return self._store.original_ids(first, end) == ids
 
     def _open_files(self, format_: Format) -> list[BinaryIO]:
-        """Return the files of each kind for a format; they are created when they are needed."""
+        """Return the open file of each kind, in the order of `_kinds`, for reads of a format.
+
+        Files that are not open yet are created. They appear when the export is complete.
+        """
         files: list[BinaryIO] = []
         for kind in self._kinds:
             name = f"{kind}.{format_}.gz"
@@ -392,7 +450,7 @@ class _Export:
 
 
 def read_columns(path: Path, columns: Mapping[str, str], **options: Any) -> Any:
-    """Read columns of a TAB-separated table, with text as it stands.
+    """Read columns of a TAB-separated table without changing any text.
 
     Args:
         path: The table.
@@ -408,21 +466,21 @@ def read_columns(path: Path, columns: Mapping[str, str], **options: Any) -> Any:
         usecols=list(columns),
         dtype=dict(columns),
         quoting=csv.QUOTE_NONE,
-        keep_default_na=False,  # a read may be called NA
+        keep_default_na=False,  # a read may have the id NA, which is not a missing value here
         encoding_errors="surrogateescape",
         **options,
     )
 
 
 def read_table(path: Path, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Read columns of `reads.tsv` or `pairs.tsv`.
+    """Read columns of `reads.tsv` or `pairs.tsv`; an empty viral score becomes NaN.
 
     Args:
         path: The table.
         columns: The types of the columns, by name.
 
     Raises:
-        InputError: This is not such a table.
+        InputError: A column is missing, or a value has another type.
     """
     try:
         table: pd.DataFrame = read_columns(path, columns, na_values={"viral_score": [""]})

@@ -150,7 +150,7 @@ def test_samples_and_exports_of_long_records_are_complete(
         contents[size] = (tmp_path / "drawn.fa").read_text()
     assert len(set(contents.values())) == 1
     assert contents[64].count(">") == 3
-    with pytest.raises(InputError, match="not those that were staged"):
+    with pytest.raises(InputError, match="not the reads that were staged"):
         write_reads(
             run, OrfStore.open(run.store), summary.model_copy(update={"files": (good, path)})
         )

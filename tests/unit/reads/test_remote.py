@@ -415,7 +415,7 @@ def test_unknown_and_invalid_accessions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nothing for NC_000009\.1"):
         fetch_accessions(["NC_000001.1", "NC_000009.1"], tmp_path, email="lab@example.org")
     for wrong in (["../x"], [""], ["hello world"]):
-        with pytest.raises(ConfigError, match="no NCBI accession"):
+        with pytest.raises(ConfigError, match="not an NCBI accession"):
             fetch_accessions(wrong, tmp_path, email="lab@example.org")
     with pytest.raises(ConfigError, match="mail address"):
         fetch_accessions(["NC_000001.1"], tmp_path, email=None)

@@ -135,7 +135,7 @@ def test_lengths_of_long_reads_stay_close(real_data: Path, tmp_path: Path) -> No
 def test_a_sample_never_replaces_what_it_is_drawn_from(tmp_path: Path) -> None:
     path = tmp_path / "reads.fa"
     path.write_text(">a\nACGT\n>b\nACGTA\n")
-    with pytest.raises(ConfigError, match="is what is drawn from"):
+    with pytest.raises(ConfigError, match="the reads are drawn from this file"):
         sample(str(path), 1, tmp_path / "." / "reads.fa", force=True)
     assert path.read_text().count(">") == 2
 
