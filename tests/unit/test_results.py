@@ -352,12 +352,12 @@ def test_other_reads_than_those_staged_are_refused(tmp_path: Path) -> None:
     run, store, reads = staged(tmp_path, FASTQ, FASTA)
     with pytest.raises(InputError, match="3 reads are in the input, 5 were staged"):
         write_reads(run, store, reads.model_copy(update={"files": reads.files[:1]}))
-    with pytest.raises(InputError, match="not those that were staged"):
+    with pytest.raises(InputError, match="not the reads that were staged"):
         write_reads(run, store, reads.model_copy(update={"files": reads.files[::-1]}))
     with pytest.raises(InputError, match="standard input"):
         write_reads(run, store, reads.model_copy(update={"files": ("-",)}))
     (tmp_path / "a.fastq").write_text(FASTQ.replace("IIII", "JJJJ"))
-    with pytest.raises(InputError, match=r"a\.fastq: no longer what was staged"):
+    with pytest.raises(InputError, match=r"a\.fastq: this file has changed since it was staged"):
         write_reads(run, store, reads)
     assert not list(run.root.glob("*viral.*"))
 

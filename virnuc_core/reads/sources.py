@@ -513,8 +513,8 @@ class Source:
             b"" at the end of the file.
 
         Raises:
-            UnreadableError: The system cannot read the file. This is not damage: the bytes that were
-                not read may be good.
+            UnreadableError: The system cannot read the file. This is not damage: the bytes that
+                were not read may be good.
         """
         piece = read_with_retries(Path(self.name), lambda: self._stream.read(_PIECE_BYTES))
         self._size += len(piece)
@@ -564,16 +564,11 @@ def find_alignment_format(head: bytes) -> str:
 def find_alignment_format_of_file(name: str) -> str:
     """Return `BAM`, `CRAM` or `SAM` if an input has this format; an empty text otherwise.
 
-<<<<<<< HEAD
-    The string is empty for a pipe, for a file that is absent, and for a file that this user may not
-    read.
+    An empty text is also returned for a pipe, because reading would consume its first bytes, and
+    for a file that is absent or that this user may not read, because opening it later reports that.
 
     Raises:
         UnreadableError: The system cannot read the file, so that nothing is known about it.
-=======
-    An empty text is also returned for a pipe, because reading would consume its first bytes, and
-    for a file that cannot be read, because opening it later reports the reason.
->>>>>>> f728da2 (reads: say in plain words what each function takes, returns and changes; messages are plain sentences)
     """
 
     def read_head() -> bytes:

@@ -303,7 +303,7 @@ def test_a_download_has_limits(
         fetch(url, tmp_path)
     behaviour.length = None
     monkeypatch.setattr(remote, "MAX_BYTES", 100_000)
-    with pytest.raises(InputError, match="at most 100,000 are"):
+    with pytest.raises(InputError, match="at most 100,000 bytes"):
         fetch(url, tmp_path)
     monkeypatch.setattr(remote, "MIN_BYTES_PER_S", 1 << 50)
     monkeypatch.setattr(remote, "SLOW_S", 0.0)

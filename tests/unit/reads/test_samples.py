@@ -68,8 +68,8 @@ def test_rows_of_a_sample_are_joined_as_lanes_and_other_columns_are_ignored(
         ),
         (HEADER + "..,a.fq,\n", r"not the name"),
         (HEADER + "-o,a.fq,\n", r"not the name"),
-        (HEADER + "shards,a.fq,\n", r"'shards': a name of virnuc's own"),
-        (HEADER + "samples.tsv,a.fq,\n", r"a name of virnuc's own"),
+        (HEADER + "shards,a.fq,\n", r"'shards': virnuc writes a file of this name"),
+        (HEADER + "samples.tsv,a.fq,\n", r"virnuc writes a file of this name"),
         (HEADER + "a,-,\n", r"no file in fastq_1"),
         (
             HEADER + "a,a.fq,\nb," + "b" * 140_000 + ",\n",
