@@ -213,7 +213,7 @@ def _stage_lines(run: RunMetrics) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class FurtherBlock:
-    """What stands in `beside.txt.j2`: lines beside the criteria, and the warnings."""
+    """The texts for the template `beside.txt.j2`: further lines, and the warnings."""
 
     run_label: str
     lines: list[str]
@@ -221,7 +221,7 @@ class FurtherBlock:
 
 
 def further_block(report: Report) -> FurtherBlock:
-    """Return what the printed report says beside the criteria."""
+    """Return the part of the printed report after the criteria: facts, checks and warnings."""
     facts = efficiency_facts(report)
     lines = [_fact_line(title, value) for title, value in facts.items()]
     lines += [_check_line(check) for check in report.further_verdicts]
@@ -241,11 +241,12 @@ def further_block(report: Report) -> FurtherBlock:
 
 
 def _fact_line(title: str, value: str) -> str:
+    """Return a line with a title and, in a column of its own, a value."""
     return f"  {title + ':':<33}{value}"
 
 
 def _check_line(check: Criterion) -> str:
-    """Return the line of a further check."""
+    """Return the line of a further check: value, target and verdict."""
     verdict = check.verdict.upper()
     if check.id == "same_bytes":
         return _fact_line("Same bytes on all devices", f"[{verdict}]")
@@ -256,6 +257,7 @@ def _check_line(check: Criterion) -> str:
 
 
 def _regression_text(report: Report) -> str:
+    """Return the verdict on the comparison with the previous run, with its reason."""
     regression = report.regression
     if regression is None:
         return "not run: there is no history"
@@ -264,7 +266,7 @@ def _regression_text(report: Report) -> str:
 
 
 def _reads_text(accounting: Accounting | None) -> str:
-    """Return the sum of the fates of the reads."""
+    """Return the number of reads as the sum of their fates: `5 = 2 viral + 3 others`."""
     if accounting is None:
         return "not run"
     fates = [f"{count:,} {fate}" for fate, count in accounting.fates.items()]
@@ -295,7 +297,7 @@ def _software_text(report: Report) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SummaryBlock:
-    """What stands in `summary.txt.j2`: the lines of each part."""
+    """The texts for the template `summary.txt.j2`: the lines of each part."""
 
     workload: list[str]
     throughput: list[str]
@@ -306,7 +308,7 @@ class SummaryBlock:
 
 
 def summary_block(report: Report) -> SummaryBlock:
-    """Return the lines of the performance summary."""
+    """Return the lines of the performance summary. Numbers that were not measured are `n/a`."""
     run = report.run
     telemetry = None if run is None else run.telemetry
     num_reads = total_s = reads_per_hour = reads_per_s = hours_projected = None
@@ -366,6 +368,7 @@ def summary_block(report: Report) -> SummaryBlock:
 
 
 def _summary_line(title: str, value: str | None, unit: str = "") -> str:
+    """Return a line of the performance summary with aligned value and unit."""
     return f"  {title + ':':<28}{cell(value):>14} {unit}".rstrip()
 
 
@@ -377,6 +380,6 @@ def _gigabytes(size: float | None) -> str | None:
 
 
 def _requirement_line(criterion: Criterion, name: str) -> str:
-    """Return the line of a requirement, which is called by the id of its criterion."""
+    """Return the line of a requirement: its id (such as PERF-01), target, value and verdict."""
     title = f"{criterion.perf_id} ({name} {target_text(criterion.target, criterion.unit)}):"
     return f"  {title:<32} {format_value(criterion):>12}  [{criterion.verdict.upper()}]"

@@ -10,7 +10,7 @@ from virnuc_core.tools.trace import TraceTable
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What was recorded on one device, and in which file it is kept."""
+    """A line of the page: the file of a recording, and how much was recorded on one device."""
 
     file: str
     amount: str
@@ -27,9 +27,9 @@ def profile_markdown(
 
     Args:
         tables: The recordings.
-        stages: The nine stages of the run that was not disturbed.
-        marks: The recorded stages.
-        operations: The recorded operations that took most time.
+        stages: Times of the nine stages in the whole run.
+        marks: Times of the stages while the profiler recorded.
+        operations: The recorded operations with the longest times.
     """
     return fill_template(
         "profile.md.j2",
@@ -41,6 +41,7 @@ def profile_markdown(
 
 
 def _recording(table: TraceTable) -> Recording:
+    """Return the line of the page on one recording."""
     shards = "shard" if table.shards == 1 else "shards"
     seconds = f"{table.window_ms / 1e3:.2f} s"
     batches = f"{table.batches} batches, {table.tokens:,} tokens"

@@ -18,13 +18,13 @@ class Interval:
 
 
 def wilson_interval(share: float, n: int) -> Interval:
-    """Return the 95 % confidence interval of a share that was found in a sample.
+    """Return the 95 % confidence interval of a share that was measured on a sample.
 
     Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference,
     Journal of the American Statistical Association 22 (1927).
 
     Args:
-        share: The share that was found, 0 to 1.
+        share: The share in the sample, 0 to 1.
         n: The size of the sample, at least 1.
     """
     variance = share * (1.0 - share) + Z_SQUARED / (4 * n)
@@ -33,7 +33,8 @@ def wilson_interval(share: float, n: int) -> Interval:
     scale = 1.0 + Z_SQUARED / n
     low = (centre - half_width) / scale
     high = (centre + half_width) / scale
-    # These two ends are exact. Rounding may move them, and a share of 1 then fails a target of 1.
+    # For these two shares, one end of the interval is exactly 0 or 1. Rounding could move it, and a
+    # share of 1 would then fail a target of 1.
     if share == 0.0:
         low = 0.0
     if share == 1.0:
@@ -42,10 +43,13 @@ def wilson_interval(share: float, n: int) -> Interval:
 
 
 def samples_needed(target: float) -> int:
-    """Return the smallest sample whose interval begins at `target` if every member agrees.
+    """Return the size of a sample that can show that a share is at least `target`.
+
+    It is the smallest sample for which the confidence interval of a measured share of 1 begins at
+    `target`.
 
     Args:
-        target: The share that is to be shown, 0 to 1.
+        target: The share to show, 0 to 1.
     """
     share = min(target, MAX_SHARE)
     return math.ceil(Z_SQUARED * share / (1.0 - share))

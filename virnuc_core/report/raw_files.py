@@ -33,9 +33,12 @@ class NamedTelemetry:
 
 @dataclass
 class RawFolder:
-    """The files of one validate directory.
+    """Reads the files of one validation's directory.
 
-    It remembers which files were read, and what was wrong with those that could not be.
+    Attributes:
+        root: The directory.
+        used: The names of all files that were read.
+        problems: Why files could not be used, by name.
     """
 
     root: Path
@@ -50,7 +53,8 @@ class RawFolder:
             parts: The path of the file below the validation's directory.
 
         Returns:
-            `None` if the file is missing, or if one of its values is wrong, which is noted.
+            The content, or `None` if the file is missing or has a wrong value. A wrong value is
+            added to `problems`.
         """
         path = self.root.joinpath(*parts)
         return self.attempt(path, lambda path: read(path, kind))
@@ -63,7 +67,8 @@ class RawFolder:
             named: The file that the run's summary names. If it names none, the newest is read.
 
         Returns:
-            `None` if there is none, or if it cannot be read, which is noted.
+            The telemetry, or `None` if there is none or it cannot be read. The latter is added to
+            `problems`.
         """
         folder = self.root / run / "telemetry"
         if named is not None:
@@ -79,10 +84,11 @@ class RawFolder:
         return NamedTelemetry(self._name_of(path), content)
 
     def attempt(self, path: Path, load: Callable[[Path], Content]) -> Content | None:
-        """Return what `load` makes of a file.
+        """Call `load` with a file, and return the result.
 
         Returns:
-            `None` if the file is missing, or if it cannot be read, which is noted.
+            The result, or `None` if the file is missing or `load` raises one of our errors. The
+            error is added to `problems`.
         """
         if not path.is_file():
             return None
@@ -114,9 +120,9 @@ def run_names(out: Path, prefix: str = RUN_PREFIX, max_devices: int = 0) -> list
 
     Args:
         out: The validation's directory.
-        prefix: What stands before the number in a name. With `devices-2.` the numbered repetitions
-            of the run on two devices are found.
-        max_devices: Leave out runs on more devices than this. If it is 0, none is left out.
+        prefix: The part of the name before the number. With `devices-2.`, the repetitions of the
+            run on two devices are returned: `devices-2.1`, `devices-2.2`, ...
+        max_devices: Leave out runs on more devices than this number. 0 leaves out none.
     """
     numbers = []
     for folder in out.glob(f"{prefix}*"):
@@ -141,7 +147,7 @@ def short_name(device: Device) -> str:
 
 
 def device_label(devices: Sequence[Device]) -> str:
-    """Return devices as the report prints them: `2x RTX 4090`. Unlike devices are listed."""
+    """Return the devices as the report prints them: `2x RTX 4090`, or `1x H100 + 1x H200`."""
     names = [short_name(device) for device in devices]
     counts = [f"{names.count(name)}x {name}" for name in dict.fromkeys(names)]
     return " + ".join(counts) or "0x device"

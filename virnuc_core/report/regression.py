@@ -58,10 +58,11 @@ class RegressionFile(Record):
 
 
 def entry_of(report: Report) -> HistoryEntry | None:
-    """Return the history line of a report.
+    """Return the entry of a report in the history of validations.
 
     Returns:
-        `None` if there was no run, or one that was resumed, cut off or without a row.
+        The entry, or `None` if the time of the run cannot be compared: there was no run, or it was
+        resumed, stopped at its time limit, or had no rows.
     """
     run = report.run
     record = report.provenance
@@ -69,7 +70,7 @@ def entry_of(report: Report) -> HistoryEntry | None:
         return None
     value_of_criterion = {criterion.id: criterion.value for criterion in report.criteria}
     weights = [record.fingerprints.get(part, "unknown") for part in WEIGHTS]
-    # the start of the run, so that it is one run whenever it is judged
+    # The entry is dated by the start of the run. So a run that is judged twice has one entry.
     created = run.attempts[0].started if run.attempts else record.created
     return HistoryEntry(
         created=created,
@@ -91,9 +92,9 @@ def entry_of(report: Report) -> HistoryEntry | None:
 
 
 def _devices_text(run: RunMetrics) -> str:
-    """Return the devices of a run as the history has them.
+    """Return the devices of a run as text for the history.
 
-    `2x NVIDIA H200`, or `2x NVIDIA H200 (nodes: 2)` on a cluster.
+    For example `2x NVIDIA H200`, or `2x NVIDIA H200 (nodes: 2)` on a cluster.
     """
     names = sorted(device.name for device in run.devices)
     text = f"{len(names)}x {' + '.join(dict.fromkeys(names))}"
@@ -112,20 +113,20 @@ class _HistoryLines:
 
 
 def read_history(path: Path) -> tuple[HistoryEntry, ...]:
-    """Return all entries of a history, oldest first; none if there is no file.
+    """Return all entries of a history, oldest first. Without a file there are none.
 
-    Lines that cannot be read are named in a warning.
+    Lines that are not entries are left out, with a warning.
     """
     lines = _read_lines(path, "passed over")
     return tuple(lines.entries.values())
 
 
 def _read_lines(path: Path, fate: str) -> _HistoryLines:
-    """Read the lines of a history.
+    """Read the lines of a history, and warn about damaged ones.
 
     Args:
         path: The file. It need not exist.
-        fate: What becomes of damaged lines, for the warning about them.
+        fate: End of the warning: what happens to the damaged lines.
     """
     lines = _HistoryLines()
     first_problem = ""
@@ -150,13 +151,13 @@ def _read_lines(path: Path, fate: str) -> _HistoryLines:
 
 
 def append_history(path: Path, entry: HistoryEntry) -> bool:
-    """Add a run to a history, under a lease.
+    """Add a run to a history file. A lease protects the file against other processes.
 
-    A run that was started at the same moment is not added again. Lines that are no entries are
-    moved to `….damaged`, with a warning.
+    If the history already has a comparable run with the same start time, nothing is added. Damaged
+    lines are moved to a file `….damaged`, with a warning.
 
     Returns:
-        Whether the run was added.
+        True if the run was added.
     """
     path = path.resolve()
     damaged_path = path.with_name(f"{path.name}.damaged")
@@ -180,13 +181,21 @@ def append_history(path: Path, entry: HistoryEntry) -> bool:
 def earlier_runs(
     history: Entries, entry: HistoryEntry, fields: Sequence[str] = SERIES_FIELDS
 ) -> list[HistoryEntry]:
-    """Return the runs before `entry` that have these fields in common with it, oldest first."""
+    """Return the runs before `entry` for which these fields are equal, oldest first."""
     runs = [old for old in history if old.same(entry, fields) and old.created < entry.created]
     return sorted(runs, key=lambda old: old.created)
 
 
 def regression(history: Entries, entry: HistoryEntry) -> Regression:
-    """Compare a run with the newest earlier one that is like it."""
+    """Compare a run with the newest comparable earlier run.
+
+    Args:
+        history: Earlier runs.
+        entry: The run.
+
+    Returns:
+        The verdict, with each metric. `not run` if there is no comparable run.
+    """
     series = earlier_runs(history, entry)
     comparable = earlier_runs(history, entry, COMPARABLE_FIELDS)
     is_stale = bool(series) and not series[-1].same(entry, COMPARABLE_FIELDS)
@@ -219,7 +228,7 @@ def regression(history: Entries, entry: HistoryEntry) -> Regression:
 
 
 def _compare_metric(name: str, previous: HistoryEntry, entry: HistoryEntry) -> RegressionMetric:
-    """Compare one metric of two runs; it fails if it is worse by more than the profile allows."""
+    """Compare one metric of two runs. It fails if it is worse by more than the profile allows."""
     old_value = getattr(previous, name)
     new_value = getattr(entry, name)
     change = None
@@ -234,6 +243,6 @@ def _compare_metric(name: str, previous: HistoryEntry, entry: HistoryEntry) -> R
 
 
 def trend(history: Entries) -> list[Row]:
-    """Return a row for each run, oldest first, each compared with the last run like it."""
+    """Return a table row for each run, compared with the newest comparable run before it."""
     runs = [(entry, regression(history, entry)) for entry in history]
     return trend_rows(runs)

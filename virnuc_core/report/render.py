@@ -59,17 +59,17 @@ def render(report: Report) -> dict[str, str]:
 
 
 def report_text(report: Report) -> str:
-    """Return the printed report: the criteria, and what stands beside them."""
+    """Return the printed report: the criteria, and the further lines after them."""
     return criteria_text(report) + further_text(report)
 
 
 def criteria_text(report: Report) -> str:
-    """Return the part of the printed report that has the layout of the published one."""
+    """Return the first part of the printed report. Its layout is that of VirNucPro's report."""
     return fill_template("criteria.txt.j2", block=criteria_block(report))
 
 
 def further_text(report: Report) -> str:
-    """Return the part of the printed report on what stands beside the criteria."""
+    """Return the second part of the printed report: facts, checks and warnings."""
     return fill_template("beside.txt.j2", block=further_block(report))
 
 
@@ -83,7 +83,7 @@ def summary_text(report: Report) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FrontMatter:
-    """What `report.md` says of itself to other programs."""
+    """The front matter of `report.md`: facts for other programs."""
 
     schema_version: int
     profile: str
@@ -97,7 +97,7 @@ class FrontMatter:
 
 
 def report_markdown(report: Report) -> str:
-    """Return `report.md`: its settings, then the report."""
+    """Return the content of `report.md`: front matter, then the report in Markdown."""
     run = report.run
     settings = FrontMatter(
         schema_version=report.schema_version,
@@ -114,7 +114,7 @@ def report_markdown(report: Report) -> str:
 
 
 def report_body(report: Report) -> str:
-    """Return the report in Markdown without the settings that `report.md` begins with."""
+    """Return the report in Markdown without the front matter."""
     return fill_template(
         "body.md.j2",
         title=report.profile.title,
@@ -150,6 +150,7 @@ def benchmark_markdown(report: Report) -> str:
 
 
 def _scaling_row(figure: ScalingMetrics) -> Row:
+    """Return the table row on one number of devices."""
     return {
         "GPUs": figure.num_gpus,
         "Time (s)": number(figure.time_seconds),
@@ -159,6 +160,7 @@ def _scaling_row(figure: ScalingMetrics) -> Row:
 
 
 def _device_row(device: DeviceMetrics) -> Row:
+    """Return the table row on the use of one device."""
     return {
         "GPU": device.device,
         "Avg Util %": number(device.gpu_util_avg, 1, "%"),
@@ -167,6 +169,7 @@ def _device_row(device: DeviceMetrics) -> Row:
 
 
 def _stage_row(speed: StageThroughput) -> Row:
+    """Return the table row on the speed of one stage."""
     return {
         "Stage": speed.stage,
         "Seq/sec": number(speed.sequences_per_s),
@@ -175,7 +178,7 @@ def _stage_row(speed: StageThroughput) -> Row:
 
 
 def approval_markdown(report: Report, rows: Sequence[Mapping[str, object]]) -> str:
-    """Return what a reviewer reads above the questions.
+    """Return the text in Markdown that a reviewer reads above the questions.
 
     Args:
         report: The report to be approved.
@@ -192,14 +195,14 @@ def approval_markdown(report: Report, rows: Sequence[Mapping[str, object]]) -> s
 
 
 def answer_markdown(report: Report) -> str:
-    """Return the answer of the reviewer, or nothing where none was asked for."""
+    """Return the reviewer's answer in Markdown, or an empty text if no answer is required."""
     if report.approval is None:
         return ""
     return sections_markdown([approval_section(report.approval)])
 
 
 def charts_markdown(charts: list[Chart]) -> str:
-    """Return charts in Markdown, on white: they are in dark ink, and Prefect's UI may be dark."""
+    """Return charts in Markdown. They get a white background, because Prefect's UI may be dark."""
     return fill_template("charts.md.j2", charts=charts)
 
 
@@ -214,6 +217,7 @@ def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _markdown_row(cells: Iterable[object]) -> str:
+    """Return one line of a Markdown table."""
     return f"| {' | '.join(markdown_cell(value) for value in cells)} |"
 
 
@@ -222,7 +226,7 @@ def _markdown_row(cells: Iterable[object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A number in large letters, and what it is."""
+    """A number in large letters at the top of the page, with a caption."""
 
     words: str
     value: str
@@ -230,7 +234,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class ReportPage:
-    """What stands in `report.html`."""
+    """The texts for the template `report.html.j2`."""
 
     generator: str
     title: str
@@ -250,7 +254,10 @@ class ReportPage:
 
 
 def report_html(report: Report) -> str:
-    """Return `report.html`: one page that loads nothing from elsewhere."""
+    """Return the content of `report.html`, a single page that loads no other files.
+
+    The charts follow the section with the criteria.
+    """
     run = report.run
     sections = report_sections(report)
     titles = [section.title for section in sections]
@@ -282,7 +289,7 @@ def report_html(report: Report) -> str:
 
 
 def _tiles(report: Report) -> list[Tile]:
-    """Return the numbers that the page begins with."""
+    """Return the large numbers at the top of the page."""
     run = report.run
     tiles = [Tile(f"total time, {run.label}", cell(clock(run.total_s))) for run in report.runs]
     criteria = {
@@ -308,7 +315,10 @@ def _tiles(report: Report) -> list[Tile]:
 
 @cache
 def environment() -> Environment:
-    """Return the templates. In HTML values are escaped; a name that is not given is an error."""
+    """Return the Jinja environment with all templates of this package.
+
+    Values are escaped in HTML pages. A template that uses a value that was not given fails.
+    """
     jinja = Environment(
         loader=PackageLoader("virnuc_core.report"),
         autoescape=lambda name: name is not None and name.endswith(".html.j2"),
@@ -326,14 +336,15 @@ def environment() -> Environment:
 
 
 def fill_template(name: str, **values: object) -> str:
-    """Return a page of `templates/` with these values."""
+    """Return the text of a template with these values filled in."""
     return environment().get_template(name).render(values)
 
 
 def _base64(text: str) -> str:
-    """Return a text as an address of data has it."""
+    """Return a text encoded as Base64, for a `data:` URL."""
     return base64.b64encode(text.encode()).decode()
 
 
 def _is_mark(value: object) -> bool:
+    """Return whether a value is a `Mark`, which templates show in colour."""
     return isinstance(value, Mark)

@@ -52,13 +52,16 @@ def load_results(path: Path) -> pd.DataFrame:
         number). A consensus file of two columns has no scores.
 
     Raises:
-        InputError: It is no result file. The message names the first line with another label.
+        InputError: This is not a result file, or a line has an unknown label.
     """
     return pd.concat(iterate_results(path), ignore_index=True)
 
 
 def iterate_results(path: Path) -> Iterator[pd.DataFrame]:
-    """Read what `load_results` reads, piece by piece. Row labels are those of the whole file."""
+    """Yield the rows of a result file in pieces of `BLOCK_LINES` rows; see `load_results`.
+
+    The index of the rows continues from piece to piece.
+    """
     part, header = _identify(path)
     table_format = FORMATS[part]
     columns = list(table_format.columns)
@@ -83,7 +86,7 @@ def iterate_results(path: Path) -> Iterator[pd.DataFrame]:
                     raise InputError(
                         f"{label_column} is '{unknown.iloc[0]}', neither {' nor '.join(labels)}",
                         file=path,
-                        line=int(unknown.index[0]) + 2,  # below the header, counted from 1
+                        line=int(unknown.index[0]) + 2,  # lines count from 1, and 1 is the header
                     )
                 yield rows.assign(virus=rows["virus"] == table_format.virus)
     except ValueError as error:  # pandas' own errors are such
@@ -91,7 +94,11 @@ def iterate_results(path: Path) -> Iterator[pd.DataFrame]:
 
 
 def _identify(path: Path) -> tuple[Part, list[str]]:
-    """Return what a result file holds, and the names of its columns."""
+    """Return whether a result file has frames or chunks, and the names of its columns.
+
+    Raises:
+        InputError: The file has neither.
+    """
     with (
         refuse_unreadable(path, "text", InputError),
         path.open(encoding="utf-8", errors="surrogateescape") as file,
@@ -108,10 +115,10 @@ def _identify(path: Path) -> tuple[Part, list[str]]:
 
 
 def result_files(path: Path) -> dict[Part, Path]:
-    """Return the result files of a folder by what they hold, or the one file that is given.
+    """Return the result files of a folder, or the single file that is given, by their kind.
 
     Raises:
-        InputError: There is none.
+        InputError: The folder has no result file.
     """
     if not path.is_dir():
         part, _ = _identify(path)
@@ -129,9 +136,10 @@ def result_files(path: Path) -> dict[Part, Path]:
 
 
 def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
-    """Let the frames of each chunk vote, as the original algorithm does.
+    """Return the results of the chunks, computed from the results of their frames.
 
-    The rule stands in `consensus`. The id of a frame is that of its chunk and two more letters.
+    The rule is that of the original algorithm (see `consensus`). The id of a frame is the id of its
+    chunk followed by two letters, such as "F1".
 
     Args:
         frames: Rows of frames, as `load_results` reads them.
@@ -154,16 +162,18 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
 
 
 def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
-    """Copy the result files of an earlier run of a baseline into a run directory.
+    """Copy the result files of an earlier baseline into a run directory.
 
     Args:
-        path: The files, or one of them.
+        path: The folder of the result files, or one of the files.
         run: The run directory.
-        store: The reads that the results must be of.
+        store: The staged reads. The results must be of the same reads.
 
     Raises:
-        InputError: Over one in a hundred ids of either side is not among those of the other.
-        RunMismatchError: A run.json beside the files tells of other reads or another length.
+        InputError: More than 1 % of the ids of the results are not ids of these reads, or the
+            other way round.
+        RunMismatchError: According to the run.json in the folder, the results are of other reads or
+            another model length.
     """
     record_path = RunDir(path if path.is_dir() else path.parent).record
     if record_path.is_file():
@@ -182,14 +192,14 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
     for part, target in (("frames", run.predictions), ("consensus", run.consensus)):
         source = files.get(part)
         if source is None:
-            target.unlink(missing_ok=True)  # of an earlier baseline
+            target.unlink(missing_ok=True)  # it would be the file of an earlier baseline
             continue
         with atomic_file(target) as temp_path:
             shutil.copyfile(source, temp_path)
 
 
 def _require_same_ids(file: Path, expected: "pd.Index[str]") -> None:
-    """Raise an error if over one in a hundred ids is only in the file, or only expected."""
+    """Raise an `InputError` if more than 1 % of the ids are only in the file, or only expected."""
     ids = pd.Index(load_results(file)["id"]).unique()
     foreign = ids.difference(expected)
     missing = expected.difference(ids)

@@ -64,7 +64,7 @@ class Section:
 
 
 def with_columns_of_first(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with all columns of the first one; what a row lacks was not measured."""
+    """Return the rows with all columns of the first row. Missing cells become None."""
     if not rows:
         return []
     columns: Row = dict.fromkeys(rows[0])

@@ -47,7 +47,7 @@ Cell = str | int | float | Mark | None  # `Number` is a `str`; `None` was not me
 
 
 def cell(value: object) -> str:
-    """Return a cell as plain text, without characters that a terminal or a page would obey."""
+    """Return a value as plain text. Control characters, which could act on a terminal, become �."""
     if value is None:
         return UNKNOWN
     text = f"{value:,}" if isinstance(value, int) else str(value)
@@ -55,12 +55,12 @@ def cell(value: object) -> str:
 
 
 def one_line(value: object) -> str:
-    """Return a cell as plain text in one line."""
+    """Return a value as plain text on one line."""
     return " ".join(cell(value).split())
 
 
 def markdown_cell(value: object) -> str:
-    """Return a cell as text that cannot break a Markdown table or become markup."""
+    """Return a value as text for a Markdown table. Characters with a meaning are escaped."""
     text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
     return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
 
@@ -73,8 +73,8 @@ def number(
     Args:
         value: The number in the unit that is shown.
         digits: Decimals that are shown. With a target there may be more.
-        unit: What stands behind the digits, with its blank.
-        target: The number is shown on its own side of this threshold.
+        unit: The text after the digits, including a blank.
+        target: If given, rounding does not move the number across this threshold.
 
     Returns:
         The text, or `None` if the value is `None`.
@@ -89,7 +89,7 @@ def number(
 def percent(
     share: float | None, digits: int = 1, unit: str = " %", target: Target | None = None
 ) -> Number | None:
-    """Return a share of 0 to 1 in percent; a target is in percent, too."""
+    """Return a share of 0 to 1 as a percentage. `target` is in percent."""
     if share is None:
         return None
     return number(share * 100, digits, unit, target)
@@ -103,14 +103,16 @@ def gibibytes(size: float | None) -> Number | None:
 
 
 def clock(seconds: float | None) -> str | None:
-    """Return a duration as a clock shows it, or `None` if it is not known."""
+    """Return a duration as hours, minutes and seconds, or `None` if it is not known."""
     if seconds is None:
         return None
     return clock_text(seconds)
 
 
 def round_beside_target(value: float, decimals: int, target: Target | None) -> str:
-    """Return the value with `decimals`, or with as many more as keep it on its side of the target.
+    """Return a value as text, rounded so that it stays on the same side of its target.
+
+    The text has `decimals` decimals, or more if rounding would move the value across the target.
 
     >>> round_beside_target(89.96, 1, Target(op=">", value=90))
     '89.96'
@@ -125,7 +127,8 @@ def round_beside_target(value: float, decimals: int, target: Target | None) -> s
         if target is None or value == shown:
             return digits
         is_met = target.met(value)
-        seems_equal = not is_met and shown == target.value  # a miss must not look like the limit
+        # A value that misses its target must not be shown as the target itself.
+        seems_equal = not is_met and shown == target.value
         if target.met(shown) == is_met and not seems_equal:
             return digits
     return repr(value)
@@ -150,7 +153,10 @@ def format_value(criterion: Criterion) -> str:
 
 
 def _format_seconds(seconds: float, target: Target | None) -> str:
-    """Return a duration as a clock shows it, with thousandths only where the target needs them."""
+    """Return a duration as hours, minutes and seconds.
+
+    Milliseconds are shown only if whole seconds would be on the other side of the target.
+    """
     whole_seconds = float(int(seconds))
     if target is None or target.met(seconds) == target.met(whole_seconds):
         return clock_text(seconds)
@@ -177,7 +183,7 @@ def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
 
 
 def _duration_target_text(target: Target) -> str:
-    """Return a limit of seconds in hours or minutes, where it is a whole number of them."""
+    """Return a limit in seconds as text: in hours or minutes if it is a whole number of them."""
     seconds = target.value
     if seconds == 0:
         return f"{target.op}0 s"
@@ -204,5 +210,5 @@ def stage_text(run: RunMetrics, stage: str) -> str:
     share = cell(percent(run.share_of_time(seconds), unit="%"))
     text = f"{seconds:.{decimals}f}s ({share})"
     if stage == OVERLAPPED and seconds > 0:
-        text = f"-{text}"  # it is subtracted from the total
+        text = f"-{text}"  # this time was counted twice, so it is subtracted from the total
     return text

@@ -23,7 +23,7 @@ ORANGE: Final = "#bc4c00"
 
 
 def training_notes(training: TrainFile) -> list[str]:
-    """Return what a reader should know before the figures, a sentence each."""
+    """Return sentences on the limits of a training's figures, such as too few genomes."""
     notes = []
     num_random = training.encoders.count(": random")
     if num_random > 1:
@@ -56,7 +56,7 @@ def training_notes(training: TrainFile) -> list[str]:
 
 
 def _baseline_notes(figures: Sequence[Figures]) -> list[str]:
-    """Say which baselines are as good as the head, by reads of the first test set."""
+    """Return a sentence for each baseline that is as good as the head on the first test set."""
     test_set = figures[0].asked
     figures_of_reads = [
         line for line in figures if line.level == "read" and line.natural and line.asked == test_set
@@ -125,7 +125,14 @@ def training_charts(training: TrainFile) -> list[TrainingChart]:
 
 
 def _polyline(label: str, place: int, colour: str, points: Points) -> Polyline:
-    """Return a line through points of 0 to 1; `place` is that of its label among the others."""
+    """Return a line in the coordinates of the chart.
+
+    Args:
+        label: The label of the line.
+        place: Number of the label in the legend, from 0.
+        colour: The colour.
+        points: The x and y values, 0 to 1.
+    """
     positions = ""
     for x, y in zip(*points, strict=True):
         positions += f"{40 + 240 * x:.1f},{210 - 190 * y:.1f} "
@@ -133,7 +140,7 @@ def _polyline(label: str, place: int, colour: str, points: Points) -> Polyline:
 
 
 def _draw_histogram(others: Sequence[int], virus: Sequence[int]) -> str:
-    """Return a chart of how many reads of each class have which score."""
+    """Return a chart with the numbers of reads by score, one line per class."""
     highest = max(*others, *virus, 1)
     lines = [
         _polyline("others", 0, BLUE, _outline(others, highest)),
@@ -153,6 +160,7 @@ def _outline(counts: Sequence[int], highest: int) -> Points:
 
 
 def _draw(axes: Axes, lines: list[Polyline]) -> str:
+    """Return a chart as SVG."""
     return fill_template("training_chart.svg.j2", axes=axes, lines=lines)
 
 
@@ -240,7 +248,7 @@ class TrainingPage:
 
 
 def training_page(training: TrainFile) -> str:
-    """Return `train.html`: how well a head does on genomes that it has not met."""
+    """Return the content of `train.html`: how well a head classifies reads of unseen genomes."""
     card = training.card
     names_of_genomes = list(training.genomes)
     digests = training.digests | {"reads": card.reads, "truth": card.truth}
@@ -277,7 +285,11 @@ def _aurocs(figures: Sequence[Figures]) -> list[Auroc]:
 
 
 def _figure_tables(figures: Sequence[Figures]) -> list[FigureTable]:
-    """Return the figures by test set; reads come first, and their own prevalence."""
+    """Return a table for each test set.
+
+    Figures of reads come before those of frames, and figures at the prevalence of the test set
+    before those at another prevalence.
+    """
     tables = []
     for test_set in dict.fromkeys(line.asked for line in figures):
         lines = [line for line in figures if line.asked == test_set]
@@ -288,6 +300,7 @@ def _figure_tables(figures: Sequence[Figures]) -> list[FigureTable]:
 
 
 def _figure_row(figures: Figures) -> FigureRow:
+    """Return the table row on one method and level."""
     return FigureRow(
         method=figures.method,
         level=figures.level,
@@ -298,6 +311,7 @@ def _figure_row(figures: Figures) -> FigureRow:
 
 
 def _metric_cell(estimate: Estimate | None) -> MetricCell:
+    """Return the cell with a metric and its confidence interval."""
     if estimate is None:
         return MetricCell("–")
     interval = f"{estimate.low:.3f} to {estimate.high:.3f}"
@@ -305,11 +319,11 @@ def _metric_cell(estimate: Estimate | None) -> MetricCell:
 
 
 def _uncertain_scores(card: HeadCard, words: str) -> str:
-    """Say which scores are uncertain; nothing if that is not known.
+    """Return a sentence on the scores that are uncertain, or an empty text if that is not known.
 
     Args:
         card: The card of the head.
-        words: A sentence with places for `low` and `high`.
+        words: The sentence, with the placeholders `{low}` and `{high}`.
     """
     if card.uncertain is None:
         return ""
@@ -320,7 +334,7 @@ def _uncertain_scores(card: HeadCard, words: str) -> str:
 
 
 def _thresholds(training: TrainFile) -> list[Threshold]:
-    """Return the thresholds of the head, with what they came to in its test."""
+    """Return the thresholds of the head, with the false discovery rates measured in its test."""
     thresholds = []
     for rate, score in training.card.thresholds.items():
         realised_rate = cell(percent(training.realised[rate], 2))
@@ -329,6 +343,7 @@ def _thresholds(training: TrainFile) -> list[Threshold]:
 
 
 def _genome(training: TrainFile, name: str) -> Genome:
+    """Return the table row on one genome of the training."""
     genome = training.genomes[name]
     return Genome(
         name=cell(name),
@@ -423,7 +438,7 @@ def _digests_text(training: TrainFile) -> str:
 
 
 def _read_lengths(card: HeadCard) -> str:
-    """Say how long the reads of the training were."""
+    """Return the lengths of the reads of the training as text."""
     shortest, median, longest = card.lengths
     if shortest == longest:
         return f"{shortest} bases"
@@ -431,6 +446,7 @@ def _read_lengths(card: HeadCard) -> str:
 
 
 def _card_row(figures: Figures) -> CardRow:
+    """Return the row of the model card on one method and test set."""
     return CardRow(
         method=figures.method,
         test_set=figures.asked,
@@ -441,6 +457,7 @@ def _card_row(figures: Figures) -> CardRow:
 
 
 def _card_side(training: TrainFile, side: str) -> CardSide:
+    """Return the row of the model card on one side of the split, such as `test`."""
     genomes = [genome for genome in training.genomes.values() if genome["side"] == side]
     clusters = training.clusters[side]
     return CardSide(

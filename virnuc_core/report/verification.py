@@ -31,12 +31,12 @@ class Verification:
         return self.figures > 0 and not self.differences
 
     def compare(self, where: str, claimed: object, computed: object) -> None:
-        """Compare a value, or a whole tree of values. Each leaf counts as one figure.
+        """Compare a value, or all values in nested lists and dicts. Each value counts as a figure.
 
         Args:
             where: The name of the value, for the message about a difference.
-            claimed: What a file says.
-            computed: What the raw files give.
+            claimed: The value in the report or in another file.
+            computed: The value that was computed again from the raw files.
         """
         if isinstance(claimed, BaseModel) and isinstance(computed, BaseModel):
             claimed = claimed.model_dump(mode="json")
@@ -44,8 +44,9 @@ class Verification:
         if isinstance(claimed, dict) and isinstance(computed, dict):
             self._compare_dicts(where, claimed, computed)
         elif _are_lists_of_one_length(claimed, computed):
-            for index, (one, other) in enumerate(zip(claimed, computed, strict=True)):  # type: ignore[call-overload]
-                self.compare(f"{where}[{index}]", one, other)
+            pairs = zip(claimed, computed, strict=True)  # type: ignore[call-overload]
+            for index, (claimed_item, computed_item) in enumerate(pairs):
+                self.compare(f"{where}[{index}]", claimed_item, computed_item)
         else:
             self.figures += 1
             if not _are_equal(claimed, computed):
@@ -66,8 +67,8 @@ class Verification:
 
         Args:
             where: The name of the file, for messages.
-            file: Its content. A field that it does not have, or that is `None`, is passed over.
-            computed: Values by the name of the field. `None` is passed over, too.
+            file: Its content. Fields that it does not have, or that are `None`, are not compared.
+            computed: The computed values by field. `None` is not compared.
         """
         for name, value in computed.items():
             claimed = getattr(file, name, None)
@@ -77,18 +78,19 @@ class Verification:
     def compare_lines(
         self, where: str, claimed: Iterable[bytes], computed: Iterable[bytes], source: str
     ) -> None:
-        """Compare two texts. The first line that differs is named.
+        """Compare two texts line by line. Only the first difference is recorded.
 
         Args:
             where: The name of the text.
             claimed: The lines of the file.
-            computed: The lines as they were made again.
-            source: What they were made again from.
+            computed: The lines that were written again.
+            source: Name of the files from which they were written again, in the plural.
         """
         self.figures += 1
         pairs = zip_longest(claimed, computed, fillvalue=b"")
         for number, (line, computed_line) in enumerate(pairs, start=1):
             if line != computed_line:
+                # Long lines are shown from a little before the first difference.
                 start = max(0, _common_length(line, computed_line) - CHARACTERS_BEFORE_DIFFERENCE)
                 shown_line = _brief(_text_from(line, start))
                 computed_shown = _brief(_text_from(computed_line, start))
@@ -104,11 +106,12 @@ class Verification:
 
 
 def _are_lists_of_one_length(a: object, b: object) -> bool:
+    """Return whether both values are lists with the same length."""
     return isinstance(a, list) and isinstance(b, list) and len(a) == len(b)
 
 
 def _are_equal(a: object, b: object) -> bool:
-    """Return whether two values are equal; numbers may differ in the last digits."""
+    """Return whether two values are equal. Numbers may differ by `RELATIVE_TOLERANCE`."""
     if _is_number(a) and _is_number(b):
         return a == b or math.isclose(a, b, rel_tol=RELATIVE_TOLERANCE)  # type: ignore[arg-type]
     return a == b
@@ -119,7 +122,7 @@ def _is_number(value: object) -> bool:
 
 
 def _common_length(a: bytes, b: bytes) -> int:
-    """Return with how many equal bytes two lines begin."""
+    """Return the number of bytes at the beginning of two lines that are equal."""
     length = 0
     for byte_a, byte_b in zip(a, b, strict=False):
         if byte_a != byte_b:
@@ -129,12 +132,12 @@ def _common_length(a: bytes, b: bytes) -> int:
 
 
 def _text_from(line: bytes, start: int) -> str:
-    """Return a line from a byte on, as text."""
+    """Return the part of a line that begins at byte `start`, as text."""
     return line[start:].decode("utf-8", "replace").rstrip("\n")
 
 
 def _brief(value: object) -> str:
-    """Return a value as JSON, cut to one line of a message."""
+    """Return a value as JSON, shortened for a message."""
     text = json.dumps(value, default=str)
     if len(text) <= MAX_SHOWN_CHARACTERS:
         return text

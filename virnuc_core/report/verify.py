@@ -58,13 +58,16 @@ Check = Callable[[Verification, RawFolder], None]
 def verify_report(
     out: Path, profile: str | None = None, on_part: OnShare = lambda _: None
 ) -> Verification:
-    """Compute every number of a report again.
+    """Compute every number of a report again from the raw files, and compare.
 
     Args:
         out: The validation's directory.
-        profile: The profile that the report must be judged by, if that is neither the one that the
-            validation began with nor one of virnuc's own.
-        on_part: Gets the share of the work that is done.
+        profile: The profile that must have been used. It is needed only for a profile of the user
+            that differs from the one in the validation's record.
+        on_part: Is called with the share of the work that is done, 0 to 1.
+
+    Returns:
+        The number of compared figures, and all differences.
 
     Raises:
         InputError: There is no report.
@@ -90,7 +93,7 @@ def verify_report(
 
 
 def _runs_and_repetitions(out: Path) -> list[str]:
-    """Return the folders of all runs, and after them of those that repeat one."""
+    """Return the folders of all runs, followed by those of all repetitions of a run."""
     runs = run_names(out)
     repetitions = []
     for name in runs:
@@ -99,7 +102,7 @@ def _runs_and_repetitions(out: Path) -> list[str]:
 
 
 def _checks(out: Path, profile: str | None) -> list[Check]:
-    """Return the parts of a verification, each of which can be done by itself."""
+    """Return the checks of a verification. They are independent, so processes can share them."""
     comparison_file = RawFolder(out).read(ComparisonFile, COMPARISON)
     comparisons = () if comparison_file is None else comparison_file.comparisons
     checks: list[Check] = [
@@ -107,7 +110,7 @@ def _checks(out: Path, profile: str | None) -> list[Check]:
         partial(_verify_report, profile_name=profile),
         verify_store,
     ]
-    # of a repetition only the measurements are kept
+    # A repetition of a run has telemetry but no result files.
     checks += [partial(verify_results, name=name) for name in run_names(out)]
     checks += [partial(verify_run, name=name) for name in _runs_and_repetitions(out)]
     checks += [partial(_verify_comparison, claimed=comparison) for comparison in comparisons]
@@ -116,12 +119,12 @@ def _checks(out: Path, profile: str | None) -> list[Check]:
 
 
 def _run_check(out: Path, check: Check) -> Verification:
-    """Return what one part of the verification finds."""
+    """Run one check and return its result. An error of the check becomes a difference."""
     verification = Verification()
     raw = RawFolder(out)
     try:
         check(verification, raw)
-    except StorageError as error:  # it proves nothing
+    except StorageError as error:  # the disk failed: that says nothing about the report
         verification.remarks.append(f"not everything was made again: {error}")
     except VirnucError as error:
         verification.add_difference(str(error))
@@ -131,7 +134,7 @@ def _run_check(out: Path, check: Check) -> Verification:
 
 
 def _verify_identities(verification: Verification, raw: RawFolder) -> None:
-    """Compare what all runs have in common: reads and weights; and the devices of each run."""
+    """Check that all runs have the same reads and weights, and that records name their devices."""
     records = {}
     for name in (*run_names(raw.root), BASELINE):
         record = raw.read(RunRecord, name, RECORD)
@@ -140,9 +143,9 @@ def _verify_identities(verification: Verification, raw: RawFolder) -> None:
     identities = {name: identity(record) for name, record in records.items()}
     first = next(iter(identities.values()), {})
     for name, record in records.items():
-        own = identities[name]
-        for part in sorted(own.keys() & first.keys()):
-            verification.compare(f"{name}/{RECORD}: {part}", own[part], first[part])
+        run_identity = identities[name]
+        for part in sorted(run_identity.keys() & first.keys()):
+            verification.compare(f"{name}/{RECORD}: {part}", run_identity[part], first[part])
         summary = raw.read(RunSummary, name, SUMMARY)
         if summary is not None and summary.devices:
             recorded = [device.model_dump() for device in record.devices]
@@ -153,12 +156,12 @@ def _verify_identities(verification: Verification, raw: RawFolder) -> None:
 def _verify_report(
     verification: Verification, raw: RawFolder, profile_name: str | None = None
 ) -> None:
-    """Compare the report with one that is made anew, and its forms with what its data renders to.
+    """Compute the report again, and compare its numbers, its pages and its history.
 
     Args:
         verification: Collects the differences.
         raw: The validation's files.
-        profile_name: The profile that the report must be judged by, if the user names one.
+        profile_name: The profile that must have been used, if the user names one.
     """
     out = raw.root
     report = read_report(RunDir(out).report / REPORT_JSON)
@@ -171,14 +174,15 @@ def _verify_report(
         verification.remarks.append(
             "a reviewer has answered since this report was made; virnuc report DIR shows the answer"
         )
-        new_report = _with_approval_of(report, new_report)  # an answer changes no number
+        new_report = _with_approval_of(report, new_report)  # the answer does not change numbers
     verification.compare("", report, new_report)
     tolerance = (began_with or report.profile).score_tolerance
     _verify_compared_pairs(verification, raw, new_report, tolerance)
     _verify_forms(verification, out, new_report)
     if began_with not in (None, report.profile):
         assert began_with is not None
-        new_report = build_report(out, began_with)  # as it was when the history was written
+        # The history was written with the profile at the start of the validation.
+        new_report = build_report(out, began_with)
     _verify_history(verification, out, new_report, record)
 
 
@@ -188,7 +192,7 @@ def _verify_profile(
     began_with: Profile | None,
     profile_name: str | None,
 ) -> None:
-    """Compare the profile of a report with the one that it must be judged by.
+    """Check that a report was judged by the right profile.
 
     Args:
         verification: Collects the differences.
@@ -220,7 +224,7 @@ def _has_reviewer(report: Report) -> bool:
 
 
 def _with_approval_of(report: Report, new_report: Report) -> Report:
-    """Return the new report without the answer that came after the report."""
+    """Return the new report with the reviewer's answer of the old report."""
     evidence = {}
     for name, file_digest in new_report.evidence.items():
         if Path(name).name != APPROVAL:
@@ -231,7 +235,7 @@ def _with_approval_of(report: Report, new_report: Report) -> Report:
 def _verify_compared_pairs(
     verification: Verification, raw: RawFolder, report: Report, tolerance: float
 ) -> None:
-    """Check that all pairs of runs were compared that there are, with the right tolerance."""
+    """Check that every pair of runs was compared, with the right tolerance."""
     compared_pairs = []
     file = raw.read(ComparisonFile, COMPARISON)
     if file is not None:
@@ -245,13 +249,15 @@ def _verify_compared_pairs(
 
 
 def _verify_forms(verification: Verification, out: Path, report: Report) -> None:
-    """Compare every form of a report on disk with what its data renders to."""
+    """Compare every page of a report with the page that is rendered again from its data."""
     for name, new_page in render(report).items():
         path = RunDir(out).report / name
         if not path.is_file():
             verification.add_difference(f"report/{name}: missing")
             continue
         pages = [path.read_text(encoding="utf-8", errors="replace"), new_page]
+        # Another version of matplotlib draws the same chart with other bytes, so charts are left
+        # out of the comparison then.
         if name.endswith(".html") and f'content="{GENERATOR}"' not in pages[0]:
             pages = [DRAWN.sub("", page) for page in pages]
         lines, new_lines = [page.encode().splitlines() for page in pages]
@@ -286,7 +292,7 @@ def _verify_history(
     for compared in (*file.history, file.entry):
         lines = [line for line in history if line.same(compared, ("created", *SERIES_FIELDS))]
         if compared is file.entry:
-            # a run that is judged anew keeps its line
+            # A run that is judged again keeps its old line in the history, with the old verdict.
             verdict = compared.model_dump(include={"criteria_met", "regression_percent"})
             lines = [line.model_copy(update=verdict) for line in lines]
         if compared not in lines:
@@ -295,7 +301,13 @@ def _verify_history(
 
 
 def _verify_comparison(verification: Verification, raw: RawFolder, claimed: Comparison) -> None:
-    """Compare two results again."""
+    """Compare two results again, and check that `comparison.json` says the same.
+
+    Args:
+        verification: Collects the differences.
+        raw: The validation's files.
+        claimed: One entry of `comparison.json`.
+    """
     is_exact = claimed.a == EXACT_FILES
     is_baseline = claimed.a == BASELINE
     computed = compare(

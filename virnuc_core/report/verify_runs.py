@@ -36,7 +36,7 @@ RESULT_COUNTS: Final = ("fates", "rows_virus", "chunks_virus", "chunks_scored")
 
 
 def verify_results(verification: Verification, raw: RawFolder, name: str) -> None:
-    """Compare a run's result files with their digests, and with those that its shards give.
+    """Check a run's result files: compare their digests, and write them again from the shards.
 
     Args:
         verification: Collects the differences.
@@ -77,7 +77,7 @@ def verify_results(verification: Verification, raw: RawFolder, name: str) -> Non
 
 
 def _compare_table(verification: Verification, where: str, path: Path, new_path: Path) -> None:
-    """Compare a result file with the one that was made again, if one was."""
+    """Compare a result file with the file that was written again, if there is one."""
     if not new_path.is_file():
         return
     if not path.is_file():
@@ -90,7 +90,7 @@ def _compare_table(verification: Verification, where: str, path: Path, new_path:
 def _compare_digests(
     verification: Verification, run: RunDir, files: Mapping[str, FileDigest] | None
 ) -> None:
-    """Compare files with the digests that the summary lists."""
+    """Compare the digests of files with those in the run's summary."""
     for name, file_digest in (files or {}).items():
         label = f"{run.root.name}/{name}, which {SUMMARY} lists"
         verification.compare(label, file_digest, digest(run.root / name))
@@ -108,7 +108,7 @@ def verify_run(verification: Verification, raw: RawFolder, name: str) -> None:
     if summary is None:
         return
     attempts = summary.attempts
-    if not attempts:  # a run that ended at its first attempt
+    if not attempts:  # an older version did not list the only attempt of a run
         attempts = (
             Attempt(started="", devices=(), wall_s=summary.wall_s, telemetry=summary.telemetry),
         )
@@ -123,7 +123,8 @@ def verify_run(verification: Verification, raw: RawFolder, name: str) -> None:
     }
     verification.compare_fields(f"{name}/{SUMMARY}", summary, counts)
     for attempt in attempts:
-        # an attempt that names no file has none, but a summary that names none may have one
+        # An attempt without a telemetry file names none. For a summary without attempts, the newest
+        # file is looked for.
         if attempt.telemetry or not summary.attempts:
             telemetry = raw.telemetry(name, attempt.telemetry)
             if telemetry is not None:
@@ -142,15 +143,15 @@ def _verify_telemetry(
     *,
     is_newest: bool,
 ) -> None:
-    """Compare what is said of an attempt with its telemetry.
+    """Compare the times and counts of an attempt with its telemetry.
 
     Args:
         verification: Collects the differences.
         raw: The validation's files.
         file: The telemetry of the attempt.
         summary: The summary of the run.
-        attempt: What the summary says of the attempt.
-        is_newest: The attempt is the last one. The stages and shards of the summary are its own.
+        attempt: The attempt's entry in the summary.
+        is_newest: This is the last attempt. The stages and shards in the summary belong to it.
     """
     name = file.name
     telemetry = file.content
@@ -178,7 +179,7 @@ def _verify_telemetry(
 
 
 def _verify_batches(verification: Verification, file: NamedTelemetry) -> None:
-    """Look for impossible batches and samples, and compare the tokens of batches and shards."""
+    """Check that no batch or sample is impossible, and that tokens of batches and shards agree."""
     name = file.name
     batches = file.content.batches
     shards = file.content.shards
@@ -193,8 +194,8 @@ def _verify_batches(verification: Verification, file: NamedTelemetry) -> None:
     if len(shards) and not shards.skipped.any():
         tokens_of_shards = {names.name: shards[names.tokens_column] for names in reversed(NAMES)}
         for encoder, tokens in tokens_of_shards.items():
-            of_batches = int(batches.tokens[batches.encoder == encoder].sum())
-            verification.compare(f"{name}: tokens of {encoder}", of_batches, int(tokens.sum()))
+            batch_tokens = int(batches.tokens[batches.encoder == encoder].sum())
+            verification.compare(f"{name}: tokens of {encoder}", batch_tokens, int(tokens.sum()))
 
 
 def _verify_telemetry_summary(
@@ -206,7 +207,7 @@ def _verify_telemetry_summary(
     *,
     is_newest: bool,
 ) -> None:
-    """Compare the JSON file beside a telemetry file with what its tables add up to.
+    """Compute the JSON file of a telemetry file again from its tables, and compare.
 
     The arguments are those of `_verify_telemetry`.
     """
@@ -214,7 +215,7 @@ def _verify_telemetry_summary(
     content = read(raw.root / json_name, TelemetryFile)
     n_reads = content.summary.total_sequences
     wall_s = content.summary.wall_s
-    # an earlier attempt may have been whole until a shard was lost
+    # The summary has the speed of the newest attempt; an earlier one has its speed in its own file.
     speed_of = summary if is_newest else content.summary
     computed = telemetry_file(
         file.content,
@@ -230,7 +231,7 @@ def _verify_telemetry_summary(
 
 
 def verify_baseline(verification: Verification, raw: RawFolder) -> None:
-    """Compare what is said of the baseline with its stages, its result file and the profile."""
+    """Compare the summary of the baseline with its stages, result file and profile."""
     summary = raw.read(BaselineSummary, BASELINE, SUMMARY)
     record = raw.read(ValidationRecord, RECORD)
     if summary is None or summary.measured_s is None:
@@ -243,9 +244,9 @@ def verify_baseline(verification: Verification, raw: RawFolder) -> None:
     if subset is not None:
         _verify_scaled_stages(verification, summary_name, summary)
         profile = None if record is None else record.profile
-        asked_reads = None if profile is None else profile.baseline.reads
-        if asked_reads is not None and summary.n_reads is not None:
-            expected_reads = min(asked_reads, summary.n_reads)
+        subset_size = None if profile is None else profile.baseline.reads
+        if subset_size is not None and summary.n_reads is not None:
+            expected_reads = min(subset_size, summary.n_reads)
             verification.compare(f"{summary_name}: subset.reads", subset.reads, expected_reads)
     if run.predictions.is_file():
         n_rows = sum(len(rows) for rows in iterate_results(run.predictions))
@@ -281,7 +282,7 @@ def _verify_baseline_time(
 
 
 def _verify_scaled_stages(verification: Verification, where: str, summary: BaselineSummary) -> None:
-    """Compare the scaled time of stages without a model with what their rows make of it."""
+    """Check the scaled times of stages without a model: they must grow with the number of rows."""
     if not summary.measured_rows or summary.n_rows is None:
         return
     growth = summary.n_rows / summary.measured_rows
@@ -292,7 +293,7 @@ def _verify_scaled_stages(verification: Verification, where: str, summary: Basel
 
 
 def verify_overhead(verification: Verification, raw: RawFolder) -> None:
-    """Compare pairs of runs, with and without what is switched, with their raw files."""
+    """Check `checkpoint_overhead.json`: pairs of runs with and without a feature, as commits."""
     file = raw.read(OverheadFile, OVERHEAD)
     if file is None:
         return
@@ -311,17 +312,17 @@ def _verify_overhead_run(
     *,
     is_switched_on: bool,
 ) -> float:
-    """Compare one run of a pair with its telemetry and its record.
+    """Check the speed and settings of one run of a pair against its telemetry and record.
 
     Args:
         verification: Collects the differences.
         raw: The validation's files.
         file: The file of all pairs.
         pair: The pair.
-        is_switched_on: Look at the run with what is switched, else at the one without.
+        is_switched_on: Check the run with the feature; if false, the run without it.
 
     Returns:
-        The seconds of the run that its speed is over.
+        The seconds over which the speed of the run is computed.
     """
     name, tokens_per_s = pair.without_run, pair.without_tokens_per_s
     if is_switched_on:
@@ -358,6 +359,6 @@ def _verify_overhead_run(
 
 
 def _wall_s(raw: RawFolder, telemetry: NamedTelemetry) -> float:
-    """Return the whole time of a run, as the JSON beside its telemetry has it."""
+    """Return the total time of a run from the JSON file of its telemetry."""
     path = (raw.root / telemetry.name).with_suffix(".json")
     return read(path, TelemetryFile).summary.wall_s

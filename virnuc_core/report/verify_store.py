@@ -27,7 +27,10 @@ SPECIAL_TOKENS: Final = PROTEIN_ENCODER.n_special_tokens
 
 
 def verify_store(verification: Verification, raw: RawFolder) -> None:
-    """Compare reads, rows, uniques and tokens with the store, if the validation still has it."""
+    """Check the counts in records and summaries against the store, and stage the reads again.
+
+    If the validation's store was removed, nothing is checked.
+    """
     path = RunDir(raw.root).store
     if not path.is_file():
         return
@@ -60,15 +63,16 @@ def verify_store(verification: Verification, raw: RawFolder) -> None:
 
 
 def count_store(store: OrfStore) -> dict[str, int]:
-    """Count what a store holds.
+    """Return the counts of reads, chunks, rows and tokens in a store.
 
     Returns:
-        Counts by the names that summaries and staging have for them. Tokens are those of the
-        protein encoder, start and end tokens included.
+        The counts, by the names of the fields in summaries and records. Tokens are those of the
+        protein encoder, including start and end tokens.
     """
     flags = np.asarray(store.read_flags)
 
     def count_flag(flag: int) -> int:
+        """Return the number of reads with this flag."""
         return int(((flags & flag) > 0).sum())
 
     lengths = np.diff(store.protein_offsets)
@@ -88,18 +92,19 @@ def count_store(store: OrfStore) -> dict[str, int]:
 
 
 def baseline_tokens(store: OrfStore, predictions: Path, n_reads: int, seed: int) -> int:
-    """Count the protein tokens of the rows that a baseline ran on.
+    """Return the number of protein tokens in the rows on which a baseline was measured.
 
     Args:
         store: The store.
         predictions: The baseline's result file.
         n_reads: The number of reads that were drawn for the baseline.
-        seed: The seed that they were drawn by.
+        seed: The random seed with which they were drawn.
 
     Raises:
         InputError: The rows of the result file are not those of the reads that the seed gives.
     """
-    # The reads are drawn again, and not found by their ids: mates may share one.
+    # The reads are drawn again. They cannot be found by their ids, because two mates may have the
+    # same id.
     drawn_reads = choose_reads(store.n_reads, n_reads, seed)
     is_drawn = np.zeros(store.n_reads, dtype=np.bool_)
     is_drawn[drawn_reads] = True
@@ -119,7 +124,10 @@ def baseline_tokens(store: OrfStore, predictions: Path, n_reads: int, seed: int)
 def _stage_again(
     verification: Verification, store: OrfStore, record: ValidationRecord | None
 ) -> None:
-    """Compare the store with one that is staged again from its reads, or say why it is not."""
+    """Stage the reads again, and compare the new store with the validation's store.
+
+    If the reads are no longer available, a remark says so.
+    """
     reason = _why_not_staged_again(record)
     if reason:
         verification.remarks.append(f"orfs.h5 was not made again from its reads: {reason}")
@@ -139,7 +147,7 @@ def _stage_again(
 
 
 def _why_not_staged_again(record: ValidationRecord | None) -> str:
-    """Say why the reads cannot be staged again, or nothing if they can."""
+    """Return why the reads cannot be staged again, or an empty string if they can."""
     files = () if record is None or record.staging is None else record.staging.files
     for name in files:
         if not Path(name).is_file():
@@ -178,7 +186,7 @@ def _staging_settings(record: ValidationRecord, store: OrfStore) -> StageSpec:
 
 
 def _are_equal(a: NDArray[np.generic], b: NDArray[np.generic]) -> bool:
-    """Return whether two columns are equal; they are read block by block."""
+    """Return whether two columns are equal. They are read in blocks to save memory."""
     if len(a) != len(b):
         return False
     for start in range(0, len(a), BLOCK_BYTES):

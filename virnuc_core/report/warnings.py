@@ -40,7 +40,7 @@ def warnings(
 
 
 def _reads_warnings(run: RunMetrics, accounting: Accounting | None) -> Iterator[str]:
-    """Warn of reads that are not accounted for, and of reads that failed."""
+    """Yield warnings about reads that are missing from the counts, and about failed reads."""
     if run.n_reads is None or not run.fates:
         return
     num_fates = sum(run.fates.values())
@@ -56,7 +56,7 @@ def _reads_warnings(run: RunMetrics, accounting: Accounting | None) -> Iterator[
 
 
 def _run_warnings(run: RunMetrics) -> Iterator[str]:
-    """Warn of what happened during the run, of its time limit, and of missing result files."""
+    """Yield warnings about events of the run, such as restarts, and about missing files."""
     counts = {
         "rows set aside: they ended every worker, or were not finite (failed.tsv)": (
             run.rows_set_aside
@@ -79,7 +79,7 @@ def _run_warnings(run: RunMetrics) -> Iterator[str]:
 
 
 def _scaling_warnings(report: Report, run: RunMetrics) -> Iterator[str]:
-    """Warn of a speed-up that is larger than the number of devices."""
+    """Yield a warning if a speed-up is larger than the number of devices."""
     for figure in report.scaling:
         if figure.num_gpus == len(run.devices) and figure.speedup > figure.num_gpus:
             yield (
@@ -89,7 +89,7 @@ def _scaling_warnings(report: Report, run: RunMetrics) -> Iterator[str]:
 
 
 def _telemetry_warnings(telemetry: TelemetryMetrics) -> Iterator[str]:
-    """Warn of alarms, and of encoders that were faster than the ceiling says."""
+    """Yield warnings about alarms, and about encoders faster than their measured ceiling."""
     for alarm in telemetry.alarms:
         yield f"Alarm: {alarm}."
     for encoder in telemetry.encoders:
@@ -100,7 +100,7 @@ def _telemetry_warnings(telemetry: TelemetryMetrics) -> Iterator[str]:
 
 
 def _input_warnings(accounting: Accounting) -> Iterator[str]:
-    """Warn of what was odd in the input: by file where staging has said it, else in sum."""
+    """Yield warnings about the input: those of staging by file or, without them, the totals."""
     staging = accounting.staging
     if staging.warnings:
         for warning in staging.warnings:
