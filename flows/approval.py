@@ -34,11 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 def ask_reviewer(settings: ValidateSettings, report: Report) -> ApprovalRecord:
-    """Ask a reviewer about a report, and write the answer into every form of it.
+    """Ask a reviewer about a report, and write all forms of the report again with the answer.
 
     Args:
         settings: The settings of the validation.
-        report: What the reviewer is to judge.
+        report: The report to review.
+
+    Returns:
+        The answer, or `pending` if nobody answered in time.
     """
     folder = RunDir(settings.out).report
     form = approval_form(report)
@@ -67,6 +70,7 @@ def wait_for_approval(
     flow_run_id = UUID(runtime.flow_run.id)
 
     def answer_for_nobody(stop: threading.Event) -> None:
+        """Answer `pending` if nobody has answered within the time-out."""
         if stop.wait(timeout_s):
             return
         reporting = connection.reporting("the time-out of the approval")

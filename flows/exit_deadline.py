@@ -25,16 +25,18 @@ _has_deadline: ContextVar[bool] = ContextVar("an exit deadline is set", default=
 
 @contextmanager
 def exit_deadline(*, by_hand: bool = False, final: bool = False) -> Iterator[None]:
-    """End this process `ENDING_S` after SIGTERM or SIGINT, unless the body ends sooner.
+    """End this process `ENDING_S` after SIGTERM or SIGINT, unless the `with` block ends sooner.
 
-    A thread of its own hears the signals, beside their handlers, which may be Prefect's. So it
-    hears them also while the main thread cannot run a handler. Within another deadline, or outside
-    of the main thread, nothing happens.
+    A separate thread receives the signals as well as the usual handlers, so it works even while
+    the main thread is busy and cannot run a handler. Inside another deadline, or outside of the
+    main thread, nothing happens.
 
     Args:
-        by_hand: SIGTERM does what Ctrl-C does, and pressing Ctrl-C again does not disturb the
-            ending. A signal during an import takes effect after it.
-        final: The process ends with the body, and what it does afterwards counts, too.
+        by_hand: The command was started from a terminal. SIGTERM then acts like Ctrl-C, and a
+            second Ctrl-C does not disturb the ending. A signal during an import takes effect after
+            the import.
+        final: The process ends after the block. The deadline then also covers the time between the
+            end of the block and the end of the process.
     """
     if _has_deadline.get() or threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +54,8 @@ def exit_deadline(*, by_hand: bool = False, final: bool = False) -> Iterator[Non
     finally:
         deadline.body_has_ended.set()
         for number, handler in previous_handlers.items():
-            if signal.getsignal(number) == deadline.interrupt:  # an interrupted process stays one
+            # After an interrupt the signal is ignored. It stays ignored until the process ends.
+            if signal.getsignal(number) == deadline.interrupt:
                 signal.signal(number, handler)
         _has_deadline.reset(token)
         signal.set_wakeup_fd(previous_fd)
@@ -71,7 +74,8 @@ class _Deadline:
         self._is_final = is_final
         self._deferred_signals: list[int] = []
         self._main_thread = threading.get_ident()
-        # Python writes the number of each signal that arrives to one end
+        # Python writes the number of each arriving signal to one end of this pair of sockets. The
+        # watching thread reads it from the other end.
         self._watched_end, self._python_end = socket.socketpair()
         self._python_end.setblocking(False)
 
@@ -87,7 +91,8 @@ class _Deadline:
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt in the main thread, once. This is a signal handler."""
         if any(caller.f_code.co_filename == IMPORT_SYSTEM for caller, _ in walk_stack(frame)):
-            # C libraries do not survive it: torch aborts, NumPy cannot be imported again
+            # An exception during the import of a C library can crash the process (torch), or make
+            # the library unusable (NumPy). The signal is sent again later.
             self._deferred_signals.append(number)
             return
         for termination_signal in TERMINATION_SIGNALS:

@@ -36,11 +36,12 @@ LOGGERS_OF_ERRORS: Final = ("prefect.flow_runs", "prefect.engine")
 def with_parameters(
     model: type[Settings],
 ) -> Callable[[Callable[[Settings], State[T]]], Callable[..., State[T]]]:
-    """Turn a function of one settings model into one with the model's fields as parameters.
+    """Return a decorator for the function of a flow.
 
-    The parameters are checked. The function's run then has an exit deadline, its log, its locked
-    output directory, and a cancel button that works. An error of ours becomes a failed state whose
-    message is the error's sentence.
+    The function takes one settings object. The decorated function has the fields of the settings
+    model as parameters, and checks them. While it runs, the process has an exit deadline, logs of
+    the core are sent to the server, the output directory is locked, and the cancel button of the UI
+    works. An error of ours becomes a failed state with the error's message.
 
     Args:
         model: The settings model.
@@ -48,7 +49,10 @@ def with_parameters(
     refuse_unknown_parameters()
 
     def decorate(function: Callable[[Settings], State[T]]) -> Callable[..., State[T]]:
+        """Return the decorated function."""
+
         def called(**values: Any) -> State[T]:
+            """Run the function with these settings, and keep its state or error."""
             _hide_own_tracebacks()
             outcome = current_outcome()
             try:
@@ -83,7 +87,7 @@ def _checked_settings(model: type[Settings], values: dict[str, Any]) -> Settings
 
 
 def _run(function: Callable[[Settings], State[T]], settings: Settings) -> State[T]:
-    """Run the function of a flow with all that surrounds it."""
+    """Run the function of a flow, with exit deadline, logs, cancelling and locked output."""
     is_workers_child = WORKERS_CHILD in os.environ
     with (
         exit_deadline(final=is_workers_child),
@@ -94,18 +98,19 @@ def _run(function: Callable[[Settings], State[T]], settings: Settings) -> State[
         try:
             return function(_without_queries(settings))
         finally:
-            # here and not in a task, because signals reach the main thread only
+            # This is done in the main thread and not in a task, because signals are handled in the
+            # main thread only.
             end_all_children()
 
 
 def _hide_own_tracebacks() -> None:
-    """Keep Prefect from logging tracebacks of our errors. The state has said them in a sentence."""
+    """Keep Prefect from logging tracebacks of our errors. The state already has their message."""
     for name in LOGGERS_OF_ERRORS:
         logging.getLogger(name).addFilter(_is_not_ours)  # the same filter is added only once
 
 
 def _is_not_ours(record: logging.LogRecord) -> bool:
-    """Tell if a log record has no traceback, or one of an error that is not ours."""
+    """Return whether a log record may be logged: it has no traceback of an error of ours."""
     return record.exc_info is None or not isinstance(record.exc_info[1], VirnucError)
 
 

@@ -104,13 +104,15 @@ def _run_on_server(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State
 
 def _set_up_console(terminal: TerminalOptions) -> None:
     """Let live bars, the core's log lines and Prefect's warnings share one console."""
-    logging.raiseExceptions = terminal.debug  # a lost server is said once, not for each log line
+    # If the server is lost, Prefect's log handler would print an error for each line.
+    logging.raiseExceptions = terminal.debug
     console = live.shared_console()
     if terminal.quiet or terminal.no_progress:
         console.is_interactive = False
     level = logging.WARNING if terminal.quiet else logging.INFO
 
     def is_shown(record: logging.LogRecord) -> bool:
+        """Return whether a line is shown: lines of the core, and warnings of other libraries."""
         if record.name.startswith("virnuc_core") and record.levelno >= level:
             return True
         return record.levelno == logging.WARNING and record.name not in QUEUE_LOGGERS

@@ -69,12 +69,13 @@ def _predict_file(settings: InboxSettings, ledger: Ledger, row: Row, pool: Pool 
     shared_settings = settings.model_dump(include={*PredictSettings.model_fields}, exclude={"out"})
 
     def predicted(row: Row, out: Path) -> RunSummary | Exception:
+        """Predict the file, and return the summary or the error."""
         try:
             values = {"reads": (str(settings.inbox / row.file),), "out": out, **shared_settings}
-            own = build(PredictSettings, values)
-            label = sample_name(own.named)
-            summary, _ = predict_with(pool, own, label, expected_sha256=row.sha256)
-        except Exception as error:  # noqa: BLE001 - the ledger tells them apart
+            file_settings = build(PredictSettings, values)
+            label = sample_name(file_settings.named)
+            summary, _ = predict_with(pool, file_settings, label, expected_sha256=row.sha256)
+        except Exception as error:  # noqa: BLE001 - the ledger decides what the error means
             return error
         return summary
 
@@ -90,7 +91,7 @@ def _publish_rows(settings: InboxSettings, rows: Sequence[Row]) -> None:
 
 
 def _describe_counts(counts: Counter[RowFate]) -> str:
-    """Say how many files have which fate."""
+    """Return the number of files by fate: `2 failed, 5 predicted`."""
     if not counts:
         return "the inbox is empty"
     return ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items()))

@@ -166,7 +166,7 @@ def measure_on_this_machine(work: MeasuredWork) -> None:
     """Embed a sample in fp32 and measure the cost of commits, where this machine can do so."""
     machines = work.machines
     engine = work.spec.engine
-    if machines.has_local_gpus:  # cores compute in fp32 anyway
+    if machines.has_local_gpus:  # runs on cores are in fp32, so there is nothing to compare
         n_sequences = work.profile.fp32_sequences
         embed_in_fp32(work.out, work.bench, engine, n_sequences, label=work.label).result()
 
@@ -197,7 +197,11 @@ def compare_and_report(
 
 
 def finished_runs(out: Path) -> dict[str, int]:
-    """Return when each complete run in `out` ended, in ns. A run that is reused keeps its time."""
+    """Return the modification time of each run's summary in ns, by the path of the summary.
+
+    A run that is used again keeps its summary. So equal times before and after mean that nothing
+    was computed.
+    """
     summaries = out.glob(f"{RUN_PREFIX}*/{SUMMARY}")
     return {str(path): path.stat().st_mtime_ns for path in summaries}
 

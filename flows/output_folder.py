@@ -9,31 +9,32 @@ from virnuc_core.system_errors import describe_system_error, storage_error
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path itself if it exists, else the nearest folder above it that does."""
+    """Return the path itself if it exists, otherwise the nearest parent folder that exists."""
     absolute = path.absolute()
-    return next(place for place in (absolute, *absolute.parents) if place.exists())
+    return next(candidate for candidate in (absolute, *absolute.parents) if candidate.exists())
 
 
 def require_writable(folder: Path, nbytes: int = 0, purpose: str = "") -> None:
-    """Raise an error unless the folder is, or can become, one that can be written to.
+    """Raise an error if a folder cannot be created or written to, or has not enough room.
 
-    Nothing is left behind.
+    A temporary file is written for the check and removed again.
 
     Args:
-        folder: The folder.
-        nbytes: How much will be written to it.
-        purpose: What needs the room, for the message.
+        folder: The folder. It need not exist.
+        nbytes: Number of bytes that will be written to it.
+        purpose: Description of these bytes, for the message.
 
     Raises:
         ConfigError: A file is in the way, or the folder cannot be written to.
         StorageError: There is not enough room.
     """
-    place = nearest_existing(folder)
-    if not place.is_dir():
-        raise ConfigError(f"{folder}: {place} is a file; choose another directory")
+    existing = nearest_existing(folder)
+    if not existing.is_dir():
+        raise ConfigError(f"{folder}: {existing} is a file; choose another directory")
     try:
-        # permission bits say nothing of a disk that is full or read-only
-        with tempfile.TemporaryFile(dir=place) as file:
+        # A real write also fails on a disk that is full or read-only; permission bits do not show
+        # that.
+        with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"virnuc")
             file.flush()
     except OSError as error:
@@ -41,5 +42,5 @@ def require_writable(folder: Path, nbytes: int = 0, purpose: str = "") -> None:
         if disk_problem is not None:
             raise disk_problem from error
         reason = describe_system_error(error, "choose another directory")
-        raise ConfigError(f"{folder}: cannot write in {place}: {reason}") from error
-    check_room(place, nbytes, purpose)
+        raise ConfigError(f"{folder}: cannot write in {existing}: {reason}") from error
+    check_room(existing, nbytes, purpose)

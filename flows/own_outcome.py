@@ -29,7 +29,10 @@ class OwnOutcome:
     error: BaseException | None = None
 
     def keep(self, state: State[Any]) -> None:
-        """Copy `state`, before Prefect and its server change it, and note the run it is of."""
+        """Store a copy of the state that the flow's function returned, with the id of its run.
+
+        A copy is needed because Prefect and its server may change the state later.
+        """
         flow_run_id = None
         context = FlowRunContext.get()
         if context is not None and context.flow_run is not None:
@@ -81,10 +84,10 @@ def recorded_outcome() -> Iterator[OwnOutcome]:
 
 
 def current_outcome() -> OwnOutcome:
-    """Return the outcome of the run from a terminal, or else one that nobody reads.
+    """Return the outcome of the run from a terminal, or a new one that nobody reads.
 
-    A served flow is pickled with the variables that its wrapper names, and a context variable
-    cannot be pickled. So the wrapper names this function.
+    Prefect pickles the wrapper of a served flow with all variables that it refers to, and a
+    `ContextVar` cannot be pickled. So the wrapper calls this function instead.
     """
     outcome = _outcome.get()
     if outcome is None:

@@ -27,7 +27,7 @@ ROOTS: Final = "VIRNUC_ROOTS"
 
 
 def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True) -> Settings:
-    """Return the settings that these values make.
+    """Return a settings object with these values.
 
     Args:
         model: The settings model.
@@ -104,7 +104,7 @@ def _paths_of_reads(settings: BaseModel) -> Iterator[tuple[str, Path]]:
     paths = [Path(name) for name in names if name != STDIN and not is_remote(name)]
     for path in paths:
         yield "reads", path
-    # unlike Path.is_dir, os.path.isdir says no to a name that is too long
+    # For a name that is too long, Path.is_dir raises an error and os.path.isdir returns False.
     for folder in filter(os.path.isdir, paths):
         for entry in folder.iterdir():
             yield "reads", entry
@@ -133,7 +133,13 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def set_signature(
     function: Callable[..., Result], like: Callable[..., Any], parameters: list[inspect.Parameter]
 ) -> None:
-    """Give a function the name of another one, and these parameters, for whoever inspects it."""
+    """Give a function the name and docstring of another one, and a signature of its own.
+
+    Args:
+        function: The function to change.
+        like: The function whose name and docstring are used.
+        parameters: The parameters that `inspect.signature` shows.
+    """
     functools.update_wrapper(function, like)
     signature = inspect.Signature(parameters)
     function.__signature__ = signature  # type: ignore[attr-defined] # `inspect` reads it

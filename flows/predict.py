@@ -33,7 +33,7 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
 
 
 def describe_result(summary: RunSummary) -> str:
-    """Say in one line how many reads and pairs are viral, uncertain, or have failed rows."""
+    """Return one line with the numbers of viral, uncertain and failed reads, and of viral pairs."""
     fates = summary.fates
     message = f"{fates.get('viral', 0):,} of {summary.n_reads:,} reads are viral"
     if "uncertain" in fates:

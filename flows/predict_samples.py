@@ -130,7 +130,7 @@ def _predict_all(
     ):
         futures: dict[Future[Prediction], str] = {}
         for name, run in runs.items():
-            # a copy for each: threads do not inherit the context, which names the flow run
+            # Threads do not inherit the context, which holds the flow run. So each gets a copy.
             context = copy_context()
             future = threads.submit(
                 context.run, _predict_sample, name, run, pool, is_complete=is_complete[name]
@@ -143,7 +143,7 @@ def _predict_all(
                 if not is_complete[name] or n_done == len(runs):
                     table.write()
                 show(n_done / len(runs))
-        finally:  # samples that have not begun need not begin
+        finally:  # after an error, samples that have not begun are not started
             threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -158,7 +158,11 @@ def _predict_sample(
 
 
 def _note_result(table: SampleTable, name: str, future: Future[Prediction], n_done: int) -> None:
-    """Note how a sample ended. An error that every other sample would meet, too, is raised."""
+    """Add the result or the error of a sample to the table.
+
+    An error of the machine, such as a full disk, is raised, because all other samples would fail
+    with it.
+    """
     try:
         summary, staging = future.result()
     except Exception as error:

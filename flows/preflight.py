@@ -60,8 +60,8 @@ def preflight(settings: FlowSettings) -> Devices:
 
     head = _check_models(settings)
     n_rows = _check_reads(settings, head.model_length)
-    settings.check_place()
-    settings.check_own_files()
+    settings.check_output_folder()
+    settings.check_flow_files()
     if devices and engine.precision == "int8":
         from virnuc_core.encoders.digests import fingerprint
 
@@ -72,7 +72,7 @@ def preflight(settings: FlowSettings) -> Devices:
         settings.out, nbytes, "the embeddings of these reads (estimated from the first ones)"
     )
 
-    if cluster:  # its nodes are checked once they are asked for
+    if cluster:  # its nodes are checked when they are started
         return Devices.parse(settings.devices)
     return Devices(kind=devices[0].kind, ids=tuple(device.id for device in devices))
 
@@ -85,7 +85,11 @@ def _require_readable(cluster: Path) -> None:
 
 
 def _check_models(settings: FlowSettings) -> "HeadShape":
-    """Check the headers of the weights, and the verdict that the head can give; return the head."""
+    """Check the headers of the weights, and that the head supports the requested thresholds.
+
+    Returns:
+        The shape of the head.
+    """
     from virnuc_core.encoders.checkpoint import check_models
     from virnuc_core.encoders.head_card import score_thresholds
 
@@ -126,15 +130,16 @@ def count_rows(
     *,
     are_all: bool = True,
 ) -> int:
-    """Estimate how many rows reads have at least, from the beginning of every file.
+    """Return a lower bound of the number of rows of some reads, from the beginning of every file.
 
-    Pipes and standard input are left for staging. So are empty files if others hold reads.
+    Pipes and standard input are not read here, because they can be read only once. An empty file is
+    an error only if all files are empty.
 
     Args:
         reads: Files and folders.
         on_error: What to do with damaged records.
-        model_length: Bases of a chunk.
-        are_all: Whether there are no other reads, as on another host.
+        model_length: Length of a chunk in bases.
+        are_all: These are all reads of the run; false if others have to be downloaded.
 
     Returns:
         A lower bound of the number of rows (open reading frames).
@@ -166,10 +171,10 @@ def count_rows(
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What the first batches of a file hold.
+    """Counts over the first batches of a file.
 
     Attributes:
-        n_bases: Bases, and one more, so that it can be divided by.
+        n_bases: Number of bases plus 1, so that dividing by it is safe.
         n_rows: Open reading frames.
         is_empty: Whether there was no read, and no damaged record either.
     """

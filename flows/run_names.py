@@ -24,6 +24,7 @@ def named_by(*keys: str) -> Callable[[], str]:
     """
 
     def name() -> str:
+        """Return the name of the current flow run. Prefect calls this."""
         text = run_name(runtime.flow_run.parameters or {}, *keys)
         if runtime.deployment.id is None:
             return text
@@ -34,12 +35,12 @@ def named_by(*keys: str) -> Callable[[], str]:
 
 
 def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
-    """Return the name that parameters give to a run.
+    """Return a name for a run that consists of some of its parameters.
 
     Args:
         parameters: Parameters of a flow by name.
-        keys: Those to show. `reads` is shown as the sample's name, a path by its last part, and
-            what is not set is left out.
+        keys: Names of the parameters to show. Reads are shown as the sample's name and paths as
+            their last part. Parameters that are not set are left out.
     """
     texts = {key: str(parameters[key]) for key in keys if parameters.get(key)}
     for key in PATHS_SHOWN_BY_NAME:

@@ -27,7 +27,7 @@ def stage_reads_of(settings: RunSettings, label: str) -> StageSummary:
 
 
 def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:
-    """Show what became of a run's reads, and send the event that it is done."""
+    """Publish a table with the fates of a run's reads, and send the event `prediction.done`."""
     description = f"What became of the reads of {label}: {run.root}"
     publish_table(f"reads-{label}", fate_rows(summary, staging.tally), description)
     payload = {

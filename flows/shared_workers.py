@@ -21,11 +21,11 @@ from virnuc_core.runfiles import RunSummary
 
 @contextmanager
 def shared_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
-    """Yield workers that stay up for all runs in the body, with their devices.
+    """Yield a pool of workers that keeps running for several runs, and reserve its devices.
 
     Args:
         settings: Where and how to compute.
-        warm: Load the weights now. If false, the first run loads them.
+        warm: Load the weights immediately. If false, the first run loads them.
     """
     spec = settings.spec()
     slots = device_slots(resolve_here(spec))
@@ -54,7 +54,7 @@ def predict_with(
         InputError: The file holds no reads.
         VirnucError: The file has another content by now.
     """
-    settings.check_place()
+    settings.check_output_folder()
     with run_lock(settings.out):
         run = RunDir(settings.out)
         if n_parallel > 1 and not settings.stage_workers:
@@ -75,7 +75,7 @@ def predict_with(
 
 
 def _require_content(staging: StageSummary, expected_sha256: str) -> None:
-    """Raise an error if the file that was staged is not the one that was looked at before."""
+    """Raise an error if the staged file has another content than it had in the inbox."""
     content = staging.by_file[0].content
     if content and content.sha256 != expected_sha256:
         raise VirnucError(

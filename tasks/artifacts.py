@@ -75,9 +75,9 @@ def _float_cell(value: float) -> str:
 
 
 def bounded_rows(rows: Rows) -> list[dict[str, str]]:
-    """Return the cells of the first rows, so many that they stay below `MAX_BYTES`.
+    """Return the rows as text, shortened to about `MAX_BYTES`.
 
-    If rows had to be left out, a last row says how many.
+    If rows are left out, the last row says how many.
     """
     kept_rows: list[dict[str, str]] = []
     n_bytes = 0
@@ -100,9 +100,10 @@ def publish_table(name: str, rows: Rows, description: str) -> None:
     """Show a table. Outside a Prefect run nothing happens.
 
     Args:
-        name: Becomes the artifact's key.
+        name: Name from which the artifact's key is made.
         rows: Rows by column name.
-        description: What stands above the table. It is shown as it stands unless it is `Markdown`.
+        description: Text above the table. Markdown characters in it are escaped, unless it is of
+            the class `Markdown`.
     """
     if not inside_a_run():
         return
@@ -116,10 +117,10 @@ def publish_markdown(name: str, text: str, description: str, full_text: Path | s
     """Show a text. Outside a Prefect run nothing happens.
 
     Args:
-        name: Becomes the artifact's key.
-        text: The Markdown text. A long one is cut at the end of a line below `MAX_BYTES`.
-        description: What stands above the text.
-        full_text: Where the whole text stands; a text that was cut says so.
+        name: Name from which the artifact's key is made.
+        text: The Markdown text. If it is longer than `MAX_BYTES`, it is cut at the end of a line.
+        description: Text above the artifact.
+        full_text: File with the whole text, which is named where the text was cut.
     """
     if not inside_a_run():
         return
@@ -151,9 +152,9 @@ def progress_artifact(
     In a Prefect run the newest share is sent in intervals, and at the end.
 
     Args:
-        name: Becomes the artifact's key.
-        description: What stands above the bar.
-        every_s: The interval.
+        name: Name from which the artifact's key is made.
+        description: Text above the bar.
+        every_s: Seconds between two updates.
     """
     if not inside_a_run():
         yield lambda share: None
@@ -161,10 +162,12 @@ def progress_artifact(
     newest_percent = 0.0
 
     def show(share: float) -> None:
+        """Store the newest share. The other thread sends it."""
         nonlocal newest_percent
         newest_percent = round(100 * min(max(share, 0.0), 1.0), 1)
 
     def publish(stop: threading.Event) -> None:
+        """Send the share every few seconds, and a last time after the body has ended."""
         sent_percent = -1.0
         artifact_id: UUID | None = None
         is_over = False

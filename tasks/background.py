@@ -10,12 +10,13 @@ from virnuc.tasks.server_connection import REQUEST_TIMEOUT_S
 
 @contextmanager
 def background_thread(target: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `target` in another thread while the body lasts.
+    """Run `target` in another thread while the `with` block runs.
 
-    The thread belongs to the same Prefect run as the caller.
+    In Prefect's view, the thread belongs to the same flow or task run as the caller.
 
     Args:
-        target: What the thread does. Its event is set when the body has ended.
+        target: The function to run. It receives an event that is set when the block has ended. The
+            function must return then.
     """
     stop = threading.Event()
     context = contextvars.copy_context()

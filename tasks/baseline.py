@@ -34,7 +34,7 @@ def measure_baseline(
         force: Measure again.
     """
     if force and first_attempt():
-        # if an error stops here, old results must not be taken for the new ones
+        # Old results are removed first. If the measurement fails, they must not be taken for new.
         with run_lock(run.root):
             discard(run.root, *RUN_FILES)
     progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")

@@ -45,7 +45,7 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
     Raises:
         TimeoutError: The slots were not free within `wait_s`.
     """
-    # a GPU's UUID names it on every machine
+    # The id of a GPU is its UUID, which is unique over all machines.
     names = {f"virnuc-{device.id}".lower() for device in devices if device.kind == "cuda"}
     missing = sorted(names - _held_slots.get())
     if not missing or not with_server() or connection.embedded is not None:
@@ -69,7 +69,7 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
 
 
 def short_timeouts(retries: int) -> AbstractContextManager[object]:
-    """Let clients that Prefect creates in the body wait no longer than the others.
+    """Limit the time that Prefect clients created in the `with` block wait for an answer.
 
     Args:
         retries: How often such a client repeats a request.
@@ -80,7 +80,10 @@ def short_timeouts(retries: int) -> AbstractContextManager[object]:
 
 
 def _take_slots(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
-    """Take the slots of these names, which `slots` gives back when it is closed."""
+    """Wait for the slots with these names. They are released when `slots` is closed.
+
+    A slot is a concurrency limit of 1 on the Prefect server. It is created if it does not exist.
+    """
     text = ", ".join(names)
     with connection.reporting(f"limits of {text}"), get_client(sync_client=True) as client:
         for name in names:
@@ -92,7 +95,7 @@ def _take_slots(slots: ExitStack, names: list[str], wait_s: float | None) -> Non
     with short_timeouts(retries=2):  # a server that restarts while we wait keeps our place
         acquired = concurrency(
             names,
-            strict=True,  # a limit that is missing is an error, never a free pass
+            strict=True,  # without this, Prefect ignores a limit that does not exist
             timeout_seconds=wait_s,
             lease_duration=LEASE_S,
             raise_on_lease_renewal_failure=False,

@@ -58,6 +58,7 @@ def embed(
     previous_summary = read_summary(run)
 
     def write_stopped(wall_s: float) -> None:
+        """Write the summary of a run that was stopped at its time limit."""
         stopped = _stopped_summary(staging, spec, wall_s)
         write(run.summary, stopped)
 
@@ -89,12 +90,12 @@ def _stopped_summary(staging: StageSummary, spec: ClassifySpec, wall_s: float) -
 
 
 def _is_same_run(previous: RunSummary, summary: RunSummary) -> bool:
-    """Tell whether a summary is still the one of before: nothing was computed since."""
+    """Return whether two summaries are of the same computation, so that nothing was computed."""
     return previous.total_s == summary.total_s and previous.telemetry == summary.telemetry
 
 
 def _publish_tables(run: RunDir, spec: ClassifySpec, summary: RunSummary, label: str) -> None:
-    """Show where the time went, and for a cluster what each device did."""
+    """Publish a table of the stages' times and, for a cluster, a table of the devices."""
     devices = spec.devices
     publish_table(
         host_key(f"stages-{label}-{devices}"),
@@ -111,7 +112,7 @@ def _publish_tables(run: RunDir, spec: ClassifySpec, summary: RunSummary, label:
 
 
 def _describe(summary: RunSummary) -> str:
-    """Say in one line what was computed."""
+    """Return one line on the work of a run: shards, time, repeated rows and worker deaths."""
     text = f"{summary.shards_computed} of {summary.shards} shards computed"
     if summary.shards_reused:
         text += f", {summary.shards_reused} were committed before"

@@ -115,7 +115,7 @@ def emit_outcome(report: Report, out: Path) -> None:
 
 
 def with_verdict_marks(rows: Sequence[Row]) -> Rows:
-    """Return the rows of a table with verdicts as Prefect shows them."""
+    """Return the rows with each verdict replaced by a mark in Markdown, such as `✓ **PASS**`."""
     return [{column: _marked(value) for column, value in row.items()} for row in rows]
 
 
@@ -165,7 +165,7 @@ def _publish_texts(report: Report, out: Path, label: str) -> None:
     """Show the report as a text, and its charts."""
     name = report.profile.name
     folder = RunDir(out).report
-    # without the settings, which Prefect would show as headings
+    # The front matter of report.md is left out, because Prefect would show it as headings.
     text = report_body(report)
     publish_markdown(
         host_key(f"report-{name}"), text, messages.criteria_message(report), folder / "report.md"

@@ -40,7 +40,11 @@ def without_result_references(request: httpx.Request, response: httpx.Response) 
 
 
 def _remove_references(value: Any) -> bool:
-    """Remove `data` from every state in a parsed JSON value, in place. Tell if any had it."""
+    """Remove the field `data` from every state in a parsed JSON value, which is changed.
+
+    Returns:
+        True if any state had data.
+    """
     has_removed = False
     if isinstance(value, dict):
         if "type" in value and value.get("data") is not None:

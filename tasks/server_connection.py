@@ -122,7 +122,14 @@ class Connection:
     def _send_patiently(
         self, request: httpx.Request, ask: Ask, *, is_state: bool
     ) -> httpx.Response:
-        """Try a request until it is answered, or until it is too late or the server has ended."""
+        """Send a request, and repeat it until it is answered or the time is over.
+
+        Requests that propose a state are repeated for `REQUEST_TIMEOUT_S`. All requests are
+        repeated until `patient_until_s`. If our own server has ended, nothing is repeated.
+
+        Raises:
+            ServerLostError: The last attempt was not answered.
+        """
         patience_s = REQUEST_TIMEOUT_S if is_state else 0.0
         until_s = max(self.patient_until_s, time.monotonic() + patience_s)
         while True:
@@ -150,7 +157,7 @@ class Connection:
         request.extensions["timeout"] = httpx.Timeout(REQUEST_TIMEOUT_S).as_dict()
         try:
             if self._has_ended():
-                # whoever has its port now is not asked
+                # Another program may use its port now, and must not receive our requests.
                 raise httpx.ConnectError("its process has ended")
             response = without_result_references(request, ask(request))
         except httpx.TransportError as error:
@@ -168,7 +175,10 @@ class Connection:
         return self.embedded is not None and self.embedded.poll() is not None
 
     def _note_loss(self, error: httpx.TransportError) -> None:
-        """Note that a request was not answered. The first time it is said in the log."""
+        """Record that a request was not answered. The first time, a warning is logged.
+
+        For the next `SILENT_S` seconds, no requests are sent that can be left out.
+        """
         self._silent_until_s = time.monotonic() + SILENT_S
         if self.answered and not self.lost:
             logger.warning(

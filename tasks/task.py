@@ -54,8 +54,11 @@ def retrying_task(
     """
 
     def decorate(function: Callable[P, State[T]]) -> "RetryingTask[P, State[T]]":
+        """Return the task for a function."""
+
         @wraps(function)
         def body(*args: P.args, **kwargs: P.kwargs) -> State[T]:
+            """Call the function. Errors that a retry cannot help become a failed state."""
             try:
                 with core_logs():
                     return function(*args, **kwargs)
@@ -157,7 +160,8 @@ def _logs_sent_to_server(core_logger: logging.Logger) -> Iterator[None]:
     run_ids = {"flow_run_id": runtime.flow_run.id, "task_run_id": runtime.task_run.id}
 
     def add_run_ids(record: logging.LogRecord) -> bool:
-        # threads of the core know no run; those of other tasks know their own
+        """Add the ids of this task run to a record, unless it comes from another task run."""
+        # Threads of the core have no Prefect context: their lines belong to this task run.
         context = TaskRunContext.get()
         if context is None or str(context.task_run.id) == run_ids["task_run_id"]:
             vars(record).update(run_ids)

@@ -18,12 +18,14 @@ class TimeLimitError(VirnucError):
 def time_limit(
     subject: object, limit_s: float | None, on_reached: Callable[[float], object]
 ) -> Iterator[None]:
-    """End all child processes when the body takes too long.
+    """End all child processes if the `with` block takes longer than a limit.
+
+    The block then fails with a `WorkerError`, which becomes a `TimeLimitError`.
 
     Args:
-        subject: What is limited, for the message of the error.
-        limit_s: The limit. None sets no limit.
-        on_reached: Takes the seconds that the body took, before the error is raised.
+        subject: Name of the run, for the message of the error.
+        limit_s: The limit in seconds. None sets no limit.
+        on_reached: Is called with the elapsed seconds before the error is raised.
 
     Raises:
         TimeLimitError: The limit was reached.
@@ -32,6 +34,7 @@ def time_limit(
     is_reached = threading.Event()
 
     def end(stop: threading.Event) -> None:
+        """Wait for the end of the block or the limit. At the limit, end all child processes."""
         if not stop.wait(limit_s):
             is_reached.set()
             end_all_children()
@@ -39,7 +42,7 @@ def time_limit(
     try:
         with background_thread(end):
             yield
-    except WorkerError as error:  # the body's workers were ended
+    except WorkerError as error:  # the block's workers were ended, here or by another cause
         if not is_reached.is_set():
             raise
         on_reached(time.monotonic() - started_s)

@@ -22,7 +22,7 @@ class InboxSettings(VerdictSpec, FlowSettings):
     )
     retry_failed: bool = Field(False, description="predict again what failed before")
 
-    def check_own_files(self) -> None:
+    def check_flow_files(self) -> None:
         """Refuse an inbox that is not a folder.
 
         Raises:

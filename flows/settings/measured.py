@@ -84,7 +84,7 @@ class MeasureSettings(ClusterSpec, RunSettings):
         """The file to which the run's line is added."""
         return self.history or self.out.absolute().parent / "virnuc-history.jsonl"
 
-    def check_own_files(self) -> None:
+    def check_flow_files(self) -> None:
         """Refuse a history to which no line can be added; the runs before it may take hours.
 
         Raises:

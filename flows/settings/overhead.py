@@ -39,10 +39,10 @@ class OverheadSettings(FlowSettings):
             )
         return record.profile
 
-    def check_place(self) -> None:
-        """Refuse a directory that holds no validation.
+    def check_output_folder(self) -> None:
+        """Refuse an output directory that is not the directory of a validation.
 
         Raises:
             ConfigError: The directory holds no validation.
         """
-        _ = self.profile
+        _ = self.profile  # this property raises the error

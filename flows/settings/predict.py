@@ -33,7 +33,7 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         """Tell whether the reads are of several samples, each with a run of its own."""
         return self.samples is not None or self.sample_from != "none"
 
-    def check_own_files(self) -> None:
+    def check_flow_files(self) -> None:
         """Refuse samples that cannot be told apart, and a directory with runs of the other kind.
 
         A single run and samples would each stop the other from being resumed.
@@ -87,7 +87,10 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         return samples_by_read_group(self)
 
     def is_done(self) -> bool:
-        """Tell if the directory holds a complete run that is not to be made anew."""
+        """Return whether the output directory has a complete run of all planned shards.
+
+        With `force`, the run is computed again, so the answer is no.
+        """
         run = RunDir(self.out)
         if self.force or self.has_samples or not os.access(run.summary, os.R_OK):
             return False

@@ -111,7 +111,7 @@ class FlowSettings(ComputeSettings, ReadingSpec):
     out: Path = Field(description="run directory; a run that stopped goes on where it was")
     models: Path = Field(description=f"models directory: {MODEL_FOLDERS}")
 
-    def check_own_files(self) -> None:
+    def check_flow_files(self) -> None:
         """Refuse files that only this flow takes and that it cannot use. Most flows take none."""
 
     def spec(self, sample: str = "") -> ClassifySpec:
@@ -140,7 +140,7 @@ class FlowSettings(ComputeSettings, ReadingSpec):
         """Tell, at a glance at the output directory, if there is nothing left to compute."""
         return False
 
-    def check_place(self) -> None:
+    def check_output_folder(self) -> None:
         """Refuse an output directory in which something of others could be lost.
 
         Raises:
@@ -154,7 +154,7 @@ class FlowSettings(ComputeSettings, ReadingSpec):
 
         Flows that share the directory with others lock parts of it themselves.
         """
-        self.check_place()
+        self.check_output_folder()
         return nullcontext()
 
 
@@ -181,5 +181,5 @@ class RunSettings(ReadsSpec, FlowSettings):
         Raises:
             ConfigError: Another process is working in the directory.
         """
-        self.check_place()
+        self.check_output_folder()
         return run_lock(self.out)

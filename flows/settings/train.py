@@ -42,7 +42,7 @@ class TrainSettings(TrainSpec, RunSettings):
         tables = (self.truth, self.groups, self.genomes, self.coding_only)
         return (*super().inputs(), *(str(path) for path in tables if path))
 
-    def check_own_files(self) -> None:
+    def check_flow_files(self) -> None:
         """Refuse a table of origins that cannot be used.
 
         Raises:

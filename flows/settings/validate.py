@@ -52,14 +52,14 @@ class ValidateSettings(MeasureSettings):
             files += tuple(str(path) for path in result_paths)
         return files
 
-    def check_own_files(self) -> None:
+    def check_flow_files(self) -> None:
         """Refuse settings that do not fit each other, and a history that cannot be written.
 
         Raises:
             ConfigError: A time is given without its device, rounds of tuning are asked for on a
                 cluster, or the history cannot be written.
         """
-        super().check_own_files()
+        super().check_flow_files()
         if self.tune_rounds and self.cluster:
             raise ConfigError(
                 "tune_rounds: a cluster's settings are not swept; "

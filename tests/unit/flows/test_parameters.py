@@ -415,13 +415,13 @@ def test_a_file_of_settings_names_no_more_of_itself_than_short_keys(
 
 def test_samples_and_a_single_run_do_not_share_a_directory(tmp_path: Path) -> None:
     single = PredictSettings(reads=("a.fq",), out=tmp_path, models=Path("m"))
-    single.check_own_files()
+    single.check_flow_files()
     (tmp_path / "samples.tsv").touch()
     with pytest.raises(ConfigError, match="holds samples; choose another directory"):
-        single.check_own_files()
+        single.check_flow_files()
     (tmp_path / "run.json").touch()
     with pytest.raises(ConfigError, match="holds a single run; choose another directory"):
-        single.model_copy(update={"sample_from": "name"}).check_own_files()
+        single.model_copy(update={"sample_from": "name"}).check_flow_files()
 
 
 def test_a_script_can_say_all_that_the_command_takes() -> None:
@@ -434,7 +434,7 @@ def test_a_script_can_say_all_that_the_command_takes() -> None:
 
 def test_overhead_of_a_folder_that_is_no_validation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run virnuc validate first"):
-        OverheadSettings(out=tmp_path, models=tmp_path).check_place()
+        OverheadSettings(out=tmp_path, models=tmp_path).check_output_folder()
 
 
 def test_overhead_computes_with_the_engine_settings_of_the_validation(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def correctness_section(comparisons: Sequence[Comparison]) -> Section:
 
 
 def _sentences(comparison: Comparison) -> list[str]:
-    """Say whether a pair has the same bytes, and give ids that disagree."""
+    """Return sentences on the bytes of a compared pair, and on a few ids that disagree."""
     a, b = comparison.a, comparison.b
     sentences = []
     equality = comparison.bitwise
@@ -60,7 +60,7 @@ def agreement_rows(comparisons: Sequence[Comparison]) -> list[Row]:
 
 
 def _label_cells(agreement: LabelAgreement) -> Row:
-    """Return how many ids have the same label, over all and by class."""
+    """Return the cells on labels: the share of ids with the same label, in total and by class."""
     only_one = f"{agreement.only_in_a:,} / {agreement.only_in_b:,}"
     cells: Row = {
         "In both": agreement.in_both,
@@ -73,7 +73,7 @@ def _label_cells(agreement: LabelAgreement) -> Row:
 
 
 def _score_cells(score: ScoreDifference | None) -> Row:
-    """Return how far the scores of both sides differ."""
+    """Return the cells on scores: statistics of their differences. None without scores."""
     columns = ("Mean Δ", "Median Δ", "p99 Δ", "Max Δ", "Within tolerance", "allclose 1e-3")
     if score is None:
         return dict.fromkeys(columns)
@@ -89,7 +89,7 @@ def _score_cells(score: ScoreDifference | None) -> Row:
 
 
 def _same_bytes(equality: BitwiseEquality | None) -> str | None:
-    """Return whether a pair has the same bytes, or `None` where not everything was there."""
+    """Return `yes` or `no`, or `None` if not all files could be compared."""
     if equality is None:
         return None
     if equality.identical:

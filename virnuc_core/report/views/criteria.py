@@ -107,7 +107,7 @@ def approval_section(approval: ApprovalState) -> Section:
 
 
 def approval_text(approval: ApprovalState) -> str:
-    """Say who has decided and when, as it continues the decision."""
+    """Return who decided and when: text that follows the decision, such as ` by Ann, 2026-…`."""
     if approval.reviewer is None:
         return ": nobody has answered yet"
     text = f" by {approval.reviewer}"

@@ -71,7 +71,7 @@ def packing_section(telemetry: TelemetryMetrics) -> Section:
 
 
 def _waits_sentence(telemetry: TelemetryMetrics, queue: QueueShares) -> str:
-    """Say how long the launch loop waited for batches, and how full they were."""
+    """Return a sentence on how long the launch loop waited for batches, and how full they were."""
     mean = _milliseconds(telemetry.avg_wait_ms)
     p95 = _milliseconds(telemetry.p95_wait_ms)
     longest = _milliseconds(telemetry.max_wait_ms)
@@ -92,7 +92,7 @@ def _milliseconds(value: float | None) -> str:
 
 
 def _speed_sentence(telemetry: TelemetryMetrics) -> str:
-    """Say how many tokens and sequences were embedded in a second."""
+    """Return a sentence on the number of tokens and sequences embedded per second."""
     rate = cell(number(telemetry.tokens_per_s, 0))
     steady_rate = cell(number(telemetry.steady_tokens_per_s, 0))
     sequences = cell(number(telemetry.rows_per_s))
@@ -103,7 +103,7 @@ def _speed_sentence(telemetry: TelemetryMetrics) -> str:
 
 
 def _host_sentence(telemetry: TelemetryMetrics) -> str:
-    """Say how busy the processor was, and how much memory the run took."""
+    """Return a sentence on the load of the processor and the memory of the run."""
     host = telemetry.host
     average = cell(number(host.cpu_percent_avg, 0, " %"))
     highest = cell(number(host.cpu_percent_max, 0, " %"))

@@ -22,7 +22,7 @@ from virnuc_core.runfiles import FileDigest, RunRecord
 
 
 def report_sections(report: Report) -> list[Section]:
-    """Return what every long form of the report shows, without empty sections."""
+    """Return the sections of `report.md` and `report.html` in order. Empty ones are left out."""
     sections = [
         Section("Warnings", sentences=report.warnings),
         Section("What to know before reading the figures", sentences=report.notes),
@@ -85,11 +85,12 @@ def bottleneck_section(report: Report) -> Section:
 
 
 def _loss_verdict(loss: Bottleneck) -> str:
+    """Return `expected` if the loss needs no action, otherwise `actionable`."""
     return "expected" if loss.expected else "actionable"
 
 
 def provenance_rows(record: RunRecord) -> list[Row]:
-    """Return where the report comes from: machine, reads, software, weights and settings."""
+    """Return table rows on the origin of the report: machine, reads, software and settings."""
     facts: list[tuple[str, Cell]] = [
         ("created", record.created),
         ("host", record.host),

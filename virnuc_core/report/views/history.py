@@ -8,7 +8,11 @@ from virnuc_core.report.text import number, percent
 
 
 def trend_rows(runs: Iterable[tuple[HistoryEntry, Regression]]) -> list[Row]:
-    """Return a row for each run of a history, with its comparison to the one before like it."""
+    """Return a table row for each run of a history.
+
+    Args:
+        runs: The runs, each with its comparison to the previous comparable run.
+    """
     rows: list[Row] = []
     for entry, regression in runs:
         change = None

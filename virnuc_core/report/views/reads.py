@@ -11,7 +11,10 @@ def fates_section(report: Report) -> Section:
 
 
 def fate_rows(report: Report) -> list[Row]:
-    """Return counts of fates and remarks, and of what never became a read; nothing without them."""
+    """Return table rows with the numbers of reads by fate and remark, and of skipped records.
+
+    Empty if the reads were not counted.
+    """
     accounting = report.accounting
     if accounting is None:
         return []

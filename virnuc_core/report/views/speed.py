@@ -53,7 +53,7 @@ def scaling_rows(report: Report) -> list[Row]:
 
 
 def measured_runs(times_s: Sequence[float]) -> str:
-    """Say of how many runs a time is the median, and between which times they lie."""
+    """Return a text on the runs behind a time: `one run`, or `median of 3 runs, 9.9 to 10.2 s`."""
     if len(times_s) == 1:
         return "one run"
     shortest = number(min(times_s))
@@ -111,7 +111,7 @@ def run_rows(report: Report) -> list[Row]:
 
 
 def attempt_rows(runs: Sequence[RunMetrics]) -> list[Row]:
-    """Return each attempt of the runs that took several; their sums are the runs' own figures."""
+    """Return a table row for each attempt of the runs that were interrupted and started again."""
     rows: list[Row] = []
     for run in runs:
         if len(run.attempts) < 2:
@@ -165,10 +165,10 @@ def efficiency_rows(report: Report) -> list[Row]:
 
 
 def efficiency_facts(report: Report) -> dict[str, str]:
-    """Return how well the encoders use the devices, what a million reads take, and the overhead."""
+    """Return facts on efficiency and cost: use of the devices, cost per million reads, overhead."""
     run = report.run
     facts: dict[str, str] = {}
-    for encoder_id, title in reversed(GPU_STAGES.items()):  # the protein encoder first
+    for encoder_id, title in reversed(GPU_STAGES.items()):  # begin with the protein encoder
         encoder = None
         if run is not None and run.telemetry is not None:
             encoder = run.telemetry.encoder(encoder_id)
@@ -191,7 +191,7 @@ def efficiency_facts(report: Report) -> dict[str, str]:
 
 
 def _mfu_text(encoder: EncoderMetrics | None) -> str:
-    """Return the share of the devices' arithmetic that an encoder uses, by ceiling and by sheet."""
+    """Return an encoder's speed as a share of the measured ceiling and of the data sheet."""
     if encoder is None:
         return NOT_RUN
     of_ceiling = percent(encoder.mfu_of_ceiling, unit="%")

@@ -22,13 +22,13 @@ NAME_WIDTH: Final = 90  # kernels of templates have names of a thousand letters
 def candidate_rows(
     candidates: Sequence[Candidate], *, chosen: Candidate, recommended: str, tolerance: float
 ) -> list[Row]:
-    """Return what was measured of each candidate of a sweep, and whether it may be recommended.
+    """Return a table row for each candidate of a sweep, with its speed and verdict.
 
     Args:
         candidates: The candidates in the order of the rows.
-        chosen: The recommended one.
-        recommended: The word for its verdict.
-        tolerance: The difference of scores up to which a candidate is usable.
+        chosen: The recommended candidate.
+        recommended: The word that is shown as the verdict on the recommended candidate.
+        tolerance: Candidates whose scores differ by more than this are not usable.
     """
     rows: list[Row] = []
     for candidate in candidates:
@@ -74,7 +74,7 @@ def _rate_cells(candidate: Candidate) -> Row:
 
 
 def overhead_rows(pairs: Sequence[OverheadPair]) -> list[Row]:
-    """Return the speed of each pair of runs, with what costs and without."""
+    """Return a table row for each pair of runs: its speed with and without a feature."""
     return [
         {
             "pair": place,
@@ -89,16 +89,18 @@ def overhead_rows(pairs: Sequence[OverheadPair]) -> list[Row]:
 
 
 def mark_rows(tables: Sequence[TraceTable]) -> list[Row]:
-    """Return the stages that the launch loop marks, with the times of the host and the device.
+    """Return a table row for each stage in the recorded traces.
 
-    The host's time is that of launching a stage, the device's that of computing it.
+    The time of the host is the time to launch the stage's work. The time of the device is the time
+    to compute it.
     """
     rows: list[Row] = []
     for table in tables:
         on_gpu = table.kind == "cuda"
         for mark in table.marks:
+            # A wait for a batch takes place on the host, so only the host's time counts.
             computes = on_gpu and mark.name != WAIT
-            own_ms = mark.device_ms if computes else mark.host_ms
+            stage_ms = mark.device_ms if computes else mark.host_ms
             rows.append(
                 {
                     "device": table.device,
@@ -106,14 +108,14 @@ def mark_rows(tables: Sequence[TraceTable]) -> list[Row]:
                     "calls": mark.calls,
                     "host ms": round(mark.host_ms, 2),
                     "device ms": round(mark.device_ms, 2) if on_gpu else None,
-                    "share of the recording": percent(own_ms / table.window_ms),
+                    "share of the recording": percent(stage_ms / table.window_ms),
                 }
             )
     return rows
 
 
 def operation_rows(tables: Sequence[TraceTable], *, limit: int) -> list[Row]:
-    """Return the operations that took most time, up to `limit` of each device."""
+    """Return a table row for each of the longest operations, up to `limit` per device."""
     rows: list[Row] = []
     for table in tables:
         has_shapes = any(operation.shapes for operation in table.operations)
@@ -126,6 +128,7 @@ def operation_rows(tables: Sequence[TraceTable], *, limit: int) -> list[Row]:
 
 
 def _operation_cells(operation: Operation, table: TraceTable) -> Row:
+    """Return the table row on one operation, with its time on the processor that ran it."""
     own_ms = operation.device_ms if operation.on == "device" else operation.host_ms
     return {
         "device": table.device,
