@@ -49,7 +49,7 @@ def announce(*tags: str) -> None:
 
 
 def _end_orphans(client: SyncPrefectClient) -> None:
-    """Set flow runs of ours that are still running, but whose process no longer exists, to crashed."""
+    """Mark flow runs as crashed that the server calls running, but whose process is gone."""
     is_running = {"type": {"any_": ["RUNNING", "CANCELLING"]}}
     ours = {"tags": {"all_": ["virnuc"]}, "state": is_running}
     runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(ours))

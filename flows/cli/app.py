@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with exit_deadline(by_hand=True, final=is_whole_process):
         code = _run_and_report(words)
     if is_whole_process:
-        gc.freeze()  # the process ends: its objects need no collection
-        # asked for only if it was imported: commands that start no flow have no server
+        gc.freeze()  # the process ends now, so Python need not look for garbage once more
+        # Only a command that has started a flow has imported this module and has a server.
         server_connection = sys.modules.get("virnuc.tasks.server_connection")
         if server_connection is not None:
             server_connection.connection.leave(code)
@@ -115,9 +115,10 @@ def _run_and_report(words: list[str]) -> int:
     except KeyboardInterrupt:
         return _complain(INTERRUPTED_MESSAGE, INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output is gone; there is nobody to tell
+        # The program that reads our output has ended. A message would raise the same error again.
+        sys.stderr.close()
         return FAILURE
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is one line
+    except Exception as error:  # noqa: BLE001 - every error becomes one line
         if debug:
             traceback.print_exc()
         return _report_error(error)
@@ -128,9 +129,9 @@ def _prepare_process(debug: bool) -> None:
     """Set up what all commands share: the environment, warnings and other libraries' logs."""
     models_variable = ENVIRONMENT["models"]
     if not os.environ.get(models_variable):
-        # an empty one names no directory; to cyclopts it would be the working directory
+        # Cyclopts would take an empty variable for the working directory, so it is removed.
         os.environ.pop(models_variable, None)
-    # our own error names it
+    # An error of ours already names a home directory that cannot be created.
     warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
     if not debug:
         # A machine without a GPU is not a fatal error. The library sets its own level on import.
@@ -146,8 +147,10 @@ def _report_error(error: Exception) -> int:
         if error.filename:
             reason = f"{error.filename}: {reason}"
         return _complain(reason, FAILURE)
+    # After an interrupt, signals are ignored. An import that was interrupted may fail with any
+    # error, which is only a consequence.
     is_ending = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    if is_ending:  # an import that was cut short fails with whatever error
+    if is_ending:
         return _complain(INTERRUPTED_MESSAGE, INTERRUPTED)
     return _complain(f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE)
 
@@ -157,12 +160,13 @@ def _parse_and_call(words: list[str], debug: bool) -> int:
 
     Args:
         words: The command line without `--debug`.
-        debug: Whether `--debug` was given. It is passed to commands that take it.
+        debug: `--debug` was given. It is passed to commands that have such an option.
 
     Raises:
-        ConfigError: There is no such command, or the words are not what it takes.
+        ConfigError: There is no such command, or its arguments are wrong.
     """
     _require_known_command(words)
+    # The commands under `virnuc models` have no options with one digit, and no standard input.
     words_to_parse = words
     if words and words[0] != "models":
         words_to_parse = [WORDS_FOR_CYCLOPTS.get(word, word) for word in words]
@@ -188,9 +192,9 @@ def _parse_and_call(words: list[str], debug: bool) -> int:
 def _require_known_command(words: list[str]) -> None:
     """Raise `ConfigError` for an empty word or an unknown command.
 
-    It is done here because cyclopts would import every command to say so.
+    Cyclopts would find an unknown command as well, but it would import every command for it.
     """
-    if "" in words:  # as a path it would be the working directory
+    if "" in words:  # an empty path would be the working directory
         raise ConfigError("an argument is empty; is a variable of the shell not set?")
     if not words or words[0] in app:
         return
@@ -201,9 +205,10 @@ def _require_known_command(words: list[str]) -> None:
 
 
 def _describe_misuse(error: CycloptsError) -> str:
-    """Return what is wrong with a command line.
+    """Return a message about a wrong command line.
 
-    Cyclopts takes an argument that is missing for an option without its value.
+    Some of cyclopts' own messages are misleading. For a missing argument, for example, it says that
+    an option has no value. Such messages are replaced.
     """
     match error:
         case MissingArgumentError(argument=Argument(tokens=[]) as missing, keyword=None):
@@ -220,7 +225,7 @@ def _describe_misuse(error: CycloptsError) -> str:
 
 
 def _with_dashes(value: Any) -> Any:
-    """Return the parsed value with a dash wherever the placeholder of standard input stands."""
+    """Return the parsed value with each placeholder of standard input replaced by a dash."""
     if isinstance(value, tuple):
         return tuple(_with_dashes(part) for part in value)
     if str(value) == STDIN_PLACEHOLDER:

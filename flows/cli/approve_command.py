@@ -59,7 +59,7 @@ def approve(options: ApprovalOptions) -> None:
 
 
 def _review_form(options: ApprovalOptions) -> dict[str, Any]:
-    """Return the answer as the paused run takes it.
+    """Return the reviewer's answer with the fields of the paused run's form.
 
     Raises:
         ConfigError: Not exactly one of the three verdicts was given.
@@ -79,12 +79,13 @@ def _review_form(options: ApprovalOptions) -> dict[str, Any]:
 
 
 def _find_flow_run(client: "SyncPrefectClient", run: str) -> "FlowRun":
-    """Return the flow run of an id, or the one of a name that waits for an answer.
+    """Return the flow run with this id or name.
 
-    If none of that name waits, another run of the name is returned.
+    Several runs may have the same name. The one that waits for an answer is returned or, if none
+    waits, any of them.
 
     Raises:
-        ConfigError: There is no such run, or several of that name wait.
+        ConfigError: There is no such run, or several runs with this name wait.
     """
     from prefect.client.schemas.filters import FlowRunFilter
 

@@ -33,13 +33,13 @@ MAX_PROCESSES_NAMED: Final = 5
 
 
 def check_of_problem(problem: str, name: str, detail: str, *, verdict: Verdict = "warn") -> Check:
-    """Return a check that is fine if there is no problem.
+    """Return the result of a check: `ok` with a detail, or a verdict with a problem.
 
     Args:
-        problem: What is wrong, or an empty text.
+        problem: Description of the problem. Empty if there is none.
         name: The name of the check.
-        detail: What to say if nothing is wrong.
-        verdict: The verdict if something is.
+        detail: The text if there is no problem.
+        verdict: The verdict if there is a problem.
     """
     if problem:
         return Check(name, verdict, problem)
@@ -47,7 +47,10 @@ def check_of_problem(problem: str, name: str, detail: str, *, verdict: Verdict =
 
 
 def check_packages() -> Iterator[Check]:
-    """Yield the installed versions, and whether Python has kept what it compiled of torch."""
+    """Yield the installed versions, and whether torch's compiled bytecode is stored on the disk.
+
+    Without stored bytecode, every start compiles about a thousand files of torch.
+    """
     version_list = ", ".join(f"{name} {number}" for name, number in versions().items())
     yield Check("packages", "ok", version_list)
     compiled_file = torch.__spec__ and torch.__spec__.cached
@@ -75,7 +78,7 @@ def check_disk(folder: Path) -> Iterator[Check]:
 
 
 def check_file_system(folder: Path) -> Iterator[Check]:
-    """Yield whether locks exclude, and how fast a shard is committed, where results would go."""
+    """Yield whether locks work in the folder for results, and how long a commit takes there."""
     with tempfile.TemporaryDirectory(
         prefix=".virnuc-doctor-", dir=nearest_existing(folder)
     ) as name:
@@ -98,7 +101,7 @@ def _lock_excludes(folder: Path) -> bool:
     """Return whether a locked run directory cannot be locked a second time."""
     with run_lock(folder), ExitStack() as second_lock:
         try:
-            # in a context of its own, as another thread would lock it
+            # The lock is reentrant within a context. A new context acts like another thread.
             Context().run(second_lock.enter_context, run_lock(folder))
         except ConfigError:
             return True
@@ -161,7 +164,7 @@ def check_gpu(name: str, gpu: gpus.Gpu, occupancy: gpus.Occupancy) -> Check:
 
 
 def check_weights(models: Path | None) -> Iterator[Check]:
-    """Yield whether the models directory is whole.
+    """Yield whether the models directory is complete and its parts fit each other.
 
     Raises:
         WeightsError: A part is missing, or does not fit the others.

@@ -97,7 +97,7 @@ class Trial:
 
 
 def check_compute(devices: str) -> Iterator[Check]:
-    """Yield whether each device computes, from reads to scores, what the reference does.
+    """Yield for each device whether its scores equal those of the reference.
 
     Args:
         devices: The devices, as `--devices` takes them.
@@ -107,7 +107,7 @@ def check_compute(devices: str) -> Iterator[Check]:
     """
     device_list = resolve(Devices.parse(devices))
     futures: dict[Device, Future[Scores]] = {}
-    # what matters of these runs is in the checks, so they log nothing
+    # The log lines of these tiny runs would only disturb the list of checks.
     with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name, _without_logs():
         trial = Trial.prepare(Path(name))
         with ThreadPoolExecutor(max_workers=len(device_list)) as threads:
@@ -119,7 +119,7 @@ def check_compute(devices: str) -> Iterator[Check]:
         try:
             scores = future.result()
         except VirnucError as error:
-            # a device that another run holds is no fault of the machine
+            # A device that is used by another run is not a fault of the machine.
             verdict: Verdict = "warn" if isinstance(error, DeviceError) else "fail"
             yield Check(f"compute {device.id}", verdict, str(error))
             continue
@@ -139,7 +139,7 @@ def _without_logs() -> Iterator[None]:
 
 
 def check_scores(device: Device, reference: Scores, scores: Scores) -> Check:
-    """Return whether a device's scores are the reference's, within what its precision allows."""
+    """Return whether a device's scores equal the reference, within the tolerance of its kind."""
     name = f"compute {device.id}"
     if reference.shape != scores.shape or np.isnan(scores).any():
         return Check(name, "fail", "scores are missing")
@@ -158,9 +158,9 @@ def check_scores(device: Device, reference: Scores, scores: Scores) -> Check:
 
 
 def check_agreement(scores_of_device: Mapping[Device, Scores]) -> Iterator[Check]:
-    """Yield whether devices of one model give the same bytes.
+    """Yield for each device model whether all devices of this model gave the same bytes.
 
-    Nothing is said of a model with a single device.
+    A model with a single device is left out.
     """
     devices_of_model: dict[str, list[Device]] = {}
     for device in scores_of_device:

@@ -25,7 +25,7 @@ LOOPBACK: Final = re.compile(r"(localhost|\[?::1\]?)$|127\.")
 
 
 def check_prefect_server() -> Iterator[Check]:
-    """Yield which server runs would use, whether it answers, plans runs, and who can reach it.
+    """Yield checks of the Prefect server: does it answer, plan runs, and who can reach it?
 
     Raises:
         ConfigError: The named server does not answer, or refuses the password that is set here.
@@ -77,7 +77,7 @@ def _check_version(client: httpx.Client, url: str) -> Check:
 
 
 def check_scheduler(client: httpx.Client) -> Check:
-    """Return whether runs of active schedules are planned, and whether workers take those due."""
+    """Return whether the server plans runs of all active schedules, and whether runs are late."""
     deployments = _post(client, "/deployments/filter")
     active = [deployment for deployment in deployments if _is_scheduled(deployment)]
     idle_deployments = []
@@ -111,23 +111,23 @@ def _is_scheduled(deployment: dict[str, Any]) -> bool:
 
 
 def _count_runs(client: httpx.Client, **run_filter: object) -> int:
-    """Return the number of flow runs that the server's filter leaves."""
+    """Return the number of flow runs that match a filter of the server's API."""
     return int(_post(client, "/flow_runs/count", flow_runs=run_filter))
 
 
 def _post(client: httpx.Client, path: str, **body: object) -> Any:
-    """Return the parsed answer of the server."""
+    """Send a POST request with a JSON body, and return the parsed answer."""
     return client.post(path, json=body).raise_for_status().json()
 
 
 def check_access(url: httpx.URL, *, answers_anybody: bool) -> Check:
-    """Return who may let workers do what.
+    """Return whether the server is protected against strangers.
 
-    A server that answers anybody lets anybody run commands as the account of its workers.
+    Anybody who can use the server's API can run commands with the account of its workers.
 
     Args:
         url: The address of the server's API.
-        answers_anybody: Whether it answers without a password.
+        answers_anybody: The server answers without a password.
     """
     is_local = LOOPBACK.match(url.host) is not None
     port = url.port
@@ -154,7 +154,7 @@ def check_access(url: httpx.URL, *, answers_anybody: bool) -> Check:
 def _public_addresses(port: int) -> list[str]:
     """Return the addresses, other than loopback, on which a process of this machine listens.
 
-    Where that cannot be seen, none are returned.
+    If the system does not allow to list connections, the result is empty.
     """
     addresses = set()
     with suppress(psutil.Error, OSError):

@@ -28,16 +28,16 @@ Settings = TypeVar("Settings", bound=FlowSettings)
 
 @dataclass(frozen=True)
 class FlowCommand(Generic[Settings]):
-    """What a command runs, and what it says at the end.
+    """Description of a command that runs a flow.
 
     Attributes:
         flow: The flow, as `module:function`. It is imported when the command runs.
-        settings: The settings of the flow; each field is an option.
-        facts: Names what a user looks for after the run, such as the place of the results. The
-            names stand before the facts, and are the keys in `--json`.
-        text: The file whose text is printed at the end. None prints none.
-        has_page: Say where the Prefect UI shows the run.
-        positional: Names of the settings that may be given without their option's name.
+        settings: The settings of the flow. Each field becomes an option.
+        facts: Function that returns lines for the end of the output, such as the folder of the
+            results, by their titles. The titles are also the keys in `--json`.
+        text: Function that returns a file whose text is printed at the end. None prints none.
+        has_page: Print the address of the run in the Prefect UI.
+        positional: Names of the settings that may be given without the name of their option.
     """
 
     flow: str
@@ -59,6 +59,7 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
 
     @command(options_model, *spec.positional)
     def run(settings: Any) -> int:
+        """Run the flow, print how it ended, and return the exit code."""
         state = terminal.run_from_terminal(spec.flow, settings)
         code = exit_code(state)
         facts = spec.facts(settings)
@@ -112,7 +113,8 @@ def _outcome_as_json(state: "State[Any]", code: int, facts: dict[str, str]) -> s
 def _page_in_ui(flow_run_id: object) -> str:
     """Return the address of a run's page in the Prefect UI.
 
-    A temporary server has no pages. Then the server to start comes first, on the same records.
+    A temporary server has no UI. Its database stays, so the text then begins with the command that
+    starts a server with the same database.
     """
     from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
 

@@ -49,7 +49,10 @@ def command(
     parameters = _command_parameters(model, positional)
 
     def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
+        """Return the command for a function."""
+
         def run(*values: Any, **options: Any) -> Result:
+            """Check the values, and call the function with the settings."""
             positional_values = dict(zip(positional, values, strict=False))
             return function(build(model, positional_values | options))
 
@@ -81,9 +84,9 @@ def _command_parameters(
 
 
 def _option_type(name: str, field: FieldInfo, *, is_positional: bool) -> Any:
-    """Return the type of a field, annotated with how the command line shows it.
+    """Return the type of a field, annotated with the name and help text of its option.
 
-    Its bounds are left out: the model checks them.
+    Bounds of numbers are not part of the type, because the settings model checks them.
     """
     parsed_type = _parsed_type(name, field)
     names = [f"--{name.replace('_', '-')}"]
@@ -103,14 +106,16 @@ def _option_type(name: str, field: FieldInfo, *, is_positional: bool) -> Any:
 
 
 def _parsed_type(name: str, field: FieldInfo) -> Any:
-    """Return the type that cyclopts makes of the words given for a field."""
+    """Return the type to which cyclopts converts the words given for a field."""
     annotation: Any = field.annotation
     if any(isinstance(hint, BeforeValidator) for hint in field.metadata):
-        return str | annotation  # a text, which the model makes something of, or the default
+        # The model converts the text itself. The annotation is the type of the default.
+        return str | annotation
     if typing.get_origin(annotation) is not tuple:
         return annotation
     if name in config.INPUT_FIELDS:
-        return tuple[str | Path, ...]  # a text, of which a shell completes files
+        # These are texts, such as addresses. `Path` makes the shell complete file names.
+        return tuple[str | Path, ...]
     item_type: Any = typing.get_args(annotation)[0]
     if typing.get_origin(item_type) is Annotated:
         item_type = item_type.__origin__

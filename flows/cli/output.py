@@ -10,7 +10,7 @@ WIDTH_IN_FILES: Final = 160
 
 
 def say(*lines: object) -> None:
-    """Write lines in which nothing that a file calls itself moves the cursor."""
+    """Write lines to standard output. Control characters, as in file names, are escaped."""
     for line in lines:
         sys.stdout.write(f"{printable(str(line))}\n")
 

@@ -49,5 +49,5 @@ def _has_results(out: Path) -> bool:
     """Tell if a directory holds the results of a run, or of samples."""
     run = RunDir(out)
     result_files = (run.summary, run.former_summary, out / SAMPLES)
-    # unlike Path.exists, os.path.exists says no to a name that is too long
+    # For a name that is too long, Path.exists raises an error and os.path.exists returns False.
     return any(map(os.path.exists, result_files))

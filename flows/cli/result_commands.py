@@ -61,7 +61,7 @@ def compare(
 
 
 def _comparison_lines(comparison: "Comparison") -> list[str]:
-    """Return what the report says of a comparison, with a line for each figure."""
+    """Return the lines that show a comparison, one per figure, with the words of the report."""
     from virnuc_core.report.text import cell
     from virnuc_core.report.views.correctness import correctness_section
 

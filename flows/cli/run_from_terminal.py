@@ -41,7 +41,8 @@ def run_from_terminal(flow_path: str, settings: Any) -> "State[Any]":
     has_named_server = _has_named_server(settings)
     wait_for_server = _prepare_server(settings, has_named_server)
     with ExitStack() as prestarted:
-        # a named server says whose turn it is on a device, so no worker starts before it is asked
+        # A server that the user named assigns devices to runs. So workers start only when the flow
+        # has asked it.
         if not has_named_server:
             prestart_workers(settings, prestarted)
         devices = preflight(settings)
@@ -94,6 +95,7 @@ def _prepare_server(settings: Any, has_named_server: bool) -> Callable[[], objec
     server = start_temporary_server(debug=settings.debug)
 
     def wait() -> None:
+        """Wait for the temporary server, and report that it answers."""
         server.wait()
         _report_progress(settings, "its server answers")
 
@@ -101,7 +103,7 @@ def _prepare_server(settings: Any, has_named_server: bool) -> Callable[[], objec
 
 
 def _need_not_wait() -> None:
-    """Return at once: a server that the user named is taken to be there."""
+    """Do nothing. A server that the user named is assumed to be running."""
 
 
 def _flow_parameters(flow: Callable[..., Any], settings: Any) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def _flow_parameters(flow: Callable[..., Any], settings: Any) -> dict[str, Any]:
 
 
 def _report_progress(settings: Any, event: str) -> None:
-    """Write what has happened, and when, on standard error, unless the user wants quiet."""
+    """Write an event with the time to standard error, unless the user wants a quiet terminal."""
     if settings.quiet:
         return
     elapsed_s = time.monotonic() - command_start_s()

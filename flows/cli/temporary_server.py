@@ -115,7 +115,8 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
     }
     environment |= get_current_settings().to_environment_variables(exclude_unset=True)
     log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this process
-    # bound before the server is there: who connects early waits, and no other process gets the port
+    # The port is bound before the server starts. So clients that connect early wait, and no other
+    # process can get the port.
     with socket.socket() as listener:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((LOOPBACK, 0))
@@ -132,7 +133,7 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
             stderr=None if debug else log,
         )
     assert process.stdin is not None
-    # a broken pipe is that of a server that has ended already; `wait` says so
+    # If the server has already ended, the pipe is broken. `wait` reports that.
     with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(f"{USER}:{password}\n".encode())
     server = TemporaryServer(process, url, password, log, alternative)
@@ -143,7 +144,7 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
 
 
 def require_usable_home(alternative: str = USE_NO_SERVER) -> None:
-    """Refuse a Prefect home in which a server could not keep its database.
+    """Raise an error if Prefect's home directory cannot hold a server's database.
 
     Args:
         alternative: What a user can do without a server, for error messages.
@@ -180,7 +181,7 @@ def _authenticate(auth_string: str) -> None:
     current = context.GLOBAL_SETTINGS_CONTEXT
     updates: dict[Any, Any] = {PREFECT_API_AUTH_STRING: auth_string, PREFECT_API_KEY: None}
     settings = current.settings.copy_with_update(updates=updates)
-    # custom headers may set Authorization
+    # Custom headers could contain credentials for another server, so they are removed.
     client = settings.client.model_copy(update={"custom_headers": {}})
     settings = settings.model_copy(update={"client": client})
     context.GLOBAL_SETTINGS_CONTEXT = current.model_copy(update={"settings": settings})
