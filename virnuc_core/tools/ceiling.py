@@ -94,7 +94,7 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
             passes_per_s = sustained_rate(run_layers, encoder.ceiling_s)
             rates[encoder.name] = budget * passes_per_s
     except torch.OutOfMemoryError:
-        rates = {}  # the runs will halve the budgets
+        rates = {}  # a run reduces its budgets then, so there is no fixed ceiling
     parent.send(Ready(record=rates))
     parent.receive()
 

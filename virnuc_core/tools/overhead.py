@@ -109,9 +109,10 @@ def measure_overhead(
 
 
 def _run_pair(series: _Series, switch: Switch, number: int) -> tuple[_SwitchedRun, _SwitchedRun]:
-    """Run the same shards with and without what costs, and return both runs in this order.
+    """Run the same shards with and without a feature, and return both runs in this order.
 
-    Every other pair begins without, so that a drift of clocks and caches favours neither side.
+    The order of execution alternates from pair to pair, so that a drift of clocks or caches does
+    not favour one side.
     """
     order = (True, False)
     if number % 2 == 0:
@@ -123,10 +124,10 @@ def _run_pair(series: _Series, switch: Switch, number: int) -> tuple[_SwitchedRu
 
 
 def _run_switched(series: _Series, switch: Switch, number: int, *, is_on: bool) -> _SwitchedRun:
-    """Run the first shards with or without what costs.
+    """Run the first shards with or without a feature.
 
-    With "models" switched off, the second half of the shards is computed by new workers, which
-    load the models anew. Then all of the time counts, not only that of the shards.
+    If "models" is switched off, the second half of the shards is computed by new workers, which
+    load the models again. The total time counts in that case, including the loading.
     """
     kind = "" if switch == "commits" else f"{switch}-"
     name = f"overhead/{number}-{kind}{'on' if is_on else 'off'}"
@@ -164,7 +165,7 @@ def _run_switched(series: _Series, switch: Switch, number: int, *, is_on: bool) 
 
 
 def _seconds(measurement: Measurement, switch: Switch) -> float:
-    """Return the time that counts for a switch."""
+    """Return the compared time of a run: its total for "models", else that of its shards."""
     if switch == "models":
         return measurement.wall_s
     return measurement.committed_s

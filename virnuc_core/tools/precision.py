@@ -111,7 +111,7 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
 
 
 def _plan_stretches(store: OrfStore, sequences: int, fingerprint: str) -> ShardPlan:
-    """Cut the store into shards so small that `sequences` sequences fill STRETCHES of them."""
+    """Return a plan with shards so small that `STRETCHES` of them hold `sequences` sequences."""
     n_tokens = count_protein_tokens(store)
     shard_tokens = n_tokens * sequences // (STRETCHES * store.n_uniques)
     return make_plan(
@@ -120,7 +120,7 @@ def _plan_stretches(store: OrfStore, sequences: int, fingerprint: str) -> ShardP
 
 
 def _spread_shards(n_shards: int, n_wanted: int) -> tuple[int, ...]:
-    """Choose at least two shards, if there are two, evenly over the store."""
+    """Return the numbers of shards to compute: evenly spaced, and at least two if there are two."""
     n_chosen = min(n_shards, max(2, n_wanted))
     places = np.linspace(0, n_shards - 1, n_chosen).astype(int)
     return tuple(np.unique(places).tolist())

@@ -31,7 +31,7 @@ def make_card(
     figures: Figures,
     encoder_digests: Mapping[str, str],
 ) -> HeadCard:
-    """Return what a head says of itself.
+    """Return the card of a head: facts on its training data, and how well it classifies.
 
     Args:
         store: The training reads.
@@ -67,11 +67,16 @@ def _split_digest(store: OrfStore, rows: pd.DataFrame) -> str:
 
 
 def _uncertain_scores(reads: pd.DataFrame) -> tuple[float, float] | None:
-    """Return the scores, from the first to below the second, that allow no verdict.
+    """Return the range of scores for which too many verdicts would be wrong.
 
-    Above them at most MAX_WRONG_SHARE of the reads are not viral, below them at most as many are
-    viral. The range is empty if both hold at one score, and None if either holds at no score.
+    Among reads with a score above the range, at most `MAX_WRONG_SHARE` are not viral. Among reads
+    below it, at most the same share is viral.
+
+    Returns:
+        The lowest score of the range, and the score at which it ends. Both are equal if no score is
+        uncertain. None if no such range exists.
     """
+    # The lower end is found like the upper end, with the two classes exchanged.
     prevalence = float(reads["label"].mean())
     swapped = reads.assign(score=1 - reads["score"], label=1 - reads["label"])
     viral_from = fdr_thresholds(reads, (MAX_WRONG_SHARE,), prevalence).get(MAX_WRONG_SHARE)

@@ -175,7 +175,10 @@ def bootstrap_metrics(
 
 
 def _cluster_labels(table: pd.DataFrame) -> "pd.Series[float]":
-    """Return the label of each cluster; 0.5 for one of both classes, which `--groups` may make."""
+    """Return the label of each cluster of genomes: 0, 1, or 0.5 for a cluster with both classes.
+
+    The option `--groups` can put genomes of both classes into one cluster.
+    """
     mean_labels = table.groupby("cluster")["label"].mean()
     return mean_labels.where(mean_labels.isin((0, 1)), 0.5)
 
@@ -230,9 +233,9 @@ def row_weights(table: pd.DataFrame, draws: Floats, prevalence: float | None) ->
     weights = draws[:, table["cluster"]]
     is_virus = table["label"].to_numpy() == VIRUS
     if prevalence is not None:
-        natural = (weights @ is_virus / weights.sum(axis=1))[:, None]
-        virus_factor = prevalence / natural
-        others_factor = (1 - prevalence) / (1 - natural)
+        sample_prevalence = (weights @ is_virus / weights.sum(axis=1))[:, None]
+        virus_factor = prevalence / sample_prevalence
+        others_factor = (1 - prevalence) / (1 - sample_prevalence)
         weights *= np.where(is_virus, virus_factor, others_factor)
     return weights
 
@@ -259,10 +262,10 @@ def _estimate(samples: Floats, cluster_labels: "pd.Series[float]") -> Estimate |
 def fdr_thresholds(
     table: pd.DataFrame, rates: Sequence[float], prevalence: float
 ) -> dict[float, float]:
-    """Find the lowest score from which each false discovery rate holds.
+    """Return for each false discovery rate the lowest score from which it holds.
 
-    One more false positive than there are is counted, above all scores: a few reads cannot show
-    that a small rate holds.
+    A fictitious false positive with a score above all others is added. Without it, a test with few
+    reads would claim that very small rates hold.
 
     Args:
         table: Scored reads with the columns score and label.
@@ -274,9 +277,9 @@ def fdr_thresholds(
     """
     labels = np.append(table["label"], LABELS.index("others"))
     scores = np.append(table["score"], 2.0)
-    natural = table["label"].mean()
-    virus_weight = prevalence / natural
-    others_weight = (1 - prevalence) / (1 - natural)
+    table_prevalence = table["label"].mean()
+    virus_weight = prevalence / table_prevalence
+    others_weight = (1 - prevalence) / (1 - table_prevalence)
     weights = np.where(labels == VIRUS, virus_weight, others_weight)
     precision, _, candidates = precision_recall_curve(labels, scores, sample_weight=weights)
     thresholds = {}
@@ -288,7 +291,7 @@ def fdr_thresholds(
 
 
 def false_discovery_rate(table: pd.DataFrame, threshold: float, prevalence: float) -> float | None:
-    """Return the share of others among what is called viral; None if nothing is called viral.
+    """Return the share of non-viral reads among the reads that are called viral, or None.
 
     Args:
         table: Scored reads with the columns score, label and cluster.

@@ -126,7 +126,10 @@ def cross_validate(
 def _cross_validate_once(
     features: Features, shape: HeadShape, spec: TrainSpec, seed: int
 ) -> dict[str, Floats]:
-    """Return the scores of each method, [rows]: each fold is scored by training on the others."""
+    """Return the scores of each method, [rows].
+
+    The rows of each fold are scored by methods that were trained on the other folds.
+    """
     n_rows = len(features.rows)
     folds = assign_folds(features.rows, 1 / spec.folds, seed)
     scores_of_method = {method: np.empty(n_rows) for method in METHODS}
@@ -173,11 +176,11 @@ def fit_methods(
 def _balanced_sample(
     features: Features, is_wanted: NDArray[np.bool_], sampling: str, rng: np.random.Generator
 ) -> Features:
-    """Return as many rows of either class as the smaller one has, in random order.
+    """Return equally many rows of both classes, in random order: as many as the rarer class has.
 
     Args:
         features: All rows.
-        is_wanted: Which rows may be taken, [rows].
+        is_wanted: Marks the rows that may be chosen, [rows].
         sampling: "even" or "natural", see `subsample`.
         rng: The random number generator.
     """
@@ -235,6 +238,7 @@ def fit_head(
             best_weights = copy.deepcopy(network.state_dict())
         elif epoch - best_epoch >= spec.patience:
             break
+    # W (x - mean) / spread + b  =  (W / spread) x + (b - (W / spread) mean)
     best_weights["hidden_layer.weight"] /= spreads
     best_weights["hidden_layer.bias"] -= best_weights["hidden_layer.weight"] @ means
     network.load_state_dict(best_weights)

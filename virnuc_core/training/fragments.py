@@ -68,7 +68,7 @@ def write_fragments(examples: Examples, genomes: Path, out: Path) -> str | None:
 
 
 def _fragment_starts(n_bases: int, length: int) -> list[int]:
-    """Return where the fragments of a genome begin: evenly spaced, both ends included."""
+    """Return the first bases of a genome's fragments: evenly spaced from its start to its end."""
     last_start = n_bases - length
     if last_start < 0:
         return []

@@ -125,7 +125,10 @@ def _labelled_rows(
 
 
 def _sequence_numbers(store: OrfStore) -> NDArray[np.int64]:
-    """Number the distinct sequences, reverse complements alike, [uniques]."""
+    """Return a number for each distinct sequence, [uniques].
+
+    A sequence and its reverse complement get the same number.
+    """
     hashes = [np.zeros(0, np.uint64)]
     for start in range(0, store.n_uniques, BLOCK_UNIQUES):
         end = min(start + BLOCK_UNIQUES, store.n_uniques)
@@ -136,12 +139,12 @@ def _sequence_numbers(store: OrfStore) -> NDArray[np.int64]:
 
 
 def _reverse_complement(dna: bytes) -> bytes:
-    """Return the other strand."""
+    """Return the reverse complement of a sequence."""
     return dna.translate(_COMPLEMENT)[::-1]
 
 
 def _require_one_label(rows: pd.DataFrame, store: OrfStore) -> None:
-    """Raise an error if a sequence is known as viral and as other, on whichever strand."""
+    """Raise an `InputError` if the same sequence, on either strand, has both labels."""
     n_labels = rows.groupby("sequence")["label"].transform("nunique")
     mixed_rows = rows[n_labels > 1]
     if mixed_rows.empty:
@@ -162,7 +165,7 @@ def _require_one_label(rows: pd.DataFrame, store: OrfStore) -> None:
 
 
 def _limit_rows(rows: pd.DataFrame, spec: TrainSpec, rng: np.random.Generator) -> pd.DataFrame:
-    """Return frames of whole reads, at most `spec.rows_per_class` of each class."""
+    """Return at most `spec.rows_per_class` frames of each class, all of whole reads."""
     reads = rows.groupby("read").agg(
         label=("label", "first"), genome=("genome", "first"), rows=("label", "size")
     )

@@ -246,7 +246,15 @@ def _evaluate(scorings: Sequence[Scoring], spec: TrainSpec) -> Evaluation:
 def _make_record(
     job: TrainingJob, fitted: FittedHead, head_evaluation: Evaluation, card: HeadCard, n_lost: int
 ) -> TrainFile:
-    """Return the content of `train.json`; `n_lost` frames had no finite embedding."""
+    """Return the content of `train.json`.
+
+    Args:
+        job: What the head was trained on.
+        fitted: The head.
+        head_evaluation: How well it classifies.
+        card: Its card.
+        n_lost: Number of frames that were left out because their embedding is not finite.
+    """
     spec, examples = job.spec, job.examples
     models = job.run.root / MODELS_FOLDER
     origins = [f"{part}: {shape_of(models, PART_SHAPES[part]).origin}" for part in ENCODER_PARTS]

@@ -84,10 +84,10 @@ def read_table(
 def _require_columns(
     table: pd.DataFrame, path: Path, columns: tuple[str, ...], optional: tuple[str, ...]
 ) -> None:
-    """Raise an error if a table lacks a column, or has one that nobody knows."""
+    """Raise an `InputError` if a table lacks a required column or has an unknown one."""
     hint = f"wanted {', '.join(columns)}"
     if not isinstance(table.index, pd.RangeIndex):
-        # pandas takes fields before the first named column for names of rows
+        # If lines have more fields than the header, pandas uses the first fields as row labels.
         problem = "more fields than the header names"
         raise InputError(problem, file=path, line=FIRST_LINE, hint=hint)
     missing = [name for name in columns if name not in table]
@@ -99,7 +99,11 @@ def _require_columns(
 
 
 def _drop_repeats(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Drop repeated lines; raise an error if others have the same value in the first column."""
+    """Return the table without repeated lines.
+
+    Raises:
+        InputError: Two different lines have the same value in the first column.
+    """
     table = table.drop_duplicates()
     key = table.columns[0]
     is_repeated = table[key].duplicated()
