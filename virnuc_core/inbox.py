@@ -27,7 +27,7 @@ import pandas as pd
 from pydantic import model_validator
 
 from virnuc_core import errors
-from virnuc_core.lease import lease
+from virnuc_core.lease import lease, require_directory
 from virnuc_core.rundir import INBOX_MARK, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary, read_or_set_aside, sha256_of, write
 from virnuc_core.system_errors import (
@@ -128,6 +128,7 @@ class Ledger:
         self.inbox = inbox
         self.out = out
         self.table = out / "inbox.tsv"
+        self._is_table_written = False
 
     # --- Files ------------------------------------------------------------------------------------
 
@@ -234,6 +235,7 @@ class Ledger:
                 count as an attempt.
             BaseException: Whatever `predict` raised. It does not count as an attempt.
         """
+        self._require_directory()
         # The file may have been replaced since its digest was computed. If it is absent, or this
         # user may not read it, `predict` reports that.
         try:
@@ -279,8 +281,10 @@ class Ledger:
             if isinstance(outcome, Exception) and errors.is_machine_error(outcome):
                 raise outcome
         except BaseException:
+            self._require_directory()
             self._undo_attempt(row.sha256, earlier)
             raise
+        self._require_directory()
 
         if isinstance(outcome, RunSummary):
             n_reads, n_viral = str(outcome.n_reads), str(outcome.fates["viral"])
@@ -368,6 +372,7 @@ class Ledger:
         Overlapping runs may have decided fates since the rows were made, so these are looked up
         again.
         """
+        self._require_directory()
         mark = self.out / INBOX_MARK
         with lease(mark, self.table, wait=True):
             mark.touch()
@@ -388,6 +393,18 @@ class Ledger:
             table = pd.DataFrame(lines, columns=list(Row.model_fields))
             text = table.to_csv(sep="\t", index=False, lineterminator="\n")
             write_text_atomically(self.table, text)
+        self._is_table_written = True
+
+    def _require_directory(self) -> None:
+        """Raise an error if the directory of the results was renamed or removed meanwhile.
+
+        The directory is made with the first table. After that it is not made again.
+
+        Raises:
+            ConfigError: The directory has gone.
+        """
+        if self._is_table_written:
+            require_directory(self.out)
 
 
 def _mark_duplicates(rows: Sequence[Row]) -> list[Row]:

@@ -96,7 +96,7 @@ def require_lease(path: Path, *, look: bool = True) -> None:
         if is_held:
             continue
         if own_lease.folder_has_gone:
-            raise directory_gone_error(covered_root)
+            raise directory_gone_error(own_lease.folder)
         reason = "its lease was removed, or another directory has its name now"
         if own_lease.owner:
             reason = (
@@ -229,6 +229,11 @@ class Lease:
         self._host = socket.gethostname()
         self._namespace = process_namespace()
         self._start_ticks = process_start_ticks(os.getpid())
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the lease files. For a run, this is the run directory."""
+        return self._name.parent
 
     def _path(self, number: int) -> Path:
         """Return the path of the lease file with this number."""
@@ -374,7 +379,7 @@ class Lease:
         is_newest = newest == self._number and self._token.encode() in files.get(newest, b"")
         if self.is_ours and not is_newest:
             self.is_ours = False
-            self.folder_has_gone = not files and not self._name.parent.exists()
+            self.folder_has_gone = not files and not self.folder.exists()
             if files:
                 self.owner = self._describe_owner(files[newest]).description
         return self.is_ours

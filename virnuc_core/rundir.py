@@ -285,6 +285,7 @@ def atomic_file(path: Path, *, make_folders: bool = True) -> Iterator[Path]:
     # The name is unique over machines that share the folder.
     temp_path = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     with storage_errors(path):
+        require_lease(path)
         if make_folders:
             make_folder(path.parent)
         try:

@@ -397,3 +397,26 @@ def test_a_file_that_cannot_be_read_now_waits_and_keeps_its_attempts(
 
 def refuse_to_predict(row: Row, run: Path) -> RunSummary | Exception:
     raise AssertionError(f"{row.file} was predicted")
+
+
+@pytest.mark.parametrize("moment", ["between files", "in a prediction"])
+def test_results_whose_directory_has_gone_are_not_begun_anew(ledger: Ledger, moment: str) -> None:
+    put(ledger.inbox, "a.fa")
+    rows = ledger.scan(settle_s=0)
+    ledger.write_table(rows)
+    lost = ledger.out.with_name("lost")
+
+    def lose_directory(row: Row, run: Path) -> RunSummary | Exception:
+        ledger.out.rename(lost)
+        return ConfigError(f"{run}: this directory has gone")
+
+    if moment == "between files":
+        ledger.out.rename(lost)
+    with pytest.raises(ConfigError, match=r"out: this directory has gone, it was renamed"):
+        ledger.attempt(rows[0], lose_directory, retry_failed=False)
+    with pytest.raises(ConfigError, match="this directory has gone"):
+        ledger.write_table(rows)
+    assert not ledger.out.exists()
+    next_ledger = Ledger(ledger.inbox, lost)
+    [row] = next_ledger.scan(settle_s=0)
+    assert next_ledger.is_due(row, retry_failed=False)
