@@ -11,6 +11,7 @@ settings and devices stop the run.
 """
 
 import logging
+import signal
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -518,7 +519,10 @@ class Pool(AbstractContextManager["Pool"]):
         if was_ready and tasks and tasks[0] is death.tasks[0]:
             first_task = tasks[0]
             self._todo[0] = self._task_after_death(
-                first_task, death.reason, out_of_memory=death.out_of_memory
+                first_task,
+                death.reason,
+                out_of_memory=death.out_of_memory,
+                bus_error=death.status == -signal.SIGBUS,
             )
             if death.out_of_memory:
                 slot.oom_shards.add((first_task.run, first_task.shard))
@@ -546,7 +550,9 @@ class Pool(AbstractContextManager["Pool"]):
         details = f"last words: {death.reason}; see {death.worker.log}"
         raise errors.WorkerError(f"{problem}; {details}", worker_traceback=death.traceback)
 
-    def _task_after_death(self, task: ShardTask, reason: str, *, out_of_memory: bool) -> ShardTask:
+    def _task_after_death(
+        self, task: ShardTask, reason: str, *, out_of_memory: bool, bus_error: bool = False
+    ) -> ShardTask:
         """Return the task to send next after a worker died while it computed `task`.
 
         After the first deaths this is the same task, then probes that search for the row that
@@ -556,10 +562,12 @@ class Pool(AbstractContextManager["Pool"]):
             task: The task.
             reason: What the worker said last, for the message of the error.
             out_of_memory: The device ran out of memory.
+            bus_error: The system could not read a part of a file that the worker had mapped.
 
         Raises:
             ShardError: The search for poison rows has ended without clearing the shard.
             DeviceError: Even the smallest token budget does not fit into memory.
+            UnreadableError: The system cannot read the store of the sequences.
         """
         if out_of_memory:
             divisor = _next_divisor(task.divisor, f"shard {task.shard:05d}")
@@ -571,13 +579,19 @@ class Pool(AbstractContextManager["Pool"]):
         n_deaths = job.deaths_at_shard[task.shard]
         if n_deaths < self.specs[0].engine.max_shard_attempts:
             return task
+        if bus_error:
+            raise errors.UnreadableError(
+                f"{task.store}: cannot be read: the system ended {n_deaths} workers that read it "
+                "with a bus error. The disk or the file server has failed, or the file was cut "
+                "off; mend that and run again, what was committed stays"
+            )
         log.warning("shard %05d ended %d workers; searching for the row", task.shard, n_deaths)
         if task.shard not in job.searches:
             job.searches[task.shard] = bisect_poison_rows(task)
         probe = next(job.searches[task.shard], None)
         if probe is None:
-            problem = f"ends workers, and no single row of it is the cause; last words: {reason}"
-            raise errors.ShardError(problem, shard=task.shard)
+            problem = "ends workers, and no single row of it is the cause"
+            raise errors.ShardError(f"{problem}; last words: {reason}", shard=task.shard)
         return probe
 
     def _finish_jobs(self) -> None:

@@ -34,7 +34,7 @@ from virnuc_core.errors import ConfigError, UnreadableError, WorkerError
 from virnuc_core.lease import command_start_s, make_folder
 from virnuc_core.rundir import lock_device, parent_bound_command
 from virnuc_core.runfiles import Device
-from virnuc_core.system_errors import storage_error
+from virnuc_core.system_errors import describe_system_error, storage_error
 from virnuc_core.telemetry.tables import DeviceSample
 
 log = logging.getLogger(__name__)
@@ -543,9 +543,16 @@ class Parent:
     def give_up(self, error: Exception) -> NoReturn:
         """Report an error to the parent, and end this process. Any thread may call this."""
         trace = "".join(traceback.format_exception(error))
-        reported_error = storage_error(error) or error
-        failure = Failed(
-            kind=type(reported_error).__name__, message=str(reported_error), traceback=trace
-        )
-        self.send(failure)
+        reported_error: Exception = storage_error(error) or error
+        kind = type(reported_error).__name__
+        message = str(reported_error)
+        if isinstance(reported_error, OSError) and reported_error.errno is not None:
+            # The system refused something. Python has a class for each of several such errors
+            # (`TimeoutError`, `BlockingIOError`, ...). The parent must know all of them as what
+            # they are, and not take the worker's end for the fault of a row.
+            kind = OSError.__name__
+            message = describe_system_error(reported_error)
+            if reported_error.filename is not None:
+                message = f"{os.fsdecode(reported_error.filename)}: {message}"
+        self.send(Failed(kind=kind, message=message, traceback=trace))
         os._exit(1)

@@ -36,6 +36,7 @@ from virnuc_core.reads.sources import (
 )
 from virnuc_core.rundir import atomic_file, check_room, storage_errors, write_text_atomically
 from virnuc_core.runfiles import sha256_of
+from virnuc_core.system_errors import read_with_retries
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
 # set to `allow`, addresses inside this network are fetched, too
@@ -224,16 +225,20 @@ def _plan_download(url: str, target: Path) -> _Download:
         part=target.with_name(f"{target.name}.part"),
         note=target.with_name(f".{target.name}.json"),
     )
-    with suppress(OSError, ValidationError):
-        note = _DownloadNote.model_validate_json(download.note.read_bytes())
+    # Only files that are absent, and a note that is damaged, lead to a new download. A file that
+    # cannot be read now raises an `UnreadableError`.
+    with suppress(FileNotFoundError, NotADirectoryError, ValidationError):
+        text = read_with_retries(download.note, download.note.read_bytes)
+        note = _DownloadNote.model_validate_json(text)
         if note.url != download.redacted_url or not note.validator:
             return download
         if note.sha256 is None:
-            download.n_bytes_present = download.part.stat().st_size
+            part_status = read_with_retries(download.part, download.part.stat)
+            download.n_bytes_present = part_status.st_size
             if download.n_bytes_present > 0:
                 download.headers["Range"] = f"bytes={download.n_bytes_present}-"
                 download.headers["If-Range"] = note.validator
-        elif note.sha256 == sha256_of(target):
+        elif note.sha256 == read_with_retries(target, lambda: sha256_of(target)):
             is_etag = '"' in note.validator
             header = "If-None-Match" if is_etag else "If-Modified-Since"
             download.headers[header] = note.validator

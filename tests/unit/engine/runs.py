@@ -190,10 +190,12 @@ def predict_in_lost_directory() -> None:
     then when and how the directory is lost.
 
     The time is "staging", "computing" or "writing results". The way is "renamed", "removed",
-    "replaced" (by an empty directory) or "other run" (the directory `other` beside it).
+    "replaced" (by an empty directory) or "other run" (the directory `other` beside it). Two further
+    ways leave the directory: "file server away" makes the calls fail that `failing_files` was told,
+    "store cut off" truncates the file that the workers have mapped into memory.
     """
     time_of_loss, way = sys.argv.pop(4), sys.argv.pop(4)
-    root = Path(sys.argv[1])
+    root = Path(sys.argv[1]).absolute()
     if time_of_loss == "staging":
         module, name = stage_module, "_build_store"
     elif time_of_loss == "computing":
@@ -205,6 +207,12 @@ def predict_in_lost_directory() -> None:
     def lose_and_go_on(*args: Any, **options: Any) -> Any:
         """Lose the directory at the first call, and then do what the function does."""
         setattr(module, name, function)
+        if way == "file server away":
+            Path(os.environ["FAIL_WHILE"]).touch()
+            return function(*args, **options)
+        if way == "store cut off":
+            os.truncate(root / "orfs.h5", 0)
+            return function(*args, **options)
         lost_root = root.with_name("lost")
         root.rename(lost_root)
         if way == "removed":

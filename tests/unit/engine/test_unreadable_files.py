@@ -13,10 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.failing_files import OPEN, READ, STAT, failing_calls, words_of
+from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.pool import Pool
+from virnuc_core.engine.process import LocalWorkers, worker_specs
+from virnuc_core.engine.shards import ShardTask
+from virnuc_core.errors import UnreadableError
 from virnuc_core.pipeline import read_summary
 from virnuc_core.rundir import RunDir
 
-from .runs import copy_run
+from .runs import ONE_CORE, SMALL, copy_run
 
 PROGRAM = "from tests.unit.engine.runs import predict_in_child; predict_in_child()"
 # Errors that say nothing about the content of a file.
@@ -159,6 +164,73 @@ def test_a_handle_that_is_stale_for_a_moment_is_waited_for(
     summary = read_summary(RunDir(unfinished_run))
     assert summary is not None
     assert (summary.shards_computed, summary.damaged) == (1, ())
+
+
+@pytest.mark.parametrize(
+    "number",
+    [errno.ETIMEDOUT, errno.EAGAIN, errno.ESTALE, errno.ECONNRESET],
+    ids=errno.errorcode.get,
+)
+def test_a_worker_that_cannot_write_is_not_the_fault_of_a_row(
+    tmp_path: Path, tiny_models: Path, reads_file: Path, number: int
+) -> None:
+    """The file server goes away after the first shard. No row is searched for, or left out."""
+    server_is_away = tmp_path / "server is away"
+    failing = failing_calls("/shards/.", number, OPEN, while_file=server_is_away)
+
+    child = lose_while_computing("file server away", tmp_path, tiny_models, reads_file, failing)
+
+    assert words_of(number) in child.stderr.strip().splitlines()[-1]
+    assert "searching for the row" not in child.stderr
+    server_is_away.unlink()
+    require_complete_run(tmp_path / "run", tiny_models, reads_file)
+
+
+def test_a_bus_error_is_not_the_fault_of_a_row(tmp_path: Path, tiny_models: Path) -> None:
+    """The system ends a worker with SIGBUS if it cannot read a part of a mapped file."""
+    specs = worker_specs(tiny_models, resolve(ONE_CORE), SMALL)
+    workers = LocalWorkers("tests.unit.engine.bus_error_worker")
+    task = ShardTask(run=str(tmp_path), store="run/orfs.h5", reads="", shard=0, lo=0, hi=100)
+
+    with (
+        Pool(specs, workers) as pool,
+        pytest.raises(UnreadableError, match=r"run/orfs\.h5: cannot be read: .* bus error"),
+    ):
+        pool.compute([task], tmp_path, lambda event: None)
+
+
+def test_a_store_that_is_cut_off_is_not_the_fault_of_a_row(
+    tmp_path: Path, tiny_models: Path, reads_file: Path
+) -> None:
+    child = lose_while_computing("store cut off", tmp_path, tiny_models, reads_file)
+
+    last_line = child.stderr.strip().splitlines()[-1]
+    assert last_line.startswith(f"InputError: {tmp_path}/run/orfs.h5: not a readable ORF store")
+    assert "searching for the row" not in child.stderr
+    require_complete_run(tmp_path / "run", tiny_models, reads_file)
+
+
+def lose_while_computing(
+    way: str, folder: Path, models: Path, reads: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Predict in a child process that loses something after its first shard, and fails."""
+    program = "from tests.unit.engine.runs import predict_in_lost_directory as run; run()"
+    command = [sys.executable, "-c", program, str(folder / "run"), str(models), str(reads)]
+    command += ["computing", way]
+    child = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert child.returncode != 0
+    return child
+
+
+def require_complete_run(root: Path, models: Path, reads: Path) -> None:
+    """Start the run again, and check that it becomes complete without leaving out a sequence."""
+    child = predict(root, models, reads)
+    assert child.returncode == 0, child.stderr
+    summary = read_summary(RunDir(root))
+    assert summary is not None
+    assert summary.rows_set_aside == 0
 
 
 KINDS_OF_FILES = (
