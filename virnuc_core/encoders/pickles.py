@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from virnuc_core.encoders.pickle_scan import check_checkpoint
 from virnuc_core.errors import WeightsError
 from virnuc_core.system_errors import require_readable
 
@@ -101,6 +102,7 @@ def read_pickled(path: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
             is_zip = file.read(len(ZIP_START)) == ZIP_START
         if is_zip:
             _check_archive(path)
+        check_checkpoint(path, is_zip=is_zip)
         # A large file is mapped into memory, not copied.
         return _load_tensors(path, mmap=is_zip and max_bytes is None)
     except OSError as error:
