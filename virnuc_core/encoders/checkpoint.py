@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -30,7 +31,7 @@ from virnuc_core.encoders.registry import (
     embedding_columns,
     encoder_named,
 )
-from virnuc_core.encoders.tensor_names import TensorHeader, match_tensors
+from virnuc_core.encoders.tensor_names import MERGE_ADVICE, TensorHeader, match_tensors
 from virnuc_core.errors import WeightsError
 from virnuc_core.system_errors import is_regular_file, read_with_retries, require_readable
 
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound="Encoder")
 WEIGHTS: Final = "model.safetensors"
+ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.*")  # as peft saves an adapter
+FREQUENCIES: Final = "inv_freq"  # what the names of rotary frequencies end with
+MAX_FREQUENCIES: Final = 1 << 16  # half the width of a head is far less
 OpenFile = Callable[[Path], Mapping[str, Any]]  # opens a .safetensors file: its tensors by name
 
 
@@ -156,16 +160,24 @@ def _open_tensors(folder: Path, shape: Shape, open_file: OpenFile) -> TensorRead
     return read_tensor
 
 
-def _read_headers(path: Path) -> dict[str, TensorHeader]:
+def _read_headers(path: Path) -> dict[str, Any]:
     """Return shape and number format of each tensor in a .safetensors file, by its name.
 
-    No numbers are read, so this takes milliseconds for a file of any size.
+    Only the numbers of rotary frequencies are read, which must be the same in all layers. So this
+    takes milliseconds for a file of any size.
+
+    Returns:
+        A `TensorHeader` for each tensor; the tensor itself for rotary frequencies.
     """
-    headers = {}
+    headers: dict[str, Any] = {}
     with safe_open(path, "np") as file:
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
             tensor = file.get_slice(name)
             headers[name] = TensorHeader(tuple(tensor.get_shape()), tensor.get_dtype())
+            is_small = math.prod(headers[name].shape) <= MAX_FREQUENCIES
+            if name.endswith(FREQUENCIES) and is_small:
+                with suppress(TypeError):  # NumPy has no such format
+                    headers[name] = file.get_tensor(name)
     return headers
 
 
@@ -318,8 +330,10 @@ def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
         The single file, or the shards by name; an empty list if there is neither.
 
     Raises:
-        WeightsError: The index cannot be read, or names a file that is not in the folder.
+        WeightsError: The index cannot be read, or names a file that is not in the folder. Or the
+            folder has an adapter, whose tuning the weights lack.
     """
+    require_no_adapter(folder)
     single_file, index = folder / name, folder / f"{name}.index.json"
     if is_regular_file(single_file):
         return [single_file]
@@ -337,6 +351,23 @@ def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
         if has_folder or not is_regular_file(folder / shard):
             raise WeightsError(f"{index}: names {shard}, which is not in {folder}")
     return [folder / shard for shard in names]
+
+
+def require_no_adapter(folder: Path) -> None:
+    """Refuse a folder with an adapter (such as LoRA) beside the weights.
+
+    transformers would load both, and the embeddings would be those of the fine-tuned model. The
+    weights alone give those of the model before it was tuned.
+
+    Raises:
+        WeightsError: There is an adapter.
+    """
+    for pattern in ADAPTER_FILES:
+        for path in folder.glob(pattern):
+            raise WeightsError(
+                f"{path}: an adapter (such as LoRA) that is not merged into the weights; "
+                f"{MERGE_ADVICE}"
+            )
 
 
 def open_safetensors(files: list[Path], open_file: OpenFile) -> dict[str, Any]:

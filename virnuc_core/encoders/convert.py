@@ -15,7 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, refuse_unreadable
-from virnuc_core.encoders.checkpoint import WEIGHTS, open_safetensors, tensor_files
+from virnuc_core.encoders.checkpoint import (
+    WEIGHTS,
+    open_safetensors,
+    require_no_adapter,
+    tensor_files,
+)
 from virnuc_core.encoders.model_config import (
     CONFIG,
     RANDOM_ORIGIN,
@@ -88,6 +93,7 @@ def convert_encoder(
     """
     tensors = open_public(source)
     folder = source if source.is_dir() else source.parent
+    require_no_adapter(folder)
     shape: EncoderShape
     if encoder.shape_type is Esm2Shape and not (folder / CONFIG).is_file():
         shape = guess_esm2_shape(source, tensors)

@@ -28,8 +28,13 @@ _NAMES: Final = tomllib.loads(
 _PREFIXES: Final = re.compile(_NAMES["prefixes"])
 _UNUSED: Final = re.compile(_NAMES["unused"])
 _TASK_HEAD: Final = re.compile(_NAMES["task_head"])
+_ADAPTER: Final = re.compile(_NAMES["adapter"])
+_IN_ENCODER: Final = re.compile(_NAMES["in_encoder"])
 _LAYER: Final = re.compile(r"layers?\.(\d+)\.(.+)")
 UNUSED_NAME: Final = ""  # our name for a tensor that is not used here
+MERGE_ADVICE: Final = (
+    "merge it (peft: merge_and_unload), save the result to a folder of its own and convert that"
+)
 
 
 class TensorHeader(NamedTuple):
@@ -86,17 +91,19 @@ def match_tensors(
         source: File or folder of the checkpoint, for messages.
         tensors: The tensors of the checkpoint by their names there.
         shape: Sizes of the model.
-        drop_extra: Also leave out all other tensors that the model does not have, with a warning.
+        drop_extra: Also leave out other tensors that the model does not have, with a warning. A
+            tensor that takes part in an embedding is never left out.
 
     Returns:
         A function that returns a tensor when it is given our name for the tensor. The tensor has
         the format in which it is stored.
 
     Raises:
-        WeightsError: A tensor is missing, unexpected, of another shape or of no floating type.
+        WeightsError: A tensor is missing, unexpected, of another shape or of no floating type, or
+            belongs to an adapter, or two tensors that must be equal differ.
     """
     model_shapes = shape.tensors()  # by our names
-    stored = _by_our_names(tensors, model_shapes, shape)
+    stored = _by_our_names(source, tensors, model_shapes, shape)
 
     # A tensor of the model is stored as one tensor or as several that are joined.
     parts = {name: _stored_parts(name, stored) for name in model_shapes}
@@ -120,29 +127,52 @@ def match_tensors(
 
 
 def _by_our_names(
-    tensors: Mapping[str, Any], model_shapes: Mapping[str, object], shape: Shape
+    source: Path, tensors: Mapping[str, Any], model_shapes: Mapping[str, object], shape: Shape
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by our names, and add rotary frequencies if they lack.
 
-    If several tensors have the same name of ours, the first one is taken: each layer of an ESM-2
-    stores the same rotary frequencies.
+    Several tensors may have the same name of ours: each layer of an ESM-2 stores the rotary
+    frequencies. They must be equal, and the first one is taken.
 
     Args:
+        source: File or folder of the checkpoint, for messages.
         tensors: The tensors by their names in the checkpoint.
         model_shapes: The model's tensors by our names.
         shape: Sizes of the model.
+
+    Raises:
+        WeightsError: Two tensors with the same name of ours differ.
     """
     stored: dict[str, StoredTensor] = {}
     for public_name, tensor in tensors.items():
         # Our own files have our names already.
         name = public_name if public_name in model_shapes else our_name(public_name)
-        stored.setdefault(name, StoredTensor(public_name, tensor))
+        first = stored.setdefault(name, StoredTensor(public_name, tensor))
+        if name != UNUSED_NAME and not _are_equal(first.tensor, tensor):
+            raise WeightsError(
+                f"{source}: tensors {first.public_name} and {public_name} differ, but such a model "
+                "has the same numbers there; not the model that config.json describes"
+            )
     is_missing = "inv_freq" in model_shapes and "inv_freq" not in stored
     if is_missing and isinstance(shape, EncoderShape):
         from virnuc_core.encoders.positions import rotary_frequencies
 
         stored["inv_freq"] = StoredTensor("inv_freq", rotary_frequencies(shape.head_dim))
     return stored
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Return whether two tensors have the same shape and numbers, in whatever format.
+
+    Of tensors of which only the headers were read, the shapes are compared.
+    """
+    if first is second:
+        return True
+    if tuple(first.shape) != tuple(second.shape):
+        return False
+    if isinstance(first, TensorHeader) or isinstance(second, TensorHeader):
+        return True
+    return bool((first == second).all())
 
 
 def _stored_parts(name: str, stored: Mapping[str, object]) -> list[str]:
@@ -168,7 +198,9 @@ def _check_names(
 ) -> None:
     """Refuse a checkpoint with missing or unexpected tensors.
 
-    Tensors of a task head, and with `drop_extra` all unexpected ones, are only warned of.
+    Tensors of a task head are left out with a warning. With `drop_extra`, other unexpected tensors
+    are left out as well, unless they take part in an embedding: without them, the model would
+    silently give other results than its author's.
 
     Args:
         source: File or folder of the checkpoint, for messages.
@@ -177,7 +209,7 @@ def _check_names(
         drop_extra: Accept tensors that the model does not have.
 
     Raises:
-        WeightsError: A tensor is missing or unexpected.
+        WeightsError: A tensor is missing or unexpected, or belongs to an adapter.
     """
     missing = []
     known_names = {UNUSED_NAME}
@@ -186,14 +218,31 @@ def _check_names(
         if not stored.keys() >= set(part_names):
             missing.append(name)
     unexpected = {stored[name].public_name for name in stored.keys() - known_names}
-    left_out = {name for name in unexpected if drop_extra or _TASK_HEAD.fullmatch(name)}
+    task_head = {name for name in unexpected if _TASK_HEAD.fullmatch(name)}
+    adapter = {name for name in unexpected - task_head if _ADAPTER.fullmatch(name)}
+    if adapter:
+        raise WeightsError(
+            f"{source}: {_list_tensors(adapter)} of an adapter (such as LoRA) that is not merged "
+            f"into the weights; {MERGE_ADVICE}"
+        )
+
+    needed = {
+        name for name in unexpected - task_head if _IN_ENCODER.fullmatch(_PREFIXES.sub("", name))
+    }
+    left_out = task_head
+    if drop_extra:
+        left_out = unexpected - needed
     problems = []
     if missing:
         problems.append(f"no {_list_tensors(missing)}")
     if unexpected - left_out:
         problems.append(f"unexpected {_list_tensors(unexpected - left_out)}")
     if problems:
-        way_out = "" if missing else " (models convert --drop-extra leaves them out)"
+        way_out = ""
+        if needed:
+            way_out = " (without a tensor of its layers or embeddings its results would change)"
+        elif not missing:
+            way_out = " (models convert --drop-extra leaves them out)"
         raise WeightsError(
             f"{source}: {'; '.join(problems)}; not the model that config.json describes{way_out}"
         )
