@@ -17,11 +17,12 @@ from prefect.states import Failed
 from virnuc.flows.cancellation import interrupted_when_cancelled
 from virnuc.flows.exit_deadline import exit_deadline
 from virnuc.flows.own_outcome import current_outcome
-from virnuc.flows.parameters import build, require_within_roots, with_flow_signature
+from virnuc.flows.parameters import build, with_flow_signature
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.flows.strict_parameters import refuse_unknown_parameters
 from virnuc.tasks.server_connection import connection, route_through_connection
 from virnuc.tasks.task import core_logs
+from virnuc_core.allowed_paths import require_allowed_options
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError
@@ -78,7 +79,7 @@ def _checked_settings(model: type[Settings], values: dict[str, Any]) -> Settings
         ConfigError: A value cannot be used, or a path is not allowed.
     """
     settings = build(model, values)
-    require_within_roots(settings)
+    require_allowed_options(settings)
     client_context = SyncClientContext.get()
     if client_context is not None:
         route_through_connection(client_context.client)

@@ -8,7 +8,6 @@ its model's fields as parameters of its own, and so has the command that starts 
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -22,8 +21,6 @@ from virnuc_core.errors import ConfigError
 Settings = TypeVar("Settings", bound=BaseModel)
 Result = TypeVar("Result")
 WITHOUT: Final = "virnuc predict --no-prefect, which needs no server"
-# environment variable: folders, separated as in PATH, in one of which every path of a flow must lie
-ROOTS: Final = "VIRNUC_ROOTS"
 
 
 def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True) -> Settings:
@@ -59,55 +56,6 @@ def _texts_of(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
         for part in parts:
             if isinstance(part, (str, Path)):
                 yield name, str(part)
-
-
-def require_within_roots(settings: BaseModel) -> None:
-    """Raise an error for a path in the settings that lies in none of the folders of `VIRNUC_ROOTS`.
-
-    Links are followed. Without the variable every path is allowed.
-
-    Raises:
-        ConfigError: A path is not allowed.
-    """
-    folders = os.environ.get(ROOTS, "").split(os.pathsep)
-    roots = [Path(folder).resolve() for folder in folders if folder]
-    if not roots:
-        return
-    for name, path in _paths_of(settings):
-        real_path = path.resolve()
-        if not any(real_path.is_relative_to(root) for root in roots):
-            raise ConfigError(
-                f"{name}: {path} lies in none of the folders that {ROOTS} names; "
-                "choose one that does"
-            )
-
-
-def _paths_of(settings: BaseModel) -> Iterator[tuple[str, Path]]:
-    """Yield every path that a flow with these settings reads or writes, with the setting's name."""
-    for name, value in settings:
-        if isinstance(value, Path):
-            yield name, value
-    profile = getattr(settings, "profile", None)
-    if isinstance(profile, str) and profile.endswith(".toml"):
-        yield "profile", Path(profile)
-    yield from _paths_of_reads(settings)
-    out = getattr(settings, "out", None)
-    if isinstance(out, Path) and getattr(settings, "history", ...) is None:
-        yield "history", out.absolute().parent  # it is written beside the output
-
-
-def _paths_of_reads(settings: BaseModel) -> Iterator[tuple[str, Path]]:
-    """Yield the local files and folders of reads, and then what the folders hold."""
-    from virnuc_core.reads.sources import STDIN, is_remote
-
-    names = getattr(settings, "named", ())
-    paths = [Path(name) for name in names if name != STDIN and not is_remote(name)]
-    for path in paths:
-        yield "reads", path
-    # For a name that is too long, Path.is_dir raises an error and os.path.isdir returns False.
-    for folder in filter(os.path.isdir, paths):
-        for entry in folder.iterdir():
-            yield "reads", entry
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:

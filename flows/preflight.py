@@ -105,7 +105,7 @@ def _check_reads(settings: FlowSettings, model_length: int) -> int:
     Returns:
         A lower bound of the rows that the reads have. 0 if nothing is known.
     """
-    from virnuc_core.reads.sources import is_remote
+    from virnuc_core.input_names import is_remote
 
     if not isinstance(settings, RunSettings) or getattr(settings, "has_samples", False):
         return 0

@@ -24,10 +24,12 @@ FOLDERS = ("flows", "tasks", "virnuc_core", "deployments")
 # Layers of the core. A module may import from its own layer and from the layers above it in this list.
 LAYERS = (
     (
+        "allowed_paths",
         "config",
         "errors",
         "encoder_names",
         "gpus",
+        "input_names",
         "lease",
         "profiles",
         "rundir",

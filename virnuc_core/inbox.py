@@ -27,6 +27,7 @@ import pandas as pd
 from pydantic import model_validator
 
 from virnuc_core import errors
+from virnuc_core.allowed_paths import require_allowed
 from virnuc_core.lease import lease, require_directory
 from virnuc_core.rundir import INBOX_MARK, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary, read_or_set_aside, sha256_of, write
@@ -191,11 +192,14 @@ class Ledger:
             row = row.changed(size=status.st_size, mtime_ns=status.st_mtime_ns)
             if status.st_mtime > settled_before_s:
                 return row.changed(fate="arriving")
+            require_allowed(path, "inbox")
             if printable != name:
                 return row.changed(note="its name is not UTF-8, or holds a line break; rename it")
             sha256 = known_digests.get(_FileState(name, row.size, row.mtime_ns))
             if sha256 is None:
                 sha256 = sha256_of(path)
+        except errors.ConfigError as error:  # a link that leads outside of the allowed folders
+            return row.changed(note=str(error))
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -32,8 +32,9 @@ from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, ShardError
+from virnuc_core.input_names import is_remote
 from virnuc_core.lease import require_lease
-from virnuc_core.reads.sources import is_remote, local_files, redact_url
+from virnuc_core.reads.sources import local_files, redact_url
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
+from inspect import BoundArguments, Parameter
 from typing import Any, Final
 
 from cyclopts import (
@@ -38,6 +39,7 @@ from cyclopts import (
 from virnuc.flows.cli.options import ENVIRONMENT
 from virnuc.flows.cli.registry import COMMAND_NAMES, COMMANDS
 from virnuc.flows.exit_deadline import exit_deadline
+from virnuc_core.allowed_paths import require_allowed_options
 from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.rundir import relax_garbage_collection
 from virnuc_core.system_errors import describe_system_error
@@ -163,7 +165,7 @@ def _parse_and_call(words: list[str], debug: bool) -> int:
         debug: `--debug` was given. It is passed to commands that have such an option.
 
     Raises:
-        ConfigError: There is no such command, or its arguments are wrong.
+        ConfigError: There is no such command, its arguments are wrong, or a path is not allowed.
     """
     _require_known_command(words)
     # The commands under `virnuc models` have no options with one digit, and no standard input.
@@ -179,6 +181,7 @@ def _parse_and_call(words: list[str], debug: bool) -> int:
         raise ConfigError(f"{_describe_misuse(error)}; see {command_line} --help") from error
     for name, value in arguments.arguments.items():
         arguments.arguments[name] = _with_dashes(value)
+    require_allowed_options(_named_values(arguments).items())
     options = dict(arguments.kwargs)
     if "debug" in ignored_parameters:
         options["debug"] = debug
@@ -187,6 +190,21 @@ def _parse_and_call(words: list[str], debug: bool) -> int:
         return code
     names_no_command = not words or words == ["models"]
     return BAD_SETTINGS if names_no_command else 0
+
+
+def _named_values(arguments: BoundArguments) -> dict[str, Any]:
+    """Return the values of a parsed command line by the names of the command's parameters.
+
+    Values of a parameter like `**options` stand under their own names.
+    """
+    values: dict[str, Any] = {}
+    for name, value in arguments.arguments.items():
+        kind = arguments.signature.parameters[name].kind
+        if kind is Parameter.VAR_KEYWORD:
+            values |= value
+        else:
+            values[name] = value
+    return values
 
 
 def _require_known_command(words: list[str]) -> None:

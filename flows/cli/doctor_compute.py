@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from virnuc.flows.cli.doctor_checks import check_of_problem
+from virnuc_core.allowed_paths import own_folder
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import load_models
 from virnuc_core.encoders.convert import init_random
@@ -108,7 +109,11 @@ def check_compute(devices: str) -> Iterator[Check]:
     device_list = resolve(Devices.parse(devices))
     futures: dict[Device, Future[Scores]] = {}
     # The log lines of these tiny runs would only disturb the list of checks.
-    with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name, _without_logs():
+    with (
+        tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name,
+        own_folder(Path(name)),
+        _without_logs(),
+    ):
         trial = Trial.prepare(Path(name))
         with ThreadPoolExecutor(max_workers=len(device_list)) as threads:
             for device in device_list:

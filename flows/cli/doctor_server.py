@@ -11,7 +11,7 @@ import httpx
 import psutil
 
 from virnuc.flows.cli.doctor_checks import check_of_problem
-from virnuc.flows.parameters import ROOTS
+from virnuc_core.allowed_paths import ROOTS
 from virnuc_core.encoders.verify import Check
 from virnuc_core.errors import ConfigError
 

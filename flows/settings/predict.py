@@ -6,9 +6,9 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from virnuc.flows.parameters import require_within_roots
 from virnuc.flows.settings.shared import RunSettings
 from virnuc_core import config
+from virnuc_core.allowed_paths import require_allowed_options
 from virnuc_core.config import ClusterSpec, ReadsSpec, VerdictSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import SAMPLES, RunDir
@@ -68,7 +68,7 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
             fields = reads.model_dump(include={*config.INPUT_FIELDS, "read_group"})
             fields |= {"samples": None, "sample_from": "none", "out": self.out / name}
             run = self.model_copy(update=fields)
-            require_within_roots(run)
+            require_allowed_options(run)
             runs[name] = run
         return runs
 

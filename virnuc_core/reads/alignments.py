@@ -14,6 +14,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from virnuc_core.allowed_paths import allowed_folders, require_allowed
 from virnuc_core.errors import InputError
 from virnuc_core.system_errors import require_readable
 
@@ -100,6 +101,7 @@ def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: in
     pysam = import_pysam(format_, file)
     require_readable(Path(file))
     with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
+        _require_allowed_references(alignments, format_, file)
         groups = _samples_by_group(alignments)
         if not groups:
             raise InputError(
@@ -158,6 +160,7 @@ def mates_follow(
     pysam = import_pysam(format_, file)
     require_readable(Path(file))
     with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
+        _require_allowed_references(alignments, format_, file)
         header = alignments.header.to_dict()
         is_sorted_by_position = header.get("HD", {}).get("SO") == "coordinate"
         for record in islice(sample_filter.select(alignments), _N_PEEKED_RECORDS):
@@ -167,6 +170,41 @@ def mates_follow(
         return None
     has_neighbours = any(name == next_name for name, next_name in pairwise(names_of_paired))
     return has_neighbours and not is_sorted_by_position
+
+
+def _require_allowed_references(alignments: Any, format_: str, file: str) -> None:
+    """Raise an error if the header of a CRAM file names a reference that may not be opened.
+
+    CRAM stores reads as differences from a reference genome. The header may name the file with the
+    genome (tag UR), and the library behind pysam opens this file when it decodes reads. So whoever
+    writes a header could make this process read any file. If paths are limited (`VIRNUC_ROOTS`),
+    the reference must lie in an allowed folder. A file that does not exist is not opened, so its
+    name does not matter: headers often name the path of another machine.
+
+    Args:
+        alignments: The open pysam file. No record may have been read from it.
+        format_: `BAM`, `CRAM` or `SAM`. BAM and SAM need no reference.
+        file: The name of the file for messages.
+
+    Raises:
+        ConfigError: A reference exists, but lies outside the allowed folders.
+        InputError: A reference is an address.
+    """
+    if format_ != "CRAM" or not allowed_folders():
+        return
+    names: dict[str, None] = {}  # many sequences name the same file: a dict has no duplicates
+    for sequence in alignments.header.to_dict().get("SQ", ()):
+        names[str(sequence.get("UR", ""))] = None
+    for name in names:
+        path = name.removeprefix("file:")
+        if "://" in path:
+            raise InputError(
+                f"its header names a reference at an address ({path})",
+                file=file,
+                hint="fetch the reference and set REF_PATH, or use samtools fastq --reference",
+            )
+        if path and os.path.lexists(path):
+            require_allowed(Path(path), f"{file}: the reference that its header names")
 
 
 def import_pysam(format_: str, file: str) -> Any:
@@ -228,6 +266,7 @@ def fastq(
         with open(feeder.outlet, "rb", 0) as source:  # noqa: PTH123 - a descriptor
             feeder.start()
             with pysam.AlignmentFile(source, check_sq=False, ignore_truncation=True) as alignments:
+                _require_allowed_references(alignments, format_, file)
                 for record in sample_filter.select(alignments):
                     n_records += 1
                     name = record.query_name

@@ -26,14 +26,9 @@ from pydantic import ValidationError
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, printable
+from virnuc_core.input_names import NCBI_PREFIX, is_address
 from virnuc_core.lease import make_folder
-from virnuc_core.reads.sources import (
-    NCBI_PREFIX,
-    REDACTED_URL,
-    full_urls,
-    is_address,
-    redact_url,
-)
+from virnuc_core.reads.sources import REDACTED_URL, full_urls, redact_url
 from virnuc_core.rundir import atomic_file, check_room, storage_errors, write_text_atomically
 from virnuc_core.runfiles import sha256_of
 from virnuc_core.system_errors import read_with_retries

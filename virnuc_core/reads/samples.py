@@ -16,14 +16,13 @@ from typing import Any, Final, Literal, NamedTuple
 
 from virnuc_core.config import ReadsSpec, read_small_text, refuse_unreadable
 from virnuc_core.errors import ConfigError, InputError, join_first
+from virnuc_core.input_names import STDIN, is_remote
 from virnuc_core.reads.pairs import detect_pairs
 from virnuc_core.reads.sources import (
     ENDINGS,
-    STDIN,
     Inputs,
     find_alignment_format_of_file,
     find_inputs,
-    is_remote,
     redact_url,
     sample_name,
 )

@@ -19,13 +19,13 @@ from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 # about three times as fast as zlib; it checks the sums of every member, too
 from isal import isal_zlib
 
+from virnuc_core.allowed_paths import require_allowed
 from virnuc_core.errors import ConfigError, InputError, join_first, printable
+from virnuc_core.input_names import STDIN, is_address, is_remote
 from virnuc_core.rundir import atomic_file
 from virnuc_core.runfiles import FileDigest
 from virnuc_core.system_errors import PERMISSION_ERRORS, REFUSED_ERRORS, read_with_retries
 
-STDIN: Final = "-"
-NCBI_PREFIX: Final = "ncbi:"
 ENDINGS: Final = re.compile(
     r"(?i)(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn|bam|cram|sam))?(\.(gz|bz2|xz|zst|bgz))?\Z"
 )
@@ -97,16 +97,6 @@ class Inputs(NamedTuple):
             spans.append(ReadSpan(files, start, end))
             start = end
         return spans
-
-
-def is_address(name: str) -> bool:
-    """Return True for an http(s) address."""
-    return name[:8].lower().startswith(("http://", "https://"))
-
-
-def is_remote(name: str) -> bool:
-    """Return True for an http(s) address or `ncbi:` accessions."""
-    return is_address(name) or name.startswith(NCBI_PREFIX)
 
 
 def redact_url(name: str) -> str:
@@ -388,7 +378,10 @@ class Source:
 
         Raises:
             InputError: The input cannot be opened.
+            ConfigError: The path is not allowed (`VIRNUC_ROOTS`).
         """
+        if name != STDIN:
+            require_allowed(Path(name), "reads")
         if name == STDIN and sys.stdin is None:
             raise InputError(
                 "standard input is closed", file=name, hint="pipe reads into it, or name a file"
@@ -569,7 +562,10 @@ def find_alignment_format_of_file(name: str) -> str:
 
     Raises:
         UnreadableError: The system cannot read the file, so that nothing is known about it.
+        ConfigError: The path is not allowed (`VIRNUC_ROOTS`).
     """
+    if name != STDIN:
+        require_allowed(Path(name), "reads")
 
     def read_head() -> bytes:
         """Read the first bytes of the file; none of a pipe."""

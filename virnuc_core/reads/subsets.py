@@ -19,16 +19,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.input_names import STDIN
 from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch
 from virnuc_core.reads.pairs import pair_batches
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sources import (
-    STDIN,
-    Inputs,
-    can_be_read_twice,
-    create_reads_file,
-    find_inputs,
-)
+from virnuc_core.reads.sources import Inputs, can_be_read_twice, create_reads_file, find_inputs
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE

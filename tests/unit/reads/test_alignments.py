@@ -352,3 +352,46 @@ def test_bam_is_read_from_standard_input_and_from_a_folder(
     summary = stage(StageSpec(reads=("-",), model_length=60), tmp_path / "out" / "orfs.h5")
     assert summary.fingerprint == staged(path).fingerprint
     assert OrfStore.open(summary.store).read_ids(0, 2) == ["r0", "r1"]
+
+
+def written_with_reference(path: Path, reference: Path) -> Path:
+    """A CRAM file of which every read is stored as its differences from a reference."""
+    letters = bases("ref", 500)
+    reference.write_text(f">c\n{letters}\n")
+    pysam.faidx(str(reference))
+    records = [(f"r{i}", 0, letters[10:100]) for i in range(9)]
+    return written(path, records, contig=str(reference))
+
+
+@pytest.mark.parametrize("spec", [{}, {"read_group": "a"}])
+def test_the_reference_that_a_cram_header_names_must_be_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, str]
+) -> None:
+    monkeypatch.setenv("REF_PATH", str(tmp_path / "none"))
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    reference = tmp_path / "ref.fa"
+    path = written_with_reference(inside / "a.cram", reference)
+    assert staged(path, **spec).counts.n_reads == 9
+    monkeypatch.setenv("VIRNUC_ROOTS", str(inside))
+    with pytest.raises(
+        ConfigError,
+        match=r"a\.cram: the reference that its header names: .*ref\.fa lies in none",
+    ):
+        staged(path, **spec)
+    monkeypatch.setenv("VIRNUC_ROOTS", str(tmp_path))
+    assert staged(path, **spec).counts.n_reads == 9
+
+
+def test_a_reference_of_another_machine_is_not_opened_and_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REF_PATH", str(tmp_path / "none"))
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    reference = tmp_path / "ref.fa"
+    path = written_with_reference(inside / "a.cram", reference)
+    reference.unlink()
+    monkeypatch.setenv("VIRNUC_ROOTS", str(inside))
+    with pytest.raises(InputError, match=r"is its reference at hand"):
+        staged(path)

@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from virnuc_core.errors import ConfigError, InputError, StorageError
+from virnuc_core.input_names import is_remote
 from virnuc_core.reads import remote
 from virnuc_core.reads.remote import PRIVATE, fetch, fetch_accessions, fetch_all
-from virnuc_core.reads.sources import is_remote, redact_url
+from virnuc_core.reads.sources import redact_url
 
 CONTENT = b"".join(b">r%d\nACGT\n" % i for i in range(50_000))
 
