@@ -20,7 +20,7 @@ from typing import IO, Final, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 import psutil
 
-from virnuc_core.errors import WorkerError
+from virnuc_core.errors import UnreadableError, WorkerError
 from virnuc_core.rundir import parent_bound_command
 
 # A child that used no processor time for this long was stopped (SIGSTOP), or waits for a disk that
@@ -234,7 +234,7 @@ def _answer(work: Callable[[object], object], item: object) -> _Answer:
     """
     try:
         return _Answer(work(item), None)
-    except OSError as error:
+    except (OSError, UnreadableError) as error:
         return _Answer(None, error)
     except Exception as error:  # noqa: BLE001 - the parent raises it
         problem = f"a worker process failed: {type(error).__name__}: {error}"

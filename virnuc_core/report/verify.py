@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from virnuc_core.config import OnShare
-from virnuc_core.errors import StorageError, VirnucError
+from virnuc_core.errors import StorageError, UnreadableError, VirnucError
 from virnuc_core.profiles import Profile, load_profile, profile_names
 from virnuc_core.reads.workers import Workers
 from virnuc_core.report.build import APPROVAL, build_report, read_report
@@ -119,11 +119,18 @@ def _checks(out: Path, profile: str | None) -> list[Check]:
 
 
 def _run_check(out: Path, check: Check) -> Verification:
-    """Run one check and return its result. An error of the check becomes a difference."""
+    """Run one check and return its result. An error of the check becomes a difference.
+
+    Raises:
+        UnreadableError: The system cannot read a file, so that it is not known what the file holds.
+    """
     verification = Verification()
     raw = RawFolder(out)
     try:
         check(verification, raw)
+    except UnreadableError:
+        # Neither a difference nor an agreement has been found.
+        raise
     except StorageError as error:  # the disk failed: that says nothing about the report
         verification.remarks.append(f"not everything was made again: {error}")
     except VirnucError as error:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import pytest
 
+from tests.failing_files import OPEN, failing_calls
 from virnuc.flows.cli import main
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
@@ -267,6 +271,38 @@ def test_a_file_that_cannot_be_read_is_a_difference(
     assert (out_dir / name).is_file()
     (out_dir / name).write_bytes(content)
     assert any(name in line and len(line) < 400 for line in verify_report(out_dir).differences)
+
+
+VERIFY = """
+import sys
+from virnuc.flows.cli import main
+from virnuc_core import system_errors
+system_errors.RETRY_PAUSES_S = (0.01,)
+sys.exit(main(["verify", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["regression.json", "comparison.json", "devices-2/summary.json", "devices-2/embeddings.h5"],
+)
+def test_a_file_that_the_system_cannot_read_is_neither_a_difference_nor_verified(
+    name: str, copied: tuple[Path, Profile]
+) -> None:
+    out_dir, _ = copied
+    child = subprocess.run(
+        [sys.executable, "-c", VERIFY, str(out_dir)],
+        env=failing_calls(name, errno.ESTALE, OPEN),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert child.returncode == 1, child.stdout
+    last_line = child.stderr.splitlines()[-1]
+    assert f"{name}: cannot be read: Stale file handle; " in last_line
+    assert "as reported" not in child.stdout
 
 
 def test_without_a_report_there_is_nothing_to_verify(tmp_path: Path) -> None:
