@@ -369,7 +369,8 @@ class Lease:
         """Read the lease files and return whether this process still has the lease.
 
         It has the lease if its file exists and is the one with the highest number. If not, `owner`
-        is set to a description of the process that has taken over.
+        is set to a description of the process that has taken over, and `folder_has_gone` says if
+        the whole folder was renamed or removed.
 
         Raises:
             OSError: The lease files cannot be read.
@@ -378,8 +379,9 @@ class Lease:
         newest = max(files, default=0)
         is_newest = newest == self._number and self._token.encode() in files.get(newest, b"")
         if self.is_ours and not is_newest:
-            self.is_ours = False
+            # This may raise an error, and is then asked again. So it comes before `is_ours` changes.
             self.folder_has_gone = not files and not self.folder.exists()
+            self.is_ours = False
             if files:
                 self.owner = self._describe_owner(files[newest]).description
         return self.is_ours
