@@ -379,7 +379,7 @@ class Lease:
         newest = max(files, default=0)
         is_newest = newest == self._number and self._token.encode() in files.get(newest, b"")
         if self.is_ours and not is_newest:
-            # This may raise an error, and is then asked again. So it comes before `is_ours` changes.
+            # `exists` may raise an error. Then `held` is called again, so `is_ours` changes last.
             self.folder_has_gone = not files and not self.folder.exists()
             self.is_ours = False
             if files:

@@ -229,7 +229,7 @@ def unreadable_error(error: BaseException, path: Path) -> UnreadableError:
     """Return the error to raise if the content of a file is not known because of `error`."""
     return UnreadableError(
         f"{path}: cannot be read: {describe_system_error(error)} and run again; "
-        "nothing was changed or moved"
+        "the file was left as it is"
     )
 
 
