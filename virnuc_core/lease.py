@@ -86,8 +86,11 @@ def require_lease(path: Path, *, look: bool = True) -> None:
             was renamed or removed.
         UnreadableError: The system cannot read the lease files, so that it is not known.
     """
-    real_path = path.parent.resolve() / path.name
     for covered_root, own_lease in list(_leases.items()):
+        # If the working directory was renamed, a relative path leads elsewhere now. It must be
+        # compared as it was when the lease was taken.
+        path_then = own_lease.working_directory / path
+        real_path = path_then.parent.resolve() / path.name
         if not real_path.is_relative_to(covered_root):
             continue
         is_held = own_lease.is_ours
@@ -126,6 +129,13 @@ def require_directory(root: Path) -> None:
     """
     if not path_exists(root):
         raise directory_gone_error(root)
+
+
+def _working_directory() -> Path:
+    """Return the working directory of this process, or "/" if that was removed."""
+    with suppress(FileNotFoundError):
+        return Path.cwd()
+    return Path("/")
 
 
 def make_folder(folder: Path) -> None:
@@ -222,7 +232,8 @@ class Lease:
         self.owner = ""  # description of the owner, if that is another process
         self.folder_has_gone = False  # the folder of the lease files was renamed or removed
         self.ended = threading.Event()
-        self._name = name
+        self.working_directory = _working_directory()
+        self._name = self.working_directory / name
         self._number = 0
         self._n_beats = 0
         self._token = secrets.token_hex(8)

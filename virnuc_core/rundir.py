@@ -520,6 +520,8 @@ def run_lock(root: Path) -> Iterator[None]:
     Raises:
         ConfigError: Another process holds the directory, or files of others would be overwritten.
     """
+    # If this process holds the directory already, it must not have gone meanwhile.
+    require_lease(root)
     real_root = root.resolve()
     if real_root in _held.get():
         yield

@@ -213,6 +213,12 @@ def predict_in_lost_directory() -> None:
         if way == "store cut off":
             os.truncate(root / "orfs.h5", 0)
             return function(*args, **options)
+        if way == "parent renamed":
+            root.parent.rename(root.parent.with_name("lost"))
+            return function(*args, **options)
+        if way == "parent removed":
+            shutil.rmtree(root.parent)
+            return function(*args, **options)
         lost_root = root.with_name("lost")
         root.rename(lost_root)
         if way == "removed":

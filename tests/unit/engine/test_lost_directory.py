@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +19,21 @@ PROGRAM = "from tests.unit.engine.runs import {name}; {name}()"
 TIMES = ("staging", "computing", "writing results")
 
 
-def run_child(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a program of `runs` in a child process."""
+def run_child(
+    name: str, *arguments: object, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of `runs` in a child process, if wanted in another working directory."""
     command = [sys.executable, "-c", PROGRAM.format(name=name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    repository = Path(__file__).parents[3]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(repository)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("way", ["renamed", "removed", "replaced"])
@@ -44,6 +56,31 @@ def test_a_run_whose_directory_has_gone_says_so_and_makes_nothing(
         assert "this directory has gone" in last_line
         assert not root.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lost"] * (way != "removed")
+
+
+@pytest.mark.parametrize("way", ["parent renamed", "parent removed"])
+@pytest.mark.parametrize(
+    ("time", "is_relative"),
+    [("computing", False), *((time, True) for time in TIMES)],
+    ids=["absolute path", *(f"relative path, {time}" for time in TIMES)],
+)
+def test_the_folder_that_holds_the_directory_may_go_as_well(
+    tmp_path: Path, tiny_models: Path, reads_file: Path, time: str, way: str, is_relative: bool
+) -> None:
+    """With a relative path, the folder is also the working directory of the run."""
+    work = tmp_path / "work"
+    work.mkdir()
+    root = Path("run") if is_relative else work / "run"
+
+    child = run_child(
+        "predict_in_lost_directory", root, tiny_models, reads_file, time, way, folder=work
+    )
+
+    assert child.returncode != 0
+    assert not work.exists()
+    last_line = child.stderr.strip().splitlines()[-1]
+    assert last_line.startswith("ConfigError: ")
+    assert "this directory has gone" in last_line
 
 
 def test_a_worker_writes_nothing_into_another_run_of_the_same_name(
