@@ -8,6 +8,7 @@ its model's fields as parameters of its own, and so has the command that starts 
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -37,7 +38,7 @@ def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True)
     for name, text in _texts_of(values.items()):
         if not _is_utf8(text):
             shown_value = repr(text) if quoted else "this"
-            raise ConfigError(f"{name}: {shown_value} is no text (UTF-8); rename the file")
+            raise ConfigError(f"{name}: {shown_value} {_reason_not_utf8(text)}")
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -47,6 +48,22 @@ def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True)
 def _is_utf8(text: str) -> bool:
     """Tell if a text can be written to a file and passed to other programs."""
     return "\0" not in text and text.encode("utf-8", "replace").decode() == text
+
+
+def _reason_not_utf8(text: str) -> str:
+    """Return why a text is not UTF-8, and what the user can do.
+
+    Python decodes the words of a command line by the user's locale. If the locale is not UTF-8, a
+    word that is UTF-8 cannot be decoded. Then the locale is to blame, and not the name of a file.
+    """
+    is_utf8_in_shell = "\0" not in text
+    try:
+        os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        is_utf8_in_shell = False
+    if is_utf8_in_shell:
+        return "has letters that your locale does not have; set LC_ALL=C.UTF-8 and run again"
+    return "is no text (UTF-8); rename the file"
 
 
 def _texts_of(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -157,7 +157,7 @@ def process_namespace() -> str:
 
     It consists of the id of this boot of the machine and the id of the PID namespace.
     """
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     pid_namespace = Path("/proc/self/ns/pid").readlink()
     return f"{boot_id}:{pid_namespace}"
 
@@ -173,7 +173,8 @@ def process_start_ticks(pid: int) -> str:
     """
     # The name of the program is in parentheses and may contain spaces. After it, the state is the
     # first field and the start time the 20th (see proc(5)).
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    # A program may give itself a name that is not text, so read bytes.
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode("ascii").split()
     state = fields[0]
     if state in "ZX":  # zombie or dead
         return ""

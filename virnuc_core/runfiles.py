@@ -222,7 +222,9 @@ def git_commit() -> str | None:
     command += ["--exclude=*", "--dirty=+"]
     with suppress(OSError, subprocess.SubprocessError):
         if (checkout / ".git").exists():
-            result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            result = subprocess.run(
+                command, capture_output=True, encoding="utf-8", timeout=10, check=True
+            )
             return result.stdout.strip()
     return None
 

@@ -37,6 +37,7 @@ from cyclopts import (
 )
 
 from virnuc.flows.cli.options import ENVIRONMENT
+from virnuc.flows.cli.output import accept_all_letters
 from virnuc.flows.cli.registry import COMMAND_NAMES, COMMANDS
 from virnuc.flows.exit_deadline import exit_deadline
 from virnuc_core.allowed_paths import require_allowed_options
@@ -129,6 +130,7 @@ def _run_and_report(words: list[str]) -> int:
 
 def _prepare_process(debug: bool) -> None:
     """Set up what all commands share: the environment, warnings and other libraries' logs."""
+    accept_all_letters(sys.stdout, sys.stderr)
     models_variable = ENVIRONMENT["models"]
     if not os.environ.get(models_variable):
         # Cyclopts would take an empty variable for the working directory, so it is removed.
@@ -151,6 +153,14 @@ def _report_error(error: Exception) -> int:
         return _complain(reason, FAILURE)
     # After an interrupt, signals are ignored. An import that was interrupted may fail with any
     # error, which is only a consequence.
+    if isinstance(error, UnicodeEncodeError):
+        # Output accepts all letters, so this is the name of a file, for example from a sample
+        # sheet. Python encodes names of files by the locale.
+        name = ascii(error.object)
+        return _complain(
+            f"{name}: this name has letters that your locale does not have; set LC_ALL=C.UTF-8",
+            BAD_SETTINGS,
+        )
     is_ending = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     if is_ending:
         return _complain(INTERRUPTED_MESSAGE, INTERRUPTED)

@@ -1,5 +1,6 @@
 """Commands on results: `virnuc compare`, `virnuc rescore` and `virnuc export`."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -54,7 +55,8 @@ def compare(
         embeddings=embeddings,
     )
     if as_json:
-        print(comparison.model_dump_json(indent=2))
+        # In ASCII, because escape sequences of JSON are valid in every encoding of the output.
+        print(json.dumps(comparison.model_dump(mode="json"), indent=2))
     else:
         print("\n".join(_comparison_lines(comparison)))
     return 0 if meets(comparison, minimum) else DISAGREE

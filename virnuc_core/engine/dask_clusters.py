@@ -391,7 +391,7 @@ def _start(command: LocalCommand, folder: Path, log_file: Path) -> subprocess.Po
     """
     # Dask also imports Python files from its temporary folder, so it must be a private one.
     scratch = {"DASK_TEMPORARY_DIRECTORY": str(folder)}
-    with log_file.open("a") as output:
+    with log_file.open("ab") as output:
         return subprocess.Popen(
             parent_bound_command(PROGRAM, command.role, *command.words),
             env={**os.environ, **scratch, **command.environment},
@@ -420,7 +420,7 @@ async def _wait_for_scheduler(
             break
         await asyncio.sleep(LOOK_S)
     if not scheduler_file.exists():
-        lines = log_file.read_text(errors="replace").strip().splitlines()
+        lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last_line = lines[-1] if lines else ""
         raise DeviceError(f"a scheduler of this machine's own does not start: {last_line}")
 

@@ -488,6 +488,8 @@ class Parent:
         # to standard error, so that a library that prints cannot garble the messages.
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
         os.dup2(2, 1)
+        # Messages are UTF-8, whatever the locale or PYTHONIOENCODING says.
+        sys.stdin = os.fdopen(os.dup(0), encoding="utf-8", errors="replace")
         self._lock = threading.Lock()
         self._lines: queue.Queue[str] = queue.Queue()  # messages that were not received yet
         # Returns when the worker last made progress. The worker replaces it.
@@ -502,9 +504,12 @@ class Parent:
 
         def read_messages() -> None:
             """Queue each line of the input. When the input is closed, end this process."""
-            for line in sys.stdin:
-                self._lines.put(line)
-            os._exit(0)
+            try:
+                for line in sys.stdin:
+                    self._lines.put(line)
+            finally:
+                # Also after an error: without messages the worker would wait for ever.
+                os._exit(0)
 
         def send_heartbeats() -> None:
             """Tell the parent at regular times when the worker last made progress."""

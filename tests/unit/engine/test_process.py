@@ -120,6 +120,17 @@ def test_messages_go_both_ways_and_prints_do_not_garble_them(
     assert (tmp_path / "log" / "echo.log").read_text() == "noise from a library\n"
 
 
+@pytest.mark.parametrize("encoding", ["ascii:strict", "latin-1", "utf-16"])
+def test_messages_are_utf8_whatever_the_environment_says(
+    encoding: str, workers: process.LocalWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The specification names directories, which may have any letters."""
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    child, _ = start(workers, tmp_path, models="modèles → ł")
+    child.send(Number(number=7))
+    assert heard(workers) == Number(number=7)
+
+
 def test_a_workers_own_error_is_raised_by_its_type(
     workers: process.LocalWorkers, tmp_path: Path
 ) -> None:
