@@ -2,9 +2,8 @@
 
 import sys
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
@@ -13,6 +12,9 @@ from virnuc.flows.cli.output import show_table
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile, load_profile, profile_names
 from virnuc_core.rundir import RunDir
+
+if TYPE_CHECKING:
+    from virnuc_core.report.model import Report
 
 # exit codes
 DIFFERS: Final = 1
@@ -32,7 +34,7 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
     from virnuc_core.report.raw_files import run_names
 
     if profile is None:
-        rerender(out)
+        finished_report = rerender(out)
     elif not run_names(out):
         raise InputError(
             "holds no runs of a validation",
@@ -40,20 +42,21 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
             hint="name the directory that one was written to",
         )
     else:
-        write_report(out, load_profile(profile))
+        finished_report = write_report(out, load_profile(profile))
     text = (RunDir(out).report / "report.txt").read_text(encoding="utf-8")
     print(text, end="")
     if serve:
-        _serve_folder(RunDir(out).report)
+        _serve_report(finished_report)
 
 
-def _serve_folder(folder: Path) -> None:
-    """Show the report in `folder` to browsers on this machine, until Ctrl-C."""
-    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+def _serve_report(finished_report: "Report") -> None:
+    """Show the pages of a report to a browser on this machine, until Ctrl-C."""
+    from virnuc.flows.cli.report_server import report_server
+    from virnuc_core.report.render import render
 
-    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, suppress(KeyboardInterrupt):
-        print(f"http://127.0.0.1:{server.server_port}/report.html (Ctrl-C ends it)", flush=True)
+    pages = render(finished_report)
+    with report_server(pages) as server, suppress(KeyboardInterrupt):
+        print(f"{server.address_of('report.html')} (Ctrl-C ends it)", flush=True)
         server.serve_forever()
 
 
