@@ -306,11 +306,20 @@ def _checksum(array: NDArray[np.float32], lo: int, hi: int, fingerprint: str) ->
     return digest.hexdigest()
 
 
-def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Path:
+def commit(
+    run: RunDir, plan: ShardPlan, shard: int, result: ShardResult, *, make_folders: bool = True
+) -> Path:
     """Write the file of a shard. It appears whole or not at all.
 
     The file begins with a seal: a digest of all bytes that follow. The same result gives the same
     bytes.
+
+    Args:
+        run: The run directory.
+        plan: The plan of the run.
+        shard: Number of the shard.
+        result: One row for each sequence of the shard.
+        make_folders: Make the folder of the file if it is not there.
 
     Returns:
         The path of the file.
@@ -328,9 +337,8 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
         """Return the digest that precedes the bytes of the file."""
         return sealed(SEALED_AS, [body])
 
-    # The folder `shards` is there, since it holds the plan. If it has gone, it is not made again.
     with atomic_hdf5(
-        path, seal, make_folders=False, libver="latest", userblock_size=SEAL_BYTES
+        path, seal, make_folders=make_folders, libver="latest", userblock_size=SEAL_BYTES
     ) as file:
         for name, array in result._asdict().items():
             dataset = file.create_dataset(name, data=array)

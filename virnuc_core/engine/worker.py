@@ -524,7 +524,9 @@ class Worker:
             if task.plan and task.plan != plan.fingerprint:
                 # Another run has this path now. The result must not be written into it.
                 raise directory_gone_error(run.root)
-            commit(run, plan, task.shard, result)
+            # The folder exists, since it holds the plan. If it has gone meanwhile, it is not made
+            # again.
+            commit(run, plan, task.shard, result, make_folders=False)
         commit_s = time.monotonic() - finished_s
         done = self._shard_done(pending, finished_s, commit_s, n_skipped)
         self._answer(Computed(done=done, n_repeated=n_repeated))
