@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from traceback import walk_stack
 from types import FrameType
@@ -42,7 +42,9 @@ def exit_deadline(*, by_hand: bool = False, final: bool = False) -> Iterator[Non
         yield
         return
     deadline = _Deadline(is_final=final)
-    threading.Thread(target=deadline.watch, daemon=True).start()
+    # Without a further thread there is no deadline. The command itself says what is missing.
+    with suppress(RuntimeError):
+        threading.Thread(target=deadline.watch, daemon=True).start()
     token = _has_deadline.set(True)
     previous_fd = signal.set_wakeup_fd(deadline.wakeup_fd, warn_on_full_buffer=False)
     previous_handlers = {}

@@ -27,6 +27,7 @@ from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError
 from virnuc_core.reads.sources import redact_url
+from virnuc_core.system_errors import limit_error
 
 Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
@@ -62,8 +63,11 @@ def with_parameters(
             except VirnucError as error:
                 state = Failed(message=str(error), data=error)
             except BaseException as error:
-                outcome.error = error
-                raise
+                limit = limit_error(error)
+                if limit is None:
+                    outcome.error = error
+                    raise
+                state = Failed(message=str(limit), data=limit)
             outcome.keep(state)
             return state
 

@@ -229,7 +229,10 @@ class Connection:
         """End this process after the time for one request, unless it ends by itself."""
         timer = threading.Timer(REQUEST_TIMEOUT_S, self._exit, (code,))
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # no further thread can be started, so nothing can wait
+            self._exit(code)
 
     def _exit(self, code: int) -> NoReturn:
         """End this process, and the server that it started, without waiting for threads."""

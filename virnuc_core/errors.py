@@ -136,6 +136,10 @@ class UnreadableError(StorageError):
     """
 
 
+class LimitError(VirnucError):
+    """A limit of the system, such as the number of threads or the memory of a process."""
+
+
 def format_bytes(n_bytes: int) -> str:
     """Return a number of bytes as people read it.
 
@@ -172,6 +176,7 @@ _ERRORS_BY_NAME: Final[dict[str, type[VirnucError]]] = {
     for error in (
         VirnucError,
         ConfigError,
+        LimitError,
         WeightsError,
         NotFiniteError,
         DeviceError,

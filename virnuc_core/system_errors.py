@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, TypeVar
 
-from virnuc_core.errors import StorageError, UnreadableError, format_bytes
+from virnuc_core.errors import LimitError, StorageError, UnreadableError, format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,38 @@ STORAGE_ERRORS: Final = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOLCK}
 )
 
+# Errors of a limit of this machine, this user, or this container or batch job.
+LIMIT_ERRORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+
+_OUT_OF_MEMORY: Final = "out of memory"
+_SHARED_MEMORY: Final = (
+    "the memory that processes share (/dev/shm) is full or cannot be used",
+    "make room in /dev/shm (in a container: --shm-size)",
+)
+# Words in errors of Python, of the dynamic linker and of torch. These errors have no number.
+_LIMITS_BY_WORDS: Final = {
+    "can't start new thread": (
+        "no further thread can be started",
+        "have the limit on processes (ulimit -u, or pids of the container or batch job) or on "
+        "memory (ulimit -v) raised",
+    ),
+    "unable to open shared memory object": _SHARED_MEMORY,
+    "unable to write to file </torch": _SHARED_MEMORY,
+    "unable to allocate shared memory": _SHARED_MEMORY,
+    "unable to resize file </torch": _SHARED_MEMORY,
+    "DefaultCPUAllocator: can't allocate memory": (_OUT_OF_MEMORY, ADVICE[errno.ENOMEM]),
+    "failed to map segment from shared object": (
+        "out of memory while a library was loaded",
+        ADVICE[errno.ENOMEM],
+    ),
+    "cannot allocate memory in static TLS block": (
+        "out of memory while a library was loaded",
+        ADVICE[errno.ENOMEM],
+    ),
+    "Cannot allocate memory": (_OUT_OF_MEMORY, ADVICE[errno.ENOMEM]),
+    "Too many open files": ("too many open files", ADVICE[errno.EMFILE]),
+}
+
 # Seconds to wait before each further attempt to read. A file server that restarts, or a handle that
 # has become stale, often answers again within this time.
 RETRY_PAUSES_S: Final = (0.1, 0.4, 1.0, 2.5)
@@ -223,6 +255,33 @@ def storage_error(error: BaseException, path: Path | None = None) -> StorageErro
         free_bytes = shutil.disk_usage(folder).free
         reason += f"; {format_bytes(free_bytes)} free there"
     return StorageError(f"{path}: {reason}; {advice}")
+
+
+def limit_error(error: BaseException) -> LimitError | None:
+    """Translate an error about a limit of the system into an error that says what to do.
+
+    Such limits are the number of threads and processes (`ulimit -u`), of open files (`ulimit -n`),
+    the memory of a process (`ulimit -v`), and the room in /dev/shm, through which processes share
+    memory.
+
+    Args:
+        error: Any error. Python and libraries report these limits by errors of several classes,
+            which can only be told apart by their words.
+
+    Returns:
+        The error to raise, or None if `error` is about something else.
+    """
+    if isinstance(error, MemoryError):
+        return LimitError(f"{_OUT_OF_MEMORY}; {ADVICE[errno.ENOMEM]} and run again")
+    if isinstance(error, OSError) and error.errno in LIMIT_ERRORS:
+        return LimitError(f"{describe_system_error(error)} and run again")
+    if not isinstance(error, (OSError, RuntimeError, ImportError)):
+        return None
+    text = str(error)
+    for words, (problem, advice) in _LIMITS_BY_WORDS.items():
+        if words in text:
+            return LimitError(f"{problem}; {advice} and run again")
+    return None
 
 
 def unreadable_error(error: BaseException, path: Path) -> UnreadableError:

@@ -43,7 +43,7 @@ from virnuc.flows.exit_deadline import exit_deadline
 from virnuc_core.allowed_paths import require_allowed_options
 from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.rundir import relax_garbage_collection
-from virnuc_core.system_errors import describe_system_error
+from virnuc_core.system_errors import describe_system_error, limit_error
 
 INTERRUPTED: Final = 130
 INTERRUPTED_MESSAGE: Final = (
@@ -138,6 +138,8 @@ def _prepare_process(debug: bool) -> None:
     # An error of ours already names a home directory that cannot be created.
     warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
     if not debug:
+        # If no thread can be started, coroutines of Prefect stay unused. Our error says why.
+        warnings.filterwarnings("ignore", message="coroutine '.*' was never awaited")
         # A machine without a GPU is not a fatal error. The library sets its own level on import.
         logging.getLogger("nvitop.api.libnvml").addFilter(lambda _: False)
 
@@ -146,6 +148,9 @@ def _report_error(error: Exception) -> int:
     """Write the line that reports an error, and return the exit code."""
     if isinstance(error, VirnucError):
         return _complain(str(error), error.exit_code)
+    limit = limit_error(error)
+    if limit is not None:
+        return _complain(str(limit), FAILURE)
     if isinstance(error, OSError):
         reason = describe_system_error(error)
         if error.filename:

@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Final, NoReturn, cast
 
@@ -34,7 +34,7 @@ from virnuc_core.errors import ConfigError, UnreadableError, WorkerError
 from virnuc_core.lease import command_start_s, make_folder
 from virnuc_core.rundir import lock_device, parent_bound_command
 from virnuc_core.runfiles import Device
-from virnuc_core.system_errors import describe_system_error, storage_error
+from virnuc_core.system_errors import describe_system_error, limit_error, storage_error
 from virnuc_core.telemetry.tables import DeviceSample
 
 log = logging.getLogger(__name__)
@@ -299,12 +299,30 @@ class Child:
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
     """End several workers at the same time, so that it takes no longer than the slowest one.
 
+    If the system allows no further thread, they are ended one after the other.
+
     Raises:
         OSError: One of them could not be ended. The others are ended nevertheless.
     """
+    endings: list[Future[int]] = []
+    children_without_thread: list[Child] = []
     with ThreadPoolExecutor(1 + len(_children)) as threads:
-        endings = threads.map(lambda child: child.end(grace_s), children)
-        list(endings)  # waits for all results, and raises the first error
+        for child in children:
+            try:
+                endings.append(threads.submit(child.end, grace_s))
+            except RuntimeError:  # no further thread can be started
+                children_without_thread.append(child)
+    first_error: OSError | None = None
+    for child in children_without_thread:
+        # A thread that exists may have ended this worker already. That does no harm.
+        try:
+            child.end(grace_s)
+        except OSError as error:
+            first_error = first_error or error
+    for ending in endings:
+        ending.result()  # raises the error of this worker
+    if first_error is not None:
+        raise first_error
 
 
 def end_all_children(grace_s: float = GRACE_S) -> None:
@@ -548,7 +566,7 @@ class Parent:
     def give_up(self, error: Exception) -> NoReturn:
         """Report an error to the parent, and end this process. Any thread may call this."""
         trace = "".join(traceback.format_exception(error))
-        reported_error: Exception = storage_error(error) or error
+        reported_error: Exception = storage_error(error) or limit_error(error) or error
         kind = type(reported_error).__name__
         message = str(reported_error)
         if isinstance(reported_error, OSError) and reported_error.errno is not None:

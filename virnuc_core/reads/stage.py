@@ -24,6 +24,7 @@ from virnuc_core.config import DEFAULT_MODEL_LENGTH, OnError, ReadsSpec
 from virnuc_core.errors import (
     ConfigError,
     InputError,
+    LimitError,
     RunMismatchError,
     SpentInputError,
     WorkerError,
@@ -207,7 +208,7 @@ def stage(
         raise storage_error(error, out) or ConfigError(
             f"{out}: cannot be written: {reason}"
         ) from error
-    except (WorkerError, MemoryError) as error:
+    except (WorkerError, LimitError, MemoryError) as error:
         spent_inputs = [name for name in inputs.files if not can_be_read_twice(name)]
         if not spent_inputs:
             raise

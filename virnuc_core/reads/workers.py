@@ -22,6 +22,7 @@ import psutil
 
 from virnuc_core.errors import UnreadableError, WorkerError
 from virnuc_core.rundir import parent_bound_command
+from virnuc_core.system_errors import describe_system_error, limit_error
 
 # A child that used no processor time for this long was stopped (SIGSTOP), or waits for a disk that
 # does not answer.
@@ -137,7 +138,8 @@ class Workers(AbstractContextManager["Workers"]):
                 # The child gets its own session, so that Ctrl-C in the terminal does not end it.
                 child = Popen(program, stdin=PIPE, stdout=PIPE, start_new_session=True)
             except OSError as error:
-                raise WorkerError(f"a worker process could not be started: {error}") from error
+                reason = describe_system_error(error)
+                raise WorkerError(f"a worker process could not be started: {reason}") from error
             self._children.append(child)
             self._idle_children.put(child)
         return self._threads.submit(self._run_in_child, work, item)
@@ -237,5 +239,8 @@ def _answer(work: Callable[[object], object], item: object) -> _Answer:
     except (OSError, UnreadableError) as error:
         return _Answer(None, error)
     except Exception as error:  # noqa: BLE001 - the parent raises it
+        limit = limit_error(error)
+        if limit is not None:
+            return _Answer(None, limit)
         problem = f"a worker process failed: {type(error).__name__}: {error}"
         return _Answer(None, WorkerError(problem, worker_traceback=traceback.format_exc()))
