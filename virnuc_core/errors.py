@@ -129,6 +129,14 @@ class StorageError(VirnucError):
     """A disk that is full, broken or read-only, or a limit that is reached. A retry cannot help."""
 
 
+class UnsafeFileError(ConfigError):
+    """A file or folder of a run that virnuc does not open, because somebody may have planted it.
+
+    For example a symbolic link that leads out of the run directory, a named pipe in place of a
+    file, or an HDF5 file that shows the bytes of another file.
+    """
+
+
 class UnreadableError(StorageError):
     """A file whose content is not known, because the system could not read it (not even later).
 
@@ -188,6 +196,7 @@ _ERRORS_BY_NAME: Final[dict[str, type[VirnucError]]] = {
         UnreadableError,
         SpentInputError,
         RunMismatchError,
+        UnsafeFileError,
     )
 }
 _SYSTEM_ERRORS: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")

@@ -1,0 +1,562 @@
+"""Open, make, rename and remove files of a run without following links.
+
+A run directory may come from a stranger, or lie in a folder in which other users may write. Such a
+user can put a symbolic link where we expect a file: reading it would show a private file, and
+writing it would destroy one. So every path below an output directory is walked folder by folder,
+and each folder is opened through the handle of the folder above it. A link on the way is refused.
+The output directory itself may be given through a link, because the user has named it.
+
+A file must be a regular file. A named pipe in its place would block for ever.
+
+HDF5 files have tricks of their own: a dataset may be stored in another file, a link may lead to
+another file, and a small file may claim a table that fills the memory. `open_hdf5` refuses them.
+"""
+
+import errno
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final
+
+from virnuc_core.errors import UnsafeFileError, format_bytes
+
+if TYPE_CHECKING:
+    import h5py
+
+# JSON files of a run are small. The largest have a few hundred bytes for each file of reads.
+MAX_JSON_BYTES: Final = 64 << 20
+# An attempt to open a file is repeated if another file took its name in the meantime, as happens
+# when a process of ours replaces the file. More replacements than this are no accident.
+MAX_REPLACEMENTS: Final = 50
+
+# Limits for HDF5 files. Ours have at most 2 levels of groups and some hundred datasets.
+MAX_HDF5_DEPTH: Final = 4
+MAX_HDF5_OBJECTS: Final = 2_000
+MAX_ATTRIBUTE_BYTES: Final = 1 << 20
+# gzip can make a table at most about 1030 times smaller.
+MAX_COMPRESSION: Final = 1_100
+# Of a compressed table in memory. The measurements of a long run need some ten megabytes.
+MAX_COMPRESSED_TABLE_BYTES: Final = 2 << 30
+# Types of the values of our datasets, as numpy's letters: bool, integers, floats, bytes.
+VALUE_KINDS: Final = "biufS"
+
+_FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+# O_NONBLOCK: opening a named pipe returns at once, and the pipe can be refused.
+_FILE_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+# The output directories in which this process works, without links in their paths.
+_directories: set[Path] = set()
+
+
+@contextmanager
+def output_directory(root: Path) -> Iterator[None]:
+    """Make all functions of this module follow no link below a directory during the `with` block.
+
+    Without this, the functions know only the folder that directly contains a file, or the
+    directory that their caller names.
+    """
+    real_root = root.resolve()
+    is_new = real_root not in _directories
+    _directories.add(real_root)
+    try:
+        yield
+    finally:
+        if is_new:
+            _directories.discard(real_root)
+
+
+def _directory_of(path: Path, root: Path | None) -> Path:
+    """Return the directory above a path below which no link is followed.
+
+    Args:
+        path: An absolute path.
+        root: A directory above the path, if the caller knows one.
+
+    Returns:
+        The outermost directory of `output_directory` that contains the path. If there is none,
+        `root`, or else the folder of the path.
+    """
+    if _directories:
+        for folder in reversed(path.parents):
+            # A path with ".." below the folder could leave it again.
+            has_way_out = ".." in path.relative_to(folder).parts
+            if not has_way_out and folder.resolve() in _directories:
+                return folder
+    if root is None:
+        return path.parent
+    return Path.cwd() / root
+
+
+@contextmanager
+def _folder_handle(folder: Path, root: Path | None = None, *, make: bool = False) -> Iterator[int]:
+    """Open a folder without following links below its output directory.
+
+    Args:
+        folder: The folder.
+        root: A directory that is the folder or lies above it; see `_directory_of`.
+        make: Make the folder, and the folders between `root` and it, if they are not there.
+
+    Yields:
+        A handle for the `dir_fd` of functions of `os`. Nothing can be listed through it.
+
+    Raises:
+        UnsafeFileError: A folder on the way is a link, or the folder is not below `root`.
+        OSError: There is no such folder, or it cannot be opened.
+    """
+    # Ask for the directory of a file in the folder, so that the folder itself may be the directory.
+    folder = Path.cwd() / folder
+    directory = _directory_of(folder / "file", root)
+    if not folder.is_relative_to(directory) or ".." in folder.relative_to(directory).parts:
+        raise UnsafeFileError(f"{folder}: lies outside {directory}, where it must be")
+    if make:
+        directory.mkdir(parents=True, exist_ok=True)
+    handle = os.open(directory, _FOLDER_FLAGS)
+    path = directory
+    try:
+        for name in folder.relative_to(directory).parts:
+            path = path / name
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=handle)
+            lower_handle = _open_lower_folder(path, handle)
+            os.close(handle)
+            handle = lower_handle
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _open_lower_folder(path: Path, handle: int) -> int:
+    """Open a folder through the handle of the folder above it, and return its handle.
+
+    Raises:
+        UnsafeFileError: It is a symbolic link.
+        OSError: It cannot be opened. The error names the whole path.
+    """
+    try:
+        return os.open(path.name, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=handle)
+    except OSError as error:
+        error.filename = str(path)
+        # Linux reports a link as ENOTDIR here, because a link is not a folder.
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            mode = os.stat(path.name, dir_fd=handle, follow_symlinks=False).st_mode
+            if stat.S_ISLNK(mode):
+                raise _unsafe_error(path, mode) from None
+        raise
+
+
+def _unsafe_error(path: Path, mode: int) -> UnsafeFileError:
+    """Return the error for a path that is neither a regular file nor a folder.
+
+    Args:
+        path: The path.
+        mode: Its mode, as `os.lstat` returns it.
+    """
+    if stat.S_ISLNK(mode):
+        return UnsafeFileError(
+            f"{path}: is a symbolic link, and none is followed inside an output directory; "
+            "remove it, or put in its place what it points to"
+        )
+    kind = "a device"
+    if stat.S_ISFIFO(mode):
+        kind = "a named pipe"
+    elif stat.S_ISSOCK(mode):
+        kind = "a socket"
+    return UnsafeFileError(f"{path}: is {kind}, not a regular file; remove it")
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    """Raise an error if a mode, as `os.lstat` returns it, is not the mode of a regular file.
+
+    Raises:
+        UnsafeFileError: It is a link, a pipe, a socket or a device.
+        IsADirectoryError: It is a folder.
+    """
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise _unsafe_error(path, mode)
+
+
+def _entry(path: Path, folder: int) -> os.stat_result:
+    """Return what `os.lstat` says about a path, asked through the handle of its folder.
+
+    Raises:
+        OSError: There is no such entry, or it cannot be asked for. The error names the whole path.
+    """
+    try:
+        return os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def open_file(path: Path, root: Path | None = None) -> BinaryIO:
+    """Open a regular file of a run to read it, without following links.
+
+    Args:
+        path: The file.
+        root: The run directory. Below it no link is followed. If it is not given, it is the
+            directory of `output_directory`, or else the folder of the file.
+
+    Raises:
+        UnsafeFileError: It is no regular file, or a folder on the way is a link.
+        OSError: There is no such file, or it cannot be opened.
+    """
+    path = Path.cwd() / path
+    with _folder_handle(path.parent, root) as folder:
+        for _ in range(MAX_REPLACEMENTS):
+            # The type is checked first, because opening a device may already act on it.
+            _require_regular(path, _entry(path, folder).st_mode)
+            handle = os.open(path, os.O_RDONLY | _FILE_FLAGS)
+            # The file was opened by its whole path. Is it the one in the folder that was walked to?
+            # It is not if a folder of the path, or the file, was exchanged in the meantime.
+            if os.path.samestat(os.fstat(handle), _entry(path, folder)):
+                return os.fdopen(handle, "rb")
+            os.close(handle)
+    raise _replaced_error(path)
+
+
+def _replaced_error(path: Path) -> UnsafeFileError:
+    """Return the error for a file that is another one at each attempt to open it."""
+    return UnsafeFileError(f"{path}: was replaced again and again while it was opened")
+
+
+def read_file(path: Path, root: Path | None = None, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return the content of a regular file of a run, without following links.
+
+    Args:
+        path: The file.
+        root: The run directory; see `open_file`.
+        max_bytes: A larger file is refused.
+
+    Raises:
+        UnsafeFileError: It is no regular file, it is too large, or a folder on the way is a link.
+        OSError: There is no such file, or it cannot be read.
+    """
+    with open_file(path, root) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UnsafeFileError(f"{path}: has more than {format_bytes(max_bytes)}; remove it")
+    return content
+
+
+def open_to_write(path: Path, root: Path | None = None, *, append: bool = False) -> BinaryIO:
+    """Open a file of a run to write it, without following links. It is created if it is absent.
+
+    Each `write` of the returned file reaches the operating system at once.
+
+    Args:
+        path: The file.
+        root: The run directory; see `open_file`.
+        append: Write behind the content of the file. Otherwise the content is removed.
+
+    Raises:
+        UnsafeFileError: It is no regular file, or a folder on the way is a link.
+        OSError: The file cannot be opened.
+    """
+    path = Path.cwd() / path
+    flags = os.O_WRONLY | os.O_CREAT | _FILE_FLAGS
+    if append:
+        flags |= os.O_APPEND
+    with _folder_handle(path.parent, root) as folder:
+        try:
+            handle = os.open(path.name, flags, 0o666, dir_fd=folder)
+        except OSError as error:
+            error.filename = str(path)
+            # ELOOP: it is a link. ENXIO: it is a pipe that nobody reads, or a socket.
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                _require_regular(path, _entry(path, folder).st_mode)
+            raise
+    file = os.fdopen(handle, "ab" if append else "wb", buffering=0)
+    try:
+        _require_regular(path, os.fstat(handle).st_mode)
+        # The content is removed here and not by O_TRUNC, because the type is only known now.
+        if not append:
+            os.ftruncate(handle, 0)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def open_to_update(path: Path, root: Path | None = None) -> BinaryIO:
+    """Open an existing file of a run to read and change it, without following links.
+
+    Raises:
+        UnsafeFileError: It is no regular file, or a folder on the way is a link.
+        OSError: There is no such file, or it cannot be opened.
+    """
+    path = Path.cwd() / path
+    with _folder_handle(path.parent, root) as folder:
+        _require_regular(path, _entry(path, folder).st_mode)
+        handle = os.open(path.name, os.O_RDWR | _FILE_FLAGS, dir_fd=folder)
+    return os.fdopen(handle, "rb+")
+
+
+def create_file(path: Path, content: bytes, root: Path | None = None) -> None:
+    """Create a file that does not exist yet, without following links, and write its content.
+
+    Raises:
+        FileExistsError: Something has this path already, be it a link to nothing.
+        UnsafeFileError: A folder on the way is a link.
+        OSError: The file cannot be created or written.
+    """
+    path = Path.cwd() / path
+    with _folder_handle(path.parent, root) as folder:
+        # O_EXCL: of several processes that create the same file, only one succeeds.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE_FLAGS
+        handle = os.open(path.name, flags, 0o644, dir_fd=folder)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+
+
+def make_folder(folder: Path, root: Path | None = None) -> None:
+    """Make a folder and its parents, if they are not there. No link is taken for a folder.
+
+    Args:
+        folder: The folder.
+        root: The run directory; see `open_file`. It may be given through a link.
+
+    Raises:
+        UnsafeFileError: The folder, or a folder between it and the run directory, is a link.
+        OSError: The folder cannot be made.
+    """
+    with _folder_handle(folder, root, make=True):
+        pass
+
+
+def remove_file(path: Path, root: Path | None = None, *, missing_ok: bool = False) -> None:
+    """Remove a file of a run. If the path itself is a link, the link is removed.
+
+    Args:
+        path: The file.
+        root: The run directory; see `open_file`.
+        missing_ok: Do nothing if there is no such file.
+
+    Raises:
+        UnsafeFileError: A folder on the way is a link.
+        OSError: The file cannot be removed.
+    """
+    path = Path.cwd() / path
+    try:
+        with _folder_handle(path.parent, root) as folder:
+            os.unlink(path.name, dir_fd=folder)
+    except FileNotFoundError:
+        if not missing_ok:
+            raise
+
+
+def rename_file(path: Path, new_path: Path, root: Path | None = None) -> None:
+    """Rename a file of a run. What had the new name before is replaced, also if it is a link.
+
+    Args:
+        path: The file.
+        new_path: The new path on the same file system.
+        root: The run directory of both; see `open_file`.
+
+    Raises:
+        UnsafeFileError: A folder on the way of either path is a link.
+        OSError: The file cannot be renamed.
+    """
+    path = Path.cwd() / path
+    new_path = Path.cwd() / new_path
+    with (
+        _folder_handle(path.parent, root) as folder,
+        _folder_handle(new_path.parent, root) as new_folder,
+    ):
+        os.replace(path.name, new_path.name, src_dir_fd=folder, dst_dir_fd=new_folder)
+
+
+def flush_folder(folder: Path, root: Path | None = None) -> None:
+    """Flush a folder, so that renames in it survive a power cut."""
+    with _folder_handle(folder, root) as walked_folder:
+        handle = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=walked_folder)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def find_links(folders: Iterable[Path]) -> list[Path]:
+    """Return those of the paths that are symbolic links."""
+    return [folder for folder in folders if folder.is_symlink()]
+
+
+def open_hdf5(path: Path, root: Path | None = None, *, virtual_sources: str = "") -> "h5py.File":
+    """Open an HDF5 file of a run to read it, after a check of its structure.
+
+    HDF5's own lock is not taken, because the lease protects the directory.
+
+    Args:
+        path: The file.
+        root: The run directory; see `open_file`.
+        virtual_sources: A regular expression. The file may have virtual datasets, which show
+            datasets of other files, if the path of each of these files matches it. The caller
+            must open these files with this function, too. Without it, virtual datasets are refused.
+
+    Returns:
+        The open file. Each of its datasets lies in this file, has numbers or bytes of a fixed
+        length, and claims no more bytes than the file can hold.
+
+    Raises:
+        UnsafeFileError: It is no regular file, a folder on the way is a link, or the file leads to
+            other files, or claims more than it holds.
+        OSError: There is no such file, or it is no HDF5 file.
+    """
+    for _ in range(MAX_REPLACEMENTS):
+        with open_file(path, root) as opened:
+            try:
+                file = _open_by_handle(opened.fileno(), path)
+            except OSError:
+                # HDF5 refuses a file whose name was given to another file in the meantime.
+                if os.fstat(opened.fileno()).st_nlink == 0:
+                    continue
+                raise
+            file_bytes = os.fstat(opened.fileno()).st_size
+        break
+    else:
+        raise _replaced_error(path)
+    try:
+        _require_plain_hdf5(file, path, file_bytes, virtual_sources)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open_by_handle(handle: int, path: Path) -> "h5py.File":
+    """Open an HDF5 file that this process has open already.
+
+    Args:
+        handle: The handle of the file.
+        path: The path of the file, for error messages.
+
+    Raises:
+        OSError: HDF5 refuses the file, or it cannot be read.
+    """
+    import h5py  # slow to import, and most users of this module read no HDF5
+
+    # HDF5 opens a file by its path only. This path leads to the file that is open here, even if
+    # somebody has given its name to another file.
+    handle_path = f"/proc/self/fd/{handle}"
+    try:
+        return h5py.File(handle_path, "r", locking=False)
+    except (OSError, RuntimeError) as error:
+        reason = str(error).replace(handle_path, str(path))
+        number = error.errno if isinstance(error, OSError) else None
+        if number is None:
+            raise OSError(reason) from None
+        raise OSError(number, reason) from None
+
+
+def _require_plain_hdf5(
+    file: "h5py.File", path: Path, file_bytes: int, virtual_sources: str
+) -> None:
+    """Check that an HDF5 file has only groups and plain datasets of its own. No data is read.
+
+    Args:
+        file: The open file.
+        path: Its path, for the message.
+        file_bytes: The size of the file.
+        virtual_sources: See `open_hdf5`.
+
+    Raises:
+        UnsafeFileError: Names what is wrong.
+    """
+    import h5py
+
+    _require_small_attributes(file.id, path)
+    groups = [(file.id, "", 0)]  # groups still to be checked, with their names and depths
+    n_objects = 0
+    while groups:
+        group, group_name, depth = groups.pop()
+        for link_name in group:
+            name = f"{group_name}/{link_name.decode('utf-8', 'replace')}"
+            n_objects += 1
+            # Hard links may form a circle, which the limit on the depth ends.
+            if n_objects > MAX_HDF5_OBJECTS or depth > MAX_HDF5_DEPTH:
+                raise UnsafeFileError(f"{path}: has too many groups and datasets for our files")
+            # A soft link may lead to an external link, and an external link to another file.
+            if group.links.get_info(link_name).type != h5py.h5l.TYPE_HARD:
+                raise UnsafeFileError(f"{path}: {name} is a link, which may lead to another file")
+            member = h5py.h5o.open(group, link_name)
+            _require_small_attributes(member, path)
+            if isinstance(member, h5py.h5g.GroupID):
+                groups.append((member, name, depth + 1))
+            elif isinstance(member, h5py.h5d.DatasetID):
+                if virtual_sources and _is_virtual(member, virtual_sources):
+                    continue
+                _require_plain_dataset(member, f"{path}: {name}", file_bytes)
+            else:
+                raise UnsafeFileError(f"{path}: {name} is neither a group nor a dataset")
+
+
+def _require_small_attributes(member: "h5py.h5g.ObjectID", path: Path) -> None:
+    """Raise an `UnsafeFileError` if an attribute of a group or dataset is too large for ours."""
+    import h5py
+
+    for index in range(h5py.h5a.get_num_attrs(member)):
+        attribute = h5py.h5a.open(member, index=index)
+        if attribute.get_storage_size() > MAX_ATTRIBUTE_BYTES:
+            name = attribute.name.decode("utf-8", "replace")
+            raise UnsafeFileError(f"{path}: its attribute {name} is too large for our files")
+
+
+def _is_virtual(dataset: "h5py.h5d.DatasetID", sources: str) -> bool:
+    """Return whether a dataset is virtual, and all its source files match a regular expression."""
+    import h5py
+
+    creation = dataset.get_create_plist()
+    if creation.get_layout() != h5py.h5d.VIRTUAL:
+        return False
+    names = [creation.get_virtual_filename(index) for index in range(creation.get_virtual_count())]
+    return all(re.fullmatch(sources, name) for name in names)
+
+
+def _require_plain_dataset(dataset: "h5py.h5d.DatasetID", name: str, file_bytes: int) -> None:
+    """Check that a dataset lies in its own file, and claims no more than the file can hold.
+
+    Args:
+        dataset: The dataset.
+        name: The path of the file and the name of the dataset, for the message.
+        file_bytes: The size of the file.
+
+    Raises:
+        UnsafeFileError: Names what is wrong.
+    """
+    import h5py
+
+    creation = dataset.get_create_plist()
+    layout = creation.get_layout()
+    if layout == h5py.h5d.VIRTUAL or creation.get_external_count() > 0:
+        raise UnsafeFileError(f"{name} shows the content of other files")
+    if dataset.dtype.kind not in VALUE_KINDS:
+        raise UnsafeFileError(f"{name} has values of a type that our files do not have")
+    allowed_filters = (h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE)
+    for index in range(creation.get_nfilters()):
+        filter_number = creation.get_filter(index)[0]
+        if filter_number not in allowed_filters:
+            raise UnsafeFileError(f"{name} has filter {filter_number}, which our files do not have")
+
+    # Sizes are Python integers here, so that a product of large numbers does not overflow.
+    claimed_bytes = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
+    stored_bytes = dataset.get_storage_size()
+    if layout == h5py.h5d.CHUNKED:
+        # HDF5 loads whole chunks, also if the dataset is smaller than a chunk.
+        chunk_bytes = math.prod(creation.get_chunk()) * dataset.dtype.itemsize
+        is_too_large = max(claimed_bytes, chunk_bytes) > MAX_COMPRESSED_TABLE_BYTES
+        max_bytes = min(stored_bytes, file_bytes) * MAX_COMPRESSION
+    else:
+        # The bytes of the dataset lie in the file as they are, in one piece.
+        start = dataset.get_offset() or 0
+        is_too_large = False
+        max_bytes = min(stored_bytes, file_bytes - start)
+    if is_too_large or claimed_bytes > max_bytes:
+        raise UnsafeFileError(
+            f"{name} claims {format_bytes(claimed_bytes)}, which the file does not hold"
+        )
