@@ -28,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from virnuc_core.errors import ConfigError
+from virnuc_core import safe_files
+from virnuc_core.errors import ConfigError, UnsafeFileError
+from virnuc_core.safe_files import create_file, open_to_update, open_to_write, read_file
 from virnuc_core.system_errors import path_exists, read_with_retries
 
 HEARTBEAT_S: Final = 5.0
@@ -146,10 +148,11 @@ def make_folder(folder: Path) -> None:
 
     Raises:
         ConfigError: The lease that covers the folder is lost.
+        UnsafeFileError: The folder, or one that contains it, is a link in our output directory.
         OSError: The folder cannot be made.
     """
     require_lease(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    safe_files.make_folder(folder)
 
 
 def process_namespace() -> str:
@@ -266,7 +269,7 @@ class Lease:
             number = path.suffix[1:]
             if path.stem == self._name.name and number.isdecimal():
                 with suppress(FileNotFoundError):
-                    contents[int(number)] = path.read_bytes()
+                    contents[int(number)] = read_file(path)
         return contents
 
     def _describe_owner(self, content: bytes) -> Owner:
@@ -343,14 +346,14 @@ class Lease:
         """
         path = self._path(number)
         try:
-            # O_EXCL: of several processes that create the same file, only one succeeds.
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            create_file(path, b"")
         except (FileExistsError, FileNotFoundError):
             return False  # another process was faster, or has removed the folder
         self._number = number
         is_unchanged = False
         try:
-            path.write_bytes(self._content())
+            with open_to_write(path) as file:
+                file.write(self._content())
             others = self._lease_files()
             others.pop(number, None)
             is_unchanged = others == expected_files
@@ -406,7 +409,7 @@ class Lease:
         while not self.ended.wait(HEARTBEAT_S) and self.is_ours:
             # While the file system does not answer, another process may take over. The next check
             # finds that.
-            with suppress(OSError):
+            with suppress(OSError, UnsafeFileError):
                 self._write_heartbeat()
                 # A process that takes over first creates its file, and then checks whether ours
                 # has changed. Because we write before we check, one of the two sees the other.
@@ -415,7 +418,7 @@ class Lease:
     def _write_heartbeat(self) -> None:
         """Change the content of the lease file, if the file is still ours."""
         path = self._path(self._number)
-        with suppress(FileNotFoundError), path.open("r+b") as file:
+        with suppress(FileNotFoundError), open_to_update(path) as file:
             if self._token.encode() in file.read():
                 file.seek(0)
                 file.write(self._content())

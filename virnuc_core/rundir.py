@@ -30,17 +30,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import virnuc_core
-from virnuc_core.config import read_small_text
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.errors import (
     ConfigError,
     DeviceError,
     StorageError,
     UnreadableError,
+    UnsafeFileError,
     format_bytes,
     join_first,
 )
 from virnuc_core.lease import lease, make_folder, require_lease
+from virnuc_core.safe_files import (
+    check_folder,
+    flush_folder,
+    open_to_update,
+    output_directory,
+    read_file,
+    remove_empty_folder,
+    remove_file,
+    rename_file,
+)
 from virnuc_core.system_errors import (
     describe_system_error,
     is_regular_file,
@@ -264,7 +274,9 @@ def check_room(folder: Path, n_bytes: int, what: str) -> None:
 
 
 @contextmanager
-def atomic_file(path: Path, *, make_folders: bool = True) -> Iterator[Path]:
+def atomic_file(
+    path: Path, *, root: Path | None = None, make_folders: bool = True
+) -> Iterator[Path]:
     """Write a file so that it appears whole or not at all.
 
     The body writes to a temporary path in the same folder. The file is then flushed and renamed
@@ -272,6 +284,8 @@ def atomic_file(path: Path, *, make_folders: bool = True) -> Iterator[Path]:
 
     Args:
         path: The file.
+        root: The run directory, below which no link is followed. A process that holds the
+            directory (`run_lock`) need not give it.
         make_folders: Make the folder of the file if it is not there.
 
     Yields:
@@ -279,6 +293,7 @@ def atomic_file(path: Path, *, make_folders: bool = True) -> Iterator[Path]:
 
     Raises:
         StorageError: The disk refuses.
+        UnsafeFileError: A folder between the run directory and the file is a link.
         ConfigError: The lease of the directory is lost. The process that takes over removes older
             temporary files, so that none of them is renamed later.
     """
@@ -289,26 +304,20 @@ def atomic_file(path: Path, *, make_folders: bool = True) -> Iterator[Path]:
         if make_folders:
             make_folder(path.parent)
         try:
+            check_folder(path.parent, root)
             yield temp_path
-            with temp_path.open("rb+") as file:
+            with open_to_update(temp_path, root) as file:
                 os.fsync(file.fileno())
             require_lease(path)
-            os.replace(temp_path, path)
-            _flush_folder(path.parent)
+            rename_file(temp_path, path, root)
+            flush_folder(path.parent, root)
         except FileNotFoundError:
             require_lease(path)
             raise
         finally:
-            temp_path.unlink(missing_ok=True)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Flush a folder, so that a rename in it survives a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            # If the folder is a link, no file was made. The error of the check above is raised.
+            with suppress(UnsafeFileError):
+                remove_file(temp_path, root, missing_ok=True)
 
 
 def _no_user_block(image: bytes) -> bytes:
@@ -321,6 +330,7 @@ def atomic_hdf5(
     path: Path,
     user_block: Callable[[bytes], bytes] = _no_user_block,
     *,
+    root: Path | None = None,
     make_folders: bool = True,
     **options: Any,
 ) -> Iterator["h5py.File"]:
@@ -333,6 +343,7 @@ def atomic_hdf5(
         path: The file.
         user_block: Returns the block of bytes that is written before the HDF5 content, such as a
             checksum. Its argument is the HDF5 content.
+        root: The run directory; see `atomic_file`.
         make_folders: Make the folder of the file if it is not there.
         options: Further arguments of `h5py.File`.
 
@@ -349,7 +360,7 @@ def atomic_hdf5(
         hdf5.flush()
         image = hdf5.id.get_file_image()  # without the user block
     with (
-        atomic_file(path, make_folders=make_folders) as temp_path,
+        atomic_file(path, root=root, make_folders=make_folders) as temp_path,
         temp_path.open("wb") as file,
     ):
         file.write(user_block(image))
@@ -371,26 +382,63 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     if not is_regular_file(path):
         return {}
     try:
-        content = json.loads(read_with_retries(path, lambda: read_small_text(path)))
-    except (OSError, ValueError, RecursionError):
-        # The file was removed meanwhile, or it was read and is no JSON file of ours.
+        content = json.loads(read_with_retries(path, lambda: read_file(path)))
+    except (OSError, ValueError, RecursionError, UnsafeFileError):
+        # The file was removed meanwhile, or it is no JSON file of ours.
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
-    """Yield the paths in a directory that match any of the patterns.
+    """Yield the paths in a directory that match any of the patterns. No link is followed.
 
-    A search with `glob` is slow, and most of the hundreds of patterns match nothing. So the first
-    part of a pattern is first compared with the names in the directory.
+    Unlike `Path.glob`, this yields no path in a folder that is a symbolic link. The link itself is
+    yielded if it matches.
     """
-    if not root.is_dir():
-        return
-    names = [path.name for path in root.iterdir()]
+    # The names in each folder. Hundreds of patterns ask for the same few folders.
+    names_of_folder: dict[Path, list[str]] = {}
+
+    def names_in(folder: Path) -> list[str]:
+        """List a folder. It has no names if it is absent or a link, except for the root."""
+        if folder not in names_of_folder:
+            names_of_folder[folder] = []
+            if folder.is_dir() and (folder == root or not folder.is_symlink()):
+                names_of_folder[folder] = [path.name for path in folder.iterdir()]
+        return names_of_folder[folder]
+
+    def search(folder: Path, parts: list[str]) -> Iterator[Path]:
+        """Yield the paths in a folder that match the parts of a pattern, one for each level."""
+        for name in fnmatch.filter(names_in(folder), parts[0]):
+            if len(parts) == 1:
+                yield folder / name
+            else:
+                yield from search(folder / name, parts[1:])
+
     for pattern in patterns:
-        first_part = pattern.split("/")[0]
-        if fnmatch.filter(names, first_part):
-            yield from root.glob(pattern)
+        yield from search(root, pattern.split("/"))
+
+
+def _folders_of(patterns: Iterable[str]) -> set[str]:
+    """Return the patterns of all folders that contain files with these patterns."""
+    folder_patterns: set[str] = set()
+    for pattern in patterns:
+        parents = list(Path(pattern).parents)[:-1]  # without "."
+        folder_patterns.update(map(str, parents))
+    return folder_patterns
+
+
+def require_no_links(root: Path) -> None:
+    """Refuse an output directory if one of the folders that we use in it is a symbolic link.
+
+    Another user may have put the link there. What we write or remove in this folder would be
+    written or removed elsewhere.
+
+    Raises:
+        UnsafeFileError: Names the link.
+    """
+    for folder in _matching_paths(root, sorted(_folders_of(GUARDED_FILES))):
+        if folder.is_symlink():
+            check_folder(folder, root)
 
 
 def is_ours(root: Path) -> bool:
@@ -483,6 +531,7 @@ def check_output(
     if real_root.is_dir():
         _refuse_reads_in_output(out, reads)
         require_own_directory(real_root)
+        require_no_links(real_root)
 
 
 def _home_directory() -> Path | None:
@@ -527,17 +576,19 @@ def run_lock(root: Path) -> Iterator[None]:
         yield
         return
     require_own_directory(root)
+    require_no_links(root)
     marker = root / MARKER_FILE
     is_new_directory = not root.exists()
     is_new_marker = True
     is_lost = False
     try:
         with ExitStack() as resources:
+            resources.enter_context(output_directory(root))
             is_new_marker = _take_directory(root, resources)
             _held.set(_held.get() | {real_root})
             resources.callback(lambda: _held.set(_held.get() - {real_root}))
             for path in list(_matching_paths(root, PARTIAL_FILES)):
-                path.unlink(missing_ok=True)
+                remove_file(path, root, missing_ok=True)
             try:
                 with _explain_by_lost_lease(root):
                     yield
@@ -637,20 +688,20 @@ def discard(root: Path, *patterns: str) -> None:
     require_lease(root)
     for path in list(_matching_paths(root, patterns)):
         if path.is_symlink() or not path.is_dir():
-            path.unlink(missing_ok=True)
+            remove_file(path, root, missing_ok=True)
 
-    folder_patterns: set[str] = set()
-    for pattern in patterns:
-        parents = list(Path(pattern).parents)[:-1]  # without "."
-        folder_patterns.update(map(str, parents))
-    folders = {*_matching_paths(root, folder_patterns), root}
+    folders = {*_matching_paths(root, _folders_of(patterns)), root}
     foreign = []
     for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
-        if not folder.is_dir():
+        if folder == root:
+            with suppress(OSError):  # not empty
+                root.rmdir()
+            continue
+        if folder.is_symlink() or not folder.is_dir():
             continue
         with suppress(OSError):  # not empty
-            folder.rmdir()
-        if folder != root and folder.exists():
+            remove_empty_folder(folder, root)
+        if folder.exists():
             foreign += [path for path in folder.iterdir() if path not in folders]
     if foreign:
         names = sorted(str(path.relative_to(root)) for path in foreign)

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
@@ -351,6 +351,29 @@ def remove_file(path: Path, root: Path | None = None, *, missing_ok: bool = Fals
             raise
 
 
+def remove_empty_folder(folder: Path, root: Path | None = None) -> None:
+    """Remove a folder of a run, if it is empty. A link to a folder is not removed.
+
+    Raises:
+        UnsafeFileError: A folder on the way is a link.
+        OSError: It is not empty, or no folder, or cannot be removed.
+    """
+    folder = Path.cwd() / folder
+    with _folder_handle(folder.parent, root) as parent:
+        os.rmdir(folder.name, dir_fd=parent)
+
+
+def check_folder(folder: Path, root: Path | None = None) -> None:
+    """Check that a folder of a run is there, and is reached without following a link.
+
+    Raises:
+        UnsafeFileError: The folder, or a folder on the way, is a link.
+        OSError: There is no such folder.
+    """
+    with _folder_handle(folder, root):
+        pass
+
+
 def rename_file(path: Path, new_path: Path, root: Path | None = None) -> None:
     """Rename a file of a run. What had the new name before is replaced, also if it is a link.
 
@@ -380,11 +403,6 @@ def flush_folder(folder: Path, root: Path | None = None) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def find_links(folders: Iterable[Path]) -> list[Path]:
-    """Return those of the paths that are symbolic links."""
-    return [folder for folder in folders if folder.is_symlink()]
 
 
 def open_hdf5(path: Path, root: Path | None = None, *, virtual_sources: str = "") -> "h5py.File":
