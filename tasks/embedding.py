@@ -103,7 +103,7 @@ def _publish_tables(run: RunDir, spec: ClassifySpec, summary: RunSummary, label:
         f"Where the time went on {devices}",
     )
     if spec.cluster and summary.telemetry is not None:
-        telemetry = read(run.telemetry / summary.telemetry, TelemetryFile)
+        telemetry = read(run.telemetry / summary.telemetry, TelemetryFile, run.root)
         publish_table(
             host_key(f"devices-{label}-{devices}"),
             device_rows(telemetry.summary.devices, summary.deaths or ()),

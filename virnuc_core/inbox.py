@@ -31,6 +31,7 @@ from virnuc_core.allowed_paths import require_allowed
 from virnuc_core.lease import lease, require_directory
 from virnuc_core.rundir import INBOX_MARK, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary, read_or_set_aside, sha256_of, write
+from virnuc_core.safe_files import open_file, open_to_write
 from virnuc_core.system_errors import (
     PERMISSION_ERRORS,
     ErrorKind,
@@ -360,7 +361,8 @@ class Ledger:
     def read_table(self) -> list[Row]:
         """Return the rows of `inbox.tsv`. A table that is missing or damaged has no rows."""
         try:
-            table = pd.read_csv(self.table, sep="\t", dtype=str, na_filter=False)
+            with open_file(self.table) as file:
+                table = pd.read_csv(file, sep="\t", dtype=str, na_filter=False)
             return [Row.model_validate(row) for row in table.to_dict("records")]
         except FileNotFoundError:
             return []
@@ -379,7 +381,7 @@ class Ledger:
         self._require_directory()
         mark = self.out / INBOX_MARK
         with lease(mark, self.table, wait=True):
-            mark.touch()
+            open_to_write(mark, append=True).close()  # make the mark if it is not there
             _remove_partial_files(self.table)
             current_rows = []
             for row in rows:

@@ -49,6 +49,7 @@ from virnuc_core.runfiles import (
     read_record,
     write,
 )
+from virnuc_core.safe_files import read_file, remove_file
 from virnuc_core.system_errors import path_exists
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.log import finished_attempt, read_journal, write_telemetry
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from virnuc_core.engine.cluster import Cluster
 
 LINE_BYTES: Final = 40  # of a line in the result files, without the id
+MAX_LOG_BYTES: Final = 1 << 30  # of the log of a worker, which is usually a few kilobytes
 MAX_SHOWN_LINE: Final = 200  # characters of a log line that a warning quotes
 ERROR_WORDS: Final = re.compile(
     r"error\b|\b(critical|fatal|traceback|segmentation fault|core dumped)\b", re.IGNORECASE
@@ -345,7 +347,7 @@ def _check_files(job: Job, summary: RunSummary) -> _ResultFiles:
     wrong_names = []
     for path in run.listed:
         recorded_digest = summary.files.get(path.name)
-        actual = digest(path)
+        actual = digest(path, run.root)
         # A run of single reads has no table of pairs.
         may_be_absent = path == run.pairs_table
         if actual == recorded_digest and (recorded_digest or may_be_absent):
@@ -452,7 +454,9 @@ def prepare(
         # The record lists this start as a new attempt. A start that only finds a complete run is
         # not an attempt, and changes no file.
         write(run.record, record)
-        run.journal.unlink(missing_ok=True)  # its content was added to the record above
+        remove_file(
+            run.journal, run.root, missing_ok=True
+        )  # its content was added to the record above
     failed_rows = shards.read_scores(run, committed_shards)[1]
     job = Job(
         run=run,
@@ -485,7 +489,7 @@ def _record_killed_attempt(
     """
     if len(record.attempts) < 2:
         return record
-    journal = read_journal(run.journal)
+    journal = read_journal(run.journal, run.root)
     if journal is None:
         return record
     path = write_telemetry(
@@ -637,7 +641,7 @@ def _compute(
         }
     )
     # The summary is written last: a run is complete if summary.json exists.
-    job.run.journal.unlink(missing_ok=True)
+    remove_file(job.run.journal, job.run.root, missing_ok=True)
     write(job.run.summary, summary)
     if monitor.alone:
         for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
@@ -660,7 +664,8 @@ def _log_errors(run: RunDir) -> list[str]:
     """
     lines = []
     for path in sorted((run.root / "logs").glob("worker-*.log")):
-        for line in path.read_text("utf-8", "replace").splitlines():
+        content = read_file(path, run.root, MAX_LOG_BYTES)
+        for line in content.decode("utf-8", "replace").splitlines():
             if ERROR_WORDS.search(line):
                 text = " ".join(line.split())[:MAX_SHOWN_LINE]
                 lines.append(f"{path.name}: {text}")
@@ -714,7 +719,7 @@ def _write_results(
     judged_s = predicted_s + results.consensus_s
     clock.add("Model Prediction", results.predict_s, (started_s, predicted_s))
     clock.add("Consensus Scoring", results.consensus_s, (predicted_s, judged_s))
-    digests = {path.name: digest(path) for path in run.listed}
+    digests = {path.name: digest(path, run.root) for path in run.listed}
     rest_s = time.monotonic() - since_s - results.predict_s - results.consensus_s
     clock.add("Result files", rest_s)
     return {

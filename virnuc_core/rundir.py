@@ -402,8 +402,12 @@ def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
         """List a folder. It has no names if it is absent or a link, except for the root."""
         if folder not in names_of_folder:
             names_of_folder[folder] = []
-            if folder.is_dir() and (folder == root or not folder.is_symlink()):
+            if folder == root and folder.is_dir():
                 names_of_folder[folder] = [path.name for path in folder.iterdir()]
+            elif folder.is_dir() and not folder.is_symlink():
+                # As for `Path.glob`, a folder that may not be listed, or has gone, is empty.
+                with suppress(PermissionError, FileNotFoundError):
+                    names_of_folder[folder] = [path.name for path in folder.iterdir()]
         return names_of_folder[folder]
 
     def search(folder: Path, parts: list[str]) -> Iterator[Path]:
@@ -436,7 +440,7 @@ def require_no_links(root: Path) -> None:
     Raises:
         UnsafeFileError: Names the link.
     """
-    for folder in _matching_paths(root, sorted(_folders_of(GUARDED_FILES))):
+    for folder in _matching_paths(root, sorted(_folders_of((*GUARDED_FILES, INBOX_MARK)))):
         if folder.is_symlink():
             check_folder(folder, root)
 

@@ -8,6 +8,7 @@ error names the value.
 import functools
 import hashlib
 import logging
+import os
 import platform
 import re
 import subprocess
@@ -25,8 +26,9 @@ import virnuc_core
 from virnuc_core import gpus
 from virnuc_core.config import Share, refuse_unreadable
 from virnuc_core.encoder_names import DNA, PROTEIN, Molecule
-from virnuc_core.errors import ConfigError, RunMismatchError
+from virnuc_core.errors import ConfigError, RunMismatchError, UnsafeFileError
 from virnuc_core.rundir import RunDir, write_text_atomically
+from virnuc_core.safe_files import open_file, read_file
 from virnuc_core.system_errors import is_regular_file, path_exists, read_with_retries
 
 MODEL_LENGTH: Final = "model length"
@@ -68,14 +70,20 @@ def write(path: Path, content: RunFile) -> Path:
     return path
 
 
-def read(path: Path, kind: type[File]) -> File:
-    """Read a file.
+def read(path: Path, kind: type[File], root: Path | None = None) -> File:
+    """Read a JSON file of a run. No link is followed.
+
+    Args:
+        path: The file.
+        kind: The model of its content.
+        root: The run directory, if the file is in a folder of it. It may be given through a link.
 
     Raises:
         ConfigError: Names the file, and the key with a wrong value.
+        UnsafeFileError: It is no regular file in the run directory, or it is too large.
     """
     with refuse_unreadable(path, "JSON"):
-        content = read_with_retries(path, path.read_bytes)
+        content = read_with_retries(path, lambda: read_file(path, root))
         return kind.model_validate_json(content, strict=True)
 
 
@@ -87,11 +95,14 @@ def read_or_set_aside(path: Path, kind: type[File]) -> File | None:
 
     Raises:
         ConfigError: The file cannot be opened.
+        UnsafeFileError: It is no regular file. Nothing is renamed.
     """
     if not path_exists(path):
         return None
     try:
         return read(path, kind)
+    except UnsafeFileError:
+        raise
     except ConfigError as error:
         if isinstance(error.__cause__, OSError):
             raise
@@ -120,16 +131,24 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest(path: Path) -> FileDigest | None:
+def digest(path: Path, root: Path | None = None) -> FileDigest | None:
     """Return size and SHA-256 of a file as it is now, or None if there is no such file.
+
+    Args:
+        path: The file.
+        root: The run directory, if this is a file of a run. Then no link is followed. A file that
+            the user has named may be a link.
 
     Raises:
         UnreadableError: The system cannot read the file, so that nothing is known about it.
+        UnsafeFileError: It is a file of a run, and it is no regular file.
     """
 
     def read_digest() -> FileDigest:
         """Read the file once."""
-        return FileDigest(size=path.stat().st_size, sha256=sha256_of(path))
+        with path.open("rb") if root is None else open_file(path, root) as file:
+            size = os.fstat(file.fileno()).st_size
+            return FileDigest(size=size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
     try:
         return read_with_retries(path, read_digest)

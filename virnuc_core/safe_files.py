@@ -19,8 +19,9 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from virnuc_core.errors import UnsafeFileError, format_bytes
 
@@ -195,7 +196,7 @@ def _entry(path: Path, folder: int) -> os.stat_result:
         raise
 
 
-def open_file(path: Path, root: Path | None = None) -> BinaryIO:
+def open_file(path: Path, root: Path | None = None) -> BufferedReader:
     """Open a regular file of a run to read it, without following links.
 
     Args:
@@ -216,7 +217,7 @@ def open_file(path: Path, root: Path | None = None) -> BinaryIO:
             # The file was opened by its whole path. Is it the one in the folder that was walked to?
             # It is not if a folder of the path, or the file, was exchanged in the meantime.
             if os.path.samestat(os.fstat(handle), _entry(path, folder)):
-                return os.fdopen(handle, "rb")
+                return cast(BufferedReader, _file_of_handle(handle, path, "rb"))
             os.close(handle)
     raise _replaced_error(path)
 
@@ -224,6 +225,15 @@ def open_file(path: Path, root: Path | None = None) -> BinaryIO:
 def _replaced_error(path: Path) -> UnsafeFileError:
     """Return the error for a file that is another one at each attempt to open it."""
     return UnsafeFileError(f"{path}: was replaced again and again while it was opened")
+
+
+def path_of_open_file(file: BinaryIO) -> str:
+    """Return a path by which a library can open a file that is open already.
+
+    The path leads to the same file even if somebody has given its name to another file. It is
+    valid in this process until `file` is closed.
+    """
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def read_file(path: Path, root: Path | None = None, max_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -245,15 +255,30 @@ def read_file(path: Path, root: Path | None = None, max_bytes: int = MAX_JSON_BY
     return content
 
 
-def open_to_write(path: Path, root: Path | None = None, *, append: bool = False) -> BinaryIO:
-    """Open a file of a run to write it, without following links. It is created if it is absent.
+def _file_of_handle(handle: int, path: Path, mode: str, buffering: int = -1) -> BinaryIO:
+    """Return a Python file for a handle of the operating system.
 
-    Each `write` of the returned file reaches the operating system at once.
+    Unlike the file of `os.fdopen`, it has the path as its `name`. The parameters `mode` and
+    `buffering` are those of `open`.
+    """
+
+    def opener(path: str, flags: int) -> int:
+        """Return the handle, which is open already."""
+        return handle
+
+    return cast(BinaryIO, open(path, mode, buffering, opener=opener))
+
+
+def open_to_write(
+    path: Path, root: Path | None = None, *, append: bool = False, buffering: int = -1
+) -> BinaryIO:
+    """Open a file of a run to write it, without following links. It is created if it is absent.
 
     Args:
         path: The file.
         root: The run directory; see `open_file`.
         append: Write behind the content of the file. Otherwise the content is removed.
+        buffering: As for `open`. With 0, each `write` reaches the operating system at once.
 
     Raises:
         UnsafeFileError: It is no regular file, or a folder on the way is a link.
@@ -272,7 +297,7 @@ def open_to_write(path: Path, root: Path | None = None, *, append: bool = False)
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 _require_regular(path, _entry(path, folder).st_mode)
             raise
-    file = os.fdopen(handle, "ab" if append else "wb", buffering=0)
+    file = _file_of_handle(handle, path, "ab" if append else "wb", buffering)
     try:
         _require_regular(path, os.fstat(handle).st_mode)
         # The content is removed here and not by O_TRUNC, because the type is only known now.
@@ -295,7 +320,18 @@ def open_to_update(path: Path, root: Path | None = None) -> BinaryIO:
     with _folder_handle(path.parent, root) as folder:
         _require_regular(path, _entry(path, folder).st_mode)
         handle = os.open(path.name, os.O_RDWR | _FILE_FLAGS, dir_fd=folder)
-    return os.fdopen(handle, "rb+")
+    return _file_of_handle(handle, path, "rb+")
+
+
+def write_file(path: Path, content: bytes | memoryview, root: Path | None = None) -> None:
+    """Write a whole file of a run, without following links. Earlier content is replaced.
+
+    Raises:
+        UnsafeFileError: It is no regular file, or a folder on the way is a link.
+        OSError: The file cannot be written.
+    """
+    with open_to_write(path, root) as file:
+        file.write(content)
 
 
 def create_file(path: Path, content: bytes, root: Path | None = None) -> None:
@@ -311,7 +347,7 @@ def create_file(path: Path, content: bytes, root: Path | None = None) -> None:
         # O_EXCL: of several processes that create the same file, only one succeeds.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE_FLAGS
         handle = os.open(path.name, flags, 0o644, dir_fd=folder)
-    with os.fdopen(handle, "wb") as file:
+    with _file_of_handle(handle, path, "wb") as file:
         file.write(content)
 
 
@@ -447,6 +483,22 @@ def open_hdf5(path: Path, root: Path | None = None, *, virtual_sources: str = ""
     return file
 
 
+def read_dataset(dataset: "h5py.Dataset") -> Any:
+    """Return the values of a dataset of an HDF5 file that `open_hdf5` has opened.
+
+    Raises:
+        UnsafeFileError: The values do not fit into the memory of this machine.
+    """
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        if dataset.nbytes <= memory_bytes:
+            return dataset[:]
+    except MemoryError:
+        pass
+    size = format_bytes(dataset.nbytes)
+    raise UnsafeFileError(f"{dataset.name} claims {size}, more than this machine's memory")
+
+
 def _open_by_handle(handle: int, path: Path) -> "h5py.File":
     """Open an HDF5 file that this process has open already.
 
@@ -459,9 +511,7 @@ def _open_by_handle(handle: int, path: Path) -> "h5py.File":
     """
     import h5py  # slow to import, and most users of this module read no HDF5
 
-    # HDF5 opens a file by its path only. This path leads to the file that is open here, even if
-    # somebody has given its name to another file.
-    handle_path = f"/proc/self/fd/{handle}"
+    handle_path = f"/proc/self/fd/{handle}"  # HDF5 opens a file by its path only
     try:
         return h5py.File(handle_path, "r", locking=False)
     except (OSError, RuntimeError) as error:

@@ -139,7 +139,7 @@ def run_baseline(
         measurement = _Measurement(run, orfs, models, used_devices, spec, workers, on_progress)
         summary = measurement.measure()
         discard(run.root, BASELINE_FILES)
-        files = {path.name: digest(path) for path in (run.predictions, run.consensus)}
+        files = {path.name: digest(path, run.root) for path in (run.predictions, run.consensus)}
         summary = summary.model_copy(update={"fingerprint": identity, "files": files})
         write(run.record, record)
         write(run.summary, summary)
@@ -164,7 +164,7 @@ def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
         return None
     changed_files = []
     for name, expected_digest in (summary.files or {}).items():
-        if digest(run.root / name) != expected_digest:
+        if digest(run.root / name, run.root) != expected_digest:
             changed_files.append(name)
     if not changed_files:
         return summary

@@ -33,6 +33,7 @@ from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.registry import ENCODERS, EncoderInfo, encoder_named
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
 from virnuc_core.rundir import storage_errors
+from virnuc_core.safe_files import write_file
 
 REPORT_ROWS_EVERY_S: Final = 1.0
 HEAD_BATCH_ROWS: Final = 256
@@ -97,7 +98,7 @@ def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> N
     for name, sequence in zip(ids, sequences, strict=True):
         records.append(b">%s\n%s\n" % (name.encode(), sequence))
     with storage_errors(path):
-        path.write_bytes(b"".join(records))
+        write_file(path, b"".join(records))
 
 
 def save(path: Path, array: NDArray[np.float32]) -> None:
@@ -111,7 +112,7 @@ def save(path: Path, array: NDArray[np.float32]) -> None:
     buffer = io.BytesIO()
     np.save(buffer, array)
     with storage_errors(path):
-        path.write_bytes(buffer.getbuffer())
+        write_file(path, buffer.getbuffer())
 
 
 def merge_file(folder: Path, number: int) -> None:

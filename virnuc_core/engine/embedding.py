@@ -21,6 +21,7 @@ from virnuc_core.lease import require_lease
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops, read_record
+from virnuc_core.safe_files import remove_file
 from virnuc_core.system_errors import describe_system_error
 from virnuc_core.telemetry.live import InferenceProgressReporter
 from virnuc_core.telemetry.log import Telemetry, journal, read_journal, write_telemetry
@@ -385,5 +386,5 @@ class Embedding:
             wall_s=wall_s,
             sequences_per_hour=sequences_per_hour,
         )
-        run.journal.unlink()
+        remove_file(run.journal, run.root)
         return path

@@ -34,6 +34,7 @@ from virnuc_core.errors import ConfigError, UnreadableError, WorkerError
 from virnuc_core.lease import command_start_s, make_folder
 from virnuc_core.rundir import lock_device, parent_bound_command
 from virnuc_core.runfiles import Device
+from virnuc_core.safe_files import open_to_write
 from virnuc_core.system_errors import describe_system_error, limit_error, storage_error
 from virnuc_core.telemetry.tables import DeviceSample
 
@@ -256,8 +257,8 @@ class Child:
             if self.log is not None:
                 if not self.log.parent.is_dir():
                     make_folder(self.log.parent)
-                with self.log.open("a", encoding="utf-8") as file:
-                    file.writelines(self.unlogged)
+                with open_to_write(self.log, append=True) as file:
+                    file.write("".join(self.unlogged).encode("utf-8", "backslashreplace"))
                 self.unlogged.clear()
 
     def end(self, grace_s: float = GRACE_S) -> int:

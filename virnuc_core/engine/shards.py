@@ -7,6 +7,7 @@ the file holds a fingerprint of all three and a checksum. A run that is started 
 the shards without a file: there is no other record of progress.
 """
 
+import fnmatch
 import hashlib
 import json
 import logging
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Final, Literal, NamedTuple
 
 import h5py
@@ -28,10 +29,20 @@ from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
 from virnuc_core.encoders.registry import PROTEIN_ENCODER
 from virnuc_core.engine.process import Message
-from virnuc_core.errors import ConfigError, ShardError
+from virnuc_core.errors import ConfigError, ShardError, UnsafeFileError
 from virnuc_core.reads.store import SEAL_BYTES, OrfStore, sealed
-from virnuc_core.rundir import RunDir, atomic_hdf5, write_text_atomically
+from virnuc_core.rundir import NESTED_RUNS, RunDir, atomic_hdf5, write_text_atomically
 from virnuc_core.runfiles import RunRecord
+from virnuc_core.safe_files import (
+    create_file,
+    make_folder,
+    open_file,
+    open_hdf5,
+    read_dataset,
+    read_file,
+    remove_file,
+    rename_file,
+)
 from virnuc_core.system_errors import path_exists, read_with_retries
 from virnuc_core.telemetry.tables import ShardDone
 
@@ -281,7 +292,7 @@ def read_plan(run: RunDir) -> ShardPlan:
         UnreadableError: The system cannot read the file.
     """
     try:
-        content = read_with_retries(run.plan, run.plan.read_bytes)
+        content = read_with_retries(run.plan, lambda: read_file(run.plan, run.root))
         return ShardPlan.model_validate_json(content)
     except (OSError, ValueError) as error:
         problem = f"{run.plan}: not a readable shard plan ({error}); run again to write it anew"
@@ -338,7 +349,12 @@ def commit(
         return sealed(SEALED_AS, [body])
 
     with atomic_hdf5(
-        path, seal, make_folders=make_folders, libver="latest", userblock_size=SEAL_BYTES
+        path,
+        seal,
+        root=run.root,
+        make_folders=make_folders,
+        libver="latest",
+        userblock_size=SEAL_BYTES,
     ) as file:
         for name, array in result._asdict().items():
             dataset = file.create_dataset(name, data=array)
@@ -357,8 +373,9 @@ def is_sealed(path: Path) -> bool:
 
     Raises:
         OSError: The file cannot be read.
+        UnsafeFileError: It is no regular file.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         seal = file.read(SEAL_BYTES)
         # Blocks until an empty one, which means the end of the file.
         blocks = iter(partial(file.read, READ_BYTES), b"")
@@ -375,16 +392,18 @@ def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
     return ShardResult(**_read(run, plan, shard, ShardResult._fields, check_whole_file=True))
 
 
-def refresh_folder(folder: Path) -> None:
-    """Make visible on this machine what other machines have written into a folder.
+def refresh_folder(run: RunDir) -> None:
+    """Make visible on this machine what other machines have written into the folder `shards`.
 
     A network file system may show an old list of files for about a minute. It asks the file server
     again after this machine has changed something in the folder. So an empty file `.look` is made
-    and removed. Without permission to write nothing is done.
+    and removed. Without permission to write, or if the folder is a link, nothing is done.
     """
-    with suppress(OSError):
-        (folder / ".look").touch()
-        (folder / ".look").unlink()
+    path = run.shards / ".look"
+    with suppress(OSError, UnsafeFileError):
+        remove_file(path, run.root, missing_ok=True)
+        create_file(path, b"", run.root)
+        remove_file(path, run.root)
 
 
 def _read(
@@ -411,15 +430,17 @@ def _read(
         MissingShardError: There is no file.
         ShardError: The file was read, and it is damaged or belongs to another run.
         UnreadableError: The system cannot read the file, so that nothing is known about it.
+        UnsafeFileError: It is no regular file in the run directory, or leads to other files.
     """
     path = shard_path(run, shard)
+    lo, hi = plan.range(shard)
     not_as_committed = ShardError(f"{path} is not what was committed (checksum)", shard=shard)
 
     def load() -> _ShardData:
         """Read the file once."""
         if check_whole_file and not is_sealed(path):
             raise not_as_committed
-        return _load_datasets(path, names)
+        return _load_datasets(run, shard, names, n_rows=hi - lo)
 
     try:
         data = read_with_retries(path, load)
@@ -430,7 +451,6 @@ def _read(
         raise ShardError(f"{path} is no file of a shard ({error})", shard=shard) from error
     if data.fingerprint != plan.fingerprint:
         raise ShardError(f"{path} belongs to another run", shard=shard)
-    lo, hi = plan.range(shard)
     for name in names:
         if data.checksums[name] != _checksum(data.arrays[name], lo, hi, plan.fingerprint):
             raise not_as_committed
@@ -446,21 +466,40 @@ class _ShardData:
     checksums: dict[str, str]  # by name of the dataset
 
 
-def _load_datasets(path: Path, names: Sequence[str]) -> _ShardData:
+def _load_datasets(run: RunDir, shard: int, names: Sequence[str], *, n_rows: int) -> _ShardData:
     """Read some datasets from the file of a shard, with their checksums and the fingerprint.
+
+    Args:
+        run: The run directory.
+        shard: Number of the shard.
+        names: Names of the datasets.
+        n_rows: Number of rows that each dataset must have.
 
     Raises:
         OSError: The file cannot be read, or is no HDF5 file.
         KeyError: It lacks a dataset or an attribute.
+        ValueError: A dataset has another shape or type than those of a shard.
+        UnsafeFileError: It is no regular file in the run directory, or leads to other files.
     """
     arrays = {}
     checksums = {}
-    with h5py.File(path, "r", locking=False) as file:
+    with open_hdf5(shard_path(run, shard), run.root) as file:
         fingerprint = str(file.attrs["fingerprint"])
         for name in names:
-            arrays[name] = file[name][:]
+            _require_rows(file[name], n_rows)
+            arrays[name] = read_dataset(file[name])
             checksums[name] = str(file[name].attrs["checksum"])
     return _ShardData(fingerprint, arrays, checksums)
+
+
+def _require_rows(dataset: h5py.Dataset, n_rows: int) -> None:
+    """Raise a `ValueError` if a dataset has no table of float32 with this number of rows."""
+    if dataset.dtype != np.float32 or dataset.ndim != 2 or len(dataset) != n_rows:
+        shape = " x ".join(map(str, dataset.shape))
+        raise ValueError(
+            f"{dataset.name} has {shape} values of type {dataset.dtype}, not {n_rows} rows of "
+            "float32"
+        )
 
 
 def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
@@ -477,7 +516,7 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
     Raises:
         UnreadableError: The system cannot read a file.
     """
-    refresh_folder(run.shards)
+    refresh_folder(run)
     existing_shards = [shard for shard in range(len(plan)) if path_exists(shard_path(run, shard))]
 
     def check(shard: int) -> ShardError | None:
@@ -513,9 +552,11 @@ def _move_damaged(run: RunDir, shard: int) -> Path:
     """
     path = shard_path(run, shard)
     folder = run.shards / "damaged"
-    folder.mkdir(exist_ok=True)
+    make_folder(folder, run.root)
     number = len(list(folder.glob(f"{path.stem}.*")))
-    return path.rename(folder / f"{path.stem}.{number}.h5")
+    new_path = folder / f"{path.stem}.{number}.h5"
+    rename_file(path, new_path, run.root)
+    return new_path
 
 
 def read_scores(
@@ -536,7 +577,7 @@ def read_scores(
         UnreadableError: The system cannot read a file.
     """
     plan = read_plan(run)
-    refresh_folder(run.shards)
+    refresh_folder(run)
     shard_numbers = range(len(plan)) if only is None else only
     # The empty array stands for a run without any shard.
     parts: list[NDArray[np.float32]] = [np.empty((0, 2), np.float32)]
@@ -546,6 +587,36 @@ def read_scores(
     scores = np.concatenate(parts)
     has_failed: NDArray[np.bool_] = np.logical_or.reduce(np.isnan(scores), axis=1)
     return scores, has_failed
+
+
+def store_path(run: RunDir, record: RunRecord) -> Path:
+    """Return the path of the store that the record of a run names.
+
+    The store lies in the run directory. A run inside a validation, such as `devices-2`, uses the
+    store of the validation instead.
+
+    Args:
+        run: The run directory.
+        record: Its record (`run.json`), which may come from a stranger.
+
+    Raises:
+        UnsafeFileError: The record names a file elsewhere.
+    """
+    path = PurePath(record.store)
+    if path == PurePath(run.store.name):
+        return run.store
+    # Names of folders in these paths: "../orfs.h5" is beside the folder of the run.
+    n_levels_up = len(path.parts) - 1
+    real_root = run.root.resolve()
+    if path == PurePath(*[".."] * n_levels_up, run.store.name):
+        outer_root = Path(*real_root.parts[: len(real_root.parts) - n_levels_up])
+        inner_name = str(real_root.relative_to(outer_root))
+        if any(fnmatch.fnmatchcase(inner_name, pattern) for pattern in NESTED_RUNS):
+            return outer_root / run.store.name
+    raise UnsafeFileError(
+        f"{run.record}: names the file {record.store}, which is outside the run directory and is "
+        f"not opened; put the store into {run.root} and its name, {run.store.name}, into the record"
+    )
 
 
 def store_of(run: RunDir, record: RunRecord) -> OrfStore:
@@ -558,8 +629,9 @@ def store_of(run: RunDir, record: RunRecord) -> OrfStore:
     Raises:
         InputError: The store cannot be read.
         ConfigError: The store holds other reads now.
+        UnsafeFileError: The record names a file outside the run directory.
     """
-    store = OrfStore.open(run.root / record.store)
+    store = OrfStore.open(store_path(run, record))
     if store.fingerprint != record.fingerprints["reads"]:
         problem = f"{store.path} holds other reads than the run was made from"
         raise ConfigError(f"{problem}; give it back its store")
@@ -606,7 +678,7 @@ def _embedding_width(run: RunDir, plan: ShardPlan) -> int:
 
     def read_width() -> int:
         """Open the file once."""
-        with h5py.File(path, "r", locking=False) as file:
+        with open_hdf5(path, run.root) as file:
             return int(file["embeddings"].shape[1])
 
     return read_with_retries(path, read_width)

@@ -31,6 +31,7 @@ from virnuc_core.lease import make_folder
 from virnuc_core.reads.sources import REDACTED_URL, full_urls, redact_url
 from virnuc_core.rundir import atomic_file, check_room, storage_errors, write_text_atomically
 from virnuc_core.runfiles import sha256_of
+from virnuc_core.safe_files import open_to_write, read_file
 from virnuc_core.system_errors import read_with_retries
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
@@ -200,7 +201,7 @@ def _download(url: str, target: Path) -> None:
         is_continued = _continues(response, download.n_bytes_present)
         with (
             storage_errors(download.part),
-            download.part.open("ab" if is_continued else "wb") as file,
+            open_to_write(download.part, append=is_continued) as file,
         ):
             _save_body(response, file, download.redacted_url)
     sha256 = sha256_of(download.part)
@@ -223,7 +224,7 @@ def _plan_download(url: str, target: Path) -> _Download:
     # Only files that are absent, and a note that is damaged, lead to a new download. A file that
     # cannot be read now raises an `UnreadableError`.
     with suppress(FileNotFoundError, NotADirectoryError, ValidationError):
-        text = read_with_retries(download.note, download.note.read_bytes)
+        text = read_with_retries(download.note, lambda: read_file(download.note))
         note = _DownloadNote.model_validate_json(text)
         if note.url != download.redacted_url or not note.validator:
             return download

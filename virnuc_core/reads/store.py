@@ -22,7 +22,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, BinaryIO, Final, Literal, NamedTuple
 
 import h5py
 import numpy as np
@@ -34,6 +34,7 @@ from virnuc_core.reads.fingerprint import Bucket, Repeats, digests, find_repeats
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment, SegmentCounts
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import atomic_file, check_room
+from virnuc_core.safe_files import open_file, open_hdf5
 from virnuc_core.system_errors import read_with_retries
 
 FORMAT: Final = "virnuc-orfs"
@@ -64,26 +65,26 @@ def sealed(what: str, body: Iterable[bytes | memoryview]) -> bytes:
     return f"virnuc {what}\n{digest.hexdigest()}\n".encode().ljust(SEAL_BYTES, b"\0")
 
 
-def _compute_seal(path: Path) -> bytes:
-    """Compute the seal of a store from all bytes after the room for the seal.
+def _compute_seal(file: BinaryIO) -> bytes:
+    """Compute the seal of an open store from all bytes after the room for the seal.
 
     Several threads digest blocks of the file. The seal is computed over these digests, in order.
     """
-    with ThreadPoolExecutor() as threads, path.open("rb") as file:
+    with ThreadPoolExecutor() as threads:
 
         def digest_block(offset: int) -> bytes:
             """Return the digest of the block at an offset of the file."""
             block = os.pread(file.fileno(), _BLOCK_BYTES, offset)
             return blake2b(block, digest_size=32).digest()
 
-        offsets = range(SEAL_BYTES, path.stat().st_size, _BLOCK_BYTES)
+        offsets = range(SEAL_BYTES, os.fstat(file.fileno()).st_size, _BLOCK_BYTES)
         return sealed(SEALED_AS, threads.map(digest_block, offsets))
 
 
 def seal(path: Path) -> None:
     """Compute the seal of a store and write it into the first 512 bytes of the file."""
-    block = _compute_seal(path)
     with path.open("rb+") as file:
+        block = _compute_seal(file)
         file.write(block)
 
 
@@ -97,8 +98,8 @@ def is_intact(path: Path) -> bool:
 
     def check() -> bool:
         """Read the file once, and compare the seal at its beginning with its content."""
-        with path.open("rb") as file:
-            return file.read(SEAL_BYTES) == _compute_seal(path)
+        with open_file(path) as file:
+            return file.read(SEAL_BYTES) == _compute_seal(file)
 
     return read_with_retries(path, check)
 
@@ -195,6 +196,7 @@ class OrfStore:
         Raises:
             InputError: The file is absent, or is not what was staged, with this version.
             UnreadableError: The system cannot read the file, so that nothing is known about it.
+            UnsafeFileError: It is no regular file, or leads to other files.
         """
         store = cls()
         store.path = path
@@ -202,7 +204,7 @@ class OrfStore:
         def load() -> None:
             """Read the attributes, and map the columns, once."""
             # HDF5 need not lock the file: nobody writes to a store that is complete.
-            with h5py.File(path, "r", locking=False) as file:
+            with open_hdf5(path) as file:
                 store._read_attributes(dict(file.attrs))
                 store._map_columns(file)
 
@@ -214,7 +216,7 @@ class OrfStore:
             read_with_retries(path, load)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise InputError("no such file", file=path, hint="stage the reads first") from error
-        except (OSError, KeyError) as error:
+        except (OSError, KeyError, ValueError, TypeError) as error:
             raise InputError(
                 "not a readable ORF store", file=path, hint="stage the reads again"
             ) from error
@@ -237,10 +239,20 @@ class OrfStore:
 
         Args:
             file: The opened store. It tells the offset and type of each column.
+
+        Raises:
+            ValueError: A column has another type or another number of values than it should have.
         """
-        whole_file = np.memmap(self.path, np.uint8, "r")
-        for name in COLUMNS:
+        with open_file(self.path) as mapped_file:
+            whole_file = np.memmap(mapped_file, np.uint8, "r")
+        for name, column_type in _COLUMNS.items():
             dataset = file[name]
+            # The length of a read may need 64 bits.
+            allowed_types = (
+                [column_type.kind, np.int64] if name == "read_length" else [column_type.kind]
+            )
+            if dataset.ndim != 1 or dataset.dtype not in allowed_types:
+                raise ValueError(f"{name} is not a column of {column_type.kind.__name__}")
             start = dataset.id.get_offset()
             if start:
                 column = whole_file[start : start + dataset.nbytes].view(dataset.dtype)
@@ -248,6 +260,28 @@ class OrfStore:
                 # HDF5 gives an empty dataset no room in the file, and so no offset.
                 column = dataset[:]
             setattr(self, name, column)
+        self._require_lengths()
+
+    def _require_lengths(self) -> None:
+        """Check that the columns have as many values as the attributes and the other columns say.
+
+        Raises:
+            ValueError: Names the first column that has not.
+        """
+        lengths: dict[Axis, int] = {
+            "read": self.n_reads,
+            "row": self.n_rows,
+            "unique": self.n_uniques,
+            "id": len(self.read_id_bytes),
+            "protein": len(self.protein_bytes),
+            "dna": len(self.dna_bytes),
+        }
+        for name, column_type in _COLUMNS.items():
+            expected_length = lengths[column_type.axis]
+            if column_type.is_offsets:
+                expected_length += 1
+            if len(getattr(self, name)) != expected_length:
+                raise ValueError(f"{name} does not have {expected_length} values")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the path: a process that receives the store maps the same file."""

@@ -28,6 +28,7 @@ from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE
 from virnuc_core.rundir import MATE_SUFFIXES, RunDir, require_absent
+from virnuc_core.safe_files import open_file, path_of_open_file
 
 _MAX_BINS: Final = 50  # rows of the table that compares the lengths before and after
 _FORMAT_BY_ENDING: Final[dict[str, Format]] = {
@@ -455,16 +456,17 @@ def read_columns(path: Path, columns: Mapping[str, str], **options: Any) -> Any:
     Returns:
         What `pandas.read_csv` returns for them.
     """
-    return pd.read_csv(
-        path,
-        sep="\t",
-        usecols=list(columns),
-        dtype=dict(columns),
-        quoting=csv.QUOTE_NONE,
-        keep_default_na=False,  # a read may have the id NA, which is not a missing value here
-        encoding_errors="surrogateescape",
-        **options,
-    )
+    with open_file(path) as file:
+        return pd.read_csv(
+            path_of_open_file(file),
+            sep="\t",
+            usecols=list(columns),
+            dtype=dict(columns),
+            quoting=csv.QUOTE_NONE,
+            keep_default_na=False,  # a read may have the id NA, which is not a missing value here
+            encoding_errors="surrogateescape",
+            **options,
+        )
 
 
 def read_table(path: Path, columns: Mapping[str, str]) -> pd.DataFrame:

@@ -19,13 +19,17 @@ from numpy.typing import NDArray
 
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.engine.loader import slices
+from virnuc_core.engine.shards import store_path
 from virnuc_core.errors import InputError, UnreadableError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunRecord, find_mismatches, identity, read
+from virnuc_core.safe_files import open_hdf5, read_dataset
 from virnuc_core.system_errors import error_number, read_with_retries
 from virnuc_core.validation import CosineStats
 
+# The paths of shards as `embeddings.h5` names them. It may show the content of no other files.
+SHARD_PATH_PATTERN: Final = r"shards/[0-9]{5,}\.h5"
 BLOCK_ROWS: Final = 1_024
 
 RowNumbers = NDArray[np.int64]
@@ -151,13 +155,15 @@ def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5
     with ExitStack() as stack:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        file_a = stack.enter_context(_open_hdf5(path_a))
-        file_b = stack.enter_context(_open_hdf5(path_b))
+        file_a = stack.enter_context(_open_hdf5(path_a, path_a.parent))
+        file_b = stack.enter_context(_open_hdf5(path_b, path_b.parent))
         shard_paths = [*_shards_of(path_a, file_a), *_shards_of(path_b, file_b)]
+        n_shard_rows = 0
         for shard_path in shard_paths:
+            run_root = shard_path.parent.parent
             try:
-                shard = stack.enter_context(_open_hdf5(shard_path))
-                len(shard["embeddings"])
+                shard = stack.enter_context(_open_hdf5(shard_path, run_root))
+                n_shard_rows += len(shard["embeddings"])
             except (OSError, KeyError, RuntimeError) as error:
                 raise InputError(
                     f"cannot be read ({error})", file=shard_path, hint="run again to compute it"
@@ -172,17 +178,31 @@ def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5
                     hint=f"if {len(shard_paths)} files may not be open at the same time, raise "
                     "`ulimit -n`",
                 ) from error
+        virtual_tables = [
+            table for table in (file_a["embeddings"], file_b["embeddings"]) if table.is_virtual
+        ]
+        if sum(map(len, virtual_tables)) > n_shard_rows:
+            raise InputError(
+                "has more rows than its shards", file=path_a, hint="finish the run first"
+            )
         yield file_a, file_b
 
 
-def _open_hdf5(path: Path) -> h5py.File:
-    """Open an HDF5 file to read it. If the system fails, try again a few times.
+def _open_hdf5(path: Path, root: Path) -> h5py.File:
+    """Open an HDF5 file of a run to read it. If the system fails, try again a few times.
+
+    Args:
+        path: The file of a shard or of embeddings.
+        root: The run directory.
 
     Raises:
+        UnsafeFileError: It is no regular file in the run directory, or leads to files that are no
+            shards of the run.
         OSError: There is no such file, or it is no HDF5 file.
         UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
-    return read_with_retries(path, lambda: h5py.File(path, "r", locking=False))
+    virtual_sources = SHARD_PATH_PATTERN if path.parent == root else ""
+    return read_with_retries(path, lambda: open_hdf5(path, root, virtual_sources=virtual_sources))
 
 
 def _shards_of(path: Path, file: h5py.File) -> list[Path]:
@@ -221,13 +241,13 @@ def _record_of(run: RunDir) -> RunRecord:
 def _sequence_numbers(file: h5py.File) -> Any:
     """Return the number of the sequence of each row of an embeddings file."""
     if "uniques" in file:
-        return file["uniques"][:]
+        return read_dataset(file["uniques"])
     return range(len(file["embeddings"]))
 
 
 def _sequences(run: RunDir, record: RunRecord, numbers: list[int]) -> list[bytes]:
     """Return DNA and protein of the sequences with these numbers, separated by a blank."""
-    store = OrfStore.open(run.root / record.store)
+    store = OrfStore.open(store_path(run, record))
     dna = store.dna(0, store.n_uniques)
     protein = store.protein(0, store.n_uniques)
     return [dna[number] + b" " + protein[number] for number in numbers]

@@ -57,7 +57,7 @@ class RawFolder:
             added to `problems`.
         """
         path = self.root.joinpath(*parts)
-        return self.attempt(path, lambda path: read(path, kind))
+        return self.attempt(path, lambda path: read(path, kind, self.root))
 
     def telemetry(self, run: str, named: str | None) -> NamedTelemetry | None:
         """Return the telemetry of a run.
@@ -78,7 +78,7 @@ class RawFolder:
             if not files:
                 return None
             path = max(files)
-        content = self.attempt(path, read_telemetry)
+        content = self.attempt(path, lambda path: read_telemetry(path, self.root))
         if content is None:
             return None
         return NamedTelemetry(self._name_of(path), content)
@@ -105,7 +105,7 @@ class RawFolder:
         """Return size and digest of every file that was read, by name."""
         digests = {}
         for name in sorted(self.used):
-            file_digest = digest(self.root / name)
+            file_digest = digest(self.root / name, self.root)
             if file_digest is not None:
                 digests[name] = file_digest
         return digests

@@ -30,12 +30,14 @@ from virnuc_core.report.model import (
 from virnuc_core.report.sections import Row
 from virnuc_core.report.views.history import trend_rows
 from virnuc_core.rundir import atomic_file, storage_errors
+from virnuc_core.safe_files import open_to_write, read_file
 from virnuc_core.system_errors import path_exists, read_with_retries
 
 log = logging.getLogger(__name__)
 
 REGRESSION: Final = "regression.json"
 HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unless told otherwise
+MAX_HISTORY_BYTES: Final = 256 << 20  # a line has about 500 bytes
 SERIES_FIELDS: Final = ("profile", "devices", "precision", "host")
 COMPARABLE_FIELDS: Final = (*SERIES_FIELDS, "reads", "weights")
 IS_MORE_BETTER: Final = {
@@ -132,7 +134,7 @@ def _read_lines(path: Path, fate: str) -> _HistoryLines:
     first_problem = ""
     content = b""
     if path_exists(path):
-        content = read_with_retries(path, path.read_bytes)
+        content = read_with_retries(path, lambda: read_file(path, max_bytes=MAX_HISTORY_BYTES))
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
@@ -168,8 +170,11 @@ def append_history(path: Path, entry: HistoryEntry) -> bool:
             if old.created == entry.created and old.same(entry, COMPARABLE_FIELDS):
                 return False
         if lines.damaged:
-            with storage_errors(damaged_path), damaged_path.open("ab") as damaged_file:
-                damaged_file.writelines(line + b"\n" for line in lines.damaged)
+            with (
+                storage_errors(damaged_path),
+                open_to_write(damaged_path, append=True) as damaged_file,
+            ):
+                damaged_file.write(b"".join(line + b"\n" for line in lines.damaged))
                 os.fsync(damaged_file.fileno())
         new_line = json.dumps(entry.model_dump(mode="json"), sort_keys=True).encode()
         all_lines = [*lines.entries, new_line + b"\n"]

@@ -18,10 +18,12 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.rundir import RunDir, atomic_file
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, find_mismatches, identity, read
+from virnuc_core.safe_files import open_file
 
 Part = Literal["frames", "consensus"]
 
 MAX_FOREIGN_SHARE: Final = 0.01  # of ids that only one side has, in results of the same reads
+MAX_HEADER_BYTES: Final = 1 << 16  # of the first line, which has the names of the columns
 BLOCK_LINES: Final = 1 << 16  # some 15 MB
 
 
@@ -101,9 +103,10 @@ def _identify(path: Path) -> tuple[Part, list[str]]:
     """
     with (
         refuse_unreadable(path, "text", InputError),
-        path.open(encoding="utf-8", errors="surrogateescape") as file,
+        open_file(path) as file,
     ):
-        header = file.readline().rstrip("\r\n").split("\t")
+        first_line = file.readline(MAX_HEADER_BYTES).decode("utf-8", "surrogateescape")
+        header = first_line.rstrip("\r\n").split("\t")
     for part, table_format in FORMATS.items():
         if table_format.columns[0] in header:
             return part, header
@@ -121,6 +124,9 @@ def result_files(path: Path) -> dict[Part, Path]:
         InputError: The folder has no result file.
     """
     if not path.is_dir():
+        # The user has named this file, so it may be a link.
+        if path.is_symlink():
+            path = path.resolve()
         part, _ = _identify(path)
         return {part: path}
     run = RunDir(path)

@@ -16,6 +16,7 @@ from virnuc_core.report.verification import Verification
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Attempt, FileDigest, RunRecord, RunSummary, digest, read
+from virnuc_core.safe_files import open_file
 from virnuc_core.telemetry.log import TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.telemetry.tables import STAGES
@@ -83,7 +84,7 @@ def _compare_table(verification: Verification, where: str, path: Path, new_path:
     if not path.is_file():
         verification.add_difference(f"{where}: missing")
         return
-    with path.open("rb") as lines, new_path.open("rb") as new_lines:
+    with open_file(path) as lines, new_path.open("rb") as new_lines:
         verification.compare_lines(where, lines, new_lines, "its shards")
 
 
@@ -93,7 +94,7 @@ def _compare_digests(
     """Compare the digests of files with those in the run's summary."""
     for name, file_digest in (files or {}).items():
         label = f"{run.root.name}/{name}, which {SUMMARY} lists"
-        verification.compare(label, file_digest, digest(run.root / name))
+        verification.compare(label, file_digest, digest(run.root / name, run.root))
 
 
 def verify_run(verification: Verification, raw: RawFolder, name: str) -> None:
@@ -212,7 +213,7 @@ def _verify_telemetry_summary(
     The arguments are those of `_verify_telemetry`.
     """
     json_name = Path(file.name).with_suffix(".json").as_posix()
-    content = read(raw.root / json_name, TelemetryFile)
+    content = read(raw.root / json_name, TelemetryFile, raw.root)
     n_reads = content.summary.total_sequences
     wall_s = content.summary.wall_s
     # The summary has the speed of the newest attempt; an earlier one has its speed in its own file.
@@ -361,4 +362,4 @@ def _verify_overhead_run(
 def _wall_s(raw: RawFolder, telemetry: NamedTelemetry) -> float:
     """Return the total time of a run from the JSON file of its telemetry."""
     path = (raw.root / telemetry.name).with_suffix(".json")
-    return read(path, TelemetryFile).summary.wall_s
+    return read(path, TelemetryFile, raw.root).summary.wall_s

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from io import RawIOBase
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, BinaryIO, Final, Literal
 
 import h5py
 import numpy as np
@@ -26,6 +25,7 @@ from virnuc_core.errors import InputError
 from virnuc_core.lease import make_folder
 from virnuc_core.rundir import atomic_hdf5
 from virnuc_core.runfiles import Attempt, Positive, RunFile, write
+from virnuc_core.safe_files import open_hdf5, open_to_write, read_dataset, read_file
 from virnuc_core.system_errors import read_with_retries
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.tables import (
@@ -40,6 +40,7 @@ from virnuc_core.telemetry.tables import (
 log = logging.getLogger(__name__)
 
 JSON_BATCHES: Final = 20_000
+MAX_JOURNAL_BYTES: Final = 2 << 30  # a day of measurements on 8 devices has some 50 MB
 JSON_DIGITS: Final = 7  # of a number of a batch
 MIN_COMPRESSED_ROWS: Final = 65  # shorter columns take less space as they are
 STAGE_NAME_TYPE: Final = "S64"
@@ -143,7 +144,7 @@ def journal(
         The object that adds records to the journal.
     """
     make_folder(path.parent)
-    with path.open("wb", buffering=0) as file:  # each line is written at once
+    with open_to_write(path, buffering=0) as file:  # each line is written at once
         writer = JournalWriter(file)
         writer(json.dumps([origin_s, started.isoformat(), *devices]))
         yield writer
@@ -158,7 +159,7 @@ class JournalWriter:
         error: The first error of the disk, or `None`.
     """
 
-    def __init__(self, file: RawIOBase) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         """Write to an open file without a buffer."""
         self._file = file
         self.error: OSError | None = None
@@ -203,7 +204,7 @@ class _JournalLines:
                 self.texts.append(record)
 
 
-def read_journal(path: Path) -> Journal | None:
+def read_journal(path: Path, root: Path | None = None) -> Journal | None:
     """Read the journal of an attempt. Lines that were cut off are passed over.
 
     Returns:
@@ -214,7 +215,7 @@ def read_journal(path: Path) -> Journal | None:
     """
     lines = _JournalLines()
     try:
-        content = read_with_retries(path, path.read_bytes)
+        content = read_with_retries(path, lambda: read_file(path, root, MAX_JOURNAL_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     for line in content.splitlines():
@@ -223,7 +224,10 @@ def read_journal(path: Path) -> Journal | None:
     if not lines.texts:
         return None
     start, *deaths = lines.texts
-    origin_s, started, *devices = json.loads(start)
+    try:
+        origin_s, started, *devices = json.loads(start)
+    except (ValueError, TypeError):  # the first line was cut off, or is none of ours
+        return None
     batches = [batch for shard in lines.shards for batch in shard.batches]
     telemetry = Telemetry(
         batches=statistics.record_table(BatchRecord, batches, devices),
@@ -486,17 +490,22 @@ def _write_stages(group: h5py.Group, stages: Sequence[StageTime]) -> None:
             group[name] = np.array(values, float)  # None becomes NaN
 
 
-def read_telemetry(path: Path) -> Telemetry:
+def read_telemetry(path: Path, root: Path | None = None) -> Telemetry:
     """Read a `telemetry_<time>.h5` back.
+
+    Args:
+        path: The file.
+        root: The run directory, below which no link is followed.
 
     Raises:
         InputError: It is absent, or is no telemetry file. The message says what is wrong with it.
+        UnsafeFileError: It is no regular file, or leads to other files.
         UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
 
     def load() -> Telemetry:
         """Read the file once."""
-        with h5py.File(path, "r", locking=False) as file:
+        with open_hdf5(path, root) as file:
             tables = {}
             for name, kind in TABLES.items():
                 group = file.get(name, file)  # the batches lie at the root
@@ -519,7 +528,7 @@ def read_telemetry(path: Path) -> Telemetry:
 
 def _read_stages(group: h5py.Group) -> tuple[StageTime, ...]:
     """Read the stages back."""
-    columns = [group[name][:].tolist() for name in STAGE_COLUMNS]
+    columns = [read_dataset(group[name]).tolist() for name in STAGE_COLUMNS]
     stages = []
     for values in zip(*columns, strict=True):
         stages.append(StageTime(*[_none_if_missing(value) for value in values]))
@@ -546,7 +555,7 @@ def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
         name = COLUMN_NAMES.get(column_field.name, column_field.name)
         if name == "batches":  # they have a table of their own
             continue
-        values = group[name][:]
+        values = read_dataset(group[name])
         if name == "device":
             columns[name] = pd.Categorical.from_codes(values, json.loads(group.attrs["devices"]))
         elif name == "encoder":
@@ -587,7 +596,11 @@ def open_frame(path: Path, table: TableName = "batches") -> pd.DataFrame:
     Raises:
         InputError: There is no such file, or it cannot be read.
     """
-    telemetry = read_telemetry(latest(path) if path.is_dir() else path)
+    if path.is_dir():
+        telemetry = read_telemetry(latest(path), path)
+    else:
+        # The user has named this file, so it may be a link.
+        telemetry = read_telemetry(path.resolve())
     if table == "stages":
         return pd.DataFrame(list(telemetry.stages))
     frame: pd.DataFrame = getattr(telemetry, table)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +16,7 @@ from virnuc_core.engine.shards import ShardPlan, make_plan, read_shard, write_pl
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import EXACT_FILES, SHARD_FILES, RunDir, atomic_hdf5, discard, run_lock
+from virnuc_core.safe_files import open_hdf5
 from virnuc_core.system_errors import path_exists, read_with_retries
 from virnuc_core.tools.bench import Bench
 
@@ -75,7 +75,7 @@ def _embeddings_identity(run: RunDir) -> str | None:
 
     def read_fingerprint() -> str:
         """Open the file once."""
-        with h5py.File(run.embeddings, "r", locking=False) as file:
+        with open_hdf5(run.embeddings) as file:
             return str(file.attrs["fingerprint"])
 
     return read_with_retries(run.embeddings, read_fingerprint)

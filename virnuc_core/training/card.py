@@ -15,6 +15,7 @@ from virnuc_core.config import TrainSpec
 from virnuc_core.encoders.checkpoint import WEIGHTS
 from virnuc_core.encoders.model_config import HeadCard, HeadShape, write_shape
 from virnuc_core.encoders.model_files import write_tensors
+from virnuc_core.lease import make_folder
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.runfiles import sha256_of
 from virnuc_core.training.evaluation import Figures, fdr_thresholds
@@ -92,7 +93,7 @@ def write_head(network: nn.Module, shape: HeadShape, card: HeadCard, folder: Pat
 
     The weights are written before the sizes: a folder with a `config.json` has its weights.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     tensors = network.state_dict()
     write_tensors(folder / WEIGHTS, shape.tensors(), torch.float32, lambda name: tensors[name])
     origin = f"trained by virnuc {virnuc_core.__version__}"
