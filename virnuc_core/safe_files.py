@@ -16,6 +16,7 @@ import errno
 import math
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -151,7 +152,7 @@ def _open_lower_folder(path: Path, handle: int) -> int:
 
 
 def _unsafe_error(path: Path, mode: int) -> UnsafeFileError:
-    """Return the error for a path that is neither a regular file nor a folder.
+    """Return the error for a path that is no regular file.
 
     Args:
         path: The path.
@@ -162,23 +163,19 @@ def _unsafe_error(path: Path, mode: int) -> UnsafeFileError:
             f"{path}: is a symbolic link, and none is followed inside an output directory; "
             "remove it, or put in its place what it points to"
         )
-    kind = "a device"
-    if stat.S_ISFIFO(mode):
+    if stat.S_ISDIR(mode):
+        kind = "a folder"
+    elif stat.S_ISFIFO(mode):
         kind = "a named pipe"
     elif stat.S_ISSOCK(mode):
         kind = "a socket"
-    return UnsafeFileError(f"{path}: is {kind}, not a regular file; remove it")
+    else:
+        kind = "a device"
+    return UnsafeFileError(f"{path}: is {kind}, not a regular file; move it away")
 
 
 def _require_regular(path: Path, mode: int) -> None:
-    """Raise an error if a mode, as `os.lstat` returns it, is not the mode of a regular file.
-
-    Raises:
-        UnsafeFileError: It is a link, a pipe, a socket or a device.
-        IsADirectoryError: It is a folder.
-    """
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    """Raise an `UnsafeFileError` if a mode, as `os.lstat` returns it, is not of a regular file."""
     if not stat.S_ISREG(mode):
         raise _unsafe_error(path, mode)
 
@@ -294,7 +291,7 @@ def open_to_write(
         except OSError as error:
             error.filename = str(path)
             # ELOOP: it is a link. ENXIO: it is a pipe that nobody reads, or a socket.
-            if error.errno in (errno.ELOOP, errno.ENXIO):
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 _require_regular(path, _entry(path, folder).st_mode)
             raise
     file = _file_of_handle(handle, path, "ab" if append else "wb", buffering)
@@ -428,7 +425,35 @@ def rename_file(path: Path, new_path: Path, root: Path | None = None) -> None:
         _folder_handle(path.parent, root) as folder,
         _folder_handle(new_path.parent, root) as new_folder,
     ):
-        os.replace(path.name, new_path.name, src_dir_fd=folder, dst_dir_fd=new_folder)
+        os.replace(_path_in(folder, path.name), _path_in(new_folder, new_path.name))
+
+
+def change_folder(folder: Path, root: Path | None = None) -> None:
+    """Make and remove an empty file in a folder of a run, without following links.
+
+    A network file system then asks its server what the folder contains.
+
+    Raises:
+        UnsafeFileError: The folder, or a folder on the way, is a link.
+        OSError: There is no such folder, or it cannot be changed.
+    """
+    with _folder_handle(folder, root) as handle:
+        # Nobody can put a link where the file will be, because nobody knows its name.
+        path = _path_in(handle, f".look-{secrets.token_hex(8)}")
+        path.touch()
+        path.unlink()
+
+
+def _path_in(folder: int, name: str) -> Path:
+    """Return the path of a file in an open folder. It is valid while the handle is open.
+
+    The path leads to the same folder even if somebody has given its name to another one.
+
+    Args:
+        folder: The handle of the folder.
+        name: The name of the file.
+    """
+    return Path(f"/proc/self/fd/{folder}", name)
 
 
 def flush_folder(folder: Path, root: Path | None = None) -> None:

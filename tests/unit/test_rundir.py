@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from virnuc_core import rundir
-from virnuc_core.errors import ConfigError, DeviceError
+from virnuc_core.errors import ConfigError, DeviceError, UnsafeFileError
+from virnuc_core.lease import make_folder
 from virnuc_core.rundir import (
+    ALL_FILES,
     MARKER_FILE,
     RUN_FILES,
     atomic_file,
@@ -28,6 +31,7 @@ from virnuc_core.rundir import (
     lock_device,
     require_own_directory,
     run_lock,
+    write_text_atomically,
 )
 
 
@@ -292,20 +296,112 @@ def test_a_device_is_held_by_name_until_its_process_ends(
     assert not os.get_inheritable(lock_device("GPU-b", 0))
 
 
-def test_a_planted_link_in_a_shared_folder_does_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_locking_a_device_opens_no_file(tmp_path: Path) -> None:
+    """A device's lock was a file once, in a folder where anybody may put a link."""
+    program = (
+        "import os, sys\n"
+        "opened = []\n"
+        "sys.addaudithook(lambda event, args: opened.append(args[0]) if event == 'open' else None)\n"
+        "from virnuc_core.rundir import device_holder, lock_device\n"
+        "opened.clear()\n"
+        "assert device_holder('GPU-planted') is None\n"
+        "os.close(lock_device('GPU-planted', 0))\n"
+        "print(opened)\n"
+    )
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
+    output = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+    assert output.stdout == "[]\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def precious_folder(tmp_path: Path) -> Path:
+    """A folder of another run. All its files have names that we would write or remove."""
+    folder = tmp_path / "precious"
+    put(folder, "plan.json", "00000.h5", "worker-0.log", "report.txt", "attempt.jsonl", "run.json")
+    (folder / "damaged").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    "shards shards/damaged logs telemetry telemetry/traces report head devices-1 devices-1/shards "
+    "baseline_files trials downloads claims".split(),
+)
+def test_a_folder_of_ours_that_is_a_link_is_refused_before_anything_is_changed(
+    tmp_path: Path, precious_folder: Path, name: str
 ) -> None:
-    """A device's lock was a file once, in a folder where anybody may write."""
-    victim, shared_folder = tmp_path / "victim", tmp_path / "virnuc-devices"
-    shared_folder.mkdir()
-    victim.write_text("precious")
-    victim.chmod(0o600)
-    (shared_folder / "GPU-planted.lock").symlink_to(victim)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("virnuc_core.rundir.SYSTEM_LOCKS", tmp_path / "absent", raising=False)
-    device_holder("GPU-planted")
-    os.close(lock_device("GPU-planted", 0))
-    assert (victim.read_text(), victim.stat().st_mode & 0o777) == ("precious", 0o600)
+    root = tmp_path / "run"
+    put(root, "run.json", MARKER_FILE)
+    (root / MARKER_FILE).write_text('{"product": "virnuc"}')
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).symlink_to(precious_folder)
+    before = contents(precious_folder)
+    refusal = re.escape(f"{root / name}: is a symbolic link")
+    with pytest.raises(UnsafeFileError, match=refusal), run_lock(root):
+        raise AssertionError("the directory was taken")
+    with pytest.raises(UnsafeFileError, match=refusal):
+        check_output(root, models=tmp_path / "models", force=True)
+    discard(root, *ALL_FILES)
+    assert contents(precious_folder) == before
+    assert (root / name).is_symlink()
+
+
+def test_a_link_that_appears_during_the_run_is_not_followed(
+    tmp_path: Path, precious_folder: Path
+) -> None:
+    root = tmp_path / "run"
+    before = contents(precious_folder)
+    with run_lock(root):
+        (root / "shards").symlink_to(precious_folder)
+        for make in (
+            lambda: write_text_atomically(root / "shards" / "plan.json", "[]"),
+            lambda: make_folder(root / "shards" / "damaged"),
+        ):
+            with pytest.raises(UnsafeFileError, match="shards: is a symbolic link"):
+                make()
+        with (
+            pytest.raises(UnsafeFileError, match="shards: is a symbolic link"),
+            atomic_hdf5(root / "shards" / "00000.h5", root=root, make_folders=False) as file,
+        ):
+            file["x"] = 1
+        discard(root, *ALL_FILES)
+    assert contents(precious_folder) == before
+
+
+def test_a_folder_that_becomes_a_link_while_a_file_is_written_keeps_the_file_out(
+    tmp_path: Path, precious_folder: Path
+) -> None:
+    root = tmp_path / "run"
+    before = contents(precious_folder)
+
+    def write_and_exchange() -> None:
+        """Write a file, and exchange its folder for a link before the file is complete."""
+        with atomic_file(root / "shards" / "plan.json") as temp_path:
+            temp_path.write_text("[]")
+            (root / "shards").rename(root / "former")
+            (root / "shards").symlink_to(precious_folder)
+
+    with run_lock(root):
+        make_folder(root / "shards")
+        with pytest.raises(UnsafeFileError, match="shards: is a symbolic link"):
+            write_and_exchange()
+    assert contents(precious_folder) == before
+
+
+def test_a_directory_that_is_given_through_a_link_is_used(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    root = tmp_path / "link"
+    root.symlink_to(target)
+    with run_lock(root):
+        write_text_atomically(root / "shards" / "plan.json", "[]")
+        make_folder(root / "shards" / "damaged")
+    assert (target / "shards" / "plan.json").read_text() == "[]"
+    with run_lock(root):
+        discard(root, *ALL_FILES)
+    assert [path.name for path in target.iterdir()] == [MARKER_FILE]
 
 
 def test_files_of_one_name_are_made_at_once_in_two_folders(tmp_path: Path) -> None:

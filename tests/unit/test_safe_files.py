@@ -16,6 +16,7 @@ from virnuc_core import safe_files
 from virnuc_core.errors import UnsafeFileError
 from virnuc_core.safe_files import (
     MAX_HDF5_OBJECTS,
+    change_folder,
     make_folder,
     open_file,
     open_hdf5,
@@ -64,6 +65,7 @@ INTRUDERS: dict[str, Callable[[Path], object]] = {
     "a symbolic link": lambda path: path.symlink_to("/dev/zero"),
     "a named pipe": os.mkfifo,
     "a socket": make_socket,
+    "a folder": Path.mkdir,
 }
 
 
@@ -135,6 +137,8 @@ def test_no_folder_below_the_run_is_a_link(run: Path, private: Path) -> None:
         make_folder(run / "logs", run)
     with pytest.raises(UnsafeFileError, match=refused):
         make_folder(run / "logs" / "deeper", run)
+    with pytest.raises(UnsafeFileError, match=refused):
+        change_folder(run / "logs", run)
     assert {path.name: path.read_bytes() for path in private.iterdir()} == {"key": PRIVATE_TEXT}
     assert (run / "run.json").read_text() == "{}"
 
@@ -165,6 +169,8 @@ def test_the_run_directory_itself_may_be_given_through_a_link(
     assert read_file(root / "logs" / "deep" / "x.log", root) == b"onetwo"
     rename_file(root / "logs" / "deep" / "x.log", root / "x.log", root)
     assert (run / "x.log").read_bytes() == b"onetwo"
+    change_folder(root / "logs", root)
+    assert [path.name for path in (run / "logs").iterdir()] == ["deep"]
     remove_file(root / "x.log", root)
     remove_file(root / "x.log", root, missing_ok=True)
     with pytest.raises(FileNotFoundError):

@@ -34,13 +34,12 @@ from virnuc_core.reads.store import SEAL_BYTES, OrfStore, sealed
 from virnuc_core.rundir import NESTED_RUNS, RunDir, atomic_hdf5, write_text_atomically
 from virnuc_core.runfiles import RunRecord
 from virnuc_core.safe_files import (
-    create_file,
+    change_folder,
     make_folder,
     open_file,
     open_hdf5,
     read_dataset,
     read_file,
-    remove_file,
     rename_file,
 )
 from virnuc_core.system_errors import path_exists, read_with_retries
@@ -396,14 +395,11 @@ def refresh_folder(run: RunDir) -> None:
     """Make visible on this machine what other machines have written into the folder `shards`.
 
     A network file system may show an old list of files for about a minute. It asks the file server
-    again after this machine has changed something in the folder. So an empty file `.look` is made
-    and removed. Without permission to write, or if the folder is a link, nothing is done.
+    again after this machine has changed something in the folder. So an empty file is made and
+    removed. Without permission to write, or if the folder is a link, nothing is done.
     """
-    path = run.shards / ".look"
     with suppress(OSError, UnsafeFileError):
-        remove_file(path, run.root, missing_ok=True)
-        create_file(path, b"", run.root)
-        remove_file(path, run.root)
+        change_folder(run.shards, run.root)
 
 
 def _read(

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx
 import pytest
 
-from virnuc_core.errors import ConfigError, InputError, StorageError
+from virnuc_core.errors import ConfigError, InputError, StorageError, UnsafeFileError
 from virnuc_core.input_names import is_remote
 from virnuc_core.reads import remote
 from virnuc_core.reads.remote import PRIVATE, fetch, fetch_accessions, fetch_all
@@ -363,16 +364,36 @@ def test_an_address_with_a_password_is_refused_without_showing_it(tmp_path: Path
         assert "5ec4e7" not in str(error_info.value)
 
 
-def test_a_full_disk_is_not_reported_as_a_network_error(server: Server, tmp_path: Path) -> None:
+def open_full_disk(path: Path, *, append: bool) -> BinaryIO:
+    """Open a device of the kernel on which each write fails because there is no space left."""
+    assert path.name.endswith(".part")
+    return Path("/dev/full").open("ab" if append else "wb")
+
+
+def test_a_full_disk_is_not_reported_as_a_network_error(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, behaviour = server
-    name = fetch(url, tmp_path).name
+    fetch(url, tmp_path)
     behaviour.etag = '"new"'
-    (tmp_path / f"{name}.part").symlink_to("/dev/full")
+    monkeypatch.setattr("virnuc_core.reads.remote.open_to_write", open_full_disk)
     with pytest.raises(
         StorageError, match=r"part: No space left on device; .* free there; make room"
     ):
         fetch(url, tmp_path)
     assert len(behaviour.paths) == 2
+
+
+def test_no_download_is_written_through_a_link(server: Server, tmp_path: Path) -> None:
+    url, behaviour = server
+    name = fetch(url, tmp_path).name
+    behaviour.etag = '"new"'
+    private = tmp_path / "private"
+    private.write_text("precious")
+    (tmp_path / f"{name}.part").symlink_to(private)
+    with pytest.raises(UnsafeFileError, match=r"part: is a symbolic link"):
+        fetch(url, tmp_path)
+    assert private.read_text() == "precious"
 
 
 # NCBI
