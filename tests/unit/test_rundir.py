@@ -326,8 +326,21 @@ def precious_folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    "shards shards/damaged logs telemetry telemetry/traces report head devices-1 devices-1/shards "
-    "baseline_files trials downloads claims".split(),
+    [
+        "shards",
+        "shards/damaged",
+        "logs",
+        "telemetry",
+        "telemetry/traces",
+        "report",
+        "head",
+        "devices-1",
+        "devices-1/shards",
+        "baseline_files",
+        "trials",
+        "downloads",
+        "claims",
+    ],
 )
 def test_a_folder_of_ours_that_is_a_link_is_refused_before_anything_is_changed(
     tmp_path: Path, precious_folder: Path, name: str
