@@ -27,10 +27,7 @@ from virnuc_core.rundir import RunDir
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run directory with an empty folder for shards, which a commit does not make."""
-    run = RunDir(tmp_path)
-    run.shards.mkdir()
-    return run
+    return RunDir(tmp_path)
 
 
 def result(rows: int, seed: int = 0) -> ShardResult:
@@ -68,8 +65,6 @@ def test_a_plan_without_bounds_is_not_readable(run: RunDir) -> None:
 
 
 def test_the_same_result_gives_the_same_bytes(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        RunDir(tmp_path / name).shards.mkdir(parents=True)
     plan = ShardPlan(bounds=(0, 3), fingerprint="f")
     first_bytes = shards.commit(RunDir(tmp_path / "a"), plan, 0, result(3)).read_bytes()
     two = shards.commit(RunDir(tmp_path / "b"), plan, 0, result(3)).read_bytes()
@@ -126,7 +121,6 @@ def test_commits_of_other_machines_are_seen_despite_attribute_caching(
     plan, shard_file, late = ShardPlan(bounds=(0, 3, 5), fingerprint="f"), shards.shard_path, [True]
     shards.write_plan(run, plan)
     original_run = RunDir(tmp_path_factory.mktemp("as-it-was"))
-    original_run.shards.mkdir()
     shards.commit(original_run, ShardPlan(bounds=(0, 3, 5), fingerprint="of before"), 0, result(3))
     for shard, rows in enumerate((3, 2)):
         shards.commit(run, plan, shard, result(rows, seed=shard))
