@@ -284,6 +284,21 @@ def limit_error(error: BaseException) -> LimitError | None:
     return None
 
 
+def shared_memory_error(error: OSError) -> LimitError:
+    """Return the error to raise if processes cannot share semaphores or memory.
+
+    The system keeps both as files in /dev/shm. So its errors sound like those of a disk, but no
+    other directory helps.
+    """
+    limit = limit_error(error)
+    if limit is not None:
+        return limit
+    return LimitError(
+        f"processes cannot share memory in /dev/shm ({error.strerror or error}); make room there "
+        "(in a container: --shm-size), or use --num-workers 0, and run again"
+    )
+
+
 def unreadable_error(error: BaseException, path: Path) -> UnreadableError:
     """Return the error to raise if the content of a file is not known because of `error`."""
     return UnreadableError(

@@ -35,6 +35,7 @@ from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import die_with_parent
+from virnuc_core.system_errors import shared_memory_error
 
 # Runs for which a process keeps the store and the tokenizers open.
 MAX_OPEN_SOURCES: Final = 8
@@ -334,6 +335,9 @@ class Loader:
             models: Models directory, which holds the tokenizers.
             engine: Settings of the engine.
             pin: Put batches into page-locked memory, from which a GPU can copy in the background.
+
+        Raises:
+            LimitError: The system gives no semaphores for the processes.
         """
         self._models = models
         self._engine = engine
@@ -341,7 +345,11 @@ class Loader:
         self._map: Callable[..., Iterable[dict[EncoderName, TokenRows]]] = map
         if engine.num_workers:
             context = multiprocessing.get_context("spawn")
-            self._map = ProcessPoolExecutor(engine.num_workers, context, die_with_parent).map
+            try:
+                executor = ProcessPoolExecutor(engine.num_workers, context, die_with_parent)
+            except OSError as error:
+                raise shared_memory_error(error) from error
+            self._map = executor.map
 
     def load(self, task: ShardTask) -> Iterator[Item]:
         """Yield the task of a shard, its batches encoder by encoder, and the task again.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from virnuc.flows.cli import main
 from virnuc_core.errors import LimitError, error_from_name
 from virnuc_core.system_errors import limit_error
 
+NO_SEMAPHORES = Path(__file__).parents[2] / "data" / "no_semaphores.c"
 # Runs a command line in a process that can start a certain number of threads. The error is the one
 # that Python raises if the system refuses a thread.
 PROGRAM = """
@@ -140,3 +143,39 @@ def test_a_command_with_too_few_files_or_too_little_memory_ends_with_one_line(
     assert outcome.returncode in (1, 3)
     assert "unexpected" not in outcome.stderr
     assert "Traceback" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "--shm-size"),
+        (errno.EACCES, "--num-workers 0"),
+        (errno.ENOSYS, "/dev/shm"),
+        (errno.EMFILE, "ulimit -n"),
+    ],
+)
+def test_loader_processes_without_semaphores_are_one_line_about_shared_memory(
+    number: int, advice: str, tmp_path: Path
+) -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    library = tmp_path / "no_semaphores.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, NO_SEMAPHORES], check=True)
+    models = tmp_path / "models"
+    reads = tmp_path / "reads.fa"
+    assert main(["models", "init-random", str(models)]) == 0
+    assert main(["simulate", str(reads), "--reads", "5"]) == 0
+    words = ["predict", str(reads), "-o", str(tmp_path / "out"), "--models", str(models)]
+    options = ["--devices", "cpu:1", "--no-prefect", "--quiet", "--num-workers", "1"]
+    outcome = subprocess.run(
+        [sys.executable, "-m", "virnuc.flows.cli", *words, *options],
+        env=os.environ | {"LD_PRELOAD": str(library), "SEM_ERRNO": str(number)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert outcome.returncode == 1
+    last_line = outcome.stderr.splitlines()[-1]
+    assert last_line.startswith("virnuc: ")
+    assert advice in last_line
