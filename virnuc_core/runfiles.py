@@ -156,6 +156,27 @@ def digest(path: Path, root: Path | None = None) -> FileDigest | None:
         return None
 
 
+def changed_files(folder: Path, recorded: Mapping[str, FileDigest | None] | None) -> list[str]:
+    """Return the names of files that are not as they were recorded.
+
+    Args:
+        folder: The folder of the files.
+        recorded: Size and SHA-256 by the name of the file; `None` for a file that did not exist.
+            Summaries of old versions have no digests: nothing is compared then.
+
+    Returns:
+        The files that have another content than recorded, or are missing, in the recorded order.
+
+    Raises:
+        UnreadableError: The system cannot read a file, so that nothing is known about it.
+    """
+    names = []
+    for name, recorded_digest in (recorded or {}).items():
+        if digest(folder / name, folder) != recorded_digest:
+            names.append(name)
+    return names
+
+
 class Device(RunFile):
     """One device of a run: a GPU by UUID, or one CPU core."""
 

@@ -41,7 +41,15 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import choose_reads
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import BASELINE_FILES, RunDir, discard, run_lock
-from virnuc_core.runfiles import Device, RunRecord, digest, new_record, read_or_set_aside, write
+from virnuc_core.runfiles import (
+    Device,
+    RunRecord,
+    changed_files,
+    digest,
+    new_record,
+    read_or_set_aside,
+    write,
+)
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import BaselineSubset, BaselineSummary
 
@@ -162,13 +170,10 @@ def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
     summary = read_or_set_aside(run.summary, BaselineSummary)
     if summary is None or summary.fingerprint != identity:
         return None
-    changed_files = []
-    for name, expected_digest in (summary.files or {}).items():
-        if digest(run.root / name, run.root) != expected_digest:
-            changed_files.append(name)
-    if not changed_files:
+    changed = changed_files(run.root, summary.files)
+    if not changed:
         return summary
-    names = ", ".join(changed_files)
+    names = ", ".join(changed)
     log.warning("%s: %s not as the baseline left it; it is measured again", run.root, names)
     return None
 

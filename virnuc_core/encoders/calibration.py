@@ -1,7 +1,7 @@
 """The calibration of int8 in a models directory, as it is stored beside an encoder's weights.
 
-The file is a safetensors file with two texts as metadata. The safetensors library writes metadata
-in random order, so files of older versions with the same content may have different bytes and
+The file is a safetensors file with texts as metadata: the digest of the weights, the number of
+proteins, and the digest of the statistics. The safetensors library writes metadata in random order, so files of older versions with the same content may have different bytes and
 different digests. `canonical_bytes` puts the metadata in alphabetical order. Files are written like
 that, and digests are computed from these bytes, also for older files.
 """
@@ -9,7 +9,7 @@ that, and digests are computed from these bytes, also for older files.
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,8 +25,9 @@ from virnuc_core.system_errors import is_regular_file, require_readable
 
 CALIBRATION: Final = "int8.safetensors"
 METADATA: Final = "__metadata__"  # key of the metadata in the header of a safetensors file
+STATISTICS_DIGEST: Final = "sha256"  # key in the metadata; files of older versions do not have it
 LENGTH_BYTES: Final = 8  # a safetensors file begins with the length of its header
-MAX_METADATA_KEYS: Final = 4  # a calibration has two
+MAX_METADATA_KEYS: Final = 4  # a calibration has three
 # A mean is a float32 sum divided by a count. Because the sum is rounded, the mean of equal numbers
 # may be slightly larger than the largest of them. This factor allows for it.
 MEAN_TOLERANCE: Final = 1.01
@@ -77,6 +78,9 @@ def read_calibration(models: Path, encoder: EncoderInfo = PROTEIN_ENCODER) -> St
             layers.append({name: statistics[f"layers.{i}.{name}"] for name in PRODUCTS})
 
         # Each tensor is [2, in]: the largest absolute inputs, then the mean inputs.
+        recorded_digest = metadata.get(STATISTICS_DIGEST)
+        if recorded_digest not in (None, statistics_digest(statistics)):
+            raise ValueError("the statistics are not those that were written")
         for largest, mean in statistics.values():
             is_sound = np.isfinite(largest) & (np.abs(mean) <= MEAN_TOLERANCE * largest)
             if not is_sound.all():
@@ -87,6 +91,20 @@ def read_calibration(models: Path, encoder: EncoderInfo = PROTEIN_ENCODER) -> St
             f"{path}: is no calibration for this {encoder.title}; make it with virnuc models "
             "quantize"
         ) from error
+
+
+def statistics_digest(statistics: Mapping[str, NDArray[np.float32]]) -> str:
+    """Return the SHA-256 of the statistics of all linear layers, with their names and sizes.
+
+    Args:
+        statistics: By the name in the file, for instance `layers.0.qkv`: the largest absolute and
+            the mean inputs, float32 [2, in].
+    """
+    content = hashlib.sha256()
+    for name, values in sorted(statistics.items()):
+        content.update(f"{name} {values.shape}\n".encode())
+        content.update(np.ascontiguousarray(values, "<f4"))
+    return content.hexdigest()
 
 
 def canonical_bytes(content: bytes) -> bytes:

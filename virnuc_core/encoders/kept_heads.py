@@ -49,7 +49,8 @@ class KeptFolder(NamedTuple):
 def kept_heads(models: Path) -> list[KeptHead]:
     """Return all classifiers of a models directory, each once, ordered by number.
 
-    A classifier that cannot be read is left out, and a warning is logged.
+    A classifier that cannot be read, or a copy that is not what was archived, is left out, and a
+    warning is logged.
     """
     by_digest: dict[str, KeptHead] = {}
     installed_digest = ""
@@ -58,6 +59,8 @@ def kept_heads(models: Path) -> list[KeptHead]:
             continue
         try:
             digest, shape = part_digest(path), read_shape(path / CONFIG, HeadShape)
+            if number > 0:
+                _require_archived_digest(path, digest)
         except WeightsError as error:
             log.warning("%s", error)
             continue
@@ -160,7 +163,8 @@ def use_head(models: Path, number: int) -> Path:
 
     Raises:
         ConfigError: The archive has no classifier with this number.
-        WeightsError: The classifier does not fit the encoders.
+        WeightsError: The copy is not what was archived, or does not fit the encoders. Nothing is
+            changed then.
     """
     folders = dict(_kept_folders(models))
     if number not in folders:
@@ -169,7 +173,26 @@ def use_head(models: Path, number: int) -> Path:
             f"{models}: no head is kept under {number}; there are {known_numbers}, "
             "see virnuc models heads"
         )
-    return _install(folders[number], models)
+    folder = folders[number]
+    if (folder / CONFIG).is_file():  # an incomplete copy is refused by `_install`
+        _require_archived_digest(folder, part_digest(folder))
+    return _install(folder, models)
+
+
+def _require_archived_digest(folder: Path, digest: str) -> None:
+    """Raise a `WeightsError` if a copy has another digest than the name of its folder says.
+
+    Args:
+        folder: Folder of the copy in the archive, named `NNN-DIGEST`.
+        digest: Digest of its files as they are now.
+    """
+    archived_digest = folder.name.rpartition("-")[2]
+    if digest[:DIGEST_LETTERS] != archived_digest:
+        raise WeightsError(
+            f"{folder}: is not the head that was kept here: its digest begins with "
+            f"{digest[:DIGEST_LETTERS]}, that of the kept one with {archived_digest}; install the "
+            "head again from where it came"
+        )
 
 
 def _kept_folders(models: Path) -> list[KeptFolder]:

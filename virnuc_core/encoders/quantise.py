@@ -10,7 +10,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from virnuc_core.encoders.calibration import CALIBRATION, canonical_bytes
+from virnuc_core.encoders.calibration import (
+    CALIBRATION,
+    STATISTICS_DIGEST,
+    canonical_bytes,
+    statistics_digest,
+)
 from virnuc_core.encoders.checkpoint import check_models, load_encoder
 from virnuc_core.encoders.digests import part_digest
 from virnuc_core.encoders.layers import Encoder, LinearLayer, apply_linear
@@ -141,7 +146,12 @@ def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
             f"{folder}: gives NaN or infinity for rows of these reads; see virnuc models verify"
         )
     path = folder / CALIBRATION
-    metadata = {"weights": part_digest(folder), "rows": str(len(rows))}
+    statistics = {name: tensor.numpy() for name, tensor in tensors.items()}
+    metadata = {
+        "weights": part_digest(folder),
+        "rows": str(len(rows)),
+        STATISTICS_DIGEST: statistics_digest(statistics),
+    }
     with atomic_file(path) as temp_path:
         temp_path.write_bytes(canonical_bytes(save(tensors, metadata)))
     return QuantiseResult(path, len(rows))

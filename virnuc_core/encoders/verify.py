@@ -11,12 +11,14 @@ from torch import Tensor
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoder_names import DNA, PROTEIN, EncoderName
+from virnuc_core.encoders.calibration import CALIBRATION, read_calibration
 from virnuc_core.encoders.checkpoint import check_finite, load_models, open_part, shape_of
 from virnuc_core.encoders.digests import fingerprint
 from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
 from virnuc_core.encoders.models import embed_sequences
-from virnuc_core.encoders.registry import ENCODERS, PART_SHAPES
+from virnuc_core.encoders.registry import ENCODERS, PART_SHAPES, EncoderInfo
 from virnuc_core.errors import WeightsError
+from virnuc_core.system_errors import path_exists
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
 
@@ -75,7 +77,8 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
     """Check that a models directory is complete and undamaged, and gives VirNucPro's numbers.
 
     Each model must have all its tensors, with the right shapes and finite numbers. Then the digest
-    of each model is computed from its files. If the models have the sizes of VirNucPro's, the
+    of each model is computed from its files, and a calibration for int8 is checked if there is one.
+    If the models have the sizes of VirNucPro's, the
     reference rows ("anchors") are embedded and scored, and compared with VirNucPro's results.
 
     Args:
@@ -97,12 +100,35 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
         checks.append(Check(part, "ok", f"{count:,} numbers, {origin}"))
     if any(check.verdict == "fail" for check in checks):
         return (*checks, Check("anchors", "not run", "a part is not sound"))
-    for part, digest in fingerprint(models, recompute=True).items():
+    digests = fingerprint(models, recompute=True)
+    for part, digest in digests.items():
         checks.append(Check(f"{part} sha256", "ok", digest))
+    for encoder in ENCODERS:
+        if encoder.has_int8 and path_exists(models / encoder.name / CALIBRATION):
+            checks.append(_check_calibration(models, encoder, digests[encoder.name]))
     obstacle = _why_not_comparable(models)
     if obstacle:
         return (*checks, Check("anchors", "not run", obstacle))
     return (*checks, *_check_reference_rows(models, device))
+
+
+def _check_calibration(models: Path, encoder: EncoderInfo, weights_digest: str) -> Check:
+    """Check that the int8 calibration of an encoder is undamaged and was made for its weights.
+
+    Args:
+        models: Models directory.
+        encoder: The encoder.
+        weights_digest: Digest of the encoder's weights as they are now.
+    """
+    name = f"{encoder.name} int8 calibration"
+    try:
+        calibration = read_calibration(models, encoder)
+    except WeightsError as error:
+        return Check(name, "fail", str(error))
+    if calibration.weights != weights_digest:
+        remedy = "make it anew with virnuc models quantize"
+        return Check(name, "fail", f"was made for other weights of {encoder.title}; {remedy}")
+    return Check(name, "ok", f"{len(calibration.layers)} layers, made for these weights")
 
 
 def _why_not_comparable(models: Path) -> str:

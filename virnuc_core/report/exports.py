@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from virnuc_core import consensus
 from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.engine.shards import read_scores, store_of
-from virnuc_core.errors import ConfigError
+from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.reads.translate import chunk
 from virnuc_core.rundir import RunDir, atomic_file, require_absent, write_text_atomically
-from virnuc_core.runfiles import RunSummary, read_record
+from virnuc_core.runfiles import RunSummary, changed_files, read_record
 
 VIRUSES_TAXON: Final = 10239  # "Viruses" in NCBI's taxonomy
 SCORE_BINS: Final = 50  # of the histogram of scores
@@ -75,12 +75,13 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
 
     Raises:
         ConfigError: The run is not complete, or a file exists and `force` is not set.
-        InputError: The run's store cannot be read.
+        InputError: `reads.tsv` is not as the run left it, or the run's store cannot be read.
         ShardError: The run's shards cannot be read.
     """
     summary = read_summary(run)
     if summary is None or not run.reads_table.is_file():
         raise ConfigError(f"{run.root}: holds no complete run; finish it first")
+    _require_unchanged(run.reads_table, summary)
     sections = json.loads(MULTIQC_SECTIONS.read_text(encoding="utf-8"))
     files = _export_files(out, sample, sections)
     require_absent(*files.all, force=force)
@@ -96,6 +97,21 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
     threshold = DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
     _write_contigs(run, files.contigs, threshold)
     return files.all
+
+
+def _require_unchanged(table: Path, summary: RunSummary) -> None:
+    """Raise an `InputError` if a result file does not have the digest in the run's summary.
+
+    The counts of reads come from the summary, and the tables from the file. After a change of the
+    file they would not agree.
+    """
+    recorded = (summary.files or {}).get(table.name)
+    if recorded is not None and changed_files(table.parent, {table.name: recorded}):
+        raise InputError(
+            "is not as the run left it: summary.json has another digest of this file",
+            file=table,
+            hint="repeat the command of the run, which writes the file again from its shards",
+        )
 
 
 def _export_files(out: Path, sample: str, sections: Mapping[str, object]) -> ExportFiles:

@@ -6,10 +6,11 @@ than the profile allows (10 %). If the newest earlier run of the profile on thes
 from other reads or weights, the earlier figures are stale.
 """
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 REGRESSION: Final = "regression.json"
 HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unless told otherwise
 MAX_HISTORY_BYTES: Final = 256 << 20  # a line has about 500 bytes
+CHECKSUM: Final = "sha256"  # key of a line's checksum, beside the fields of the entry
 SERIES_FIELDS: Final = ("profile", "devices", "precision", "host")
 COMPARABLE_FIELDS: Final = (*SERIES_FIELDS, "reads", "weights")
 IS_MORE_BETTER: Final = {
@@ -139,17 +141,44 @@ def _read_lines(path: Path, fate: str) -> _HistoryLines:
         if not line.strip():
             continue
         try:
-            lines.entries[line] = HistoryEntry.model_validate_json(line)
-        except ValidationError as error:
+            lines.entries[line] = _parse_line(line)
+        except ValueError as error:
             lines.damaged.append(line)
+            reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             if not first_problem:
-                reason = error.errors()[0]["msg"]
                 first_problem = f"{path}:{number}: not a history entry ({reason})"
     if lines.damaged:
         n_more = len(lines.damaged) - 1
         more = f" and {n_more} more" if n_more else ""
         log.warning("%s%s; %s", first_problem, more, fate)
     return lines
+
+
+def _parse_line(line: bytes) -> HistoryEntry:
+    """Return the entry of a line, after a comparison with the line's checksum if it has one.
+
+    Raises:
+        ValueError: The line is not an entry (a `ValidationError`), or has another checksum.
+    """
+    values = json.loads(line)
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    recorded = values.pop(CHECKSUM, None)  # lines of older versions have none
+    entry = HistoryEntry.model_validate(values)
+    if recorded is not None and recorded != _checksum(values):
+        raise ValueError("it was changed after it was written")
+    return entry
+
+
+def _line_of(entry: HistoryEntry) -> bytes:
+    """Return the line of an entry: its fields and their checksum as JSON, in alphabetical order."""
+    values = entry.model_dump(mode="json")
+    return json.dumps(values | {CHECKSUM: _checksum(values)}, sort_keys=True).encode()
+
+
+def _checksum(values: Mapping[str, object]) -> str:
+    """Return the SHA-256 of the fields of a line."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def append_history(path: Path, entry: HistoryEntry) -> bool:
@@ -176,8 +205,7 @@ def append_history(path: Path, entry: HistoryEntry) -> bool:
             ):
                 damaged_file.write(b"".join(line + b"\n" for line in lines.damaged))
                 os.fsync(damaged_file.fileno())
-        new_line = json.dumps(entry.model_dump(mode="json"), sort_keys=True).encode()
-        all_lines = [*lines.entries, new_line + b"\n"]
+        all_lines = [*lines.entries, _line_of(entry) + b"\n"]
         with atomic_file(path) as temp_path:
             temp_path.write_bytes(b"\n".join(all_lines))
     return True

@@ -1,13 +1,14 @@
 """Verify the runs of a validation: result files, summaries and telemetry against what is rawer."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
 from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.encoder_names import NAMES
-from virnuc_core.engine.shards import read_plan, read_scores
+from virnuc_core.engine.shards import is_sealed, read_plan, read_scores, shard_path
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.model import BASELINE
 from virnuc_core.report.raw_files import RECORD, SUMMARY, NamedTelemetry, RawFolder
@@ -17,6 +18,7 @@ from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Attempt, FileDigest, RunRecord, RunSummary, digest, read
 from virnuc_core.safe_files import open_file
+from virnuc_core.system_errors import path_exists, read_with_retries
 from virnuc_core.telemetry.log import TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.telemetry.tables import STAGES
@@ -57,6 +59,7 @@ def verify_results(verification: Verification, raw: RawFolder, name: str) -> Non
         return
     store = OrfStore.open(store_path)
     plan = read_plan(run)
+    _verify_seals(verification, run, len(plan))
     scores, failed = read_scores(run)
     counts = {
         "shards": len(plan),
@@ -75,6 +78,28 @@ def verify_results(verification: Verification, raw: RawFolder, name: str) -> Non
             _compare_table(verification, f"{name}/{path.name}", path, new_path)
         result_counts = {key: getattr(results, key) for key in RESULT_COUNTS}
         verification.compare_fields(summary_name, summary, result_counts)
+
+
+def _verify_seals(verification: Verification, run: RunDir, num_shards: int) -> None:
+    """Check that the file of each shard has exactly the bytes that were committed.
+
+    The scores have checksums of their own. The seal covers the embeddings too.
+
+    Args:
+        verification: Collects the differences. A missing shard is reported where scores are read.
+        run: The run directory.
+        num_shards: The number of shards in the run's plan.
+    """
+    for shard in range(num_shards):
+        path = shard_path(run, shard)
+        if not path_exists(path):
+            continue
+        if read_with_retries(path, partial(is_sealed, path)):
+            verification.figures += 1
+        else:
+            verification.add_difference(
+                f"{run.root.name}/{path.relative_to(run.root)}: has other bytes than were committed"
+            )
 
 
 def _compare_table(verification: Verification, where: str, path: Path, new_path: Path) -> None:

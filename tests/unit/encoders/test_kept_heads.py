@@ -20,6 +20,8 @@ from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, rea
 from virnuc_core.encoders.model_files import write_part
 from virnuc_core.errors import ConfigError, WeightsError
 
+from tests.damage import flip_bit
+
 from .test_head_card import CARD
 
 Make = Callable[..., Path]
@@ -95,6 +97,31 @@ def test_a_kept_copy_that_was_damaged_since_is_made_again(models: Path, trained:
     weights.write_bytes(weights.read_bytes()[:-400] + bytes(400))
     install_head(new, models)
     assert part_digest(models / "head") == part_digest(kept_head) == part_digest(new)
+
+
+def test_a_kept_copy_with_a_flipped_bit_is_not_installed(
+    models: Path, trained: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_head(trained(0.9), models)
+    digest_before = part_digest(models / "head")
+    (kept_head,) = models.glob("heads/001-*")
+    flip_bit(kept_head / "model.safetensors")
+    with pytest.raises(WeightsError, match="is not the head that was kept here: its digest"):
+        use_head(models, 1)
+    assert part_digest(models / "head") == digest_before
+    assert main(["models", "use-head", "1", "--models", str(models)]) == WeightsError.exit_code
+    assert [head.number for head in kept_heads(models)] == [2]
+    assert "is not the head that was kept here" in caplog.text
+
+
+def test_a_kept_card_that_was_edited_is_not_installed(models: Path, trained: Make) -> None:
+    install_head(trained(0.9), models)
+    install_head(trained(0.95, seed=2), models)
+    (kept_head,) = models.glob("heads/002-*")
+    config = kept_head / "config.json"
+    config.write_text(config.read_text().replace("0.9", "0.8"))
+    with pytest.raises(WeightsError, match="is not the head that was kept here"):
+        use_head(models, 2)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])

@@ -7,15 +7,25 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from Bio.Seq import Seq
+from safetensors.numpy import save
 from safetensors.torch import load_file, save_file
 
+from tests.damage import flip_bit
 from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders import verify as verifying
+from virnuc_core.encoders.calibration import (
+    CALIBRATION,
+    STATISTICS_DIGEST,
+    canonical_bytes,
+    statistics_digest,
+)
 from virnuc_core.encoders.convert import fetch
-from virnuc_core.encoders.digests import fingerprint
+from virnuc_core.encoders.digests import fingerprint, part_digest
+from virnuc_core.encoders.model_config import ESM2_SIZES, PRODUCTS
 from virnuc_core.encoders.registry import DNABERT_S, ENCODERS, ESM2
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.encoders.verify import REFERENCE_ROWS, check_reference_row, verify
@@ -50,6 +60,54 @@ def test_not_a_number_is_a_fail_that_names_the_tensor(copied: Path) -> None:
     assert "layers.1.wo.bias holds NaN or infinity" in checks["dnabert_s"].detail
     assert checks["esm2"].verdict == "ok"
     assert checks["anchors"].verdict == "not run"
+
+
+def write_calibration(models: Path) -> Path:
+    """Write a calibration for the tiny ESM-2 as `quantise` does, without its measurement."""
+    shape = ESM2_SIZES["tiny"]
+    widths = dict.fromkeys(PRODUCTS, shape.width) | {"down": shape.ffn_width}
+    statistics = {
+        f"layers.{layer}.{name}": np.ones((2, width), np.float32)
+        for layer in range(shape.layers)
+        for name, width in widths.items()
+    }
+    metadata = {
+        "weights": part_digest(models / "esm2"),
+        "rows": "300",
+        STATISTICS_DIGEST: statistics_digest(statistics),
+    }
+    path = models / "esm2" / CALIBRATION
+    path.write_bytes(canonical_bytes(save(statistics, metadata)))
+    return path
+
+
+def calibration_check(models: Path) -> verifying.Check:
+    (check,) = [check for check in verify(models, CPU) if "calibration" in check.name]
+    return check
+
+
+def test_the_calibration_is_checked_too(copied: Path) -> None:
+    path = write_calibration(copied)
+    assert calibration_check(copied).verdict == "ok"
+    # The lowest bit of the last number: no rule about the numbers can see it.
+    flip_bit(path, place=-4, bit=0)
+    damaged = calibration_check(copied)
+    assert damaged.verdict == "fail"
+    assert "is no calibration for this" in damaged.detail
+
+
+def test_a_calibration_for_other_weights_is_a_fail(copied: Path) -> None:
+    write_calibration(copied)
+    path = copied / "esm2" / "model.safetensors"
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    tensors[name] = tensors[name] + 1
+    save_file(tensors, path)
+    check = calibration_check(copied)
+    assert (check.verdict, check.detail.partition(";")[0]) == (
+        "fail",
+        f"was made for other weights of {ESM2.title}",
+    )
 
 
 def test_a_missing_part_is_a_fail(copied: Path) -> None:

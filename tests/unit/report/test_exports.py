@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from tests.columns import documented
+from tests.damage import flip_bit
 from virnuc.flows import cli
 from virnuc_core.config import RunSpec
 from virnuc_core.engine import shards
-from virnuc_core.errors import ConfigError
+from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.pipeline import predict
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.report.exports import export
@@ -281,6 +282,22 @@ def test_a_store_of_other_reads_is_not_taken_for_the_runs(run: Path, tmp_path: P
     )
     with pytest.raises(ConfigError, match="holds other reads than the run was made from"):
         export(RunDir(copied_run), tmp_path / "out", "x")
+
+
+def test_an_edited_table_is_not_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = Path(shutil.copytree(run, tmp_path / "run"))
+    flip_bit(copied / "reads.tsv")
+    with pytest.raises(InputError, match="reads.tsv: is not as the run left it"):
+        export(RunDir(copied), tmp_path / "out", "sample")
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["export", str(copied), "--out", str(tmp_path / "out")]) == InputError.exit_code
+    assert "summary.json has another digest" in capsys.readouterr().err
+    summary_path = copied / "summary.json"
+    summary = json.loads(summary_path.read_text())
+    summary_path.write_text(json.dumps(summary | {"files": None}))
+    assert export(RunDir(copied), tmp_path / "out", "sample"), "older summaries have no digests"
 
 
 def test_a_run_that_is_not_complete_is_refused(

@@ -146,6 +146,25 @@ def test_history_is_lines_and_no_run_stands_twice(tmp_path: Path) -> None:
     assert read_history(path) == (OLD, entry())
 
 
+def test_a_figure_that_was_changed_later_is_no_entry(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "history.jsonl"
+    append_history(path, OLD)
+    append_history(path, entry())
+    # A flipped bit makes 1000.0 tokens/s 3000.0 in the first line, which is still valid JSON.
+    path.write_bytes(path.read_bytes().replace(b"1000.0", b"3000.0", 1))
+    assert read_history(path) == (entry(),)
+    assert "history.jsonl:1: not a history entry (it was changed after" in caplog.text
+
+
+def test_lines_of_older_versions_have_no_checksum_and_count(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text(f"{OLD.model_dump_json()}\n")
+    assert append_history(path, entry())
+    assert read_history(path) == (OLD, entry())
+
+
 def test_two_writers_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
 
