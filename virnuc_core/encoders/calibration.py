@@ -1,9 +1,10 @@
 """The calibration of int8 in a models directory, as it is stored beside an encoder's weights.
 
 The file is a safetensors file with texts as metadata: the digest of the weights, the number of
-proteins, and the digest of the statistics. The safetensors library writes metadata in random order, so files of older versions with the same content may have different bytes and
-different digests. `canonical_bytes` puts the metadata in alphabetical order. Files are written like
-that, and digests are computed from these bytes, also for older files.
+proteins, and the digest of the statistics. The safetensors library writes metadata in random order,
+so files of older versions with the same content may have different bytes and different digests.
+`canonical_bytes` puts the metadata in alphabetical order. Files are written like that, and digests
+are computed from these bytes, also for older files.
 """
 
 import hashlib
