@@ -289,7 +289,7 @@ def test_an_edited_table_is_not_exported(
 ) -> None:
     copied = Path(shutil.copytree(run, tmp_path / "run"))
     flip_bit(copied / "reads.tsv")
-    with pytest.raises(InputError, match="reads.tsv: is not as the run left it"):
+    with pytest.raises(InputError, match=r"reads\.tsv: is not as the run left it"):
         export(RunDir(copied), tmp_path / "out", "sample")
     assert not (tmp_path / "out").exists()
     assert cli.main(["export", str(copied), "--out", str(tmp_path / "out")]) == InputError.exit_code
