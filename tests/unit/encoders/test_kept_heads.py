@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.damage import flip_bit
 from virnuc.flows.cli import main
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.convert import init_random, random_tensor
@@ -19,8 +20,6 @@ from virnuc_core.encoders.kept_heads import install_head, kept_heads, use_head
 from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, read_shape, write_shape
 from virnuc_core.encoders.model_files import write_part
 from virnuc_core.errors import ConfigError, WeightsError
-
-from tests.damage import flip_bit
 
 from .test_head_card import CARD
 
