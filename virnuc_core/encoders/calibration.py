@@ -104,7 +104,7 @@ def statistics_digest(statistics: Mapping[str, NDArray[np.float32]]) -> str:
     content = hashlib.sha256()
     for name, values in sorted(statistics.items()):
         content.update(f"{name} {values.shape}\n".encode())
-        content.update(np.ascontiguousarray(values, "<f4"))
+        content.update(np.ascontiguousarray(values, "<f4").tobytes())
     return content.hexdigest()
 
 
