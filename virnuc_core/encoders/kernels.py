@@ -270,7 +270,7 @@ def _span_means(
     tokens: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """Average some columns over the tokens of one span. Each program does `columns` columns.
+    """Average some columns over the tokens of one span. Each program averages `columns` columns.
 
     Tokens are summed in float32, in blocks of `tokens` that begin at the start of the span. So the
     order of the sums, and with it the result, depends on the span alone.

@@ -129,7 +129,7 @@ def match_tensors(
 def _by_our_names(
     source: Path, tensors: Mapping[str, Any], model_shapes: Mapping[str, object], shape: Shape
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by our names, and add rotary frequencies if they lack.
+    """Return the tensors of a checkpoint by our names, and compute missing rotary frequencies.
 
     Several tensors may have the same name of ours: each layer of an ESM-2 stores the rotary
     frequencies. They must be equal, and the first one is taken.
