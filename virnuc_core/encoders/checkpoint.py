@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 E = TypeVar("E", bound="Encoder")
 WEIGHTS: Final = "model.safetensors"
-ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.*")  # as peft saves an adapter
+# Files of an adapter, as peft saves them
+ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 FREQUENCIES: Final = "inv_freq"  # what the names of rotary frequencies end with
 MAX_FREQUENCIES: Final = 1 << 16  # half the width of a head is far less
 OpenFile = Callable[[Path], Mapping[str, Any]]  # opens a .safetensors file: its tensors by name
@@ -362,10 +363,10 @@ def require_no_adapter(folder: Path) -> None:
     Raises:
         WeightsError: There is an adapter.
     """
-    for pattern in ADAPTER_FILES:
-        for path in folder.glob(pattern):
+    for name in ADAPTER_FILES:
+        if is_regular_file(folder / name):
             raise WeightsError(
-                f"{path}: an adapter (such as LoRA) that is not merged into the weights; "
+                f"{folder / name}: an adapter (such as LoRA) that is not merged into the weights; "
                 f"{MERGE_ADVICE}"
             )
 

@@ -73,7 +73,8 @@ def fingerprint(
                         "make it anew with virnuc models quantize"
                     )
                 with refuse_unreadable(path, "calibration", WeightsError):
-                    digests[INT8] = calibration_digest(path)
+                    read_digest = functools.partial(calibration_digest, path)
+                    digests[INT8] = read_with_retries(path, read_digest)
     return digests
 
 
@@ -96,7 +97,8 @@ def accept_older_digest(
         return accepted
     for encoder in ENCODERS:
         path = models / encoder.name / CALIBRATION
-        if encoder.has_int8 and is_older_digest(recorded_digest, path):
+        is_older = functools.partial(is_older_digest, recorded_digest, path)
+        if encoder.has_int8 and read_with_retries(path, is_older):
             accepted[INT8] = recorded_digest
     return accepted
 
