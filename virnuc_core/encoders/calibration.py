@@ -10,6 +10,7 @@ are computed from these bytes, also for older files.
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,8 @@ def calibration_digest(path: Path) -> str:
 def is_older_digest(digest: str, path: Path) -> bool:
     """Return whether an older version may have recorded this digest for the calibration in a file.
 
-    Older versions recorded the SHA-256 of the file as it was, with its metadata in any order.
+    Older versions recorded the SHA-256 of the file as it was. Its metadata had any order, and no
+    digest of the statistics.
 
     Args:
         digest: The recorded digest.
@@ -147,20 +149,27 @@ def is_older_digest(digest: str, path: Path) -> bool:
     """
     content = path.read_bytes()
     return any(
-        hashlib.sha256(ordered_content).hexdigest() == digest
-        for ordered_content in _all_metadata_orders(content)
+        hashlib.sha256(older_content).hexdigest() == digest
+        for older_content in _older_contents(content)
     )
 
 
-def _all_metadata_orders(content: bytes) -> Iterator[bytes]:
-    """Yield the content of a calibration file with its metadata in each possible order."""
+def _older_contents(content: bytes) -> Iterator[bytes]:
+    """Yield the content of a calibration file as older versions may have written it.
+
+    The metadata has each possible order, with and without the digest of the statistics.
+    """
     header = _parse_header(content)
-    keys = header.get(METADATA, {})
+    keys = list(header.get(METADATA, {}))
     if len(keys) > MAX_METADATA_KEYS:  # not written by any version, and orders would be many
         yield content
         return
-    for ordered_keys in itertools.permutations(keys):
+    older_keys = [key for key in keys if key != STATISTICS_DIGEST]
+    for ordered_keys in itertools.permutations(older_keys):
         yield _with_metadata_order(content, header, ordered_keys)
+    if older_keys != keys:
+        for ordered_keys in itertools.permutations(keys):
+            yield _with_metadata_order(content, header, ordered_keys)
 
 
 def _parse_header(content: bytes) -> dict[str, dict[str, object]]:
@@ -184,7 +193,7 @@ def _with_metadata_order(
     Args:
         content: The content of the file.
         header: Its header.
-        keys: All keys of the metadata, in the new order.
+        keys: The keys of the metadata in the new order. A key that is not named is left out.
     """
     length = int.from_bytes(content[:LENGTH_BYTES], "little")
     new_header = header
@@ -193,6 +202,8 @@ def _with_metadata_order(
         new_header = header | {METADATA: {key: header[METADATA][key] for key in keys}}
     # The library writes compact JSON, and spaces up to a multiple of eight bytes.
     header_json = json.dumps(new_header, separators=(",", ":"), ensure_ascii=False).encode()
-    if len(header_json) > length:
+    new_length = math.ceil(len(header_json) / LENGTH_BYTES) * LENGTH_BYTES
+    if new_length > length:
         raise ValueError("the header was not written by the safetensors library")
-    return content[:LENGTH_BYTES] + header_json.ljust(length) + content[LENGTH_BYTES + length :]
+    length_field = new_length.to_bytes(LENGTH_BYTES, "little")
+    return length_field + header_json.ljust(new_length) + content[LENGTH_BYTES + length :]

@@ -17,10 +17,12 @@ from safetensors.numpy import load, save
 from virnuc_core import pipeline
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.calibration import (
+    STATISTICS_DIGEST,
     calibration_digest,
     canonical_bytes,
     is_older_digest,
     read_calibration,
+    statistics_digest,
 )
 from virnuc_core.encoders.digests import accept_older_digest, fingerprint, part_digest
 from virnuc_core.encoders.model_config import ESM2_SIZES, PRODUCTS
@@ -56,8 +58,8 @@ def test_equal_calibrations_have_equal_bytes_in_many_processes() -> None:
     assert our_digests < library_digests, "and they are bytes that older versions may have written"
 
 
-def content_of(models: Path, *, scale: float = 1.0) -> bytes:
-    """The calibration of the tiny ESM-2, as the library writes it."""
+def content_of(models: Path, *, scale: float = 1.0, with_digest: bool = False) -> bytes:
+    """The calibration of the tiny ESM-2, as the library writes it; of today with a digest."""
     shape = ESM2_SIZES["tiny"]
     widths = dict.fromkeys(PRODUCTS, shape.width) | {"down": shape.ffn_width}
     tensors = {
@@ -65,7 +67,10 @@ def content_of(models: Path, *, scale: float = 1.0) -> bytes:
         for layer in range(shape.layers)
         for name, width in widths.items()
     }
-    return save(tensors, {"weights": part_digest(models / "esm2"), "rows": "300"})
+    metadata = {"weights": part_digest(models / "esm2"), "rows": "300"}
+    if with_digest:
+        metadata[STATISTICS_DIGEST] = statistics_digest(tensors)
+    return save(tensors, metadata)
 
 
 def both_orders(content: bytes) -> list[bytes]:
@@ -157,6 +162,21 @@ def test_an_unfinished_run_of_an_older_version_goes_on_after_the_same_calibratio
     path.write_bytes(canonical_bytes(content_of(calibrated, scale=2.0)))
     with pytest.raises(RunMismatchError, match="int8"):
         pipeline.prepare(run, Path(store), spec)
+
+
+def test_a_calibration_of_today_stands_for_the_same_one_without_its_digest(
+    calibrated: Path,
+) -> None:
+    path = calibrated / "esm2/int8.safetensors"
+    path.write_bytes(canonical_bytes(content_of(calibrated, with_digest=True)))
+    digests = fingerprint(calibrated, "int8")
+    assert digests["int8"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    for content in both_orders(content_of(calibrated)):
+        recorded = {**digests, "int8": hashlib.sha256(content).hexdigest()}
+        assert accept_older_digest(calibrated, digests, recorded) == recorded
+    for content in both_orders(content_of(calibrated, scale=2.0)):
+        recorded = {**digests, "int8": hashlib.sha256(content).hexdigest()}
+        assert accept_older_digest(calibrated, digests, recorded) == digests
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0[1, 2]  ", b"\xff" * 100])
