@@ -31,7 +31,13 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
-from virnuc_core.errors import ConfigError, InputError, RunMismatchError, ShardError
+from virnuc_core.errors import (
+    ConfigError,
+    InputError,
+    RunMismatchError,
+    ShardError,
+    UnsafeFileError,
+)
 from virnuc_core.input_names import is_remote
 from virnuc_core.lease import require_lease
 from virnuc_core.reads.sources import local_files, redact_url
@@ -664,7 +670,11 @@ def _log_errors(run: RunDir) -> list[str]:
     """
     lines = []
     for path in sorted((run.root / "logs").glob("worker-*.log")):
-        content = read_file(path, run.root, MAX_LOG_BYTES)
+        try:
+            content = read_file(path, run.root, MAX_LOG_BYTES)
+        except UnsafeFileError as error:
+            log.warning("%s; it is not searched for errors", error)
+            continue
         for line in content.decode("utf-8", "replace").splitlines():
             if ERROR_WORDS.search(line):
                 text = " ".join(line.split())[:MAX_SHOWN_LINE]

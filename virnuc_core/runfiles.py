@@ -329,7 +329,7 @@ def read_record(run: RunDir) -> RunRecord:
     Raises:
         ConfigError: It is absent or cannot be read.
     """
-    if not is_regular_file(run.record):
+    if not path_exists(run.record):
         raise ConfigError(f"{run.root}: not a run directory (no readable run.json)")
     return read(run.record, RunRecord)
 

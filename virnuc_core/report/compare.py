@@ -28,6 +28,7 @@ from virnuc_core.report.result_tables import (
 )
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, find_mismatches, identity, read, write
+from virnuc_core.system_errors import path_exists
 from virnuc_core.validation import BitwiseEquality, Comparison, ComparisonFile, LabelAgreement
 
 MAX_NAMED_FILES: Final = 8  # that differ; of more, only their number is given
@@ -156,7 +157,7 @@ def compare(
 
 def _record_of(run: RunDir) -> RunRecord:
     """Return the record of a run, or a record without fingerprints if the run has none."""
-    if run.record.is_file():
+    if path_exists(run.record):
         return read(run.record, RunRecord)
     return RunRecord(fingerprints={})
 

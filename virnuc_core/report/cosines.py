@@ -25,7 +25,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunRecord, find_mismatches, identity, read
 from virnuc_core.safe_files import open_hdf5, read_dataset
-from virnuc_core.system_errors import error_number, read_with_retries
+from virnuc_core.system_errors import error_number, path_exists, read_with_retries
 from virnuc_core.validation import CosineStats
 
 # The paths of shards as `embeddings.h5` names them. It may show the content of no other files.
@@ -64,7 +64,7 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
     """
     path_a = RunDir(a).embeddings
     path_b = RunDir(b).embeddings
-    if not path_a.is_file() or not path_b.is_file():
+    if not path_exists(path_a) or not path_exists(path_b):
         return ()
     try:
         with _open_embeddings(path_a, path_b) as (file_a, file_b):
@@ -233,7 +233,7 @@ def _shared_rows(a: RunDir, b: RunDir, file_a: h5py.File, file_b: h5py.File) -> 
 
 def _record_of(run: RunDir) -> RunRecord:
     """Return the record of a run, or a record without fingerprints if the run has none."""
-    if run.record.is_file():
+    if path_exists(run.record):
         return read(run.record, RunRecord)
     return RunRecord(fingerprints={})
 

@@ -24,6 +24,7 @@ from virnuc_core.reads.subsets import read_columns
 from virnuc_core.reads.translate import chunk
 from virnuc_core.rundir import RunDir, atomic_file, require_absent, write_text_atomically
 from virnuc_core.runfiles import RunSummary, changed_files, read_record
+from virnuc_core.system_errors import path_exists
 
 VIRUSES_TAXON: Final = 10239  # "Viruses" in NCBI's taxonomy
 SCORE_BINS: Final = 50  # of the histogram of scores
@@ -79,7 +80,7 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
         ShardError: The run's shards cannot be read.
     """
     summary = read_summary(run)
-    if summary is None or not run.reads_table.is_file():
+    if summary is None or not path_exists(run.reads_table):
         raise ConfigError(f"{run.root}: holds no complete run; finish it first")
     _require_unchanged(run.reads_table, summary)
     sections = json.loads(MULTIQC_SECTIONS.read_text(encoding="utf-8"))

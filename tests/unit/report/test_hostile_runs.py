@@ -1,0 +1,306 @@
+"""A run directory from a stranger: it shows no private file, blocks no command and fills no memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from virnuc.flows import cli
+from virnuc_core.config import RunSpec
+from virnuc_core.engine import shards
+from virnuc_core.errors import UnsafeFileError
+from virnuc_core.pipeline import predict
+from virnuc_core.reads import store
+from virnuc_core.report.compare import compare
+from virnuc_core.rundir import RunDir
+
+pytestmark = pytest.mark.slow
+SECRET = b"ssh-private-key-of-the-victim" * 40
+ROWS_OF_A_LIE = 8 * 10**9
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    """The settings of a small run that is finished, with random weights."""
+    folder = tmp_path_factory.mktemp("finished")
+    models = folder / "models"
+    assert cli.main(["models", "init-random", str(models), "--head", "300", "--seed", "5"]) == 0
+    dice = np.random.default_rng(1)
+    records = []
+    for number in range(20):
+        bases = "".join(dice.choice(list("ACGT"), 700))
+        records.append(f">read{number}\n{bases}\n")
+    reads = folder / "reads.fasta"
+    reads.write_text("".join(records))
+    spec = RunSpec(reads=(str(reads),), models=models, devices="cpu:1", out=folder / "run")
+    predict(spec)
+    return spec
+
+
+@pytest.fixture
+def run(tmp_path: Path, finished: RunSpec) -> RunDir:
+    """A copy of the run, as a stranger could send it."""
+    return RunDir(Path(shutil.copytree(finished.out, tmp_path / "run")))
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file that only the user may read."""
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET)
+    path.chmod(0o600)
+    return path
+
+
+def rescore(run: RunDir) -> int:
+    """Rescore a run, and return the exit code of the command."""
+    return cli.main(["rescore", str(run.root), "-o", f"{run.root}-new", "--threshold", "0.4"])
+
+
+def export(run: RunDir) -> int:
+    """Export a run, and return the exit code of the command."""
+    return cli.main(["export", str(run.root), "-o", f"{run.root}-exports"])
+
+
+def require_refusal(capsys: pytest.CaptureFixture[str], path: Path) -> None:
+    """Check that one line was printed to standard error, that it names a file, and no secret."""
+    output = capsys.readouterr()
+    lines = output.err.strip().splitlines()
+    assert len(lines) == 1, output.err
+    assert str(path) in lines[0]
+    assert SECRET.decode() not in output.out + output.err
+
+
+def require_no_secret(folder: Path) -> None:
+    """Check that no file below a folder has a part of the secret."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "secret":
+            assert SECRET[:12] not in path.read_bytes()
+
+
+def test_a_store_that_shows_another_file_is_refused(
+    run: RunDir, secret: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """HDF5's external storage puts the bytes of any file into a dataset."""
+    with h5py.File(run.store, "r+") as file:
+        n_bytes = len(file["read_id_bytes"])
+        assert n_bytes < len(SECRET)
+        del file["read_id_bytes"]
+        file.create_dataset(
+            "read_id_bytes", (n_bytes,), np.uint8, external=[(str(secret), 0, n_bytes)]
+        )
+    store.seal(run.store)
+    capsys.readouterr()
+    for command in (rescore, export):
+        assert command(run) == 2
+        require_refusal(capsys, run.store)
+    require_no_secret(run.root.parent)
+
+
+def external_scores(file: h5py.File, secret: Path) -> None:
+    """Let the scores of a shard be the bytes of another file."""
+    shape = file["scores"].shape
+    del file["scores"]
+    n_bytes = shape[0] * shape[1] * 4
+    file.create_dataset("scores", shape, np.float32, external=[(str(secret), 0, n_bytes)])
+
+
+def virtual_scores(file: h5py.File, secret: Path) -> None:
+    """Let the scores of a shard be those of a file elsewhere."""
+    other = secret.with_name("other.h5")
+    shape = file["scores"].shape
+    with h5py.File(other, "w") as other_file:
+        other_file["x"] = np.zeros(shape, np.float32)
+    del file["scores"]
+    layout = h5py.VirtualLayout(shape, np.float32)
+    layout[:] = h5py.VirtualSource(other, "x", shape)
+    file.create_virtual_dataset("scores", layout)
+
+
+def linked_scores(file: h5py.File, secret: Path) -> None:
+    """Let the scores of a shard be a link into another file."""
+    del file["scores"]
+    file["scores"] = h5py.ExternalLink(str(secret.with_name("other.h5")), "/x")
+
+
+def endless_scores(file: h5py.File, secret: Path) -> None:
+    """Let a shard claim more scores than a machine has memory."""
+    del file["scores"]
+    file.create_dataset("scores", (ROWS_OF_A_LIE, 2), np.float32)
+
+
+def endless_compressed_scores(file: h5py.File, secret: Path) -> None:
+    """Let a shard claim more scores than a machine has memory, in chunks that are not there."""
+    del file["scores"]
+    file.create_dataset(
+        "scores", (ROWS_OF_A_LIE, 2), np.float32, chunks=(100, 2), compression="gzip"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [external_scores, virtual_scores, linked_scores, endless_scores, endless_compressed_scores],
+)
+def test_a_shard_that_is_no_plain_table_is_refused(
+    run: RunDir,
+    secret: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[h5py.File, Path], None],
+) -> None:
+    path = shards.shard_path(run, 0)
+    with h5py.File(path, "r+") as file:
+        change(file, secret)
+    capsys.readouterr()
+    assert rescore(run) == 2
+    require_refusal(capsys, path)
+    require_no_secret(run.root.parent)
+
+
+@pytest.mark.parametrize("name", ["../outside.h5", "../../outside.h5", "/etc/passwd", "../orfs.h5"])
+def test_a_store_outside_the_run_is_refused(
+    run: RunDir, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Even a store of the very same reads is not looked at."""
+    for folder in (run.root.parent, run.root.parent.parent):
+        for file_name in ("outside.h5", "orfs.h5"):
+            shutil.copyfile(run.store, folder / file_name)
+    record = json.loads(run.record.read_text())
+    run.record.write_text(json.dumps(record | {"store": name}))
+    capsys.readouterr()
+    for command in (rescore, export):
+        assert command(run) == 2
+        require_refusal(capsys, run.record)
+
+
+def test_a_run_inside_a_validation_uses_the_store_of_the_validation(
+    run: RunDir, tmp_path: Path
+) -> None:
+    inner = RunDir(tmp_path / "validation" / "devices-1")
+    shutil.copytree(run.root, inner.root)
+    inner.store.rename(tmp_path / "validation" / "orfs.h5")
+    record = json.loads(inner.record.read_text())
+    inner.record.write_text(json.dumps(record | {"store": "../orfs.h5"}))
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "validation")
+    assert rescore(inner) == 0
+    assert rescore(RunDir(link / "devices-1")) == 0
+
+
+def pipe(path: Path) -> None:
+    """Put a named pipe in place of a file."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    """Put a link to a device without an end in place of a file."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def outside(path: Path) -> None:
+    """Move a file out of the run, and leave a link to it."""
+    target = path.parents[2] / f"moved-{path.name}"
+    path.rename(target)
+    path.symlink_to(target)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("replace", [pipe, endless, outside])
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (export, "summary.json"),
+        (export, "reads.tsv"),
+        (export, "run.json"),
+        (export, "orfs.h5"),
+        (rescore, "run.json"),
+        (rescore, "orfs.h5"),
+        (rescore, "shards/plan.json"),
+        (rescore, "shards/00000.h5"),
+    ],
+)
+def test_what_is_no_regular_file_blocks_no_command(
+    run: RunDir,
+    capsys: pytest.CaptureFixture[str],
+    command: Callable[[RunDir], int],
+    name: str,
+    replace: Callable[[Path], None],
+) -> None:
+    replace(run.root / name)
+    capsys.readouterr()
+    assert command(run) == 2
+    require_refusal(capsys, run.root / name)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("replace", [pipe, endless, outside])
+@pytest.mark.parametrize("name", ["run.json", "embeddings.h5", "shards/00000.h5"])
+def test_a_comparison_reads_regular_files_only(
+    run: RunDir, finished: RunSpec, name: str, replace: Callable[[Path], None]
+) -> None:
+    replace(run.root / name)
+    with pytest.raises(UnsafeFileError, match=name):
+        compare(run.root, finished.out, embeddings=True)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("replace", [pipe, endless, outside])
+@pytest.mark.parametrize(
+    "name", ["summary.json", "run.json", "shards/plan.json", "shards/00000.h5"]
+)
+def test_a_run_is_not_resumed_over_what_is_no_regular_file(
+    run: RunDir, finished: RunSpec, name: str, replace: Callable[[Path], None]
+) -> None:
+    if name != "summary.json":
+        run.summary.unlink()
+    replace(run.root / name)
+    mode = (run.root / name).lstat().st_mode
+    with pytest.raises(UnsafeFileError, match=name):
+        predict(finished.model_copy(update={"out": run.root}))
+    assert (run.root / name).lstat().st_mode == mode, "nothing is moved"
+
+
+@pytest.mark.parametrize("folder", ["shards", "logs", "telemetry"])
+def test_starting_over_touches_nothing_behind_a_link(
+    run: RunDir, finished: RunSpec, tmp_path: Path, folder: str
+) -> None:
+    """With a link to the shards of another run, `--force` removed them."""
+    other = Path(shutil.copytree(finished.out, tmp_path / "other"))
+    (other / folder).mkdir(exist_ok=True)
+    before = {path: path.read_bytes() for path in (other / folder).rglob("*") if path.is_file()}
+    shutil.rmtree(run.root / folder, ignore_errors=True)
+    (run.root / folder).symlink_to(other / folder)
+    for force in (False, True):
+        with pytest.raises(UnsafeFileError, match=f"{folder}: is a symbolic link"):
+            predict(finished.model_copy(update={"out": run.root, "force": force}))
+    after = {path: path.read_bytes() for path in (other / folder).rglob("*") if path.is_file()}
+    assert after == before
+    assert run.summary.exists(), "nothing was removed"
+
+
+def test_logs_and_other_files_are_not_written_through_links(
+    run: RunDir, finished: RunSpec, secret: Path
+) -> None:
+    """The names of the files that a run writes are known before."""
+    run.summary.unlink()
+    shards.shard_path(run, 0).unlink()
+    names = [path.relative_to(run.root) for path in (run.root / "logs").glob("*.log")]
+    names += map(Path, ["logs/worker-cpu-core-0.log", "shards/.look", "telemetry/attempt.jsonl"])
+    for name in names:
+        path = run.root / name
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.symlink_to(secret)
+    with pytest.raises(UnsafeFileError, match=r"attempt\.jsonl: is a symbolic link"):
+        predict(finished.model_copy(update={"out": run.root}))
+    (run.root / "telemetry" / "attempt.jsonl").unlink()
+    predict(finished.model_copy(update={"out": run.root}))
+    assert secret.read_bytes() == SECRET
