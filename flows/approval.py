@@ -25,6 +25,7 @@ from virnuc_core.report.model import Report
 from virnuc_core.report.render import answer_markdown
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import write
+from virnuc_core.safe_files import output_directory
 from virnuc_core.validation import ApprovalRecord
 
 # the server keeps the pause open longer than we wait, so that our own answer is still taken
@@ -93,5 +94,6 @@ def wait_for_approval(
     answered_at = datetime.now(UTC).isoformat(timespec="seconds")
     fields = answer.model_dump(mode="json")
     record = ApprovalRecord(when=answered_at, flow_run=str(flow_run_id), **fields)
-    write(report_dir / APPROVAL, record)
+    with output_directory(report_dir.parent):
+        write(report_dir / APPROVAL, record)
     return record

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from virnuc_core import validation
 from virnuc_core.consensus import FATES
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError, InputError, UnsafeFileError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.bottlenecks import rank_losses, stage_findings
@@ -51,6 +51,7 @@ from virnuc_core.report.render import REPORT_JSON, render
 from virnuc_core.report.warnings import warnings
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import RunRecord, read, write
+from virnuc_core.safe_files import output_directory
 
 APPROVAL: Final = "approval.json"
 FLAGS: Final = ("short_for_model", "ambiguous", "duplicate_of")
@@ -279,9 +280,12 @@ def read_report(path: Path) -> Report:
 
     Raises:
         InputError: It is not a report of this version. The message says what is wrong.
+        UnsafeFileError: It is no regular file.
     """
     try:
         return read(path, Report)
+    except UnsafeFileError:
+        raise
     except ConfigError as error:
         reason = str(error).removeprefix(f"{path}: ")
         raise InputError(
@@ -327,13 +331,17 @@ def rerender(out: Path) -> Report:
     Raises:
         InputError: `report.json` cannot be read.
     """
-    report = read_report(RunDir(out).report / REPORT_JSON)
+    with output_directory(out):
+        report = read_report(RunDir(out).report / REPORT_JSON)
     approval_path = RunDir(out).report / APPROVAL
     if approval_path.is_file():
         raw = RawFolder(out)
         approval = approval_state(raw, report.run)
         name = approval_path.relative_to(out).as_posix()
-        evidence = report.evidence | {name: raw.evidence()[name]}
+        evidence = dict(report.evidence)
+        read_files = raw.evidence()
+        if name in read_files:  # the answer is missing there if it is no regular file
+            evidence[name] = read_files[name]
         update = {"approval": approval, "evidence": dict(sorted(evidence.items()))}
         report = report.model_copy(update=update)
     return _write_forms(out, report)
@@ -341,6 +349,8 @@ def rerender(out: Path) -> Report:
 
 def _write_forms(out: Path, report: Report) -> Report:
     """Write every form of a report, and return the report."""
-    for name, content in render(report).items():
-        write_text_atomically(RunDir(out).report / name, content)
+    pages = render(report)
+    with output_directory(out):
+        for name, content in pages.items():
+            write_text_atomically(RunDir(out).report / name, content)
     return report

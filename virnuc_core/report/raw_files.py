@@ -5,11 +5,12 @@ A file that is missing is `None`. One that cannot be read is `None`, too, and it
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
-from virnuc_core.errors import VirnucError
+from virnuc_core.errors import UnsafeFileError, VirnucError
 from virnuc_core.runfiles import Device, File, FileDigest, digest, read
 from virnuc_core.telemetry.log import Telemetry, read_telemetry
 
@@ -105,7 +106,10 @@ class RawFolder:
         """Return size and digest of every file that was read, by name."""
         digests = {}
         for name in sorted(self.used):
-            file_digest = digest(self.root / name, self.root)
+            # What is no regular file was not read either: `problems` says so.
+            file_digest = None
+            with suppress(UnsafeFileError):
+                file_digest = digest(self.root / name, self.root)
             if file_digest is not None:
                 digests[name] = file_digest
         return digests

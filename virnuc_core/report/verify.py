@@ -43,6 +43,7 @@ from virnuc_core.report.verify_runs import (
 from virnuc_core.report.verify_store import verify_store
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, identity, read
+from virnuc_core.safe_files import read_file
 from virnuc_core.validation import Comparison, ComparisonFile, ValidationRecord
 
 # What another version of matplotlib may draw otherwise: the charts of a page, and its name
@@ -50,6 +51,7 @@ DRAWN: Final = re.compile(
     r'<meta name="generator"[^>]*>|data:image/svg\+xml;base64,[A-Za-z0-9+/=]+'
 )
 # of result rows; fewer are looked at before a second process has started
+MAX_PAGE_BYTES: Final = 256 << 20  # of a page of a report, with its charts
 MIN_BYTES_FOR_PROCESSES: Final = 16_000_000
 
 Check = Callable[[Verification, RawFolder], None]
@@ -262,7 +264,8 @@ def _verify_forms(verification: Verification, out: Path, report: Report) -> None
         if not path.is_file():
             verification.add_difference(f"report/{name}: missing")
             continue
-        pages = [path.read_text(encoding="utf-8", errors="replace"), new_page]
+        page = read_file(path, out, MAX_PAGE_BYTES).decode("utf-8", "replace")
+        pages = [page, new_page]
         # Another version of matplotlib draws the same chart with other bytes, so charts are left
         # out of the comparison then.
         if name.endswith(".html") and f'content="{GENERATOR}"' not in pages[0]:

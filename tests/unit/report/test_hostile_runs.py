@@ -17,7 +17,9 @@ from virnuc_core.config import RunSpec
 from virnuc_core.engine import shards
 from virnuc_core.errors import UnsafeFileError
 from virnuc_core.pipeline import predict
+from virnuc_core.profiles import Profile
 from virnuc_core.reads import store
+from virnuc_core.report.build import rerender, write_report
 from virnuc_core.report.compare import compare
 from virnuc_core.rundir import RunDir
 
@@ -27,7 +29,7 @@ ROWS_OF_A_LIE = 8 * 10**9
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+def finished_spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     """The settings of a small run that is finished, with random weights."""
     folder = tmp_path_factory.mktemp("finished")
     models = folder / "models"
@@ -45,9 +47,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
 
 
 @pytest.fixture
-def run(tmp_path: Path, finished: RunSpec) -> RunDir:
+def run(tmp_path: Path, finished_spec: RunSpec) -> RunDir:
     """A copy of the run, as a stranger could send it."""
-    return RunDir(Path(shutil.copytree(finished.out, tmp_path / "run")))
+    return RunDir(Path(shutil.copytree(finished_spec.out, tmp_path / "run")))
 
 
 @pytest.fixture
@@ -244,11 +246,11 @@ def test_what_is_no_regular_file_blocks_no_command(
 @pytest.mark.parametrize("replace", [pipe, endless, outside])
 @pytest.mark.parametrize("name", ["run.json", "embeddings.h5", "shards/00000.h5"])
 def test_a_comparison_reads_regular_files_only(
-    run: RunDir, finished: RunSpec, name: str, replace: Callable[[Path], None]
+    run: RunDir, finished_spec: RunSpec, name: str, replace: Callable[[Path], None]
 ) -> None:
     replace(run.root / name)
     with pytest.raises(UnsafeFileError, match=name):
-        compare(run.root, finished.out, embeddings=True)
+        compare(run.root, finished_spec.out, embeddings=True)
 
 
 @pytest.mark.timeout(120)
@@ -257,37 +259,37 @@ def test_a_comparison_reads_regular_files_only(
     "name", ["summary.json", "run.json", "shards/plan.json", "shards/00000.h5"]
 )
 def test_a_run_is_not_resumed_over_what_is_no_regular_file(
-    run: RunDir, finished: RunSpec, name: str, replace: Callable[[Path], None]
+    run: RunDir, finished_spec: RunSpec, name: str, replace: Callable[[Path], None]
 ) -> None:
     if name != "summary.json":
         run.summary.unlink()
     replace(run.root / name)
     mode = (run.root / name).lstat().st_mode
     with pytest.raises(UnsafeFileError, match=name):
-        predict(finished.model_copy(update={"out": run.root}))
+        predict(finished_spec.model_copy(update={"out": run.root}))
     assert (run.root / name).lstat().st_mode == mode, "nothing is moved"
 
 
 @pytest.mark.parametrize("folder", ["shards", "logs", "telemetry"])
 def test_starting_over_touches_nothing_behind_a_link(
-    run: RunDir, finished: RunSpec, tmp_path: Path, folder: str
+    run: RunDir, finished_spec: RunSpec, tmp_path: Path, folder: str
 ) -> None:
     """With a link to the shards of another run, `--force` removed them."""
-    other = Path(shutil.copytree(finished.out, tmp_path / "other"))
+    other = Path(shutil.copytree(finished_spec.out, tmp_path / "other"))
     (other / folder).mkdir(exist_ok=True)
     before = {path: path.read_bytes() for path in (other / folder).rglob("*") if path.is_file()}
     shutil.rmtree(run.root / folder, ignore_errors=True)
     (run.root / folder).symlink_to(other / folder)
     for force in (False, True):
         with pytest.raises(UnsafeFileError, match=f"{folder}: is a symbolic link"):
-            predict(finished.model_copy(update={"out": run.root, "force": force}))
+            predict(finished_spec.model_copy(update={"out": run.root, "force": force}))
     after = {path: path.read_bytes() for path in (other / folder).rglob("*") if path.is_file()}
     assert after == before
     assert run.summary.exists(), "nothing was removed"
 
 
 def test_logs_and_other_files_are_not_written_through_links(
-    run: RunDir, finished: RunSpec, secret: Path
+    run: RunDir, finished_spec: RunSpec, secret: Path
 ) -> None:
     """The names of the files that a run writes are known before."""
     run.summary.unlink()
@@ -300,7 +302,36 @@ def test_logs_and_other_files_are_not_written_through_links(
         path.unlink(missing_ok=True)
         path.symlink_to(secret)
     with pytest.raises(UnsafeFileError, match=r"attempt\.jsonl: is a symbolic link"):
-        predict(finished.model_copy(update={"out": run.root}))
+        predict(finished_spec.model_copy(update={"out": run.root}))
     (run.root / "telemetry" / "attempt.jsonl").unlink()
-    predict(finished.model_copy(update={"out": run.root}))
+    predict(finished_spec.model_copy(update={"out": run.root}))
     assert secret.read_bytes() == SECRET
+
+
+def test_a_report_is_not_written_through_a_link(
+    copied: tuple[Path, Profile], tmp_path: Path
+) -> None:
+    """`virnuc report` writes into a validation that somebody else may have made."""
+    validation, profile = copied
+    other = tmp_path / "other"
+    (validation / "report").rename(other)
+    (validation / "report").symlink_to(other)
+    before = {path: path.read_bytes() for path in other.iterdir()}
+    with pytest.raises(UnsafeFileError, match="report: is a symbolic link"):
+        write_report(validation, profile)
+    with pytest.raises(UnsafeFileError, match="report: is a symbolic link"):
+        rerender(validation)
+    assert {path: path.read_bytes() for path in other.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["devices-1/summary.json", "comparison.json"])
+def test_a_report_takes_nothing_from_a_file_that_is_a_link(
+    copied: tuple[Path, Profile], tmp_path: Path, name: str
+) -> None:
+    validation, profile = copied
+    outside_path = tmp_path / "outside.json"
+    (validation / name).rename(outside_path)
+    (validation / name).symlink_to(outside_path)
+    report = write_report(validation, profile)
+    assert name not in report.evidence
+    assert "is a symbolic link" in (validation / "report" / "report.txt").read_text()
