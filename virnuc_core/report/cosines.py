@@ -9,6 +9,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.engine.loader import slices
-from virnuc_core.engine.shards import store_path
+from virnuc_core.engine.shards import is_sealed, store_path
 from virnuc_core.errors import InputError, UnreadableError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
@@ -164,6 +165,7 @@ def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5
             try:
                 shard = stack.enter_context(_open_hdf5(shard_path, run_root))
                 n_shard_rows += len(shard["embeddings"])
+                _require_sealed(shard_path)
             except (OSError, KeyError, RuntimeError) as error:
                 raise InputError(
                     f"cannot be read ({error})", file=shard_path, hint="run again to compute it"
@@ -186,6 +188,24 @@ def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5
                 "has more rows than its shards", file=path_a, hint="finish the run first"
             )
         yield file_a, file_b
+
+
+def _require_sealed(shard_path: Path) -> None:
+    """Raise an error if a shard does not have the bytes that were committed.
+
+    A flipped bit in an embedding changes a cosine, but makes no file unreadable. So the whole file
+    is compared with its seal before a row of it is used.
+
+    Raises:
+        InputError: The shard was changed or damaged.
+        UnreadableError: The system cannot read the shard, so that nothing is known about it.
+    """
+    if not read_with_retries(shard_path, partial(is_sealed, shard_path)):
+        raise InputError(
+            "has other bytes than were committed",
+            file=shard_path,
+            hint="run again to compute it",
+        )
 
 
 def _open_hdf5(path: Path, root: Path) -> h5py.File:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.damage import flip_bit
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.shards import ShardPlan, ShardResult, make_plan
@@ -288,4 +289,14 @@ def test_a_shard_that_cannot_be_read_is_an_error_and_no_row_of_nan(
                 "NaN is the mark of rows that failed"
             )
     with pytest.raises(InputError, match=r"00001\.h5: cannot be read .*; run again"):
+        cosines(run.root, run.root)
+
+
+def test_a_flipped_bit_in_an_embedding_is_an_error_and_no_other_cosine(run: RunDir) -> None:
+    many_shards(run, 3)
+    path = shards.shard_path(run, 1)
+    with h5py.File(path) as file:
+        place = file.userblock_size + file["embeddings"].id.get_offset()
+    flip_bit(path, place=place + 2, bit=0)
+    with pytest.raises(InputError, match=r"00001\.h5: has other bytes than were committed"):
         cosines(run.root, run.root)
