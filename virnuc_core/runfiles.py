@@ -81,6 +81,7 @@ def read(path: Path, kind: type[File], root: Path | None = None) -> File:
     Raises:
         ConfigError: Names the file, and the key with a wrong value.
         UnsafeFileError: It is no regular file in the run directory, or it is too large.
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
     with refuse_unreadable(path, "JSON"):
         content = read_with_retries(path, lambda: read_file(path, root))
@@ -96,6 +97,7 @@ def read_or_set_aside(path: Path, kind: type[File]) -> File | None:
     Raises:
         ConfigError: The file cannot be opened.
         UnsafeFileError: It is no regular file. Nothing is renamed.
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
     if not path_exists(path):
         return None
