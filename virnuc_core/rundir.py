@@ -673,10 +673,8 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
             storage_problem = storage_error(error, marker)
             if storage_problem is not None:
                 raise storage_problem from error
-        raise ConfigError(
-            f"{marker}: cannot be written: {describe_system_error(error)}, "
-            "or choose another directory"
-        ) from error
+        reason = describe_system_error(error, "choose another directory")
+        raise ConfigError(f"{marker}: cannot be written: {reason}") from error
     return is_new
 
 

@@ -60,11 +60,21 @@ static int fd_must_fail(int fd, char call) {
 OPEN(open)
 OPEN(open64)
 
+/* Return whether a call must fail for a path that may be relative to an open folder. */
+static int entry_must_fail(int folder, const char *path, char call) {
+    char folder_path[4096], whole[8192];
+    if (!getenv("FAIL_PATH") || !path) return 0;
+    if (path[0] == '/' || folder == AT_FDCWD || !path_of(folder, folder_path, sizeof folder_path))
+        return must_fail(path, call);
+    snprintf(whole, sizeof whole, "%s/%s", folder_path, path);
+    return must_fail(whole, call);
+}
+
 #define OPENAT(name)                                                                  \
     int name(int folder, const char *path, int flags, ...) {                          \
         REAL(#name, int (*)(int, const char *, int, ...));                            \
         va_list args; va_start(args, flags); int mode = va_arg(args, int); va_end(args); \
-        return must_fail(path, 'o') ? -1 : real(folder, path, flags, mode);           \
+        return entry_must_fail(folder, path, 'o') ? -1 : real(folder, path, flags, mode); \
     }
 OPENAT(openat)
 OPENAT(openat64)
@@ -100,12 +110,12 @@ STAT64(lstat64)
 
 int fstatat(int folder, const char *path, struct stat *result, int flags) {
     REAL("fstatat", int (*)(int, const char *, struct stat *, int));
-    return must_fail(path, 's') ? -1 : real(folder, path, result, flags);
+    return entry_must_fail(folder, path, 's') ? -1 : real(folder, path, result, flags);
 }
 
 int fstatat64(int folder, const char *path, struct stat64 *result, int flags) {
     REAL("fstatat64", int (*)(int, const char *, struct stat64 *, int));
-    return must_fail(path, 's') ? -1 : real(folder, path, result, flags);
+    return entry_must_fail(folder, path, 's') ? -1 : real(folder, path, result, flags);
 }
 
 /* Locks of files: flock, and those of fcntl and lockf. */
