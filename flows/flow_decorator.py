@@ -57,6 +57,7 @@ def with_parameters(
             """Run the function with these settings, and keep its state or error."""
             _hide_own_tracebacks()
             outcome = current_outcome()
+            outcome.has_begun = True
             try:
                 settings = _checked_settings(model, values)
                 state = _run(function, settings)

@@ -16,6 +16,7 @@ from virnuc.flows.outcome import NotMetError
 from virnuc.flows.own_outcome import recorded_outcome
 from virnuc.flows.parameters import WITHOUT
 from virnuc.tasks.server_connection import (
+    REPORTING_ERRORS,
     ServerLostError,
     route_through_connection,
     without_server,
@@ -23,6 +24,8 @@ from virnuc.tasks.server_connection import (
 from virnuc_core.errors import VirnucError, printable
 from virnuc_core.telemetry import live
 
+logger = logging.getLogger(__name__)
+SERVER_ERRORS: Final = (VirnucError, *REPORTING_ERRORS)
 # loggers of Prefect that count, at the end, what is still to be sent
 QUEUE_LOGGERS: Final = ("APILogWorker", "EventsWorker")
 
@@ -48,6 +51,8 @@ def run_flow(
     parameters: Mapping[str, Any],
     terminal: TerminalOptions,
     wait_for_server: Callable[[], object] | None,
+    *,
+    may_run_alone: bool = False,
 ) -> State[Any]:
     """Run a flow in this process.
 
@@ -57,6 +62,7 @@ def run_flow(
         terminal: What is shown on the terminal.
         wait_for_server: Returns once the Prefect server answers. None runs the flow's function
             without a server.
+        may_run_alone: Do the same if the server fails before the function has begun.
 
     Returns:
         The final state. It may be a failed one only if criteria were not met.
@@ -71,9 +77,18 @@ def run_flow(
     if wait_for_server is None:
         state = without_server(flow.fn, **parameters)
     else:
-        wait_for_server()
         with recorded_outcome() as outcome:
-            recorded = _run_on_server(flow, parameters)
+            try:
+                wait_for_server()
+                recorded = _run_on_server(flow, parameters)
+            except SERVER_ERRORS as server_error:
+                if outcome.has_begun or not may_run_alone:
+                    raise
+                logger.warning(
+                    "the run goes on without a Prefect server, and is not in the UI: %s",
+                    server_error,
+                )
+                recorded = without_server(flow.fn, **parameters)
         state = outcome.final_state(recorded)
     if state.is_completed():
         return state

@@ -25,6 +25,7 @@ class OwnOutcome:
     the server chose. A run that is started from a terminal ends as its own function did.
     """
 
+    has_begun: bool = False
     state: State[Any] | None = None
     error: BaseException | None = None
 

@@ -6,22 +6,26 @@ is imported before it is needed, so that `virnuc predict --help` answers at once
 
 import importlib
 import inspect
+import logging
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from virnuc.flows.cli.prefect_settings import prepare_prefect
 from virnuc.flows.cli.prestart import prestart_digest, prestart_workers
 from virnuc.flows.cli.temporary_server import start_temporary_server
 from virnuc.flows.preflight import preflight
 from virnuc_core.config import INPUT_FIELDS
-from virnuc_core.errors import printable
+from virnuc_core.errors import VirnucError, printable
 from virnuc_core.lease import command_start_s
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
+
+log = logging.getLogger(__name__)
+RUNS_ALONE: Final = "the run goes on without a Prefect server, and is not in the UI: %s"
 
 
 def run_from_terminal(flow_path: str, settings: Any) -> "State[Any]":
@@ -60,7 +64,11 @@ def run_from_terminal(flow_path: str, settings: Any) -> "State[Any]":
         flow = getattr(importlib.import_module(module_name), function_name)
         parameters = _flow_parameters(flow, settings)
         _report_progress(settings, "Prefect is loaded")
-        state = flow_run.run_flow(flow, parameters, settings, wait_for_server)
+        # A server that the user named is to show the run, so the run needs it.
+        may_run_alone = _can_run_alone(settings) and not has_named_server
+        state = flow_run.run_flow(
+            flow, parameters, settings, wait_for_server, may_run_alone=may_run_alone
+        )
     _report_progress(settings, "done")
     return state
 
@@ -68,6 +76,14 @@ def run_from_terminal(flow_path: str, settings: Any) -> "State[Any]":
 def _runs_without_prefect(settings: Any) -> bool:
     """Return whether the user wants no server. Only `virnuc predict` has the option."""
     return bool(getattr(settings, "no_prefect", False))
+
+
+def _can_run_alone(settings: Any) -> bool:
+    """Return whether the flow can run without a server. So can a prediction.
+
+    The other flows have child flows, or steps that wait for a person, which need one.
+    """
+    return hasattr(settings, "no_prefect")
 
 
 def _has_named_server(settings: Any) -> bool:
@@ -84,7 +100,11 @@ def _prepare_server(settings: Any, has_named_server: bool) -> Callable[[], objec
 
     Returns:
         A function that waits for the flow's server, or None if the flow runs without one. A run
-        that is complete needs none.
+        that is complete needs none. A prediction goes on without one if it cannot be started.
+
+    Raises:
+        VirnucError: The flow needs a server, and none can be started.
+        OSError: The same, if the system refuses something.
     """
     if _runs_without_prefect(settings):
         return None
@@ -92,7 +112,13 @@ def _prepare_server(settings: Any, has_named_server: bool) -> Callable[[], objec
         return _need_not_wait
     if settings.is_done():
         return None
-    server = start_temporary_server(debug=settings.debug)
+    try:
+        server = start_temporary_server(debug=settings.debug)
+    except (VirnucError, OSError) as error:
+        if not _can_run_alone(settings):
+            raise
+        log.warning(RUNS_ALONE, error)
+        return None
 
     def wait() -> None:
         """Wait for the temporary server, and report that it answers."""

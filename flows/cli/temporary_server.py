@@ -6,6 +6,7 @@ user of the machine.
 """
 
 import atexit
+import fcntl
 import logging
 import os
 import re
@@ -14,10 +15,13 @@ import socket
 import sqlite3
 import subprocess
 import tempfile
+import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, Final
-from urllib.request import getproxies
+
+import psutil
 
 from virnuc.flows.output_folder import require_writable
 from virnuc.flows.parameters import WITHOUT
@@ -29,11 +33,15 @@ STOP_S: Final = 5.0
 LOOPBACK: Final = "127.0.0.1"
 PENDING_CONNECTIONS: Final = 128
 USER: Final = "virnuc"
+DATABASE_URL: Final = "PREFECT_SERVER_DATABASE_CONNECTION_URL"  # if set, the home has no database
+POLL_S: Final = 5.0  # how long one attempt to reach the server takes
+MIN_PROGRESS_S: Final = 0.05  # processor time that shows that a server works
 GUARDED_APP: Final = "virnuc.flows.cli.server_guard:create_app"
 SERVER_PROGRAM: Final = (
     f"import uvicorn; "
     f"uvicorn.run('{GUARDED_APP}', factory=True, fd=int(sys.argv[1]), log_level='error')"
 )
+log = logging.getLogger(__name__)
 # what a user can do if no server can be had; for the error messages
 USE_NO_SERVER: Final = f"use {WITHOUT}"
 
@@ -55,23 +63,23 @@ class TemporaryServer:
     password: str
     log: IO[bytes]
     alternative: str
+    first_use: "FirstUse | None" = None
 
     def wait(self) -> None:
         """Return once the server answers.
 
         Raises:
-            VirnucError: It ended or did not answer within Prefect's limit.
+            VirnucError: It ended, or did neither answer nor work within Prefect's limit.
         """
         import httpx
-        from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 
         from virnuc.tasks.server_connection import connection
 
         connection.embedded = self.process
-        limit_s = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
         try:
-            answer = httpx.get(f"{self.url}/health", timeout=limit_s, auth=(USER, self.password))
-            answer.raise_for_status()
+            self._wait_for_answer()
+            if self.first_use is not None:
+                self.first_use.finish()
         except httpx.HTTPError as error:
             self.log.seek(0)
             log_text = self.log.read().decode(errors="replace")
@@ -80,6 +88,39 @@ class TemporaryServer:
             raise VirnucError(
                 f"Prefect's own server does not start: {reason}; mend it, or {self.alternative}"
             ) from error
+        finally:
+            if self.first_use is not None:
+                self.first_use.release()
+
+    def _wait_for_answer(self) -> None:
+        """Ask the server until it answers.
+
+        A server that migrates its database on a busy machine may need minutes. So the limit is for
+        the time in which its process computed nothing, not for the whole time.
+
+        Raises:
+            httpx.HTTPError: It ended, or did neither answer nor compute anything within the limit.
+        """
+        import httpx
+        from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
+
+        limit_s = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
+        cpu_s = 0.0
+        give_up_s = time.monotonic() + limit_s
+        # trust_env=False: a proxy would be sent the password, and could not reach the server.
+        with httpx.Client(auth=(USER, self.password), trust_env=False) as client:
+            while True:
+                timeout_s = min(limit_s, POLL_S)
+                try:
+                    client.get(f"{self.url}/health", timeout=timeout_s).raise_for_status()
+                    return
+                except httpx.TimeoutException:
+                    new_cpu_s = _cpu_seconds(self.process)
+                    if new_cpu_s >= cpu_s + MIN_PROGRESS_S:
+                        cpu_s = new_cpu_s
+                        give_up_s = time.monotonic() + limit_s
+                    elif time.monotonic() >= give_up_s:
+                        raise
 
     def stop(self) -> None:
         """End the server. What Prefect's threads still had to report has been reported by now."""
@@ -87,6 +128,76 @@ class TemporaryServer:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=STOP_S)
         self.process.kill()
+
+
+def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
+    """Return the processor time that a process has used; 0 if it has ended."""
+    try:
+        times = psutil.Process(process.pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
+
+
+class FirstUse:
+    """The lock around the first use of a Prefect home by one version of Prefect.
+
+    The first server in a home creates or migrates its SQLite database. Servers that do so at the
+    same time damage each other's work. A marker file tells that the database is ready, so later
+    commands need no lock. The system releases the lock if this process ends.
+    """
+
+    def __init__(self, home: Path) -> None:
+        """Take the lock, if the database of this home is not ready. Wait for its holder.
+
+        If the file system has no locks, go on without one.
+
+        Args:
+            home: Prefect's home. It is created if it is missing.
+
+        Raises:
+            OSError: The home cannot be written to.
+        """
+        from prefect import __version__ as prefect_version
+
+        self._marker = home / f".virnuc-database-{prefect_version}"
+        self._database = home / "prefect.db"
+        self._lock_file: IO[bytes] | None = None
+        if self._is_ready():
+            return
+        home.mkdir(parents=True, exist_ok=True)
+        self._lock_file = (home / ".virnuc-first-use").open("ab")
+        with suppress(OSError):
+            self._wait_for_lock(self._lock_file)
+        if self._is_ready():  # by the process that held the lock
+            self.release()
+
+    def _wait_for_lock(self, lock_file: IO[bytes]) -> None:
+        """Lock a file. If another process has locked it, say so and wait."""
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning(
+                "another process sets up Prefect's database in %s; waiting for it",
+                self._database.parent,
+            )
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
+
+    def _is_ready(self) -> bool:
+        """Return whether this version of Prefect has set up the database."""
+        return self._marker.exists() and self._database.exists()
+
+    def finish(self) -> None:
+        """Record that the database is ready."""
+        if self._lock_file is not None:
+            with suppress(OSError):
+                self._marker.touch()
+
+    def release(self) -> None:
+        """Release the lock, if it is held."""
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
 
 
 def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> TemporaryServer:
@@ -105,7 +216,11 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
     """
     require_usable_home(alternative)
     from prefect.context import refresh_global_settings_context
-    from prefect.settings import get_current_settings
+    from prefect.settings import PREFECT_HOME, get_current_settings
+
+    first_use = None
+    if not os.environ.get(DATABASE_URL):
+        first_use = FirstUse(PREFECT_HOME.value())
 
     password = secrets.token_urlsafe(32)
     environment = os.environ | {
@@ -114,7 +229,7 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
         "PREFECT__SERVER_FINAL": "1",
     }
     environment |= get_current_settings().to_environment_variables(exclude_unset=True)
-    log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this process
+    server_log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this process
     # The port is bound before the server starts. So clients that connect early wait, and no other
     # process can get the port.
     with socket.socket() as listener:
@@ -130,13 +245,13 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
             pass_fds=[listener.fileno()],
             start_new_session=True,
             stdin=subprocess.PIPE,
-            stderr=None if debug else log,
+            stderr=None if debug else server_log,
         )
     assert process.stdin is not None
     # If the server has already ended, the pipe is broken. `wait` reports that.
     with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(f"{USER}:{password}\n".encode())
-    server = TemporaryServer(process, url, password, log, alternative)
+    server = TemporaryServer(process, url, password, server_log, alternative, first_use)
     atexit.register(server.stop)
     refresh_global_settings_context()
     _authenticate(f"{USER}:{password}")
@@ -154,7 +269,7 @@ def require_usable_home(alternative: str = USE_NO_SERVER) -> None:
     """
     from prefect.settings import PREFECT_HOME
 
-    if os.environ.get("PREFECT_SERVER_DATABASE_CONNECTION_URL"):
+    if os.environ.get(DATABASE_URL):
         return
     home = PREFECT_HOME.value()
     database = home / "prefect.db"
@@ -185,18 +300,4 @@ def _authenticate(auth_string: str) -> None:
     client = settings.client.model_copy(update={"custom_headers": {}})
     settings = settings.model_copy(update={"client": client})
     context.GLOBAL_SETTINGS_CONTEXT = current.model_copy(update={"settings": settings})
-    _bypass_proxy_for_loopback()
     logging.getLogger("websockets").setLevel(logging.INFO)  # at DEBUG it logs the headers it sends
-
-
-def _bypass_proxy_for_loopback() -> None:
-    """Exclude the loopback address from proxies.
-
-    A proxy would be sent the secret, and could not reach the server.
-    """
-    excluded_hosts = []
-    hosts_of_user = getproxies().get("no")  # Python keeps the user's no_proxy under this key
-    if hosts_of_user:
-        excluded_hosts.append(hosts_of_user)
-    excluded_hosts.append(LOOPBACK)
-    os.environ["no_proxy"] = ",".join(excluded_hosts)

@@ -23,7 +23,8 @@ from .strikes import LIMIT_S, Running, damage, left_over, make_room, small_disk,
 
 ENDS_WITHIN_S: Final = 10.0  # of SIGTERM
 STRANGERS: Final = ("notes.txt", "shards/mine.csv", "telemetry/mine.csv", "logs/mine.log")
-NO_SERVER: Final = ("Prefect's own server does not start", "no Prefect server answers at")
+NO_SERVER: Final = "no Prefect server answers at"
+RUNS_ALONE: Final = "the run goes on without a Prefect server"
 NODE: Final = ("dask worker", "nanny", "tree")
 OWN_WAYS: Final = (1, 2, 3, 4, 6)  # exit codes with one line that says why
 
@@ -199,9 +200,10 @@ class Play:
         kind = self.plan.how
         whom = self.plan.whom
         if whom == "server" and run.ends() is not None:
-            # The server may have gone before there was a run.
-            is_without_server = any(text in run.complained() for text in NO_SERVER)
-            return (1,) if is_without_server else (0,)
+            # The server may have gone before there was a run. Only a named one stops the command.
+            complaints = run.complained()
+            is_stopped = NO_SERVER in complaints and RUNS_ALONE not in complaints
+            return (1,) if is_stopped else (0,)
         is_command_killed = kind == "kill" and whom.startswith(("main", "after "))
         if whom == "all" or is_command_killed:
             return (0, -9)

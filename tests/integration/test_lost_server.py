@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,16 @@ from .test_ending import RESULTS, SERVER, SIZES, Run, digest, running, undisturb
 __all__ = ["undisturbed"]
 pytestmark = [pytest.mark.usefixtures("prefect_backend")]
 TOLD = "the Prefect server does not answer"
+RUNS_ALONE = "the run goes on without a Prefect server, and is not in the UI"
+
+
+def not_a_folder(home: Path) -> None:
+    home.write_text("a file")
+
+
+def not_a_database(home: Path) -> None:
+    home.mkdir()
+    (home / "prefect.db").write_text("no tables")
 
 
 def free_port() -> int:
@@ -78,7 +91,7 @@ def test_a_run_whose_server_is_lost_ends_with_its_results_and_says_so(
 @pytest.mark.parametrize(
     "strike", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "stopped"]
 )
-def test_a_server_that_is_lost_while_it_starts_is_one_line(
+def test_a_prediction_goes_on_if_its_server_is_lost_while_it_starts(
     tmp_path: Path,
     few_reads: Path,
     models: Path,
@@ -103,9 +116,54 @@ def test_a_server_that_is_lost_while_it_starts_is_one_line(
                 lambda: [one for one in children() if SERVER in " ".join(one.cmdline())], "a server"
             )[0]
         )
-        assert process.wait(PATIENCE_S) == 1
-    *_, last_line = log.read_text().splitlines()
-    assert last_line.startswith("virnuc: Prefect's own server does not start")
+        assert process.wait(PATIENCE_S) == 0
+    output = log.read_text()
+    assert output.count(f"{RUNS_ALONE}: Prefect's own server does not start") == 1
+    assert output.splitlines()[-1].startswith("Results: ")
+    assert (tmp_path / "run" / "reads.tsv").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", [not_a_folder, not_a_database], ids=["file", "database"])
+def test_a_prediction_goes_on_if_no_server_can_be_had(
+    tmp_path: Path, few_reads: Path, models: Path, spoil: Callable[[Path], None]
+) -> None:
+    home = tmp_path / "prefect"
+    spoil(home)
+    environment = {name: value for name, value in os.environ.items() if "PREFECT" not in name}
+    words = ("predict", few_reads, "-o", tmp_path / "run", "--models", models, "--devices", "cpu:1")
+    process = subprocess.run(
+        [*VIRNUC, *map(str, words)],
+        env=environment | {"PREFECT_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert process.returncode == 0
+    assert process.stderr.count(RUNS_ALONE) == 1
+    assert str(home) in process.stderr
+    assert (tmp_path / "run" / "reads.tsv").is_file()
+
+
+@pytest.mark.slow
+def test_first_runs_on_a_new_home_wait_for_each_other(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
+    """Each would migrate the same database, and most of them would fail."""
+    environment = {name: value for name, value in os.environ.items() if "PREFECT" not in name}
+    environment["PREFECT_HOME"] = str(tmp_path / "prefect")
+    words = ("predict", few_reads, "--models", models, "--devices", "cpu:1", "-o")
+    with ExitStack() as stack:
+        processes = []
+        for number in range(4):
+            command = (*VIRNUC, *map(str, words), str(tmp_path / f"run-{number}"))
+            log = tmp_path / f"log-{number}"
+            processes.append(stack.enter_context(background(command, environment, log)))
+        assert [process.wait(4 * PATIENCE_S) for process in processes] == [0] * len(processes)
+    logs = [(tmp_path / f"log-{number}").read_text() for number in range(len(processes))]
+    assert not any(RUNS_ALONE in log for log in logs), logs
+    assert any("another process sets up Prefect's database" in log for log in logs)
 
 
 @pytest.mark.slow

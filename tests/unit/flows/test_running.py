@@ -84,6 +84,25 @@ def test_settings_of_the_user_are_kept_and_ours_fill_the_gaps() -> None:
     assert environment["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] == "90"
 
 
+def test_loopback_needs_no_proxy_and_other_exceptions_stay() -> None:
+    environment = {"http_proxy": "http://proxy:3128", "NO_PROXY": "data.example, 127.0.0.1"}
+    prepare_prefect(environment)
+    assert environment["no_proxy"] == "data.example,127.0.0.1,localhost,::1"
+    assert environment["NO_PROXY"] == environment["no_proxy"]
+    assert environment["http_proxy"] == "http://proxy:3128"
+
+
+def test_a_socks_proxy_is_left_out_only_without_its_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "virnuc.flows.cli.prefect_settings"
+    for package, remains in ((None, False), (object(), True)):
+        monkeypatch.setattr(f"{module}.find_spec", lambda _, package=package: package)
+        environment = {"ALL_PROXY": "socks5://proxy:1080"}
+        prepare_prefect(environment)
+        assert ("ALL_PROXY" in environment) is remains
+
+
 @pytest.mark.parametrize(
     ("error", "helps"),
     [
