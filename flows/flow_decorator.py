@@ -54,7 +54,12 @@ def with_parameters(
         """Return the decorated function."""
 
         def called(**values: Any) -> State[T]:
-            """Run the function with these settings, and keep its state or error."""
+            """Check the settings, run the function, and return its state.
+
+            An error of ours, or a limit of the system, becomes a failed state with one line for the
+            user. Any other error is a fault of the program and is raised. Both are also stored in
+            the outcome, so that a run from a terminal ends with them, whatever a server says.
+            """
             _hide_own_tracebacks()
             outcome = current_outcome()
             outcome.has_begun = True

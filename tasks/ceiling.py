@@ -16,7 +16,7 @@ from virnuc_core.tools.ceiling import measure_ceilings
 
 @retrying_task("ceiling", "ceiling of {bench.devices}")
 def measure_ceiling(out: Path, bench: Bench, engine: EngineSpec) -> State[ModelFlops]:
-    """Measure the ceilings of the devices with these weights.
+    """Measure the ceiling of each device: the highest speed that the encoders' products reach.
 
     Args:
         out: The directory of the validation; logs are written to `out/logs`.

@@ -164,10 +164,11 @@ def viral_scores(means: Margins, single_frame_scores: ViralScores | None = None)
 
 
 def chunk_scores(virus_scores: NDArray[Any], chunks: Places) -> NDArray[Any]:
-    """Return the score of each chunk whose frames have P(virus) only, as in training.
+    """Return the score of each chunk from P(virus) of its frames alone, as in training.
 
-    With P(others) = 1 − P(virus) the margin of a chunk is max + min − 1 of its frames' P(virus), so
-    that its score 0.5 + margin / 2 is the mean of the two.
+    It is (max + min) / 2 over the frames of the chunk. This equals the usual score
+    0.5 + (max P(virus) − max P(others)) / 2, because P(others) is 1 − P(virus), so that its maximum
+    is 1 − min P(virus).
 
     Args:
         virus_scores: P(virus) of all frames, [frames].

@@ -29,13 +29,18 @@ def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode("ascii")
 
 
+def shorten(name: str) -> str:
+    """Return the first letters of a name, on one line."""
+    return re.sub(r"\s", " ", name)[:MAX_SHOWN_LETTERS]
+
+
 def join_first(names: Iterable[object]) -> str:
     """Return the first three names, shortened and on one line, and the number of the others.
 
     >>> join_first(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
     """
-    texts = [re.sub(r"\s", " ", str(name))[:MAX_SHOWN_LETTERS] for name in names]
+    texts = [shorten(str(name)) for name in names]
     text = ", ".join(texts[:MAX_SHOWN_NAMES])
     n_hidden = len(texts) - MAX_SHOWN_NAMES
     if n_hidden > 0:

@@ -430,6 +430,8 @@ def prepare(
         # Removing fails if any file cannot be removed. Otherwise an old file could later be
         # mistaken for a file of the new run.
         discard(run.root, *RUN_FILES)
+    # int8 computes rows whose score is near the threshold a second time, more precisely. Then the
+    # threshold is part of the plan.
     repeat_threshold = None
     if shards.repeats_near_threshold(engine, head):
         repeat_threshold = spec.threshold
@@ -474,7 +476,8 @@ def prepare(
         damaged=tuple(damaged_lines),
         lost=int(failed_rows.sum()),
         spec=spec,
-        unique_bytes=4 * (sum(widths.values()) + 2),  # float32: an embedding and two scores
+        # Bytes of the result of one unique frame: an embedding and two scores in float32.
+        unique_bytes=4 * (sum(widths.values()) + 2),
     )
     if todo and engine.commit:
         _check_room_for_results(job)

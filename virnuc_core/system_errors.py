@@ -186,10 +186,13 @@ def error_number(error: BaseException) -> int | None:
 
 
 def classify(error: BaseException) -> ErrorKind:
-    """Return what an error that was raised while a file was opened or read proves about the file.
+    """Return what is known about a file after an attempt to open or read it failed.
 
-    An error without a number of the system was raised by a parser or by HDF5: the bytes were read,
-    and they are not what was expected.
+    An error without an errno was raised by a parser or by HDF5. Then the bytes were read, and they
+    are not what was expected.
+
+    Args:
+        error: The error of the attempt.
     """
     number = error_number(error)
     if number is None or number in CONTENT_ERRORS:

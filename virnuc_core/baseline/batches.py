@@ -24,10 +24,11 @@ def single_rows(lengths: Sequence[int]) -> Batches:
 
 
 def sorted_batches(lengths: Sequence[int], budget: int = TOKENS_PER_BATCH) -> Batches:
-    """Return the batches that vanilla forms for ESM-2.
+    """Return the batches that the original VirNucPro ("vanilla") forms for ESM-2.
 
-    The sequences are sorted by length, the shortest first. All sequences of a batch are padded to
-    the longest plus one token. The number of tokens with padding must stay within the budget.
+    The sequences are sorted by length, the shortest first. The tokens of a sequence are its
+    residues and one start token. All sequences of a batch are padded to the longest. The number of
+    tokens with padding must stay within the budget.
 
     Args:
         lengths: Residues of each sequence.
@@ -36,7 +37,7 @@ def sorted_batches(lengths: Sequence[int], budget: int = TOKENS_PER_BATCH) -> Ba
     Returns:
         The indexes of the sequences of each batch.
 
-    >>> sorted_batches([1000, 10, 1040])
+    >>> sorted_batches([1000, 10, 1040], budget=2_048)  # 2 * 1,001 tokens fit, 3 * 1,041 do not
     [[1, 0], [2]]
     """
 

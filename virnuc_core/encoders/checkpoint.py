@@ -86,14 +86,14 @@ def shape_of(models: Path, shape_type: type[S]) -> S:
 
 @functools.cache
 def _checked_shape(models: Path, shape_type: type[Any], _file_states: object) -> Any:
-    """Read the sizes of one model and check everything except the numbers of an encoder.
+    """Read `config.json` of one model, and check that its files belong together.
 
-    The numbers of an encoder take gigabytes, so only the names, shapes and formats of its tensors
-    are checked. A classifier is small, so its numbers are checked, too.
+    The weights of an encoder take gigabytes, so only the names, shapes and formats of its tensors
+    are checked. A classifier is small, so its weights are read and checked, too.
 
     Args:
         models: Models directory.
-        shape_type: The type of the model's sizes.
+        shape_type: The type of the content of `config.json`: number of layers, width and so on.
         _file_states: State of all files. It is only part of the key under which the result is
             cached: another state leads to a new check.
     """

@@ -339,10 +339,12 @@ def _product(
 ) -> None:
     """Compute x @ weight.T in blocks. Each program computes every `programs`-th block.
 
-    The epilogue is what happens with the sums of a block. For int8 factors they are exact integers,
-    which are scaled in float32, then "store" writes them and "add" adds them to `out`. "gate"
-    writes gelu(first half) * second half of 16-bit factors. There each block has the columns of
-    both halves, because `interleave` has put the rows of the weight in this order.
+    The epilogue is what happens with the sums of a block:
+
+    - "store": for int8 factors. The sums, exact integers, are scaled in float32 and written.
+    - "add": the same, but they are added to `out`.
+    - "gate": for 16-bit factors. gelu(first half) * second half is written. Each block has the
+      columns of both halves, because `interleave` has put the rows of the weight in this order.
     """
     blocks_m, blocks_n = tl.cdiv(m, rows), tl.cdiv(n, columns)
     halves: tl.constexpr = 2 if epilogue == "gate" else 1
@@ -360,6 +362,7 @@ def _product(
             weight_block = weight.load([halves * first_column, step * depth]).T
             total = tl.dot(x_block, weight_block, total, out_dtype=sum_type)
         if epilogue == "gate":
+            # [rows, 2 * columns] becomes [rows, columns, 2], which is split into the halves.
             first, second = tl.split(tl.permute(tl.reshape(total, (rows, 2, columns)), (0, 2, 1)))
             first = 0.5 * first * (1.0 + tl.erf(first * 0.7071067811865476))  # exact GELU
             out.store([first_row, first_column], (first * second).to(out.dtype))

@@ -215,8 +215,9 @@ class DnabertS(Encoder):
         slopes = alibi_slopes(self.shape.heads)
         self._slopes = torch.tensor(slopes, dtype=torch.float32, device=table.device)
 
-        # With the kernels, linear layers add their product to the residual stream without their
-        # bias. The norm after each of them adds the bias as its shift, float32 [width].
+        # The int8 kernels add the product of a linear layer to the residual stream, but not its
+        # bias. So the norm that follows adds this bias: `_shifts` has it for both linear layers of
+        # each block, float32 [width].
         self._shifts: list[tuple[Tensor | None, Tensor | None]]
         if self._backend.has_kernels:
             self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) for layer in self.layers]

@@ -92,6 +92,9 @@ def map_batches(
 ) -> Iterator[Output]:
     """Parse the reads of all files in order, and apply a function to each batch, in parallel.
 
+    A record is irregular if it is not a FASTQ record of four lines. Only the slow parser can read
+    it, and it also reads the rest of its file, line by line in this process.
+
     Args:
         workers: The processes that parse the text and apply the function.
         work: The function. It must be picklable if there are other worker processes.
@@ -401,8 +404,10 @@ class _FileCutter:
     def _cut_part(self, part: Part) -> Piece | None:
         """Remove the next part of a long FASTA record from the text and return it as a piece.
 
+        `_part` is set to the position of the part after it, or to None after the last part.
+
         Args:
-            part: The position of the part. `_part` is set to the position of the part after it.
+            part: The position of the part.
 
         Returns:
             None if more text must be read first.
@@ -412,9 +417,11 @@ class _FileCutter:
         if record_end > 0:
             self._part = None
             return self._cut(record_end, part._replace(is_last=True))
-        # Leave line ends for the next part: with the text after them it shows whether a header
-        # follows. If there are only line ends, leave one.
-        end = len(text.rstrip(b"\r\n")) or len(text) - 1
+        # A header begins after a line end. So line ends at the end of the text are left for the
+        # next part: only with the text that is read next can a header be recognised.
+        end = len(text.rstrip(b"\r\n"))
+        if end == 0:  # only line ends: take all but the last
+            end = len(text) - 1
         if end == 0:
             return None
         sequence_start = text.index(b"\n") if part.is_first else 0

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 from isal import isal_zlib
 
 from virnuc_core.allowed_paths import require_allowed
-from virnuc_core.errors import ConfigError, InputError, join_first, printable
+from virnuc_core.errors import ConfigError, InputError, printable, shorten
 from virnuc_core.input_names import STDIN, is_address, is_remote
 from virnuc_core.rundir import atomic_file
 from virnuc_core.runfiles import FileDigest
@@ -600,7 +600,7 @@ def _unreadable_error(name: str, error: OSError) -> InputError:
     is_too_long = error.errno == errno.ENAMETOOLONG
     return InputError(
         f"cannot be read: {error.strerror or error}",
-        file=join_first([name]) if is_too_long else name,
+        file=shorten(name) if is_too_long else name,
         hint="check the path and its permissions",
     )
 

@@ -126,7 +126,7 @@ def _histogram(values: NDArray[np.float64], edges: NDArray[Any]) -> Histogram:
 
 
 def _utilisation_lines(telemetry: Telemetry) -> tuple[Line, ...]:
-    """Return a line for each GPU, then one for the processor."""
+    """Return the curves of utilisation over time: one for each GPU, then one for the processor."""
     lines = []
     for name, samples in telemetry.samples.groupby("device", observed=True):
         time_s = samples.time_s - telemetry.origin_s

@@ -170,10 +170,12 @@ def training_message(training: TrainFile) -> str:
     for figures in training.figures:
         if figures.level == "read" and figures.natural and figures.method == "head":
             auroc = figures.metrics["auroc"]
-            scores.append(f"{auroc} in {figures.asked} ({figures.clusters} clusters)")
+            test_set = figures.asked
+            scores.append(f"{auroc} in {test_set} ({figures.clusters} clusters)")
     message = f"AUROC of reads: {', '.join(scores)}"
     if min(training.clusters["test"].values()) < MIN_CLUSTERS:
         message += "; the test has too few genomes to tell"
+    # `training.encoders` has the origin of each encoder, for example "ESM-2: random, seed 7".
     if ": random" in training.encoders:
         encoders = f"random encoders ({training.encoders})"
         message += f"; {encoders}: this is not how good the method is"

@@ -266,8 +266,8 @@ def _verify_forms(verification: Verification, out: Path, report: Report) -> None
             continue
         page = read_file(path, out, MAX_PAGE_BYTES).decode("utf-8", "replace")
         pages = [page, new_page]
-        # Another version of matplotlib draws the same chart with other bytes, so charts are left
-        # out of the comparison then.
+        # Another version of matplotlib draws the same chart with other bytes. If the page names
+        # another version than the installed one, charts are left out of the comparison.
         if name.endswith(".html") and f'content="{GENERATOR}"' not in pages[0]:
             pages = [DRAWN.sub("", page) for page in pages]
         lines, new_lines = [page.encode().splitlines() for page in pages]

@@ -149,15 +149,15 @@ def verify_run(verification: Verification, raw: RawFolder, name: str) -> None:
     }
     verification.compare_fields(f"{name}/{SUMMARY}", summary, counts)
     for attempt in attempts:
-        # An attempt without a telemetry file names none. For a summary without attempts, the newest
-        # file is looked for.
-        if attempt.telemetry or not summary.attempts:
-            telemetry = raw.telemetry(name, attempt.telemetry)
-            if telemetry is not None:
-                is_newest = attempt is attempts[-1]
-                _verify_telemetry(
-                    verification, raw, telemetry, summary, attempt, is_newest=is_newest
-                )
+        has_no_telemetry = bool(summary.attempts) and not attempt.telemetry
+        if has_no_telemetry:
+            continue
+        # If the summary is of an older version, no file is named, and the newest one is read.
+        telemetry = raw.telemetry(name, attempt.telemetry)
+        if telemetry is None:
+            continue
+        is_newest = attempt is attempts[-1]
+        _verify_telemetry(verification, raw, telemetry, summary, attempt, is_newest=is_newest)
 
 
 def _verify_telemetry(

@@ -315,7 +315,13 @@ def _describe_genomes(examples: Examples) -> dict[str, dict[str, int | str]]:
 def _why_not_run(
     scored_reads: dict[str, pd.DataFrame], spec: TrainSpec, fragments_run: RunDir | str
 ) -> dict[str, str]:
-    """Return the test sets that were not scored, with the reasons."""
+    """Return the test sets that were not scored, with the reasons.
+
+    Args:
+        scored_reads: The scores, by test set.
+        spec: Settings of the training.
+        fragments_run: The run over fragments of the test genomes; or the reason why there is none.
+    """
     reason = NO_FRAGMENTS
     if isinstance(fragments_run, str):
         reason = fragments_run
