@@ -60,12 +60,15 @@ class GpuLibrary(Protocol):
     """The questions that virnuc asks about GPUs."""
 
     def driver(self) -> Driver | None:
-        """Return the versions of the driver, or `None` if there is no driver."""
+        """Return the versions of the driver, or `None` if there is no driver that works."""
 
     def visible(self) -> list[Gpu]:
         """Return the GPUs that this process may use, in CUDA's order, without starting CUDA.
 
         The list is empty if there is no driver.
+
+        Raises:
+            NvmlError: There is a driver, and it does not work.
         """
         ...
 
@@ -88,7 +91,7 @@ class Nvml:
     """NVML through nvitop, and through pynvml where nvitop would be slow or too talkative."""
 
     def driver(self) -> Driver | None:
-        """Return the versions of the driver, or `None` if there is no driver."""
+        """Return the versions of the driver, or `None` if there is no driver that works."""
         import pynvml  # nvitop takes much longer to import, and every run records its driver
 
         try:
@@ -103,7 +106,11 @@ class Nvml:
     def visible(self) -> list[Gpu]:
         """Return the GPUs that this process may use, in CUDA's order, without starting CUDA.
 
-        The list is empty if there is no driver.
+        The list is empty if there is no driver, which only a missing library proves.
+
+        Raises:
+            NvmlError: There is a driver, and it does not work. An example is a driver that was
+                updated while the kernel still has the modules of the former version.
         """
         import pynvml
 
@@ -111,8 +118,10 @@ class Nvml:
             # asked first: without a driver, nvitop prints several lines of its own
             pynvml.nvmlInit()
             pynvml.nvmlShutdown()
-        except pynvml.NVMLError:
+        except pynvml.NVMLError_LibraryNotFound:
             return []
+        except pynvml.NVMLError as error:
+            raise NvmlError(str(error)) from error
         import nvitop
 
         devices = nvitop.Device.all()

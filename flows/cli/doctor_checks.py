@@ -112,7 +112,12 @@ def check_driver_and_gpus() -> Iterator[Check]:
     """Yield whether the driver fits torch, whether our kernels run, and the state of each GPU."""
     torch_cuda = torch.version.cuda
     driver = gpus.NVML.driver()
-    visible_gpus = gpus.NVML.visible()
+    try:
+        visible_gpus = gpus.NVML.visible()
+    except gpus.NvmlError as error:
+        advice = "after an update of the driver restart the machine"
+        yield Check("driver", "fail", f"the NVIDIA driver does not work: {error}; {advice}")
+        return
     if driver is None or not visible_gpus:
         verdict: Verdict = "warn" if torch_cuda else "ok"
         detail = "no NVIDIA driver or GPU is visible; virnuc computes on CPU cores"

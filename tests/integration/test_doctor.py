@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import httpx
 import numpy as np
+import pynvml
 import pytest
 import torch
 from prefect.settings import (
@@ -274,6 +275,16 @@ def test_devices_of_one_model_must_give_equal_bytes() -> None:
     [check] = check_agreement({CORE: REFERENCE, OTHER: REFERENCE})
     assert check.verdict == "ok"
     assert list(check_agreement({CORE: REFERENCE})) == []
+
+
+def test_a_driver_that_does_not_work_is_a_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    (check,) = check_driver_and_gpus()
+    assert (check.name, check.verdict) == ("driver", "fail")
+    assert "restart the machine" in check.detail
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Choose the devices of a run, and bind each worker process to one of them."""
 
 import ctypes
+import functools
+import logging
 import os
 import platform
 import re
@@ -12,6 +14,8 @@ from virnuc_core import gpus
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.runfiles import Device
+
+log = logging.getLogger(__name__)
 
 
 def cpu_name() -> str:
@@ -27,23 +31,37 @@ def visible_gpus() -> list[Device]:
     """Return the GPUs that this process may use, in CUDA's order.
 
     The list is empty if the machine has no GPU or no driver.
+
+    Raises:
+        DeviceError: There is a driver, and it does not work. So nothing is known about GPUs.
     """
-    return [Device(id=gpu.uuid, kind="cuda", name=gpu.name) for gpu in gpus.NVML.visible()]
+    try:
+        visible = gpus.NVML.visible()
+    except gpus.NvmlError as error:
+        raise DeviceError(
+            f"the NVIDIA driver of this machine does not work: {error}; after an update of the "
+            "driver restart the machine, or compute without GPUs: --devices cpu:1"
+        ) from error
+    return [Device(id=gpu.uuid, kind="cuda", name=gpu.name) for gpu in visible]
 
 
 def resolve(devices: Devices) -> tuple[Device, ...]:
     """Return the devices of this machine that a setting of `--devices` stands for.
 
-    `auto` stands for all GPUs, or for one core if there is no GPU.
+    `auto` stands for all GPUs, or for one core if there is no GPU. A warning says so then.
 
     Raises:
-        DeviceError: A device is not there. The message names the first such device.
+        DeviceError: A device is not there, or the driver does not work. The message names the first
+            device that is not there.
     """
     if devices.kind == "cpu":
         return _cores(len(devices.ids))
     visible = visible_gpus()
     if devices.kind == "auto":
-        return tuple(visible) if visible else _cores(1)
+        if visible:
+            return tuple(visible)
+        _warn_without_gpu()
+        return _cores(1)
     by_name = {str(index): gpu for index, gpu in enumerate(visible)}
     by_name |= {gpu.id: gpu for gpu in visible}
     for name in devices.ids:
@@ -54,6 +72,12 @@ def resolve(devices: Devices) -> tuple[Device, ...]:
             names = ", ".join(f"cuda:{index} ({gpu.name})" for index, gpu in enumerate(visible))
             raise DeviceError(f"cuda:{name} is not here; visible: {names}")
     return tuple(by_name[name] for name in devices.ids)
+
+
+@functools.cache
+def _warn_without_gpu() -> None:
+    """Log once in this process that a run computes on one core."""
+    log.warning("no NVIDIA GPU is visible: one CPU core computes, which is far slower (cpu:1)")
 
 
 def resolve_here(spec: ClassifySpec) -> tuple[Device, ...]:

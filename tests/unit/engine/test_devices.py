@@ -6,11 +6,13 @@ import ctypes
 import os
 from collections.abc import Callable
 
+import pynvml
 import pytest
 
 from tests.fake_gpus import FakeGpus
 from virnuc_core import gpus
 from virnuc_core.config import Devices
+from virnuc_core.engine import devices
 from virnuc_core.engine.devices import environment, open_context, resolve, visible_gpus
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.gpus import Gpu
@@ -79,12 +81,37 @@ def test_gpus_are_chosen_by_number_or_by_uuid_and_all_of_them_by_auto(
 
 
 def test_without_a_driver_auto_is_one_core_and_a_gpu_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(gpus, "NVML", FakeGpus(driver=None))
-    assert [device.kind for device in resolve(Devices.parse("auto"))] == ["cpu"]
+    devices._warn_without_gpu.cache_clear()
+    for _ in range(2):
+        assert [device.kind for device in resolve(Devices.parse("auto"))] == ["cpu"]
+    assert caplog.text.count("no NVIDIA GPU is visible: one CPU core computes") == 1
     with pytest.raises(DeviceError, match="no NVIDIA driver or GPU is visible"):
         resolve(Devices.parse("cuda:0"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,  # updated, and not restarted
+        pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+        pynvml.NVML_ERROR_NO_PERMISSION,
+        pynvml.NVML_ERROR_UNKNOWN,
+    ],
+)
+def test_a_driver_that_does_not_work_is_not_taken_for_none(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(code)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    for text in ("auto", "cuda:0"):
+        with pytest.raises(DeviceError, match=r"does not work: .*--devices cpu:1"):
+            resolve(Devices.parse(text))
+    assert [device.kind for device in resolve(Devices.parse("cpu:1"))] == ["cpu"]
 
 
 @pytest.mark.parametrize(
