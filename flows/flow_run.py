@@ -6,18 +6,19 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, cast
 
+import httpx
 from prefect.client.schemas.objects import State
 from prefect.context import SyncClientContext
+from prefect.exceptions import PrefectException
 from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
 
 from virnuc.flows.cancellation import cancellable
 from virnuc.flows.outcome import NotMetError
-from virnuc.flows.own_outcome import recorded_outcome
-from virnuc.flows.parameters import WITHOUT
+from virnuc.flows.own_outcome import current_outcome, recorded_outcome
+from virnuc.flows.server_refusal import server_refusal
 from virnuc.tasks.server_connection import (
     REPORTING_ERRORS,
-    ServerLostError,
     route_through_connection,
     without_server,
 )
@@ -99,22 +100,27 @@ def run_flow(
 
 
 def _run_on_server(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
-    """Run a flow as a flow run of the server; return the state that the server has of it."""
+    """Run a flow as a flow run of the server; return the state that the server has of it.
+
+    Raises:
+        VirnucError: The server does not answer, or does not accept the run.
+        BaseException: What the flow raised.
+    """
     with cancellable():
         context = SyncClientContext()
         route_through_connection(context.client)
         try:
             with context:
                 return cast(State[Any], flow(**parameters, return_state=True))
-        except (ServerLostError, RuntimeError) as error:
-            # Prefect's client raises a RuntimeError where it cannot ask for the server's version
-            if not isinstance(error, ServerLostError) and not isinstance(
-                error.__cause__, ServerLostError
-            ):
+        except (httpx.HTTPError, RuntimeError, ValueError, PrefectException) as error:
+            # Prefect's client raises a RuntimeError if it cannot ask for the server's version.
+            # After the function has begun, an error is the flow's own.
+            if current_outcome().has_begun:
                 raise
-            raise VirnucError(
-                f"no Prefect server answers at {context.client.api_url}; or use {WITHOUT}"
-            ) from error
+            refusal = server_refusal(error, str(context.client.api_url))
+            if refusal is None:
+                raise
+            raise refusal from error
 
 
 def _set_up_console(terminal: TerminalOptions) -> None:
