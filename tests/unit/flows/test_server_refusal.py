@@ -72,7 +72,7 @@ def impostor(code: int, content: bytes) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(content)
 
-        do_POST = do_GET
+        do_POST = do_GET  # noqa: N815 - the name is given
 
         def log_message(self, *_: object) -> None:
             """Print nothing."""
