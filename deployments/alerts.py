@@ -14,6 +14,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.actions import PauseDeployment, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
 
 MISSED_CRITERION: Final = "virnuc.criterion.fail"  # the event that may pause a deployment
 
@@ -56,7 +57,13 @@ def _automations(block_id: Any, *, pause: bool) -> Iterator[AutomationCore]:
 
 
 def main() -> None:
-    """Run the command `python -m virnuc.deployments.alerts TYPE/NAME [--pause]`."""
+    """Run the command `python -m virnuc.deployments.alerts TYPE/NAME [--pause]`.
+
+    The process ends with an error if no server is named, or if the server has no such block.
+    """
+    if PREFECT_API_URL.value() is None:
+        # Prefect would start a server here that answers every user of the machine.
+        sys.exit("alerts are created on a running server; name it with PREFECT_API_URL")
     slug = sys.argv[1]
     pause = sys.argv[2:] == ["--pause"]
     with get_client(sync_client=True) as server:

@@ -12,6 +12,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from virnuc.deployments import alerts
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "deployments" / "prefect.yaml").read_text(encoding="utf-8")
@@ -111,3 +114,12 @@ def test_docker_gives_the_container_its_gpus() -> None:
     settings = asyncio.run(_dry_run("docker", {"gpus": 2}))
     assert settings.container_create_kwargs["device_requests"][0]["count"] == 2
     assert settings.volumes == ["/srv/virnuc:/srv/virnuc"]
+
+
+def test_alerts_are_refused_if_no_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect would start a server of its own, which answers every user of the machine."""
+    monkeypatch.setattr("sys.argv", ["alerts", "slack-webhook/oncall"])
+    monkeypatch.setattr("virnuc.deployments.alerts.get_client", None)
+    no_server = temporary_settings(restore_defaults={PREFECT_API_URL})
+    with no_server, pytest.raises(SystemExit, match="name it with PREFECT_API_URL"):
+        alerts.main()
