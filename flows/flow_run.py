@@ -108,6 +108,7 @@ def _run_on_server(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State
     """
     with cancellable():
         context = SyncClientContext()
+        # From here on, a lost server delays or stops no work: see `server_connection`.
         route_through_connection(context.client)
         try:
             with context:

@@ -46,10 +46,11 @@ def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
     for key in PATHS_SHOWN_BY_NAME:
         if key in texts:
             texts[key] = Path(texts[key]).name.removesuffix(".toml")
-    if not parameters.get("samples"):
-        texts["reads"] = sample_name(_reads_in(parameters))
+    if parameters.get("samples"):
+        texts.pop("reads", None)  # the sample sheet names the reads
     else:
-        texts.pop("reads", None)
+        # Reads may be given by other parameters too. They are shown if `keys` names reads.
+        texts["reads"] = sample_name(_reads_in(parameters))
     shown_texts = [texts[key] for key in keys if texts.get(key)]
     return printable(" · ".join(shown_texts))
 

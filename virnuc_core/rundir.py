@@ -657,7 +657,7 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
     marker = root / MARKER_FILE
     try:
         owner = resources.enter_context(lease(marker, root))
-        if owner:
+        if owner:  # another process holds the directory
             raise ConfigError(
                 f"{root}: {owner} is working here; wait for it or choose another directory"
             )
@@ -669,6 +669,7 @@ def _take_directory(root: Path, resources: ExitStack) -> bool:
             content = {"product": "virnuc", "version": virnuc_core.__version__}
             write_text_atomically(marker, json.dumps(content) + "\n")
     except OSError as error:
+        # A read-only file system will not change, so the advice below is better: another directory.
         if error.errno != errno.EROFS:
             storage_problem = storage_error(error, marker)
             if storage_problem is not None:

@@ -26,7 +26,8 @@ import psutil
 from virnuc.flows.output_folder import require_writable
 from virnuc.flows.parameters import WITHOUT
 from virnuc_core.errors import ConfigError, StorageError, VirnucError
-from virnuc_core.rundir import parent_bound_command
+from virnuc_core.rundir import parent_bound_command, write_text_atomically
+from virnuc_core.system_errors import describe_system_error
 
 MIN_HOME_BYTES: Final = 1 << 24  # of a server's database and results, at least
 STOP_S: Final = 5.0
@@ -34,6 +35,8 @@ LOOPBACK: Final = "127.0.0.1"
 PENDING_CONNECTIONS: Final = 128
 USER: Final = "virnuc"
 DATABASE_URL: Final = "PREFECT_SERVER_DATABASE_CONNECTION_URL"  # if set, the home has no database
+MAX_LOCK_WAIT_S: Final = 600.0
+LOCK_POLL_S: Final = 0.2
 POLL_S: Final = 5.0  # how long one attempt to reach the server takes
 MIN_PROGRESS_S: Final = 0.05  # processor time that shows that a server works
 GUARDED_APP: Final = "virnuc.flows.cli.server_guard:create_app"
@@ -123,7 +126,10 @@ class TemporaryServer:
                         raise
 
     def stop(self) -> None:
-        """End the server. What Prefect's threads still had to report has been reported by now."""
+        """End the server, by force if it takes longer than `STOP_S`.
+
+        Prefect's threads must have sent all reports before.
+        """
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=STOP_S)
@@ -166,32 +172,61 @@ class FirstUse:
         if self._is_ready():
             return
         home.mkdir(parents=True, exist_ok=True)
-        self._lock_file = (home / ".virnuc-first-use").open("ab")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock_file = os.fdopen(os.open(home / ".virnuc-first-use", flags, 0o600), "rb+")
         with suppress(OSError):
             self._wait_for_lock(self._lock_file)
         if self._is_ready():  # by the process that held the lock
             self.release()
+        else:
+            # A new database file may get the inode of one that was removed.
+            with suppress(OSError):
+                self._marker.unlink(missing_ok=True)
 
     def _wait_for_lock(self, lock_file: IO[bytes]) -> None:
-        """Lock a file. If another process has locked it, say so and wait."""
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.warning(
-                "another process sets up Prefect's database in %s; waiting for it",
-                self._database.parent,
-            )
-            fcntl.flock(lock_file, fcntl.LOCK_EX)
+        """Lock a file. If another process has locked it, say so and wait.
+
+        After `MAX_LOCK_WAIT_S` the process goes on without the lock: its holder may be suspended.
+
+        Raises:
+            OSError: The file system has no locks.
+        """
+        give_up_s = time.monotonic() + MAX_LOCK_WAIT_S
+        has_told = False
+        while time.monotonic() < give_up_s and not self._is_ready():
+            try:
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if not has_told:
+                    has_told = True
+                    home = self._database.parent
+                    log.warning(
+                        "another process sets up Prefect's database in %s; waiting for it", home
+                    )
+            time.sleep(LOCK_POLL_S)
 
     def _is_ready(self) -> bool:
-        """Return whether this version of Prefect has set up the database."""
-        return self._marker.exists() and self._database.exists()
+        """Return whether this version of Prefect has set up the database that is there now."""
+        try:
+            return self._marker.read_text() == self._database_identity()
+        except OSError:
+            return False
+
+    def _database_identity(self) -> str:
+        """Return numbers that no later database file in its place has.
+
+        Raises:
+            OSError: There is no database, or it cannot be read.
+        """
+        status = self._database.stat()
+        return f"{status.st_dev} {status.st_ino}"
 
     def finish(self) -> None:
         """Record that the database is ready."""
         if self._lock_file is not None:
-            with suppress(OSError):
-                self._marker.touch()
+            with suppress(OSError, VirnucError):
+                write_text_atomically(self._marker, self._database_identity())
 
     def release(self) -> None:
         """Release the lock, if it is held."""
@@ -220,7 +255,14 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
 
     first_use = None
     if not os.environ.get(DATABASE_URL):
-        first_use = FirstUse(PREFECT_HOME.value())
+        home = PREFECT_HOME.value()
+        try:
+            first_use = FirstUse(home)
+        except OSError as error:
+            raise ConfigError(
+                f"Prefect's home {home}: {describe_system_error(error)}; set another PREFECT_HOME, "
+                f"or {alternative}"
+            ) from error
 
     password = secrets.token_urlsafe(32)
     environment = os.environ | {

@@ -72,7 +72,8 @@ class MeasureSettings(ClusterSpec, RunSettings):
     def locked_output(self) -> Iterator[None]:
         """Check and lock the output directory.
 
-        If runs are kept apart, the oldest are removed once this one has a verdict.
+        With `keep`, each run has a dated directory. After this run, the oldest directories are
+        removed, so that `keep` remain.
         """
         with super().locked_output():
             yield

@@ -62,7 +62,9 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         if self.samples is not None and (self.named or self.sample_from != "none"):
             raise ConfigError("samples: the sheet names all reads; give none beside it")
         if self.read_group:
-            raise ConfigError("read_group: one is named; several samples have their own")
+            raise ConfigError(
+                "read_group: can be given for one sample only; of several samples, each has its own"
+            )
         runs = {}
         for name, reads in self._reads_by_sample().items():
             fields = reads.model_dump(include={*config.INPUT_FIELDS, "read_group"})
@@ -89,7 +91,8 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
     def is_done(self) -> bool:
         """Return whether the output directory has a complete run of all planned shards.
 
-        With `force`, the run is computed again, so the answer is no.
+        The answer is no with `force`, because the run is computed again, and for several samples,
+        because each has a directory of its own.
         """
         run = RunDir(self.out)
         if self.force or self.has_samples or not os.access(run.summary, os.R_OK):
@@ -99,5 +102,5 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         summary = read_summary(run)
         if summary is None:
             return False
-        n_committed = len(list(run.shards.glob("0*.h5")))
+        n_committed = len(list(run.shards.glob("0*.h5")))  # names of shards are padded with zeros
         return n_committed == summary.shards

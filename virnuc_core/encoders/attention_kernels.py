@@ -315,6 +315,11 @@ def _long_rows(
 ) -> None:
     """Compute one head for one block of queries of a row. One program for each.
 
+    Queries, keys and values of all heads are side by side in `qkv`, [slots, 3 * width]. Queries are
+    multiplied with `factor`. Rotary encoders give `cos` and `sin`; ALiBi encoders give `slopes`,
+    one number for each head. A batch has `slots` places for tokens; those after the last row are
+    dead slots.
+
     The keys are treated block by block (FlashAttention). `row_max`, `total` and `mixed` are the
     largest score, the sum of weights and the weighted sum of values so far, in float32. When a new
     block has a larger score, the sums so far are multiplied with `rescale`. The first program of

@@ -161,9 +161,9 @@ def slices(positions: Ints) -> list[Slice]:
 
 def join(parts: Sequence[TokenRows]) -> TokenRows:
     """Return the rows of several parts as one array of tokens, in the order of the parts."""
-    # The first entries give empty arrays if there are no parts, and the 0 where the first row
-    # starts.
+    # Without parts there is nothing to concatenate, so the list begins with an empty array.
     tokens = [np.zeros(0, dtype=np.int64)]
+    # The first row starts at 0; each further one at the sum of the lengths before it.
     lengths = [np.zeros(1, dtype=np.int64)]
     for part in parts:
         tokens.append(part.tokens)

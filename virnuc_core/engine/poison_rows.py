@@ -27,13 +27,13 @@ RowSearch = Generator[ShardTask, bool, int | None]
 def bisect_poison_rows(shard: ShardTask) -> Probes:
     """Search a shard for the rows that kill workers, by computing smaller and smaller parts.
 
-    The caller computes each task that is yielded and sends back true if the worker survived it.
-    Each round ends with the whole shard, without the rows found so far. If the worker survives
-    that, the shard is done and the caller drops the generator. Otherwise the caller sends false,
-    and the next round begins.
+    The caller computes each task that is yielded, and sends back true if the worker survived it.
+    The search has rounds. A round looks for one more row, and then yields the whole shard without
+    all rows that were found. If a worker survives this task, the shard is done, and the caller asks
+    for no further task. So the generator goes on only after another death, with the next round.
 
-    The generator ends if the shard cannot be saved. It ends soon if several unrelated rows each
-    kill a worker, because then the cause is not a row.
+    The generator ends if the shard cannot be saved. If several unrelated rows each kill a worker,
+    the cause is not a row: then only the whole shard is tried once more.
 
     Args:
         shard: The task at which workers died.
@@ -50,7 +50,7 @@ def bisect_poison_rows(shard: ShardTask) -> Probes:
     failed_rounds = 0
     while failed_rounds < MAX_FAILED_ROUNDS and len(guilty_rows) <= MAX_POISON_ROWS:
         row = yield from _bisect_one_row(shard, guilty_rows)
-        if row is None:
+        if row is None:  # no row was found; the same task is tried again below
             failed_rounds += 1
         else:
             guilty_rows = sorted([*guilty_rows, row])

@@ -361,11 +361,12 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
             prestart: Specifications of workers to start now.
         """
         self.module = module
+        # If the count has grown later, `end_all_children` was called meanwhile.
         self._n_endings = _n_endings
         self._inbox: Inbox = queue.Queue()
         self._started: list[Child] = []
-        # `start` returns workers of this list before it starts new ones. While the list is filled
-        # it must be empty, so that each call starts a new worker.
+        # `start` takes a worker from this list if there is one. So the list is assigned only after
+        # all calls, and each call starts a new worker.
         self.prestarted: list[Child] = []
         self.prestarted = [self.start(spec) for spec in prestart]
         if prestart:

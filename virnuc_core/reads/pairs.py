@@ -291,7 +291,7 @@ class _Side:
     def __init__(self, file: str, log: ParseLog) -> None:
         """Prepare to read a file; nothing is read yet."""
         self.file = file
-        self.format: Format = "fastq"
+        self.format: Format = "fastq"  # until the first batch tells
         self._batches = parse((file,), log)
         self._reads = _Reads()  # the buffer
         self._next = 0  # index in the buffer of the first read that was not taken

@@ -169,21 +169,22 @@ class _LineReader:
     def skip_to_record(self) -> bool:
         """Consume the next line, and then all lines before the next line that looks like a header.
 
-        A line that begins with '@' looks like a header if a line of bases follows, or a '+' line
-        two lines later. The '@' alone is not enough, because a quality line may begin with it.
+        A line that begins with '@' looks like a header if a line of bases follows, or if the line
+        after that begins with '+'. The '@' alone is not enough, because a quality line may begin
+        with it.
 
         Returns:
             False if no header follows. All lines of the file were consumed then.
         """
         self.skip(1)
         while True:
-            line_after_next = self.peek(2)
-            if line_after_next is None:
+            candidate, second_line, third_line = self.peek(0), self.peek(1), self.peek(2)
+            if candidate is None or second_line is None or third_line is None:
                 break
-            letters = (self.peek(1) or b"").strip(BLANKS)
+            letters = second_line.strip(BLANKS)
             is_before_bases = bool(letters) and not letters.translate(None, LEGAL_LETTERS)
-            is_before_plus = line_after_next.startswith(b"+")
-            if self._peeked[0].startswith(b"@") and (is_before_bases or is_before_plus):
+            is_before_plus = third_line.startswith(b"+")
+            if candidate.startswith(b"@") and (is_before_bases or is_before_plus):
                 return True
             self.skip(1)
         # Fewer than three lines are left: too few for a record.

@@ -285,7 +285,10 @@ def _require_staged_input(
             hint="run predict again",
         )
     for file in staging.by_file:
-        if file.content not in (None, log.contents[file.file]):
+        staged_digest = file.content
+        if staged_digest is None:  # it came through a pipe
+            continue
+        if log.contents[file.file] != staged_digest:
             raise InputError(
                 "this file has changed since it was staged",
                 file=file.file,

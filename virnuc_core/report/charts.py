@@ -345,6 +345,7 @@ def _draw_lines(axes: "Axes", lines: Sequence[Line], unit: str) -> float:
     if is_percent:
         axes.set_ylim(0, 105)
         return 2.6
+    # Other units have a single line.
     _scale_from_zero(axes, lines[0].y)
     return 2.2
 

@@ -218,8 +218,10 @@ def _verify_batches(verification: Verification, file: NamedTelemetry) -> None:
     for what, is_impossible in impossible.items():
         verification.compare(f"{name}: {what}", int(is_impossible.sum()), 0)
     if len(shards) and not shards.skipped.any():
-        tokens_of_shards = {names.name: shards[names.tokens_column] for names in reversed(NAMES)}
-        for encoder, tokens in tokens_of_shards.items():
+        # The order is that in which shards are computed.
+        for names in reversed(NAMES):
+            encoder = names.name
+            tokens = shards[names.tokens_column]
             batch_tokens = int(batches.tokens[batches.encoder == encoder].sum())
             verification.compare(f"{name}: tokens of {encoder}", batch_tokens, int(tokens.sum()))
 
@@ -241,14 +243,17 @@ def _verify_telemetry_summary(
     content = read(raw.root / json_name, TelemetryFile, raw.root)
     n_reads = content.summary.total_sequences
     wall_s = content.summary.wall_s
-    # The summary has the speed of the newest attempt; an earlier one has its speed in its own file.
-    speed_of = summary if is_newest else content.summary
+    # The run's summary has the speed of the newest attempt. That of an earlier attempt is only in
+    # the attempt's own file.
+    sequences_per_hour = content.summary.sequences_per_hour
+    if is_newest:
+        sequences_per_hour = summary.sequences_per_hour
     computed = telemetry_file(
         file.content,
         n_reads=n_reads,
         wall_s=wall_s,
         window_s=content.window_s,
-        sequences_per_hour=speed_of.sequences_per_hour,
+        sequences_per_hour=sequences_per_hour,
     )
     verification.compare(json_name, content, computed)
     verification.compare_fields(f"{file.name}: {SUMMARY}", summary, {"n_reads": n_reads})

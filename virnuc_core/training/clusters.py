@@ -122,15 +122,18 @@ def _kmers_of_genomes(
 
 
 def sample_kmers(letters: NDArray[np.uint8], offsets: Indices) -> pd.DataFrame:
-    """Return a sample of the k-mers of sequences: all of few, or those with the least hashes.
+    """Return a sample of the k-mers of sequences, which is the same for the same k-mer everywhere.
+
+    If there are at most `MAX_HASHES` letters, it has all k-mers. Otherwise it has those whose
+    hashes, mixed a second time, are below a limit.
 
     Args:
         letters: The sequences end to end, ASCII, [bases].
         offsets: Where each sequence begins, and where the last one ends, [sequences + 1].
 
     Returns:
-        The columns unique (number of the sequence) and hash, without repeats. A k-mer has the same
-        hash on both strands.
+        The columns `unique` (number of the distinct sequence) and `hash`, without repeats. A k-mer
+        has the same hash on both strands.
     """
     sampling_rate = 1 + len(letters) // MAX_HASHES
     max_hash = ~np.uint64(0) // np.uint64(sampling_rate)

@@ -239,11 +239,13 @@ def assign_folds(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int6
     for number, (_, members) in enumerate(splits):
         folds[members] = number
 
+    # Count the clusters by fold and class. Without an entry, a fold has no row of a class.
     n_clusters = rows.assign(fold=folds).groupby(["fold", "label"])["cluster"].nunique()
     if len(n_clusters) < 2 * n_folds:
         raise InputError(
-            "genomes are kin across both classes, and cannot be dealt to sides; see --similarity"
+            "similar genomes are in both classes, so they cannot be split; see --similarity"
         )
+    # Number the folds anew, so that the one with the most clusters of its rarer class is 0.
     n_clusters_of_rarer_class = n_clusters.groupby("fold").min().to_numpy()
     order = np.argsort(-n_clusters_of_rarer_class, kind="stable")
     rank_of_fold = np.argsort(order)

@@ -7,13 +7,17 @@ import base64
 import gzip
 import json
 import subprocess
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import pytest
 
+from virnuc.flows.cli import temporary_server
 from virnuc.flows.cli.server_guard import Message, OwnerOnly, Receive, Send
+from virnuc.flows.cli.temporary_server import FirstUse
 from virnuc.tasks.result_references import without_result_references
 from virnuc.tasks.server_connection import Connection, ServerLostError
 
@@ -127,3 +131,54 @@ def test_nobody_is_asked_at_the_port_of_a_temporary_server_that_has_ended() -> N
     with pytest.raises(ServerLostError, match="its process has ended"):
         connection.send(httpx.Request("GET", "http://server/api/flow_runs/1"), handle)
     assert requests == []
+
+
+def finished_first_use(home: Path) -> None:
+    """Set up a home as a command does whose server has answered."""
+    first_use = FirstUse(home)
+    (home / "prefect.db").write_text("tables")
+    first_use.finish()
+    first_use.release()
+
+
+def test_a_second_first_use_waits_for_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first_use = FirstUse(tmp_path)
+    waiting = threading.Thread(target=finished_first_use, args=(tmp_path,))
+    waiting.start()
+    waiting.join(timeout=1.0)
+    assert waiting.is_alive()
+    first_use.release()
+    waiting.join(timeout=10.0)
+    assert not waiting.is_alive()
+    assert caplog.text.count("another process sets up Prefect's database") == 1
+
+
+def test_a_home_that_is_ready_needs_no_lock_until_its_database_is_removed(tmp_path: Path) -> None:
+    finished_first_use(tmp_path)
+    with_lock = FirstUse(tmp_path)
+    assert with_lock._lock_file is None
+    (tmp_path / "prefect.db").unlink()
+    first_use = FirstUse(tmp_path)
+    assert first_use._lock_file is not None
+    # Its server makes the file long before all tables are in it.
+    (tmp_path / "prefect.db").write_text("")
+    assert not first_use._is_ready()
+    first_use.release()
+
+
+def test_a_suspended_holder_does_not_stop_others_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(temporary_server, "MAX_LOCK_WAIT_S", 0.3)
+    first_use = FirstUse(tmp_path)
+    FirstUse(tmp_path).release()
+    first_use.release()
+
+
+def test_no_link_is_followed_for_the_lock(tmp_path: Path) -> None:
+    (tmp_path / ".virnuc-first-use").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        FirstUse(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()

@@ -32,7 +32,7 @@ def candidate_rows(
     """
     rows: list[Row] = []
     for candidate in candidates:
-        reason = candidate.refused
+        reason = candidate.refused  # why it cannot be used; "" if it can
         if not reason and candidate.dropped:
             reason = "slower, dropped by halving"
         is_chosen = candidate is chosen
