@@ -36,6 +36,7 @@ LAYERS = (
         "runfiles",
         "safe_files",
         "system_errors",
+        "spreadsheets",
     ),
     ("reads", "encoders", "telemetry"),
     ("engine", "consensus"),

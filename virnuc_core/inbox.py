@@ -32,6 +32,7 @@ from virnuc_core.lease import lease, require_directory
 from virnuc_core.rundir import INBOX_MARK, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary, read_or_set_aside, sha256_of, write
 from virnuc_core.safe_files import open_file, open_to_write
+from virnuc_core.spreadsheets import escape_formula, restore_formula
 from virnuc_core.system_errors import (
     PERMISSION_ERRORS,
     ErrorKind,
@@ -363,6 +364,7 @@ class Ledger:
         try:
             with open_file(self.table) as file:
                 table = pd.read_csv(file, sep="\t", dtype=str, na_filter=False)
+            table = table.map(restore_formula)
             return [Row.model_validate(row) for row in table.to_dict("records")]
         except FileNotFoundError:
             return []
@@ -395,7 +397,7 @@ class Ledger:
                 for row in self.read_table()
                 if row.file not in present_files
             ]
-            lines = [row.model_dump() for row in [*current_rows, *gone_rows]]
+            lines = [_table_cells(row) for row in [*current_rows, *gone_rows]]
             table = pd.DataFrame(lines, columns=list(Row.model_fields))
             text = table.to_csv(sep="\t", index=False, lineterminator="\n")
             write_text_atomically(self.table, text)
@@ -411,6 +413,18 @@ class Ledger:
         """
         if self._is_table_written:
             require_directory(self.out)
+
+
+def _table_cells(row: Row) -> dict[str, str | int]:
+    """Return the cells of one line of `inbox.tsv`, by the name of the column.
+
+    A file name or note that begins like a formula gets a leading apostrophe, which
+    `Ledger.read_table` removes.
+    """
+    cells: dict[str, str | int] = {}
+    for column, value in row:
+        cells[column] = escape_formula(value) if isinstance(value, str) else value
+    return cells
 
 
 def _mark_duplicates(rows: Sequence[Row]) -> list[Row]:

@@ -204,6 +204,21 @@ def test_a_damaged_table_is_written_anew(ledger: Ledger, damage: bytes) -> None:
         assert [row.file for row in ledger.read_table()] == ["a.fa"]
 
 
+@pytest.mark.parametrize("name", ["=1+1.fa", "+a.fa", "-a.fa", "@a.fa", "\ta.fa", "'=a.fa"])
+def test_file_names_are_not_run_as_formulas(ledger: Ledger, name: str) -> None:
+    file = put(ledger.inbox, name)
+    ledger.write_table(ledger.scan(settle_s=0))
+    first_cell = ledger.table.read_text().splitlines()[1].lstrip('"')
+    assert first_cell.startswith("'" + name)
+    assert [row.file for row in ledger.read_table()] == [name]
+    ledger.write_table(ledger.scan(settle_s=0))
+    assert [row.fate for row in ledger.read_table()] == ["waiting"], "no second row for the file"
+    file.unlink()
+    for _ in range(2):
+        ledger.write_table([])
+        assert [(row.file, row.fate) for row in ledger.read_table()] == [(name, "gone")]
+
+
 def test_what_killed_writers_left_is_removed(ledger: Ledger) -> None:
     put(ledger.inbox, "a.fa")
     [row] = ledger.scan(settle_s=0)

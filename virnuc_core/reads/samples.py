@@ -29,6 +29,7 @@ from virnuc_core.reads.sources import (
 from virnuc_core.reads.stage import REMARKS, StageSummary
 from virnuc_core.rundir import GUARDED_FILES, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary
+from virnuc_core.spreadsheets import escape_formula
 
 COLUMNS: Final = ("sample", "fastq_1", "fastq_2")  # the names that nf-core uses
 MAX_SHEET_BYTES: Final = 1 << 22  # a larger file is not a sample sheet
@@ -79,13 +80,19 @@ def summarize_sample(sample: str, summary: RunSummary, staging: StageSummary) ->
 
 
 def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
-    """Write samples.tsv, with one line per sample. The file appears only when it is complete."""
+    """Write samples.tsv, with one line per sample. The file appears only when it is complete.
+
+    A name or note that begins like a formula gets a leading apostrophe.
+    """
     lines = ["\t".join(SampleRow.model_fields)]
     for row in rows:
         cells: list[str] = []
         for _, value in row:
             text = "" if value is None else str(value)
-            cells.append(" ".join(text.split()))  # without line ends and TABs
+            text = " ".join(text.split())  # without line ends and TABs
+            if isinstance(value, str):
+                text = escape_formula(text)
+            cells.append(text)
         lines.append("\t".join(cells))
     write_text_atomically(path, "".join(line + "\n" for line in lines))
 

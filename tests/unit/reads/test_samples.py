@@ -177,3 +177,11 @@ def test_the_table_is_as_documented(tmp_path: Path) -> None:
     )
     assert documented(table) == 3
     assert table.read_text().splitlines()[2] == "b\tfailed\t\t\t\t\t\tb.fq: no such"
+
+
+def test_names_and_notes_are_not_run_as_formulas(tmp_path: Path) -> None:
+    table = tmp_path / "samples.tsv"
+    write_samples(table, [SampleRow(sample="=1+1", fate="failed", note="\t@SUM(A1)")])
+    cells = table.read_text().splitlines()[1].split("\t")
+    assert cells[0] == "'=1+1"
+    assert cells[-1] == "'@SUM(A1)"
