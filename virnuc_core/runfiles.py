@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, computed_field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, computed_field
 
 import virnuc_core
 from virnuc_core import gpus
@@ -34,6 +34,7 @@ from virnuc_core.system_errors import is_regular_file, path_exists, read_with_re
 MODEL_LENGTH: Final = "model length"
 # No number of ours is larger, so that sums and ratios of such numbers stay finite.
 MAX_NUMBER: Final = 10**18
+EMAIL_OPTION: Final = "--email"  # its value, a mail address, is in no file
 MAX_SHOWN_DIGEST: Final = 20  # characters of a fingerprint in a message
 
 log = logging.getLogger(__name__)
@@ -207,6 +208,31 @@ class InputFile(RunFile):
     content: FileDigest | None = None  # None: it came through a pipe
 
 
+def _redact_email_option(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command line in which the value of `--email` is replaced by `…`.
+
+    The address belongs to a person. No result depends on it.
+    """
+    words: list[str] = []
+    is_address = False  # the word before was the option without its value
+    for word in command:
+        option, equals, _ = word.partition("=")
+        is_option = option == EMAIL_OPTION
+        if is_address:
+            words.append("…")
+        elif is_option and equals:
+            words.append(f"{option}=…")
+        else:
+            words.append(word)
+        is_address = is_option and not equals and not is_address
+    return tuple(words)
+
+
+def _without_email(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run without the mail address for NCBI."""
+    return {name: value for name, value in settings.items() if name != "email"}
+
+
 class Attempt(RunFile):
     """One start of a run, the first or a resume.
 
@@ -215,7 +241,8 @@ class Attempt(RunFile):
 
     started: str
     devices: tuple[Device, ...]
-    command: tuple[str, ...] = ()
+    # Records of older versions may hold a mail address. It is removed when they are read.
+    command: Annotated[tuple[str, ...], AfterValidator(_redact_email_option)] = ()
     directory: str = ""  # working directory of the command, from which relative paths start
     wall_s: Seconds | None = None  # of a killed attempt: until its last sample
     worked_s: Seconds = 0.0  # from its first batch to its last commit
@@ -233,7 +260,8 @@ class RunRecord(RunFile):
     versions: dict[str, str] = {}
     created: str = "unknown"
     host: str = ""
-    spec: dict[str, Any] = {}  # the settings as they were given
+    # The settings as they were given, without the mail address.
+    spec: Annotated[dict[str, Any], AfterValidator(_without_email)] = {}
     model_length: Count | None = None
     widths: dict[str, Count] = {}  # of the two parts of an embedding: dna, protein
     # Of the reads, of each encoder by its name, and of the head; for int8 of its calibration

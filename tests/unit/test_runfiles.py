@@ -10,7 +10,17 @@ import pytest
 
 from virnuc_core.config import Devices, RunSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.runfiles import Device, RunRecord, RunSummary, find_mismatches, read, write
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import (
+    Device,
+    RunRecord,
+    RunSummary,
+    find_mismatches,
+    new_record,
+    read,
+    resume_or_refuse,
+    write,
+)
 from virnuc_core.validation import BaselineSummary, read_usable
 
 SUMMARY = RunSummary(
@@ -82,3 +92,28 @@ def test_a_run_is_asked_for_with_devices_in_words() -> None:
     assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
     with pytest.raises(ConfigError, match="tpu:1"):
         RunSpec(reads=("a.fa",), out=Path("run"), models=Path("models"), devices="tpu:1")
+
+
+@pytest.mark.parametrize("option", [["--email=lab@example.org"], ["--email", "lab@example.org"]])
+def test_the_mail_address_is_in_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    command = ["virnuc", "predict", "ncbi:NC_045512.2", *option, "-o", "out"]
+    monkeypatch.setattr("sys.argv", command)
+    settings = {"email": "lab@example.org", "on_error": "stop"}
+    record = new_record(RunRecord, (), spec=settings, fingerprints={"reads": "1"})
+    path = write(RunDir(tmp_path).record, record)
+    assert "lab@example.org" not in path.read_text()
+    assert record.spec == {"on_error": "stop"}
+    assert record.attempts[0].command[-2:] == ("-o", "out")
+
+    # An older version wrote the address. Its run is resumed without it.
+    older_record = record.model_dump(mode="json")
+    older_record["spec"] = settings
+    older_record["attempts"][0]["command"] = command
+    path.write_text(json.dumps(older_record))
+    monkeypatch.setattr("sys.argv", ["virnuc", "predict"])
+    new = new_record(RunRecord, (), spec={"on_error": "stop"}, fingerprints={"reads": "1"})
+    resumed = resume_or_refuse(RunDir(tmp_path), new)
+    assert len(resumed.attempts) == 2
+    assert "lab@example.org" not in write(path, resumed).read_text()
