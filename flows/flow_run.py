@@ -23,6 +23,7 @@ from virnuc.tasks.server_connection import (
     without_server,
 )
 from virnuc_core.errors import VirnucError, printable
+from virnuc_core.runfiles import redact_credentials
 from virnuc_core.telemetry import live
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ def _run_on_server(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State
             # After the function has begun, an error is the flow's own.
             if current_outcome().has_begun:
                 raise
-            refusal = server_refusal(error, str(context.client.api_url))
+            shown_url = redact_credentials(str(context.client.api_url))
+            refusal = server_refusal(error, shown_url)
             if refusal is None:
                 raise
             raise refusal from error

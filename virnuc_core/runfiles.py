@@ -319,7 +319,7 @@ def versions() -> dict[str, str]:
     return result
 
 
-def _redact_command(word: str) -> str:
+def redact_credentials(word: str) -> str:
     """Remove user names, passwords and queries, which may hold signatures, from an address."""
     if "://" not in word:
         return word
@@ -338,7 +338,7 @@ def new_record(kind: type[File], devices: Sequence[Device], **made_from: Any) ->
     first_attempt = Attempt(
         started=started,
         devices=tuple(devices),
-        command=tuple(map(_redact_command, sys.argv)),
+        command=tuple(map(redact_credentials, sys.argv)),
         directory=str(Path.cwd()),
     )
     fields = {

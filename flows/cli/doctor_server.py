@@ -14,6 +14,7 @@ from virnuc.flows.cli.doctor_checks import check_of_problem
 from virnuc_core.allowed_paths import ROOTS
 from virnuc_core.encoders.verify import Check
 from virnuc_core.errors import ConfigError
+from virnuc_core.runfiles import redact_credentials
 
 SERVER_CHECK: Final = "Prefect server"
 SCHEDULER_CHECK: Final = "Prefect scheduler"
@@ -52,8 +53,9 @@ def check_prefect_server() -> Iterator[Check]:
             yield _check_version(client, url)
             yield check_scheduler(client)
         except (httpx.HTTPError, ValueError) as error:
+            shown_url = redact_credentials(url)
             raise ConfigError(
-                f"{url} does not answer ({type(error).__name__}); start it, or unset it"
+                f"{shown_url} does not answer ({type(error).__name__}); start it, or unset it"
             ) from error
     yield check_access(httpx.URL(url), answers_anybody=answers_anybody)
 
@@ -64,12 +66,13 @@ def _check_version(client: httpx.Client, url: str) -> Check:
     Raises:
         ConfigError: The server does not accept the password that is set here.
     """
+    shown_url = redact_credentials(url)
     answer = client.get("/admin/version")
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        raise ConfigError(f"{url} wants another PREFECT_API_AUTH_STRING than is set here")
+        raise ConfigError(f"{shown_url} wants another PREFECT_API_AUTH_STRING than is set here")
     server_version = answer.raise_for_status().json()
     own_version = metadata.version("prefect")
-    detail = f"{url} answers, version {server_version}"
+    detail = f"{shown_url} answers, version {server_version}"
     problem = ""
     if server_version != own_version:
         problem = f"{detail}; this side is {own_version}"
