@@ -186,8 +186,12 @@ def test_a_worker_that_cannot_write_is_not_the_fault_of_a_row(
     require_complete_run(tmp_path / "run", tiny_models, reads_file)
 
 
-def test_a_bus_error_is_not_the_fault_of_a_row(tmp_path: Path, tiny_models: Path) -> None:
+def test_a_bus_error_is_not_the_fault_of_a_row(
+    tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The system ends a worker with SIGBUS if it cannot read a part of a mapped file."""
+    # The module of the worker is in the folder of the tests, which is on no path by itself.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     specs = worker_specs(tiny_models, resolve(ONE_CORE), SMALL)
     workers = LocalWorkers("tests.unit.engine.bus_error_worker")
     task = ShardTask(run=str(tmp_path), store="run/orfs.h5", reads="", shard=0, lo=0, hi=100)
