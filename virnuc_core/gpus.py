@@ -7,12 +7,15 @@ importing this module costs nothing. Callers ask `NVML`, which tests replace by 
     gpus.NVML.visible()
 """
 
+import ctypes
+import errno
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+LIBRARY: Final = "libnvidia-ml.so.1"  # the file of NVML that the driver installs
 UUID_PREFIXES: Final = ("GPU-", "MIG-")  # of whole GPUs and of their slices
 
 
@@ -73,7 +76,11 @@ class GpuLibrary(Protocol):
         ...
 
     def occupancy(self, uuid: str) -> Occupancy:
-        """Return who uses a GPU, and how much of it is free."""
+        """Return who uses a GPU, and how much of it is free.
+
+        Raises:
+            NvmlError: The driver does not answer for this GPU.
+        """
         ...
 
     def reader(self, uuids: Sequence[str]) -> Callable[[str], Reading]:
@@ -106,37 +113,56 @@ class Nvml:
     def visible(self) -> list[Gpu]:
         """Return the GPUs that this process may use, in CUDA's order, without starting CUDA.
 
-        The list is empty if there is no driver, which only a missing library proves.
+        The list is empty if there is no driver, which only a missing library proves, if the driver
+        has no GPU, or if `CUDA_VISIBLE_DEVICES` hides all GPUs.
 
         Raises:
-            NvmlError: There is a driver, and it does not work. An example is a driver that was
-                updated while the kernel still has the modules of the former version.
+            NvmlError: There is a driver, and the driver or a GPU does not work. An example is a
+                driver that was updated while the kernel still has the modules of the former
+                version.
         """
         import pynvml
 
+        # Asked first: without a driver, nvitop prints several lines of its own. nvitop also takes
+        # a driver that cannot count its GPUs for a machine without any.
         try:
-            # asked first: without a driver, nvitop prints several lines of its own
             pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
             pynvml.nvmlShutdown()
-        except pynvml.NVMLError_LibraryNotFound:
+        except pynvml.NVMLError_LibraryNotFound as error:
+            problem = _library_problem()
+            if problem:
+                raise NvmlError(problem) from error
             return []
         except pynvml.NVMLError as error:
             raise NvmlError(str(error)) from error
-        import nvitop
-
-        devices = nvitop.Device.all()
-        # nvitop starts two processes to learn CUDA's order, which takes a second. A single GPU
-        # needs no order, unless CUDA may hide it or see its slices in its place.
-        is_only_choice = len(devices) == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ
-        if not is_only_choice or devices[0].is_mig_mode_enabled():
-            devices = nvitop.Device.cuda.all()
-        return [Gpu(device.uuid(), device.name()) for device in devices]
+        if count == 0:
+            return []
+        try:
+            visible = _gpus_in_cuda_order(count)
+        except pynvml.NVMLError as error:
+            raise NvmlError(str(error)) from error
+        for gpu in visible:
+            # nvitop returns the text N/A in place of the error of a GPU that is lost
+            if not gpu.uuid.startswith(UUID_PREFIXES):
+                raise NvmlError(f"a GPU does not answer (its UUID is {gpu.uuid})")
+        return visible
 
     def occupancy(self, uuid: str) -> Occupancy:
-        """Return who uses a GPU, and how much of it is free."""
+        """Return who uses a GPU, and how much of it is free.
+
+        Raises:
+            NvmlError: The driver does not answer for this GPU.
+        """
         import nvitop
 
-        device = nvitop.Device(uuid=uuid)
+        try:
+            return self._occupancy(nvitop.Device(uuid=uuid))
+        except (nvitop.NVMLError, RuntimeError, OSError) as error:
+            raise NvmlError(str(error)) from error
+
+    def _occupancy(self, device: Any) -> Occupancy:
+        """Return who uses a device of nvitop's, and how much of its memory is free."""
         return Occupancy(
             memory_total_bytes=int(device.memory_total()),
             memory_free_bytes=int(device.memory_free()),
@@ -171,6 +197,48 @@ class Nvml:
             )
 
         return read
+
+
+def _library_problem() -> str:
+    """Return why NVML's library cannot be loaded, or an empty text if there is no such library.
+
+    pynvml gives the same error for a library that is missing and for a library that is damaged,
+    unreadable or made for another processor. Only the words of the system's loader tell the cases
+    apart.
+    """
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        problem = str(error)
+        is_missing = problem.startswith(f"{LIBRARY}:") and problem.endswith(
+            os.strerror(errno.ENOENT)
+        )
+        return "" if is_missing else problem
+    return ""
+
+
+def _gpus_in_cuda_order(count: int) -> list[Gpu]:
+    """Return the GPUs that CUDA lets this process use, in CUDA's order.
+
+    Args:
+        count: The number of GPUs that the driver lists, at least 1.
+
+    Raises:
+        NVMLError: The driver refuses a question about a GPU.
+        NvmlError: CUDA finds no GPU, although no setting hides the GPUs. An example is a CUDA
+            library of another version than the driver.
+    """
+    import nvitop
+
+    is_restricted = "CUDA_VISIBLE_DEVICES" in os.environ
+    # nvitop starts two processes to learn CUDA's order, which takes a second. A single GPU
+    # needs no order, unless CUDA may hide it or see its slices in its place.
+    devices = [] if is_restricted or count > 1 else nvitop.Device.all()
+    if not devices or devices[0].is_mig_mode_enabled():
+        devices = nvitop.Device.cuda.all()
+    if not devices and not is_restricted:
+        raise NvmlError(f"the driver lists GPUs ({count}), and CUDA finds none of them")
+    return [Gpu(device.uuid(), device.name()) for device in devices]
 
 
 def _number(value: Any) -> float | None:

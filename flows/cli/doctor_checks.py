@@ -118,10 +118,13 @@ def check_driver_and_gpus() -> Iterator[Check]:
         advice = "after an update of the driver restart the machine"
         yield Check("driver", "fail", f"the NVIDIA driver does not work: {error}; {advice}")
         return
-    if driver is None or not visible_gpus:
+    if not visible_gpus:
         verdict: Verdict = "warn" if torch_cuda else "ok"
         detail = "no NVIDIA driver or GPU is visible; virnuc computes on CPU cores"
         yield Check("driver", verdict, detail)
+        return
+    if driver is None:
+        yield Check("driver", "fail", "the NVIDIA driver lists GPUs, and does not tell its version")
         return
     detail = (
         f"driver {driver.version}, which knows CUDA up to {driver.cuda}; torch is for {torch_cuda}"
@@ -133,7 +136,12 @@ def check_driver_and_gpus() -> Iterator[Check]:
         problem = f"{detail}, and cannot start it: install a torch that fits the driver"
         yield Check("driver", "fail", problem)
     for number, gpu in enumerate(visible_gpus):
-        yield check_gpu(f"cuda:{number}", gpu, gpus.NVML.occupancy(gpu.uuid))
+        try:
+            occupancy = gpus.NVML.occupancy(gpu.uuid)
+        except gpus.NvmlError as error:
+            yield Check(f"cuda:{number}", "fail", f"{gpu.name} does not answer: {error}")
+        else:
+            yield check_gpu(f"cuda:{number}", gpu, occupancy)
 
 
 def _check_kernels() -> Check:

@@ -287,6 +287,30 @@ def test_a_driver_that_does_not_work_is_a_fail(monkeypatch: pytest.MonkeyPatch) 
     assert "restart the machine" in check.detail
 
 
+class SilentGpus(FakeGpus):
+    """GPUs that are listed by a driver that answers no further question about them."""
+
+    def occupancy(self, uuid: str) -> gpus.Occupancy:
+        raise gpus.NvmlError(f"{uuid}: GPU is lost")
+
+
+def test_a_gpu_that_does_not_answer_is_a_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "NVML", SilentGpus([GPU]))
+    *_, check = check_driver_and_gpus()
+    assert (check.name, check.verdict) == ("cuda:0", "fail")
+    assert "GPU is lost" in check.detail
+
+
+def test_a_driver_with_gpus_that_does_not_tell_its_version_is_a_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = FakeGpus([GPU])
+    monkeypatch.setattr(library, "driver", lambda: None)
+    monkeypatch.setattr(gpus, "NVML", library)
+    (check,) = check_driver_and_gpus()
+    assert (check.name, check.verdict) == ("driver", "fail")
+
+
 @pytest.mark.parametrize(
     ("cuda_starts", "triton_problem", "expected"),
     [
