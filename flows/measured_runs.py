@@ -92,7 +92,7 @@ def connected_machines(settings: MeasureSettings) -> Iterator[tuple[ClassifySpec
 
 
 def record_work(work: MeasuredWork) -> None:
-    """Write the record of the validation, with what cannot be measured here."""
+    """Write the record of the validation, with a remark if no device is on this machine."""
     remarks = []
     if not work.machines.has_local_devices:
         remarks.append(NO_LOCAL_DEVICE)

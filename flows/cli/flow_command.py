@@ -101,7 +101,7 @@ def exit_code(state: "State[Any]") -> int:
 
 
 def _outcome_as_json(state: "State[Any]", code: int, facts: dict[str, str]) -> str:
-    """Return the outcome of a run for scripts. The facts are keyed by their names, `in_the_ui`."""
+    """Return the outcome of a run for scripts. "In the UI" gets the key `in_the_ui`."""
     data = to_jsonable_python(state.result(raise_on_failure=False), fallback=str)
     outcome = {"state": state.name, "message": state.message, "exit_code": code, "data": data}
     for name, fact in facts.items():

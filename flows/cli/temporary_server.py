@@ -307,7 +307,7 @@ def require_usable_home(alternative: str = USE_NO_SERVER) -> None:
         alternative: What a user can do without a server, for error messages.
 
     Raises:
-        ConfigError: The home is full, cannot be written, or its database is none.
+        ConfigError: The home is full or cannot be written, or its database is no SQLite file.
     """
     from prefect.settings import PREFECT_HOME
 

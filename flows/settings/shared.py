@@ -150,9 +150,9 @@ class FlowSettings(ComputeSettings, ReadingSpec):
         check_output(self.out, models=self.models, reads=self.inputs(), force=force)
 
     def locked_output(self) -> AbstractContextManager[None]:
-        """Check the output directory, and lock it for the body of a `with` statement.
+        """Check the output directory, and return the lock that is held while the flow runs.
 
-        Flows that share the directory with others lock parts of it themselves.
+        By default nothing is locked. Settings of flows that need a lock override this method.
         """
         self.check_output_folder()
         return nullcontext()

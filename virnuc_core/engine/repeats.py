@@ -59,7 +59,7 @@ class Repeater:
         self._device = device
         self._budget = engine.token_budget
         self._longest = longest
-        # Only the protein encoder runs in int8.
+        # Only the protein encoder runs in int8, so only its rows are repeated, in fp16.
         network = NETWORKS[PROTEIN_ENCODER.name]
         self.encoder = load_encoder(network, models, device, "fp16", engine.attention)
         self.stream: torch.cuda.Stream | None = None

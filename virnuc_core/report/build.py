@@ -183,8 +183,8 @@ def _provenance(
     fields = run_fields | own_fields
     for name in ("fingerprints", "seeds", "versions"):  # these are merged key by key
         fields[name] = run_fields.get(name, {}) | own_fields.get(name, {})
-    # Of the settings only the sample's name is kept: addresses among them may be signed, and a
-    # report is passed on.
+    # Reports are shared, and settings and commands of attempts may contain secrets, such as signed
+    # addresses. So of them only the sample's name is kept.
     settings = own_fields.get("spec") or run_fields.get("spec", {})
     fields["spec"] = {"sample": str(settings.get("sample", ""))}
     fields["attempts"] = ()

@@ -429,7 +429,7 @@ CENTRED_WORST: Final = CriterionSpec(
 
 
 def measure_centred_mean(report: Report, _: RunMetrics | None) -> Finding:
-    """Return the mean centred cosine to the embeddings in fp32. The lower encoder counts."""
+    """Return the mean centred cosine to the embeddings in fp32: that of the lower encoder."""
     cosines = _cosines_to_fp32(report)
     if not cosines:
         return Finding(not_measured=NO_EXACT_RUN)

@@ -88,7 +88,7 @@ class InferenceProgressReporter:
         if self._console.is_interactive or self._console.is_jupyter:
             self._bars = self._make_bars()
             if self._console.is_jupyter:
-                # shown without widgets, which rich would ask for
+                # rich's own display in notebooks would need the package ipywidgets.
                 display = importlib.import_module("IPython.display").display
                 self._notebook_cell = display(self._bars, display_id=True)
             else:

@@ -504,7 +504,7 @@ def read_telemetry(path: Path, root: Path | None = None) -> Telemetry:
     """
 
     def load() -> Telemetry:
-        """Read the file once."""
+        """Read the telemetry file. It is called again if the system fails to read it."""
         with open_hdf5(path, root) as file:
             tables = {}
             for name, kind in TABLES.items():

@@ -54,7 +54,9 @@ def measure_overhead(
     force: bool = False,
     on_run: OnShare = lambda _: None,
 ) -> OverheadFile:
-    """Run pairs of runs with and without what costs, and write `out/checkpoint_overhead.json`.
+    """Measure what features cost: run pairs with and without each, and write the result.
+
+    The result is `out/checkpoint_overhead.json`.
 
     An earlier measurement of the same reads, weights, settings and devices is used. The telemetry
     of the runs stays in `out/overhead/`.
@@ -63,7 +65,7 @@ def measure_overhead(
         out: The directory of the validation.
         bench: The reads, models and devices.
         engine: Settings of the runs.
-        switches: What is switched on and off.
+        switches: The features that are switched on and off.
         pairs: Pairs of runs for each switch.
         shards: Shards of each run, for each device.
         force: Measure again.
