@@ -308,7 +308,7 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {  # how, and what the difference mu
         text("baseline/prediction_results.txt", "\tvirus\t", "\tothers\t"),
         r"baseline/prediction_results\.txt",
     ),
-    "a history line edited": (history_softened, rf"{HISTORY}.*tokens_per_s"),
+    "a history line edited": (history_softened, rf"against {HISTORY}: .* give \"nothing\""),
     "an earlier run edited in regression.json": (
         reported(body("regression.json", "history", 0, "tokens_per_s", to=1.0)),
         rf"{HISTORY}.*tokens_per_s",
