@@ -9,11 +9,11 @@ from typing import Any, Final, Protocol, cast
 import httpx
 from prefect.client.schemas.objects import State
 from prefect.context import SyncClientContext
-from prefect.exceptions import PrefectException
+from prefect.exceptions import CancelledRun, PrefectException
 from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from virnuc.flows.cancellation import cancellable
+from virnuc.flows.cancellation import CancelledError, cancellable
 from virnuc.flows.outcome import NotMetError
 from virnuc.flows.own_outcome import current_outcome, recorded_outcome
 from virnuc.flows.server_refusal import server_refusal
@@ -84,7 +84,9 @@ def run_flow(
                 wait_for_server()
                 recorded = _run_on_server(flow, parameters)
             except SERVER_ERRORS as server_error:
-                if outcome.has_begun or not may_run_alone:
+                # A run that somebody cancelled must not go on, whether it has begun or not.
+                is_cancelled = isinstance(server_error, CancelledError | CancelledRun)
+                if is_cancelled or outcome.has_begun or not may_run_alone:
                     raise
                 logger.warning(
                     "the run goes on without a Prefect server, and is not in the UI: %s",

@@ -10,13 +10,16 @@ from typing import Any, cast
 
 import pytest
 from prefect.client.schemas.objects import State
+from prefect.exceptions import CancelledRun
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Completed
 
+from virnuc.flows.cancellation import CancelledError
 from virnuc.flows.cli.options import OnTerminal
 from virnuc.flows.cli.prefect_settings import prepare_prefect
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.flow_run import run_flow
+from virnuc.flows.own_outcome import current_outcome
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.profile import ProfileSettings
 from virnuc.flows.settings.scale import ScaleSettings
@@ -32,6 +35,7 @@ from virnuc_core.errors import (
     InputError,
     RunMismatchError,
     ShardError,
+    VirnucError,
     WeightsError,
     WorkerError,
 )
@@ -144,3 +148,38 @@ def test_what_prefect_counts_of_its_queues_is_not_shown(capsys: pytest.CaptureFi
     output = capsys.readouterr().err
     assert "of another" in output
     assert "EventsWorker" not in output
+
+
+@pytest.mark.parametrize("error", [CancelledError("by hand"), CancelledRun("by hand")])
+def test_a_run_that_was_cancelled_before_it_began_does_not_go_on_alone(error: Exception) -> None:
+    calls = []
+
+    def fail() -> None:
+        raise error
+
+    flow = cast(Any, SimpleNamespace(fn=lambda: calls.append("called")))
+    with pytest.raises(type(error), match="by hand"):
+        run_flow(flow, {}, OnTerminal(), fail, may_run_alone=True)
+    assert calls == []
+
+
+def test_a_run_goes_on_alone_once_if_its_server_fails_before_it_began(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = []
+
+    def fail() -> None:
+        raise VirnucError("no room for its database")
+
+    def work() -> Any:
+        calls.append("called")
+        state = Completed(message="done")
+        current_outcome().keep(state)
+        return state
+
+    flow = cast(Any, SimpleNamespace(fn=work))
+    assert run_flow(flow, {}, OnTerminal(), fail, may_run_alone=True).message == "done"
+    assert calls == ["called"]
+    assert "goes on without a Prefect server, and is not in the UI: no room for" in caplog.text
+    with pytest.raises(VirnucError, match="no room"):
+        run_flow(flow, {}, OnTerminal(), fail, may_run_alone=False)
