@@ -1,7 +1,8 @@
 """Print the size of the source and check its structure (`make lines`).
 
-Sizes are information. Four rules of structure fail the command: imports run one way only, there are
-no import cycles, the core never imports Prefect, and `virnuc --help` imports nothing heavy.
+Sizes are information. Five rules of structure fail the command: imports run one way only, there are
+no import cycles, the core never imports Prefect, `virnuc --help` imports nothing heavy, and no test
+imports from another test's module.
 With `--predict` a small prediction runs, and the modules of ours that its processes import are
 counted.
 """
@@ -128,6 +129,21 @@ def check_structure(paths: dict[str, Path]) -> dict[str, list[str]]:
     return violations
 
 
+def imports_of_test_modules() -> list[str]:
+    """Return the places where a test imports from another test's module.
+
+    What several tests share lives in `conftest.py` or in a helper module that has no tests.
+    """
+    places = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                is_ours = node.level > 0 or node.module.startswith("tests.")
+                if is_ours and node.module.split(".")[-1].startswith("test_"):
+                    places.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}")
+    return places
+
+
 def heavy_imports() -> list[str]:
     """Return the heavy packages that `virnuc --help` imports."""
     program = (
@@ -191,6 +207,7 @@ def main() -> int:
 
     violations = check_structure(paths)
     violations["heavy imports of virnuc --help"] = heavy_imports()
+    violations["imports of a test's module"] = imports_of_test_modules()
     for rule, places in sorted(violations.items()):
         print(f"{'BROKEN' if places else 'ok':6}  {rule}")
         for place in places:

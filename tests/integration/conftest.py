@@ -23,10 +23,12 @@ from prefect.settings import (
 )
 from prefect.testing.utilities import prefect_test_harness
 
+from virnuc.flows.predict import predict
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 from .processes import PATIENCE_S, PREFECT, background, own_server, wait_for
+from .running_command import SIZES, results_digest
 
 
 @pytest.fixture(scope="session")
@@ -173,3 +175,13 @@ def many_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return simulate(
         SimulateSpec(reads=9_000, seed=4), tmp_path_factory.mktemp("reads") / "many.fastq.gz"
     ).reads_file
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, some_reads: Path, models: Path, prefect_backend: Path
+) -> str:
+    """Digest of the results of a run on two cores that nobody disturbed."""
+    out_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    predict(reads=[str(some_reads)], out=out_dir, models=models, devices="cpu:2", **SIZES)
+    return results_digest(out_dir)

@@ -6,8 +6,8 @@ from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect.client.schemas.objects import State, TaskRun
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+from prefect.client.schemas.objects import FlowRun, State, TaskRun
 
 RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 
@@ -28,3 +28,13 @@ def task_runs(state: State[Any]) -> dict[str, TaskRun]:
 def message(run: TaskRun) -> str:
     assert run.state is not None
     return run.state.message or ""
+
+
+def running_flow_run(name: str) -> FlowRun:
+    """Return the flow run of this name that is running. There must be exactly one."""
+    run_filter = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+    with get_client(sync_client=True) as client:
+        runs = client.read_flow_runs(flow_run_filter=run_filter)
+    running_runs = [run for run in runs if run.state is not None and run.state.is_running()]
+    assert len(running_runs) == 1
+    return running_runs[0]

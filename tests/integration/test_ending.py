@@ -2,98 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling
 
 from virnuc.flows.predict import predict
 
-from .processes import PATIENCE_S, VIRNUC, background, committed, gone, own_server, wait_for
+from .flow_runs import running_flow_run
+from .processes import committed, own_server
+from .running_command import SERVER, SIZES, WORKER, results_digest, running
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
-RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
-SIZES = {"shard_tokens": 8192, "token_budget": 2048}
-SERVER, WORKER = "uvicorn", "virnuc_core.engine.worker"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A `virnuc predict` that has committed its first shards and has many to do."""
-
-    process: subprocess.Popen[bytes]
-    family: list[psutil.Process]  # itself and all that it started
-    out: Path
-    log: Path
-
-    def commands(self) -> str:
-        return "\n".join(" ".join(process.cmdline()) for process in self.family)
-
-    def worker(self) -> psutil.Process:
-        return next(process for process in self.family if WORKER in process.cmdline())
-
-    def ends(self) -> int:
-        """The exit code, once neither it nor anything it started runs."""
-        code = self.process.wait(PATIENCE_S)
-        wait_for(lambda: gone(self.family), "the family to end")
-        assert "Traceback" not in self.log.read_text()
-        return code
-
-
-@contextmanager
-def running(folder: Path, reads: Path, models: Path, environment: dict[str, str]) -> Iterator[Run]:
-    """The command, once it has committed two shards; whatever is left of it is killed afterwards."""
-    out_dir, log = folder / "run", folder / "log"
-    words = (
-        "predict",
-        str(reads),
-        "-o",
-        str(out_dir),
-        "--models",
-        str(models),
-        "--devices",
-        "cpu:1",
-    )
-    sizes = [
-        word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))
-    ]
-    with background((*VIRNUC, *words, *sizes), environment, log) as process:
-        wait_for(lambda: committed(out_dir) >= 2 or process.poll() is not None, "two shards")
-        assert process.poll() is None, log.read_text()
-        itself = psutil.Process(process.pid)
-        family = [itself, *itself.children(recursive=True)]
-        try:
-            yield Run(process, family, out_dir, log)
-        finally:
-            for one in family:
-                if one.is_running():
-                    one.kill()
-
-
-def digest(out: Path) -> str:
-    """Of all result bytes."""
-    return hashlib.sha256(b"".join((out / name).read_bytes() for name in RESULTS)).hexdigest()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory, some_reads: Path, models: Path, prefect_backend: None
-) -> str:
-    """Digest of the results of a run nobody disturbed, on two cores."""
-    out_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    predict(reads=[str(some_reads)], out=out_dir, models=models, devices="cpu:2", **SIZES)
-    return digest(out_dir)
 
 
 @pytest.mark.slow
@@ -139,7 +62,7 @@ def test_a_killed_run_leaves_no_process_and_goes_on_later_on_other_devices(
     assert {
         path: path.stat().st_mtime_ns for path in times_before
     } == times_before  # what was committed was not computed again
-    assert digest(run.out) == undisturbed
+    assert results_digest(run.out) == undisturbed
 
 
 @pytest.mark.slow
@@ -153,16 +76,7 @@ def test_a_killed_worker_is_replaced_and_the_flow_goes_on(
     with running(tmp_path, some_reads, models, child_environment) as run:
         run.worker().kill()
         assert run.ends() == 0, run.log.read_text()
-        assert digest(run.out) == undisturbed
-
-
-def flow_run_of(name: str) -> FlowRun:
-    run_filter = FlowRunFilter(name=FlowRunFilterName(any_=[name]))
-    with get_client(sync_client=True) as client:
-        runs = client.read_flow_runs(flow_run_filter=run_filter)
-    alive = [run for run in runs if run.state is not None and run.state.is_running()]
-    assert len(alive) == 1
-    return alive[0]
+        assert results_digest(run.out) == undisturbed
 
 
 @pytest.mark.slow
@@ -173,7 +87,7 @@ def test_cancelling_a_run_started_by_hand_ends_it(
     reads.symlink_to(many_reads)
     with running(tmp_path, reads, models, child_environment) as run:
         run.worker().suspend()  # the run cannot end before it is told to, however slow the telling is
-        flow_run = flow_run_of("cancelled · cpu:1")
+        flow_run = running_flow_run("cancelled · cpu:1")
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(flow_run.id, Cancelling())
         assert run.ends() == 130, run.log.read_text()

@@ -28,6 +28,7 @@ from virnuc.tasks.approval import Approval
 from virnuc.tasks.server_connection import route_through_connection
 
 from .conftest import answers
+from .flow_runs import RESULTS
 from .processes import (
     PATIENCE_S,
     PREFECT,
@@ -38,9 +39,8 @@ from .processes import (
     own_server,
     wait_for,
 )
-from .test_ending import RESULTS, SERVER, SIZES, Run, digest, running, undisturbed
+from .running_command import SERVER, SIZES, results_digest, running
 
-__all__ = ["undisturbed"]
 pytestmark = [pytest.mark.usefixtures("prefect_backend")]
 TOLD = "the Prefect server does not answer"
 RUNS_ALONE = "the run goes on without a Prefect server, and is not in the UI"
@@ -61,10 +61,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def embedded_server(run: Run) -> psutil.Process:
-    return next(process for process in run.family if SERVER in " ".join(process.cmdline()))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strike", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "stopped"]
@@ -78,10 +74,10 @@ def test_a_run_whose_server_is_lost_ends_with_its_results_and_says_so(
     strike: Callable[[psutil.Process], None],
 ) -> None:
     with running(tmp_path, some_reads, models, own_server(tmp_path / "prefect", database)) as run:
-        strike(embedded_server(run))
+        strike(run.server())
         assert run.ends() == 0, run.log.read_text()
         log = run.log.read_text()
-    assert digest(run.out) == undisturbed
+    assert results_digest(run.out) == undisturbed
     assert log.count(TOLD) == 1, log
     assert "not reported" in log
     assert log.count("\n") < 30, log
@@ -171,7 +167,7 @@ def test_a_terminated_run_ends_in_ten_seconds_while_its_server_hangs(
     tmp_path: Path, many_reads: Path, models: Path, database: Path
 ) -> None:
     with running(tmp_path, many_reads, models, own_server(tmp_path / "prefect", database)) as run:
-        embedded_server(run).suspend()
+        run.server().suspend()
         began_s = time.monotonic()
         run.process.terminate()
         assert run.ends() == 130, run.log.read_text()

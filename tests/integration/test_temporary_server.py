@@ -33,8 +33,9 @@ from virnuc.tasks.task import completed
 from virnuc_core.errors import VirnucError
 
 from .conftest import answers
+from .flow_runs import running_flow_run
 from .processes import PATIENCE_S, PREFECT, VIRNUC, background, committed, own_server, wait_for
-from .test_ending import SERVER, SIZES, flow_run_of, running
+from .running_command import SERVER, SIZES, running
 
 pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
 OUTSIDER = Path(__file__).with_name("outsider.py")
@@ -294,7 +295,7 @@ def test_a_run_that_another_ended_with_a_pickle_ends_as_its_own_flow_did(
     reads.symlink_to(some_reads)
     with running(tmp_path, reads, models, child_environment) as run:
         run.worker().suspend()
-        flow_run = flow_run_of("attacked · cpu:1")
+        flow_run = running_flow_run("attacked · cpu:1")
         url = f"{PREFECT_API_URL.value()}/flow_runs/{flow_run.id}/set_state"
         answer = httpx.post(
             url, json={"state": forged_state(payload), "force": True}

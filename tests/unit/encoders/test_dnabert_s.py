@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,57 +11,14 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.checkpoint import load_encoder
-from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.models import DnabertS
 from virnuc_core.encoders.positions import alibi_slopes
-from virnuc_core.encoders.tensor_names import match_tensors
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 
 from .encoder_batches import dnas, packed
-
-CPU = torch.device("cpu")
-HEADS, WIDTH, LAYERS, FFN = 12, 96, 3, 80
-SHAPE = DnabertShape(layers=LAYERS, width=WIDTH, heads=HEADS, ffn_width=FFN, vocab=512)
+from .tiny_dnabert_s import CPU, FFN, HEADS, LAYERS, WIDTH, checkpoint, ours
 
 PUBLISHED_SLOPES = [2.0**-i for i in range(1, 9)] + [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
-
-
-@cache
-def checkpoint() -> dict[str, Tensor]:
-    """Random weights under the names of the public checkpoint."""
-    torch.manual_seed(11)
-    sizes: dict[str, tuple[int, ...]] = {
-        "bert.embeddings.word_embeddings.weight": (512, WIDTH),
-        "bert.embeddings.token_type_embeddings.weight": (2, WIDTH),
-        "bert.embeddings.LayerNorm.weight": (WIDTH,),
-        "bert.embeddings.LayerNorm.bias": (WIDTH,),
-    }
-    for i in range(LAYERS):
-        p = f"bert.encoder.layer.{i}."
-        sizes |= {
-            p + "attention.self.Wqkv.weight": (3 * WIDTH, WIDTH),
-            p + "attention.self.Wqkv.bias": (3 * WIDTH,),
-            p + "attention.output.dense.weight": (WIDTH, WIDTH),
-            p + "attention.output.dense.bias": (WIDTH,),
-            p + "attention.output.LayerNorm.weight": (WIDTH,),
-            p + "attention.output.LayerNorm.bias": (WIDTH,),
-            p + "mlp.gated_layers.weight": (2 * FFN, WIDTH),
-            p + "mlp.wo.weight": (WIDTH, FFN),
-            p + "mlp.wo.bias": (WIDTH,),
-            p + "mlp.layernorm.weight": (WIDTH,),
-            p + "mlp.layernorm.bias": (WIDTH,),
-        }
-    return {
-        name: torch.randn(size) * (0.2 if len(size) > 1 else 0.1)
-        + (1 if "norm.weight" in name.lower() else 0)
-        for name, size in sizes.items()
-    }
-
-
-@cache
-def ours() -> DnabertS:
-    read_tensor = match_tensors(Path("random"), checkpoint(), SHAPE)
-    return DnabertS(SHAPE, read_tensor, CPU, precision="fp32", attention="reference")
 
 
 def twin(tokens: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .encoder_batches import packed_tokens
-from .test_dnabert_s import FFN, HEADS, LAYERS, SHAPE, WIDTH, checkpoint, ours
+from .tiny_dnabert_s import FFN, HEADS, LAYERS, SHAPE, WIDTH, checkpoint, ours
 
 
 def port() -> Any:

@@ -14,7 +14,7 @@ from virnuc_core.encoders.classifier import Head
 from virnuc_core.encoders.model_config import HeadShape, read_shape, write_shape
 from virnuc_core.errors import WeightsError
 
-from .test_head_card import CARD
+from .head_cards import CARD
 
 CPU = torch.device("cpu")
 

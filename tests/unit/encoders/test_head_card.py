@@ -7,19 +7,11 @@ import pytest
 
 from virnuc_core.config import VerdictSpec
 from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
-from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.errors import ConfigError
 
-CARD = HeadCard(
-    reads="a" * 64,
-    truth="b" * 64,
-    test="c" * 64,
-    lengths=(60, 150, 300),
-    prevalence=0.1,
-    auroc=Estimate(value=0.9, low=0.85, high=0.94),
-    thresholds={0.01: 0.93, 0.1: 0.6},
-    uncertain=(0.4, 0.6),
-)
+from .head_cards import CARD
+
 BARE = HeadShape(model_length=500, dna_width=64, protein_width=64)
 HEAD = BARE.model_copy(update={"card": CARD})
 

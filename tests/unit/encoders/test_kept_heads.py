@@ -21,7 +21,7 @@ from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, rea
 from virnuc_core.encoders.model_files import write_part
 from virnuc_core.errors import ConfigError, WeightsError
 
-from .test_head_card import CARD
+from .head_cards import CARD
 
 Make = Callable[..., Path]
 
