@@ -1,52 +1,17 @@
-"""The scaling curve: the same reads on one, two, four and more devices, without a baseline."""
+"""The flow `scale`: the same reads on more and more devices. `bodies/scale.py` has its steps."""
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 
+from virnuc.flows.bodies import scale as body
 from virnuc.flows.flow_decorator import with_parameters
-from virnuc.flows.measured_runs import (
-    Judgement,
-    MeasuredWork,
-    compare_and_report,
-    connected_machines,
-    finished_runs,
-    measure_on_this_machine,
-    record_work,
-    run_on_each,
-)
-from virnuc.flows.outcome import ValidationResult, final_state
-from virnuc.flows.preflight import preflight
+from virnuc.flows.outcome import ValidationResult
 from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.scale import ScaleSettings
-from virnuc.flows.shared_steps import stage_reads_of
-from virnuc.tasks.running_mark import announce
-from virnuc_core.profiles import load_profile
-from virnuc_core.reads.sources import sample_name
-from virnuc_core.report import messages
 
 
 @flow(name="scale", flow_run_name=named_by("reads", "profile", "devices", "cluster"))
 @with_parameters(ScaleSettings)
 def scale(settings: ScaleSettings) -> State[ValidationResult]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
-    judgement = run_steps(settings)
-    report = judgement.report
-    return final_state(settings, report, messages.scaling_message(report) + judgement.note)
-
-
-def run_steps(settings: ScaleSettings) -> Judgement:
-    """Stage the reads, run them on each number of devices, compare the runs and judge them."""
-    profile = load_profile(settings.profile)
-    label = sample_name(settings.named)
-    preflight(settings)
-    finished_before = finished_runs(settings.out)
-    with connected_machines(settings) as (spec, machines):
-        announce(label, profile.name, machines.local.kind)
-        staging = stage_reads_of(settings, label)
-        work = MeasuredWork(settings.out, label, profile, spec, machines, staging)
-        record_work(work)
-        names = run_on_each(work, machines.scaling_counts(profile, settings.repeats))
-        measure_on_this_machine(work)
-    report = compare_and_report(work, names, settings.history_file)
-    reused = bool(finished_before) and finished_runs(settings.out) == finished_before
-    return Judgement(report, reused)
+    return body.scale(settings)

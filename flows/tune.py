@@ -1,22 +1,13 @@
-"""The sweep over engine settings: which are fastest here, with these weights and reads."""
+"""The flow `tune`, a sweep over engine settings. `bodies/tune.py` has its steps."""
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 
+from virnuc.flows.bodies import tune as body
 from virnuc.flows.flow_decorator import with_parameters
-from virnuc.flows.preflight import preflight
 from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.tune import TuneSettings
-from virnuc.flows.shared_steps import stage_reads_of
-from virnuc.flows.sweep import sweep_all
-from virnuc.tasks.running_mark import announce
-from virnuc.tasks.task import completed
-from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.profiles import load_profile
-from virnuc_core.reads.sources import sample_name
-from virnuc_core.rundir import RunDir, discard
-from virnuc_core.tools.bench import Bench
-from virnuc_core.tools.tune import Recommendation, Sweep, make_candidates
+from virnuc_core.tools.tune import Recommendation
 
 
 @flow(name="tune", flow_run_name=named_by("reads", "profile", "devices"))
@@ -28,23 +19,4 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     Measurements are kept: a sweep that stopped goes on where it was, and one that is complete
     measures nothing again.
     """
-    profile = load_profile(settings.profile)
-    devices = preflight(settings)
-    base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
-    candidates = make_candidates(base, settings.swept())
-    label = sample_name(settings.named)
-    announce(label, profile.name, devices.kind)
-    stage_reads_of(settings, label)
-
-    bench = Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s)
-    sweep = Sweep(settings.out, bench, base, profile, settings.repeats, settings.search)
-    if settings.force:
-        discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
-    recommendation = sweep_all(sweep, candidates, label)
-
-    trials = [trial for candidate in candidates for trial in candidate.trials]
-    all_reused = all(trial.reused for trial in trials)
-    summary = recommendation.reason
-    if all_reused:
-        summary += "; nothing had to be measured"
-    return completed(recommendation, summary, reused=all_reused)
+    return body.tune(settings)

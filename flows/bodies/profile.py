@@ -1,0 +1,77 @@
+"""The profile of a run: where its time goes, down to the kernels of the GPU."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefect.client.schemas.objects import State
+
+from virnuc.flows.settings.profile import ProfileSettings
+from virnuc.flows.staged_run import staged_run
+from virnuc.tasks.artifacts import Rows, host_key, publish_markdown, publish_table
+from virnuc.tasks.run_tables import stage_rows
+from virnuc.tasks.task import completed
+from virnuc.tasks.trace import record_traces
+from virnuc_core.config import TraceOptions, TraceSpec
+from virnuc_core.report import messages
+from virnuc_core.report.profile_page import profile_markdown
+from virnuc_core.report.sections import Row
+from virnuc_core.report.views.tools import mark_rows, operation_rows
+from virnuc_core.rundir import write_text_atomically
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.trace import TraceTable
+
+
+def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
+    """Run all reads, and record a few shards of them with torch's profiler.
+
+    The run is a prediction like any other and is not repeated if it is complete. The recording is
+    always made anew. Writes the tables to `telemetry/traces/profile.md`.
+
+    Returns:
+        A state with the tables of the traces, one for each device.
+
+    Raises:
+        VirnucError: The settings, the reads or the weights cannot be used, or the run failed.
+    """
+    with staged_run(settings) as staged:
+        run, label = staged.run, staged.label
+        devices = staged.spec.devices
+        summary = staged.embed().result()
+
+        folder = (run.telemetry / "traces").resolve()
+        options = settings.model_dump(include={*TraceOptions.model_fields})
+        spec = TraceSpec(folder=str(folder), **options)
+        bench = Bench(run.store, settings.models, devices)
+        tables = record_traces(run, bench, staged.spec.engine, spec, label=label).result()
+
+        marks = mark_rows(tables)
+        operations = operation_rows(tables, limit=settings.operations)
+        subject = f"{label}-{devices}"
+        publish_table(
+            host_key(f"operations-{subject}"),
+            operations,
+            f"Operations that took most time: {label}",
+        )
+        publish_table(host_key(f"marks-{subject}"), marks, f"Recorded stages of {label}: {folder}")
+        page = _write_page(folder, tables, stage_rows(summary), marks, operations)
+        publish_markdown(
+            host_key(f"profile-{subject}"),
+            page.read_text(encoding="utf-8"),
+            messages.trace_extent(tables),
+            page,
+        )
+    return completed(tables, messages.profile_message(tables, spec.folder))
+
+
+def _write_page(
+    folder: Path,
+    traces: Sequence[TraceTable],
+    stages: Rows,
+    marks: list[Row],
+    operations: list[Row],
+) -> Path:
+    """Write `profile.md`, a page with all tables, to the folder of the traces."""
+    text = profile_markdown(traces, stages=stages, marks=marks, operations=operations)
+    page = folder / "profile.md"
+    write_text_atomically(page, text)
+    return page

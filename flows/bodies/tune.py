@@ -1,0 +1,49 @@
+"""The sweep over engine settings: which are fastest here, with these weights and reads."""
+
+from prefect.client.schemas.objects import State
+
+from virnuc.flows.preflight import preflight
+from virnuc.flows.settings.tune import TuneSettings
+from virnuc.flows.shared_steps import stage_reads_of
+from virnuc.flows.sweep import sweep_all
+from virnuc.tasks.running_mark import announce
+from virnuc.tasks.task import completed
+from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.profiles import load_profile
+from virnuc_core.reads.sources import sample_name
+from virnuc_core.rundir import RunDir, discard
+from virnuc_core.tools.bench import Bench
+from virnuc_core.tools.tune import Recommendation, Sweep, make_candidates
+
+
+def tune(settings: TuneSettings) -> State[Recommendation]:
+    """Find the fastest engine settings for this machine, weights and reads that keep the results.
+
+    Measurements that the output directory holds are used again, unless `force` is set.
+
+    Returns:
+        A state with the recommendation, named `Reused` if nothing had to be measured.
+
+    Raises:
+        VirnucError: The settings cannot be used, or no candidate can run.
+    """
+    profile = load_profile(settings.profile)
+    devices = preflight(settings)
+    base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
+    candidates = make_candidates(base, settings.swept())
+    label = sample_name(settings.named)
+    announce(label, profile.name, devices.kind)
+    stage_reads_of(settings, label)
+
+    bench = Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s)
+    sweep = Sweep(settings.out, bench, base, profile, settings.repeats, settings.search)
+    if settings.force:
+        discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
+    recommendation = sweep_all(sweep, candidates, label)
+
+    trials = [trial for candidate in candidates for trial in candidate.trials]
+    all_reused = all(trial.reused for trial in trials)
+    summary = recommendation.reason
+    if all_reused:
+        summary += "; nothing had to be measured"
+    return completed(recommendation, summary, reused=all_reused)

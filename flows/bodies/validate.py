@@ -1,0 +1,112 @@
+"""The validation, which proves a release or a machine.
+
+Its steps: staging, the v1.0 baseline, a run on one GPU, on two and on all, the comparison, the
+report. If it was asked for, rounds of tuning follow, and then a reviewer approves.
+"""
+
+from prefect.client.schemas.objects import State
+
+from virnuc.flows.approval import ask_reviewer
+from virnuc.flows.measured_runs import (
+    Judgement,
+    MeasuredWork,
+    compare_and_report,
+    connected_machines,
+    finished_runs,
+    measure_on_this_machine,
+    record_work,
+    run_on_each,
+)
+from virnuc.flows.outcome import ValidationResult, final_state
+from virnuc.flows.preflight import preflight
+from virnuc.flows.settings.validate import ValidateSettings
+from virnuc.flows.shared_steps import stage_reads_of
+from virnuc.flows.tuning_rounds import tune_round
+from virnuc.tasks.baseline import measure_baseline
+from virnuc.tasks.report import emit_outcome
+from virnuc.tasks.running_mark import announce
+from virnuc_core.profiles import load_profile
+from virnuc_core.reads.sources import sample_name
+from virnuc_core.report import messages
+from virnuc_core.report.build import write_report
+from virnuc_core.report.model import BASELINE
+from virnuc_core.rundir import RunDir
+
+
+def validate(settings: ValidateSettings) -> State[ValidationResult]:
+    """Prove this machine, or a release: run the steps of a validation and judge them by a profile.
+
+    A validation that stopped goes on where it was. One that is complete is judged again without
+    computing anything. If the settings ask for it, missed speeds are tuned, and a reviewer is
+    waited for.
+
+    Returns:
+        The state of the flow, with the judgement; a missed criterion is no error here.
+
+    Raises:
+        VirnucError: The settings cannot be used, or a step failed.
+    """
+    judgement = run_steps(settings)
+    judgement = tune_and_run_again(settings, judgement)
+    report = judgement.report
+    emit_outcome(report, settings.out)
+    summary = messages.criteria_message(report) + judgement.note
+    if not settings.approval:
+        return final_state(settings, report, summary)
+
+    approval = ask_reviewer(settings, report)
+    summary = f"{summary}; {approval.verdict} by {approval.reviewer}"
+    return final_state(settings, report, summary, approval.verdict)
+
+
+def run_steps(settings: ValidateSettings) -> Judgement:
+    """Run the steps of a validation. Finished steps of an earlier attempt are not run again."""
+    profile = load_profile(settings.profile)
+    label = sample_name(settings.named)
+    preflight(settings)
+    finished_before = finished_runs(settings.out)
+    with connected_machines(settings) as (spec, machines):
+        announce(label, profile.name, machines.local.kind)
+
+        staging = stage_reads_of(settings, label)
+        profile = settings.with_baseline(profile, staging.counts.n_reads)
+        work = MeasuredWork(settings.out, label, profile, spec, machines, staging)
+        record_work(work)
+
+        is_subset = run_baseline(work)
+        names = run_on_each(work, machines.device_counts())  # one device, two, all
+        measure_on_this_machine(work)
+    report = compare_and_report(work, names, settings.history_file, is_subset=is_subset)
+    reused = bool(finished_before) and finished_runs(settings.out) == finished_before
+    return Judgement(report, reused)
+
+
+def run_baseline(work: MeasuredWork) -> bool:
+    """Run v1.0, or take its recorded results. Without a device to run it on, it is left out.
+
+    Returns:
+        Whether the baseline covers only a part of the reads.
+    """
+    spec = work.profile.baseline
+    if not work.machines.has_local_devices and spec.source != "recorded":
+        return False
+    run = RunDir(work.out / BASELINE)
+    summary = measure_baseline(
+        run, work.bench, spec, label=work.label, force=work.spec.force
+    ).result()
+    return summary.subset is not None
+
+
+def tune_and_run_again(settings: ValidateSettings, judgement: Judgement) -> Judgement:
+    """Tune what a missed speed depends on and run the steps again, as often as was asked for."""
+    resuming_settings = settings.model_copy(update={"force": False})
+    while True:
+        tuning_round = tune_round(resuming_settings, judgement.report)
+        if tuning_round is None:
+            return judgement
+        if tuning_round.engine is None:
+            # no setting helps; the new report says so
+            report = write_report(settings.out, judgement.report.profile)
+            judgement = Judgement(report, judgement.reused)
+        else:
+            judgement = run_steps(resuming_settings)
