@@ -66,7 +66,8 @@ class InferenceProgressReporter:
             monitor: Gives the devices and their newest readings.
             on_progress: Gets the share that is done, at most every `CALLBACK_EVERY_S` and once at
                 the end.
-            already_done: Sequences that an earlier run did. They say nothing of this one's speed.
+            already_done: Sequences that an earlier attempt at this run did. They count as done,
+                but not for the speed.
         """
         self._total = total_sequences
         self._monitor = monitor
@@ -78,17 +79,19 @@ class InferenceProgressReporter:
         self._counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         now_s = time.monotonic()
         self._started_s = now_s
-        self._first_batch_s = now_s
+        self._first_batch_s = now_s  # until the first shard tells when its first batch started
         self._last_log_s = now_s
         self._last_callback_s = now_s
         self._bars: Progress | None = None
         self._notebook_cell: Any = None  # that shows the bars
 
     def __enter__(self) -> Self:
+        """Show bars on a terminal and in a notebook. Elsewhere, show nothing yet."""
         if self._console.is_interactive or self._console.is_jupyter:
             self._bars = self._make_bars()
             if self._console.is_jupyter:
-                # rich's own display in notebooks would need the package ipywidgets.
+                # rich's own live display in notebooks would need the package ipywidgets. So the
+                # bars are printed as a cell, which `_show` replaces.
                 display = importlib.import_module("IPython.display").display
                 self._notebook_cell = display(self._bars, display_id=True)
             else:
@@ -96,8 +99,9 @@ class InferenceProgressReporter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Show the progress a last time, give it to the callback, and stop the bars."""
         self._show()
-        if self._bars is not None and self._notebook_cell is None:
+        if self._bars is not None and self._notebook_cell is None:  # bars of a terminal
             self._bars.stop()
         self._on_progress(self.share)
 
@@ -111,7 +115,8 @@ class InferenceProgressReporter:
             _text_column("count"),
             _text_column("tokens"),
         ]
-        if any(device.startswith(gpus.UUID_PREFIXES) for device in devices):
+        has_gpus = any(device.startswith(gpus.UUID_PREFIXES) for device in devices)
+        if has_gpus:
             columns.append(_text_column("gpu", " GPU"))
         if self._console.width >= WIDE_TERMINAL:
             columns.append(_text_column("pack", " pack"))
@@ -120,7 +125,9 @@ class InferenceProgressReporter:
         if len(devices) > 1:
             for device in devices:
                 texts = asdict(self.progress(device))
+                # A device has no total, because devices take shards as they become free.
                 bars.add_task(device[:SHORT_NAME], total=None, devices=(device,), **texts)
+        # No devices stands for the whole run.
         bars.add_task(TITLE, total=self._total, devices=(), **asdict(self.progress()))
         return bars
 
@@ -133,12 +140,12 @@ class InferenceProgressReporter:
 
     @property
     def eta(self) -> str:
-        """Return the time left at this run's speed since its first batch.
+        """Return the time left, if the run goes on as fast as since its first batch.
 
-        It is `--:--` before anything is done.
+        It is `--:--` before this attempt has finished anything.
         """
         elapsed_s = time.monotonic() - self._first_batch_s
-        n_new = self._done - self._already_done
+        n_new = self._done - self._already_done  # sequences that this attempt did
         n_left = self._total - self._done
         if n_left <= 0:
             return clock_text(0.0)
@@ -147,8 +154,10 @@ class InferenceProgressReporter:
         return clock_text(elapsed_s * n_left / n_new)
 
     def update(self, shard: ShardDone) -> None:
-        """Count a committed shard, and show it when it is time."""
-        if self._done == self._already_done:  # what came before the first batch was not embedding
+        """Count a committed shard, and show the progress if the last time is long enough ago."""
+        if self._done == self._already_done:
+            # This is the first shard. The speed counts from its first batch, because what came
+            # before, such as loading the models, was not embedding.
             launches_s = [batch.launched_s for batch in shard.batches]
             self._first_batch_s = min(launches_s, default=self._first_batch_s)
         self._counts[shard.device].update(
@@ -158,6 +167,8 @@ class InferenceProgressReporter:
         )
         self._done += shard.rows
         now_s = time.monotonic()
+        # Bars are brought up to date with every shard. Log lines would be too many.
+        # Bars are brought up to date with every shard. Log lines would be too many.
         if self._bars is not None or now_s - self._last_log_s >= LOG_EVERY_S:
             self._last_log_s = now_s
             self._show()
@@ -166,11 +177,14 @@ class InferenceProgressReporter:
             self._on_progress(self.share)
 
     def progress(self, *devices: str) -> ProgressTexts:
-        """Return what is shown of these devices, or of the whole run if none is given."""
-        names = devices or self._monitor.devices
+        """Return the texts that show the progress of these devices.
+
+        Without devices they show the whole run: its total and the time left, too.
+        """
+        device_ids = devices or self._monitor.devices
         counts: Counter[str] = Counter()
-        for name in names:
-            counts.update(self._counts[name])
+        for device in device_ids:
+            counts.update(self._counts[device])
         elapsed_s = time.monotonic() - self._first_batch_s
 
         completed = self._done
@@ -186,11 +200,11 @@ class InferenceProgressReporter:
         pack = "n/a"
         if counts["slots"]:
             pack = f"{100 * counts['tokens'] / counts['slots']:.1f} %"
-        gpu = self._utilisation_text(names)
+        gpu = self._utilisation_text(device_ids)
         return ProgressTexts(completed, count, tokens, gpu, pack, eta)
 
     def _utilisation_text(self, devices: Sequence[str]) -> str:
-        """Return the mean of the devices' newest utilisation."""
+        """Return how busy the devices are, as the mean of their newest readings, or `n/a`."""
         percents = []
         for device in devices:
             sample = self._monitor.latest.get(device)
@@ -201,7 +215,7 @@ class InferenceProgressReporter:
         return f"{sum(percents) / len(percents):.0f} %"
 
     def _show(self) -> None:
-        """Bring the bars up to date, or log a line."""
+        """Bring the bars up to date. Where there are no bars, log a line."""
         if self._bars is None:
             self._log_line()
             return
@@ -212,13 +226,14 @@ class InferenceProgressReporter:
             self._notebook_cell.update(self._bars)
 
     def _log_line(self) -> None:
-        """Log the progress in one line."""
+        """Log the progress of the whole run in one line."""
         texts = self.progress()
-        elapsed = clock_text(time.monotonic() - self._started_s)
-        done = f"{self._done:,} of {self._total:,} sequences ({100 * self.share:.1f} %)"
+        elapsed_time = clock_text(time.monotonic() - self._started_s)
+        percent_done = 100 * self.share
         log.info(
-            f"{TITLE}: {done} | {texts.tokens} | gpu util {texts.gpu} | "
-            f"packing efficiency {texts.pack} | elapsed {elapsed} | {texts.eta}"
+            f"{TITLE}: {self._done:,} of {self._total:,} sequences ({percent_done:.1f} %) | "
+            f"{texts.tokens} | gpu util {texts.gpu} | packing efficiency {texts.pack} | "
+            f"elapsed {elapsed_time} | {texts.eta}"
         )
 
 
@@ -244,10 +259,11 @@ def clock_text(seconds: float) -> str:
 def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
     """Return the block `PIPELINE SUMMARY` for the log.
 
-    It has the stages, and what else took time. Together that is the whole.
+    It has a line for each stage, the whole time, and a line for all else that took time, such as
+    starting up. The stages and the rest add up to the whole time.
 
     Args:
-        stages: What was measured.
+        stages: The stages and the other parts of the run, with their seconds.
         total_s: The whole time of the run.
     """
     stage_of_name = {stage.name: stage for stage in stages}
@@ -256,22 +272,24 @@ def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
         title = f"Stage {number}: {name} ".ljust(STAGE_WIDTH, ".")
         lines.append(f"{title}  {_stage_text(stage_of_name.get(name), total_s)}")
     lines.append(f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)")
-    other_rows = []
+    other_parts = []
     for stage in stages:
-        if stage.name not in STAGES and stage.seconds and stage.seconds >= MIN_SHOWN_S:
+        is_other = stage.name not in STAGES
+        if is_other and stage.seconds and stage.seconds >= MIN_SHOWN_S:
+            # Time that overlapped with a stage was counted twice, so it is taken off.
             sign = "-" if stage.name == OVERLAPPED else ""
-            other_rows.append(f"{stage.name} {sign}{stage.seconds:.1f} s")
-    if other_rows:
-        lines.append(f"The rest: {', '.join(other_rows)}")
+            other_parts.append(f"{stage.name} {sign}{stage.seconds:.1f} s")
+    if other_parts:
+        lines.append(f"The rest: {', '.join(other_parts)}")
     lines.append(RULE)
     return "\n".join(lines)
 
 
 def _stage_text(stage: StageTime | None, total_s: float) -> str:
-    """Return the seconds of a stage, and its share of the whole time."""
+    """Return the seconds of a stage and its share of the whole time, or why there are none."""
     if stage is None:
         return "not measured"
-    if stage.seconds is None:
+    if stage.seconds is None:  # its work is done within another stage
         return f"0.0 s (fused into {stage.fused_into})"
     share = ""
     if total_s > 0:

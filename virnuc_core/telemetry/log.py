@@ -74,7 +74,11 @@ class Telemetry:
     started: str  # wall clock at the same moment, ISO 8601
 
     def get_throughput(self) -> Numbers:
-        """Return tokens, sequences (each once) and batches per second over the embedding span."""
+        """Return the tokens, the sequences and the batches per second while the run embedded.
+
+        The time runs from the first launch of a batch to the end of the last batch. A sequence
+        counts once, although both encoders embed it. A number is `None` if no time passed.
+        """
         metrics = statistics.batch_metrics(self.batches)
         batches_per_s = None
         if metrics.span_s > 0:
@@ -87,7 +91,12 @@ class Telemetry:
         }
 
     def get_dataloader_statistics(self) -> Numbers:
-        """Return waits, packing (shares, 0 to 1) and queue states (percent)."""
+        """Return how long the device waited for batches and how well the batches were packed.
+
+        Waits are in milliseconds and packing efficiencies are shares, 0 to 1. The names that
+        begin with `pct_` are the percent of batches in each state of the queue. What is not known
+        without a batch is `None`.
+        """
         metrics = statistics.batch_metrics(self.batches)
         numbers: Numbers = {
             "avg_wait_time_ms": metrics.avg_wait_ms,
@@ -97,9 +106,11 @@ class Telemetry:
             "min_packing_efficiency": metrics.min_packing_efficiency,
             "batches_below_threshold": metrics.batches_below_threshold,
         }
-        shares = {} if metrics.queue is None else metrics.queue.model_dump()
+        share_of_state: dict[str, float] = {}
+        if metrics.queue is not None:  # it is None without a batch
+            share_of_state = metrics.queue.model_dump()
         for state in statistics.QUEUE_STATES:
-            numbers[f"pct_{state}"] = _percent(shares.get(state))
+            numbers[f"pct_{state}"] = _percent(share_of_state.get(state))
         numbers["pct_waiting_over_1ms"] = _percent(metrics.waiting_share)
         return numbers
 
@@ -108,18 +119,19 @@ class Telemetry:
         return _percent(statistics.batch_metrics(self.batches).packing_efficiency)
 
     def get_average_gpu_utilization(self) -> float | None:
-        """Return the mean over the devices of each one's mean in the embedding span, in percent.
+        """Return how busy the GPUs were on average while the run embedded, in percent.
 
-        Without samples it is `None`.
+        Each device counts equally: the result is the mean of the devices' own means. Without
+        samples it is `None`. Without batches, all samples of the run count.
         """
         start_s, end_s = statistics.embedding_span(self.batches) or (-np.inf, np.inf)
-        inside = self.samples[self.samples.time_s.between(start_s, end_s)]
-        mean_of_device = inside.groupby("device", observed=True).utilisation.mean()
+        samples_in_span = self.samples[self.samples.time_s.between(start_s, end_s)]
+        mean_of_device = samples_in_span.groupby("device", observed=True).utilisation.mean()
         return statistics.none_if_nan(mean_of_device.mean())
 
 
 def _percent(share: float | None) -> float | None:
-    """Return a share, 0 to 1, in percent."""
+    """Return a share, 0 to 1, in percent. `None` stays `None`."""
     if share is None:
         return None
     return 100.0 * share
@@ -129,10 +141,11 @@ def _percent(share: float | None) -> float | None:
 def journal(
     path: Path, origin_s: float, started: datetime, devices: Sequence[str]
 ) -> Iterator["JournalWriter"]:
-    """Open the journal of an attempt, in which its measurements survive it.
+    """Open the journal of an attempt: a file that keeps its measurements even if it is killed.
 
-    Its first line is the start of the attempt and its devices. A line follows for each sample,
-    shard and death of a worker.
+    An attempt is one start of the command on a run directory. The first line of its journal has
+    the start of the attempt and its devices. Then each sample, each committed shard and each
+    death of a worker adds a line at once.
 
     Args:
         path: The file. An earlier journal is replaced.
@@ -165,7 +178,7 @@ class JournalWriter:
         self.error: OSError | None = None
 
     def __call__(self, *records: JournalRecord) -> None:
-        """Add a line for each record. If that fails, keep the error."""
+        """Add a line for each record. If the disk fails, keep its first error in `error`."""
         lines = [JOURNAL_RECORD.dump_json(record) + b"\n" for record in records]
         try:
             self._file.write(b"".join(lines))
@@ -175,7 +188,7 @@ class JournalWriter:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What the journal of an attempt tells."""
+    """What the journal of an attempt recorded."""
 
     telemetry: Telemetry
     lived_s: float  # how long the attempt is known to have lived
@@ -205,10 +218,16 @@ class _JournalLines:
 
 
 def read_journal(path: Path, root: Path | None = None) -> Journal | None:
-    """Read the journal of an attempt. Lines that were cut off are passed over.
+    """Read the journal of an attempt, that is, of one start of the command on a run directory.
+
+    A line that was cut off, because the attempt was killed while it wrote, is left out.
+
+    Args:
+        path: The journal.
+        root: The run directory, below which no link is followed.
 
     Returns:
-        `None` if there is no journal, or if it does not tell of a start.
+        `None` if there is no journal, or if its first line does not have the start of an attempt.
 
     Raises:
         UnreadableError: The system cannot read the file, so that nothing is known about it.
@@ -223,6 +242,7 @@ def read_journal(path: Path, root: Path | None = None) -> Journal | None:
             lines.add(JOURNAL_RECORD.validate_json(line))
     if not lines.texts:
         return None
+    # The first text is the start of the attempt. Each later one is the death of a worker.
     start, *deaths = lines.texts
     try:
         origin_s, started, *devices = json.loads(start)
@@ -238,8 +258,9 @@ def read_journal(path: Path, root: Path | None = None) -> Journal | None:
         origin_s=origin_s,
         started=started,
     )
-    last_sign_s = max([origin_s, *telemetry.host.time_s, *telemetry.shards.finished_s])
-    return Journal(telemetry, lived_s=last_sign_s - origin_s, deaths=tuple(deaths))
+    # An attempt that was killed wrote no end. It lived at least until its last record.
+    last_record_s = max([origin_s, *telemetry.host.time_s, *telemetry.shards.finished_s])
+    return Journal(telemetry, lived_s=last_record_s - origin_s, deaths=tuple(deaths))
 
 
 def finished_attempt(
@@ -251,6 +272,8 @@ def finished_attempt(
 ) -> Attempt:
     """Return the record of an attempt with what was measured in it.
 
+    An attempt is one start of the command on a run directory.
+
     Args:
         attempt: The record as it was at the start.
         telemetry: What was measured.
@@ -258,11 +281,13 @@ def finished_attempt(
         deaths: The deaths of its workers.
         written: Its telemetry file, or `None` if nothing was computed.
     """
-    worked_s = statistics.committed_span_s(telemetry.batches, telemetry.shards)
+    committed_s = statistics.committed_span_s(telemetry.batches, telemetry.shards)
+    # The known time of a killed attempt ends with its last record, before that shard's commit.
+    worked_s = min(committed_s, wall_s)
     return attempt.model_copy(
         update={
             "wall_s": wall_s,
-            "worked_s": min(worked_s, wall_s),
+            "worked_s": worked_s,
             "shards": len(telemetry.shards),
             "deaths": tuple(deaths),
             "telemetry": None if written is None else written.name,
@@ -371,11 +396,16 @@ def _short_numbers(batch: dict[Any, Any]) -> dict[str, float | int | str | None]
 
 
 def batch_frame(telemetry: Telemetry) -> pd.DataFrame:
-    """Return a table with one row for each batch, under the names of the HDF5 file."""
+    """Return a table with one row for each batch: what was measured, and what follows from it.
+
+    The columns have the names of the HDF5 file. A speed is NaN if the device time of the batch is
+    not known.
+    """
     batches = telemetry.batches
+    # Without a device time above 0 the seconds are NaN, so that nothing is divided by zero.
     seconds = (batches.device_ms / 1000.0).where(batches.device_ms > 0)
     packing = statistics.packing(batches)
-    derived = {
+    computed_columns = {
         "batch_idx": np.arange(len(batches)),
         "timestamp": batches.launched_s - telemetry.origin_s,
         "tokens_per_sec": batches.tokens / seconds,
@@ -385,20 +415,22 @@ def batch_frame(telemetry: Telemetry) -> pd.DataFrame:
         "padding_waste": 1.0 - packing,
         "queue_state": statistics.queue_state(batches),
     }
-    return pd.concat([pd.DataFrame(derived), batches], axis="columns")
+    return pd.concat([pd.DataFrame(computed_columns), batches], axis="columns")
 
 
 def _utilisation_at_launch(batches: pd.DataFrame, samples: pd.DataFrame) -> pd.Series:
-    """Return the utilisation of each batch's device at its launch, in percent.
+    """Return how busy the device of each batch was when the batch was launched, in percent.
 
-    It is that of the newest sample then, or of the first sample of all if there was none yet.
+    The last sample of the device before the launch gives it, or the first sample of the device if
+    none was taken before. It is NaN for a device without samples.
     """
     utilisation = pd.Series(np.nan, index=batches.index)
-    for device, own in samples.groupby("device", observed=True):
+    for device, own_samples in samples.groupby("device", observed=True):
         is_own = batches.device == device
-        n_samples_before = np.searchsorted(own.time_s, batches.launched_s[is_own], side="right")
-        newest = np.clip(n_samples_before - 1, 0, None)
-        utilisation[is_own] = own.utilisation.to_numpy()[newest]
+        launched_s = batches.launched_s[is_own]
+        n_samples_before = np.searchsorted(own_samples.time_s, launched_s, side="right")
+        sample_index = np.clip(n_samples_before - 1, 0, None)
+        utilisation[is_own] = own_samples.utilisation.to_numpy()[sample_index]
     return utilisation
 
 
@@ -419,10 +451,10 @@ def write_telemetry(
     Args:
         folder: Where the files go.
         telemetry: What the run measured.
-        n_reads: See `telemetry_file`, like all that follow.
-        wall_s: See there.
-        window_s: See there.
-        sequences_per_hour: See there.
+        n_reads: How many reads the run had.
+        wall_s: How long it took.
+        window_s: The length of a window, one of the stretches of time that the JSON file lists.
+        sequences_per_hour: Reads per hour over the whole time, staging included.
 
     Returns:
         The JSON file.
@@ -527,9 +559,10 @@ def read_telemetry(path: Path, root: Path | None = None) -> Telemetry:
 
 
 def _read_stages(group: h5py.Group) -> tuple[StageTime, ...]:
-    """Read the stages back."""
+    """Read the stages back from their columns, which lie in one dataset each."""
     columns = [read_dataset(group[name]).tolist() for name in STAGE_COLUMNS]
     stages = []
+    # The columns are in the order of the fields of `StageTime`.
     for values in zip(*columns, strict=True):
         stages.append(StageTime(*[_none_if_missing(value) for value in values]))
     return tuple(stages)
@@ -545,6 +578,12 @@ def _none_if_missing(value: Any) -> Any:
 def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
     """Read the table of records of one kind back.
 
+    Devices and encoders are stored as codes. They come back as categories with their names.
+
+    Args:
+        group: The part of the file with one dataset for each column.
+        kind: The class of the records. Its fields are the columns.
+
     Raises:
         KeyError: A column is missing.
         TypeError: A column does not have numbers, or not whole ones where they are counts.
@@ -553,7 +592,7 @@ def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
     columns: dict[str, Any] = {}
     for column_field in fields(kind):
         name = COLUMN_NAMES.get(column_field.name, column_field.name)
-        if name == "batches":  # they have a table of their own
+        if name == "batches":  # of a shard: they have a table of their own
             continue
         values = read_dataset(group[name])
         if name == "device":
@@ -599,15 +638,16 @@ def open_frame(path: Path, table: TableName = "batches") -> pd.DataFrame:
     if path.is_dir():
         telemetry = read_telemetry(latest(path), path)
     else:
-        # The user has named this file, so it may be a link.
+        # A link is followed here, because the user has named this file. Links that lie within a
+        # run directory are refused, because somebody else may have put them there.
         telemetry = read_telemetry(path.resolve())
     if table == "stages":
         return pd.DataFrame(list(telemetry.stages))
     frame: pd.DataFrame = getattr(telemetry, table)
     if table == "batches":
         frame = batch_frame(telemetry)
-    categories = frame.select_dtypes("category")
-    return frame.astype(dict.fromkeys(categories, "object"))
+    category_columns = frame.select_dtypes("category").columns
+    return frame.astype(dict.fromkeys(category_columns, "object"))
 
 
 def latest(folder: Path) -> Path:
@@ -618,7 +658,7 @@ def latest(folder: Path) -> Path:
     """
     in_run = folder.glob("telemetry_*.h5")
     in_telemetry = (folder / "telemetry").glob("telemetry_*.h5")
-    files = sorted([*in_run, *in_telemetry])
+    files = sorted([*in_run, *in_telemetry])  # names have the time, so the newest is the last
     if not files:
         raise InputError(
             "no telemetry_<time>.h5 here; give a run directory or the file itself", file=folder

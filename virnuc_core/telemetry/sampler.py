@@ -19,7 +19,8 @@ from virnuc_core.telemetry.tables import DeviceSample, HostSample
 
 log = logging.getLogger(__name__)
 
-# Samples between two looks for new child processes: a look reads every process of the machine
+# New child processes are searched for with every tenth sample only, because the search reads
+# every process of the machine.
 SAMPLES_PER_LOOK: Final = 10
 
 OnSamples = Callable[..., None]  # gets samples as they are taken
@@ -42,6 +43,7 @@ def gpu_reader(devices: Sequence[str]) -> Reader | None:
         return None
 
     def read(device: str, time_s: float) -> DeviceSample:
+        """Read a GPU now. An error of NVML is not caught here."""
         reading = read_gpu(device)
         return DeviceSample(
             time_s,
@@ -71,8 +73,10 @@ class Sampler:
         Args:
             devices: The devices.
             every_s: The time between two samples.
-            on_samples: Is called with each round of samples as soon as it is taken.
-            read: Reads a device. It is needed for devices of other machines.
+            on_samples: Is called with the samples of all devices and of the host each time they
+                are taken.
+            read: Reads a device. Without it the GPUs of this machine are read through NVML, so
+                it is needed for devices of other machines.
         """
         self.devices = tuple(devices)
         self.latest: dict[str, DeviceSample] = {}  # the newest reading of each device
@@ -82,12 +86,12 @@ class Sampler:
         self._has_failed = False
         self._samples_taken = itertools.count()
         self._processes: list[psutil.Process] = []  # this one and its children
-        psutil.cpu_percent(interval=None)  # the first call only sets the start
+        psutil.cpu_percent(interval=None)  # the next call tells the load since this one
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
 
     def sample_once(self) -> None:
-        """Take one reading of everything now."""
+        """Read all devices and the host once now, and give the samples to `on_samples`."""
         now_s = time.monotonic()
         if self._read is not None:
             for device in self.devices:
@@ -95,7 +99,10 @@ class Sampler:
         self._on_samples(*self.latest.values(), self.host(now_s))
 
     def _sample_device(self, read: Reader, device: str, now_s: float) -> DeviceSample:
-        """Read a device. If that fails, its numbers are unknown, which is logged once."""
+        """Read a device. If that fails, return a sample without numbers.
+
+        Only the first failure of the run is logged, because the next samples may all fail, too.
+        """
         try:
             return read(device, now_s)
         except Exception as error:  # noqa: BLE001  a driver may fail in any way; the run must not
@@ -107,7 +114,7 @@ class Sampler:
             return DeviceSample(now_s, device)
 
     def host(self, time_s: float) -> HostSample:
-        """Read the CPU and the memory of this process's machine."""
+        """Read the CPU of this machine, and the memory of this process and its children."""
         if next(self._samples_taken) % SAMPLES_PER_LOOK == 0:
             own_process = psutil.Process()
             self._processes = [own_process, *own_process.children(recursive=True)]
@@ -118,7 +125,7 @@ class Sampler:
         return HostSample(time_s, psutil.cpu_percent(interval=None), rss_bytes)
 
     def _loop(self) -> None:
-        """Take samples until the block ends."""
+        """Take samples in the background thread until the `with` block ends."""
         self.sample_once()
         while not self._stop.wait(self._every_s):
             self.sample_once()

@@ -49,9 +49,10 @@ def record_table(
     """Return the table of records of one kind, in the order of their times.
 
     Args:
-        kind: The class of the records.
+        kind: The class of the records. Its fields become the columns.
         records: The records.
-        devices: Stand first among the devices of the table, also if they have no record.
+        devices: The devices of the run. They become the first categories of the column `device`,
+            also those that have no record.
     """
     rows = sorted(records, key=attrgetter(TIME_COLUMNS[kind]))
     device_names = [*devices]
@@ -64,7 +65,7 @@ def record_table(
     }
     columns = {}
     for field in fields(kind):
-        if field.name != "batches":  # they have a table of their own
+        if field.name != "batches":  # of a shard: they have a table of their own
             values = [getattr(row, field.name) for row in rows]
             column = COLUMN_NAMES.get(field.name, field.name)
             columns[column] = pd.Series(values, dtype=types.get(field.type, "float64"))
@@ -119,23 +120,33 @@ class BatchMetrics(BatchCounts):
 
 
 def packing(batches: pd.DataFrame) -> pd.Series:
-    """Return tokens over slots of each batch; NaN for a batch without a slot."""
+    """Return the packing efficiency of each batch: its tokens over the slots that were launched.
+
+    It is NaN for a batch without a slot.
+    """
     return batches.tokens / batches.slots.where(batches.slots > 0)
 
 
 def queue_state(batches: pd.DataFrame) -> pd.Series:
-    """Return how ready each batch was when the launch loop asked for it, as a category."""
-    is_not_full = (batches.wait_ms >= FULL_BELOW_MS).astype("int8")
-    is_starved = batches.wait_ms > STARVED_ABOVE_MS
-    codes = is_not_full + is_starved  # positions in QUEUE_STATES
-    states = pd.Categorical.from_codes(codes, pd.Index(QUEUE_STATES))
+    """Return the state of the queue of batches at each launch, as a category.
+
+    The time that the device waited for the batch tells the state. The queue was `full` if the
+    batch was there at once (below 1 ms), `starved` if the wait was longer than 50 ms, and
+    `normal` in between.
+    """
+    n_limits_reached = np.zeros(len(batches), "int8")
+    n_limits_reached += (batches.wait_ms >= FULL_BELOW_MS).to_numpy()
+    n_limits_reached += (batches.wait_ms > STARVED_ABOVE_MS).to_numpy()
+    # No limit reached is "full", one is "normal", both are "starved".
+    states = pd.Categorical.from_codes(n_limits_reached, pd.Index(QUEUE_STATES))
     return pd.Series(states, index=batches.index)
 
 
 def embedding_span(batches: pd.DataFrame) -> Span | None:
     """Return the first launch and the last finish of batches, or `None` without batches.
 
-    A batch is finished its device time after its launch, as far as that is known.
+    A batch ends one device time after its launch. A batch whose device time is not known counts
+    as if it ended at its launch.
     """
     if batches.empty:
         return None
@@ -153,11 +164,12 @@ def _span_seconds(batches: pd.DataFrame) -> float:
 
 
 def _count_batches(batches: pd.DataFrame, counting: EncoderName) -> BatchCounts:
-    """Count batches and what is in them.
+    """Count batches, and the sequences, tokens and slots in them.
 
     Args:
         batches: The batches.
-        counting: The encoder whose rows are the sequences.
+        counting: The encoder whose rows are counted as sequences. Both encoders embed each
+            sequence, so the rows of both would count it twice.
     """
     packing_efficiency = None
     if batches.slots.any():
@@ -174,11 +186,12 @@ def _count_batches(batches: pd.DataFrame, counting: EncoderName) -> BatchCounts:
 
 
 def batch_metrics(batches: pd.DataFrame, counting: EncoderName = PROTEIN.name) -> BatchMetrics:
-    """Add up the batches of a table.
+    """Add up the batches of a table: their contents, their waits and their speed.
 
     Args:
         batches: The batches.
-        counting: The encoder whose rows are the sequences.
+        counting: The encoder whose rows are counted as sequences. Both encoders embed each
+            sequence, so the rows of both would count it twice.
     """
     counts = _count_batches(batches, counting)
     packing_of_batch = packing(batches)
@@ -193,6 +206,8 @@ def batch_metrics(batches: pd.DataFrame, counting: EncoderName = PROTEIN.name) -
         p95_wait_ms=none_if_nan(float(batches.wait_ms.quantile(0.95))),
         queue=queue,
         waiting_share=none_if_nan(float((batches.wait_ms > FULL_BELOW_MS).mean())),
+        # Without `min_count` a sum over unknown times only would be 0.
+        # Without `min_count` a sum over unknown times only would be 0.
         device_s=none_if_nan(batches.device_ms.sum(min_count=1) / 1000.0),
         span_s=span_s,
         tokens_per_s=counts.tokens / span_s if span_s > 0 else None,
@@ -202,28 +217,30 @@ def batch_metrics(batches: pd.DataFrame, counting: EncoderName = PROTEIN.name) -
 
 
 def _steady_tokens_per_s(batches: pd.DataFrame) -> float | None:
-    """Return the tokens per second without the first batches of each device.
+    """Return the tokens per second without the first batches of each device, which are slower.
 
     Returns:
-        `None` if a device has fewer than twice the batches of its warm-up.
+        `None` if a device has fewer than twice the batches of its warm-up, because too few are
+        left to measure then.
     """
-    by_device = batches.groupby("device", observed=True)
-    if (by_device.size() < 2 * WARM_UP_BATCHES).any():
+    batches_of_device = batches.groupby("device", observed=True)
+    if (batches_of_device.size() < 2 * WARM_UP_BATCHES).any():
         return None
-    steady = batches[by_device.cumcount() >= WARM_UP_BATCHES]
-    span_s = _span_seconds(steady)
+    # `cumcount` numbers the batches of each device from 0, in the order of their launches.
+    steady_batches = batches[batches_of_device.cumcount() >= WARM_UP_BATCHES]
+    span_s = _span_seconds(steady_batches)
     if span_s <= 0:
         return None
-    return float(steady.tokens.sum()) / span_s
+    return float(steady_batches.tokens.sum()) / span_s
 
 
 def by_encoder(batches: pd.DataFrame) -> dict[EncoderName, BatchMetrics]:
-    """Return the metrics of each encoder that has batches."""
+    """Return the metrics of the batches of each encoder. An encoder without a batch is left out."""
     metrics = {}
     for encoder in ENCODER_NAMES:
-        own = batches[batches.encoder == encoder]
-        if len(own):
-            metrics[encoder] = batch_metrics(own, encoder)
+        own_batches = batches[batches.encoder == encoder]
+        if len(own_batches):
+            metrics[encoder] = batch_metrics(own_batches, encoder)
     return metrics
 
 
@@ -249,8 +266,11 @@ def windows(
     Args:
         batches: The batches of the run.
         window_s: The length of a window.
-        origin_s: The start of the run.
+        origin_s: The start of the run, `time.monotonic()`. Windows are counted from it.
         samples: Samples of the devices. Without them, the windows have no utilisation.
+
+    Returns:
+        The windows in the order of their times; none without a batch.
     """
     span = embedding_span(batches)
     if span is None:
@@ -258,27 +278,28 @@ def windows(
     first_s, last_s = span
     window_of_batch = np.floor((batches.launched_s - origin_s) / window_s).astype("int64")
     batches_of_window = dict([*batches.groupby(window_of_batch)])
-    starts_and_ends = {*batches_of_window, *(number + 1 for number in batches_of_window)}
-    bounds = sorted(starts_and_ends)
-    cut = []
+    # Each window with batches has a bound at its start and one at its end. Two bounds that are
+    # further apart enclose the empty windows between them, as one.
+    bounds = sorted({*batches_of_window, *(number + 1 for number in batches_of_window)})
+    cut_windows = []
     for start, end in pairwise(bounds):
-        own = batches_of_window.get(start, batches[:0])
+        own_batches = batches_of_window.get(start, batches[:0])
         start_s = first_s - origin_s if start == bounds[0] else start * window_s
         end_s = last_s - origin_s if end == bounds[-1] else end * window_s
         duration_s = end_s - start_s
-        counts = _count_batches(own, PROTEIN.name)
+        counts = _count_batches(own_batches, PROTEIN.name)
         window_span = (origin_s + start_s, origin_s + end_s)
-        cut.append(
+        cut_windows.append(
             Window(
                 **dict(counts),
                 start_s=start_s,
                 end_s=end_s,
                 tokens_per_s=counts.tokens / duration_s if duration_s > MIN_WINDOW_S else None,
-                starved=int((own.wait_ms > STARVED_ABOVE_MS).sum()),
+                starved=int((own_batches.wait_ms > STARVED_ABOVE_MS).sum()),
                 gpu_util={} if samples is None else _mean_utilisation(samples, window_span),
             )
         )
-    return tuple(cut)
+    return tuple(cut_windows)
 
 
 def _mean_utilisation(samples: pd.DataFrame, span: Span) -> dict[str, float]:
@@ -307,30 +328,35 @@ class DeviceBusy(RunFile):
 
 
 def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
-    """Return the seconds of each device that has done a shard, in the order of the devices."""
-    busy = []
-    for device, own in shards.groupby("device", observed=True):
-        dna_s = float(own[DNA.seconds_column].sum())
-        protein_s = float(own[PROTEIN.seconds_column].sum())
-        head_s = float(own.head_s.sum())
-        busy.append(
+    """Return the seconds that each device computed, in the order of the devices.
+
+    A device that has done no shard is left out.
+    """
+    busy_devices = []
+    for device, own_shards in shards.groupby("device", observed=True):
+        dna_s = float(own_shards[DNA.seconds_column].sum())
+        protein_s = float(own_shards[PROTEIN.seconds_column].sum())
+        head_s = float(own_shards.head_s.sum())
+        busy_devices.append(
             DeviceBusy(
                 device=str(device),
-                shards=len(own),
-                tokens=int(own.protein_tokens.sum() + own.dna_tokens.sum()),
+                shards=len(own_shards),
+                tokens=int(own_shards.protein_tokens.sum() + own_shards.dna_tokens.sum()),
                 dna_s=dna_s,
                 protein_s=protein_s,
                 head_s=head_s,
-                commit_s=float(own.commit_s.sum()),
-                allocated_peak_bytes=none_if_nan(own.allocated_bytes.max()),
+                commit_s=float(own_shards.commit_s.sum()),
+                allocated_peak_bytes=none_if_nan(own_shards.allocated_bytes.max()),
                 busy_s=dna_s + protein_s + head_s,
             )
         )
-    return tuple(busy)
+    return tuple(busy_devices)
 
 
 def device_time_spread(busy: Sequence[DeviceBusy]) -> float | None:
-    """Return 1 − least ÷ most busy seconds over the devices.
+    """Return how unevenly the work was spread: 1 − fewest ÷ most busy seconds of a device.
+
+    0 means that all devices were busy for the same time.
 
     Returns:
         `None` if there are fewer than two devices, or if none was busy.
@@ -342,7 +368,7 @@ def device_time_spread(busy: Sequence[DeviceBusy]) -> float | None:
 
 
 def committed_span_s(batches: pd.DataFrame, shards: pd.DataFrame) -> float:
-    """Return the seconds from the first launch to the last commit, which nothing hides.
+    """Return the seconds from the first launch of a batch to the end of the last commit.
 
     Without batches or shards it is 0.
     """
@@ -387,7 +413,7 @@ def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -
     own = samples[(samples.device == device) & samples.time_s.between(start_s, end_s)]
     metered_samples = own[own.power_w.notna()]
     energy_kwh = None
-    if len(metered_samples) > 1:
+    if len(metered_samples) > 1:  # energy is power times the time between two readings
         energy_kwh = np.trapezoid(metered_samples.power_w, metered_samples.time_s) / JOULES_PER_KWH
     return DeviceUsage(
         device=device,
@@ -415,11 +441,14 @@ def host_usage(samples: pd.DataFrame) -> HostUsage:
 
 
 def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[str, ...]:
-    """Return a sentence on each device that idled for long, and one if devices are far apart.
+    """Return a sentence on each device that idled for long, and one on an uneven load.
+
+    The load is uneven if the mean utilisations of two devices differ by over 10 percent points.
 
     Args:
         samples: The samples of all devices.
-        span: When the run embedded. Without it there is no alarm.
+        span: The start and the end of the time in which the run embedded. If it embedded
+            nothing, there is no alarm.
     """
     if span is None:
         return ()
@@ -442,9 +471,13 @@ def _longest_idle_s(samples: pd.DataFrame) -> float:
     """Return the seconds of the longest unbroken time in which a device idled.
 
     It is NaN if the device never did.
+
+    Args:
+        samples: The samples of one device, in the order of their times.
     """
     is_idle = samples.utilisation < IDLE_BELOW_PERCENT
-    stretch_of_sample = (~is_idle).cumsum()  # a busy sample begins a new stretch
+    # The count of busy samples so far is the same for all idle samples between two busy ones.
+    stretch_of_sample = (~is_idle).cumsum()
     idle_times_s = samples.time_s[is_idle]
     stretches = idle_times_s.groupby(stretch_of_sample[is_idle])
     longest_s: float = (stretches.max() - stretches.min()).max()

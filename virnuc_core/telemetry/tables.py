@@ -148,24 +148,24 @@ class StageClock:
             name: The stage, or another row of the table.
             seconds: The seconds that it took. A stage that takes turns with others took fewer
                 than lie between its start and its end.
-            span: Its start and its end.
+            span: Its start and its end, by `time.monotonic()`. The stage keeps its earliest start
+                and its latest end. Without a span they stay as they are.
         """
         earlier = self._stages.get(name, StageTime(name, 0.0))
-        starts_s = [earlier.started_s]
-        ends_s = [earlier.finished_s]
+        started_s, finished_s = earlier.started_s, earlier.finished_s
         if span is not None:
-            started_s, finished_s = span
-            starts_s.append(started_s)
-            ends_s.append(finished_s)
+            span_start_s, span_end_s = span
+            started_s = span_start_s if started_s is None else min(started_s, span_start_s)
+            finished_s = span_end_s if finished_s is None else max(finished_s, span_end_s)
         self._stages[name] = StageTime(
             name,
-            seconds=(earlier.seconds or 0.0) + seconds,
-            started_s=min((moment for moment in starts_s if moment is not None), default=None),
-            finished_s=max((moment for moment in ends_s if moment is not None), default=None),
+            seconds=(earlier.seconds or 0.0) + seconds,  # a fused stage has no seconds
+            started_s=started_s,
+            finished_s=finished_s,
         )
 
     def fuse(self, name: Stage, into: Stage) -> None:
-        """Say that a stage is done within another one."""
+        """Record that a stage is done within another one, so that it has no seconds of its own."""
         self._stages[name] = StageTime(name, None, into)
 
     def times(self) -> tuple[StageTime, ...]:
