@@ -3,7 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -187,7 +187,7 @@ SHOWN_CHARACTERS: Final = 12  # of a fingerprint
 class OverheadPair(RunFile):
     """Two runs over the same shards, one after the other, with what is switched and without."""
 
-    of: Switch = "commits"
+    switch: Annotated[Switch, Field(alias="of")] = "commits"  # the feature that is switched
     with_run: str  # run directory, relative to the validation's
     without_run: str
     # from the first batch launched to the last shard committed; of models, in the whole time
@@ -206,7 +206,7 @@ class OverheadPair(RunFile):
             `None` if the pair says nothing.
         """
         costly, cheap = self.with_tokens_per_s, self.without_tokens_per_s
-        if self.of == "models":
+        if self.switch == "models":
             costly, cheap = cheap, costly
         if cheap <= 0 or self.restarts:
             return None
@@ -232,7 +232,7 @@ class OverheadFile(RunFile):
 
         Negative values are noise.
         """
-        overheads = [pair.overhead for pair in self.pairs if pair.of == "commits"]
+        overheads = [pair.overhead for pair in self.pairs if pair.switch == "commits"]
         return sorted(overhead for overhead in overheads if overhead is not None)
 
     @property
@@ -248,7 +248,7 @@ class OverheadFile(RunFile):
         n_pairs = len(self.shares)
         if n_pairs < MIN_PAIRS:
             return f"{n_pairs} undisturbed pairs of runs; {MIN_PAIRS} are needed"
-        seconds = [pair.seconds for pair in self.pairs if pair.of == "commits"]
+        seconds = [pair.seconds for pair in self.pairs if pair.switch == "commits"]
         shortest_s = min(seconds, default=0.0)
         if shortest_s < MIN_SECONDS:
             needed = f"{MIN_SECONDS:g} s are needed, more shards or more reads"

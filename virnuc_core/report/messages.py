@@ -113,7 +113,7 @@ def overhead_message(pairs: Sequence[OverheadPair]) -> str:
     """Return a message: the share of the speed that commits, the sampler and loading cost."""
     parts = []
     for switch, words in OVERHEAD_WORDS.items():
-        shares = [pair.overhead for pair in pairs if pair.of == switch]
+        shares = [pair.overhead for pair in pairs if pair.switch == switch]
         known_shares = [share for share in shares if share is not None]
         if known_shares:
             parts.append(f"{words} {percent(median(known_shares))}")

@@ -361,7 +361,7 @@ def _verify_overhead_run(
     run_label = f"{OVERHEAD}: {name}"
     record = raw.read(RunRecord, name, RECORD)
     spec = {} if record is None else record.spec
-    has_commits = is_switched_on or pair.of != "commits"
+    has_commits = is_switched_on or pair.switch != "commits"
     recorded_commits = spec.get("engine", spec).get("commit")
     verification.compare(f"{run_label}: commits", has_commits, recorded_commits)
 
@@ -370,7 +370,7 @@ def _verify_overhead_run(
         part = raw.telemetry(name, path.name)
         if part is not None:
             telemetry.append(part)
-    if pair.of == "models":
+    if pair.switch == "models":
         span_s = sum(_wall_s(raw, part) for part in telemetry)
     else:
         span_s = sum(

@@ -37,24 +37,32 @@ class Bench:
     sample_s: float = 0.5  # between two samples of the devices
 
     def job(self, run: RunDir, engine: EngineSpec) -> Job:
-        """Return a new job over the store, and remove what its run directory held.
+        """Prepare a run over the staged reads, and return what it needs to compute.
+
+        What its run directory held from an earlier run is removed.
 
         Args:
-            run: The run directory of the job.
+            run: The run directory.
             engine: Settings of the engine.
 
+        Returns:
+            The job: inputs, settings, devices, and the shards that are to be computed, all.
+
         Raises:
-            VirnucError: The settings, weights or devices cannot be used; see `prepare`.
+            VirnucError: The settings, weights or devices cannot be used.
         """
+        # `force` replaces what is in the directory.
         spec = ClassifySpec(models=self.models, devices=self.devices, engine=engine, force=True)
         return prepare(run, self.store, spec)
 
     def fingerprint(self, engine: EngineSpec, *more: Any) -> str:
         """Return a digest of all that a measurement depends on.
 
+        Two measurements with the same digest can stand for each other.
+
         Args:
             engine: Settings of the engine.
-            more: Further things, as JSON can hold them.
+            more: Further things that it depends on, as JSON can hold them.
         """
         devices = resolve(self.devices)
         body = {
@@ -84,19 +92,19 @@ def measure_job(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -
     """Embed the shards of a job, and measure it. Its telemetry stays in the run directory.
 
     Args:
-        job: The job.
+        job: The inputs, settings, devices and shards of a run.
         shards: Number of shards to embed, the first ones. None: all.
         sample_s: Seconds between two samples of the devices.
 
     Raises:
-        VirnucError: Devices or workers failed; see `Embedding.run`.
+        VirnucError: Devices or workers failed.
     """
     job = replace(job, todo=job.todo[:shards])
     started_s = time.monotonic()
     embedding = Embedding(job, RunMonitor(sample_s=sample_s), started_s)
     pool = embedding.run()
     wall_s = time.monotonic() - started_s
-    embedding.write((), wall_s)
+    embedding.write(stages=(), wall_s=wall_s)  # there were no other stages than the embedding
     measured = embedding.measured
     metrics = dict(batch_metrics(measured.batches))
     metrics["tokens_per_s"] = metrics["tokens_per_s"] or 0.0
@@ -114,11 +122,14 @@ def measure_job(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -
 def _lowest_utilisation(
     devices: Sequence[Device], batches: pd.DataFrame, samples: pd.DataFrame
 ) -> float | None:
-    """Return the utilisation of the least used device while batches ran; None without samples."""
-    window = embedding_span(batches)
-    utilisations = []
+    """Return how busy the least used device was while batches ran, on average, in percent.
+
+    It is None if no device has samples.
+    """
+    span = embedding_span(batches)
+    mean_utilisations = []
     for device in devices:
-        usage = device_usage(samples, device.id, window)
+        usage = device_usage(samples, device.id, span)
         if usage.gpu_util_avg is not None:
-            utilisations.append(usage.gpu_util_avg)
-    return min(utilisations, default=None)
+            mean_utilisations.append(usage.gpu_util_avg)
+    return min(mean_utilisations, default=None)

@@ -1,4 +1,7 @@
-"""Measure what commits, the sampler and loading the models anew cost, by pairs of runs."""
+"""Measure what commits, the sampler and loading the models anew cost.
+
+Each is measured by pairs of runs over the same shards: one run with it, and one without.
+"""
 
 import logging
 from collections import Counter
@@ -34,7 +37,7 @@ class _Series:
 
 @dataclass(frozen=True, slots=True)
 class _SwitchedRun:
-    """A run with or without what costs."""
+    """A run in which one feature was switched on or off."""
 
     name: str  # run directory, relative to the validation's
     tokens_per_s: float  # 0 if nothing was launched
@@ -54,22 +57,26 @@ def measure_overhead(
     force: bool = False,
     on_run: OnShare = lambda _: None,
 ) -> OverheadFile:
-    """Measure what features cost: run pairs with and without each, and write the result.
+    """Measure how much slower features make a run, and write `out/checkpoint_overhead.json`.
 
-    The result is `out/checkpoint_overhead.json`.
+    For each feature, pairs of runs compute the same shards: one run with the feature, and one
+    without. The telemetry of the runs stays in `out/overhead/`.
 
-    An earlier measurement of the same reads, weights, settings and devices is used. The telemetry
-    of the runs stays in `out/overhead/`.
+    If the result of an earlier measurement of the same reads, weights, settings and devices has
+    enough pairs of each feature, it is returned, and nothing is run.
 
     Args:
         out: The directory of the validation.
         bench: The reads, models and devices.
         engine: Settings of the runs.
         switches: The features that are switched on and off.
-        pairs: Pairs of runs for each switch.
+        pairs: Pairs of runs for each feature.
         shards: Shards of each run, for each device.
-        force: Measure again.
+        force: Measure again, whatever is there.
         on_run: Called with the share of the pairs that are done.
+
+    Returns:
+        The content of the file.
 
     Raises:
         VirnucError: No batch was launched, or a run failed.
@@ -79,8 +86,8 @@ def measure_overhead(
     if not force:
         earlier = read_usable(out / OVERHEAD, OverheadFile)
         if earlier is not None and (earlier.job, earlier.devices) == (job_digest, device_ids):
-            n_measured = Counter(pair.of for pair in earlier.pairs)
-            if all(n_measured[switch] >= pairs for switch in switches):
+            n_pairs_of_switch = Counter(pair.switch for pair in earlier.pairs)
+            if all(n_pairs_of_switch[switch] >= pairs for switch in switches):
                 return earlier
 
     series = _Series(out, bench, engine, max_shards=shards * len(device_ids))
@@ -102,7 +109,7 @@ def measure_overhead(
     measured = OverheadFile(
         job=job_digest,
         devices=device_ids,
-        shards=n_shards[0],
+        shards=n_shards[0],  # all runs compute the same shards
         shard_tokens=engine.shard_tokens,
         pairs=tuple(measured_pairs),
     )
@@ -115,24 +122,45 @@ def _run_pair(series: _Series, switch: Switch, number: int) -> tuple[_SwitchedRu
 
     The order of execution alternates from pair to pair, so that a drift of clocks or caches does
     not favour one side.
+
+    Args:
+        series: What all runs of the measurement have in common.
+        switch: The feature.
+        number: The number of the pair, from 1. Pairs with an even number run without the feature
+            first.
+
+    Raises:
+        VirnucError: No batch was launched, or a run failed.
     """
-    order = (True, False)
+    execution_order = (True, False)
     if number % 2 == 0:
-        order = (False, True)
-    runs = {is_on: _run_switched(series, switch, number, is_on=is_on) for is_on in order}
-    if not all(run.tokens_per_s for run in runs.values()):
+        execution_order = (False, True)
+    run_by_state = {}
+    for is_on in execution_order:
+        run_by_state[is_on] = _run_switched(series, switch, number, is_on=is_on)
+    if not all(run.tokens_per_s for run in run_by_state.values()):
         raise VirnucError(f"{series.out}: no batch was launched, so {switch} cannot be timed")
-    return runs[True], runs[False]
+    return run_by_state[True], run_by_state[False]
 
 
 def _run_switched(series: _Series, switch: Switch, number: int, *, is_on: bool) -> _SwitchedRun:
-    """Run the first shards with or without a feature.
+    """Run the first shards with or without a feature, in a run directory of its own.
 
-    If "models" is switched off, the second half of the shards is computed by new workers, which
-    load the models again. The total time counts in that case, including the loading.
+    The feature "commits" writes each shard to the disk, and "sampler" reads the devices while the
+    run goes on. "models" keeps the loaded models from shard to shard: if it is switched off, the
+    second half of the shards is computed by new workers, which load the models again. For
+    "models" the total time counts, including the loading.
+
+    Args:
+        series: What all runs of the measurement have in common.
+        switch: The feature.
+        number: The number of the pair of runs, from 1.
+        is_on: Run with the feature.
     """
-    kind = "" if switch == "commits" else f"{switch}-"
-    name = f"overhead/{number}-{kind}{'on' if is_on else 'off'}"
+    # Names of old results have no feature, because commits were the only one.
+    prefix = "" if switch == "commits" else f"{switch}-"
+    state = "on" if is_on else "off"
+    name = f"overhead/{number}-{prefix}{state}"
     commit = is_on or switch != "commits"
     sample_s = series.bench.sample_s
     if switch == "sampler" and not is_on:
@@ -143,13 +171,14 @@ def _run_switched(series: _Series, switch: Switch, number: int, *, is_on: bool) 
         engine = series.engine.model_copy(update={"commit": commit})
         job = series.bench.job(run, engine)
         shards = job.todo[: series.max_shards]
-        parts = [shards]
+        groups = [shards]  # each group of shards is computed by new workers
         if switch == "models" and not is_on:
             half = len(shards) // 2
-            parts = [shards[:half], shards[half:]]
-        measurements = [
-            measure_job(replace(job, todo=part), sample_s=sample_s) for part in parts if part
-        ]
+            groups = [shards[:half], shards[half:]]
+        measurements = []
+        for group in groups:
+            if group:  # half of a single shard is none
+                measurements.append(measure_job(replace(job, todo=group), sample_s=sample_s))
         discard(run.root, *SHARD_FILES)  # the embeddings are not needed
 
     seconds = sum(_seconds(measurement, switch) for measurement in measurements)
@@ -167,20 +196,24 @@ def _run_switched(series: _Series, switch: Switch, number: int, *, is_on: bool) 
 
 
 def _seconds(measurement: Measurement, switch: Switch) -> float:
-    """Return the compared time of a run: its total for "models", else that of its shards."""
+    """Return the time of a run that is compared with the other run of its pair.
+
+    For "models" it is the whole time, because loading them counts. For the other features it is
+    the time from the first batch to the last committed shard.
+    """
     if switch == "models":
         return measurement.wall_s
     return measurement.committed_s
 
 
 def _compare(switch: Switch, run_with: _SwitchedRun, run_without: _SwitchedRun) -> OverheadPair:
-    """Return the record of a pair of runs."""
+    """Return the record of a pair of runs, with the speed of each."""
     return OverheadPair(
-        of=switch,
+        switch=switch,
         with_run=run_with.name,
         without_run=run_without.name,
         with_tokens_per_s=run_with.tokens_per_s,
         without_tokens_per_s=run_without.tokens_per_s,
-        seconds=min(run_with.seconds, run_without.seconds),
+        seconds=min(run_with.seconds, run_without.seconds),  # a pair is as good as its shorter run
         restarts=run_with.restarts + run_without.restarts,
     )

@@ -20,26 +20,29 @@ from virnuc_core.safe_files import open_hdf5
 from virnuc_core.system_errors import path_exists, read_with_retries
 from virnuc_core.tools.bench import Bench
 
-# Of a batch in fp32, whose activations are large; also the least of a shard.
+# Tokens of a batch in fp32, whose activations are large. A shard has at least as many.
 EXACT_TOKENS: Final = 4_096
-STRETCHES: Final = 64  # of neighbouring sequences, so that no part of the reads dominates
+# The sample is taken from so many places, so that no part of the reads dominates. Each place
+# gives a stretch of neighbouring sequences, which are a shard.
+STRETCHES: Final = 64
 
 
 def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: int) -> bool:
     """Embed some sequences in fp32 by plain torch on one device, unless they are already there.
 
-    Writes to `out/fp32` result files of the reads all of whose frames were embedded, and
-    `embeddings.h5` with the sequences' numbers (`uniques`).
+    Writes two kinds of files to `out/fp32`: `embeddings.h5` with the embeddings and the numbers of
+    the sequences (`uniques`), and the result files of the reads whose sequences were all embedded.
+    Embeddings of an earlier call are removed if the runs compute in fp32 themselves or if there
+    are no sequences.
 
     Args:
         out: The directory of the validation.
         bench: The reads, models and devices; the first device is used.
         engine: Settings of the runs that are compared.
-        sequences: Number of sequences, about.
+        sequences: About how many sequences to embed.
 
     Returns:
-        Whether there are embeddings in fp32; not if the runs compute in fp32 themselves, or if
-        there are no sequences.
+        Whether there are embeddings in fp32.
 
     Raises:
         VirnucError: The device or its worker failed.
@@ -69,12 +72,12 @@ def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: in
 
 
 def _embeddings_identity(run: RunDir) -> str | None:
-    """Return what the embeddings that are already there were made of; None if there are none."""
+    """Return the digest of what the stored embeddings were made of; None if there are none."""
     if not path_exists(run.embeddings):
         return None
 
     def read_fingerprint() -> str:
-        """Open the file once."""
+        """Read the digest from the file. It is called again if the system fails to read it."""
         with open_hdf5(run.embeddings) as file:
             return str(file.attrs["fingerprint"])
 
@@ -82,24 +85,29 @@ def _embeddings_identity(run: RunDir) -> str | None:
 
 
 def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
-    """Embed a sample of the sequences, and write the results.
+    """Embed a sample of the sequences, and write the embeddings and the result files.
+
+    Whole shards are embedded: the sequences are cut into small shards, and evenly spaced ones are
+    computed. The files of the shards are removed at the end.
 
     Args:
         run: The run directory to write.
-        job: The job, whose plan is replaced.
-        sequences: Number of sequences, about.
+        job: The inputs, settings and devices. Its plan, that is, how the sequences are cut into
+            shards, is replaced.
+        sequences: About how many sequences to embed.
         identity: Digest of what the embeddings are made of, which is written beside them.
     """
     store = job.store
     plan = _plan_stretches(store, sequences, job.plan.fingerprint)
     write_plan(run, plan)
-    n_wanted = -(-sequences * len(plan) // store.n_uniques)  # rounded up
+    n_wanted = -(-sequences * len(plan) // store.n_uniques)  # shards, rounded up
     chosen_shards = _spread_shards(len(plan), n_wanted)
     sample_job = replace(job, plan=plan, todo=chosen_shards)
     Embedding(sample_job, RunMonitor(), time.monotonic()).run()
 
     results = [read_shard(run, plan, shard) for shard in chosen_shards]
     uniques = np.concatenate([np.arange(*plan.range(shard)) for shard in chosen_shards])
+    # Sequences that were not embedded have no score.
     scores = np.full((store.n_uniques, 2), np.nan, dtype=np.float32)
     scores[uniques] = np.concatenate([result.scores for result in results])
     _write_covered_reads(run, store, scores)
@@ -113,21 +121,23 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
 def _plan_stretches(store: OrfStore, sequences: int, fingerprint: str) -> ShardPlan:
     """Return a plan with shards so small that `STRETCHES` of them hold `sequences` sequences."""
     n_tokens = count_protein_tokens(store)
-    shard_tokens = n_tokens * sequences // (STRETCHES * store.n_uniques)
-    return make_plan(
-        store.protein_offsets, max(EXACT_TOKENS, shard_tokens), EXACT_TOKENS, fingerprint
-    )
+    tokens_to_embed = n_tokens * sequences // store.n_uniques
+    shard_tokens = max(EXACT_TOKENS, tokens_to_embed // STRETCHES)
+    return make_plan(store.protein_offsets, shard_tokens, EXACT_TOKENS, fingerprint)
 
 
 def _spread_shards(n_shards: int, n_wanted: int) -> tuple[int, ...]:
     """Return the numbers of shards to compute: evenly spaced, and at least two if there are two."""
     n_chosen = min(n_shards, max(2, n_wanted))
-    places = np.linspace(0, n_shards - 1, n_chosen).astype(int)
-    return tuple(np.unique(places).tolist())
+    shard_numbers = np.linspace(0, n_shards - 1, n_chosen).astype(int)
+    return tuple(np.unique(shard_numbers).tolist())
 
 
 def _write_covered_reads(run: RunDir, store: OrfStore, scores: NDArray[np.float32]) -> None:
-    """Write result files of the reads all of whose frames have a score.
+    """Write the result files of those reads whose sequences all have a score.
+
+    A read has a row for each of its translated frames, and a row has a sequence. Reads without a
+    row are left out.
 
     Args:
         run: The run directory to write.
@@ -137,7 +147,7 @@ def _write_covered_reads(run: RunDir, store: OrfStore, scores: NDArray[np.float3
     """
     scores_of_rows = scores[np.asarray(store.row_unique)]
     has_score = ~np.isnan(scores_of_rows[:, 0])
-    n_scored = np.bincount(store.row_read, has_score, store.n_reads)  # frames of each read
-    is_covered = (n_scored == store.read_rows) & (n_scored > 0)
+    n_scored_rows = np.bincount(store.row_read, has_score, store.n_reads)  # of each read
+    is_covered = (n_scored_rows == store.read_rows) & (n_scored_rows > 0)
     is_row_covered = is_covered[np.asarray(store.row_read)]
     write_covered(run, store, is_covered, scores_of_rows[is_row_covered])

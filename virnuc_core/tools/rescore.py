@@ -1,4 +1,7 @@
-"""Score stored embeddings again with another head."""
+"""Score the stored embeddings of a finished run again, with another head or another threshold.
+
+The head is the small classifier that turns embeddings into scores.
+"""
 
 import logging
 from dataclasses import dataclass
@@ -69,12 +72,19 @@ def rescore(
 ) -> RescoreSummary:
     """Write the result files of a run again, by another head or with another threshold.
 
+    The head is the classifier. Nothing is embedded again. `rescore.json` beside the new files
+    says what they were made of.
+
     Args:
         run: The finished run with the embeddings.
         new_head: The folder of a head, or a models directory that has one. None: the scores of the
             run are kept, and only the threshold is new.
         out: The directory to write to.
-        verdict_spec: How reads are judged.
+        verdict_spec: How reads are judged by their scores: the threshold, or a false discovery
+            rate, and whether unclear reads get no verdict.
+
+    Returns:
+        The content of `rescore.json`.
 
     Raises:
         WeightsError: There is no head, or it is not finite.
@@ -113,7 +123,7 @@ def rescore(
 
 
 def _require_own_directory(run: RunDir, out: RunDir) -> None:
-    """Raise an error if new results would replace those of a run."""
+    """Raise an error if the new results would replace those of this or of another run."""
     if out.root.resolve() == run.root.resolve():
         raise ConfigError(
             f"{out.root} is the run itself; give the new results a directory of their own"
@@ -137,7 +147,11 @@ def _open_finished_run(run: RunDir) -> _FinishedRun:
 
 
 def _keep_scores(finished: _FinishedRun, verdict_spec: VerdictSpec) -> _Scoring:
-    """Return the scores of the run itself."""
+    """Return the scores that the run itself has stored, with the new threshold.
+
+    Raises:
+        ConfigError: The settings need the calibration of a head, and none was given.
+    """
     scores, is_failed = shards.read_scores(finished.run)
     if verdict_spec.abstain or verdict_spec.fdr is not None:
         raise ConfigError(
@@ -153,9 +167,15 @@ def _keep_scores(finished: _FinishedRun, verdict_spec: VerdictSpec) -> _Scoring:
 
 
 def _score_with(finished: _FinishedRun, new_head: Path, verdict_spec: VerdictSpec) -> _Scoring:
-    """Score the embeddings of the run with another head."""
+    """Score the embeddings of the run with another head. Warn where it is used beyond its training.
+
+    Args:
+        finished: The run with the embeddings.
+        new_head: The folder of the head, or a models directory that has one.
+        verdict_spec: How reads are judged by their scores.
+    """
     folder = new_head
-    if (new_head / "head").is_dir():
+    if (new_head / "head").is_dir():  # it is a models directory
         folder = new_head / "head"
     shape, read_tensor = open_folder(folder, HeadShape)
     _require_fitting_head(folder, shape, finished)
@@ -164,14 +184,14 @@ def _score_with(finished: _FinishedRun, new_head: Path, verdict_spec: VerdictSpe
     for mismatch in training_mismatches(shape, read_lengths, finished.record.fingerprints):
         log.warning("%s", mismatch)
     head = Head(shape, read_tensor, torch.device("cpu"))
-    scores, _ = shards.read_scores(finished.run)
+    scores, _ = shards.read_scores(finished.run)  # an array of the right shape, filled anew below
     for shard in range(len(finished.plan)):
         result = shards.read_shard(finished.run, finished.plan, shard)
         start, end = finished.plan.range(shard)
         scores[start:end] = head.scores(torch.from_numpy(result.embeddings)).numpy()
     return _Scoring(
         scores=scores,
-        is_failed=np.isnan(scores[:, 0]),
+        is_failed=np.isnan(scores[:, 0]),  # a sequence without an embedding has no score
         head_digest=part_digest(folder),
         threshold=threshold,
         uncertain=uncertain,
@@ -186,7 +206,7 @@ def _require_fitting_head(folder: Path, shape: HeadShape, finished: _FinishedRun
             f"the head in {folder} is for length {shape.model_length}, "
             f"the run's reads were cut at {chunk_bases}"
         )
-    widths = finished.record.widths  # empty in records of old versions
+    widths = finished.record.widths  # of the embeddings; empty in records of old versions
     dna_width = widths.get("dna")
     protein_width = widths.get("protein")
     if widths and (shape.dna_width, shape.protein_width) != (dna_width, protein_width):

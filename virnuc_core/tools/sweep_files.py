@@ -24,16 +24,24 @@ class CandidateResult(RunFile):
 
     @classmethod
     def of(cls, candidate: Candidate, tolerance: float) -> Self:
-        """Return the result of a candidate whose scores may differ by `tolerance`."""
+        """Return what was measured of a candidate, as it is written to the file.
+
+        Args:
+            candidate: One set of settings, with its trials.
+            tolerance: How much its scores may differ from those of the base settings.
+        """
+        spread = None  # a single trial does not tell it
+        if len(candidate.rates) > 1:
+            spread = candidate.spread
         return cls(
             number=candidate.number,
             changes=candidate.changes,
             tokens_per_s=candidate.rates,
-            median_tokens_per_s=candidate.rate or None,
-            spread=candidate.spread if len(candidate.rates) > 1 else None,
+            median_tokens_per_s=candidate.rate or None,  # it is 0 without a trial
+            spread=spread,
             verdict=candidate.verdict(tolerance),
-            dropped=candidate.dropped,
-            reason=candidate.refused,
+            dropped=candidate.is_dropped,
+            reason=candidate.refusal_reason,
             trials=tuple(candidate.trials),
         )
 
@@ -71,12 +79,14 @@ def tune_file(
     devices: Sequence[Device],
     cores: int,
 ) -> TuneFile:
-    """Return the content of `tune.json`.
+    """Return the content of `tune.json`, the record of a sweep.
+
+    A sweep measures several sets of engine settings, its candidates, and recommends one.
 
     Args:
-        sweep: The sweep.
+        sweep: How the candidates were measured.
         candidates: All candidates with their trials.
-        recommendation: What was recommended.
+        recommendation: The candidate that was recommended, and why.
         devices: The devices that the candidates were measured on.
         cores: The cores that this process may use.
     """
@@ -91,7 +101,7 @@ def tune_file(
         cores=cores,
         versions=versions(),
         base=sweep.base,
-        candidates=tuple(CandidateResult.of(one, tolerance) for one in candidates),
+        candidates=tuple(CandidateResult.of(candidate, tolerance) for candidate in candidates),
         recommended=RecommendedSettings(
             number=best.number,
             engine=best.engine,
@@ -110,8 +120,8 @@ def settings_toml(recommendation: Recommendation, names: Iterable[str]) -> str:
     """Return the text of `settings.toml`, which `--settings` of any flow reads.
 
     Args:
-        recommendation: What was recommended.
-        names: The settings that a sweep may change.
+        recommendation: The recommended settings, and why.
+        names: The settings to write, which are those that a sweep may change.
     """
     settings = recommendation.candidate.engine.model_dump(mode="json")
     reason = recommendation.reason.replace("\n", " ")
@@ -120,5 +130,6 @@ def settings_toml(recommendation: Recommendation, names: Iterable[str]) -> str:
         "# Use with --settings of any flow. A setting given beside it wins; "
         "one left out is the profile's.",
     ]
+    # Texts, numbers and true and false are written alike in JSON and in TOML.
     lines += [f"{name} = {json.dumps(settings[name])}" for name in names]
     return "\n".join(lines) + "\n"

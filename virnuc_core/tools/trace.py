@@ -76,13 +76,13 @@ class TraceTable(RunFile):
 def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable, ...]:
     """Record new traces, one for each device, and their tables in `spec.folder`.
 
-    As many shards are computed as every device needs to record its own. Their results are thrown
-    away.
+    Earlier traces there are removed. Each device computes a few shards to warm up, and then
+    records a few. The results of all these shards are thrown away.
 
     Args:
         bench: The reads, models and devices.
         engine: Settings of the engine.
-        spec: What to record, and where.
+        spec: How many shards each device skips and records, and the folder.
 
     Returns:
         The table of each device that recorded something.
@@ -102,6 +102,7 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
     job = replace(job, trace=spec, worker=__name__)
     measure_job(job, shards=(spec.skip + spec.traced_shards) * n_devices)
     discard(scratch.root, *RUN_FILES)
+    # The workers wrote the tables. A device that came too late for a shard has none.
     paths = [folder / TABLE.format(device.id) for device in job.devices]
     tables = tuple(read(path, TraceTable) for path in paths if path.is_file())
     if not tables:
@@ -117,15 +118,28 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:
-    """Compute shards as `engine.worker` does, and record some."""
+    """Compute the shards that the parent sends, as every worker does, and record some of them.
+
+    This is what a worker process of a traced run executes. It ends when the parent ends it.
+    """
     trace_spec = spec.trace
-    assert trace_spec is not None
+    assert trace_spec is not None  # `trace` has set it
+    # The worker takes its items through a function that also records them.
     Worker(parent, spec, lambda take: recorded(take, trace_spec, spec.device)).run()
 
 
 @contextmanager
 def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
     """Record what the launch loop does with the items that `take` returns.
+
+    The launch loop is the thread that takes batches from the loader and launches them on the
+    device. When the `with` block ends, a recording that is still going on is written, too.
+
+    Args:
+        take: Returns the next item (a batch, or the mark of a shard) and how long it was waited
+            for.
+        spec: What to record, and where.
+        device: The device of this worker.
 
     Yields:
         The function to call instead of `take`.
@@ -165,6 +179,7 @@ class _Recorder:
         Counts it for the trace, and ends the trace after the wanted number of shards. A `ShardTask`
         among the batches marks the beginning or the end of a shard.
         """
+        # Only now has the caller launched all that belongs to the last shard.
         if self._recording.shards >= self._spec.traced_shards:
             self.finish()
         with record_function(WAIT):  # the wait is a range of the trace
@@ -177,7 +192,7 @@ class _Recorder:
         return item, wait_ms
 
     def finish(self) -> None:
-        """End the recording, if there is one, and write it."""
+        """Stop the recording and write its files. Without a recording, do nothing."""
         if self._profiler is not None:
             self._synchronize()
             self._profiler.stop()
@@ -185,16 +200,17 @@ class _Recorder:
             self._profiler = None
 
     def _note_shard_mark(self) -> None:
-        """Count the beginning or the end of a shard; start recording if its turn has come."""
+        """Count the beginning or the end of a shard; start recording after the skipped shards."""
         self._n_shard_marks += 1
-        is_end = self._n_shard_marks % 2 == 0
+        is_end = self._n_shard_marks % 2 == 0  # beginnings and ends alternate
         if is_end and self._profiler is not None:
             self._recording.shards += 1
-        if self._n_shard_marks == 2 * self._spec.skip + 1:
+        n_skipped_marks = 2 * self._spec.skip
+        if self._n_shard_marks == n_skipped_marks + 1:
             self._start()
 
     def _start(self) -> None:
-        """Start the profiler."""
+        """Start torch's profiler, when the GPU has done what was launched before."""
         activities = [ProfilerActivity.CPU]
         if self._device.kind == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -217,10 +233,17 @@ class _Recorder:
 
 
 def write_table(profiler: profile, spec: TraceSpec, device: Device, recording: Recording) -> None:
-    """Write the trace, unless it is too large, and `<device>.operations.json`."""
+    """Write the trace of a device, unless it is too large, and `<device>.operations.json`.
+
+    Args:
+        profiler: The stopped profiler.
+        spec: How much to keep, and the folder.
+        device: The device that was recorded.
+        recording: How many shards, batches and tokens were recorded.
+    """
     trace_path = Path(spec.folder, f"{device.id}.json.gz")
     n_bytes = _write_trace(profiler, trace_path)
-    is_kept = n_bytes <= spec.max_trace_mb << 20
+    is_kept = n_bytes <= spec.max_trace_mb * 2**20
     if not is_kept:
         trace_path.unlink()
     averages = profiler.key_averages(group_by_input_shape=spec.shapes)
@@ -253,7 +276,7 @@ def _write_trace(profiler: profile, path: Path) -> int:
 
 
 def _window_ms(profiler: profile) -> float:
-    """Return the time from the first event to the last."""
+    """Return the milliseconds from the start of the first event to the end of the last one."""
     spans = [event.time_range for event in profiler.events() or ()]
     if not spans:
         return 0.0
@@ -265,11 +288,11 @@ def _window_ms(profiler: profile) -> float:
 def _operation(row: Any) -> Operation:
     """Return an operation, without the time of what it calls, from a row of torch's averages."""
     side = _side(row)
-    device_ms = 0.0
+    device_ms = 0.0  # of what only launches kernels: they are operations of their own
     if side == "device":
         device_ms = row.self_device_time_total / US_PER_MS
     shapes = ""
-    if getattr(row, "input_shapes", None):
+    if getattr(row, "input_shapes", None):  # recorded only on request
         shapes = str(row.input_shapes)[:SHAPES_WIDTH]
     return Operation(
         name=row.key,
@@ -282,16 +305,24 @@ def _operation(row: Any) -> Operation:
 
 
 def _longest(operations: Sequence[Operation], side: Side, limit: int) -> list[Operation]:
-    """Return the operations of a side that took most time, at most `limit`."""
-    of_side = [operation for operation in operations if operation.on == side]
-    of_side.sort(key=lambda operation: operation.own_ms, reverse=True)
-    return of_side[:limit]
+    """Return the operations of one side that took most time, longest first, at most `limit`.
+
+    The sides are the host, which launches kernels, and the device, which runs them.
+    """
+    operations_of_side = [operation for operation in operations if operation.on == side]
+    operations_of_side.sort(key=lambda operation: operation.own_ms, reverse=True)
+    return operations_of_side[:limit]
 
 
 def _sum_marks(averages: Sequence[Any]) -> Iterator[Operation]:
-    """Yield the launch loop's own ranges that occur, each as one operation.
+    """Yield the steps that the launch loop has marked in the trace, each as one operation.
 
-    With shapes, a range may have several rows. The device has a copy of each, which does not count.
+    The steps are waiting for a batch, each encoder and the head. One that did not occur is left
+    out.
+
+    Args:
+        averages: Rows of torch's averages. If shapes were recorded, a step has a row for each
+            combination of shapes. The device has a copy of each row, which does not count.
     """
     for name in MARKS:
         rows = [row for row in averages if row.key == name and _side(row) == "host"]
@@ -306,7 +337,7 @@ def _sum_marks(averages: Sequence[Any]) -> Iterator[Operation]:
 
 
 def _side(row: Any) -> Side:
-    """Return where an operation of torch's averages runs."""
+    """Return where an operation runs, from its row of torch's averages."""
     if row.device_type.name == "CPU":
         return "host"
     return "device"

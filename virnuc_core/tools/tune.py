@@ -58,8 +58,8 @@ class Candidate:
     changes: dict[str, Any]  # from the base
     engine: EngineSpec
     trials: list[Trial] = field(default_factory=list)
-    refused: str = ""  # why these settings cannot run here
-    dropped: bool = False  # slower than half of the others after a round
+    refusal_reason: str = ""  # why these settings cannot run here
+    is_dropped: bool = False  # slower than half of the others after a round
 
     @property
     def label(self) -> str:
@@ -91,7 +91,7 @@ class Candidate:
         return max((trial.score_difference for trial in self.trials), default=None)
 
     def add(self, outcome: Trial | str) -> None:
-        """Keep a trial, or the reason why the settings cannot run.
+        """Keep the outcome of a measurement: a trial, or the reason why the settings cannot run.
 
         Raises:
             ConfigError: It is the base that cannot run.
@@ -101,11 +101,18 @@ class Candidate:
         elif self.number == 0:
             raise ConfigError(f"the settings to compare with cannot run here: {outcome}")
         else:
-            self.refused = outcome
+            self.refusal_reason = outcome
 
     def verdict(self, tolerance: float) -> Verdict:
-        """Return whether the settings may be recommended, if scores may differ by `tolerance`."""
-        if self.refused or self.difference is None:
+        """Return whether the settings may be recommended, or why not.
+
+        Args:
+            tolerance: How much scores may differ from those of the base settings.
+
+        Returns:
+            `usable` if they may. `base` is the verdict on the base settings themselves.
+        """
+        if self.refusal_reason or self.difference is None:
             return "cannot run"
         if self.number == 0:
             return "base"
@@ -127,14 +134,17 @@ def make_candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tup
         base: The settings to compare with.
         swept: The values to try, by name of the setting.
 
+    Returns:
+        The candidates. They are numbered from 0, which is the base.
+
     Raises:
         ConfigError: There are too many combinations.
     """
     engines = [base]
     for values in itertools.product(*swept.values()):
-        changed = dict(zip(swept, values, strict=True))
-        engines.append(EngineSpec.model_validate(base.model_dump() | changed))
-    distinct_engines = list(dict.fromkeys(engines))
+        changes = dict(zip(swept, values, strict=True))
+        engines.append(EngineSpec.model_validate(base.model_dump() | changes))
+    distinct_engines = list(dict.fromkeys(engines))  # in the same order
     if len(distinct_engines) > MAX_CANDIDATES:
         raise ConfigError(
             f"{len(distinct_engines)} combinations are too many (at most {MAX_CANDIDATES}); "
@@ -166,10 +176,11 @@ def schedule_trials(
 ) -> Iterator[tuple[Candidate, int, str]]:
     """Yield what to measure next. The caller adds the outcome before it asks for the next.
 
-    All candidates are measured once in each round, so that a machine that warms up does so for all.
+    Each round measures every candidate once. So a machine that becomes slower as it warms up is
+    slower for all of them. A candidate that cannot run here is left out of the next rounds.
 
     Args:
-        candidates: The candidates, the base first.
+        candidates: The sets of settings, the base first.
         repeats: Number of rounds.
         halving: Drop the slower half after each round; never the base, and never so many that
             fewer than MIN_FINALISTS stay.
@@ -182,18 +193,21 @@ def schedule_trials(
         for position, candidate in enumerate(running, start=1):
             name = f"round {repeat + 1}, {position} of {len(running)}: {candidate.label}"
             yield candidate, repeat, name
-        running = [candidate for candidate in running if not candidate.refused]
+        running = [candidate for candidate in running if not candidate.refusal_reason]
         if halving:
             _drop_slower_half(running)
-            running = [candidate for candidate in running if not candidate.dropped]
+            running = [candidate for candidate in running if not candidate.is_dropped]
 
 
 def _drop_slower_half(running: Sequence[Candidate]) -> None:
-    """Mark the slower half of the candidates as dropped, but not the base."""
-    by_rate = sorted(running, key=lambda candidate: candidate.rate, reverse=True)
+    """Mark the slower half of the candidates as dropped, but not the base, which is number 0.
+
+    At least MIN_FINALISTS candidates stay.
+    """
+    fastest_first = sorted(running, key=lambda candidate: candidate.rate, reverse=True)
     n_kept = max(MIN_FINALISTS, (len(running) + 1) // 2)
-    for candidate in by_rate[n_kept:]:
-        candidate.dropped = candidate.number != 0
+    for candidate in fastest_first[n_kept:]:
+        candidate.is_dropped = candidate.number != 0
 
 
 # --- Recommendation -------------------------------------------------------------------------------
@@ -209,12 +223,13 @@ class Recommendation:
 
 
 def recommend(candidates: Sequence[Candidate], *, tolerance: float) -> Recommendation:
-    """Recommend the fastest settings that may be used.
+    """Recommend the fastest settings that may be used, or the base if none is clearly faster.
 
-    Their median must be higher than the base's by more than half of either spread.
+    Settings are clearly faster if their median rate is higher than the base's by more than half
+    of the larger spread of the two. The spread is the range of the measured rates.
 
     Args:
-        candidates: The measured candidates, the base first.
+        candidates: The measured sets of settings, the base first.
         tolerance: How much scores may differ from the base's.
 
     Raises:
@@ -225,6 +240,7 @@ def recommend(candidates: Sequence[Candidate], *, tolerance: float) -> Recommend
         raise ConfigError(
             "nothing was measured with the settings to compare with; give reads with open frames"
         )
+    # Candidates that were dropped after a round have fewer trials than the others.
     n_trials = max(len(candidate.trials) for candidate in candidates)
     usable = [
         candidate
@@ -275,11 +291,14 @@ class Sweep:
     tokens: int | None = None
 
     def trial(self, candidate: Candidate, repeat: int) -> Trial | str:
-        """Measure a candidate once, or return a trial of the same work that is already there.
+        """Measure a candidate once, or return an earlier trial of the same work.
+
+        A trial is written to the folder `trials`, so that an interrupted sweep can go on. The
+        first trial of the base also writes its scores, which all trials are compared with.
 
         Args:
             candidate: The settings to measure.
-            repeat: Which of its measurements this is.
+            repeat: The number of its measurement, counted from 0.
 
         Returns:
             The trial, or the reason why the settings cannot run here.
@@ -287,39 +306,49 @@ class Sweep:
         Raises:
             DeviceError: Another run holds a device, which says nothing about the settings.
             ConfigError: The store or the models cannot be used.
-            VirnucError: The run failed in a way that a retry may help.
+            VirnucError: The run failed, but may succeed if it is repeated.
         """
-        try:
+        try:  # the check of the settings before anything is run
             resolve_engine(candidate.engine, resolve(self.bench.devices)[0].kind)
         except ConfigError as error:
             return str(error)
-        trials = self.out / "trials"
-        base_scores_path = trials / f"{self._digest(self.base)}.npy"
-        run = RunDir(trials / f"{self._digest(candidate.engine)}-{repeat}")
+        trials_folder = self.out / "trials"
+        base_scores_path = trials_folder / f"{self._digest(self.base)}.npy"
+        run = RunDir(trials_folder / f"{self._digest(candidate.engine)}-{repeat}")
         trial_path = run.root / "trial.json"
         with run_lock(run.root):
             earlier = read_usable(trial_path, Trial)
-            has_base_scores = candidate.number != 0 or base_scores_path.exists()
-            if earlier is not None and has_base_scores:
+            is_base = candidate.number == 0
+            # All others are compared with the scores of the base. If they are lost, measure again.
+            needs_base_scores = is_base and not base_scores_path.exists()
+            if earlier is not None and not needs_base_scores:
                 return earlier.model_copy(update={"reused": True})
             outcome = self._measure(candidate, run)
             if isinstance(outcome, str):
                 return outcome  # nothing is kept: what is refused today may run after an update
-            if candidate.number == 0 and not base_scores_path.exists():
+            if needs_base_scores:
                 _save_scores(base_scores_path, outcome.scores)
             trial = _compare_with_base(outcome, np.load(base_scores_path))
             write(trial_path, trial)
         return trial
 
     def _digest(self, engine: EngineSpec) -> str:
-        """Return a digest of all that a trial depends on, including what it is compared with."""
-        compared_with = self.base.model_dump(mode="json")
+        """Return a short digest of all that a trial with these settings depends on.
+
+        That includes the settings of the base, which its scores are compared with, and how much
+        of the reads is measured.
+        """
+        comparison = self.base.model_dump(mode="json")
         if self.tokens:
-            compared_with["tokens"] = self.tokens
-        return self.bench.fingerprint(engine, compared_with)[:DIGEST_LENGTH]
+            comparison["tokens"] = self.tokens
+        return self.bench.fingerprint(engine, comparison)[:DIGEST_LENGTH]
 
     def _measure(self, candidate: Candidate, run: RunDir) -> _MeasuredScores | str:
-        """Run a candidate, and return its rate and scores; or the reason why it cannot run."""
+        """Run a candidate, and return its rate and scores; or the reason why it cannot run.
+
+        Raises:
+            DeviceError: Another run holds a device, which says nothing about the settings.
+        """
         engine = candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S})
         job = self.bench.job(run, engine)
         n_shards = None
@@ -337,11 +366,12 @@ class Sweep:
         finally:
             discard(run.root, *SHARD_FILES)  # the embeddings of all trials would fill the disk
         if measurement.reduced:
+            # These shards ran out of memory and were repeated with smaller batches.
             n_reduced = len(measurement.reduced)
-            _, divisor = measurement.reduced[0]
+            _, budget_divisor = measurement.reduced[0]
             return (
                 f"the device cannot hold these budgets: {n_reduced} shards ran on "
-                f"1/{divisor} of them"
+                f"1/{budget_divisor} of them"
             )
         return _MeasuredScores(measurement, scores)
 
@@ -360,7 +390,8 @@ def _save_scores(path: Path, scores: Scores) -> None:
 def _compare_with_base(measured: _MeasuredScores, base_scores: Scores) -> Trial:
     """Return a trial: a measurement with the difference of its scores from the base's.
 
-    Shards of another size may end at another sequence; only sequences of both are compared.
+    Settings with another shard size may have embedded more or fewer sequences than the base. Only
+    the sequences that both have embedded are compared.
     """
     n_shared = min(len(base_scores), len(measured.scores))
     change = compare_scores(base_scores[:n_shared], measured.scores[:n_shared])
@@ -393,6 +424,7 @@ def compare_scores(base_scores: Scores, scores: Scores) -> ScoreChange:
     is_on_one_side = np.isnan(base_virus) ^ np.isnan(virus)
     differences = np.nan_to_num(np.abs(base_virus - virus))
     differences[is_on_one_side] = 1.0
+    # A comparison with NaN is false, so a missing score alone would not count as a changed label.
     changes_label = (base_virus >= DEFAULT_THRESHOLD) != (virus >= DEFAULT_THRESHOLD)
     return ScoreChange(
         max_difference=float(differences.max(initial=0.0)),

@@ -155,7 +155,7 @@ def test_overheads_are_medians_of_undisturbed_pairs() -> None:
         overhead_pair(with_tokens_per_s=96),
         overhead_pair(with_tokens_per_s=97),
         overhead_pair(with_tokens_per_s=1, restarts=1),
-        overhead_pair(of="sampler", with_tokens_per_s=99.5),
+        overhead_pair(switch="sampler", with_tokens_per_s=99.5),
     ]
     assert messages.overhead_message(pairs) == (
         "of the tokens/s, commits cost 3.0 %, the sampler costs 0.5 %"

@@ -99,7 +99,7 @@ def test_a_pair_of_runs_shows_what_is_lost() -> None:
 )
 def test_a_candidate_says_why_it_is_out(refused: str, dropped: bool, reason: str) -> None:
     engine = EngineSpec(num_workers=0, prefetch_factor=4)
-    candidate = Candidate(1, {"num_workers": 0}, engine, refused=refused, dropped=dropped)
+    candidate = Candidate(1, {"num_workers": 0}, engine, refusal_reason=refused, is_dropped=dropped)
     base = Candidate(0, {}, EngineSpec())
     (row,) = candidate_rows([candidate], chosen=base, recommended="yes", tolerance=0.01)
     assert row["why"] == reason

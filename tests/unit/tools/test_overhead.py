@@ -29,7 +29,7 @@ def test_pairs_of_runs_are_measured_and_only_their_telemetry_stays(
     overhead = measure_overhead(
         tmp_path, bench, engine, switches=SWITCHES, pairs=1, shards=2, on_run=shares_done.append
     )
-    assert [pair.of for pair in overhead.pairs] == list(SWITCHES)
+    assert [pair.switch for pair in overhead.pairs] == list(SWITCHES)
     assert overhead.shards == 2
     assert shares_done == [1.0]
     for pair in overhead.pairs:

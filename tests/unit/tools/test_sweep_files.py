@@ -43,7 +43,7 @@ def candidates() -> list[Candidate]:
     return [
         Candidate(0, {}, BASE, [trial(100.0)]),
         Candidate(1, {"token_budget": 4096}, faster, [trial(190.0, 0.001), trial(210.0)]),
-        Candidate(2, {"precision": "int8"}, refused_settings, refused="it needs a GPU"),
+        Candidate(2, {"precision": "int8"}, refused_settings, refusal_reason="it needs a GPU"),
     ]
 
 

@@ -32,8 +32,8 @@ def candidate_rows(
     """
     rows: list[Row] = []
     for candidate in candidates:
-        reason = candidate.refused  # why it cannot be used; "" if it can
-        if not reason and candidate.dropped:
+        reason = candidate.refusal_reason  # why it cannot be used; "" if it can
+        if not reason and candidate.is_dropped:
             reason = "slower, dropped by halving"
         is_chosen = candidate is chosen
         result: Row = {
@@ -78,7 +78,7 @@ def overhead_rows(pairs: Sequence[OverheadPair]) -> list[Row]:
     return [
         {
             "pair": place,
-            "of": pair.of,
+            "of": pair.switch,
             "tokens/s with": round(pair.with_tokens_per_s),
             "tokens/s without": round(pair.without_tokens_per_s),
             "overhead": percent(pair.overhead),
