@@ -19,6 +19,9 @@ def printable(text: str) -> str:
 
     Names that come from a file must not act on the terminal of whoever reads them.
 
+    Args:
+        text: A message, or a name that a message shows.
+
     >>> printable("reads\x1b[2J.fa")
     'reads\\x1b[2J.fa'
     """
@@ -26,16 +29,20 @@ def printable(text: str) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
+    """Return the matched letter as Python writes it in a string, for example `\\x1b`."""
     return match[0].encode("unicode_escape").decode("ascii")
 
 
 def shorten(name: str) -> str:
-    """Return the first letters of a name, on one line."""
+    """Return the first `MAX_SHOWN_LETTERS` letters of a name, on one line."""
     return re.sub(r"\s", " ", name)[:MAX_SHOWN_LETTERS]
 
 
 def join_first(names: Iterable[object]) -> str:
     """Return the first three names, shortened and on one line, and the number of the others.
+
+    Args:
+        names: Names, or anything else whose text can be shown.
 
     >>> join_first(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
@@ -71,6 +78,15 @@ class InputError(VirnucError):
         read_id: str = "",
         hint: str = "",
     ) -> None:
+        """Compose the message, for example `sample.fa:91: read 'r7': problem; hint`.
+
+        Args:
+            problem: What is wrong.
+            file: The file of reads, if one is to blame.
+            line: The line in it, from 1. 0 if it is not known.
+            read_id: The id of the read, if one is to blame.
+            hint: What the user can do.
+        """
         self.file = file
         self.line = line
         self.read_id = read_id
@@ -154,7 +170,10 @@ class LimitError(VirnucError):
 
 
 def format_bytes(n_bytes: int) -> str:
-    """Return a number of bytes as people read it.
+    """Return a number of bytes as people read it, in MB or GB of powers of ten.
+
+    Args:
+        n_bytes: The number of bytes.
 
     >>> format_bytes(2_000_000), format_bytes(72_300_000_000)
     ('2.0 MB', '72.3 GB')
@@ -177,7 +196,11 @@ INPUT_SPECIFIC_ERRORS: Final = (InputError, NotFiniteError)
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Return true if the machine or the weights failed: every other input would fail too."""
+    """Return true if the machine or the weights failed: every other input would fail too.
+
+    Args:
+        error: The error that ended the work on one input.
+    """
     if isinstance(error, INPUT_SPECIFIC_ERRORS):
         return False
     return isinstance(error, (WeightsError, DeviceError, StorageError))
@@ -210,7 +233,13 @@ _SYSTEM_ERRORS: Final = ("OSError", "PermissionError", "FileNotFoundError", "Not
 def error_from_name(name: str, message: str) -> VirnucError | None:
     """Return the error that another process reported by the name of its class.
 
-    System errors become a `VirnucError`. Names that are not known give None.
+    Args:
+        name: The name of the class.
+        message: The message of the error.
+
+    Returns:
+        An error of the class of that name, if it is one of virnuc's. An error of the system becomes
+        a plain `VirnucError`. None for any other name.
     """
     if name in _SYSTEM_ERRORS:
         return VirnucError(message)

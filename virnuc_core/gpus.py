@@ -76,7 +76,10 @@ class GpuLibrary(Protocol):
         ...
 
     def occupancy(self, uuid: str) -> Occupancy:
-        """Return who uses a GPU, and how much of it is free.
+        """Return who uses a GPU, and how much of its memory is free.
+
+        Args:
+            uuid: The UUID of the GPU.
 
         Raises:
             NvmlError: The driver does not answer for this GPU.
@@ -87,6 +90,9 @@ class GpuLibrary(Protocol):
         """Return a function that reads one of these GPUs, given by its UUID.
 
         The function may raise any error of the driver.
+
+        Args:
+            uuids: UUIDs of the GPUs.
 
         Raises:
             NvmlError: NVML cannot be used, or it does not know one of the GPUs.
@@ -149,7 +155,10 @@ class Nvml:
         return visible
 
     def occupancy(self, uuid: str) -> Occupancy:
-        """Return who uses a GPU, and how much of it is free.
+        """Return who uses a GPU, and how much of its memory is free.
+
+        Args:
+            uuid: The UUID of the GPU.
 
         Raises:
             NvmlError: The driver does not answer for this GPU.
@@ -175,6 +184,9 @@ class Nvml:
 
         The function may raise any error of the driver.
 
+        Args:
+            uuids: UUIDs of the GPUs.
+
         Raises:
             NvmlError: NVML cannot be used, or it does not know one of the GPUs.
         """
@@ -187,6 +199,7 @@ class Nvml:
             raise NvmlError(str(error)) from error
 
         def read(uuid: str) -> Reading:
+            """Ask the driver what one of the GPUs is doing now."""
             device = devices[uuid]
             milliwatts = device.power_usage()
             return Reading(
@@ -232,7 +245,7 @@ def _gpus_in_cuda_order(count: int) -> list[Gpu]:
 
     is_restricted = "CUDA_VISIBLE_DEVICES" in os.environ
     # nvitop starts two processes to learn CUDA's order, which takes a second. A single GPU
-    # needs no order, unless CUDA may hide it or see its slices in its place.
+    # needs no order, unless CUDA may hide it or see its slices (MIG) in its place.
     devices = [] if is_restricted or count > 1 else nvitop.Device.all()
     if not devices or devices[0].is_mig_mode_enabled():
         devices = nvitop.Device.cuda.all()

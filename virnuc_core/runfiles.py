@@ -66,7 +66,16 @@ File = TypeVar("File", bound=RunFile)
 
 
 def write(path: Path, content: RunFile) -> Path:
-    """Write a file so that it appears whole, and return its path."""
+    """Write a file so that it appears whole, and return its path.
+
+    Args:
+        path: The file. A file that has this name already is replaced.
+        content: The model of its content.
+
+    Raises:
+        UnsafeFileError: A folder on the way to the file is a link.
+        OSError: The file cannot be written.
+    """
     write_text_atomically(path, content.model_dump_json(indent=1) + "\n")
     return path
 
@@ -78,6 +87,9 @@ def read(path: Path, kind: type[File], root: Path | None = None) -> File:
         path: The file.
         kind: The model of its content.
         root: The run directory, if the file is in a folder of it. It may be given through a link.
+
+    Returns:
+        The content of the file, checked: each value has the type that `kind` says.
 
     Raises:
         ConfigError: Names the file, and the key with a wrong value.
@@ -91,6 +103,10 @@ def read(path: Path, kind: type[File], root: Path | None = None) -> File:
 
 def read_or_set_aside(path: Path, kind: type[File]) -> File | None:
     """Read a file, or rename it to `NAME.damaged` with a warning if its content is damaged.
+
+    Args:
+        path: The file.
+        kind: The model of its content.
 
     Returns:
         The content; None if there is no file or it is damaged.
@@ -107,6 +123,7 @@ def read_or_set_aside(path: Path, kind: type[File]) -> File | None:
     except UnsafeFileError:
         raise
     except ConfigError as error:
+        # The cause tells why: the system could not open the file, or its content is damaged.
         if isinstance(error.__cause__, OSError):
             raise
         log.warning("%s; it is kept as %s.damaged", error, path.name)
@@ -127,6 +144,9 @@ class FileDigest(RunFile):
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's content, as hexadecimal digits.
 
+    Args:
+        path: The file, which may be a link.
+
     Raises:
         OSError: The file cannot be read.
     """
@@ -139,8 +159,8 @@ def digest(path: Path, root: Path | None = None) -> FileDigest | None:
 
     Args:
         path: The file.
-        root: The run directory, if this is a file of a run. Then no link is followed. A file that
-            the user has named may be a link.
+        root: The run directory, if this is a file of a run. Then no link is followed. Without it,
+            the file is one that the user has named, and may be a link.
 
     Raises:
         UnreadableError: The system cannot read the file, so that nothing is known about it.
@@ -148,7 +168,7 @@ def digest(path: Path, root: Path | None = None) -> FileDigest | None:
     """
 
     def read_digest() -> FileDigest:
-        """Read the file once."""
+        """Open the file and return its size and SHA-256. This is one attempt of several."""
         with path.open("rb") if root is None else open_file(path, root) as file:
             size = os.fstat(file.fileno()).st_size
             return FileDigest(size=size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
@@ -211,7 +231,8 @@ class InputFile(RunFile):
 def _redact_email_option(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command line in which the value of `--email` is replaced by `…`.
 
-    The address belongs to a person. No result depends on it.
+    The address belongs to a person. No result depends on it. It may be given in two ways:
+    `--email=ADDRESS` is one word, `--email ADDRESS` is two.
     """
     words: list[str] = []
     is_address = False  # the word before was the option without its value
@@ -224,6 +245,7 @@ def _redact_email_option(command: tuple[str, ...]) -> tuple[str, ...]:
             words.append(f"{option}=…")
         else:
             words.append(word)
+        # A word that stands in place of the address is never an option, whatever it says.
         is_address = is_option and not equals and not is_address
     return tuple(words)
 
@@ -283,11 +305,15 @@ def now() -> str:
 
 @functools.cache  # the code that this process has imported does not change
 def git_commit() -> str | None:
-    """Return the commit of the checkout that virnuc runs from, or None outside a checkout.
+    """Return the commit of the checkout that virnuc runs from.
 
-    A `+` follows if files differ from the commit.
+    Returns:
+        All 40 digits of the commit, and a `+` if files differ from it. None if virnuc is installed
+        without a checkout, or if git cannot be run or fails.
     """
     checkout = Path(virnuc_core.__file__).resolve().parents[1]
+    # `git describe` is the only command that also says whether files differ. It would print the
+    # name of a tag; with all tags excluded it falls back to the commit.
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40"]
     command += ["--exclude=*", "--dirty=+"]
     with suppress(OSError, subprocess.SubprocessError):
@@ -301,14 +327,25 @@ def git_commit() -> str | None:
 
 @functools.cache
 def version_of(package: str, absent: str = "absent") -> str:
-    """Return the version of an installed package without importing it, or `absent`."""
+    """Return the version of an installed package without importing it.
+
+    Args:
+        package: The name of the package.
+        absent: The text to return if the package is not installed.
+    """
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return absent
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the computing packages, the GPU driver and its CUDA."""
+    """Return what versions a run computes with.
+
+    Returns:
+        Name → version, of Python and the computing packages ("absent" for one that is not
+        installed). A machine with a GPU driver adds `driver` and `cuda_driver`, the newest CUDA
+        version that the driver supports.
+    """
     result = {"python": platform.python_version()}
     for package in ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect"):
         result[package] = version_of(package)
@@ -320,19 +357,29 @@ def versions() -> dict[str, str]:
 
 
 def redact_credentials(word: str) -> str:
-    """Remove user names, passwords and queries, which may hold signatures, from an address."""
+    """Remove user names, passwords and queries, which may hold signatures, from an address.
+
+    Args:
+        word: A word of a command line. If it is no address, it is returned unchanged.
+    """
     if "://" not in word:
         return word
-    return re.sub(r"(?<=://)\S*@|[?#].*", "…", word)
+    user_or_query = r"(?<=://)\S*@|[?#].*"  # what is before an @, and what follows ? or #
+    return re.sub(user_or_query, "…", word)
 
 
 def new_record(kind: type[File], devices: Sequence[Device], **made_from: Any) -> File:
-    """Return the record of a run that starts now.
+    """Return the record of a run that starts now. Nothing is written.
 
     Args:
         kind: Model of the record.
-        devices: The devices that it uses.
-        made_from: The other fields of the record: what the run is made from.
+        devices: The devices that the run uses.
+        **made_from: The other fields of the record, by name: what the run is made from, such as
+            fingerprints of the reads and of the weights.
+
+    Returns:
+        The record, with the versions and the host of this process, and with one attempt: the
+        command of this process, without passwords and signatures.
     """
     started = now()
     first_attempt = Attempt(
@@ -356,6 +403,9 @@ def new_record(kind: type[File], devices: Sequence[Device], **made_from: Any) ->
 def read_record(run: RunDir) -> RunRecord:
     """Read the record of a run.
 
+    Args:
+        run: The run directory.
+
     Raises:
         ConfigError: It is absent or cannot be read.
     """
@@ -365,7 +415,14 @@ def read_record(run: RunDir) -> RunRecord:
 
 
 def identity(record: RunRecord) -> dict[str, str]:
-    """Return what a run or baseline computes: fingerprints of reads and weights, model length."""
+    """Return what a run or baseline computes: fingerprints of reads and weights, model length.
+
+    Args:
+        record: The record of the run or baseline.
+
+    Returns:
+        Name → value. The model length is left out if the record does not have it.
+    """
     result = dict(sorted(record.fingerprints.items()))
     if record.model_length is not None:
         result[MODEL_LENGTH] = str(record.model_length)
@@ -378,12 +435,15 @@ def find_mismatches(
     """Return the keys whose values differ, with both values.
 
     Args:
-        a: Identity of one job.
+        a: Identity of one run or baseline, as `identity` returns it.
         b: Identity of the other.
         strict: A key that only one of them has counts as a difference.
+
+    Returns:
+        Key → the values in `a` and in `b`. The text "nothing" stands for a value that is absent.
     """
     mismatches = {}
-    for name in dict.fromkeys((*a, *b)):
+    for name in dict.fromkeys((*a, *b)):  # each name once, in order
         is_in_both = name in a and name in b
         if a.get(name) != b.get(name) and (strict or is_in_both):
             mismatches[name] = (a.get(name, "nothing"), b.get(name, "nothing"))
@@ -393,12 +453,15 @@ def find_mismatches(
 def changed_inputs(recorded: Sequence[InputFile], files: Sequence[str]) -> list[str]:
     """Describe how files of reads differ from those that a run was made from.
 
+    Files are compared by content, so that a file that was only moved or renamed is not reported.
+
     Args:
         recorded: The files as the run's record lists them.
         files: Names of the files now.
 
     Returns:
-        One sentence for each file that is changed, missing or new, compared by content.
+        One sentence for each file that is changed, missing or new. Each completes a message about
+        the run: "x.fa was read then" (by the run, and not now), "y.fa was not" (read then).
     """
     recorded_contents = {file.content for file in recorded}
     contents = {}
@@ -409,6 +472,7 @@ def changed_inputs(recorded: Sequence[InputFile], files: Sequence[str]) -> list[
 
     missing = {Path(file.file).name for file in recorded if file.content not in shared_contents}
     new = {Path(name).name for name, content in contents.items() if content not in shared_contents}
+    # Neither content of such a name is among the others: it is the same file, changed.
     sentences = [f"{name} has other content" for name in sorted(missing & new)]
     if recorded:
         sentences += [f"{name} was read then" for name in sorted(missing - new)]
@@ -417,14 +481,17 @@ def changed_inputs(recorded: Sequence[InputFile], files: Sequence[str]) -> list[
 
 
 def resume_or_refuse(run: RunDir, new: RunRecord) -> RunRecord:
-    """Return the record to continue with.
+    """Return the record to continue with. Nothing is written.
+
+    A record with damaged content is renamed to `run.json.damaged`; then the run starts anew.
 
     Args:
         run: The run directory.
         new: The record of the run that is about to start.
 
     Returns:
-        `new`, or the record of the same run in the directory with one more attempt.
+        `new` if the directory has no usable record. Otherwise the record in the directory, which
+        is of the same run, with the devices of `new` and with one more attempt.
 
     Raises:
         RunMismatchError: The directory holds another run.
@@ -452,7 +519,7 @@ def _full_identity(record: RunRecord) -> dict[str, str]:
 
 
 def _shorten(text: str) -> str:
-    """Shorten a fingerprint for a message."""
+    """Shorten a fingerprint for a message. Texts of at most `MAX_SHOWN_DIGEST` letters stay."""
     if len(text) <= MAX_SHOWN_DIGEST:
         return text
     return text[:12] + "…"
@@ -515,7 +582,8 @@ class RunCounts(RunFile):
     def sequences_per_hour(self) -> float | None:
         """Reads per hour of the whole run, staging included.
 
-        `None` if the run did not do all of its work within the measured time.
+        `None` if the time was not measured, or if it is not that of all of the work: the run was
+        resumed, found shards of an earlier run, or stopped at a time limit.
         """
         is_partial = bool(
             self.resumed or self.shards_reused or self.stopped_at_limit or len(self.attempts) > 1

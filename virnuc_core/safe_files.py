@@ -60,8 +60,12 @@ def output_directory(root: Path) -> Iterator[None]:
 
     Without this, the functions know only the folder that directly contains a file, or the
     directory that their caller names.
+
+    Args:
+        root: The output directory. It may be given through a link.
     """
     real_root = root.resolve()
+    # If the block lies within another one for the same directory, the outer one removes it.
     is_new = real_root not in _directories
     _directories.add(real_root)
     try:
@@ -79,8 +83,8 @@ def _directory_of(path: Path, root: Path | None) -> Path:
         root: A directory above the path, if the caller knows one.
 
     Returns:
-        The outermost directory of `output_directory` that contains the path. If there is none,
-        `root`, or else the folder of the path.
+        The outermost of the directories that `output_directory` has registered and that contain the
+        path. If there is none, `root`, or else the folder of the path.
     """
     if _directories:
         for folder in reversed(path.parents):
@@ -90,7 +94,7 @@ def _directory_of(path: Path, root: Path | None) -> Path:
                 return folder
     if root is None:
         return path.parent
-    return Path.cwd() / root
+    return Path.cwd() / root  # absolute, as the path is
 
 
 @contextmanager
@@ -201,6 +205,9 @@ def open_file(path: Path, root: Path | None = None) -> BufferedReader:
         root: The run directory. Below it no link is followed. If it is not given, it is the
             directory of `output_directory`, or else the folder of the file.
 
+    Returns:
+        The open file, in binary mode. The caller closes it.
+
     Raises:
         UnsafeFileError: It is no regular file, or a folder on the way is a link.
         OSError: There is no such file, or it cannot be opened.
@@ -212,7 +219,8 @@ def open_file(path: Path, root: Path | None = None) -> BufferedReader:
             _require_regular(path, _entry(path, folder).st_mode)
             handle = os.open(path, os.O_RDONLY | _FILE_FLAGS)
             # The file was opened by its whole path. Is it the one in the folder that was walked to?
-            # It is not if a folder of the path, or the file, was exchanged in the meantime.
+            # It is not if a folder of the path, or the file, was exchanged in the meantime. A file
+            # may be exchanged by a process of ours, so try again.
             if os.path.samestat(os.fstat(handle), _entry(path, folder)):
                 return cast(BufferedReader, _file_of_handle(handle, path, "rb"))
             os.close(handle)
@@ -229,6 +237,9 @@ def path_of_open_file(file: BinaryIO) -> str:
 
     The path leads to the same file even if somebody has given its name to another file. It is
     valid in this process until `file` is closed.
+
+    Args:
+        file: The open file.
     """
     return f"/proc/self/fd/{file.fileno()}"
 
@@ -277,6 +288,9 @@ def open_to_write(
         append: Write behind the content of the file. Otherwise the content is removed.
         buffering: As for `open`. With 0, each `write` reaches the operating system at once.
 
+    Returns:
+        The open file, in binary mode. The caller closes it.
+
     Raises:
         UnsafeFileError: It is no regular file, or a folder on the way is a link.
         OSError: The file cannot be opened.
@@ -309,6 +323,13 @@ def open_to_write(
 def open_to_update(path: Path, root: Path | None = None) -> BinaryIO:
     """Open an existing file of a run to read and change it, without following links.
 
+    Args:
+        path: The file.
+        root: The run directory; see `open_file`.
+
+    Returns:
+        The open file, in binary mode and with its content. The caller closes it.
+
     Raises:
         UnsafeFileError: It is no regular file, or a folder on the way is a link.
         OSError: There is no such file, or it cannot be opened.
@@ -323,6 +344,13 @@ def open_to_update(path: Path, root: Path | None = None) -> BinaryIO:
 def write_file(path: Path, content: bytes | memoryview, root: Path | None = None) -> None:
     """Write a whole file of a run, without following links. Earlier content is replaced.
 
+    The file is written in place: if this process is killed, it may be incomplete.
+
+    Args:
+        path: The file. It is created if it is absent.
+        content: The new content.
+        root: The run directory; see `open_file`.
+
     Raises:
         UnsafeFileError: It is no regular file, or a folder on the way is a link.
         OSError: The file cannot be written.
@@ -333,6 +361,11 @@ def write_file(path: Path, content: bytes | memoryview, root: Path | None = None
 
 def create_file(path: Path, content: bytes, root: Path | None = None) -> None:
     """Create a file that does not exist yet, without following links, and write its content.
+
+    Args:
+        path: The file.
+        content: Its content.
+        root: The run directory; see `open_file`.
 
     Raises:
         FileExistsError: Something has this path already, be it a link to nothing.
@@ -387,6 +420,10 @@ def remove_file(path: Path, root: Path | None = None, *, missing_ok: bool = Fals
 def remove_empty_folder(folder: Path, root: Path | None = None) -> None:
     """Remove a folder of a run, if it is empty. A link to a folder is not removed.
 
+    Args:
+        folder: The folder.
+        root: The run directory; see `open_file`.
+
     Raises:
         UnsafeFileError: A folder on the way is a link.
         OSError: It is not empty, or no folder, or cannot be removed.
@@ -398,6 +435,10 @@ def remove_empty_folder(folder: Path, root: Path | None = None) -> None:
 
 def check_folder(folder: Path, root: Path | None = None) -> None:
     """Check that a folder of a run is there, and is reached without following a link.
+
+    Args:
+        folder: The folder.
+        root: The run directory; see `open_file`.
 
     Raises:
         UnsafeFileError: The folder, or a folder on the way, is a link.
@@ -431,7 +472,12 @@ def rename_file(path: Path, new_path: Path, root: Path | None = None) -> None:
 def change_folder(folder: Path, root: Path | None = None) -> None:
     """Make and remove an empty file in a folder of a run, without following links.
 
-    A network file system then asks its server what the folder contains.
+    A network file system may answer questions about a folder from its memory. After a change of the
+    folder it asks its server what the folder contains.
+
+    Args:
+        folder: The folder.
+        root: The run directory; see `open_file`.
 
     Raises:
         UnsafeFileError: The folder, or a folder on the way, is a link.
@@ -457,7 +503,16 @@ def _path_in(folder: int, name: str) -> Path:
 
 
 def flush_folder(folder: Path, root: Path | None = None) -> None:
-    """Flush a folder, so that renames in it survive a power cut."""
+    """Flush a folder, so that renames in it survive a power cut.
+
+    Args:
+        folder: The folder.
+        root: The run directory; see `open_file`.
+
+    Raises:
+        UnsafeFileError: The folder, or a folder on the way, is a link.
+        OSError: There is no such folder, or it cannot be flushed.
+    """
     with _folder_handle(folder, root) as walked_folder:
         handle = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=walked_folder)
         try:
@@ -492,7 +547,8 @@ def open_hdf5(path: Path, root: Path | None = None, *, virtual_sources: str = ""
             try:
                 file = _open_by_handle(opened.fileno(), path)
             except OSError:
-                # HDF5 refuses a file whose name was given to another file in the meantime.
+                # HDF5 refuses a file whose name was given to another file in the meantime. Such a
+                # file has no name left (no hard link). The other file is opened in the next round.
                 if os.fstat(opened.fileno()).st_nlink == 0:
                     continue
                 raise
@@ -511,15 +567,21 @@ def open_hdf5(path: Path, root: Path | None = None, *, virtual_sources: str = ""
 def read_dataset(dataset: "h5py.Dataset") -> Any:
     """Return the values of a dataset of an HDF5 file that `open_hdf5` has opened.
 
+    Args:
+        dataset: The dataset. It is read as a whole.
+
+    Returns:
+        The values as a numpy array.
+
     Raises:
         UnsafeFileError: The values do not fit into the memory of this machine.
     """
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        if dataset.nbytes <= memory_bytes:
+        if dataset.nbytes <= memory_bytes:  # bytes of the values in memory, not compressed
             return dataset[:]
     except MemoryError:
-        pass
+        pass  # the message below says the same
     size = format_bytes(dataset.nbytes)
     raise UnsafeFileError(f"{dataset.name} claims {size}, more than this machine's memory")
 
@@ -556,7 +618,9 @@ def _require_plain_hdf5(
         file: The open file.
         path: Its path, for the message.
         file_bytes: The size of the file.
-        virtual_sources: See `open_hdf5`.
+        virtual_sources: A regular expression for the files whose content the file may show by
+            virtual datasets, which are then not checked further: the caller opens these files with
+            `open_hdf5`, which checks them. Empty: virtual datasets are refused.
 
     Raises:
         UnsafeFileError: Names what is wrong.

@@ -173,6 +173,9 @@ def error_number(error: BaseException) -> int | None:
 
     HDF5 names the number in its message, also in errors that are no `OSError`.
 
+    Args:
+        error: Any error.
+
     Returns:
         The number, or None if the error does not come from the operating system.
     """
@@ -189,7 +192,8 @@ def classify(error: BaseException) -> ErrorKind:
     """Return what is known about a file after an attempt to open or read it failed.
 
     An error without an errno was raised by a parser or by HDF5. Then the bytes were read, and they
-    are not what was expected.
+    are not what was expected. An errno that is in none of the lists of this module counts as
+    transient, because a further attempt does no harm.
 
     Args:
         error: The error of the attempt.
@@ -224,7 +228,7 @@ def describe_system_error(error: BaseException, alternative: str = "") -> str:
         advice = ADVICE.get(number, "")
     if not advice:
         advice = alternative
-    elif alternative and "choose" not in advice:
+    elif alternative and "choose" not in advice:  # some texts of ADVICE end with a choice already
         advice = f"{advice}, or {alternative}"
     if advice:
         return f"{reason}; {advice}"
@@ -253,6 +257,7 @@ def storage_error(error: BaseException, path: Path | None = None) -> StorageErro
     advice = f"{ADVICE[number]} and run again, what was committed stays"
     if path is None:
         return StorageError(f"{reason}; {advice}")
+    # The file, and folders above it, may not exist yet. Any folder shows the disk's free space.
     folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
     if folder is not None:
         free_bytes = shutil.disk_usage(folder).free
@@ -281,6 +286,7 @@ def limit_error(error: BaseException) -> LimitError | None:
     if not isinstance(error, (OSError, RuntimeError, ImportError)):
         return None
     text = str(error)
+    # Neither a MemoryError nor a number of the system: only the words of the message are left.
     for words, (problem, advice) in _LIMITS_BY_WORDS.items():
         if words in text:
             return LimitError(f"{problem}; {advice} and run again")
@@ -292,6 +298,9 @@ def shared_memory_error(error: OSError) -> LimitError:
 
     The system keeps both as files in /dev/shm. So its errors sound like those of a disk, but no
     other directory helps.
+
+    Args:
+        error: The error of the system.
     """
     limit = limit_error(error)
     if limit is not None:
@@ -303,7 +312,12 @@ def shared_memory_error(error: OSError) -> LimitError:
 
 
 def unreadable_error(error: BaseException, path: Path) -> UnreadableError:
-    """Return the error to raise if the content of a file is not known because of `error`."""
+    """Return the error to raise if the content of a file is not known because the system failed.
+
+    Args:
+        error: The error of the attempt to read the file.
+        path: The file.
+    """
     return UnreadableError(
         f"{path}: cannot be read: {describe_system_error(error)} and run again; "
         "the file was left as it is"
@@ -311,7 +325,7 @@ def unreadable_error(error: BaseException, path: Path) -> UnreadableError:
 
 
 def read_with_retries(
-    path: Path, read: Callable[[], Content], *, immediate: Collection[int] = ()
+    path: Path, read: Callable[[], Content], *, expected_errors: Collection[int] = ()
 ) -> Content:
     """Return what `read` returns. If the system fails to read, call it again a few times.
 
@@ -322,7 +336,8 @@ def read_with_retries(
     Args:
         path: The file, for the messages.
         read: Opens and reads the file. It must be safe to call it again.
-        immediate: Numbers of further errors that are raised as they are, without a retry.
+        expected_errors: Numbers (errno) of errors that the caller handles itself. They are raised
+            as they are, without a retry.
 
     Raises:
         UnreadableError: The content is not known: the system refuses, or still fails at the last
@@ -334,8 +349,10 @@ def read_with_retries(
             return read()
         except (OSError, RuntimeError, KeyError) as error:
             kind = classify(error)
-            if kind in (ErrorKind.ABSENT, ErrorKind.CONTENT) or error_number(error) in immediate:
+            is_certain_answer = kind in (ErrorKind.ABSENT, ErrorKind.CONTENT)
+            if is_certain_answer or error_number(error) in expected_errors:
                 raise
+            # REFUSED: the same call will fail again. No pauses left: this was the last attempt.
             if kind is ErrorKind.REFUSED or not pauses_s:
                 raise unreadable_error(error, path) from error
             reason = os.strerror(error_number(error) or 0)
@@ -349,6 +366,9 @@ def require_readable(path: Path) -> None:
     Some libraries report every error of the system as "no such file" or as damage. If this returns,
     the file was read a moment ago, or there is no regular file of this name. Nothing is read from
     pipes, whose data would be lost.
+
+    Args:
+        path: The file.
 
     Raises:
         UnreadableError: The system cannot read the file, so that nothing is known about it.
@@ -366,7 +386,10 @@ def require_readable(path: Path) -> None:
 
 
 def is_regular_file(path: Path) -> bool:
-    """Return true if a path leads to a file that is no folder, pipe or device.
+    """Return true if a path leads, also by links, to a file that is no folder, pipe or device.
+
+    Args:
+        path: The path. False is returned if there is nothing.
 
     Raises:
         UnreadableError: It is not known, for example because the file server does not answer.
@@ -382,6 +405,9 @@ def path_exists(path: Path) -> bool:
     """Return whether something has this path. A symbolic link counts, also one to nothing.
 
     `Path.exists` returns false, in some versions of Python, for every error of the system.
+
+    Args:
+        path: The path.
 
     Raises:
         UnreadableError: It is not known, for example because the file server does not answer.

@@ -575,7 +575,7 @@ def find_alignment_format_of_file(name: str) -> str:
             return file.read(_PIECE_BYTES)
 
     try:
-        head = read_with_retries(Path(name), read_head, immediate=_ERRORS_OF_INPUT)
+        head = read_with_retries(Path(name), read_head, expected_errors=_ERRORS_OF_INPUT)
     except OSError:
         # The file is absent, or this user may not read it. Staging reports that.
         return ""
@@ -589,7 +589,7 @@ def _open_input(path: Path) -> BinaryIO:
         OSError: There is no such file, or this user may not read it.
         UnreadableError: The system cannot open the file, so that nothing is known about it.
     """
-    return read_with_retries(path, lambda: path.open("rb"), immediate=_ERRORS_OF_INPUT)
+    return read_with_retries(path, lambda: path.open("rb"), expected_errors=_ERRORS_OF_INPUT)
 
 
 def _unreadable_error(name: str, error: OSError) -> InputError:
