@@ -37,7 +37,7 @@ def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
     state = train(**arguments, install_anyway=True, return_state=True)
     assert "installed as 002-" in (state.message or "")
     trained_head = state.result()
-    assert {figure.asked for figure in trained_head.figures} >= {
+    assert {figure.test_set for figure in trained_head.figures} >= {
         "cross-validation",
         "test",
         "150 bases",
@@ -60,7 +60,7 @@ def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
     )
     assert (out_dir / "head" / "model.safetensors").read_bytes() == new
     test_figures = [
-        [figure for figure in training.figures if figure.asked == "test"]
+        [figure for figure in training.figures if figure.test_set == "test"]
         for training in (trained_head, second_state.result())
     ]
     assert test_figures[0] == test_figures[1] != []

@@ -66,9 +66,9 @@ def test_reads_of_unknown_families_are_told_from_the_host(
     with capsys.disabled():
         print(f"\n{figures_table({'real 8M': training.record})}")
     auroc_of_test_set = {
-        figures.asked: figures.metrics["auroc"]
+        figures.test_set: figures.metrics["auroc"]
         for figures in training.record.figures
-        if (figures.method, figures.level, figures.natural) == ("head", "read", True)
+        if (figures.method, figures.level, figures.is_natural) == ("head", "read", True)
     }
     for length, min_auroc in MIN_AUROC.items():
         auroc = auroc_of_test_set[length]

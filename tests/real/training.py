@@ -96,11 +96,11 @@ def figures_table(trainings: dict[str, TrainFile]) -> str:
     ]
     test_sets: dict[str, None] = {}  # in the order of the records
     for training in trainings.values():
-        test_sets |= {figures.asked: None for figures in training.figures}
+        test_sets |= {figures.test_set: None for figures in training.figures}
     for test_set in test_sets:
         for weights, training in trainings.items():
             for figures in training.figures:
-                if figures.asked == test_set and figures.level == "read" and figures.natural:
+                if figures.test_set == test_set and figures.level == "read" and figures.is_natural:
                     lines.append(
                         f"| {test_set} | {weights} | {figures.method} | {figures.rows:,} "
                         f"| {figures.clusters} | {figures.metrics['auroc']} "

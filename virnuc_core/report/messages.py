@@ -168,9 +168,9 @@ def training_message(training: TrainFile) -> str:
     """Return a message: how well a new head separates reads, and doubts about that number."""
     scores = []
     for figures in training.figures:
-        if figures.level == "read" and figures.natural and figures.method == "head":
+        if figures.level == "read" and figures.is_natural and figures.method == "head":
             auroc = figures.metrics["auroc"]
-            test_set = figures.asked
+            test_set = figures.test_set
             scores.append(f"{auroc} in {test_set} ({figures.clusters} clusters)")
     message = f"AUROC of reads: {', '.join(scores)}"
     if min(training.clusters["test"].values()) < MIN_CLUSTERS:

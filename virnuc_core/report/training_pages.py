@@ -57,9 +57,11 @@ def training_notes(training: TrainFile) -> list[str]:
 
 def _baseline_notes(figures: Sequence[Figures]) -> list[str]:
     """Return a sentence for each baseline that is as good as the head on the first test set."""
-    test_set = figures[0].asked
+    test_set = figures[0].test_set
     figures_of_reads = [
-        line for line in figures if line.level == "read" and line.natural and line.asked == test_set
+        line
+        for line in figures
+        if line.level == "read" and line.is_natural and line.test_set == test_set
     ]
     notes = []
     for baseline in figures_of_reads[1:]:
@@ -117,7 +119,7 @@ def training_charts(training: TrainFile) -> list[TrainingChart]:
     charts = []
     for name, points in training.curves.items():
         line = _polyline("head", 0, BLUE, points)
-        title = f"{name}, {training.figures[0].asked}"
+        title = f"{name}, {training.figures[0].test_set}"
         charts.append(TrainingChart(title, _draw(AXES[name], [line])))
     for test_set, counts in training.histograms.items():
         charts.append(TrainingChart(f"Scores of reads, {test_set}", _draw_histogram(*counts)))
@@ -278,9 +280,9 @@ def training_page(training: TrainFile) -> str:
 def _aurocs(figures: Sequence[Figures]) -> list[Auroc]:
     """Return the AUROC of the head over the reads of each test set."""
     return [
-        Auroc(str(line.metrics["auroc"]), line.asked, line.clusters)
+        Auroc(str(line.metrics["auroc"]), line.test_set, line.clusters)
         for line in figures
-        if line.method == "head" and line.level == "read" and line.natural
+        if line.method == "head" and line.level == "read" and line.is_natural
     ]
 
 
@@ -291,9 +293,9 @@ def _figure_tables(figures: Sequence[Figures]) -> list[FigureTable]:
     before those at another prevalence.
     """
     tables = []
-    for test_set in dict.fromkeys(line.asked for line in figures):
-        lines = [line for line in figures if line.asked == test_set]
-        lines.sort(key=lambda line: (line.level, line.natural), reverse=True)
+    for test_set in dict.fromkeys(line.test_set for line in figures):
+        lines = [line for line in figures if line.test_set == test_set]
+        lines.sort(key=lambda line: (line.level, line.is_natural), reverse=True)
         title = test_set[0].upper() + test_set[1:]
         tables.append(FigureTable(title, [_figure_row(line) for line in lines]))
     return tables
@@ -337,7 +339,7 @@ def _thresholds(training: TrainFile) -> list[Threshold]:
     """Return the thresholds of the head, with the false discovery rates measured in its test."""
     thresholds = []
     for rate, score in training.card.thresholds.items():
-        realised_rate = cell(percent(training.realised[rate], 2))
+        realised_rate = cell(percent(training.realised_fdr[rate], 2))
         thresholds.append(Threshold(rate, f"{score:.4f}", realised_rate))
     return thresholds
 
@@ -449,7 +451,7 @@ def _card_row(figures: Figures) -> CardRow:
     """Return the row of the model card on one method and test set."""
     return CardRow(
         method=figures.method,
-        test_set=figures.asked,
+        test_set=figures.test_set,
         clusters=figures.clusters,
         prevalence=str(percent(figures.prevalence)),
         metrics=[cell(figures.metrics[name]) for name in METRICS],

@@ -1,4 +1,8 @@
-"""Make the model card of a head, and write the head with it."""
+"""Make the model card of a head, and write the head with it.
+
+A head is the classifier that turns the embeddings of a sequence into scores. Its card says what it
+was trained on, how well it classifies, and which thresholds suit it.
+"""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -36,15 +40,17 @@ def make_card(
 
     Args:
         store: The training reads.
-        rows: The frames of the split, with the columns read, label, cluster and side.
+        rows: The translated frames of the reads that were trained and tested with. The columns are
+            read, label, cluster (of genomes) and side (training, validation or test set).
         spec: The table of origins, and the prevalence that the card's numbers hold for.
-        scored_reads: Whole reads of unknown genomes with the columns score and label.
-        figures: Their metrics at `spec.prevalence`.
+        scored_reads: Whole reads of genomes that the head did not learn from, with the columns
+            score and label.
+        figures: The metrics of these reads at `spec.prevalence`.
         encoder_digests: Digests of the encoders that the head was trained with.
     """
-    n_bases = np.asarray(store.read_length)[rows["read"].unique()]
+    n_bases = np.asarray(store.read_length)[rows["read"].unique()]  # of each read
     metrics = {name: value for name, value in figures.metrics.items() if value is not None}
-    auroc = metrics.pop("auroc")
+    auroc = metrics.pop("auroc")  # it has a field of its own
     return HeadCard(
         reads=store.fingerprint,
         truth=sha256_of(spec.truth),
@@ -60,7 +66,10 @@ def make_card(
 
 
 def _split_digest(store: OrfStore, rows: pd.DataFrame) -> str:
-    """Return a digest of the reads and their split. Figures of equal splits can be compared."""
+    """Return a digest of the reads and of how they were split into training and test sets.
+
+    The metrics of two heads can be compared if they have the same digest.
+    """
     digest = sha256(store.fingerprint.encode())
     split = rows[["read", "label", "cluster", "side"]].to_numpy(np.int64)
     digest.update(split.tobytes())
@@ -73,25 +82,31 @@ def _uncertain_scores(reads: pd.DataFrame) -> tuple[float, float] | None:
     Among reads with a score above the range, at most `MAX_WRONG_SHARE` are not viral. Among reads
     below it, at most the same share is viral.
 
+    Args:
+        reads: Scored reads with the columns score (P(virus)) and label (0 others, 1 virus).
+
     Returns:
         The lowest score of the range, and the score at which it ends. Both are equal if no score is
-        uncertain. None if no such range exists.
+        uncertain. None if not even the most extreme scores are right often enough.
     """
-    # The lower end is found like the upper end, with the two classes exchanged.
+    # The lower end is found like the upper end, with the two classes exchanged: the score is then
+    # P(others), and viral reads are the wrong ones.
     prevalence = float(reads["label"].mean())
-    swapped = reads.assign(score=1 - reads["score"], label=1 - reads["label"])
-    viral_from = fdr_thresholds(reads, (MAX_WRONG_SHARE,), prevalence).get(MAX_WRONG_SHARE)
-    others_from = fdr_thresholds(swapped, (MAX_WRONG_SHARE,), 1 - prevalence).get(MAX_WRONG_SHARE)
-    if viral_from is None or others_from is None:
+    exchanged = reads.assign(score=1 - reads["score"], label=1 - reads["label"])
+    viral_thresholds = fdr_thresholds(reads, (MAX_WRONG_SHARE,), prevalence)
+    others_thresholds = fdr_thresholds(exchanged, (MAX_WRONG_SHARE,), 1 - prevalence)
+    if not viral_thresholds or not others_thresholds:
         return None
-    lowest = 1 - others_from
-    return lowest, max(viral_from, lowest)
+    viral_from = viral_thresholds[MAX_WRONG_SHARE]
+    others_up_to = 1 - others_thresholds[MAX_WRONG_SHARE]  # as P(virus) again
+    return others_up_to, max(viral_from, others_up_to)
 
 
 def write_head(network: nn.Module, shape: HeadShape, card: HeadCard, folder: Path) -> None:
     """Write a head with its card to a folder.
 
-    The weights are written before the sizes: a folder with a `config.json` has its weights.
+    The weights are written first. So a folder that has a `config.json` also has its weights, even
+    if the program was killed in between.
     """
     make_folder(folder)
     tensors = network.state_dict()

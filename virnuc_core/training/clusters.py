@@ -37,12 +37,16 @@ def cluster_genomes(
 ) -> Indices:
     """Put related genomes into one cluster.
 
-    Two genomes are related if they share a sequence on either strand, a group of `spec.groups`, or
-    at least the share `spec.similarity` of the k-mers of the one with fewer.
+    Two genomes are related if they have a read sequence in common (on either strand), if they are
+    in the same group of the file `spec.groups`, or if they have enough k-mers in common: the share
+    `spec.similarity` of the k-mers of the genome that has fewer. A chain of related genomes is one
+    cluster.
 
     Args:
-        rows: Frames with the columns unique, sequence and genome (index into `genome_names`).
-        store: The store of the frames.
+        rows: Translated frames of reads, with the columns unique (number of the distinct
+            sequence), sequence (the same number for both strands) and genome (index into
+            `genome_names`).
+        store: The staged reads that the frames are from.
         genome_names: Name of each genome.
         spec: The files of groups and genomes, and the similarity.
 
@@ -66,6 +70,7 @@ def cluster_genomes(
         pairs.append(related(np.arange(n_genomes), group_of_genome[genome_names]))
     first_genomes = np.concatenate([first for first, _ in pairs])
     second_genomes = np.concatenate([second for _, second in pairs])
+    # The graph has an edge between the two genomes of each pair, with the weight 1.
     edges = np.ones(len(first_genomes)), (first_genomes, second_genomes)
     graph = coo_array(edges, shape=(n_genomes, n_genomes))
     _, clusters = connected_components(graph, directed=False)
@@ -73,21 +78,26 @@ def cluster_genomes(
 
 
 def related(genomes: Any, items: Any, min_share: float = 0.0) -> tuple[Indices, Indices]:
-    """Find pairs of genomes that have items in common.
+    """Find pairs of genomes that have items in common. An item is a k-mer, a sequence or a group.
+
+    `genomes` and `items` are two columns of a table: each entry says that a genome has an item.
 
     Args:
-        genomes: The genome that has an item, [entries].
-        items: The item: a k-mer, a sequence or a group, [entries].
-        min_share: Share of the items of the genome with fewer that must be in common.
+        genomes: Number of the genome, [entries].
+        items: The item, [entries].
+        min_share: How many items must be in common, as a share of the items of the genome that
+            has fewer. At least one must always be.
 
     Returns:
-        The first and the second genome of each pair, [pairs] each.
+        The first and the second genome of each pair, [pairs] each. Each pair is given twice, once
+        in each order, and each genome is also paired with itself.
     """
     item_numbers, _ = pd.factorize(items)
     entries = pd.DataFrame({"genome": genomes, "item": item_numbers}).drop_duplicates()
     ones = np.ones(len(entries))
     has_item = csr_array((ones, (entries["genome"], entries["item"])))  # [genomes, items]
-    n_items = np.diff(has_item.indptr)  # of each genome
+    n_items = np.diff(has_item.indptr)  # [genomes]; `indptr` counts the entries row by row
+    # A product of two rows counts the items that both genomes have. Pairs without any are absent.
     n_shared = (has_item @ has_item.T).tocoo()  # [genomes, genomes]
     first, second = n_shared.coords
     fewer_items = np.minimum(n_items[first], n_items[second])
@@ -98,34 +108,41 @@ def related(genomes: Any, items: Any, min_share: float = 0.0) -> tuple[Indices, 
 def _kmers_of_genomes(
     rows: pd.DataFrame, store: OrfStore, genome_names: "pd.Index[str]", spec: TrainSpec
 ) -> pd.DataFrame:
-    """Return k-mers of each genome, with the columns unique, genome and hash.
+    """Return the k-mers of each genome, a row for each k-mer of a sequence.
 
-    The k-mers are those of the genome's sequence, if it is given, and those of its frames. Frames
-    alone are a poor measure if there are few reads: they may share no k-mer with other reads of
-    their genome, or have so few that one common repeat is a large share.
+    The k-mers are those of the genome's own sequence, if it is given, and those of the reads from
+    it. Reads alone are a poor measure if there are few of them: they may have no k-mer in common
+    with other reads of their genome, or have so few k-mers that one common repeat is a large share.
+
+    Returns:
+        The columns unique (number of the sequence), genome (index into `genome_names`) and hash
+        (of the k-mer).
     """
     known_sequences: dict[str, str] = {}
     if spec.genomes is not None:
         known_sequences = read_genomes(spec.genomes)
     genomes = [known_sequences.get(name, "").encode() for name in genome_names]
-    # The genomes follow the frames, and are numbered after them.
+    # The genomes are put behind the sequences of the reads, and are numbered after them.
     genome_letters = np.frombuffer(b"".join(genomes), np.uint8)
     letters = np.concatenate([store.dna_bytes[:], genome_letters])
     genome_lengths = [len(genome) for genome in genomes]
     genome_ends = store.dna_offsets[-1] + np.cumsum(genome_lengths)
     offsets = np.append(store.dna_offsets, genome_ends)
-    numbers = np.arange(len(genomes))
-    genome_owners = pd.DataFrame({"unique": store.n_uniques + numbers, "genome": numbers})
-    frame_owners = rows[["unique", "genome"]].drop_duplicates()
-    owners = pd.concat([frame_owners, genome_owners])
-    return owners.merge(sample_kmers(letters, offsets), on="unique")
+    genome_numbers = np.arange(len(genomes))
+    genomes_of_genomes = pd.DataFrame(
+        {"unique": store.n_uniques + genome_numbers, "genome": genome_numbers}
+    )
+    genomes_of_reads = rows[["unique", "genome"]].drop_duplicates()
+    genome_of_sequence = pd.concat([genomes_of_reads, genomes_of_genomes])
+    return genome_of_sequence.merge(sample_kmers(letters, offsets), on="unique")
 
 
 def sample_kmers(letters: NDArray[np.uint8], offsets: Indices) -> pd.DataFrame:
-    """Return a sample of the k-mers of sequences, which is the same for the same k-mer everywhere.
+    """Return a sample of the k-mers of sequences. A k-mer is in it either everywhere or nowhere.
 
-    If there are at most `MAX_HASHES` letters, it has all k-mers. Otherwise it has those whose
-    hashes, mixed a second time, are below a limit.
+    Up to `MAX_HASHES` letters, the sample has all k-mers. Of more letters, it has about
+    `MAX_HASHES` k-mers: those whose hash, mixed a second time, is below a limit. K-mers with a
+    letter other than A, C, G and T are left out.
 
     Args:
         letters: The sequences end to end, ASCII, [bases].
@@ -139,17 +156,19 @@ def sample_kmers(letters: NDArray[np.uint8], offsets: Indices) -> pd.DataFrame:
     max_hash = ~np.uint64(0) // np.uint64(sampling_rate)
     blocks = []
     for start in range(0, len(letters) - K + 1, BLOCK_BASES):
+        # The last k-mers of a block reach into the next one.
         block = letters[start : start + BLOCK_BASES + K - 1]
         windows = sliding_window_view(_CODE_OF_LETTER[block], K)  # [positions, K]
         hashes = _canonical_hashes(windows)
         is_known = (windows != _UNKNOWN_CODE).all(axis=1)
         is_sampled = hashes * _MIX <= max_hash
         positions = np.flatnonzero(is_known & is_sampled)
-        first_owner = _sequence_at(start + positions, offsets)
-        last_owner = _sequence_at(start + positions + K - 1, offsets)
-        is_within = first_owner == last_owner
+        # The sequences lie end to end, so a window may begin in one and end in the next.
+        sequence_of_start = _sequence_at(start + positions, offsets)
+        sequence_of_end = _sequence_at(start + positions + K - 1, offsets)
+        is_within = sequence_of_start == sequence_of_end
         hashes = hashes[positions[is_within]]
-        blocks.append(pd.DataFrame({"unique": first_owner[is_within], "hash": hashes}))
+        blocks.append(pd.DataFrame({"unique": sequence_of_start[is_within], "hash": hashes}))
     if not blocks:
         return pd.DataFrame(columns=["unique", "hash"])
     return pd.concat(blocks).drop_duplicates()
@@ -159,15 +178,23 @@ def _canonical_hashes(windows: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return a hash of each k-mer, the same for its reverse complement.
 
     Args:
-        windows: Codes of the bases, [k-mers, K]. Hashes of unknown bases mean nothing.
+        windows: Codes of the bases, 0 to 3, [k-mers, K]. A and T, and C and G, add up to 3. The
+            hash of a k-mer with an unknown base means nothing.
+
+    Returns:
+        The hashes, [k-mers].
     """
-    complement = np.uint64(3) - windows[:, ::-1]
-    kmers = np.minimum(windows @ _POWERS_OF_4, complement @ _POWERS_OF_4)
+    reverse_complements = np.uint64(3) - windows[:, ::-1]
+    # A k-mer is a number with the base 4. The smaller one of the two strands stands for both.
+    kmers = np.minimum(windows @ _POWERS_OF_4, reverse_complements @ _POWERS_OF_4)
     hashes: NDArray[np.uint64] = kmers * _MIX
-    hashes ^= hashes >> np.uint64(32)
+    hashes ^= hashes >> np.uint64(32)  # mixes the upper bits into the lower ones
     return hashes
 
 
 def _sequence_at(positions: Indices, offsets: Indices) -> Indices:
-    """Return the number of the sequence that each position lies in."""
+    """Return the number of the sequence that each position lies in.
+
+    `offsets` says where each sequence begins. Empty sequences are passed over.
+    """
     return np.asarray(np.searchsorted(offsets, positions, "right") - 1)

@@ -7,11 +7,12 @@ because reads of one genome are not independent.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from pydantic import Field
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import precision_recall_curve, roc_curve
 
@@ -46,10 +47,12 @@ class Figures(RunFile):
     """A line of the table of figures: which method scored which test set, and how well."""
 
     method: str  # head, or a baseline
-    asked: str  # the test set: cross-validation, test, or the bases of cut fragments
-    level: str  # frame, chunk or read
-    prevalence: float  # share of viral ones that the metrics hold for
-    natural: bool  # whether this is the share among the rows themselves
+    # The test set: cross-validation, test, or the length of fragments of the test genomes.
+    test_set: Annotated[str, Field(alias="asked")]
+    level: str  # what has a score: frame, chunk or read
+    prevalence: float  # share of viral frames, chunks or reads that the metrics hold for
+    # Whether this is their share in the test set itself. If not, they were weighted.
+    is_natural: Annotated[bool, Field(alias="natural")]
     rows: int
     clusters: int  # of genomes
     metrics: dict[str, Estimate | None]  # None where one is not defined
@@ -58,33 +61,38 @@ class Figures(RunFile):
 def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
     """Return the scores that a prediction would give the frames, their chunks and their reads.
 
+    A chunk is a piece of a read. It is translated in up to six frames, and the classifier scores
+    each frame. The scores of its frames give the score of a chunk, and those of its chunks the
+    score of a read.
+
     Args:
         rows: Frames with their read, chunk, label and cluster.
-        score: P(virus) of each frame.
+        score: P(virus) of each frame, [rows].
 
     Returns:
         For "frame", "chunk" and "read" a table with the columns score, label and cluster.
     """
     frames = rows[["read", "chunk", "label", "cluster"]].assign(score=score)
+    # All frames of a read have its label and cluster, so the first frame tells them.
     first_label_and_cluster = {"label": ("label", "first"), "cluster": ("cluster", "first")}
-    by_chunk = frames.groupby(["read", "chunk"])
-    chunks = by_chunk.agg(**first_label_and_cluster)
-    chunks["score"] = consensus.chunk_scores(
-        np.asarray(score), np.asarray(by_chunk.ngroup(), np.int64)
-    )
+    frames_of_chunk = frames.groupby(["read", "chunk"])
+    chunks = frames_of_chunk.agg(**first_label_and_cluster)
+    chunk_of_frame = np.asarray(frames_of_chunk.ngroup(), np.int64)
+    chunks["score"] = consensus.chunk_scores(np.asarray(score), chunk_of_frame)
     reads = chunks.groupby("read").agg(**first_label_and_cluster)
     read_of_chunk = np.unique(chunks.index.get_level_values("read"), return_inverse=True)[1]
-    # The mean is linear: the mean of scores is the score of the mean margin.
+    # A prediction averages the margins of the chunks. A score is 0.5 + margin ÷ 2, so the mean of
+    # the scores is the score of the mean margin.
     reads["score"] = consensus.mean_margins(chunks["score"].to_numpy(), read_of_chunk, len(reads))
     return {"frame": frames, "chunk": chunks, "read": reads}
 
 
 def weighted_metrics(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
-    """Compute the metrics of scores for several sets of weights.
+    """Compute the metrics of scores for several sets of weights, all at once.
 
     Args:
-        table: Scored frames, chunks or reads with the columns score and label.
-        weights: Weight of each row, [samples, rows].
+        table: Scored frames, chunks or reads with the columns score (P(virus)) and label.
+        weights: Weight of each row, [samples, rows]. A sample is one set of weights.
 
     Returns:
         A row for each sample and a column for each metric; NaN where a metric is not defined.
@@ -92,28 +100,33 @@ def weighted_metrics(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
     all_scores = table["score"].to_numpy(np.float64)
     order = np.argsort(-all_scores, kind="stable")
     scores = all_scores[order]  # [rows], largest first
-    is_virus = table["label"].to_numpy()[order] == VIRUS
-    weights = weights[:, order]
-    total = weights.sum(axis=1)
+    is_virus = table["label"].to_numpy()[order] == VIRUS  # [rows]
+    weights = weights[:, order]  # [samples, rows]
+    total = weights.sum(axis=1)  # [samples]
 
-    # A threshold lies behind the last of equal scores.
-    last_of_score = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)
+    # The curves have a point for each threshold. Rows with equal scores are called together, so a
+    # threshold lies behind the last of them.
+    last_of_score = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)  # [thresholds]
     true_positives = np.cumsum(weights * is_virus, axis=1)[:, last_of_score]
     false_positives = np.cumsum(weights * ~is_virus, axis=1)[:, last_of_score]
 
+    # Precision, recall and F1 hold for the default threshold.
     called_weights = weights * consensus.is_viral(scores, DEFAULT_THRESHOLD)
     called_right = called_weights @ is_virus
     n_called = called_weights.sum(axis=1)
     n_virus = weights @ is_virus
 
     errors = scores - is_virus
+    # A score of exactly 1 belongs to the last bin.
     bin_of_row = np.minimum((scores * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
     is_in_bin = np.eye(CALIBRATION_BINS)[bin_of_row]  # [rows, bins]
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore"):  # 0 / 0 is NaN: not defined
         recall = true_positives / true_positives[:, -1:]
-        fallout = false_positives / false_positives[:, -1:]
+        fallout = false_positives / false_positives[:, -1:]  # the false positive rate
         recall_steps = np.diff(recall, axis=1, prepend=0)
         fallout_steps = np.diff(fallout, axis=1, prepend=0)
+        # The areas between two neighbouring points, below a straight line (ROC) and below a step
+        # (precision and recall, as in scikit-learn's average precision).
         trapezoids = fallout_steps * (recall - recall_steps / 2)
         precision_steps = recall_steps * true_positives / (true_positives + false_positives)
         metrics = {
@@ -140,35 +153,40 @@ def bootstrap_metrics(
     Args:
         test_set: Name of the test set.
         method: Name of the method.
-        scorings: Scores of the same rows, once for each repeat. The metrics are averaged.
-        prevalence: Share of viral ones that metrics are also given for.
+        scorings: Scores of the same frames, once for each repeat of the cross-validation. The
+            metrics are averaged over the repeats.
+        prevalence: A share of viral frames, chunks or reads, 0 to 1. The metrics are computed
+            twice: for this share, and for the natural one, which is the share in the test set.
         seed: Seed of the bootstrap.
 
     Returns:
-        For each level (frame, chunk, read) the figures at the natural and at the given prevalence.
+        For each level (frame, chunk, read) the figures at the natural prevalence, then at the
+        given one.
     """
-    levels = [by_level(scoring.rows, scoring.scores) for scoring in scorings]
+    tables_of_repeats = [by_level(scoring.rows, scoring.scores) for scoring in scorings]
     figures = []
-    for level in levels[0]:
-        tables = [tables_by_level[level] for tables_by_level in levels]
-        labels = tables[0]["label"]
+    for level in tables_of_repeats[0]:
+        tables = [tables_by_level[level] for tables_by_level in tables_of_repeats]
+        labels = tables[0]["label"]  # the same in each repeat, like the clusters
         cluster_labels = _cluster_labels(tables[0])
         draws = bootstrap_draws(cluster_labels, np.random.default_rng(seed))
-        for target in (None, prevalence):
+        natural_prevalence = float(labels.mean())
+        for target in (None, prevalence):  # None: do not change the natural prevalence
             samples = _mean_metrics(tables, draws, target)
+            metrics = {
+                name: _estimate(values.to_numpy(), cluster_labels)
+                for name, values in samples.items()
+            }
             figures.append(
                 Figures(
                     method=method,
-                    asked=test_set,
+                    test_set=test_set,
                     level=level,
-                    prevalence=float(labels.mean()) if target is None else target,
-                    natural=target is None,
+                    prevalence=natural_prevalence if target is None else target,
+                    is_natural=target is None,
                     rows=len(labels),
                     clusters=len(cluster_labels),
-                    metrics={
-                        name: _estimate(values.to_numpy(), cluster_labels)
-                        for name, values in samples.items()
-                    },
+                    metrics=metrics,
                 )
             )
     return figures
@@ -184,7 +202,9 @@ def _cluster_labels(table: pd.DataFrame) -> "pd.Series[float]":
 
 
 def bootstrap_draws(cluster_labels: "pd.Series[float]", rng: np.random.Generator) -> Floats:
-    """Draw clusters with replacement, among those of the same label.
+    """Draw the clusters of genomes for the bootstrap: with replacement, separately for each label.
+
+    So each bootstrap sample has as many clusters of each label as the data themselves.
 
     Args:
         cluster_labels: Label of each cluster, by its number.
@@ -194,11 +214,11 @@ def bootstrap_draws(cluster_labels: "pd.Series[float]", rng: np.random.Generator
         How often each cluster was drawn, [1 + samples, clusters]. Row 0 has each cluster once.
     """
     n_clusters = int(cluster_labels.index.max()) + 1
-    draws = np.ones((1 + BOOTSTRAP_SAMPLES, n_clusters))
+    draws = np.ones((1 + BOOTSTRAP_SAMPLES, n_clusters))  # row 0 stays as it is
     for label in cluster_labels.unique():
         members = cluster_labels.index[cluster_labels == label]
         n_members = len(members)
-        chances = [1 / n_members] * n_members
+        chances = [1 / n_members] * n_members  # all are equally likely
         draws[1:, members] = rng.multinomial(n_members, chances, BOOTSTRAP_SAMPLES)
     return draws
 
@@ -206,21 +226,31 @@ def bootstrap_draws(cluster_labels: "pd.Series[float]", rng: np.random.Generator
 def _mean_metrics(
     tables: Sequence[pd.DataFrame], draws: Floats, prevalence: float | None
 ) -> pd.DataFrame:
-    """Return the metrics of each bootstrap sample, averaged over the tables: [samples, metrics]."""
+    """Return the metrics of each bootstrap sample, averaged over the tables: [samples, metrics].
+
+    Args:
+        tables: The same rows with their scores, a table for each repeat of the scoring.
+        draws: How often each cluster was drawn, [samples, clusters].
+        prevalence: Share of viral rows that the metrics hold for. None: as it is in the sample.
+    """
     n_parts = 1 + len(draws) * len(tables[0]) // MAX_WEIGHTS  # limits the memory for weights
     metrics_of_tables = []
     for table in tables:
         parts = []
         for part in np.array_split(draws, n_parts):
-            weights = row_weights(table, part, prevalence)
+            weights = row_weights(table, part, prevalence)  # [samples of the part, rows]
             parts.append(weighted_metrics(table, weights))
         metrics_of_tables.append(pd.concat(parts))
+    # `sum` starts with the first table, because it would otherwise start with the number 0.
     total = sum(metrics_of_tables[1:], metrics_of_tables[0])
     return total / len(tables)
 
 
 def row_weights(table: pd.DataFrame, draws: Floats, prevalence: float | None) -> Floats:
     """Return the weight of each row in each bootstrap sample.
+
+    A row weighs as much as its cluster was drawn. If a prevalence is given, the weights of each
+    class are multiplied by a factor, so that viral rows have this share of the total.
 
     Args:
         table: Rows with the columns label and cluster.
@@ -230,7 +260,7 @@ def row_weights(table: pd.DataFrame, draws: Floats, prevalence: float | None) ->
     Returns:
         Weights, [samples, rows].
     """
-    weights = draws[:, table["cluster"]]
+    weights = draws[:, table["cluster"]]  # a copy
     is_virus = table["label"].to_numpy() == VIRUS
     if prevalence is not None:
         sample_prevalence = (weights @ is_virus / weights.sum(axis=1))[:, None]
@@ -241,16 +271,18 @@ def row_weights(table: pd.DataFrame, draws: Floats, prevalence: float | None) ->
 
 
 def _estimate(samples: Floats, cluster_labels: "pd.Series[float]") -> Estimate | None:
-    """Return a metric with its interval; None if it is not defined.
+    """Return a metric with its 95 % interval; None if it is not defined.
 
     Args:
-        samples: The metric of all rows, then of each bootstrap sample.
+        samples: The metric of all rows, then of each bootstrap sample. It is NaN where it is not
+            defined; such samples are left out.
         cluster_labels: Label of each cluster. If a class has a single cluster, the interval is 0
             to 1, because one cluster says nothing of others.
     """
     if not np.isfinite(samples[0]):
         return None
-    known_samples = np.clip(samples[np.isfinite(samples)], 0, 1)
+    known_samples = np.clip(samples[np.isfinite(samples)], 0, 1)  # against rounding errors
+    # A cluster with both classes has the label 0.5, and counts for both.
     n_others = (cluster_labels < 1).sum()
     n_virus = (cluster_labels > 0).sum()
     low, high = 0.0, 1.0
@@ -262,36 +294,41 @@ def _estimate(samples: Floats, cluster_labels: "pd.Series[float]") -> Estimate |
 def fdr_thresholds(
     table: pd.DataFrame, rates: Sequence[float], prevalence: float
 ) -> dict[float, float]:
-    """Return for each false discovery rate the lowest score from which it holds.
+    """Return for each false discovery rate the lowest threshold that keeps it.
+
+    The false discovery rate is the share of wrong reads among the reads that are called viral.
 
     A fictitious false positive with a score above all others is added. Without it, a test with few
     reads would claim that very small rates hold.
 
     Args:
         table: Scored reads with the columns score and label.
-        rates: False discovery rates: the largest share of others among what is called viral.
-        prevalence: Share of viral reads that the rates hold for.
+        rates: The false discovery rates that may not be exceeded.
+        prevalence: Share of viral reads that the rates hold for. The reads are weighted for it.
 
     Returns:
         The threshold of each rate; rates that no threshold reaches are absent.
     """
     labels = np.append(table["label"], LABELS.index("others"))
-    scores = np.append(table["score"], 2.0)
+    scores = np.append(table["score"], 2.0)  # real scores are at most 1
     table_prevalence = table["label"].mean()
     virus_weight = prevalence / table_prevalence
     others_weight = (1 - prevalence) / (1 - table_prevalence)
     weights = np.where(labels == VIRUS, virus_weight, others_weight)
+    # The candidates ascend. The last value of `precision` belongs to none of them.
     precision, _, candidates = precision_recall_curve(labels, scores, sample_weight=weights)
     thresholds = {}
     for rate in rates:
-        sufficient = candidates[precision[:-1] >= 1 - rate]
-        if len(sufficient):
-            thresholds[rate] = float(sufficient[0])
+        sufficient_thresholds = candidates[precision[:-1] >= 1 - rate]
+        if len(sufficient_thresholds):
+            thresholds[rate] = float(sufficient_thresholds[0])
     return thresholds
 
 
 def false_discovery_rate(table: pd.DataFrame, threshold: float, prevalence: float) -> float | None:
-    """Return the share of non-viral reads among the reads that are called viral, or None.
+    """Return the share of non-viral reads among the reads that are called viral.
+
+    It is None if no read is called viral.
 
     Args:
         table: Scored reads with the columns score, label and cluster.
@@ -302,15 +339,23 @@ def false_discovery_rate(table: pd.DataFrame, threshold: float, prevalence: floa
     if not is_called.any():
         return None
     n_clusters = int(table["cluster"].max()) + 1
-    weights = row_weights(table, np.ones((1, n_clusters)), prevalence)[0]
+    draws = np.ones((1, n_clusters))  # a single sample, in which each cluster counts once
+    weights = row_weights(table, draws, prevalence)[0]  # [reads]
     is_virus = table["label"] == VIRUS
     false_weight = weights[is_called & ~is_virus].sum()
     return float(false_weight / weights[is_called].sum())
 
 
 def curves(table: pd.DataFrame) -> dict[str, Points]:
-    """Return the ROC, precision-recall and reliability curves, at the table's own prevalence."""
+    """Return the points of the ROC, precision-recall and reliability curves, by name.
+
+    They hold for the share of viral reads that the table itself has.
+
+    Args:
+        table: Scored reads with the columns score and label.
+    """
     labels, scores = table["label"], table["score"]
+    # The fallout is the false positive rate.
     fallout, recall_of_roc, _ = roc_curve(labels, scores)
     precision, recall, _ = precision_recall_curve(labels, scores)
     share_of_virus, mean_score = calibration_curve(labels, scores, n_bins=CALIBRATION_BINS)
@@ -328,9 +373,18 @@ def _thin_out(x: Floats, y: Floats) -> Points:
 
 
 def histogram(table: pd.DataFrame) -> Counts:
-    """Count reads of others and of viruses by score, in equal bins from 0 to 1."""
-    others_counts, virus_counts = (
-        np.histogram(table.loc[table["label"] == label, "score"], HISTOGRAM_BINS, (0, 1))[0]
-        for label in range(len(LABELS))
-    )
-    return tuple(others_counts.tolist()), tuple(virus_counts.tolist())
+    """Count reads of others and of viruses by score, in equal bins from 0 to 1.
+
+    Args:
+        table: Scored reads with the columns score and label.
+
+    Returns:
+        The counts of the others by bin, then those of the viruses.
+    """
+    counts_of_label = []
+    for label in range(len(LABELS)):
+        scores = table.loc[table["label"] == label, "score"]
+        counts, _ = np.histogram(scores, HISTOGRAM_BINS, (0, 1))
+        counts_of_label.append(tuple(counts.tolist()))
+    others_counts, virus_counts = counts_of_label
+    return others_counts, virus_counts

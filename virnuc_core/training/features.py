@@ -30,20 +30,27 @@ class Features:
     four_mers: Floats  # [rows, 256] shares of each 4-mer of the DNA
 
     def select(self, rows: NDArray[Any]) -> "Features":
-        """Return some of the rows, given by their positions or by a mask."""
+        """Return some of the rows.
+
+        Args:
+            rows: Their positions, or a mask of all rows.
+        """
         return Features(
             self.rows.iloc[rows], self.embeddings[torch.tensor(rows)], self.four_mers[rows]
         )
 
 
 def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) -> Features:
-    """Load the features of frames; those without a finite embedding are left out.
+    """Load what is learnt from translated frames of reads: embeddings and shares of 4-mers.
+
+    Frames without a finite embedding are left out. A run stores an embedding once for all frames
+    with the same sequence.
 
     Args:
         run: The run with the embeddings.
-        store: The store of the frames.
-        rows: Frames with the column unique.
-        width: Width of the joined embeddings.
+        store: The staged reads that the frames are from.
+        rows: A row for each frame, with the column unique (number of its distinct sequence).
+        width: Width of the joined embeddings of both encoders.
 
     Raises:
         VirnucError: More than one in a hundred frames have no finite embedding.
@@ -52,7 +59,7 @@ def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) 
     uniques, unique_of_row = np.unique(rows["unique"], return_inverse=True)
     embeddings = _read_embeddings(run, uniques, width)
     four_mers = _four_mer_shares(store, uniques)
-    is_finite = embeddings.isfinite().all(dim=1)[unique_of_row]
+    is_finite = embeddings.isfinite().all(dim=1)[unique_of_row]  # [rows]
     kept_rows = np.flatnonzero(is_finite)
     n_lost = len(rows) - len(kept_rows)
     if 100 * n_lost > MAX_LOST_PERCENT * len(rows):
@@ -65,21 +72,28 @@ def load_features(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) 
 
 
 def _read_embeddings(run: RunDir, uniques: NDArray[np.int64], width: int) -> Tensor:
-    """Read the embeddings of distinct sequences, [uniques, width]."""
+    """Read the embeddings of distinct sequences from the shards of a run, [uniques, width].
+
+    Args:
+        run: The run. Each of its shards holds the embeddings of consecutive sequences.
+        uniques: Numbers of the sequences, ascending.
+        width: Width of the joined embeddings of both encoders.
+    """
     plan = shards.read_plan(run)
     embeddings = torch.full((len(uniques), width), torch.nan)
     for shard in range(len(plan)):
         result = shards.read_shard(run, plan, shard)
-        start, end = plan.range(shard)
+        start, end = plan.range(shard)  # the sequences of the shard
         rows = np.flatnonzero((uniques >= start) & (uniques < end))
-        embeddings[rows] = torch.from_numpy(result.embeddings[uniques[rows] - start])
+        rows_of_shard = uniques[rows] - start
+        embeddings[rows] = torch.from_numpy(result.embeddings[rows_of_shard])
     return embeddings
 
 
 def _four_mer_shares(store: OrfStore, uniques: NDArray[np.int64]) -> Floats:
     """Return the share of each 4-mer in the DNA of distinct sequences, [uniques, 256]."""
     texts = [store.dna(unique, unique + 1)[0].decode() for unique in uniques.tolist()]
-    # without idf and with the l1 norm, this is count ÷ total
+    # Without `idf` weights and with the l1 norm, the result is the count of a 4-mer ÷ all 4-mers.
     vectorizer = TfidfVectorizer(
         norm="l1",
         use_idf=False,

@@ -83,7 +83,12 @@ METHODS: Final = (HEAD_METHOD, *BASELINES)
 
 
 def _fit_baseline(features: Features, view: Callable[[Features], NDArray[Any]]) -> Scorer:
-    """Fit a logistic regression on what `view` returns of the rows."""
+    """Fit a logistic regression, and return the function that scores rows with it.
+
+    Args:
+        features: The rows to learn from.
+        view: Returns what the baseline may see of some rows: their embeddings or their 4-mers.
+    """
     model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=1_000))
     model.fit(view(features), features.rows["label"])
     return partial(_score_by_baseline, model, view)
@@ -92,7 +97,13 @@ def _fit_baseline(features: Features, view: Callable[[Features], NDArray[Any]]) 
 def _score_by_baseline(
     model: Pipeline, view: Callable[[Features], NDArray[Any]], features: Features
 ) -> Floats:
-    """Return P(virus) of each row, [rows]."""
+    """Return P(virus) of each row by a fitted logistic regression, [rows].
+
+    Args:
+        model: The fitted regression.
+        view: Returns what the regression was fitted on: embeddings or 4-mers.
+        features: The rows to score.
+    """
     class_scores: Floats = model.predict_proba(view(features))  # [rows, classes]
     return class_scores[:, VIRUS]
 
@@ -105,6 +116,10 @@ def cross_validate(
 ) -> dict[str, list[ScoredRows]]:
     """Score each row by methods that were trained on other clusters of genomes.
 
+    The methods are the head, which is the classifier, and the baselines. The rows are split into
+    folds of whole clusters, and each fold is scored by methods that learnt from the other folds.
+    All this is repeated with other folds.
+
     Args:
         features: All rows.
         shape: Sizes of the head.
@@ -115,9 +130,9 @@ def cross_validate(
     """
     scorings: dict[str, list[ScoredRows]] = {}
     for repeat in range(spec.repeats):
-        scores_of_method = _cross_validate_once(
-            features, shape, spec, seed=spec.seed + REPEAT_SEEDS * (repeat + 1)
-        )
+        # The folds of a repeat use the seeds that follow, so repeats are far apart.
+        seed = spec.seed + REPEAT_SEEDS * (repeat + 1)
+        scores_of_method = _cross_validate_once(features, shape, spec, seed)
         for method, scores in scores_of_method.items():
             scorings.setdefault(method, []).append(ScoredRows(features.rows, scores))
     return scorings
@@ -126,9 +141,15 @@ def cross_validate(
 def _cross_validate_once(
     features: Features, shape: HeadShape, spec: TrainSpec, seed: int
 ) -> dict[str, Floats]:
-    """Return the scores of each method, [rows].
+    """Return the scores of each method for all rows, [rows].
 
     The rows of each fold are scored by methods that were trained on the other folds.
+
+    Args:
+        features: All rows.
+        shape: Sizes of the head.
+        spec: The number of folds, and the training settings.
+        seed: Seed of the folds. Each fold trains with a seed of its own.
     """
     n_rows = len(features.rows)
     folds = assign_folds(features.rows, 1 / spec.folds, seed)
@@ -136,13 +157,13 @@ def _cross_validate_once(
     for fold in range(folds.max() + 1):
         fold_seed = seed + fold
         test_rows = np.flatnonzero(folds == fold)
-        rest = np.flatnonzero(folds != fold)
+        other_rows = np.flatnonzero(folds != fold)
         sides = np.full(n_rows, TEST_SIDE)
-        sides[rest] = assign_training_sides(
-            features.rows.iloc[rest], spec.validation_share, fold_seed
+        sides[other_rows] = assign_training_sides(
+            features.rows.iloc[other_rows], spec.validation_share, fold_seed
         )
-        scorers = fit_methods(features, sides, shape, spec, fold_seed)
-        for method, scorer in scorers.scorers.items():
+        fitted = fit_methods(features, sides, shape, spec, fold_seed)
+        for method, scorer in fitted.scorers.items():
             scores_of_method[method][test_rows] = scorer(features.select(test_rows))
     return scores_of_method
 
@@ -150,12 +171,16 @@ def _cross_validate_once(
 def fit_methods(
     features: Features, sides: NDArray[np.int64], shape: HeadShape, spec: TrainSpec, seed: int
 ) -> FittedMethods:
-    """Fit the head and each baseline on the training set.
+    """Fit the head, which is the classifier, and each baseline on the training set.
+
+    The head learns from as many rows of either class. A baseline learns from the first of these
+    rows, at most `BASELINE_ROWS` for each class.
 
     Args:
         features: All rows.
-        sides: The set of each row (index into SIDES), [rows]. The head stops early by the
-            validation set; the test set is not used.
+        sides: The set of each row (index into SIDES: training, validation or test), [rows]. The
+            training of the head stops when it no longer improves on the validation set. The test
+            set is not used.
         shape: Sizes of the head.
         spec: Training settings.
         seed: Seed of the sample of rows, the first weights, the order of rows and the dropout.
@@ -167,7 +192,7 @@ def fit_methods(
     head = fit_head(shape, training, validation, spec)
     scorers: dict[str, Scorer] = {HEAD_METHOD: partial(_score_by_head, head.network)}
     n_baseline_rows = min(len(training.rows), len(LABELS) * BASELINE_ROWS)
-    baseline_rows = training.select(np.arange(n_baseline_rows))
+    baseline_rows = training.select(np.arange(n_baseline_rows))  # the rows are in random order
     for name, view in BASELINES.items():
         scorers[name] = _fit_baseline(baseline_rows, view)
     return FittedMethods(head, scorers)
@@ -181,18 +206,18 @@ def _balanced_sample(
     Args:
         features: All rows.
         is_wanted: Marks the rows that may be chosen, [rows].
-        sampling: "even" or "natural", see `subsample`.
+        sampling: "natural": all rows are equally likely. "even": a row of each genome in turn.
         rng: The random number generator.
     """
     numbered_rows = features.rows.reset_index(drop=True)
-    candidates = numbered_rows[is_wanted].assign(rows=1)
-    limit = int(candidates["label"].value_counts().min())
-    chosen = subsample(candidates, limit, sampling, rng)
-    return features.select(rng.permutation(chosen.to_numpy()))
+    candidates = numbered_rows[is_wanted].assign(rows=1)  # each entry stands for one row
+    n_rows_of_rarer_class = int(candidates["label"].value_counts().min())
+    chosen_rows = subsample(candidates, n_rows_of_rarer_class, sampling, rng)
+    return features.select(rng.permutation(chosen_rows.to_numpy()))
 
 
 def _score_by_head(network: nn.Module, features: Features) -> Floats:
-    """Return P(virus) of each row, [rows]."""
+    """Return P(virus) of each row by a trained head, [rows]."""
     with torch.inference_mode():
         virus_scores = probabilities(network(features.embeddings))[:, VIRUS]
     scores: Floats = virus_scores.double().numpy()
@@ -205,7 +230,10 @@ def _score_by_head(network: nn.Module, features: Features) -> Floats:
 def fit_head(
     shape: HeadShape, training: Features, validation: Features, spec: TrainSpec
 ) -> FittedHead:
-    """Train a head with early stopping.
+    """Train a head, the classifier, until it no longer improves on the validation rows.
+
+    The result has the weights of the epoch with the lowest validation loss. Training stops when
+    `spec.patience` epochs have not lowered it, or after `spec.epochs`.
 
     Inputs are standardised, because a single learning rate suits columns of equal spread. The
     scaling is folded into the first layer afterwards, so that the head takes embeddings as they
@@ -218,8 +246,8 @@ def fit_head(
         spec: Epochs, patience and learning rate.
     """
     network = _new_network(shape)
-    means = training.embeddings.mean(0)
-    spreads = training.embeddings.std(0, correction=0).clamp_min(MIN_SPREAD)
+    means = training.embeddings.mean(0)  # [width]
+    spreads = training.embeddings.std(0, correction=0).clamp_min(MIN_SPREAD)  # [width]
     training_vectors = _standardise(training, means, spreads)
     validation_vectors = _standardise(validation, means, spreads)
     optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=0.9)
@@ -238,6 +266,7 @@ def fit_head(
             best_weights = copy.deepcopy(network.state_dict())
         elif epoch - best_epoch >= spec.patience:
             break
+    # Fold the scaling into the first layer:
     # W (x - mean) / spread + b  =  (W / spread) x + (b - (W / spread) mean)
     best_weights["hidden_layer.weight"] /= spreads
     best_weights["hidden_layer.bias"] -= best_weights["hidden_layer.weight"] @ means
@@ -252,7 +281,7 @@ def fit_head(
 
 
 def _new_network(shape: HeadShape) -> Classifier:
-    """Return an untrained head."""
+    """Return an untrained head: random weights (Glorot and Bengio 2010), biases of 0."""
     network = Classifier(shape)
     for layer in (network.hidden_layer, network.output_layer):
         nn.init.xavier_uniform_(layer.weight)
@@ -282,7 +311,10 @@ def _train_epoch(
 
 
 def _validation_loss(network: nn.Module, validation: _LabelledVectors) -> float:
-    """Return the mean loss, in eval mode."""
+    """Return the mean loss of the network on the validation rows, without dropout.
+
+    The network stays in eval mode.
+    """
     network.eval()
     with torch.inference_mode():
         outputs = network(validation.embeddings)

@@ -36,10 +36,10 @@ def fragments_name(length: int) -> str:
 
 
 def write_fragments(examples: Examples, genomes: Path, out: Path) -> str | None:
-    """Write fragments of the test genomes to a FASTA file.
+    """Write fragments of the test genomes to a FASTA file, as reads for a further test.
 
-    The fragments of each length lie evenly over each genome. A fragment is named
-    `<number of the genome>_<length>_<first base>`.
+    For each length, the fragments of a genome begin at evenly spaced bases. A fragment is named
+    `<number of the genome>_<length>_<first base>`, with the first base counted from 0.
 
     Args:
         examples: The split, which names the genomes of the test set.
@@ -47,7 +47,8 @@ def write_fragments(examples: Examples, genomes: Path, out: Path) -> str | None:
         out: The file to write.
 
     Returns:
-        None, or the reason why no fragments were written.
+        None, or the reason why no fragments were written: some genomes of the test have no
+        sequence.
     """
     sequences = read_genomes(genomes)
     is_tested = examples.genomes["side"] == SIDES[TEST_SIDE]
@@ -57,7 +58,7 @@ def write_fragments(examples: Examples, genomes: Path, out: Path) -> str | None:
         n_genomes = len(name_of_genome)
         return f"{n_absent} of the test's {n_genomes} genomes have no sequence in {genomes.name}"
     records = []
-    for number, name in name_of_genome.items():
+    for number, name in name_of_genome.items():  # the number is the row in `examples.genomes`
         sequence = sequences[name]
         for length in LENGTHS:
             for start in _fragment_starts(len(sequence), length):
@@ -68,7 +69,11 @@ def write_fragments(examples: Examples, genomes: Path, out: Path) -> str | None:
 
 
 def _fragment_starts(n_bases: int, length: int) -> list[int]:
-    """Return the first bases of a genome's fragments: evenly spaced from its start to its end."""
+    """Return the first bases of a genome's fragments: evenly spaced from its start to its end.
+
+    There are at most `MAX_FRAGMENTS`, and no more than fit side by side. A genome that is shorter
+    than a fragment has none.
+    """
     last_start = n_bases - length
     if last_start < 0:
         return []
@@ -78,10 +83,12 @@ def _fragment_starts(n_bases: int, length: int) -> list[int]:
 
 
 def read_fragments(run: RunDir, examples: Examples, width: int) -> Iterator[EvaluationSet]:
-    """Yield the embedded fragments of each length that has fragments of both classes.
+    """Yield a test set for each length of fragments.
+
+    A length is left out if one of the classes has no fragment with an open frame.
 
     Args:
-        run: The run over the file of `write_fragments`.
+        run: The run that embedded the file of `write_fragments`.
         examples: The split that the fragments were cut for.
         width: Width of the joined embeddings.
     """
@@ -96,15 +103,25 @@ def read_fragments(run: RunDir, examples: Examples, width: int) -> Iterator[Eval
 
 
 def _fragment_rows(store: OrfStore, genomes: pd.DataFrame) -> pd.DataFrame:
-    """Return the frames of fragments, with the label and cluster of their genome."""
+    """Return the translated frames of the fragments, with the label and cluster of their genome.
+
+    The id of a fragment tells its genome: `<row in genomes>_<length>_<first base>`.
+
+    Args:
+        store: The staged fragments.
+        genomes: The genomes of the split, by number.
+
+    Returns:
+        The columns read, chunk, unique, genome, bases (length of the fragment), label and cluster.
+    """
     rows = pd.DataFrame(
         {"read": store.row_read[:], "chunk": store.row_chunk[:], "unique": store.row_unique[:]}
     )
     names = pd.Series(store.read_ids(0, store.n_reads))
     numbers_of_read = names.str.split("_", expand=True).astype(np.int64)
     numbers_of_read.columns = pd.Index(["genome", "bases", "start"])
-    columns = ["genome", "bases"]
-    rows[columns] = numbers_of_read.loc[rows["read"], columns].to_numpy()
-    columns = ["label", "cluster"]
-    rows[columns] = genomes.loc[rows["genome"], columns].to_numpy()
+    id_columns = ["genome", "bases"]
+    rows[id_columns] = numbers_of_read.loc[rows["read"], id_columns].to_numpy()
+    genome_columns = ["label", "cluster"]
+    rows[genome_columns] = genomes.loc[rows["genome"], genome_columns].to_numpy()
     return rows

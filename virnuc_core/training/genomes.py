@@ -33,6 +33,8 @@ GFF_COLUMNS = (
 def read_genomes(path: Path) -> dict[str, str]:
     """Return the sequences of a FASTA file, plain or compressed, by the first word of the header.
 
+    Letters are upper case. A sequence without a name is left out.
+
     Raises:
         InputError: The file cannot be read.
     """
@@ -56,7 +58,14 @@ class CodingRegion:
     phase: int  # bases before the first whole codon
 
     def protein(self, genome: str) -> str:
-        """Translate the region, given the sequence of its genome."""
+        """Translate the region.
+
+        Args:
+            genome: The sequence of the whole genome.
+
+        Returns:
+            The amino acids, with `*` for a stop codon. An incomplete codon at the end is dropped.
+        """
         region = Seq(genome[self.start - 1 : self.end])
         if self.strand == "-":
             region = region.reverse_complement()  # type: ignore[no-untyped-call]
@@ -71,8 +80,9 @@ def in_coding_regions(
     """Return which frames have a protein that is part of a coding region of their genome.
 
     Args:
-        rows: Frames with the columns unique and genome (index into `genome_names`).
-        store: The store of the frames.
+        rows: Translated frames of reads, with the columns unique (number of the distinct sequence)
+            and genome (index into `genome_names`).
+        store: The staged reads that the frames are from.
         genome_names: Name of each genome.
         gff: The annotation of the genomes, a GFF file.
         fasta: The sequences of the genomes.
@@ -93,7 +103,14 @@ def in_coding_regions(
 
 
 def _coded_proteins(gff: Path, sequences: dict[str, str]) -> dict[str, str]:
-    """Return the translated coding regions of each genome, each after a stop (`*`)."""
+    """Return the translated coding regions of each genome, joined into one text.
+
+    A `*` before each region keeps a protein from matching across two of them.
+
+    Args:
+        gff: The annotation of the genomes, a GFF file.
+        sequences: The sequence of each genome. A genome without one has empty regions.
+    """
     proteins = defaultdict[str, list[str]](list)
     with refuse_unreadable(gff, "GFF", InputError):
         for region in _read_coding_regions(gff):
@@ -103,7 +120,7 @@ def _coded_proteins(gff: Path, sequences: dict[str, str]) -> dict[str, str]:
 
 
 def _read_coding_regions(gff: Path) -> Iterator[CodingRegion]:
-    """Yield the coding regions of a GFF file."""
+    """Yield the coding regions of a GFF file, which are its lines of type CDS."""
     table = pd.read_csv(
         gff,
         sep="\t",

@@ -53,6 +53,10 @@ class Examples:
 def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
     """Choose the frames to train and to test with, and assign them to sets. No embedding is needed.
 
+    A frame is a translated reading frame of a read, the unit that the classifier scores. Whole
+    clusters of related genomes are assigned to the training, validation and test sets, so that
+    the classifier is tested on genomes that it has never met.
+
     Args:
         store: The staged reads.
         spec: The files that describe the reads, and how to split them.
@@ -63,7 +67,7 @@ def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
     """
     rng = np.random.default_rng(spec.seed)
     truth = read_truth(spec.truth)
-    line_of_read = truth_lines(truth, store)
+    line_of_read = truth_lines(truth, store)  # [reads]
     genome_names = pd.Index(truth["genome"].unique())
     rows = _labelled_rows(store, truth, line_of_read, genome_names)
     left_out = {
@@ -73,7 +77,7 @@ def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
 
     n_bases = np.diff(store.dna_offsets)  # of each distinct sequence
     is_long = n_bases[rows["unique"]] >= K
-    left_out[f"frames of fewer than {K} bases"] = int((~is_long).sum())
+    left_out[f"frames of fewer than {K} bases"] = int((~is_long).sum())  # they have no k-mer
     rows = rows[is_long]
     _require_one_label(rows, store)
     require_classes(rows.groupby("label")["genome"].nunique(), what=" have open frames")
@@ -89,10 +93,12 @@ def choose_examples(store: OrfStore, spec: TrainSpec) -> Examples:
     rows = _limit_rows(rows, spec, rng)
     n_dropped_reads = n_reads - rows["read"].nunique()
     left_out[f"reads beyond {spec.rows_per_class:,} frames of a class"] = n_dropped_reads
+    # Each of the three sets needs a cluster of each class.
     n_clusters = rows.groupby("label")["cluster"].nunique()
     require_classes(n_clusters, what=" remain, kin ones counted once")
 
     rows["side"] = _assign_sides(rows, spec)
+    # The genomes are in the order of `genome_names`, so their row is their number.
     genomes = truth.drop_duplicates("genome")[["genome", "label"]].reset_index(drop=True)
     genomes = genomes.assign(cluster=cluster_of_genome, side="")
     side_names = rows["side"].map(SIDES.__getitem__)
@@ -107,7 +113,18 @@ def _labelled_rows(
     line_of_read: NDArray[np.int64],
     genome_names: "pd.Index[str]",
 ) -> pd.DataFrame:
-    """Return all frames with their origin, as `Examples.rows` without cluster and side."""
+    """Return all translated frames of the reads, with the origin that the truth gives them.
+
+    Args:
+        store: The staged reads.
+        truth: The table of origins, with the columns label and genome.
+        line_of_read: The row of each read in `truth`, [reads].
+        genome_names: Name of each genome.
+
+    Returns:
+        The columns read, chunk, unique (number of the distinct sequence), label, genome (index
+        into `genome_names`) and sequence (the same number for both strands).
+    """
     read_of_row = np.asarray(store.row_read)
     unique_of_row = np.asarray(store.row_unique)
     label_of_read = truth["label"].to_numpy()[line_of_read]
@@ -129,12 +146,14 @@ def _sequence_numbers(store: OrfStore) -> NDArray[np.int64]:
 
     A sequence and its reverse complement get the same number.
     """
-    hashes = [np.zeros(0, np.uint64)]
+    hashes_of_blocks = [np.zeros(0, np.uint64)]  # empty, for a store without a sequence
     for start in range(0, store.n_uniques, BLOCK_UNIQUES):
         end = min(start + BLOCK_UNIQUES, store.n_uniques)
-        either_strand = [min(dna, _reverse_complement(dna)) for dna in store.dna(start, end)]
-        hashes.append(digests(either_strand)[:, 0])
-    numbers, _ = pd.factorize(np.concatenate(hashes))
+        # The alphabetically first one of the two strands stands for both.
+        first_strands = [min(dna, _reverse_complement(dna)) for dna in store.dna(start, end)]
+        hashes = digests(first_strands)[:, 0]  # the first 64 bits of each digest
+        hashes_of_blocks.append(hashes)
+    numbers, _ = pd.factorize(np.concatenate(hashes_of_blocks))
     return np.asarray(numbers)
 
 
@@ -144,7 +163,10 @@ def _reverse_complement(dna: bytes) -> bytes:
 
 
 def _require_one_label(rows: pd.DataFrame, store: OrfStore) -> None:
-    """Raise an `InputError` if the same sequence, on either strand, has both labels."""
+    """Raise an `InputError` if the same sequence, on either strand, has both labels.
+
+    The message names a read of each label with the first such sequence.
+    """
     n_labels = rows.groupby("sequence")["label"].transform("nunique")
     mixed_rows = rows[n_labels > 1]
     if mixed_rows.empty:
@@ -154,18 +176,21 @@ def _require_one_label(rows: pd.DataFrame, store: OrfStore) -> None:
     read_of_label = examples.set_index("label")["read"]
     others_read = read_of_label[OTHERS]
     virus_read = read_of_label[VIRUS]
-    others = store.read_ids(others_read, others_read + 1)[0]
-    virus = store.read_ids(virus_read, virus_read + 1)[0]
+    others_id = store.read_ids(others_read, others_read + 1)[0]
+    virus_id = store.read_ids(virus_read, virus_read + 1)[0]
     n_more = mixed_rows["sequence"].nunique() - 1
     raise InputError(
-        f"reads {virus!r} (virus) and {others!r} (others) hold the same sequence, "
+        f"reads {virus_id!r} (virus) and {others_id!r} (others) hold the same sequence, "
         f"on either strand, as do {n_more} more",
         hint="correct the truth or leave reads out",
     )
 
 
 def _limit_rows(rows: pd.DataFrame, spec: TrainSpec, rng: np.random.Generator) -> pd.DataFrame:
-    """Return at most `spec.rows_per_class` frames of each class, all of whole reads."""
+    """Return at most `spec.rows_per_class` frames of each class, chosen at random.
+
+    A read is chosen with all its frames, or not at all.
+    """
     reads = rows.groupby("read").agg(
         label=("label", "first"), genome=("genome", "first"), rows=("label", "size")
     )
@@ -190,26 +215,39 @@ def subsample(
     """
     table = table.iloc[rng.permutation(len(table))]
     if sampling == "even":
-        turns = table.groupby("genome").cumcount()
+        turns = table.groupby("genome").cumcount()  # 0 for the first entry of each genome
         table = table.iloc[np.argsort(turns, kind="stable")]
+    # Entries are taken in this order, as long as the rows of their class stay within the limit.
     n_rows_so_far = table.groupby("label")["rows"].cumsum()
     return table.index[n_rows_so_far <= limit]
 
 
 def _assign_sides(rows: pd.DataFrame, spec: TrainSpec) -> NDArray[np.int64]:
-    """Return the set (index into SIDES) of each row: the test first, then the validation."""
+    """Return the set of each row (index into SIDES: training, validation or test), [rows].
+
+    The test set is chosen first. The other rows are then split into training and validation.
+    """
     sides = np.full(len(rows), TRAIN_SIDE)
-    is_test = assign_folds(rows, spec.test_share, spec.seed) == 0
+    is_test = assign_folds(rows, spec.test_share, spec.seed) == 0  # fold 0 is held back
     sides[is_test] = TEST_SIDE
-    rest = np.flatnonzero(~is_test)
-    sides[rest] = assign_training_sides(rows.iloc[rest], spec.validation_share, spec.seed)
+    other_rows = np.flatnonzero(~is_test)
+    sides[other_rows] = assign_training_sides(
+        rows.iloc[other_rows], spec.validation_share, spec.seed
+    )
     return sides
 
 
 def assign_training_sides(
     rows: pd.DataFrame, validation_share: float, seed: int
 ) -> NDArray[np.int64]:
-    """Return the set of rows that are not tested: training or validation, [rows]."""
+    """Return the set of rows that are not tested: training or validation, [rows].
+
+    Args:
+        rows: The rows that are not in the test set, with the columns label and cluster.
+        validation_share: Share of these rows that the validation set should have.
+        seed: Seed of the random assignment.
+    """
+    # Fold 0 is the one to hold back.
     is_validation = assign_folds(rows, validation_share, seed) == 0
     return np.where(is_validation, VALIDATION_SIDE, TRAIN_SIDE)
 
@@ -231,6 +269,7 @@ def assign_folds(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int6
     Raises:
         InputError: Clusters hold both classes, so that some fold would lack a class.
     """
+    # Each fold needs a cluster of each class, so there cannot be more folds than clusters.
     min_clusters = int(rows.groupby("label")["cluster"].nunique().min())
     n_folds = max(2, min(round(1 / share), min_clusters))
     splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=seed)
@@ -241,12 +280,12 @@ def assign_folds(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int6
 
     # Count the clusters by fold and class. Without an entry, a fold has no row of a class.
     n_clusters = rows.assign(fold=folds).groupby(["fold", "label"])["cluster"].nunique()
-    if len(n_clusters) < 2 * n_folds:
+    if len(n_clusters) < 2 * n_folds:  # one entry for each of the two classes
         raise InputError(
             "similar genomes are in both classes, so they cannot be split; see --similarity"
         )
     # Number the folds anew, so that the one with the most clusters of its rarer class is 0.
     n_clusters_of_rarer_class = n_clusters.groupby("fold").min().to_numpy()
-    order = np.argsort(-n_clusters_of_rarer_class, kind="stable")
-    rank_of_fold = np.argsort(order)
+    folds_by_rank = np.argsort(-n_clusters_of_rarer_class, kind="stable")
+    rank_of_fold = np.argsort(folds_by_rank)  # the inverse: the place of each fold in that order
     return rank_of_fold[folds]

@@ -1,6 +1,8 @@
 """The record of a training, `train.json`."""
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field
 
 from virnuc_core.encoders.model_config import HeadCard
 from virnuc_core.runfiles import RunFile
@@ -20,8 +22,9 @@ class TrainFile(RunFile):
     model_length: int
     encoders: str  # where each comes from; with random ones no figure means anything
     digests: dict[str, str]  # of the encoders and of the head
-    # By rate of the card's thresholds: the rate among the final head's test reads.
-    realised: dict[float, float | None]
+    # For each false discovery rate that the card has a threshold for: the rate that this threshold
+    # gives among the final head's test reads.
+    realised_fdr: Annotated[dict[float, float | None], Field(alias="realised")]
     # As the head has it: from the cross-validation, or from the test if there was none.
     card: HeadCard
     clusters: dict[str, dict[str, int]]  # of genomes, by side and class

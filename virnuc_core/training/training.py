@@ -63,10 +63,11 @@ MIN_SHARED_PRODUCTS: Final = 100_000_000
 
 
 def link_models(models: Path, out: Path, shape: HeadShape) -> Path:
-    """Make a models directory with the encoders of another one and a random head.
+    """Make a models directory with the encoders of another one (as links) and a random head.
 
-    A run needs a head, but embeddings do not depend on it. With a random one, training needs no
-    earlier head, and no result can be mistaken for one of an earlier head.
+    The run that embeds the training reads needs a head, the classifier, although embeddings do
+    not depend on it. With a random one, training needs no earlier head, and no result can be
+    mistaken for one of an earlier head.
 
     Args:
         models: The models directory with the encoders.
@@ -78,7 +79,7 @@ def link_models(models: Path, out: Path, shape: HeadShape) -> Path:
     """
     folder = out / MODELS_FOLDER
     discard(folder, *ENCODER_PARTS, f"{HEAD_FOLDER}/config.json", f"{HEAD_FOLDER}/{WEIGHTS}")
-    small_shape = shape.model_copy(update={"hidden": 1, "card": None})
+    small_shape = shape.model_copy(update={"hidden": 1, "card": None})  # its size does not matter
     tensors = partial(random_tensor, small_shape)
     write_part(folder, small_shape, tensors, f"{RANDOM_ORIGIN}, for training", "fp32")
     for part in ENCODER_PARTS:
@@ -87,7 +88,10 @@ def link_models(models: Path, out: Path, shape: HeadShape) -> Path:
 
 
 def remove_results(run: RunDir) -> None:
-    """Remove the result files of a run by the random head."""
+    """Remove the result files of a training's run, because its random head made them.
+
+    The embeddings stay. The summary of the run no longer lists the files.
+    """
     discard(run.root, *RESULT_FILES, "pairs.tsv")
     summary = read(run.summary, RunSummary)
     write(run.summary, summary.model_copy(update={"files": None}))
@@ -131,14 +135,17 @@ class Evaluation:
 
     @property
     def card_figures(self) -> Figures:
-        """The head's figures for whole reads at the stated prevalence, of the card's test set."""
+        """The head's figures for whole reads of the card's test set.
+
+        They hold for the prevalence that the settings give, not for that of the test set itself.
+        """
         return next(
             line
             for line in self.figures
-            if line.asked == self.card_test_set
+            if line.test_set == self.card_test_set
             and line.method == HEAD_METHOD
             and line.level == "read"
-            and not line.natural
+            and not line.is_natural
         )
 
 
@@ -151,7 +158,8 @@ def train_head(
 ) -> TrainFile:
     """Fit a head on the embeddings of a run, evaluate it, and write `head/` and `train.json`.
 
-    The same run, table of origins and settings give the same head on the same machine.
+    The head is the classifier. An earlier head in the directory and its pages are replaced. The
+    same run, table of origins and settings give the same head on the same machine.
 
     Args:
         run: The run with the embeddings; the files are written to its directory.
@@ -168,6 +176,7 @@ def train_head(
         VirnucError: Too many embeddings are not finite.
     """
     models = run.root / MODELS_FOLDER
+    # The random head of the run has the sizes of the new one, except for the hidden layer.
     old_shape = read_shape(models / HEAD_FOLDER / "config.json", HeadShape)
     shape = old_shape.model_copy(update={"hidden": spec.hidden})
     features = load_features(run, store, examples.rows, shape.width)
@@ -175,7 +184,7 @@ def train_head(
     fitted, scorings = _fit_and_score(job, features, shape)
     head_evaluation = _evaluate(scorings, spec)
     encoder_digests = fingerprint(models)
-    encoder_digests.pop(HEAD_FOLDER)
+    encoder_digests.pop(HEAD_FOLDER)  # the random head says nothing of the new one
     card = make_card(
         store,
         features.rows,
@@ -200,6 +209,14 @@ def _fit_and_score(
 ) -> tuple[FittedHead, list[Scoring]]:
     """Cross-validate, then fit the final head, and let it and the baselines score the test sets.
 
+    The test sets are the reads that were held back, and the fragments of their genomes if there
+    are any.
+
+    Args:
+        job: The run, the split and the settings.
+        features: All rows of the split, with their embeddings.
+        shape: Sizes of the head.
+
     Returns:
         The final head, and the scores of each test set by each method.
     """
@@ -209,6 +226,7 @@ def _fit_and_score(
     max_threads = None
     if n_products < MIN_SHARED_PRODUCTS:
         max_threads = 1
+    # The random numbers of the caller stay as they are.
     with threadpool_limits(max_threads), torch.random.fork_rng(devices=[]):
         cross_validation = cross_validate(features, shape, spec)
         scorings = [
@@ -221,13 +239,18 @@ def _fit_and_score(
             test_sets += read_fragments(job.fragments_run, job.examples, shape.width)
         for test_set in test_sets:
             for method, scorer in fitted.scorers.items():
-                scored = ScoredRows(test_set.features.rows, scorer(test_set.features))
-                scorings.append(Scoring(test_set.name, method, [scored]))
+                scores = scorer(test_set.features)
+                scored_rows = ScoredRows(test_set.features.rows, scores)
+                scorings.append(Scoring(test_set.name, method, repeats=[scored_rows]))
     return fitted.head, scorings
 
 
 def _evaluate(scorings: Sequence[Scoring], spec: TrainSpec) -> Evaluation:
-    """Measure all scores."""
+    """Measure how good the scores of each method are on each test set.
+
+    Scored reads are kept for the head only, those of the first repeat. The card of the head speaks
+    of the cross-validation, or of the final test if there was none.
+    """
     figures = []
     scored_reads = {}
     for scoring in scorings:
@@ -235,8 +258,9 @@ def _evaluate(scorings: Sequence[Scoring], spec: TrainSpec) -> Evaluation:
             scoring.test_set, scoring.method, scoring.repeats, spec.prevalence, spec.seed
         )
         if scoring.method == HEAD_METHOD:
-            first = scoring.repeats[0]
-            scored_reads[scoring.test_set] = by_level(first.rows, first.scores)["read"]
+            first_repeat = scoring.repeats[0]
+            tables = by_level(first_repeat.rows, first_repeat.scores)
+            scored_reads[scoring.test_set] = tables["read"]
     card_test_set = FINAL_TEST
     if spec.repeats:
         card_test_set = CROSS_VALIDATION
@@ -250,24 +274,27 @@ def _make_record(
 
     Args:
         job: What the head was trained on.
-        fitted: The head.
+        fitted: The head, and the record of its training.
         head_evaluation: How well it classifies.
-        card: Its card.
+        card: Its card, with a score threshold for each false discovery rate.
         n_lost: Number of frames that were left out because their embedding is not finite.
     """
     spec, examples = job.spec, job.examples
     models = job.run.root / MODELS_FOLDER
     origins = [f"{part}: {shape_of(models, PART_SHAPES[part]).origin}" for part in ENCODER_PARTS]
     scored_reads = head_evaluation.scored_reads
-    realised = {}
+    # The thresholds may come from the cross-validation. What they do in the final test is recorded
+    # beside the rate that they were chosen for.
+    realised_fdr = {}
     for rate, threshold in card.thresholds.items():
-        realised[rate] = evaluation.false_discovery_rate(
+        realised_fdr[rate] = evaluation.false_discovery_rate(
             scored_reads[FINAL_TEST], threshold, spec.prevalence
         )
     left_out = dict(examples.left_out)
     if n_lost:
         left_out["frames without a finite embedding"] = n_lost
-    n_sides_of_sequence = examples.rows.groupby("sequence")["side"].nunique()
+    # A sequence in more than one of the three sets would be a leak.
+    n_sets_of_sequence = examples.rows.groupby("sequence")["side"].nunique()
     histograms = {name: evaluation.histogram(reads) for name, reads in scored_reads.items()}
     return TrainFile(
         created=now(),
@@ -276,10 +303,10 @@ def _make_record(
         model_length=job.store.model_length,
         encoders="; ".join(origins),
         digests=card.encoders | {HEAD_FOLDER: part_digest(job.run.root / HEAD_FOLDER)},
-        realised=realised,
+        realised_fdr=realised_fdr,
         card=card,
         clusters=_count_clusters(examples.rows),
-        shared_sequences=int((n_sides_of_sequence > 1).sum()),
+        shared_sequences=int((n_sets_of_sequence > 1).sum()),
         genomes=_describe_genomes(examples),
         left_out=left_out,
         learnt_from=fitted.n_rows,
@@ -294,7 +321,7 @@ def _make_record(
 
 
 def _count_clusters(rows: pd.DataFrame) -> dict[str, dict[str, int]]:
-    """Return the number of clusters by side and class."""
+    """Return the number of genome clusters in each set (training, validation, test) by class."""
     counts = rows.groupby(["side", "label"])["cluster"].nunique().unstack()
     counts.index = pd.Index(SIDES)
     counts.columns = pd.Index(LABELS)
@@ -303,7 +330,10 @@ def _count_clusters(rows: pd.DataFrame) -> dict[str, dict[str, int]]:
 
 
 def _describe_genomes(examples: Examples) -> dict[str, dict[str, int | str]]:
-    """Return label, cluster, side and number of frames of each genome, by its name."""
+    """Return label, cluster, side and number of frames of each genome, by its name.
+
+    The side is its set: training, validation or test, or "" if none of its frames is used.
+    """
     labels = [LABELS[label] for label in examples.genomes["label"]]
     genomes = examples.genomes.assign(label=labels)
     n_frames = examples.rows["genome"].value_counts()
@@ -322,6 +352,7 @@ def _why_not_run(
         spec: Settings of the training.
         fragments_run: The run over fragments of the test genomes; or the reason why there is none.
     """
+    # If there was a run over fragments, a length is absent because a class has no such fragment.
     reason = NO_FRAGMENTS
     if isinstance(fragments_run, str):
         reason = fragments_run

@@ -31,8 +31,8 @@ def read_truth(path: Path) -> pd.DataFrame:
         The columns read, label (index into LABELS) and genome, indexed by line of the file.
 
     Raises:
-        InputError: A column is missing or unknown, two lines contradict each other, or a class has
-            too few genomes. The message names the line.
+        InputError: A column is missing or unknown, a label is neither `virus` nor `others`, two
+            lines contradict each other, or a class has too few genomes.
     """
     truth = read_table(path, ("read", "label", "genome"), optional=TRUTH_HEADER)
     has_bad_label = ~truth["label"].isin(LABELS)
@@ -40,6 +40,7 @@ def read_truth(path: Path) -> pd.DataFrame:
         line = truth.index[has_bad_label][0]
         raise InputError("wanted a label virus or others", file=path, line=int(line))
     truth["label"] = (truth["label"] == LABELS[VIRUS]).astype(np.int64)
+    # A genome must have the same label on all its lines.
     genomes = _drop_repeats(truth[["genome", "label"]], path)
     require_classes(genomes["label"].value_counts(), file=path)
     return truth
@@ -52,8 +53,9 @@ def read_table(
 
     Args:
         path: The file. Its first line names the columns.
-        columns: The columns to return. Two lines may not agree in the first and differ in others.
-        optional: Names of further columns that the file may have.
+        columns: The columns to return, all filled in. The first one is the key: no two different
+            lines may have the same value in it.
+        optional: Names of further columns that the file may have. They are not returned.
 
     Returns:
         The columns, indexed by line of the file, without empty and repeated lines.
@@ -62,6 +64,7 @@ def read_table(
         InputError: The file is no such table. The message names the line.
     """
     with refuse_unreadable(path, "table with columns between TABs", InputError):
+        # Everything is text, blank lines count, and "NA" or a quote mean themselves.
         table = pd.read_csv(
             path,
             sep="\t",
@@ -99,7 +102,11 @@ def _require_columns(
 
 
 def _drop_repeats(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Return the table without repeated lines.
+    """Return the table without repeated lines. Of equal lines, the first stays.
+
+    Args:
+        table: The lines, indexed by their numbers in the file. The first column is the key.
+        path: The file, for the message.
 
     Raises:
         InputError: Two different lines have the same value in the first column.
@@ -117,12 +124,14 @@ def _drop_repeats(table: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 
 def require_classes(counts: Any, file: Path | str = "", what: str = "") -> None:
-    """Raise an error if a class has too few genomes for the three sets.
+    """Raise an error if a class (virus, others) has too few genomes for the three sets.
+
+    The sets are those for training, validation and test. Each needs a genome of each class.
 
     Args:
-        counts: Number of genomes, or of clusters of genomes, by label.
+        counts: Number of genomes, or of clusters of genomes, by label (index into LABELS).
         file: The file that names the genomes, for the message.
-        what: What was counted, for the message; follows "3 genomes labelled virus".
+        what: What was counted, for the message. It follows "3 genomes labelled virus".
 
     Raises:
         InputError: A class has fewer than one genome for each set.
@@ -137,8 +146,8 @@ def require_classes(counts: Any, file: Path | str = "", what: str = "") -> None:
 def truth_lines(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
     """Find each read in the table of origins.
 
-    A read is looked up by its id in the store (`r7.2`), else by its id in the file (`r7`), else by
-    the id of its pair (`r7` for `r7/1`).
+    A read is looked up by its id in the store (`r7.2`, where a number makes equal ids distinct),
+    else by its id in the file (`r7`), else by the id of its pair (`r7` for `r7/1`).
 
     Returns:
         The row of each read in `truth`, counted from 0, [reads].
@@ -150,12 +159,13 @@ def truth_lines(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
     store_ids = pd.Series(store.read_ids(0, store.n_reads), dtype=object)
     file_ids = pd.Series(store.original_ids(0, store.n_reads), dtype=object)
     pair_ids = file_ids.str.replace(r"/[12]$", "", regex=True)
-    lines = np.full(store.n_reads, -1)
+    line_of_read = np.full(store.n_reads, -1)  # -1: not found
     for ids in (store_ids, file_ids, pair_ids):
-        lines = np.where(lines < 0, known_reads.get_indexer(ids), lines)
-    unknown = store_ids[lines < 0]
-    if len(unknown):
+        line_of_read = np.where(line_of_read < 0, known_reads.get_indexer(ids), line_of_read)
+    unknown_ids = store_ids[line_of_read < 0]
+    if len(unknown_ids):
         raise InputError(
-            f"{len(unknown)} reads have no line in the truth file, among them {join_first(unknown)}"
+            f"{len(unknown_ids)} reads have no line in the truth file, "
+            f"among them {join_first(unknown_ids)}"
         )
-    return lines
+    return line_of_read

@@ -26,10 +26,10 @@ CHANCE = Estimate(value=0.5, low=0.4, high=0.6)
 def figures(method: str, estimate: Estimate | None = GOOD, **changes: Any) -> Figures:
     base = Figures(
         method=method,
-        asked="cross-validation",
+        test_set="cross-validation",
         level="read",
         prevalence=0.5,
-        natural=True,
+        is_natural=True,
         rows=1_000,
         clusters=30,
         metrics=dict.fromkeys(METRICS, estimate),
@@ -60,7 +60,7 @@ def training(**changes: Any) -> TrainFile:
         model_length=500,
         encoders="esm2: real; dnabert_s: real",
         digests={"esm2": "1" * 64, "dnabert_s": "2" * 64, "head": "3" * 64},
-        realised={0.01: 0.0123},
+        realised_fdr={0.01: 0.0123},
         card=card(),
         clusters={
             "train": {"others": 30, "virus": 40},

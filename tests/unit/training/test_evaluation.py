@@ -60,7 +60,7 @@ def figures_of(table: pd.DataFrame, prevalence: float = 0.01) -> list[Figures]:
 
 def select(figures: list[Figures], level: str, *, natural: bool) -> Figures:
     """Return the line of a level, at the natural or the stated prevalence."""
-    [line] = [line for line in figures if line.level == level and line.natural == natural]
+    [line] = [line for line in figures if line.level == level and line.is_natural == natural]
     return line
 
 

@@ -27,13 +27,13 @@ def test_genomes_are_cut_to_lengths_and_scored(training_run: TrainingRun, tmp_pa
     assert store.n_reads > 100
     training = training_run.train(run)
 
-    test_sets = {line.asked for line in training.figures}
+    test_sets = {line.test_set for line in training.figures}
     all_lengths = {"150 bases", "300 bases", "500 bases"}
     assert test_sets | set(training.not_run) == all_lengths | {FINAL_TEST, CROSS_VALIDATION}
     [reads_of_150] = [
         line
         for line in training.figures
-        if (line.asked, line.method, line.level, line.natural)
+        if (line.test_set, line.method, line.level, line.is_natural)
         == ("150 bases", "head", "read", True)
     ]
     auroc = reads_of_150.metrics["auroc"]

@@ -40,7 +40,8 @@ def select(
     [line] = [
         line
         for line in training.figures
-        if (line.asked, line.method, line.level, line.natural) == (test_set, method, level, natural)
+        if (line.test_set, line.method, line.level, line.is_natural)
+        == (test_set, method, level, natural)
     ]
     return line
 
@@ -85,8 +86,8 @@ def test_a_signal_is_learnt_by_the_head_and_by_a_baseline(
 def test_figures_are_given_for_each_method_level_and_prevalence(
     cross_validated: TrainFile,
 ) -> None:
-    lines = [line for line in cross_validated.figures if line.asked == CROSS_VALIDATION]
-    assert {(line.method, line.level, line.natural) for line in lines} == {
+    lines = [line for line in cross_validated.figures if line.test_set == CROSS_VALIDATION]
+    assert {(line.method, line.level, line.is_natural) for line in lines} == {
         (method, level, natural)
         for method in (HEAD_METHOD, *BASELINES)
         for level in ("frame", "chunk", "read")
@@ -178,7 +179,7 @@ def test_noise_is_not_learnt_from_the_other_strand_of_a_genome_under_another_nam
     noise.embed(signal=0.0)
 
     training = noise.train(hidden=64, epochs=20, folds=3, repeats=1, patience=20)
-    n_clusters = {line.clusters for line in training.figures if line.asked == CROSS_VALIDATION}
+    n_clusters = {line.clusters for line in training.figures if line.test_set == CROSS_VALIDATION}
     assert n_clusters == {13}, "26 names, 13 genomes"
     assert training.shared_sequences == 0
     auroc = training.card.auroc
