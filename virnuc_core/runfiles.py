@@ -592,6 +592,15 @@ class RunCounts(RunFile):
             return None
         return 3600.0 * self.n_reads / self.total_s
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the total time is that of the whole work, in one attempt and undisturbed.
+
+        A worker that died and was started again lengthens the run, so its time says nothing about
+        the speed of the machine.
+        """
+        return self.sequences_per_hour is not None and not self.restarts
+
 
 class RunSummary(RunCounts):
     """`summary.json`, written last.

@@ -167,6 +167,8 @@ class BaselineSummary(RunFile):
     measured_s: Seconds | None = None  # seconds that really passed; None when recorded
     measured_stages: dict[str, Seconds] = Field(default_factory=dict)
     n_reads: Count | None = None  # of the whole input
+    # Of a recorded time: how many reads were processed in it. None if it is not known.
+    recorded_reads: Count | None = None
     n_rows: Count | None = None
     measured_rows: Count | None = None
     devices: tuple[Device, ...] = ()

@@ -69,7 +69,7 @@ def run_steps(settings: ValidateSettings) -> Judgement:
         announce(label, profile.name, machines.local.kind)
 
         staging = stage_reads_of(settings, label)
-        profile = settings.with_baseline(profile, staging.counts.n_reads)
+        profile = settings.with_baseline(profile)
         work = MeasuredWork(settings.out, label, profile, spec, machines, staging)
         record_work(work)
 

@@ -24,6 +24,9 @@ class ValidateSettings(MeasureSettings):
     baseline_device: str | None = Field(
         None, description="what that run was on: 2x RTX 4090", pattern=r"^[1-9]\d*x \S"
     )
+    baseline_reads: int | None = Field(
+        None, ge=1, description="how many reads that run had, with --baseline-seconds"
+    )
     tune_rounds: int = Field(
         0,
         ge=0,
@@ -56,8 +59,8 @@ class ValidateSettings(MeasureSettings):
         """Refuse settings that do not fit each other, and a history that cannot be written.
 
         Raises:
-            ConfigError: A time is given without its device, rounds of tuning are asked for on a
-                cluster, or the history cannot be written.
+            ConfigError: A time is given without its device and number of reads, rounds of tuning
+                are asked for on a cluster, or the history cannot be written.
         """
         super().check_flow_files()
         if self.tune_rounds and self.cluster:
@@ -65,18 +68,20 @@ class ValidateSettings(MeasureSettings):
                 "tune_rounds: a cluster's settings are not swept; "
                 "run virnuc tune on one of its machines"
             )
-        if (self.baseline_seconds is None) != (self.baseline_device is None):
+        facts = {
+            "--baseline-seconds": self.baseline_seconds,
+            "--baseline-device": self.baseline_device,
+            "--baseline-reads": self.baseline_reads,
+        }
+        missing = [option for option, value in facts.items() if value is None]
+        if 0 < len(missing) < len(facts):
             raise ConfigError(
-                "baseline: a time needs the device it was measured on, and a device needs a time"
+                "baseline: a time, the device it was measured on and its number of reads "
+                f"belong together; {' and '.join(missing)} is missing"
             )
 
-    def with_baseline(self, profile: Profile, reads: int) -> Profile:
-        """Return the profile with the earlier baseline in place of its own, if one was given.
-
-        Args:
-            profile: The profile that judges the validation.
-            reads: How many reads the earlier baseline was run on.
-        """
+    def with_baseline(self, profile: Profile) -> Profile:
+        """Return the profile with the earlier baseline in place of its own, if one was given."""
         if self.baseline_results is None and self.baseline_device is None:
             return profile
         recorded: dict[str, Any] = {"source": "recorded", "results": self.baseline_results}
@@ -85,6 +90,6 @@ class ValidateSettings(MeasureSettings):
             recorded["recorded_seconds"] = self.baseline_seconds
             recorded["recorded_device"] = device
             recorded["recorded_devices"] = int(count)
-            recorded["recorded_reads"] = reads
+            recorded["recorded_reads"] = self.baseline_reads
         baseline = profile.baseline.model_copy(update=recorded)
         return profile.model_copy(update={"baseline": baseline})

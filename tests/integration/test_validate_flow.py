@@ -139,6 +139,7 @@ def test_results_and_time_of_an_earlier_baseline_take_the_place_of_a_run(
         "profile": "ci-smoke",
         "baseline_seconds": 900.0,
         "baseline_device": "2x RTX 4090",
+        "baseline_reads": 60,
     }
     state = validate(**arguments, baseline_results=first_dir, return_state=True)
     assert state.is_completed(), state.message
@@ -157,7 +158,7 @@ def test_results_and_time_of_an_earlier_baseline_take_the_place_of_a_run(
     ):
         validate(**arguments, baseline_results=out_dir / "baseline", force=True)
     assert (out_dir / "baseline" / RESULTS[0]).is_file()
-    with pytest.raises(ConfigError, match="a time needs the device"):
+    with pytest.raises(ConfigError, match="--baseline-device is missing"):
         validate(**arguments | {"out": tmp_path / "other", "baseline_device": None})
 
 

@@ -138,8 +138,6 @@ def run_baseline(
     with run_lock(run.root):
         previous = _reusable_summary(run, identity)
         if previous is not None:
-            if read_or_set_aside(run.record, RunRecord) is None:  # missing or damaged
-                write(run.record, record)
             return previous.model_copy(update={"reused": True})
 
         # The summary is written last. While it is missing, the baseline counts as unfinished.
@@ -157,8 +155,9 @@ def run_baseline(
 def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
     """Return the summary of an earlier baseline in this folder if it can be used again.
 
-    It can if it has the same identity and its result files still have their recorded digests. If a
-    result file was changed, a warning is logged.
+    It can if it has the same identity, its result files still have their recorded digests, and its
+    `run.json` still names the machine that it was measured on. If a file was changed or is missing,
+    a warning is logged.
 
     Args:
         run: Folder of the baseline.
@@ -171,6 +170,8 @@ def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
     if summary is None or summary.fingerprint != identity:
         return None
     changed = changed_files(run.root, summary.files)
+    if read_or_set_aside(run.record, RunRecord) is None:
+        changed.append(run.record.name)
     if not changed:
         return summary
     names = ", ".join(changed)
@@ -204,6 +205,7 @@ def _recorded_summary(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
         source="recorded",
         wall_s=spec.recorded_seconds,
         n_reads=store.n_reads,
+        recorded_reads=spec.recorded_reads,
         n_rows=store.n_rows,
         devices=tuple(devices),
     )

@@ -33,6 +33,7 @@ from virnuc_core.report.raw_files import (
     COMPARISON,
     RECORD,
     SINGLE_RUN,
+    SUMMARY,
     NamedTelemetry,
     RawFolder,
     run_names,
@@ -127,10 +128,14 @@ def build_report(out: Path, profile: Profile) -> Report:
 
 
 def _comparability(raw: RawFolder, profile: Profile, runs: Sequence[RunMetrics]) -> Comparability:
-    """Find out which runs, and which measured baseline, may be compared with each other."""
+    """Find out which runs, and which measured baseline, may be compared with each other.
+
+    A recorded baseline has no record of a machine. The profile or the user names its devices.
+    """
     parts = [run.name for run in runs]
-    has_summary = RunDir(raw.root / BASELINE).summary.is_file()
-    if profile.baseline.source == "measured" and has_summary:
+    summary = raw.read(validation.BaselineSummary, BASELINE, SUMMARY)
+    is_measured = summary is not None and summary.source == "measured"
+    if profile.baseline.source == "measured" and is_measured:
         parts.insert(0, BASELINE)
     return check_comparability(raw, parts)
 
@@ -142,7 +147,7 @@ def _comparable_baseline(
     baseline = baseline_metrics(raw, profile, run)
     if baseline is None or run is None:
         return baseline
-    reason = comparability.refusal(BASELINE, [run.name])
+    reason = comparability.timing_refusal(BASELINE, [run.name])
     if reason:
         return baseline.model_copy(update={"problem": reason})
     return baseline
@@ -154,7 +159,7 @@ def _scaling(
     """Return the scaling of each run that may be compared with the run on one device."""
     figures = []
     for run in runs:
-        if comparability.allows(SINGLE_RUN, run.name):
+        if not comparability.timing_refusal(SINGLE_RUN, [run.name]):
             figure = scaling_metrics(single, run)
             if figure is not None:
                 figures.append(figure)

@@ -174,6 +174,8 @@ def _why_no_evidence(spec: CriterionSpec, run: RunMetrics | None, profile: Profi
         return ""
     if run is None or run.n_reads is None:
         return "the number of reads was not recorded"
+    if run.n_rows == 0:
+        return "no read has an open reading frame, so nothing was embedded"
     if run.n_reads < profile.min_reads:
         return f"{run.n_reads:,} reads; the profile needs {profile.min_reads:,}"
     if spec.evidence == "reads":
@@ -230,9 +232,9 @@ def judge_report(report: Report, comparability: Comparability) -> Verdicts:
     scaled_name = [] if scaled_run is None else [scaled_run.name]
     judged_name = [] if report.run is None else [report.run.name]
     refusals = {
-        SCALING.id: comparability.refusal(SINGLE_RUN, scaled_name),
+        SCALING.id: comparability.timing_refusal(SINGLE_RUN, scaled_name),
         SAME_BYTES.id: comparability.refusal(SINGLE_RUN, all_names),
-        SPEEDUP.id: comparability.refusal(BASELINE, judged_name),
+        SPEEDUP.id: comparability.timing_refusal(BASELINE, judged_name),
         CONSENSUS.id: comparability.refusal(BASELINE, all_names),
     }
 

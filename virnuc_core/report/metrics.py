@@ -18,6 +18,7 @@ import pandas as pd
 from virnuc_core.encoder_names import DNA, NAMES, PROTEIN, EncoderNames
 from virnuc_core.encoders.registry import encoder_named
 from virnuc_core.profiles import BaselineSpec, Profile
+from virnuc_core.report.comparability import machine_identity, why_other_machine
 from virnuc_core.report.model import (
     BASELINE,
     BaselineMetrics,
@@ -64,17 +65,8 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     devices = record.devices or summary.devices
     precision = str(record.resolved.get("precision", ""))
 
-    # A run may have been repeated. The times of all whole repetitions are collected.
     counts = _counts(summary)
-    all_counts = [counts]
-    for repetition in run_names(raw.root, f"{name}."):
-        repeated_summary = raw.read(RunSummary, repetition, SUMMARY)
-        if repeated_summary is not None:
-            all_counts.append(_counts(repeated_summary))
-    times_s = []
-    for run_counts in all_counts:
-        if run_counts.total_s and run_counts.sequences_per_hour:
-            times_s.append(run_counts.total_s)
+    times = _whole_times(raw, name, counts, machine_identity(record, devices))
 
     # A run that was stopped at its limit has no telemetry; a file would be of an earlier attempt.
     telemetry = None
@@ -88,11 +80,11 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     costs = _costs(counts, devices, telemetry, profile)
     tables = RunDir(raw.root / name).tables[:3]
     return RunMetrics(
-        **dict(counts) | {"resumed": was_resumed},
+        **dict(counts) | {"resumed": was_resumed, "warnings": (*counts.warnings, *times.warnings)},
         name=name,
         devices=devices,
         label=device_label(devices),
-        times_s=tuple(times_s),
+        times_s=times.seconds,
         precision=precision or None,
         missing_files=tuple(path.name for path in tables if not path.is_file()),
         telemetry=telemetry,
@@ -101,6 +93,49 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         kwh_per_million=costs.kwh_per_million,
         price_per_million=costs.price_per_million,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeTimes:
+    """Total times of a run and its repetitions, in seconds, with warnings about those left out."""
+
+    seconds: tuple[float, ...]
+    warnings: tuple[str, ...]
+
+
+def _whole_times(
+    raw: RawFolder, name: str, counts: RunCounts, machine: Mapping[str, str]
+) -> _WholeTimes:
+    """Collect the total times of a run and of its repetitions.
+
+    Only times of undisturbed runs on the machine of the first run count. A repetition on another
+    machine is left out with a warning.
+
+    Args:
+        raw: The validation's files.
+        name: The folder of the run.
+        counts: What the run counted and timed.
+        machine: The machine of the run; see `machine_identity`.
+    """
+    seconds = []
+    warnings = []
+    if counts.is_timed:
+        seconds.append(counts.total_s or 0.0)
+    for repetition in run_names(raw.root, f"{name}."):
+        summary = raw.read(RunSummary, repetition, SUMMARY)
+        repeated_record = raw.read(RunRecord, repetition, RECORD)
+        if summary is None or repeated_record is None:
+            continue
+        repeated_counts = _counts(summary)
+        if not repeated_counts.is_timed:
+            continue
+        repeated_machine = machine_identity(repeated_record, summary.devices)
+        reason = why_other_machine(name, machine, repetition, repeated_machine)
+        if reason:
+            warnings.append(reason)
+        else:
+            seconds.append(repeated_counts.total_s or 0.0)
+    return _WholeTimes(tuple(seconds), tuple(warnings))
 
 
 def _counts(summary: RunSummary) -> RunCounts:
@@ -331,7 +366,7 @@ def baseline_metrics(
 def _recorded_spec(spec: BaselineSpec, summary: BaselineSummary) -> BaselineSpec:
     """Return the settings of the baseline with the recorded time that a summary holds."""
     changes: dict[str, object] = {"name": summary.name, "source": "recorded"}
-    changes |= {"recorded_seconds": summary.wall_s, "recorded_reads": summary.n_reads}
+    changes |= {"recorded_seconds": summary.wall_s, "recorded_reads": summary.recorded_reads}
     if summary.devices:
         changes["recorded_device"] = summary.devices[0].name
         changes["recorded_devices"] = len(summary.devices)

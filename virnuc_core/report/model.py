@@ -201,6 +201,9 @@ class RunMetrics(RunCounts):
             return f"{self.name} was ended at the time limit"
         if not self.total_s:
             return f"the time of {self.name} was not recorded"
+        if self.restarts:
+            restarts = f"{self.restarts} workers were started again"
+            return f"{self.name} was disturbed ({restarts}): its time is no measurement"
         return ""
 
 

@@ -25,6 +25,10 @@ def warnings(
     if run is not None:
         sentences += _reads_warnings(run, report.accounting)
         sentences += _run_warnings(run)
+        # What disturbed a run that the judged run is compared with spoils the comparison, too.
+        for other_run in report.runs:
+            if other_run.name != run.name:
+                sentences += _run_warnings(other_run)
         sentences += _scaling_warnings(report, run)
         if run.telemetry is not None:
             sentences += _telemetry_warnings(run.telemetry)

@@ -412,13 +412,55 @@ def test_a_recorded_time_that_was_given_counts_whatever_the_profile_measures(
     for name, verdict in (("RTX 4090", "pass"), ("RTX 3090", "not run")):
         devices = [Device(id=f"recorded-{n}", kind="cuda", name=name) for n in range(2)]
         summary = BaselineSummary(
-            name="v1", source="recorded", wall_s=900.0, n_reads=300, devices=tuple(devices)
+            name="v1",
+            source="recorded",
+            wall_s=900.0,
+            n_reads=300,
+            recorded_reads=300,
+            devices=tuple(devices),
         )
         write(out_dir / "baseline" / "summary.json", summary)
         speedup = by_id(build_report(out_dir, profile))["speedup"]
         assert speedup.verdict == verdict
         assert speedup.value is not None, "for reference"
         assert ("for reference only" in speedup.reason) == (verdict == "not run")
+
+
+@pytest.mark.parametrize("recorded_reads", [None, 1_000_000])
+def test_a_recorded_time_counts_only_with_its_number_of_reads(
+    copied: tuple[Path, Profile], recorded_reads: int | None
+) -> None:
+    """12,600 s for 300 reads would be a speed-up of 2,000; the time was of a million reads."""
+    out_dir, profile = copied
+    devices = tuple(Device(id=f"recorded-{n}", kind="cuda", name="RTX 4090") for n in range(2))
+    summary = BaselineSummary(
+        name="v1",
+        source="recorded",
+        wall_s=12_600.0,
+        n_reads=300,
+        recorded_reads=recorded_reads,
+        devices=devices,
+    )
+    write(out_dir / "baseline" / "summary.json", summary)
+    speedup = by_id(build_report(out_dir, profile))["speedup"]
+    assert speedup.verdict == "not run"
+    known_reads = "unknown" if recorded_reads is None else recorded_reads
+    assert f"the recorded time is of {known_reads} reads, this run had 300" in speedup.reason
+
+
+def test_reads_without_an_open_frame_are_no_evidence_of_speed(
+    copied: tuple[Path, Profile],
+) -> None:
+    """Nothing was embedded, so no time says anything: neither a pass nor a failure."""
+    out_dir, profile = copied
+    for name in ("devices-1", "devices-2"):
+        edit_json(out_dir / name / "summary.json", lambda body: body.update(n_rows=0, n_uniques=0))
+    report = build_report(out_dir, profile)
+    for criterion in report.criteria:
+        if criterion.id not in ("consensus", "correctness"):
+            assert criterion.verdict == "not run", criterion.title
+            assert "no read has an open reading frame" in criterion.reason
+    assert report.outcome == "not judged"
 
 
 def test_a_baseline_on_other_devices_is_not_compared(copied: tuple[Path, Profile]) -> None:
