@@ -85,7 +85,7 @@ def connected_machines(settings: MeasureSettings) -> Iterator[tuple[ClassifySpec
     out = settings.out
     if settings.force:
         (out / TUNING).unlink(missing_ok=True)
-    spec = settings.spec(sample_name(settings.named))
+    spec = settings.spec(sample_name(settings.all_inputs))
     spec = spec.model_copy(update={"engine": tuned_engine(out, spec.engine)})
     with nodes_of(spec, out) if spec.cluster else nullcontext() as cluster:
         yield spec, find_machines(spec, cluster)

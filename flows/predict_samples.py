@@ -105,7 +105,7 @@ def _label_of(settings: PredictSettings) -> str:
     """Return the name of the whole set of samples, for names in the UI."""
     if settings.samples:
         return sample_name([str(settings.samples)])
-    return sample_name(settings.named)
+    return sample_name(settings.all_inputs)
 
 
 def _predict_all(

@@ -109,12 +109,12 @@ def _check_reads(settings: FlowSettings, model_length: int) -> int:
 
     if not isinstance(settings, RunSettings) or getattr(settings, "has_samples", False):
         return 0
-    local = tuple(name for name in settings.named if not is_remote(name))
+    local = tuple(name for name in settings.all_inputs if not is_remote(name))
     if not local:
         return 0
-    are_all_local = len(local) == len(settings.named)
+    are_all_local = len(local) == len(settings.all_inputs)
     n_rows = count_rows(local, settings.on_error, model_length, are_all=are_all_local)
-    if isinstance(settings, PredictSettings) and settings.written:
+    if isinstance(settings, PredictSettings) and settings.written_verdicts:
         from virnuc_core.reads.subsets import require_rereadable  # few runs need it
 
         require_rereadable(local)

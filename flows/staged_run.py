@@ -64,7 +64,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
         VirnucError: The settings, the reads or the weights cannot be used; see `preflight`.
     """
     preflight(settings)
-    label = sample_name(settings.named)
+    label = sample_name(settings.all_inputs)
     run = RunDir(settings.out)
     spec = settings.spec(label)
     announce(label, spec.devices.kind)

@@ -84,7 +84,7 @@ def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None
             remarks.append(f"no setting mends {other_loss.kind} ({other_loss.advice})")
 
     titles = tuple(criterion.title for criterion in missed_criteria)
-    tuning_round = TuningRound(missed=titles, said="; ".join(remarks), engine=engine)
+    tuning_round = TuningRound(missed=titles, outcome="; ".join(remarks), engine=engine)
     write(out / TUNING, TuningFile(rounds=(*earlier, tuning_round)))
     return tuning_round
 
@@ -106,4 +106,4 @@ def _sweep_knobs(settings: ValidateSettings, report: Report, loss_kind: str) -> 
     bench = Bench(RunDir(out).store, settings.models, devices, report.profile.sample_s)
     sweep = Sweep(out, bench, base, report.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
     candidates = make_candidates(base, KNOBS[loss_kind])
-    return sweep_all(sweep, candidates, sample_name(settings.named))
+    return sweep_all(sweep, candidates, sample_name(settings.all_inputs))

@@ -175,6 +175,9 @@ def own_folder(folder: Path) -> Iterator[None]:
     """Allow the paths in a temporary folder that this process has created, in a `with` statement.
 
     Such a folder may lie outside `VIRNUC_ROOTS`, but no user has named its files.
+
+    Args:
+        folder: The folder.
     """
     real_folder = folder.resolve()
     _own_folders.append(real_folder)

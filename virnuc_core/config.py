@@ -129,6 +129,9 @@ class Devices(Spec):
     def parse(cls, text: str) -> Self:
         """Read `cuda:0,cuda:1`, `cuda:GPU-<uuid>`, `cpu:2`, `cpu` (one core) or `auto`.
 
+        Args:
+            text: The devices as the user gave them.
+
         Raises:
             ConfigError: The text has another form, or names a device twice.
         """
@@ -153,6 +156,7 @@ class Devices(Spec):
         return cls(kind="cuda", ids=tuple(name.removeprefix("cuda:") for name in names))
 
     def __str__(self) -> str:
+        """Return the devices in the form that `parse` reads."""
         if self.kind == "cuda":
             return ",".join(f"cuda:{device}" for device in self.ids)
         if self.kind == "cpu":
@@ -161,6 +165,7 @@ class Devices(Spec):
 
 
 def _parse_devices(value: object) -> object:
+    """Read devices that are given as text. Anything else is left to pydantic's own check."""
     if isinstance(value, str):
         return Devices.parse(value)
     return value
@@ -212,7 +217,7 @@ class HostSpec(Spec):
         """Number of processes that stage reads and write results."""
         if self.stage_workers:
             return self.stage_workers
-        n_cores = len(os.sched_getaffinity(0))
+        n_cores = len(os.sched_getaffinity(0))  # cores that this process may use
         return min(MAX_PROCESSES, n_cores)
 
 
@@ -251,19 +256,21 @@ class ReadsSpec(ReadingSpec):
     )
 
     @property
-    def named(self) -> tuple[str, ...]:
-        """All inputs."""
+    def all_inputs(self) -> tuple[str, ...]:
+        """All inputs as the user gave them: files of first mates, of second mates, and of reads."""
         return (*self.mates_1, *self.mates_2, *self.reads)
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
+        """Require some input of reads, and a file of second mates for each file of first mates."""
         if len(self.mates_1) != len(self.mates_2):
             raise ConfigError(
                 f"-1 names {len(self.mates_1)} files, -2 {len(self.mates_2)}; "
                 "name both of each pair"
             )
+        # Settings derived from these may have a field `samples`: a sheet that lists the reads.
         samples = str(getattr(self, "samples", None) or "")
-        inputs = self.named or (samples,)
+        inputs = self.all_inputs or (samples,)
         if "" in inputs:  # as a path it would be the working directory
             raise ConfigError(
                 "reads: none are named; name files or folders, or the files of pairs by -1 and -2"
@@ -291,7 +298,7 @@ class VerdictSpec(Spec):
     )
 
     @property
-    def written(self) -> tuple[str, ...]:
+    def written_verdicts(self) -> tuple[str, ...]:
         """The verdicts, of `rundir.VERDICT_FILES`, whose reads are written out."""
         verdicts = []
         if self.write_viral:
@@ -372,7 +379,7 @@ def explain(
     """Return a pydantic error as one line: `engine.token_budget: should be ≥ 64 (given 3)`.
 
     Args:
-        error: The error. Its first `MAX_FAULTS` faults are named.
+        error: The error. It may hold several faults; the first `MAX_FAULTS` are named.
         quoted: Show the values that were given. Not for files: the reader of the message may not
             be allowed to read the file.
         model: The model that was validated. Where a value misses a pattern, the description of the
@@ -383,6 +390,7 @@ def explain(
         problem = f"{item['msg'][0].lower()}{item['msg'][1:]}"
         if item["type"] == "json_invalid":  # the value is a whole file
             return problem
+        # Where the wrong value is, for example engine.token_budget.
         place = re.sub(r"\s", " ", ".".join(map(str, item["loc"])))[:MAX_SHOWN_LETTERS]
         field = model.model_fields.get(place)
         if item["type"] == "string_pattern_mismatch" and field is not None:
@@ -410,6 +418,11 @@ def refuse_unreadable(
         what: The file, or what it is.
         form: The format of the file, for the message.
         error_class: Class of the error to raise.
+
+    Raises:
+        VirnucError: An error of `error_class`: the file cannot be read, is not of this format, or
+            has a wrong value. Its `__cause__` is the original error. `UnreadableError` and other
+            errors of virnuc in the body are raised as they are.
     """
     try:
         yield
@@ -424,8 +437,12 @@ def refuse_unreadable(
 def read_small_text(path: Path, max_bytes: int = SMALL_BYTES) -> str:
     """Return the text of a file.
 
+    Args:
+        path: The file, which may be a link.
+        max_bytes: A larger file is refused, so that a wrong path cannot fill the memory.
+
     Raises:
-        OSError: The file cannot be read, or is larger than `max_bytes`.
+        OSError: The file cannot be read, or is larger than `max_bytes` (`EOVERFLOW`).
         UnicodeDecodeError: It is not UTF-8.
     """
     with path.open("rb") as file:
@@ -437,6 +454,12 @@ def read_small_text(path: Path, max_bytes: int = SMALL_BYTES) -> str:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Read engine settings from a TOML file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Name of the field of `EngineSpec` → value. The values are not checked yet.
 
     Raises:
         ConfigError: The file cannot be read, or contains something that is no engine setting.

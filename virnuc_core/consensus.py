@@ -75,8 +75,12 @@ def top_scores_by_chunk(scores: NDArray[Any], chunks: Places) -> NDArray[Any]:
     Args:
         scores: Scores of all frames, [frames, 2].
         chunks: The chunk of each frame; each number from 0 on occurs, [frames].
+
+    Returns:
+        The largest score of each class over the frames of a chunk, [chunks, 2].
     """
     order = np.argsort(chunks, kind="stable")
+    # A chunk begins where the sorted numbers change. The -1 makes the very first frame a change.
     first_frames = np.flatnonzero(np.diff(chunks[order], prepend=-1))
     return top_scores(scores[order], first_frames)
 
@@ -96,8 +100,11 @@ def vote_chunks(scores: Scores, is_first: Mask) -> ChunkVotes:
     """Let the frames of each chunk vote.
 
     Args:
-        scores: Scores of all frames, those of a chunk together, [frames, 2].
+        scores: Scores of all frames, those of a chunk together, [frames, 2]. NaN is not allowed.
         is_first: Marks the first frame of each chunk, [frames].
+
+    Returns:
+        The votes of the chunks, in the order of their frames.
     """
     first_frames = np.flatnonzero(is_first)
     tops = top_scores(scores, first_frames)  # [chunks, 2]
@@ -108,6 +115,8 @@ def vote_chunks(scores: Scores, is_first: Mask) -> ChunkVotes:
     # The difference of two float32 numbers has the right sign in float64.
     max_others = tops[:, 0].astype(np.float64)
     max_virus = tops[:, 1].astype(np.float64)
+    # Each chunk has a frame with its largest score. So the next such frame from the chunk's first
+    # frame on, which `searchsorted` finds, belongs to the same chunk.
     return ChunkVotes(
         first_frames=first_frames,
         top_others=others_frames[np.searchsorted(others_frames, first_frames)],
@@ -151,6 +160,9 @@ def viral_scores(means: Margins, single_frame_scores: ViralScores | None = None)
         single_frame_scores: P(virus) of the frame of groups with one scored frame, NaN elsewhere,
             [groups]. Such a group gets this number unchanged, so that all files print the same
             digits (1 − P(others) may differ in the last one).
+
+    Returns:
+        Scores from 0 to 1, [groups]; NaN for groups whose mean margin is NaN.
     """
     scores: ViralScores = (0.5 + means / 2).astype(np.float32)
     if single_frame_scores is not None:
@@ -173,6 +185,9 @@ def chunk_scores(virus_scores: NDArray[Any], chunks: Places) -> NDArray[Any]:
     Args:
         virus_scores: P(virus) of all frames, [frames].
         chunks: The chunk of each frame; each number from 0 on occurs, [frames].
+
+    Returns:
+        Scores from 0 to 1, [chunks].
     """
     both_signs = np.stack((-virus_scores, virus_scores), axis=1)
     tops = top_scores_by_chunk(both_signs, chunks)  # [chunks, 2]: -min, max
@@ -209,11 +224,15 @@ def pair_fates(
     Args:
         scores: Joint scores over the chunks of both mates, [pairs].
         fates_1: Fates of the first mates, [pairs].
-        fates_2: Fates of the second mates; a read without a mate stands here as well, [pairs].
+        fates_2: Fates of the second mates, [pairs]. For a read without a mate, its own fate.
         threshold: Score from which a pair is called viral.
-        uncertain: Scores in this range get no verdict.
+        uncertain: Scores in this range get no verdict. An empty range is (0, 0).
+
+    Returns:
+        A number of `FATE_NAMES` for each pair, [pairs].
     """
     by_score = fates_of_scores(scores, threshold, uncertain)
+    # Mates without a score have NO_OPEN_FRAME or EMPTY. The smaller number is further on.
     fates = np.where(np.isnan(scores), np.minimum(fates_1, fates_2), by_score)
     fates[(fates_1 == FAILED) | (fates_2 == FAILED)] = FAILED
     return fates

@@ -139,13 +139,19 @@ class Ledger:
         """Return all files of the inbox with the fates of their contents, the oldest first.
 
         - `arriving`: changed less than `settle_s` ago. The file is not read.
-        - `waiting`: the content has no fate yet.
+        - `waiting`: the content has no fate yet, or it could not be read this time.
         - `duplicate`: another file with the same content was predicted, or will be.
         - `failed`: its prediction failed, it cannot be opened, or its name is not UTF-8.
+
+        Other fates are those that were recorded for the content.
 
         Args:
             settle_s: Seconds without a change after which a file is complete.
             now_s: The time, in seconds since 1970. Default: now.
+
+        Returns:
+            One row for each file. Files that the last table lists with the same size and time are
+            not read again: their digest is taken from the table.
         """
         if now_s is None:
             now_s = time.time()
@@ -214,7 +220,12 @@ class Ledger:
     # --- Attempts ---------------------------------------------------------------------------------
 
     def is_due(self, row: Row, *, retry_failed: bool) -> bool:
-        """Return whether a file should be predicted now."""
+        """Return whether a file should be predicted now.
+
+        Args:
+            row: The file with its fate, as `scan` returns it.
+            retry_failed: Predict files again that have failed.
+        """
         # Without a digest, the content of the file is not known: it could not be read.
         if row.sha256 == "":
             return False
@@ -279,7 +290,7 @@ class Ledger:
             fate_if_unexplained = "failed"
         run = f"runs/{row.sha256[:RUN_NAME_LENGTH]}"
         columns = dict(row) | {"run": run, "attempts": number, "note": ""}
-        begun = Fate(**columns)
+        begun = Fate(**columns)  # all columns of the fate that are known before the outcome
         # This is the fate that remains if the attempt kills the process.
         self.write_fate(begun.changed(fate=fate_if_unexplained, note=KILLED))
         try:
@@ -300,6 +311,8 @@ class Ledger:
             self._undo_attempt(row.sha256, earlier)
             row = row.changed(note=str(outcome))
         else:
+            # The input is to blame, or nobody knows what is. Only in the second case is another
+            # attempt made.
             log.warning("%s: attempt %d of %d: %s", row.file, number, MAX_ATTEMPTS, outcome)
             fate = fate_if_unexplained
             if isinstance(outcome, errors.INPUT_SPECIFIC_ERRORS):
@@ -333,6 +346,9 @@ class Ledger:
 
         The block receives an empty string, or a description of the process that has reserved the
         content already.
+
+        Args:
+            sha256: The digest of the content.
         """
         return lease(self.out / "claims" / sha256, self._fate_file(sha256))
 
@@ -347,6 +363,7 @@ class Ledger:
         if fate is None:
             return row
         if fate.fate == "waiting":
+            # Another process is at work on the content now, which says more than its last attempt.
             if row.fate == "busy":
                 return row
             note = f"attempt {fate.attempts} of {MAX_ATTEMPTS}: {fate.note}"
@@ -360,7 +377,12 @@ class Ledger:
     # --- Table ------------------------------------------------------------------------------------
 
     def read_table(self) -> list[Row]:
-        """Return the rows of `inbox.tsv`. A table that is missing or damaged has no rows."""
+        """Return the rows of `inbox.tsv`.
+
+        Returns:
+            The rows of the last table. Empty if it is missing, or damaged (with a warning): the
+            table can be written again from the recorded fates.
+        """
         try:
             with open_file(self.table) as file:
                 table = pd.read_csv(file, sep="\t", dtype=str, na_filter=False)
@@ -379,6 +401,12 @@ class Ledger:
 
         Overlapping runs may have decided fates since the rows were made, so these are looked up
         again.
+
+        Args:
+            rows: All files of the inbox with their fates.
+
+        Raises:
+            ConfigError: The directory of the results was renamed or removed.
         """
         self._require_directory()
         mark = self.out / INBOX_MARK

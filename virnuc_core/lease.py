@@ -62,8 +62,8 @@ def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
     if owner:
         yield owner
         return
-    place = covers.resolve()
-    _leases[place] = new_lease
+    covered_path = covers.resolve()
+    _leases[covered_path] = new_lease
     heartbeat = threading.Thread(target=new_lease.beat, daemon=True, name=f"lease of {name.name}")
     heartbeat.start()
     try:
@@ -72,7 +72,7 @@ def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
         new_lease.ended.set()
         # A network file system that does not answer may block the thread, so do not wait longer.
         heartbeat.join(HEARTBEAT_S)
-        _leases.pop(place, None)
+        _leases.pop(covered_path, None)
         new_lease.release()
 
 
@@ -112,7 +112,11 @@ def require_lease(path: Path, *, look: bool = True) -> None:
 
 
 def directory_gone_error(root: Path) -> ConfigError:
-    """Return the error for a directory that was renamed or removed while a run computed in it."""
+    """Return the error for a directory that was renamed or removed while a run computed in it.
+
+    Args:
+        root: The directory, by its former name.
+    """
     return ConfigError(
         f"{root}: this directory has gone, it was renamed or removed during the run. Nothing more "
         "is written. Give the directory this name again, or run again with its new name: what was "
@@ -124,6 +128,9 @@ def require_directory(root: Path) -> None:
     """Raise an error if a directory in which a run computes was renamed or removed.
 
     Worker processes call this, because only the main process of a run holds the lease.
+
+    Args:
+        root: The directory.
 
     Raises:
         ConfigError: There is no such directory.
@@ -145,6 +152,9 @@ def make_folder(folder: Path) -> None:
 
     Inside a directory that this process holds, nothing is made if the lease is lost. So a
     directory that was renamed or removed during the run does not appear again.
+
+    Args:
+        folder: The folder.
 
     Raises:
         ConfigError: The lease that covers the folder is lost.
@@ -168,6 +178,9 @@ def process_namespace() -> str:
 def process_start_ticks(pid: int) -> str:
     """Return when a process began, in clock ticks since this machine was booted.
 
+    Args:
+        pid: The number of the process.
+
     Returns:
         The ticks as text; an empty string for a process that has ended.
 
@@ -187,6 +200,8 @@ def process_start_ticks(pid: int) -> str:
 def command_start_s() -> float:
     """Return when this process began, by the clock of `time.monotonic()`, in seconds."""
     since_boot_s = int(process_start_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    # The time of the boot by the clock of `time.monotonic()`. That clock stands still while the
+    # machine is suspended, and CLOCK_BOOTTIME does not, so this is not simply 0.
     boot_s = time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
     return boot_s + since_boot_s
 
@@ -195,6 +210,10 @@ def is_alive(pid: int, start_ticks: str) -> bool | None:
     """Return whether the process with this number and start time is still running.
 
     Process numbers are used again, so the start time is compared, too.
+
+    Args:
+        pid: The number of the process.
+        start_ticks: When it began, as `process_start_ticks` returns it.
 
     Returns:
         True or false, or None if the system does not say.
@@ -238,9 +257,9 @@ class Lease:
         self.ended = threading.Event()
         self.working_directory = _working_directory()
         self._name = self.working_directory / name
-        self._number = 0
-        self._n_beats = 0
-        self._token = secrets.token_hex(8)
+        self._number = 0  # of the lease file that this process has created; 0: none yet
+        self._n_beats = 0  # how often this process has written its lease file
+        self._token = secrets.token_hex(8)  # by which this process recognises its own lease file
         self._host = socket.gethostname()
         self._namespace = process_namespace()
         self._start_ticks = process_start_ticks(os.getpid())
@@ -268,14 +287,20 @@ class Lease:
         for path in paths:
             number = path.suffix[1:]
             if path.stem == self._name.name and number.isdecimal():
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):  # its owner has just removed it
                     contents[int(number)] = read_file(path)
         return contents
 
     def _describe_owner(self, content: bytes) -> Owner:
-        """Return the owner that a lease file names, and whether that process is still running."""
+        """Return the owner that a lease file names, and whether that process is still running.
+
+        Args:
+            content: The content of the file, written by `_content` of the owner. It is empty or
+                incomplete while the owner writes it.
+        """
         try:
-            _, pid, start_ticks, host, namespace, _ = json.loads(content)
+            _token, pid, start_ticks, host, namespace, _n_beats = json.loads(content)
+            # Elsewhere, the number of the process means nothing here.
             if namespace == self._namespace:
                 return Owner(f"process {pid}", is_alive(int(pid), start_ticks))
         except (ValueError, TypeError):  # the owner has not finished writing the file
@@ -337,9 +362,9 @@ class Lease:
         """Create the lease file with this number, and remove the older lease files.
 
         Args:
-            number: Number of the new file.
-            expected_files: The lease files from which the caller concluded that the owner is dead.
-                If they have changed, the new file is removed again.
+            number: Number of the new file, one more than that of the newest file.
+            expected_files: The lease files from which the caller concluded that the owner is dead,
+                by number. If they have changed, the new file is removed again.
 
         Returns:
             True if this process has the lease now.

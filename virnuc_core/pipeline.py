@@ -80,6 +80,9 @@ def read_summary(run: RunDir) -> RunSummary | None:
     """Return the summary of a run if the run is complete, otherwise None.
 
     A summary file that is damaged is renamed, and counts as missing.
+
+    Args:
+        run: The run directory.
     """
     # While result files are written again, the summary has another name.
     path = run.summary if path_exists(run.summary) else run.former_summary
@@ -122,7 +125,7 @@ def predict(spec: RunSpec, monitor: RunMonitor | None = None) -> RunSummary:
     # The signature of a signed address is a secret, and the settings are written to run.json.
     redacted = {name: tuple(map(redact_url, getattr(spec, name))) for name in INPUT_FIELDS}
     spec = spec.model_copy(update=redacted)
-    check_output(spec.out, models=spec.models, reads=local_files(spec.named), force=spec.force)
+    check_output(spec.out, models=spec.models, reads=local_files(spec.all_inputs), force=spec.force)
     with ExitStack() as resources:
         resources.enter_context(run_lock(run.root))
         pool = None
@@ -137,6 +140,13 @@ def stage_spec(spec: ReadsSpec, models: Path) -> StageSpec:
     """Return the staging settings for these reads and the classifier of a models directory.
 
     The classifier decides the length of the chunks into which reads are cut.
+
+    Args:
+        spec: Which reads are read, and how.
+        models: The models directory.
+
+    Raises:
+        WeightsError: The models directory cannot be used.
     """
     fields = {name: getattr(spec, name) for name in ReadsSpec.model_fields}
     return StageSpec(model_length=shape_of(models, HeadShape).model_length, **fields)
@@ -162,7 +172,7 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
         RunMismatchError: A run of other reads was recorded there; its shards refer to its store.
     """
     run = RunDir(out.parent)
-    if any(map(is_remote, spec.named)):
+    if any(map(is_remote, spec.all_inputs)):
         from virnuc_core.reads.remote import fetch_all  # imported late: few runs need it
 
         downloads = run.root / "downloads"
@@ -215,6 +225,13 @@ def workers_for(spec: ClassifySpec, out: Path, *, keep: bool = False, warm: bool
 def nodes_of(spec: ClassifySpec, out: Path) -> "Cluster":
     """Connect to the cluster that the settings name.
 
+    Args:
+        spec: Models, devices and settings; `spec.cluster` is set.
+        out: The run directory.
+
+    Returns:
+        The cluster. Its method `pool` starts the workers.
+
     Raises:
         DeviceError: The cluster cannot be used.
         ConfigError: Its settings cannot be used, or a package is missing.
@@ -232,6 +249,9 @@ def model_flops(models: Path) -> ModelFlops:
     """Return the FLOPs per token in the linear layers of each encoder.
 
     The measured ceilings of the devices, which `ModelFlops` can also hold, stay empty.
+
+    Args:
+        models: The models directory. Only the sizes of the models are read.
 
     Raises:
         WeightsError: The models directory cannot be used.
@@ -284,6 +304,8 @@ def classify(
         head = shape_of(spec.models, HeadShape)
         threshold, uncertain = score_thresholds(head, spec)
         spec = spec.model_copy(update={"threshold": threshold})
+        # `spec.cluster` names other machines, of which only their workers know the devices. Without
+        # it the run uses devices of this machine, which `prepare` finds.
         devices = _cluster_devices(summary, pool) if spec.cluster else None
         job = prepare(run, staging.store, spec, staging=staging, devices=devices)
         job = replace(
@@ -295,6 +317,8 @@ def classify(
         for remark in job.remarks:
             log.warning("%s", remark)
         if summary is None or job.todo:
+            # A summary marks a complete run, and this one is not complete now. The former summary
+            # is what the summary is called while result files are written again.
             run.summary.unlink(missing_ok=True)
             run.former_summary.unlink(missing_ok=True)
             return _compute(job, staging, monitor or RunMonitor(), started_s, pool)
@@ -354,13 +378,13 @@ def _check_files(job: Job, summary: RunSummary) -> _ResultFiles:
     for path in run.listed:
         recorded_digest = summary.files.get(path.name)
         actual = digest(path, run.root)
-        # A run of single reads has no table of pairs.
+        # A run of single reads has no table of pairs. Then both digests are None.
         may_be_absent = path == run.pairs_table
         if actual == recorded_digest and (recorded_digest or may_be_absent):
             sound.add(path)
             continue
         is_read_file = path in run.reads_of()
-        is_requested = path in run.reads_of(spec.written)
+        is_requested = path in run.reads_of(spec.written_verdicts)
         # The user may move viral.fasta and the like elsewhere. A missing one is wrong only if this
         # command requests it; a changed one is wrong in any case.
         if not is_read_file or (recorded_digest and (actual or is_requested)):
@@ -371,7 +395,11 @@ def _check_files(job: Job, summary: RunSummary) -> _ResultFiles:
             run.root,
             ", ".join(wrong_names),
         )
-    has_requested = all(not sound.isdisjoint(run.reads_of((name,))) for name in spec.written)
+    # Reads with a verdict are in some of several files, by format and mates. At least one of these
+    # must be there.
+    has_requested = all(
+        any(path in sound for path in run.reads_of((verdict,))) for verdict in spec.written_verdicts
+    )
     return _ResultFiles(sound, are_complete=not wrong_names and has_requested)
 
 
@@ -419,10 +447,12 @@ def prepare(
     kind = devices[0].kind
     engine = resolve_engine(spec.engine, kind)
     model_digests = fingerprint(spec.models, engine.precision)
-    recorded_run = (
-        None if spec.force else runfiles.read_or_set_aside(run.record, runfiles.RunRecord)
-    )
+    recorded_run = None
+    if not spec.force:
+        recorded_run = runfiles.read_or_set_aside(run.record, runfiles.RunRecord)
     if recorded_run is not None:
+        # Older versions of virnuc recorded another digest of the same int8 calibration.
+        # Then that digest is kept, so that it does not count as a difference.
         model_digests = accept_older_digest(spec.models, model_digests, recorded_run.fingerprints)
     fingerprints = {"reads": store.fingerprint, **model_digests}
     widths = {"dna": head.dna_width, "protein": head.protein_width}
@@ -462,10 +492,9 @@ def prepare(
         # The record lists this start as a new attempt. A start that only finds a complete run is
         # not an attempt, and changes no file.
         write(run.record, record)
-        remove_file(
-            run.journal, run.root, missing_ok=True
-        )  # its content was added to the record above
-    failed_rows = shards.read_scores(run, committed_shards)[1]
+        # The content of the journal was added to the record above.
+        remove_file(run.journal, run.root, missing_ok=True)
+    _scores, failed_rows = shards.read_scores(run, committed_shards)
     job = Job(
         run=run,
         store=store,
@@ -493,10 +522,15 @@ def _record_killed_attempt(
     removed at its end. A journal that exists therefore belongs to an attempt that was killed.
     Its measurements are written as a telemetry file of their own.
 
+    Args:
+        run: The run directory.
+        record: The record, whose last attempt is the one that starts now.
+        store: The staged reads.
+
     Returns:
         The completed record, or the same record if no attempt was killed.
     """
-    if len(record.attempts) < 2:
+    if len(record.attempts) < 2:  # no attempt before the one that starts now
         return record
     journal = read_journal(run.journal, run.root)
     if journal is None:
@@ -512,7 +546,7 @@ def _record_killed_attempt(
 def _require_same_plan(run: RunDir, plan: shards.ShardPlan) -> None:
     """Raise a `RunMismatchError` if shards of another run are here and run.json is missing.
 
-    With a run.json, `resume_or_refuse` has already compared the two runs.
+    With a run.json, the caller has already compared the two runs.
     """
     if path_exists(run.record):
         return
@@ -530,7 +564,7 @@ def _check_room_for_results(job: Job) -> None:
     Without this check a run could compute for hours and fail at its last shard.
     """
     store = job.store
-    mean_id_bytes = len(store.read_id_bytes) // max(1, store.n_reads)
+    mean_id_bytes = len(store.read_id_bytes) // max(1, store.n_reads)  # 1: a store without reads
     # The two tables of VirNucPro have at most one line per row, and reads.tsv one per read.
     n_lines = 2 * store.n_rows + store.n_reads
     table_bytes = n_lines * (mean_id_bytes + LINE_BYTES)
@@ -549,12 +583,14 @@ def _staging_clock(staging: StageSummary, started_s: float) -> StageClock:
         started_s: When the classification started (`time.monotonic`). Staging ended then.
 
     Returns:
-        A clock with one entry per stage of VirNucPro that is part of our staging.
+        A clock with one entry per stage of VirNucPro that is part of our staging. A stage that we
+        do not time on its own is marked as fused with the one that contains it.
     """
     clock = StageClock()
     # A store that was used again was staged by an earlier command: it has a duration, but no
     # position on the time axis of this run.
     span = None if staging.reused else (started_s - staging.total_s, started_s)
+    # Not below 0: the two times are of processes that work side by side, and may exceed the total.
     rest_s = max(0.0, staging.total_s - staging.chunk_s - staging.translate_s)
     clock.add("Sequence Chunking", staging.chunk_s, span)
     clock.add("Six-Frame Translation", staging.translate_s, span)
@@ -701,11 +737,14 @@ def _write_results(
         job: The run.
         staging: The staged reads.
         clock: Receives the time that writing took, by stage.
-        kept: Files of viral or other reads that are already correct and are not written again.
+        kept: Files of viral or other reads that are already correct. They are not removed.
         since_s: When the embedding ended (`time.monotonic`).
 
     Returns:
         The fields of the summary that depend on the verdicts: counts, threshold and digests.
+
+    Raises:
+        ConfigError: The shards of this run are not written to disk, so there is nothing to read.
     """
     run = job.run
     spec = job.spec
@@ -724,10 +763,10 @@ def _write_results(
         run, job.store, scores, failed, spec.threshold, job.uncertain, spec.workers
     )
     shards.write_virtual_embeddings(run)
-    if spec.written:
+    if spec.written_verdicts:
         from virnuc_core.reads.subsets import write_reads  # imported late: few runs need it
 
-        write_reads(run, job.store, staging, spec.written)
+        write_reads(run, job.store, staging, spec.written_verdicts)
     predicted_s = started_s + results.predict_s
     judged_s = predicted_s + results.consensus_s
     clock.add("Model Prediction", results.predict_s, (started_s, predicted_s))
@@ -749,15 +788,17 @@ def _write_results(
 
 
 def _remove_read_files(job: Job, kept: Collection[Path]) -> None:
-    """Remove the files of viral and other reads that were written by an earlier threshold.
+    """Remove the files of viral and other reads that an earlier command has written.
+
+    They may follow from another threshold. Files that this command requests are removed without a
+    warning, because they are written again.
 
     Args:
-        job: The run. Files that this command requests are removed without a warning, because they
-            are written again.
+        job: The run.
         kept: Files that are already correct and stay.
     """
     for path in set(job.run.reads_of()) - set(kept):
-        if path.exists() and path not in job.run.reads_of(job.spec.written):
+        if path.exists() and path not in job.run.reads_of(job.spec.written_verdicts):
             log.warning(
                 "%s was written by an earlier command and is removed; "
                 "use --write-viral or --write-nonviral to write it again",

@@ -145,7 +145,10 @@ class _Block:
         self.votes = consensus.vote_chunks(self.scores, is_first)
 
     def for_next(self) -> _EarlierRows:
-        """Return the results so far of a long read, for the block with its next rows."""
+        """Return the results so far of a long read, for the block with its next rows.
+
+        They include those of the blocks before this one.
+        """
         return _EarlierRows(
             margins=np.append(self.earlier.margins, self.votes.margins),
             n_scored=self.earlier.n_scored + len(self.scored_rows),
@@ -295,7 +298,10 @@ class _Block:
         return lines, verdicts[has_mate]
 
     def failed_lines(self) -> bytes:
-        """Return the lines of `failed.tsv`: the names of the rows that could not be embedded."""
+        """Return the lines of `failed.tsv`: the names of the rows that could not be embedded.
+
+        Empty if the block has no such row.
+        """
         if len(self.failed_rows) == 0:
             return b""
         names = self.store.row_ids(self.span.rows.start, self.span.rows.stop)

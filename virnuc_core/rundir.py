@@ -90,7 +90,10 @@ RESULT_FILES: Final = (
 
 
 def _read_files(verdict: str) -> tuple[str, ...]:
-    """Return the names of the files that reads with a verdict may be written to."""
+    """Return the names of the files that reads with a verdict may be written to.
+
+    There is a name for each format, and for single reads, first mates, second mates and orphans.
+    """
     names = []
     for suffix in ("", *MATE_SUFFIXES):
         for file_format in ("fasta", "fastq"):
@@ -244,6 +247,12 @@ def storage_errors(path: Path) -> Iterator[None]:
     """Turn an `OSError` of the `with` block into a `StorageError` that names `path`.
 
     Errors that do not come from the disk, such as a missing file, are raised as they are.
+
+    Args:
+        path: The file that the block writes.
+
+    Raises:
+        StorageError: The disk is full, broken or read-only.
     """
     try:
         yield
@@ -308,10 +317,11 @@ def atomic_file(
             yield temp_path
             with open_to_update(temp_path, root) as file:
                 os.fsync(file.fileno())
-            require_lease(path)
+            require_lease(path)  # again, because writing may have taken long
             rename_file(temp_path, path, root)
             flush_folder(path.parent, root)
         except FileNotFoundError:
+            # If the whole directory was renamed or removed, this raises an error that says so.
             require_lease(path)
             raise
         finally:
@@ -368,7 +378,17 @@ def atomic_hdf5(
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a UTF-8 text file so that it appears whole or not at all."""
+    """Write a UTF-8 text file so that it appears whole or not at all.
+
+    Args:
+        path: The file. Its folder is made if it is not there.
+        text: The content.
+
+    Raises:
+        StorageError: The disk refuses.
+        UnsafeFileError: A folder between the run directory and the file is a link.
+        ConfigError: The lease of the directory is lost.
+    """
     with atomic_file(path) as temp_path:
         temp_path.write_text(text, encoding="utf-8")
 
@@ -399,7 +419,10 @@ def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
     names_of_folder: dict[Path, list[str]] = {}
 
     def names_in(folder: Path) -> list[str]:
-        """List a folder. It has no names if it is absent or a link, except for the root."""
+        """List a folder below the root. It has no names if it is absent, or if it is a link.
+
+        The root itself may be a link, because the user has named it.
+        """
         if folder not in names_of_folder:
             names_of_folder[folder] = []
             if folder == root and folder.is_dir():
@@ -411,7 +434,13 @@ def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
         return names_of_folder[folder]
 
     def search(folder: Path, parts: list[str]) -> Iterator[Path]:
-        """Yield the paths in a folder that match the parts of a pattern, one for each level."""
+        """Yield the paths in a folder that match the parts of a pattern.
+
+        Args:
+            folder: The folder.
+            parts: The pattern, split at each `/`. The first part is for names in `folder`, the next
+                one for names in its sub-folders, and so on.
+        """
         for name in fnmatch.filter(names_in(folder), parts[0]):
             if len(parts) == 1:
                 yield folder / name
@@ -437,12 +466,15 @@ def require_no_links(root: Path) -> None:
     Another user may have put the link there. What we write or remove in this folder would be
     written or removed elsewhere.
 
+    Args:
+        root: The output directory.
+
     Raises:
         UnsafeFileError: Names the link.
     """
     for folder in _matching_paths(root, sorted(_folders_of((*GUARDED_FILES, INBOX_MARK)))):
         if folder.is_symlink():
-            check_folder(folder, root)
+            check_folder(folder, root)  # raises the error
 
 
 def is_ours(root: Path) -> bool:
@@ -450,10 +482,14 @@ def is_ours(root: Path) -> bool:
 
     A directory is ours if it has our marker file, or records that only virnuc writes. A directory
     whose lease this process holds is ours as well, and so are the nested runs in it.
+
+    Args:
+        root: The directory, which need not exist.
     """
     marker = _read_json_object(root / MARKER_FILE)
     if marker.get("product") == "virnuc" or path_exists(root / INBOX_MARK):
         return True
+    # Records of a run, and of a search for the best engine settings. Only virnuc writes them.
     if "fingerprints" in _read_json_object(root / "run.json"):
         return True
     if "candidates" in _read_json_object(root / "tune.json"):
@@ -469,6 +505,9 @@ def is_ours(root: Path) -> bool:
 
 def require_own_directory(root: Path) -> None:
     """Refuse a directory that is not ours and contains a file with a name that we would write.
+
+    Args:
+        root: The directory, which need not exist.
 
     Raises:
         ConfigError: Names the files.
@@ -486,7 +525,15 @@ def require_own_directory(root: Path) -> None:
 
 
 def require_absent(*files: Path, force: bool) -> None:
-    """Raise a `ConfigError` if one of these files exists, unless `force` is set."""
+    """Raise an error if one of these files exists, unless they may be overwritten.
+
+    Args:
+        *files: Files that a command is about to write.
+        force: The user allows to overwrite them.
+
+    Raises:
+        ConfigError: Names the files that exist.
+    """
     if force:
         return
     existing = [path for path in files if os.path.lexists(path)]
@@ -570,8 +617,13 @@ def run_lock(root: Path) -> Iterator[None]:
     processes are removed first. If the block writes nothing, a directory or marker file that was
     created here is removed again. Nested calls for the same directory do nothing.
 
+    Args:
+        root: The directory.
+
     Raises:
         ConfigError: Another process holds the directory, or files of others would be overwritten.
+        UnsafeFileError: A folder that we use in the directory is a link.
+        StorageError: The disk refuses.
     """
     # If this process holds the directory already, it must not have gone meanwhile.
     require_lease(root)
@@ -603,6 +655,8 @@ def run_lock(root: Path) -> Iterator[None]:
                     require_lease(marker)
                     marker.unlink(missing_ok=True)
     finally:
+        # A directory that this call created is removed if it is empty, and so is an older directory
+        # of ours whose files the block has removed. An empty directory of the user's is kept.
         may_be_removed = (is_new_directory or not is_new_marker) and not is_lost
         if may_be_removed and not marker.exists():
             with suppress(OSError):  # the directory is not empty: keep it
@@ -695,6 +749,7 @@ def discard(root: Path, *patterns: str) -> None:
 
     folders = {*_matching_paths(root, _folders_of(patterns)), root}
     foreign = []
+    # The deepest folders come first, so that a folder is empty when its sub-folders were removed.
     for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
         if folder == root:
             with suppress(OSError):  # not empty
@@ -718,7 +773,14 @@ _SOCKET: Final = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
 
 
 def device_holder(device: str) -> str | None:
-    """Return a description of the process that holds a device, or None if nobody does."""
+    """Return a description of the process that holds a device, or None if nobody does.
+
+    Args:
+        device: Id of the device, as for `lock_device`.
+
+    Returns:
+        "process 123", or "another process" if its number is not available.
+    """
     with socket.socket(*_SOCKET) as client:
         try:
             client.connect(f"\0{DEVICE_LOCK_PREFIX}{device}")
@@ -726,6 +788,7 @@ def device_holder(device: str) -> str | None:
             return None
         except BlockingIOError:  # the holder's queue is full, so its process id is not available
             return "another process"
+        # Linux returns three C integers of 4 bytes each.
         credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, _user_id, _group_id = struct.unpack("3i", credentials)
     if pid == 0:  # the process is in another PID namespace, such as a container

@@ -18,7 +18,15 @@ from virnuc_core.runfiles import Count, Device, File, FileDigest, RunFile, RunRe
 
 
 def read_usable(path: Path, kind: type[File]) -> File | None:
-    """Return the content of a file, or `None` if it is missing or cannot be used."""
+    """Return the content of a file, or `None` if it is missing or cannot be used.
+
+    Args:
+        path: The file.
+        kind: The model of its content.
+
+    Raises:
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
+    """
     with suppress(ConfigError):
         return runfiles.read(path, kind)
     return None
@@ -67,6 +75,8 @@ def record_validation(
     path = RunDir(out).record
     previous = runfiles.read_or_set_aside(path, ValidationRecord)
     if previous is not None and not spec.force:
+        # Older versions of virnuc recorded another digest of the same int8 calibration.
+        # Then that digest is kept, so that it does not count as a difference.
         fingerprints = accept_older_digest(spec.models, record.fingerprints, previous.fingerprints)
         record = record.model_copy(update={"fingerprints": fingerprints})
         _require_same_inputs(out, previous, record)
@@ -146,7 +156,7 @@ class BaselineSubset(RunFile):
     reads: Count
     tokens: Count  # protein tokens of its rows, start and end tokens included
     total_tokens: Count  # of all rows
-    seed: int = 0  # its reads were drawn by
+    seed: int = 0  # of the random choice of its reads
 
 
 class BaselineSummary(RunFile):
@@ -161,7 +171,7 @@ class BaselineSummary(RunFile):
     source: Literal["measured", "recorded"] = "measured"
     # For the whole input, scaled if a subset was measured: what a run is compared with
     wall_s: Seconds | None = None
-    # On the whole input, scaled; none of a recorded one
+    # Time of each stage, scaled in the same way; empty if the time is a recorded one
     stages: dict[str, Seconds] = Field(default_factory=dict)
     subset: BaselineSubset | None = None  # what was measured; None: everything, or nothing
     measured_s: Seconds | None = None  # seconds that really passed; None when recorded
@@ -173,7 +183,7 @@ class BaselineSummary(RunFile):
     measured_rows: Count | None = None
     devices: tuple[Device, ...] = ()
     fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
-    # The result files, by name; None: none, or an older version wrote them
+    # The result files, by name; None: there are none, or an older version wrote this summary
     files: dict[str, FileDigest] | None = None
     reused: bool = Field(False, exclude=True)
 
@@ -181,7 +191,7 @@ class BaselineSummary(RunFile):
 OVERHEAD: Final = "checkpoint_overhead.json"
 TUNING: Final = "tuning.json"
 MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
-# Of a run that times commits; the rate of a shorter one is the luck of its scheduling
+# Shortest run that times commits. The rate of a shorter one depends on chance (its scheduling).
 MIN_SECONDS: Final = 10.0
 SHOWN_CHARACTERS: Final = 12  # of a fingerprint
 
@@ -192,7 +202,8 @@ class OverheadPair(RunFile):
     switch: Annotated[Switch, Field(alias="of")] = "commits"  # the feature that is switched
     with_run: str  # run directory, relative to the validation's
     without_run: str
-    # from the first batch launched to the last shard committed; of models, in the whole time
+    # Tokens per second from the first batch launched to the last shard committed. If `switch` is
+    # "models", in the whole time of the run, because loading them is what is measured.
     with_tokens_per_s: float
     without_tokens_per_s: float
     seconds: float  # of the shorter run
@@ -200,12 +211,13 @@ class OverheadPair(RunFile):
 
     @property
     def overhead(self) -> float | None:
-        """Return 1 − tokens/s with what costs ÷ tokens/s without.
+        """Return 1 − tokens/s of the costly run ÷ tokens/s of the cheap run.
 
-        Of models, what costs is to load them anew, which is the run without the switch.
+        For commits and the sampler, the costly run is the one with the feature. For `models`, the
+        feature (workers keep their models) saves time, so the costly run is the one without it.
 
         Returns:
-            `None` if the pair says nothing.
+            `None` if the pair says nothing: a worker was restarted, or the cheap run has no rate.
         """
         costly, cheap = self.with_tokens_per_s, self.without_tokens_per_s
         if self.switch == "models":
@@ -239,14 +251,14 @@ class OverheadFile(RunFile):
 
     @property
     def median(self) -> float | None:
-        """Return the median commit overhead, or `None` without a valid pair."""
+        """Return the median of the commit overheads, or `None` without a valid pair."""
         if not self.shares:
             return None
         return median(self.shares)
 
     @property
     def problem(self) -> str:
-        """Say why the pairs tell nothing about commits, or nothing if they do."""
+        """Return why the pairs tell nothing about commits; an empty text if they do."""
         n_pairs = len(self.shares)
         if n_pairs < MIN_PAIRS:
             return f"{n_pairs} undisturbed pairs of runs; {MIN_PAIRS} are needed"
@@ -261,9 +273,9 @@ class OverheadFile(RunFile):
 class TuningRound(RunFile):
     """A round of tuning: what was missed, what was tried against it, and what was found."""
 
-    missed: tuple[str, ...]
-    said: str
-    engine: dict[str, Any] | None = None  # None: nothing better was found
+    missed: tuple[str, ...]  # titles of the criteria that were missed
+    outcome: Annotated[str, Field(alias="said")]  # what was tried and found, in sentences
+    engine: dict[str, Any] | None = None  # the better settings; None: nothing better was found
 
 
 class TuningFile(RunFile):

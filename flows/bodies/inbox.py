@@ -75,7 +75,7 @@ def _predict_file(settings: InboxSettings, ledger: Ledger, row: Row, pool: Pool 
         try:
             values = {"reads": (str(settings.inbox / row.file),), "out": out, **shared_settings}
             file_settings = build(PredictSettings, values)
-            label = sample_name(file_settings.named)
+            label = sample_name(file_settings.all_inputs)
             summary, _ = predict_with(pool, file_settings, label, expected_sha256=row.sha256)
         except Exception as error:  # noqa: BLE001 - the ledger decides what the error means
             return error

@@ -41,7 +41,7 @@ def scale(settings: ScaleSettings) -> State[ValidationResult]:
 def run_steps(settings: ScaleSettings) -> Judgement:
     """Stage the reads, run them on each number of devices, compare the runs and judge them."""
     profile = load_profile(settings.profile)
-    label = sample_name(settings.named)
+    label = sample_name(settings.all_inputs)
     preflight(settings)
     finished_before = finished_runs(settings.out)
     with connected_machines(settings) as (spec, machines):

@@ -31,7 +31,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     devices = preflight(settings)
     base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
     candidates = make_candidates(base, settings.swept())
-    label = sample_name(settings.named)
+    label = sample_name(settings.all_inputs)
     announce(label, profile.name, devices.kind)
     stage_reads_of(settings, label)
 

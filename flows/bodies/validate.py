@@ -62,7 +62,7 @@ def validate(settings: ValidateSettings) -> State[ValidationResult]:
 def run_steps(settings: ValidateSettings) -> Judgement:
     """Run the steps of a validation. Finished steps of an earlier attempt are not run again."""
     profile = load_profile(settings.profile)
-    label = sample_name(settings.named)
+    label = sample_name(settings.all_inputs)
     preflight(settings)
     finished_before = finished_runs(settings.out)
     with connected_machines(settings) as (spec, machines):

@@ -59,7 +59,7 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
             ConfigError: Samples are named in two ways, or a path is not allowed.
             InputError: The sample sheet or the names of the files cannot be used.
         """
-        if self.samples is not None and (self.named or self.sample_from != "none"):
+        if self.samples is not None and (self.all_inputs or self.sample_from != "none"):
             raise ConfigError("samples: the sheet names all reads; give none beside it")
         if self.read_group:
             raise ConfigError(

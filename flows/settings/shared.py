@@ -173,7 +173,7 @@ class RunSettings(ReadsSpec, FlowSettings):
         """
         from virnuc_core.reads.sources import local_files
 
-        return local_files(self.named)
+        return local_files(self.all_inputs)
 
     def locked_output(self) -> AbstractContextManager[None]:
         """Check the output directory, and lock it for the body of a `with` statement.

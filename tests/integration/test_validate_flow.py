@@ -199,8 +199,8 @@ def test_a_missed_speed_is_tuned_and_judged_again(
     assert "nothing had to be computed" in (second_state.message or "")
     rounds = read(out_dir / "tuning.json", TuningFile).rounds
     assert [tuning_round.engine is None for tuning_round in rounds] == [False, True]
-    assert rounds[1].said.startswith("no setting mends ")
-    assert rounds[1].said in " ".join(read_report(out_dir / "report" / "report.json").notes)
+    assert rounds[1].outcome.startswith("no setting mends ")
+    assert rounds[1].outcome in " ".join(read_report(out_dir / "report" / "report.json").notes)
     assert verify_report(out_dir).ok
 
 

@@ -50,7 +50,7 @@ class Target(Spec):
     value: float
 
     def met(self, measured: float) -> bool:
-        """Return whether `measured op value` holds."""
+        """Return whether a measured value reaches the target: whether `measured op value` holds."""
         is_met = _COMPARISONS[self.op](measured, self.value)
         return bool(is_met)
 
@@ -143,6 +143,9 @@ def load_profile(name_or_path: str) -> Profile:
 
     Args:
         name_or_path: The name of a profile that comes with virnuc, or the path of a `.toml` file.
+
+    Returns:
+        The profile. Keys that the file does not set have the defaults of `Profile`.
 
     Raises:
         ConfigError: There is no such profile, or it is not valid. The message names the key.

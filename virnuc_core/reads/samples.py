@@ -281,7 +281,7 @@ def samples_by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
     from virnuc_core.reads.alignments import find_samples  # imported only if needed
 
     files_by_sample = defaultdict[str, list[str]](list)
-    for file in find_inputs(spec.named).files:
+    for file in find_inputs(spec.all_inputs).files:
         format_ = find_alignment_format_of_file(file)
         if not format_:
             raise InputError("only BAM, CRAM and SAM have read groups; this is none", file=file)
@@ -337,7 +337,7 @@ def _find_named_reads(spec: ReadsSpec) -> Inputs:
     Files in a folder that have the name of a reads file (such as `.fastq`) but hold no reads are
     included. They are mostly empty, and their sample is reported as failed instead of missing.
     """
-    inputs = find_inputs(spec.named)
+    inputs = find_inputs(spec.all_inputs)
     files = list(inputs.files)
     for name in inputs.ignored:
         match = ENDINGS.search(Path(name).name)

@@ -191,7 +191,7 @@ def stage(
         SpentInputError: Staging failed for a reason that may pass, but it cannot be repeated,
             because the reads came through a pipe and are gone.
     """
-    inputs = find_inputs(spec.named)
+    inputs = find_inputs(spec.all_inputs)
     is_one_plain_file = (
         len(inputs.files) == 1
         and not spec.interleaved

@@ -54,7 +54,7 @@ def notes(report: Report, tuning: Sequence[TuningRound]) -> tuple[str, ...]:
         sentences += _read_length_notes(report, run)
     for number_of_round, tuning_round in enumerate(tuning, start=1):
         criteria = ", ".join(tuning_round.missed)
-        result = tuning_round.said
+        result = tuning_round.outcome
         sentences.append(f"Tuning round {number_of_round}, {criteria} missed: {result}.")
     return tuple(sentences)
 

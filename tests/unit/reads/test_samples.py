@@ -107,7 +107,7 @@ def test_an_impossible_file_name_fails_only_its_own_sample(tmp_path: Path) -> No
     with pytest.raises(
         InputError, match=r"^b{100}: cannot be read: File name too long; check the path"
     ):
-        find_inputs(samples["b"].named)
+        find_inputs(samples["b"].all_inputs)
 
 
 def test_a_sheet_that_is_not_text_is_refused(tmp_path: Path) -> None:
