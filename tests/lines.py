@@ -29,6 +29,7 @@ LAYERS = (
         "config",
         "errors",
         "encoder_names",
+        "first_use",
         "gpus",
         "input_names",
         "lease",

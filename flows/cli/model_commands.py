@@ -1,7 +1,7 @@
 """The commands `virnuc models …`: make, convert, fetch and check weights, and choose a head."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
@@ -16,7 +16,9 @@ from virnuc_core.encoders.model_config import (
     Storage,
 )
 from virnuc_core.errors import ConfigError, WeightsError
+from virnuc_core.first_use import first_use
 
+MODELS_DESCRIPTION: Final = "the models"  # for a process that waits while another makes them
 ModelsOut = Annotated[Path, Parameter(help="models directory to write")]
 ModelsDir = Annotated[Path, Parameter(env_var=ENVIRONMENT["models"], help="models directory")]
 HeadFile = Annotated[Path, Parameter(help="VirNucPro's 300_model.pth or 500_model.pth")]
@@ -48,7 +50,8 @@ def init_random(
     """Write a models directory with random weights of any size, for trying things out."""
     from virnuc_core.encoders.convert import init_random as write_random_models
 
-    write_random_models(out, protein_size, dna_size, model_length=head, seed=seed, dtype=dtype)
+    with first_use(out, MODELS_DESCRIPTION):
+        write_random_models(out, protein_size, dna_size, model_length=head, seed=seed, dtype=dtype)
     sizes = f"{PROTEIN.title} {protein_size}, {DNA.title} {dna_size}"
     print(f"{out}: random weights, {sizes}, head for length {head}")
 
@@ -78,13 +81,14 @@ def convert(
 
     if not (protein or dna or head):
         raise ConfigError(f"nothing to convert; give {PROTEIN.option}, {DNA.option} or --head")
-    for encoder, source in ((PROTEIN_ENCODER, protein), (DNA_ENCODER, dna)):
-        if source is not None:
-            convert_encoder(encoder, source, out, dtype, drop_extra)
-            print(out / encoder.name)
-    if head is not None:
-        convert_head(head, out, model_length)
-        print(out / "head")
+    with first_use(out, MODELS_DESCRIPTION):
+        for encoder, source in ((PROTEIN_ENCODER, protein), (DNA_ENCODER, dna)):
+            if source is not None:
+                convert_encoder(encoder, source, out, dtype, drop_extra)
+                print(out / encoder.name)
+        if head is not None:
+            convert_head(head, out, model_length)
+            print(out / "head")
 
 
 @models.command
@@ -99,7 +103,9 @@ def fetch(
     """Download the public encoders at pinned revisions into a models directory."""
     from virnuc_core.encoders.convert import fetch as download_models
 
-    download_models(out, head, model_length=model_length, dtype=dtype)
+    # Jobs that start together and all fetch the models wait for the first, and then find them.
+    with first_use(out, MODELS_DESCRIPTION):
+        download_models(out, head, model_length=model_length, dtype=dtype)
     print(f"{out}: {PROTEIN.public_title}, {DNA.public_title} and {head.name}")
 
 

@@ -6,7 +6,6 @@ user of the machine.
 """
 
 import atexit
-import fcntl
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ import psutil
 from virnuc.flows.output_folder import require_writable
 from virnuc.flows.parameters import WITHOUT
 from virnuc_core.errors import ConfigError, StorageError, VirnucError
+from virnuc_core.first_use import FirstUseLock
 from virnuc_core.rundir import parent_bound_command, write_text_atomically
 from virnuc_core.system_errors import describe_system_error
 
@@ -35,8 +35,6 @@ LOOPBACK: Final = "127.0.0.1"
 PENDING_CONNECTIONS: Final = 128
 USER: Final = "virnuc"
 DATABASE_URL: Final = "PREFECT_SERVER_DATABASE_CONNECTION_URL"  # if set, the home has no database
-MAX_LOCK_WAIT_S: Final = 600.0
-LOCK_POLL_S: Final = 0.2
 POLL_S: Final = 5.0  # how long one attempt to reach the server takes
 MIN_PROGRESS_S: Final = 0.05  # processor time that shows that a server works
 GUARDED_APP: Final = "virnuc.flows.cli.server_guard:create_app"
@@ -146,17 +144,15 @@ def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
 
 
 class FirstUse:
-    """The lock around the first use of a Prefect home by one version of Prefect.
+    """The first use of a Prefect home by one version of Prefect, by one process at a time.
 
     The first server in a home creates or migrates its SQLite database. Servers that do so at the
     same time damage each other's work. A marker file tells that the database is ready, so later
-    commands need no lock. The system releases the lock if this process ends.
+    commands need no lock.
     """
 
     def __init__(self, home: Path) -> None:
-        """Take the lock, if the database of this home is not ready. Wait for its holder.
-
-        If the file system has no locks, go on without one.
+        """Wait until the database of a home is ready, or until this process may set it up.
 
         Args:
             home: Prefect's home. It is created if it is missing.
@@ -168,43 +164,12 @@ class FirstUse:
 
         self._marker = home / f".virnuc-database-{prefect_version}"
         self._database = home / "prefect.db"
-        self._lock_file: IO[bytes] | None = None
-        if self._is_ready():
-            return
-        home.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._lock_file = os.fdopen(os.open(home / ".virnuc-first-use", flags, 0o600), "rb+")
-        with suppress(OSError):
-            self._wait_for_lock(self._lock_file)
-        if self._is_ready():  # by the process that held the lock
-            self.release()
-        else:
+        self._lock = FirstUseLock(home, "Prefect's database", self._is_ready)
+        self._lock.take()
+        if self._lock.is_held:
             # A new database file may get the inode of one that was removed.
             with suppress(OSError):
                 self._marker.unlink(missing_ok=True)
-
-    def _wait_for_lock(self, lock_file: IO[bytes]) -> None:
-        """Lock a file. If another process has locked it, say so and wait.
-
-        After `MAX_LOCK_WAIT_S` the process goes on without the lock: its holder may be suspended.
-
-        Raises:
-            OSError: The file system has no locks.
-        """
-        give_up_s = time.monotonic() + MAX_LOCK_WAIT_S
-        has_told = False
-        while time.monotonic() < give_up_s and not self._is_ready():
-            try:
-                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if not has_told:
-                    has_told = True
-                    home = self._database.parent
-                    log.warning(
-                        "another process sets up Prefect's database in %s; waiting for it", home
-                    )
-            time.sleep(LOCK_POLL_S)
 
     def _is_ready(self) -> bool:
         """Return whether this version of Prefect has set up the database that is there now."""
@@ -224,15 +189,13 @@ class FirstUse:
 
     def finish(self) -> None:
         """Record that the database is ready."""
-        if self._lock_file is not None:
+        if self._lock.is_held:
             with suppress(OSError, VirnucError):
                 write_text_atomically(self._marker, self._database_identity())
 
     def release(self) -> None:
         """Release the lock, if it is held."""
-        if self._lock_file is not None:
-            self._lock_file.close()
-            self._lock_file = None
+        self._lock.release()
 
 
 def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> TemporaryServer:

@@ -26,6 +26,7 @@ from virnuc_core.encoders.checkpoint import part_folder, weight_files
 from virnuc_core.encoders.model_config import CONFIG
 from virnuc_core.encoders.registry import ENCODERS, PARTS
 from virnuc_core.errors import VirnucError, WeightsError
+from virnuc_core.first_use import first_use
 from virnuc_core.rundir import write_text_atomically
 from virnuc_core.runfiles import sha256_of
 from virnuc_core.system_errors import read_with_retries
@@ -139,8 +140,9 @@ def _file_state(status: os.stat_result) -> tuple[int, ...]:
 def _cached_digest(path: Path, state: tuple[int, ...], recompute: bool) -> str:
     """Return the digest of a file, from the user's cache if the file has not changed.
 
-    The digest of a large file is written to the cache in the user's home. A cache that cannot be
-    read or written is not an error: the digest is computed then.
+    The digest of a large file is written to the cache in the user's home. Processes that start at
+    the same time do not all read the file: one computes the digest, and the others wait. A cache
+    that cannot be read or written is not an error: the digest is computed then.
 
     Args:
         path: The file.
@@ -148,20 +150,41 @@ def _cached_digest(path: Path, state: tuple[int, ...], recompute: bool) -> str:
         recompute: Read the file, even if its digest is in the cache.
     """
     key = hashlib.sha256(f"{path} {state}".encode()).hexdigest()
-    cache_path = Path(CACHE, key)
-    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
-        cache_path = cache_path.expanduser()
-        if not recompute:
-            cached_text = cache_path.read_text("ascii", "replace")
-            if re.fullmatch("[0-9a-f]{64}", cached_text):
-                return cached_text
+    cache_path = None
+    with suppress(RuntimeError):  # the user has no home
+        cache_path = Path(CACHE, key).expanduser()
+    if cache_path is None or not _is_large(path):
+        return read_with_retries(path, lambda: digest_of(path))
 
-    digest = read_with_retries(path, lambda: digest_of(path))
-    with suppress(OSError, VirnucError):
-        # Without a home, the path still begins with "~" and is relative: nothing is cached then.
-        if path.stat().st_size >= LARGE_BYTES and cache_path.is_absolute():
+    def is_cached() -> bool:
+        """Return whether another process has computed the digest, and it may be used."""
+        return not recompute and _read_cached_digest(cache_path) is not None
+
+    with first_use(cache_path.parent, f"the digest of {path.name}", is_cached) as must_compute:
+        if not must_compute:
+            cached_digest = _read_cached_digest(cache_path)
+            if cached_digest is not None:
+                return cached_digest
+        digest = read_with_retries(path, lambda: digest_of(path))
+        with suppress(OSError, VirnucError):
             write_text_atomically(cache_path, digest)
-    return digest
+        return digest
+
+
+def _is_large(path: Path) -> bool:
+    """Return whether the digest of a file is kept in the cache."""
+    with suppress(OSError):
+        return path.stat().st_size >= LARGE_BYTES
+    return False
+
+
+def _read_cached_digest(cache_path: Path) -> str | None:
+    """Return the digest in a file of the cache, or None if there is no usable one."""
+    with suppress(OSError):
+        text = cache_path.read_text("ascii", "replace")
+        if re.fullmatch("[0-9a-f]{64}", text):
+            return text
+    return None
 
 
 def digest_of(path: Path) -> str:

@@ -8,6 +8,7 @@ import gzip
 import json
 import subprocess
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from virnuc.flows.cli import temporary_server
+import virnuc_core.first_use
 from virnuc.flows.cli.server_guard import Message, OwnerOnly, Receive, Send
 from virnuc.flows.cli.temporary_server import FirstUse
 from virnuc.tasks.result_references import without_result_references
@@ -147,21 +148,22 @@ def test_a_second_first_use_waits_for_the_first(
     first_use = FirstUse(tmp_path)
     waiting = threading.Thread(target=finished_first_use, args=(tmp_path,))
     waiting.start()
-    waiting.join(timeout=1.0)
-    assert waiting.is_alive()
+    while "another process makes Prefect's database" not in caplog.text:
+        assert waiting.is_alive()
+        time.sleep(0.01)
     first_use.release()
     waiting.join(timeout=10.0)
     assert not waiting.is_alive()
-    assert caplog.text.count("another process sets up Prefect's database") == 1
+    assert caplog.text.count("another process makes Prefect's database") == 1
 
 
 def test_a_home_that_is_ready_needs_no_lock_until_its_database_is_removed(tmp_path: Path) -> None:
     finished_first_use(tmp_path)
     with_lock = FirstUse(tmp_path)
-    assert with_lock._lock_file is None
+    assert not with_lock._lock.is_held
     (tmp_path / "prefect.db").unlink()
     first_use = FirstUse(tmp_path)
-    assert first_use._lock_file is not None
+    assert first_use._lock.is_held
     # Its server makes the file long before all tables are in it.
     (tmp_path / "prefect.db").write_text("")
     assert not first_use._is_ready()
@@ -171,7 +173,7 @@ def test_a_home_that_is_ready_needs_no_lock_until_its_database_is_removed(tmp_pa
 def test_a_suspended_holder_does_not_stop_others_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(temporary_server, "MAX_LOCK_WAIT_S", 0.3)
+    monkeypatch.setattr(virnuc_core.first_use, "MAX_WAIT_S", 0.3)
     first_use = FirstUse(tmp_path)
     FirstUse(tmp_path).release()
     first_use.release()
