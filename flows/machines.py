@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from virnuc_core.config import ClassifySpec, Devices
-from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.devices import auto_remark, resolve
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import DeviceError
 from virnuc_core.profiles import Profile
@@ -76,7 +76,7 @@ class Machines:
     def subset(self, count: int) -> Devices:
         """Return the first `count` devices by name."""
         ids = tuple(device.id for device in self.devices[:count])
-        return Devices(kind=self.local.kind, ids=ids)
+        return self.local.model_copy(update={"ids": ids})
 
     def workers(self, count: int) -> AbstractContextManager[Pool | None]:
         """Return workers on the first `count` devices of a cluster; None on this machine.
@@ -111,7 +111,8 @@ def find_machines(spec: ClassifySpec, cluster: Cluster | None) -> Machines:
         node_ends.append(len(devices))
 
     kind = devices[0].kind
-    local = Devices(kind=kind, ids=_local_ids(spec, kind))
+    remark = auto_remark(spec.devices) if cluster is None else ""
+    local = Devices(kind=kind, ids=_local_ids(spec, kind), auto_remark=remark)
     return Machines(tuple(devices), tuple(node_ends), local, cluster)
 
 

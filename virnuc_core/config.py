@@ -124,6 +124,8 @@ class Devices(Spec):
 
     kind: Literal["cuda", "cpu", "auto"]
     ids: tuple[str, ...] = ()
+    # Why `auto` took these devices, for the record of a run. Empty if the user named them.
+    auto_remark: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -9,18 +9,56 @@ importing this module costs nothing. Callers ask `NVML`, which tests replace by 
 
 import ctypes
 import errno
+import functools
+import importlib.util
 import math
 import os
+import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 LIBRARY: Final = "libnvidia-ml.so.1"  # the file of NVML that the driver installs
 UUID_PREFIXES: Final = ("GPU-", "MIG-")  # of whole GPUs and of their slices
+VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+# The kernel has this file as long as NVIDIA's module is loaded, also inside containers.
+KERNEL_DRIVER: Final = Path("/proc/driver/nvidia/version")
+
+# Ways out, each a clause that can be followed by ", or compute without GPUs".
+_REINSTALL: Final = "have the driver installed again"
+_RESET: Final = "have the GPU reset (nvidia-smi --gpu-reset), or the machine restarted"
+_KERNEL_LOG: Final = "look for NVRM in the messages of the kernel (dmesg)"
+_LIBRARY_PATH: Final = (
+    f"remove another {LIBRARY} from LD_LIBRARY_PATH, or have the driver installed again"
+)
+_CUDA_LIBRARY: Final = (
+    "have a CUDA library (libcuda.so.1) of the driver's version installed, and remove others from "
+    "LD_LIBRARY_PATH"
+)
+_PERMISSION: Final = (
+    "have this user given access to /dev/nvidia*; in a container or batch job ask for a GPU "
+    "(--gpus all, --gres=gpu:1)"
+)
+_VERSIONS_DIFFER: Final = (
+    "restart the machine, or have the kernel module of the driver loaded again: the driver was "
+    "updated since the module was loaded"
+)
+_MODULE_MISSING: Final = (
+    "have the kernel module of the driver loaded (modprobe nvidia), or built for this kernel"
+)
 
 
 class NvmlError(Exception):
-    """NVML, or a GPU asked for by UUID, cannot be used."""
+    """NVML, or a GPU asked for by UUID, cannot be used. The text has the words of the driver.
+
+    Attributes:
+        advice: What the user can do about it, a clause.
+    """
+
+    def __init__(self, problem: str, advice: str = _KERNEL_LOG) -> None:
+        super().__init__(problem)
+        self.advice = advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +97,38 @@ class Occupancy:
     process_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class GpuSearch:
+    """The GPUs that this process may use, or the reason why there is none.
+
+    Attributes:
+        gpus: The GPUs, in CUDA's order.
+        absence: A clause that says why there is no GPU; empty if there is one.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    absence: str = ""
+
+
 class GpuLibrary(Protocol):
-    """The questions that virnuc asks about GPUs."""
+    """The questions that virnuc asks about GPUs and about the software that uses them."""
 
     def driver(self) -> Driver | None:
         """Return the versions of the driver, or `None` if there is no driver that works."""
 
-    def visible(self) -> list[Gpu]:
-        """Return the GPUs that this process may use, in CUDA's order, without starting CUDA.
+    def torch_cuda(self) -> str | None:
+        """Return the CUDA version for which torch was built, or `None` if it has no CUDA."""
 
-        The list is empty if there is no driver.
+    def search(self) -> GpuSearch:
+        """Return the GPUs that this process may use, or why there is none, without starting CUDA.
 
         Raises:
             NvmlError: There is a driver, and it does not work.
         """
+        ...
+
+    def visible(self) -> list[Gpu]:
+        """Return the GPUs that this process may use, in CUDA's order; see `search`."""
         ...
 
     def occupancy(self, uuid: str) -> Occupancy:
@@ -116,11 +172,18 @@ class Nvml:
             return None
         return Driver(version, cuda=f"{cuda // 1000}.{cuda % 1000 // 10}")
 
-    def visible(self) -> list[Gpu]:
-        """Return the GPUs that this process may use, in CUDA's order, without starting CUDA.
+    def torch_cuda(self) -> str | None:
+        """Return the CUDA version for which torch was built, or `None` if it has no CUDA.
 
-        The list is empty if there is no driver, which only a missing library proves, if the driver
-        has no GPU, or if `CUDA_VISIBLE_DEVICES` hides all GPUs.
+        torch is not imported, which would take seconds: the answer is in one of its files.
+        """
+        return _torch_cuda()
+
+    def search(self) -> GpuSearch:
+        """Return the GPUs that this process may use, or why there is none, without starting CUDA.
+
+        There is none if there is no driver, which only a missing library proves, if the driver has
+        no GPU, or if `CUDA_VISIBLE_DEVICES` hides all GPUs.
 
         Raises:
             NvmlError: There is a driver, and the driver or a GPU does not work. An example is a
@@ -138,21 +201,40 @@ class Nvml:
         except pynvml.NVMLError_LibraryNotFound as error:
             problem = _library_problem()
             if problem:
-                raise NvmlError(problem) from error
-            return []
+                raise NvmlError(problem, _LIBRARY_PATH) from error
+            return GpuSearch(absence=_describe_missing_library())
         except pynvml.NVMLError as error:
-            raise NvmlError(str(error)) from error
+            raise _nvml_error(error) from error
         if count == 0:
-            return []
+            return GpuSearch(absence=self._describe_empty_driver())
         try:
             visible = _gpus_in_cuda_order(count)
         except pynvml.NVMLError as error:
-            raise NvmlError(str(error)) from error
+            raise _nvml_error(error) from error
         for gpu in visible:
             # nvitop returns the text N/A in place of the error of a GPU that is lost
             if not gpu.uuid.startswith(UUID_PREFIXES):
-                raise NvmlError(f"a GPU does not answer (its UUID is {gpu.uuid})")
-        return visible
+                raise NvmlError(f"a GPU does not answer (its UUID is {gpu.uuid})", _RESET)
+        if not visible:
+            return GpuSearch(absence=_describe_hidden_gpus(count))
+        return GpuSearch(tuple(visible))
+
+    def _describe_empty_driver(self) -> str:
+        """Return a clause for a driver that works and lists no GPU."""
+        driver = self.driver()
+        version = "" if driver is None else f" {driver.version}"
+        return (
+            f"the NVIDIA driver{version} works and reports 0 GPUs (in a container or batch job, "
+            "ask for a GPU: --gpus all, --gres=gpu:1)"
+        )
+
+    def visible(self) -> list[Gpu]:
+        """Return the GPUs that this process may use, in CUDA's order; see `search`.
+
+        Raises:
+            NvmlError: There is a driver, and the driver or a GPU does not work.
+        """
+        return list(self.search().gpus)
 
     def occupancy(self, uuid: str) -> Occupancy:
         """Return who uses a GPU, and how much of its memory is free.
@@ -230,11 +312,79 @@ def _library_problem() -> str:
     return ""
 
 
+@functools.cache  # the torch that is installed does not change while we run
+def _torch_cuda() -> str | None:
+    """Return the CUDA version for which torch was built, from its file `version.py`.
+
+    Returns:
+        A version such as "12.8"; None if torch was built without CUDA, or is not installed.
+    """
+    torch_package = importlib.util.find_spec("torch")
+    if torch_package is None or not torch_package.submodule_search_locations:
+        return None
+    folder = Path(torch_package.submodule_search_locations[0])
+    version: str | None = runpy.run_path(str(folder / "version.py")).get("cuda")
+    return version
+
+
+def _nvml_error(error: Exception) -> NvmlError:
+    """Return the error to raise for an error of pynvml's, with the advice that fits its code."""
+    import pynvml
+
+    advice_of_code = {
+        pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: _VERSIONS_DIFFER,
+        pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: _LIBRARY_PATH,
+        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: _LIBRARY_PATH,
+        pynvml.NVML_ERROR_DRIVER_NOT_LOADED: _MODULE_MISSING,
+        pynvml.NVML_ERROR_UNINITIALIZED: _MODULE_MISSING,
+        pynvml.NVML_ERROR_NO_PERMISSION: _PERMISSION,
+        pynvml.NVML_ERROR_OPERATING_SYSTEM: _PERMISSION,
+        pynvml.NVML_ERROR_GPU_IS_LOST: _RESET,
+        pynvml.NVML_ERROR_RESET_REQUIRED: _RESET,
+        pynvml.NVML_ERROR_TIMEOUT: _RESET,
+        pynvml.NVML_ERROR_IRQ_ISSUE: _RESET,
+        pynvml.NVML_ERROR_IN_USE: "wait until the other program no longer uses it",
+        pynvml.NVML_ERROR_INSUFFICIENT_POWER: "have the power cables of the GPUs looked at",
+        pynvml.NVML_ERROR_CORRUPTED_INFOROM: "have the GPU looked at or replaced",
+        pynvml.NVML_ERROR_MEMORY: "close other programs, or have the limit on memory raised",
+        pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: (
+            "close other programs, or have the limit on memory raised"
+        ),
+    }
+    code = getattr(error, "value", None)
+    return NvmlError(str(error), advice_of_code.get(code, _KERNEL_LOG))
+
+
+def _describe_missing_library() -> str:
+    """Return a clause for a machine or container that has no library of the driver."""
+    absence = f"this machine has no NVIDIA driver ({LIBRARY} is not installed)"
+    if KERNEL_DRIVER.exists():
+        absence = (
+            f"NVIDIA's kernel module is loaded, but {LIBRARY} is not installed here (in a "
+            "container, ask for the GPUs: --gpus all or --nv)"
+        )
+    return absence
+
+
+def _describe_hidden_gpus(count: int) -> str:
+    """Return a clause for GPUs that the environment hides.
+
+    Args:
+        count: The number of GPUs that the driver lists, at least 1.
+    """
+    hidden = "the only GPU" if count == 1 else f"all {count} GPUs"
+    value = os.environ.get(VISIBLE_VARIABLE, "")
+    return f"{VISIBLE_VARIABLE}={value!r} hides {hidden} of this machine"
+
+
 def _gpus_in_cuda_order(count: int) -> list[Gpu]:
     """Return the GPUs that CUDA lets this process use, in CUDA's order.
 
     Args:
         count: The number of GPUs that the driver lists, at least 1.
+
+    Returns:
+        The GPUs. None of them if `CUDA_VISIBLE_DEVICES` hides them all.
 
     Raises:
         NVMLError: The driver refuses a question about a GPU.
@@ -243,15 +393,42 @@ def _gpus_in_cuda_order(count: int) -> list[Gpu]:
     """
     import nvitop
 
-    is_restricted = "CUDA_VISIBLE_DEVICES" in os.environ
+    setting = os.environ.get(VISIBLE_VARIABLE)
     # nvitop starts two processes to learn CUDA's order, which takes a second. A single GPU
     # needs no order, unless CUDA may hide it or see its slices (MIG) in its place.
-    devices = [] if is_restricted or count > 1 else nvitop.Device.all()
+    devices = [] if setting is not None or count > 1 else nvitop.Device.all()
     if not devices or devices[0].is_mig_mode_enabled():
         devices = nvitop.Device.cuda.all()
-    if not devices and not is_restricted:
-        raise NvmlError(f"the driver lists GPUs ({count}), and CUDA finds none of them")
+    if not devices and setting is None:
+        problem = f"the driver lists GPUs ({count}), and CUDA finds none of them"
+        raise NvmlError(problem, _CUDA_LIBRARY)
+    if not devices and _names_a_gpu(setting or "", count):
+        problem = f"{VISIBLE_VARIABLE}={setting!r} names GPUs of the driver, and CUDA finds none"
+        raise NvmlError(problem, _CUDA_LIBRARY)
     return [Gpu(device.uuid(), device.name()) for device in devices]
+
+
+def _names_a_gpu(setting: str, count: int) -> bool:
+    """Return whether a value of `CUDA_VISIBLE_DEVICES` makes at least one GPU visible.
+
+    CUDA takes the entries up to the first one that names no GPU, so the first entry decides. It
+    takes none if an entry is there twice. Slices of GPUs (MIG) are not looked at: false for them.
+
+    Args:
+        setting: The value of the variable.
+        count: The number of GPUs that the driver lists.
+    """
+    import nvitop
+
+    entries = [entry.strip() for entry in setting.split(",")]
+    if len(set(entries)) != len(entries):
+        return False
+    first = entries[0]
+    if first.isdecimal():
+        return int(first) < count
+    # A UUID may be shortened, as long as it has its prefix and one more character.
+    is_uuid = first.startswith("GPU-") and first != "GPU-"
+    return is_uuid and any(device.uuid().startswith(first) for device in nvitop.Device.all())
 
 
 def _number(value: Any) -> float | None:

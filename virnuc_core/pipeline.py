@@ -27,7 +27,7 @@ from virnuc_core.encoders.head_card import score_thresholds, training_mismatches
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.registry import ENCODERS, count_protein_tokens
 from virnuc_core.engine import shards
-from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.engine.devices import auto_remark, resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
@@ -313,6 +313,7 @@ def classify(
             flops=flops or model_flops(spec.models),
             uncertain=uncertain,
             remarks=_remarks(job, head),
+            device_remark=_device_remark(job, pool),
         )
         for remark in job.remarks:
             log.warning("%s", remark)
@@ -343,6 +344,22 @@ def _cluster_devices(summary: RunSummary | None, pool: Pool | None) -> tuple[Dev
     if pool is not None:
         return tuple(spec.device for spec in pool.specs)
     return None
+
+
+def _device_remark(job: Job, pool: Pool | None) -> str:
+    """Return why `auto` takes CPU cores, a sentence for the summary; empty if it does not.
+
+    The sentence was logged when the devices were chosen.
+
+    Args:
+        job: The run.
+        pool: Running workers, which know the choice on a cluster.
+    """
+    if job.spec.cluster:
+        return pool.device_remark if pool is not None else ""
+    if job.devices[0].kind == "cuda":
+        return ""
+    return auto_remark(job.spec.devices)
 
 
 def _remarks(job: Job, head: HeadShape) -> tuple[str, ...]:
@@ -638,6 +655,8 @@ def _compute(
     deaths += pooled_job.deaths
     wall_s = own_s + earlier_s
     warnings = list(job.remarks)
+    if job.device_remark:
+        warnings.append(job.device_remark)
     if log_errors:
         warnings.append(
             f"{len(log_errors)} lines of the workers' logs tell of errors; "

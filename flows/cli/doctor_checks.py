@@ -18,7 +18,8 @@ from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.backends import triton_problem
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.verify import Check, Verdict
-from virnuc_core.errors import ConfigError
+from virnuc_core.engine.devices import find_gpus
+from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.rundir import atomic_file, run_lock
 from virnuc_core.runfiles import versions
 
@@ -110,18 +111,18 @@ def _lock_excludes(folder: Path) -> bool:
 
 def check_driver_and_gpus() -> Iterator[Check]:
     """Yield whether the driver fits torch, whether our kernels run, and the state of each GPU."""
-    torch_cuda = torch.version.cuda
     driver = gpus.NVML.driver()
+    torch_cuda = gpus.NVML.torch_cuda()
     try:
+        usable = find_gpus()
         visible_gpus = gpus.NVML.visible()
-    except gpus.NvmlError as error:
-        advice = "after an update of the driver restart the machine"
-        yield Check("driver", "fail", f"the NVIDIA driver does not work: {error}; {advice}")
+    except (DeviceError, gpus.NvmlError) as error:
+        yield Check("driver", "fail", str(error))
         return
     if not visible_gpus:
-        verdict: Verdict = "warn" if torch_cuda else "ok"
-        detail = "no NVIDIA driver or GPU is visible; virnuc computes on CPU cores"
-        yield Check("driver", verdict, detail)
+        # A driver, or a torch with CUDA, was installed to use GPUs. So somebody expects one here.
+        verdict: Verdict = "warn" if driver or torch_cuda else "ok"
+        yield Check("driver", verdict, f"{usable.absence}; virnuc computes on CPU cores")
         return
     if driver is None:
         yield Check("driver", "fail", "the NVIDIA driver lists GPUs, and does not tell its version")
@@ -129,7 +130,9 @@ def check_driver_and_gpus() -> Iterator[Check]:
     detail = (
         f"driver {driver.version}, which knows CUDA up to {driver.cuda}; torch is for {torch_cuda}"
     )
-    if torch.cuda.is_available():
+    if not usable.devices:
+        yield Check("driver", "fail", f"{usable.absence}; virnuc computes on CPU cores")
+    elif torch.cuda.is_available():
         yield Check("driver", "ok", detail)
         yield _check_kernels()
     else:

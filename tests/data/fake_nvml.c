@@ -14,6 +14,16 @@ int nvmlInit_v2(void) { return number("FAKE_INIT"); }
 int nvmlInitWithFlags(unsigned flags) { return flags ? 2 : number("FAKE_INIT"); }
 int nvmlShutdown(void) { return 0; }
 
+int nvmlSystemGetDriverVersion(char *text, unsigned size) {
+    strncpy(text, "570.86.15", size);
+    return 0;
+}
+
+int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    *version = 12080; /* CUDA 12.8 */
+    return 0;
+}
+
 int nvmlDeviceGetCount_v2(unsigned *count) {
     *count = number("FAKE_GPUS");
     return number("FAKE_COUNT");

@@ -27,7 +27,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from tests.fake_gpus import FakeGpus
+from tests.fake_gpus import USUAL_DRIVER, FakeGpus
 from virnuc.flows.cli import doctor_checks
 from virnuc.flows.cli.doctor import doctor, run_checks
 from virnuc.flows.cli.doctor_checks import (
@@ -41,6 +41,8 @@ from virnuc.flows.cli.doctor_checks import (
 from virnuc.flows.cli.doctor_compute import check_agreement, check_scores
 from virnuc.flows.cli.doctor_server import check_access, check_prefect_server, check_scheduler
 from virnuc_core import gpus
+from virnuc_core.config import Devices
+from virnuc_core.engine.devices import auto_remark
 from virnuc_core.gpus import Gpu, Occupancy
 from virnuc_core.runfiles import Device
 
@@ -285,6 +287,34 @@ def test_a_driver_that_does_not_work_is_a_fail(monkeypatch: pytest.MonkeyPatch) 
     (check,) = check_driver_and_gpus()
     assert (check.name, check.verdict) == ("driver", "fail")
     assert "restart the machine" in check.detail
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch_cuda", "verdict"),
+    [(None, None, "ok"), (None, "12.8", "warn"), (USUAL_DRIVER, None, "warn")],
+)
+def test_the_reason_why_there_is_no_gpu_is_told_as_runs_tell_it(
+    driver: gpus.Driver | None,
+    torch_cuda: str | None,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    absence = "CUDA_VISIBLE_DEVICES='' hides all 2 GPUs of this machine"
+    fake = FakeGpus(driver=driver, torch_cuda=torch_cuda, absence=absence)
+    monkeypatch.setattr(gpus, "NVML", fake)
+    (check,) = check_driver_and_gpus()
+    assert (check.name, check.verdict) == ("driver", verdict)
+    assert check.detail == f"{absence}; virnuc computes on CPU cores"
+    assert absence in auto_remark(Devices.parse("auto"))
+
+
+def test_a_torch_without_cuda_beside_a_gpu_is_a_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeGpus([GPU], occupancies={GPU.uuid: occupancy(79)}, torch_cuda=None)
+    monkeypatch.setattr(gpus, "NVML", fake)
+    driver, _ = check_driver_and_gpus()
+    assert (driver.name, driver.verdict) == ("driver", "fail")
+    assert "built without CUDA" in driver.detail
+    assert "install a torch with CUDA" in driver.detail
 
 
 class SilentGpus(FakeGpus):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +12,29 @@ import nvitop
 import pynvml
 import pytest
 
-from tests.fake_gpus import FakeGpus
-from virnuc_core.gpus import LIBRARY, Driver, Gpu, Nvml, NvmlError, Occupancy, Reading
+from tests.fake_gpus import FakeGpus, build_fake_nvml
+from virnuc_core import gpus
+from virnuc_core.gpus import (
+    LIBRARY,
+    Driver,
+    Gpu,
+    GpuSearch,
+    Nvml,
+    NvmlError,
+    Occupancy,
+    Reading,
+)
 
 UUIDS = ("GPU-aaaa", "GPU-bbbb")
-FAKE_NVML = Path(__file__).parents[1] / "data" / "fake_nvml.c"
 FIRST_FAKE_GPU = "GPU-11111111-2222-3333-4444-555555555551"
 LIST_GPUS = """
 from virnuc_core.gpus import Nvml, NvmlError
 try:
     print("visible:", *[gpu.uuid for gpu in Nvml().visible()])
+    print(Nvml().search().absence)
 except NvmlError as error:
     print("error:", error)
+    print(error.advice)
 """
 ALL_CODES = sorted(
     {
@@ -171,7 +181,15 @@ def test_the_fake_of_other_tests_answers_every_question() -> None:
 
 
 def list_gpus(library_folder: Path, **environment: str | int) -> str:
-    """Return what a child process says that loads its NVML from a folder, or finds none there."""
+    """Return the GPUs, or the error, that a child process finds with the NVML of a folder."""
+    return ask_in_child(library_folder, **environment)[0]
+
+
+def ask_in_child(library_folder: Path, **environment: str | int) -> tuple[str, str]:
+    """Return what a child process says that loads its NVML from a folder, or finds none there.
+
+    The first line has the GPUs or the error; the second why there is no GPU, or the advice.
+    """
     settings = {name: str(value) for name, value in environment.items()}
     clean = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     answer = subprocess.run(
@@ -182,16 +200,15 @@ def list_gpus(library_folder: Path, **environment: str | int) -> str:
         timeout=100,
         check=True,
     )
-    return answer.stdout.strip()
+    first, second = answer.stdout.splitlines()
+    return first.strip(), second
 
 
 @pytest.fixture(scope="module")
 def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a library that answers in place of the driver's."""
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
     folder = tmp_path_factory.mktemp("nvml")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / LIBRARY, FAKE_NVML], check=True)
+    build_fake_nvml(folder)
     return folder
 
 
@@ -245,3 +262,111 @@ def test_a_library_that_cannot_be_loaded_is_not_missing(tmp_path: Path) -> None:
     answer = list_gpus(tmp_path)
     assert answer.startswith("error: ")
     assert "too short" in answer
+
+
+def test_a_missing_library_is_named_as_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
+    monkeypatch.setattr(gpus, "KERNEL_DRIVER", tmp_path / "version")
+    assert Nvml().search() == GpuSearch(
+        absence="this machine has no NVIDIA driver (libnvidia-ml.so.1 is not installed)"
+    )
+    (tmp_path / "version").write_text("NVRM version")  # as in a container without the library
+    absence = Nvml().search().absence
+    assert "kernel module is loaded" in absence
+    assert "--gpus all" in absence
+
+
+def test_a_driver_that_reports_no_gpu_is_named_as_the_reason(library_folder: Path) -> None:
+    absence = ask_in_child(library_folder, FAKE_GPUS=0)[1]
+    assert absence.startswith("the NVIDIA driver 570.86.15 works and reports 0 GPUs")
+    absence = ask_in_child(library_folder, FAKE_GPUS=0, CUDA_VISIBLE_DEVICES="")[1]
+    assert "reports 0 GPUs" in absence
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "abc", "7", "NoDevFiles", "GPU-ffff", "0,0"])
+def test_a_variable_that_hides_the_gpus_is_named_with_its_value(
+    library_folder: Path, hidden: str
+) -> None:
+    answer, absence = ask_in_child(library_folder, FAKE_GPUS=1, CUDA_VISIBLE_DEVICES=hidden)
+    assert answer == "visible:"
+    assert absence == f"CUDA_VISIBLE_DEVICES={hidden!r} hides the only GPU of this machine"
+
+
+def test_the_number_of_hidden_gpus_is_named(library_folder: Path) -> None:
+    absence = ask_in_child(library_folder, FAKE_GPUS=3, CUDA_VISIBLE_DEVICES="")[1]
+    assert absence == "CUDA_VISIBLE_DEVICES='' hides all 3 GPUs of this machine"
+
+
+@pytest.mark.usefixtures("working_driver")
+@pytest.mark.parametrize(
+    ("setting", "is_fault"),
+    [
+        ("0", True),
+        (" 0 ", True),
+        ("1,0", True),
+        ("0,7", True),
+        ("GPU-aaaa", True),
+        ("GPU-aa", True),
+        ("", False),
+        ("2", False),
+        ("7,0", False),
+        ("0,0", False),
+        ("-1,0", False),
+        ("GPU-cccc", False),
+        ("GPU-", False),
+    ],
+)
+def test_cuda_that_finds_no_gpu_is_a_fault_unless_the_variable_hides_all(
+    setting: str, is_fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two GPUs. CUDA reads the entries up to the first one that it does not know."""
+    physical = [SimpleNamespace(uuid=lambda uuid=uuid: uuid) for uuid in UUIDS]
+    device = SimpleNamespace(all=lambda: physical, cuda=SimpleNamespace(all=list))
+    monkeypatch.setattr(nvitop, "Device", device)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(physical))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    if is_fault:
+        with pytest.raises(NvmlError) as raised:
+            Nvml().search()
+        assert repr(setting) in str(raised.value)
+        assert "libcuda.so.1" in raised.value.advice
+    else:
+        absence = f"CUDA_VISIBLE_DEVICES={setting!r} hides all 2 GPUs of this machine"
+        assert Nvml().search() == GpuSearch(absence=absence)
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "advice"),
+    [
+        ("FAKE_INIT", pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "restart the machine"),
+        ("FAKE_INIT", pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "modprobe nvidia"),
+        ("FAKE_INIT", pynvml.NVML_ERROR_NO_PERMISSION, "/dev/nvidia"),
+        ("FAKE_INIT", pynvml.NVML_ERROR_OPERATING_SYSTEM, "/dev/nvidia"),
+        ("FAKE_INIT", pynvml.NVML_ERROR_INSUFFICIENT_POWER, "power cables"),
+        ("FAKE_COUNT", pynvml.NVML_ERROR_UNKNOWN, "dmesg"),
+        ("FAKE_COUNT", pynvml.NVML_ERROR_GPU_IS_LOST, "--gpu-reset"),
+        ("FAKE_HANDLE", pynvml.NVML_ERROR_NO_PERMISSION, "/dev/nvidia"),
+        ("FAKE_UUID", pynvml.NVML_ERROR_GPU_IS_LOST, "--gpu-reset"),
+    ],
+)
+def test_the_advice_fits_the_fault(step: str, code: int, advice: str, library_folder: Path) -> None:
+    answer = ask_in_child(library_folder, FAKE_GPUS=1, **{step: code})
+    assert answer[0].startswith("error: ")
+    assert advice in answer[1]
+    updated = code == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+    assert ("updated" in answer[1]) is updated
+
+
+def test_a_library_that_cannot_be_loaded_has_its_own_advice(tmp_path: Path) -> None:
+    (tmp_path / LIBRARY).write_bytes(b"")
+    assert "LD_LIBRARY_PATH" in ask_in_child(tmp_path)[1]
+
+
+def test_the_cuda_of_torch_is_known_without_importing_torch() -> None:
+    program = (
+        "import sys; from virnuc_core.gpus import Nvml; cuda = Nvml().torch_cuda();"
+        "assert 'torch' not in sys.modules; import torch; assert cuda == torch.version.cuda"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

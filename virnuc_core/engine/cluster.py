@@ -99,6 +99,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._unresponsive: set[str] = set()
         # Kind of the devices that are used; empty as long as it is not decided.
         self._kind: Literal["", "cuda", "cpu"] = ""
+        # Why `auto` takes cores, a sentence for the record of the run. Empty if it does not.
+        self.device_remark = ""
         # The model of the first node's devices. Other nodes must have the same.
         self._model: DeviceModel | None = None
         self._waiting_since_s = time.monotonic()
@@ -153,7 +155,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             raise self.problem(f"{problem}; start nodes and run again, what was committed stays")
         engine = resolve_engine(self._engine, present[0].kind)
         specs = worker_specs(self._models, present, engine)
-        return Pool(specs, workers, keep=keep, warm=warm)
+        return Pool(specs, workers, keep=keep, warm=warm, device_remark=self.device_remark)
 
     def problem(self, problem: str) -> DeviceError:
         """Return an error (without raising it) that begins with the name of this cluster."""
@@ -279,12 +281,25 @@ class Cluster(AbstractContextManager["Cluster"]):
     def _choose_kind(self, nodes: list[RemoteNode]) -> Literal["cuda", "cpu"]:
         """Return the kind of devices to use: GPUs if any node has one, or else cores.
 
-        If the user asked for cores, these are used.
+        If the user asked for cores, these are used. If `auto` takes cores, a warning says why, and
+        `device_remark` keeps it for the record of the run.
         """
         if self._wanted_devices.kind == "cpu":
             return "cpu"
-        has_gpu = any(node.facts.gpus for node in nodes if node.facts)
-        return "cuda" if has_gpu else "cpu"
+        facts = [node.facts for node in nodes if node.facts]
+        if any(node_facts.gpus for node_facts in facts):
+            return "cuda"
+        # Nodes usually lack GPUs for the same reason. It is named once, with its first machine.
+        machines: dict[str, str] = {}
+        for node_facts in facts:
+            machines.setdefault(node_facts.gpu_absence, node_facts.host)
+        reasons = [f"{host}: {absence}" for absence, host in machines.items()]
+        self.device_remark = (
+            "--devices auto takes CPU cores of the nodes, which are far slower than GPUs: "
+            + "; ".join(reasons)
+        )
+        log.warning("%s", self.device_remark)
+        return "cpu"
 
     async def _use(self, client: Any, node: RemoteNode) -> None:
         """Check a node, and then exchange messages with it until it is lost.

@@ -7,13 +7,14 @@ import os
 import platform
 import re
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from virnuc_core import gpus
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.errors import ConfigError, DeviceError
-from virnuc_core.runfiles import Device
+from virnuc_core.runfiles import Device, version_of
 
 log = logging.getLogger(__name__)
 
@@ -27,28 +28,57 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def visible_gpus() -> list[Device]:
-    """Return the GPUs that this process may use, in CUDA's order.
+@dataclass(frozen=True, slots=True)
+class UsableGpus:
+    """The GPUs of this machine that a run can compute on, or the reason why there is none.
 
-    The list is empty if the machine has no GPU or no driver.
+    Attributes:
+        devices: The GPUs, in CUDA's order.
+        absence: A clause that says why there is no GPU; empty if there is one.
+    """
+
+    devices: tuple[Device, ...] = ()
+    absence: str = ""
+
+
+def find_gpus() -> UsableGpus:
+    """Return the GPUs that a run of this process can compute on, or why there is none.
 
     Raises:
         DeviceError: There is a driver, and it does not work. So nothing is known about GPUs.
     """
     try:
-        visible = gpus.NVML.visible()
+        search = gpus.NVML.search()
     except gpus.NvmlError as error:
         raise DeviceError(
-            f"the NVIDIA driver of this machine does not work: {error}; after an update of the "
-            "driver restart the machine, or compute without GPUs: --devices cpu:1"
+            f"the NVIDIA driver of this machine does not work: {error}; {error.advice}, or compute "
+            "without GPUs: --devices cpu:1"
         ) from error
-    return [Device(id=gpu.uuid, kind="cuda", name=gpu.name) for gpu in visible]
+    if search.gpus and gpus.NVML.torch_cuda() is None:
+        count = len(search.gpus)
+        return UsableGpus(
+            absence=f"torch {version_of('torch')} is built without CUDA, so it cannot use the GPUs "
+            f"of this machine ({count}); install a torch with CUDA"
+        )
+    devices = tuple(Device(id=gpu.uuid, kind="cuda", name=gpu.name) for gpu in search.gpus)
+    return UsableGpus(devices, search.absence)
+
+
+def visible_gpus() -> list[Device]:
+    """Return the GPUs that a run of this process can compute on, in CUDA's order.
+
+    The list is empty if there is none; `find_gpus` tells why.
+
+    Raises:
+        DeviceError: There is a driver, and it does not work. So nothing is known about GPUs.
+    """
+    return list(find_gpus().devices)
 
 
 def resolve(devices: Devices) -> tuple[Device, ...]:
     """Return the devices of this machine that a setting of `--devices` stands for.
 
-    `auto` stands for all GPUs, or for one core if there is no GPU. A warning says so then.
+    `auto` stands for all GPUs, or for one core if there is no GPU. A warning then says why.
 
     Raises:
         DeviceError: A device is not there, or the driver does not work. The message names the first
@@ -56,28 +86,59 @@ def resolve(devices: Devices) -> tuple[Device, ...]:
     """
     if devices.kind == "cpu":
         return _cores(len(devices.ids))
-    visible = visible_gpus()
+    usable = find_gpus()
     if devices.kind == "auto":
-        if visible:
-            return tuple(visible)
-        _warn_without_gpu()
+        if usable.devices:
+            return usable.devices
+        _warn_once(_describe_core(usable.absence))
         return _cores(1)
-    by_name = {str(index): gpu for index, gpu in enumerate(visible)}
-    by_name |= {gpu.id: gpu for gpu in visible}
+    by_name = {str(index): gpu for index, gpu in enumerate(usable.devices)}
+    by_name |= {gpu.id: gpu for gpu in usable.devices}
     for name in devices.ids:
-        if not visible:
-            problem = f"cuda:{name} asked for, but no NVIDIA driver or GPU is visible"
+        if not usable.devices:
+            problem = f"cuda:{name} asked for, but no GPU can be used: {usable.absence}"
             raise DeviceError(f"{problem}; use --devices cpu:1")
         if name not in by_name:
-            names = ", ".join(f"cuda:{index} ({gpu.name})" for index, gpu in enumerate(visible))
+            names = ", ".join(
+                f"cuda:{index} ({gpu.name})" for index, gpu in enumerate(usable.devices)
+            )
             raise DeviceError(f"cuda:{name} is not here; visible: {names}")
     return tuple(by_name[name] for name in devices.ids)
 
 
+def _describe_core(absence: str) -> str:
+    """Return the sentence, without a full stop, that says what `auto` takes without a GPU.
+
+    Args:
+        absence: Why there is no GPU.
+    """
+    return f"--devices auto takes one CPU core, which is far slower than a GPU: {absence}"
+
+
 @functools.cache
-def _warn_without_gpu() -> None:
-    """Log once in this process that a run computes on one core."""
-    log.warning("no NVIDIA GPU is visible: one CPU core computes, which is far slower (cpu:1)")
+def _warn_once(sentence: str) -> None:
+    """Log a warning, once in this process."""
+    log.warning("%s", sentence)
+
+
+def auto_remark(requested: Devices) -> str:
+    """Return why `auto` takes a core of this machine, for the record of a run.
+
+    Args:
+        requested: The devices as the user asked for them, or as `auto` was decided before.
+
+    Returns:
+        A sentence without a full stop. Empty if the user named devices, or `auto` takes GPUs.
+
+    Raises:
+        DeviceError: The driver does not work.
+    """
+    if requested.kind != "auto":
+        return requested.auto_remark
+    usable = find_gpus()
+    if usable.devices:
+        return ""
+    return _describe_core(usable.absence)
 
 
 def resolve_here(spec: ClassifySpec) -> tuple[Device, ...]:

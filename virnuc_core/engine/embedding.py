@@ -71,6 +71,7 @@ class Job:
     # Reads with a score between these two get no verdict.
     uncertain: tuple[float, float] | None = None
     remarks: tuple[str, ...] = ()  # lines for the summary about reads and classifier
+    device_remark: str = ""  # why `auto` took a CPU core, for the summary; empty if it did not
     flops: ModelFlops | None = None
     trace: TraceSpec | None = None  # what workers record with torch's profiler
     worker: str = WORKER  # the module whose `work` function a worker process runs

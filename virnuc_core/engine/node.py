@@ -28,7 +28,7 @@ from pydantic import Field
 
 import virnuc_core
 from virnuc_core.config import Devices, Precision, Spec
-from virnuc_core.engine.devices import resolve, visible_gpus
+from virnuc_core.engine.devices import find_gpus, resolve
 from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, WorkerSpec
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import DeviceError, WeightsError
@@ -87,6 +87,8 @@ class Facts(Spec):
     virnuc: str  # version
     torch: str  # version
     gpus: tuple[Device, ...]
+    # Why `gpus` is empty for `--devices auto`, a clause. Empty if there are GPUs.
+    gpu_absence: str = ""
     cores: tuple[Device, ...]
 
 
@@ -142,8 +144,11 @@ class Node:
             DeviceError: `devices` names a GPU that this node does not have.
         """
         wanted_devices = Devices.parse(devices)
+        gpu_absence = ""
         if wanted_devices.kind == "auto":
-            gpus = tuple(visible_gpus())
+            usable = find_gpus()
+            gpus = usable.devices
+            gpu_absence = usable.absence
         elif wanted_devices.kind == "cuda":
             gpus = resolve(wanted_devices)
         else:
@@ -154,6 +159,7 @@ class Node:
             virnuc=virnuc_core.__version__,
             torch=version_of("torch"),
             gpus=gpus,
+            gpu_absence=gpu_absence,
             cores=resolve(Devices.parse(f"cpu:{n_cores}")),
         )
         return facts.model_dump_json()

@@ -150,6 +150,7 @@ class Pool(AbstractContextManager["Pool"]):
         *,
         keep: bool = False,
         warm: bool = False,
+        device_remark: str = "",
     ) -> None:
         """Prepare the pool. No process is started before the `with` block begins.
 
@@ -158,8 +159,11 @@ class Pool(AbstractContextManager["Pool"]):
             workers: Starts the worker processes, on this machine or on a cluster.
             keep: Keep workers between jobs. Otherwise they end when nothing is left to compute.
             warm: Start all workers before there is a job, so that they load the weights.
+            device_remark: A sentence about the choice of devices, for the record of a run. The pool
+                only keeps it.
         """
         self.specs = tuple(specs)
+        self.device_remark = device_remark
         self.reader = workers.reader
         self._workers = workers
         self._keep = keep

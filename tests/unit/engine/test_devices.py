@@ -13,10 +13,16 @@ from tests.fake_gpus import FakeGpus
 from virnuc_core import gpus
 from virnuc_core.config import Devices
 from virnuc_core.engine import devices
-from virnuc_core.engine.devices import environment, open_context, resolve, visible_gpus
+from virnuc_core.engine.devices import (
+    auto_remark,
+    environment,
+    open_context,
+    resolve,
+    visible_gpus,
+)
 from virnuc_core.errors import ConfigError, DeviceError
-from virnuc_core.gpus import Gpu
-from virnuc_core.runfiles import Device
+from virnuc_core.gpus import Gpu, NvmlError
+from virnuc_core.runfiles import Device, version_of
 
 
 @pytest.mark.parametrize(
@@ -80,16 +86,60 @@ def test_gpus_are_chosen_by_number_or_by_uuid_and_all_of_them_by_auto(
         resolve(Devices.parse("cuda:2"))
 
 
-def test_without_a_driver_auto_is_one_core_and_a_gpu_is_an_error(
+def test_without_a_gpu_auto_is_one_core_with_the_reason_and_a_named_gpu_is_an_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gpus, "NVML", FakeGpus(driver=None))
-    devices._warn_without_gpu.cache_clear()
+    absence = "CUDA_VISIBLE_DEVICES='' hides all 2 GPUs of this machine"
+    monkeypatch.setattr(gpus, "NVML", FakeGpus(absence=absence))
+    devices._warn_once.cache_clear()
+    requested = Devices.parse("auto")
     for _ in range(2):
-        assert [device.kind for device in resolve(Devices.parse("auto"))] == ["cpu"]
-    assert caplog.text.count("no NVIDIA GPU is visible: one CPU core computes") == 1
-    with pytest.raises(DeviceError, match="no NVIDIA driver or GPU is visible"):
+        assert [device.kind for device in resolve(requested)] == ["cpu"]
+    (record,) = caplog.records
+    remark = f"--devices auto takes one CPU core, which is far slower than a GPU: {absence}"
+    assert record.getMessage() == remark
+    assert auto_remark(requested) == remark
+    assert auto_remark(Devices.parse("cpu:1")) == ""
+    with pytest.raises(DeviceError) as raised:
         resolve(Devices.parse("cuda:0"))
+    assert absence in str(raised.value)
+    assert "--devices cpu:1" in str(raised.value)
+
+
+def test_a_torch_without_cuda_computes_on_a_core_beside_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpus, "NVML", FakeGpus([Gpu("GPU-aa", "H100")], torch_cuda=None))
+    assert [device.kind for device in resolve(Devices.parse("auto"))] == ["cpu"]
+    assert visible_gpus() == []
+    remark = auto_remark(Devices.parse("auto"))
+    assert "is built without CUDA" in remark
+    assert version_of("torch") in remark
+    with pytest.raises(DeviceError, match=r"cuda:0 asked for.*built without CUDA"):
+        resolve(Devices.parse("cuda:0"))
+
+
+def test_nothing_is_remarked_where_auto_takes_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gpus, "NVML", FakeGpus([Gpu("GPU-aa", "H100")]))
+    resolve(Devices.parse("auto"))
+    assert auto_remark(Devices.parse("auto")) == ""
+    assert not caplog.records
+
+
+def test_a_fault_of_the_driver_is_told_with_its_own_advice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault = NvmlError("Driver Not Loaded", "load it")
+    monkeypatch.setattr(gpus, "NVML", FakeGpus(fault=fault))
+    for text in ("auto", "cuda:0"):
+        with pytest.raises(DeviceError) as raised:
+            resolve(Devices.parse(text))
+        assert str(raised.value) == (
+            "the NVIDIA driver of this machine does not work: Driver Not Loaded; load it, "
+            "or compute without GPUs: --devices cpu:1"
+        )
 
 
 @pytest.mark.parametrize(

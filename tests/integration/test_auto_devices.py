@@ -1,0 +1,110 @@
+"""What a run writes of `--devices auto` where that takes no GPU: on the terminal and in its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.fake_gpus import FakeGpus, build_fake_nvml
+from virnuc.flows.validate import validate
+from virnuc_core import gpus
+from virnuc_core.gpus import Nvml
+from virnuc_core.report.build import read_report
+from virnuc_core.runfiles import version_of
+
+from .processes import PATIENCE_S, ROOT, VIRNUC
+
+NO_CUDA = f"torch {version_of('torch')} is built without CUDA"
+
+
+def run_virnuc(environment: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end, and return what it printed."""
+    return subprocess.run(
+        [*VIRNUC, *map(str, words)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("n_gpus", "visible", "absence"),
+    [
+        (None, None, "(libnvidia-ml.so.1 is not installed)"),
+        (0, None, "the NVIDIA driver 570.86.15 works and reports 0 GPUs"),
+        (2, "", "CUDA_VISIBLE_DEVICES='' hides all 2 GPUs of this machine"),
+        (1, None, NO_CUDA),
+    ],
+)
+def test_why_auto_takes_a_core_is_said_once_and_recorded(
+    n_gpus: int | None,
+    visible: str | None,
+    absence: str,
+    few_reads: Path,
+    models: Path,
+    tmp_path: Path,
+) -> None:
+    if n_gpus is None and not Nvml().search().absence.startswith("this machine has no"):
+        pytest.skip("this machine has a driver")
+    if absence == NO_CUDA and Nvml().torch_cuda():
+        pytest.skip("this torch has CUDA")
+    names = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    if n_gpus is not None:
+        build_fake_nvml(tmp_path)
+        environment |= {"LD_LIBRARY_PATH": str(tmp_path), "FAKE_GPUS": str(n_gpus)}
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+
+    out_dir = tmp_path / "run"
+    words = (
+        "predict",
+        few_reads,
+        "-o",
+        out_dir,
+        "--models",
+        models,
+        "--no-prefect",
+        "--no-progress",
+    )
+    printed = run_virnuc(environment, *words)
+    text = " ".join((printed.stdout + printed.stderr).split())
+    assert text.count("--devices auto takes one CPU core") == 1
+    assert absence in text
+
+    summary = json.loads((out_dir / "summary.json").read_text())
+    (warning,) = summary["warnings"]
+    assert warning.startswith("--devices auto takes one CPU core")
+    assert absence in warning
+
+    # A device that the user names needs no reason.
+    named = run_virnuc(environment, *words, "--devices", "cpu:1", "--force")
+    assert absence not in named.stdout + named.stderr
+    assert not json.loads((out_dir / "summary.json").read_text())["warnings"]
+
+
+@pytest.mark.usefixtures("prefect_backend")
+def test_the_report_of_a_validation_says_why_auto_took_a_core(
+    few_reads: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absence = "CUDA_VISIBLE_DEVICES='' hides all 2 GPUs of this machine"
+    monkeypatch.setattr(gpus, "NVML", FakeGpus(absence=absence))
+    state = validate(
+        reads=[str(few_reads)],
+        out=tmp_path,
+        models=models,
+        devices="auto",
+        profile="ci-smoke",
+        return_state=True,
+    )
+    assert state.is_completed(), state.message
+    report = read_report(tmp_path / "report" / "report.json")
+    (warning,) = [warning for warning in report.warnings if absence in warning]
+    assert warning.startswith("devices-1: --devices auto takes one CPU core")
