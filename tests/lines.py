@@ -34,6 +34,7 @@ LAYERS = (
         "input_names",
         "lease",
         "profiles",
+        "proxies",
         "rundir",
         "runfiles",
         "safe_files",

@@ -5,8 +5,7 @@ from collections.abc import MutableMapping
 from importlib.util import find_spec
 from typing import Final
 
-LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
-PROXY_VARIABLES: Final = ("all_proxy", "http_proxy", "https_proxy")  # also in capital letters
+from virnuc_core.proxies import bypass_for_loopback
 
 PREFECT_DEFAULTS: Final = {
     # also prevents Prefect's notice that use is counted
@@ -37,24 +36,9 @@ def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def bypass_proxies(environment: MutableMapping[str, str]) -> None:
-    """Exclude this machine's loopback addresses from the user's proxies.
-
-    A proxy cannot reach a server on this machine, and would be sent its password. SOCKS proxies
-    are removed if the package for them is missing: Prefect's client would fail with an ImportError,
-    also for servers that need no proxy. Downloads of reads never use SOCKS proxies.
+    """Exclude this machine's loopback addresses from the user's proxies, which Prefect would use.
 
     Args:
         environment: The environment to change.
     """
-    excluded_hosts = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    hosts = [host.strip() for host in excluded_hosts.split(",") if host.strip()]
-    hosts += [host for host in LOOPBACK_HOSTS if host not in hosts]
-    environment["no_proxy"] = ",".join(hosts)
-    # Some programs read one spelling, some the other.
-    environment["NO_PROXY"] = environment["no_proxy"]
-
-    if find_spec("socksio") is None:
-        for variable in PROXY_VARIABLES:
-            for spelling in (variable, variable.upper()):
-                if environment.get(spelling, "").startswith("socks"):
-                    del environment[spelling]
+    bypass_for_loopback(environment, has_socks=find_spec("socksio") is not None)

@@ -20,6 +20,7 @@ from virnuc.flows.preflight import preflight
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.errors import VirnucError, printable
 from virnuc_core.lease import command_start_s
+from virnuc_core.proxies import warn_of_removed_proxies
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -109,6 +110,7 @@ def _prepare_server(settings: Any, has_named_server: bool) -> Callable[[], objec
     if _runs_without_prefect(settings):
         return None
     if has_named_server:
+        warn_of_removed_proxies()
         return _need_not_wait
     if settings.is_done():
         return None

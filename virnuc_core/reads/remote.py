@@ -28,6 +28,7 @@ from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, printable
 from virnuc_core.input_names import NCBI_PREFIX, is_address
 from virnuc_core.lease import make_folder
+from virnuc_core.proxies import warn_of_removed_proxies
 from virnuc_core.reads.sources import REDACTED_URL, full_urls, redact_url
 from virnuc_core.rundir import atomic_file, check_room, storage_errors, write_text_atomically
 from virnuc_core.runfiles import sha256_of
@@ -308,6 +309,22 @@ def _too_large_error(amount: str, name: str) -> InputError:
     )
 
 
+def _client() -> httpx.Client:
+    """Return a client for connections to other machines, through the user's proxy if there is one.
+
+    Raises:
+        ConfigError: The environment names a proxy that cannot be used.
+    """
+    warn_of_removed_proxies()
+    try:
+        return httpx.Client(timeout=_TIMEOUT_S)
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        raise ConfigError(
+            "the proxies of the environment (all_proxy, http_proxy, https_proxy, no_proxy) cannot "
+            f"be used: {error}; correct or unset them"
+        ) from error
+
+
 @contextmanager
 def _request(
     url: str, headers: Mapping[str, str], form: Mapping[str, str] | None = None
@@ -331,7 +348,7 @@ def _request(
     all_headers = {"User-Agent": "virnuc", "Accept-Encoding": "identity", **headers}
     # By default httpx logs complete addresses, with their secret queries.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    with httpx.Client(timeout=_TIMEOUT_S) as client:
+    with _client() as client:
         # httpx has no public option to check the address of a connection, so its internal network
         # backend is replaced. Connections to a proxy use another pool and are not checked.
         vars(vars(client._transport)["_pool"])["_network_backend"] = _PublicBackend()

@@ -1,0 +1,175 @@
+"""Connections within this machine use no proxy, and connections to others use the user's.
+
+The libraries that read the environment are the real ones, in child processes, because they read it
+in several places and at several times.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from virnuc_core import proxies
+from virnuc_core.errors import ConfigError
+from virnuc_core.proxies import bypass_for_loopback, warn_of_removed_proxies, without_loopback
+from virnuc_core.reads.remote import _client
+
+DEAD_PROXY = "http://127.0.0.1:9"
+LOOPBACK = "127.0.0.1,localhost,::1"
+# Prints how each client reaches a server here and one elsewhere: through the proxy, or directly.
+ROUTES = """
+import json, os, urllib.request
+from virnuc.flows.cli.prefect_settings import prepare_prefect
+prepare_prefect()
+import httpx
+from websockets.proxy import get_proxy
+from websockets.uri import parse_uri
+
+def route(host):
+    with httpx.Client() as client:
+        url = httpx.URL(f"http://{host}:4200/api")
+        is_direct = client._transport_for_url(url) is client._transport
+    websocket = get_proxy(parse_uri(f"ws://{host}:4200/api/events/in"))
+    uses_urllib = bool(urllib.request.getproxies()) and not urllib.request.proxy_bypass(host)
+    return {"httpx": not is_direct, "websockets": websocket is not None, "urllib": uses_urllib}
+
+hosts = ("127.0.0.1", "localhost", "[::1]", "prefect.example.org", "data.example.org")
+print(json.dumps({host: route(host) for host in hosts}))
+"""
+
+
+def routes(**variables: str) -> dict[str, dict[str, bool]]:
+    """Return which clients of a child process use a proxy for which host.
+
+    Args:
+        variables: The environment variables about proxies.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")
+    }
+    answer = subprocess.run(
+        [sys.executable, "-c", ROUTES],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    result: dict[str, dict[str, bool]] = json.loads(answer.stdout.splitlines()[-1])
+    return result
+
+
+ALL_VARIABLES = {
+    spelling: DEAD_PROXY
+    for name in ("http_proxy", "https_proxy", "all_proxy", "ws_proxy", "wss_proxy")
+    for spelling in (name, name.upper())
+}
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"http_proxy": DEAD_PROXY},
+        {"HTTP_PROXY": DEAD_PROXY},
+        {"Http_Proxy": DEAD_PROXY},
+        {"http_proxy": "127.0.0.1:9"},
+        {"http_proxy": f" {DEAD_PROXY} "},
+        ALL_VARIABLES,
+        ALL_VARIABLES | {"NO_PROXY": "", "no_proxy": ""},
+        ALL_VARIABLES | {"no_proxy": "", "NO_PROXY": "127.0.0.1"},
+        ALL_VARIABLES | {"No_Proxy": "data.example.org"},
+        ALL_VARIABLES | {"NO_PROXY": "[::1]:4200, host:port,<local>;ünï\tfe80::/10 10.0.0.0/8"},
+        ALL_VARIABLES | {"NO_PROXY": " , ,"},
+    ],
+)
+def test_loopback_is_reached_directly_and_others_through_the_proxy(
+    variables: dict[str, str],
+) -> None:
+    result = routes(**variables)
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        assert not result[host]["httpx"], host
+    for host in ("127.0.0.1", "localhost"):
+        assert not any(result[host].values()), host
+    assert all(result["prefect.example.org"].values())
+    is_exception = "data.example.org" in variables.get("No_Proxy", "")
+    assert result["data.example.org"]["httpx"] is not is_exception
+
+
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:9"),
+        ("ALL_PROXY", "SOCKS5H://127.0.0.1:9"),
+        ("all_proxy", "SOCKS5H://127.0.0.1:9"),
+        ("HTTPS_PROXY", "SOCKS5H://127.0.0.1:9"),
+        ("ALL_PROXY", "socks4://127.0.0.1:9"),
+        ("all_proxy", "socks://127.0.0.1:9"),
+        ("ALL_PROXY", "quic://127.0.0.1:9"),
+        ("http_proxy", "http://127.0.0.1:port"),
+        ("ALL_PROXY", "http://[::1"),
+        ("https_proxy", "://"),
+        ("HTTP_PROXY", "http://"),
+        ("ALL_PROXY", ""),
+    ],
+)
+def test_a_proxy_that_cannot_be_used_ends_no_connection(name: str, address: str) -> None:
+    result = routes(**{name: address})
+    assert not any(result["127.0.0.1"].values())
+
+
+def test_a_star_excludes_all_hosts_for_all_programs() -> None:
+    for value in ("*", "localhost, *"):
+        result = routes(**ALL_VARIABLES, NO_PROXY=value)
+        assert not any(itertools.chain(*(clients.values() for clients in result.values())))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("", LOOPBACK),
+        ("data.example, 127.0.0.1", "data.example,127.0.0.1,localhost,::1"),
+        ("*.example.org", f".example.org,{LOOPBACK}"),
+        ("[::1]:4200", "::1,127.0.0.1,localhost"),
+        ("[fe80::1]", f"fe80::1,{LOOPBACK}"),
+        ("10.0.0.0/8 a.example:80", f"10.0.0.0/8,a.example:80,{LOOPBACK}"),
+        ("fe80::/10,host:port,ünï,[", LOOPBACK),
+        ("a,*,b", "*"),
+    ],
+)
+def test_exceptions_stay_and_loopback_is_added(value: str, expected: str) -> None:
+    assert without_loopback(value) == expected
+    assert without_loopback(expected) == expected
+
+
+def test_who_connects_to_others_is_told_once_that_a_proxy_is_not_used(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxies, "_removed", {})
+    environment = {"ALL_PROXY": "socks5://user:secret@proxy:1080", "http_proxy": "http://proxy:80"}
+    bypass_for_loopback(environment, has_socks=False)
+    assert "ALL_PROXY" not in environment
+    assert environment["http_proxy"] == "http://proxy:80"
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        warn_of_removed_proxies()
+        warn_of_removed_proxies()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("ALL_PROXY is not used: it needs the package socksio")
+    assert "secret" not in caplog.text
+    environment["ALL_PROXY"] = "socks5://proxy:1080"
+    bypass_for_loopback(environment, has_socks=True)
+    assert environment["ALL_PROXY"] == "socks5://proxy:1080"
+
+
+def test_a_program_that_only_uses_the_core_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment is not changed, and httpx cannot use it."""
+    monkeypatch.setenv("no_proxy", "[::1]")
+    monkeypatch.setenv("http_proxy", DEAD_PROXY)
+    with pytest.raises(ConfigError, match=r"no_proxy.*correct or unset them"):
+        _client()
