@@ -216,6 +216,9 @@ def import_pysam(format_: str, file: str) -> Any:
         format_: The format of the file that needs pysam, for the message.
         file: The file that needs pysam, for the message.
 
+    Returns:
+        The module.
+
     Raises:
         InputError: pysam is not installed.
     """
@@ -338,6 +341,11 @@ class _PipeFeeder:
     """
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
+        """Open the pipe. Nothing is written before `start`.
+
+        Args:
+            pieces: The bytes to write, in order. The thread of `start` draws them.
+        """
         self.outlet, self._inlet = os.pipe()
         self.tail = b""
         self.is_complete = False

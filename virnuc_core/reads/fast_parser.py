@@ -305,6 +305,9 @@ def shorten(text: str) -> str:
     """Return a printable and short form of a text from a file, for a message.
 
     Unprintable characters become escape sequences. A long text is cut and ends with `…`.
+
+    Args:
+        text: The text, for example a read id.
     """
     shown = _escape_unprintable(text[:_MAX_SHOWN_LETTERS])
     if len(text) > _MAX_SHOWN_LETTERS:
@@ -429,6 +432,12 @@ def cut_fastq(piece: Piece) -> FastqCut:
 
     A regular record has four lines: header, bases, `+` and qualities. Ids are returned unchanged,
     so they may be empty or unprintable.
+
+    Args:
+        piece: A text that begins with a record.
+
+    Returns:
+        The regular records, and the number of bytes after them, which the slow parser must read.
     """
     # Count the regular records at the front.
     data = piece.data
@@ -497,7 +506,8 @@ def _find_regular_records(lines: _Lines, n_records: int) -> NDArray[np.bool_]:
     line_of_blank = lines.lines_at(lines.blanks)
     is_within_record = line_of_blank < 4 * n_records
     is_bases_or_quality = line_of_blank % 2 == 1
-    is_regular[line_of_blank[is_within_record & is_bases_or_quality] // 4] = False
+    line_with_blank = line_of_blank[is_within_record & is_bases_or_quality]
+    is_regular[line_with_blank // 4] = False
     return is_regular
 
 
@@ -507,7 +517,10 @@ def cut_fasta(piece: Piece) -> ReadBatch:
     Ids are returned unchanged, so they may be empty or unprintable.
 
     Args:
-        piece: Whole records, or a part of a long record. A part becomes a batch of one read.
+        piece: Whole records, or a part of a long record.
+
+    Returns:
+        The reads. A part of a long record becomes a batch of one read.
     """
     part = piece.part
     data = piece.data

@@ -35,6 +35,9 @@ def digests(strings: Iterable[bytes]) -> NDArray[np.uint64]:
     """Return the MurmurHash3 (x64, 128 bit) of each string: uint64 [n, 2].
 
     This is not a cryptographic hash: different strings with equal hashes can be constructed.
+
+    Args:
+        strings: The strings, such as read ids or DNA.
     """
     return np.frombuffer(b"".join(map(mmh3_x64_128_digest, strings)), "<u8").reshape(-1, 2)
 
@@ -78,6 +81,10 @@ def hash_leaves(batch: ReadBatch, id_digests: NDArray[np.uint64] | None = None) 
         batch: Whole reads, or a part of a long read.
         id_digests: The digests of the ids if the caller has them: uint64 [reads, 2]. If None, they
             are computed.
+
+    Returns:
+        Hashes of the leaves that lie within the batch, and the reads before and after them. Pass it
+        to `Fingerprint.add` in the order of the batches.
     """
     if id_digests is None:
         id_digests = digests(batch.ids)
@@ -159,7 +166,7 @@ class _LeafHash:
             column_hash.update(column)
 
     def copy(self) -> "_LeafHash":
-        """Return an independent copy of the current state."""
+        """Return a copy of the current state, which later calls of `update` do not change."""
         copied = _LeafHash()
         copied._columns = [column_hash.copy() for column_hash in self._columns]
         return copied
@@ -200,7 +207,8 @@ class Fingerprint:
             if part.is_last:
                 self._leaf_before_long_read = None
             if part.is_dropped:
-                self._leaf = leaf_before or self._leaf
+                if leaf_before is not None:  # None: no part of this read was added
+                    self._leaf = leaf_before
                 return
         self._leaf.update(leaves.head)
         if leaves.hashes is not None:
@@ -208,7 +216,10 @@ class Fingerprint:
             self._leaf = _LeafHash(leaves.tail)
 
     def hexdigest(self) -> str:
-        """Return the fingerprint of the reads that were added so far."""
+        """Return the fingerprint of the reads that were added so far, as hexadecimal digits.
+
+        More reads can be added afterwards.
+        """
         root = self._root.copy()
         root.update(self._leaf.digest())
         return root.hexdigest()
@@ -230,7 +241,11 @@ class Repeats:
 
     @classmethod
     def concatenate(cls, repeats: Sequence["Repeats"]) -> "Repeats":
-        """Join the repeats that were found in several buckets, and sort them by `index`."""
+        """Join the repeats that were found in several buckets, and sort them by `index`.
+
+        Args:
+            repeats: The repeats of each bucket, at least one bucket.
+        """
         joined = cls(
             np.concatenate([repeats_of_bucket.index for repeats_of_bucket in repeats]),
             np.concatenate([repeats_of_bucket.first_index for repeats_of_bucket in repeats]),
@@ -255,6 +270,9 @@ class Bucket(NamedTuple):
         """Return the buckets of a file of digests: at least four, so that workers can share them.
 
         The number of buckets is a power of two, and a bucket has about `BUCKET` digests at most.
+
+        Args:
+            digests: The file: uint64 [n, 2].
         """
         n_digests = digests.stat().st_size // _DIGEST_BYTES
         n_needed = max(_MIN_BUCKETS, -(-n_digests // BUCKET))  # rounded up
@@ -275,7 +293,14 @@ class _Digests(NamedTuple):
 
 
 def find_repeats(bucket: Bucket) -> Repeats:
-    """Find the digests of a bucket that are equal to an earlier digest in the file."""
+    """Find the digests of a bucket that are equal to an earlier digest in the file.
+
+    Args:
+        bucket: The digests to compare with each other. Their file is read.
+
+    Returns:
+        The repeats, sorted by digest. Their indices count all digests of the file.
+    """
     members = _read_bucket(bucket)
 
     # Most digests are unique. A fast sort by one half finds the few whose half occurs twice.

@@ -67,7 +67,7 @@ def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
         _log.info("pairs: %s and %s, %s", first, second, reason)
     paired_files: list[str] = []
     for pair in reasons:
-        paired_files += dict.fromkeys(pair)
+        paired_files += dict.fromkeys(pair)  # once, if one file holds both mates
     singles = [name for name in inputs.files if name not in paired_files]
     return Inputs((*paired_files, *singles), inputs.ignored, tuple(reasons))
 
@@ -82,7 +82,7 @@ class _MateName(NamedTuple):
 
     folder: Path
     stem: str  # the name before `_R1` or `_1`
-    letter: str  # R, or empty
+    letter_before_mate: str  # R as in `_R1`, or empty as in `_1`
     lane_part: str | None  # such as `_001`, as Illumina's software names the parts of a lane
 
 
@@ -118,8 +118,8 @@ def _detect_unnamed_pairs(spec: ReadsSpec, files: list[str]) -> dict[tuple[str, 
         match = MATE_FILE.fullmatch(Path(file).name)
         if match is None:
             continue
-        stem, letter, mate, lane_part = match.groups()
-        mate_name = _MateName(Path(file).parent, stem, letter, lane_part)
+        stem, letter_before_mate, mate, lane_part = match.groups()
+        mate_name = _MateName(Path(file).parent, stem, letter_before_mate, lane_part)
         candidates = candidates_by_name.setdefault(mate_name, _MateCandidates())
         if mate == "1":
             candidates.firsts.append(file)
@@ -147,11 +147,11 @@ def _alignments_hold_pairs(spec: ReadsSpec, file: str, format_: str) -> bool:
 
 
 def _are_a_pair(spec: ReadsSpec, mate_name: _MateName, candidates: _MateCandidates) -> bool:
-    """Return True if files whose names differ only by the mate are a pair.
+    """Decide whether files whose names differ only by the number of the mate are a pair.
 
-    Files that the user named one by one, and not by their folder, are never treated as a pair. A
-    warning is logged if files look like a pair but are not treated so, or if the other file is
-    missing.
+    They are if there is one file of each mate, and the user has named their folder. Files that the
+    user named one by one are never treated as a pair. A warning is logged if files look like a pair
+    but are not treated so, or if the other file is missing.
 
     Args:
         spec: The inputs as the user named them.
@@ -169,7 +169,8 @@ def _are_a_pair(spec: ReadsSpec, mate_name: _MateName, candidates: _MateCandidat
             )
             return False
         return True
-    if mate_name.letter and not are_named:
+    # `_R1` certainly means a first mate. `_1` alone may mean anything, so there is no warning.
+    if mate_name.letter_before_mate and not are_named:
         _log.warning(
             "%s: no file with its mates beside it; each read is judged by itself", files[0]
         )
@@ -190,6 +191,7 @@ class _Reads:
         return len(self.names)
 
     def __getitem__(self, rows: slice) -> "_Reads":
+        """Return a range of the reads."""
         return _Reads(
             self.names[rows],
             self.bases[rows],
@@ -199,6 +201,7 @@ class _Reads:
         )
 
     def __add__(self, later: "_Reads") -> "_Reads":
+        """Return these reads followed by later ones."""
         return _Reads(
             self.names + later.names,
             self.bases + later.bases,
@@ -222,7 +225,11 @@ class _Stream:
         return len(self.ids)
 
     def append(self, later: "_Stream") -> None:
-        """Add the reads of another sequence to the end of this one."""
+        """Add the reads of another sequence to the end of this one.
+
+        Args:
+            later: The reads to add.
+        """
         self.ids += later.ids
         self.bases += later.bases
         self.records += later.records
@@ -235,9 +242,12 @@ class _Stream:
         Args:
             format_: The format of the records.
             with_records: Include the text of the records; otherwise that column is empty.
+
+        Returns:
+            The batch. It names no file, because its reads come from two.
         """
         return ReadBatch(
-            file_index=0,
+            file_index=0,  # has no meaning here
             format=format_,
             ids=Strings.from_strings(self.ids),
             bases=Strings.from_strings(self.bases),
@@ -303,6 +313,9 @@ class _Side:
     def fill(self, count: int) -> bool:
         """Parse more of the file until the buffer has at least `count` reads that were not taken.
 
+        Args:
+            count: The wanted number of reads in the buffer.
+
         Returns:
             False if the file ended before.
 
@@ -333,13 +346,17 @@ class _Side:
         return self._reads.lines[self._next]
 
     def take(self, count: int) -> _Reads:
-        """Remove the next `count` reads from the buffer and return them."""
+        """Remove the next `count` reads from the buffer and return them.
+
+        Args:
+            count: The number of reads. They must be in the buffer; see `fill`.
+        """
         taken = self._reads[self._next : self._next + count]
         self._next += count
         return taken
 
     def error(self, reads: _Reads, index: int, problem: str, hint: str = ORDER_HINT) -> InputError:
-        """Return an error about one read of this file.
+        """Return an error about one read of this file, to be raised by the caller.
 
         Args:
             reads: Reads that were taken from this file.
@@ -436,7 +453,11 @@ def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]
 
         # Reads before the next complete pair are orphans.
         if n_pairs < n_compared:
-            gap = _Gap(1, 0) if is_interleaved else _find_next_pair(first, second, had_pairs)
+            if is_interleaved:
+                # The next two reads have different names, so the mate of the first one is missing.
+                gap = _Gap(n_first=1, n_second=0)
+            else:
+                gap = _find_next_pair(first, second, had_pairs)
             yield _orphans(first, gap.n_first, second, first_mate, log)
             yield _orphans(second, gap.n_second, first, 2, log)
             max_pairs = _NEAR  # more mates may be missing nearby: compare in small steps
@@ -588,9 +609,14 @@ def _find_next_pair(first: _Side, second: _Side, had_pairs: bool) -> _Gap:
 
 
 def _order_error(first: _Side, second: _Side) -> InputError:
-    """Return an error about the next read of the first file, whose mate is not the next read.
+    """Return the error for two files of mates whose reads are not in the same order.
 
-    As a side effect, the read is taken from the file.
+    It is about the next read of the first file, which has another mate in the second file than the
+    next one, or none. As a side effect, the read is taken from the first file.
+
+    Args:
+        first: The file of first mates.
+        second: The file of second mates.
     """
     next_name = second.next_names(1)[0].decode()
     return first.error(

@@ -43,7 +43,8 @@ BLOCK_BYTES: Final = 4_000_000  # of a piece; takes a tenth less processor time 
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _BLANK: Final = b" \t\r\n\v\f"
 _LONE_RETURN: Final = re.compile(rb"\r(?!\n|\Z)")  # a line end of old Macs
-_COMMENT: Final = re.compile(rb";(?<![^\r\n];)[^\r\n]*")  # a FASTA line that begins with ';'
+# A FASTA line that begins with ';': no letter of the same line comes before the ';'.
+_COMMENT: Final = re.compile(rb";(?<![^\r\n];)[^\r\n]*")
 
 
 class _WorkResult(NamedTuple, Generic[Output]):
@@ -158,6 +159,7 @@ class _PendingItems(Iterator[Piece | ReadBatch]):
         self.pending = deque[Piece | ReadBatch]()
 
     def __next__(self) -> Piece | ReadBatch:
+        """Produce the next item, and keep it in `pending` until its result is known."""
         start_s = time.perf_counter()
         try:
             item = next(self._items)
@@ -207,7 +209,7 @@ def _work_until_irregular(
                 first_line=item.first_line + regular_text.count(b"\n"),
             )
         if item.damage is not None:
-            if item.is_unreadable:
+            if item.is_unreadable:  # not a record but the whole file is lost: that is never skipped
                 raise item.damage
             log.skip_or_raise(item.damage)
     return None
@@ -359,10 +361,12 @@ class _FileCutter:
             # All text that is left belongs into the last piece if no further cut is needed.
             piece: Piece | None
             if self._part is not None:
-                if self._has_ended and b"\n>" not in self._text:
+                if self._has_ended and b"\n>" not in self._text:  # no other record follows
                     break
                 piece = self._cut_part(self._part)
             else:
+                # Of a damaged file, only the whole records before the damage can be used. They are
+                # cut off here, and the last piece has the rest.
                 if self._has_ended and self._source.damage is None:
                     break
                 piece = self._cut_records()
@@ -402,27 +406,29 @@ class _FileCutter:
         return self._cut(end, None) if end > 0 else None
 
     def _cut_part(self, part: Part) -> Piece | None:
-        """Remove the next part of a long FASTA record from the text and return it as a piece.
+        """Remove the text of the next part of a long FASTA record and return it as a piece.
 
-        `_part` is set to the position of the part after it, or to None after the last part.
+        A `Piece` is text of a file, and its `Part` tells the position of this text within the
+        record. `_part` is set to the position of the next part, or to None after the last part.
 
         Args:
-            part: The position of the part.
+            part: The position of the part to cut.
 
         Returns:
-            None if more text must be read first.
+            The piece. None if more text must be read first.
         """
         text = self._text
         record_end = text.find(b"\n>") + 1  # 0 if the next header is not in the text
         if record_end > 0:
             self._part = None
             return self._cut(record_end, part._replace(is_last=True))
-        # A header begins after a line end. So line ends at the end of the text are left for the
-        # next part: only with the text that is read next can a header be recognised.
+        # The next header is recognised by a line end and a '>'. If this part took the line end and
+        # the next text begins with '>', the header would be missed. So line ends at the end of the
+        # text are left for the next part.
         end = len(text.rstrip(b"\r\n"))
-        if end == 0:  # only line ends: take all but the last
+        if end == 0:  # only line ends: the last one is enough for this
             end = len(text) - 1
-        if end == 0:
+        if end == 0:  # a single line end
             return None
         sequence_start = text.index(b"\n") if part.is_first else 0
         bases = text[sequence_start:end].translate(None, BLANKS)
@@ -461,6 +467,7 @@ class _FileCutter:
                 line=self._line,
                 hint="only sequences of FASTA may be so long",
             )
+        # One letter more than allowed is enough to find out that the line is too long.
         self._n_wanted = min(2 * len(self._text), last_line_start + LONGEST_LINE + 1)
 
     def _last_piece(self) -> Piece:
@@ -552,6 +559,9 @@ class _TextReader:
         """Return at least `size` bytes of text, with comments of FASTA replaced by blanks.
 
         Only at the end of the file fewer bytes are returned, and none after the end.
+
+        Args:
+            size: The wanted number of bytes.
         """
         text = self._source.read(size)
         if text and self.format == "fasta":
@@ -559,7 +569,7 @@ class _TextReader:
         return text
 
     def _blank_out_comments(self, text: bytes) -> bytes:
-        """Return a text of FASTA in which each line that begins with ';' is one blank.
+        """Return a text of FASTA in which each line that begins with ';' is replaced by one blank.
 
         A line may begin in one text and end in the next. `_line_mark` remembers how it began.
         """

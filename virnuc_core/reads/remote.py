@@ -70,6 +70,10 @@ def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -
 
     Returns:
         The same inputs as local names, in the same order.
+
+    Raises:
+        ConfigError: An address or accession is not valid, or NCBI's mail address is missing.
+        InputError: A file or a sequence cannot be fetched.
     """
     local_names: list[str] = []
     for name in reads:
@@ -129,7 +133,7 @@ def _file_name_of(url: str) -> str:
     path = host_and_path.partition("/")[2]
     name = Path(urllib.parse.unquote(path)).name
     safe_name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII).lstrip(".")
-    return safe_name[-_MAX_NAME:] or "download"
+    return safe_name[-_MAX_NAME:] or "download"  # its end has the endings, such as .fastq.gz
 
 
 def _retry(name: str, work: Callable[[], None]) -> None:
@@ -195,6 +199,7 @@ def _download(url: str, target: Path) -> None:
         if response.status_code == httpx.codes.NOT_MODIFIED:
             return
         if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+            # The file has fewer bytes now than were received. The next attempt begins anew.
             download.part.unlink(missing_ok=True)
             raise ConnectionError("the file on the server has changed since the last attempt")
         validator = _validator_of(response)
@@ -421,7 +426,20 @@ class _PublicBackend(httpcore.SyncBackend):
     def connect_tcp(
         self, host: str, port: int, *more: Any, **options: Any
     ) -> httpcore.NetworkStream:
-        """Connect, and raise an `InputError` if the address is private."""
+        """Connect, and refuse a private address.
+
+        Args:
+            host: The host.
+            port: The port.
+            *more: Further arguments of `httpcore.SyncBackend.connect_tcp`.
+            **options: The same, by name.
+
+        Returns:
+            The connection.
+
+        Raises:
+            InputError: The address is private. The connection is closed.
+        """
         stream = super().connect_tcp(host, port, *more, **options)
         try:
             _refuse_private(stream.get_extra_info("server_addr")[0], port)
@@ -493,6 +511,7 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
     with atomic_file(target) as temp_path:
 
         def download() -> None:
+            """Write the answer of NCBI to the temporary file. This is one attempt."""
             with _request(NCBI_ADDRESS, {}, form) as response, temp_path.open("wb") as file:
                 _save_body(response, file, name)
 

@@ -74,7 +74,7 @@ def summarize_sample(sample: str, summary: RunSummary, staging: StageSummary) ->
         reads=n_reads,
         scored=sum(fates.get(fate, 0) for fate in _SCORED_FATES),
         viral=fates["viral"],
-        share=round(fates["viral"] / max(1, n_reads), 6),
+        share=round(fates["viral"] / max(1, n_reads), 6),  # 0 if there are no reads
         flags=",".join(f"{name}={count}" for name, count in remarks.items() if count),
     )
 
@@ -83,6 +83,10 @@ def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
     """Write samples.tsv, with one line per sample. The file appears only when it is complete.
 
     A name or note that begins like a formula gets a leading apostrophe.
+
+    Args:
+        path: The file.
+        rows: The lines, in their order in the file.
     """
     lines = ["\t".join(SampleRow.model_fields)]
     for row in rows:
@@ -117,6 +121,9 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
     A sample may have several lines, one per lane of the sequencer. Their files are joined. A
     relative path is searched in the working directory, then in the folder of the sheet. Files that
     do not exist are reported later, when they are read.
+
+    Args:
+        path: The sheet.
 
     Returns:
         The reads of each sample, by its name.
@@ -271,6 +278,9 @@ def samples_by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
 
     Reads without a read group belong to a sample with the name of their file.
 
+    Args:
+        spec: The inputs.
+
     Returns:
         The reads of each sample, by its name.
 
@@ -306,6 +316,9 @@ def samples_by_file_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
     Each file, or pair of files, is a sample. Files whose names differ only by the lane (`_L001`)
     are lanes of one sample.
 
+    Args:
+        spec: The inputs.
+
     Returns:
         The reads of each sample, by its name.
 
@@ -319,7 +332,9 @@ def samples_by_file_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
         lane_name = sample_name(files)
         sample = LANE.sub("", lane_name)
         lanes = lanes_by_sample[sample]
-        is_mixed = bool(lanes) and len(lanes[0]) != len(files)  # of pairs and single files
+        # A sample has either pairs of files or single files in all lanes.
+        is_mixed = bool(lanes) and len(lanes[0]) != len(files)
+        # Equal names of lanes: two files in different folders, or with different endings.
         if lane_name in lane_names or is_mixed:
             problem = f"named as {lanes[0][0]} is; rename one"
         else:

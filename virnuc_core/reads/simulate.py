@@ -118,6 +118,9 @@ def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSu
             `<name>.genomes.fasta.gz` are written beside it.
         force: Replace files that exist.
 
+    Returns:
+        The paths of the three files, and the number of viral reads.
+
     Raises:
         ConfigError: `out` has another suffix, or a file exists and `force` is false.
     """
@@ -182,11 +185,15 @@ def _write_truth(file: TextIO, ids: list[str], reads: _Reads, genomes: _Genomes)
 
 
 def _make_genomes(spec: SimulateSpec, rng: np.random.Generator) -> _Genomes:
-    """Return random genomes. Their lengths are between 0.5 and 1.5 times the mean length."""
+    """Make the genomes of both kinds, with random lengths.
+
+    The lengths are between 0.5 and 1.5 times the mean length. No genome is shorter than a read.
+    """
     names: list[str] = []
     counts = (spec.other_genomes, spec.viral_genomes)
     for label, count in zip(LABELS, counts, strict=True):
-        names += [f"{label}_{number:04d}" for number in range(1, count + 1)]
+        for number in range(1, count + 1):
+            names.append(f"{label}_{number:04d}")
     kinds = np.repeat([0, 1], counts)
     genomes: list[NDArray[np.uint8]] = []
     for kind in kinds.tolist():
@@ -332,7 +339,7 @@ def _draw_sources(spec: SimulateSpec, n: int, rng: np.random.Generator) -> NDArr
     """
     source = np.arange(n)
     copies = np.flatnonzero(rng.random(n) < spec.duplicate_share)
-    copies = copies[copies > 0]
+    copies = copies[copies > 0]  # the first read has no earlier read
     originals = (rng.random(len(copies)) * copies).astype(np.int64)
     is_original = ~np.isin(originals, copies)
     source[copies[is_original]] = originals[is_original]

@@ -140,7 +140,11 @@ class _LineReader:
                 yield line.rstrip(BLANKS)
 
     def peek(self, offset: int) -> bytes | None:
-        """Return the line at an offset without consuming it; None after the end of the file."""
+        """Return the line at an offset without consuming it; None after the end of the file.
+
+        Args:
+            offset: The number of lines after the next line; 0 is the next line.
+        """
         while len(self._peeked) <= offset:
             line = next(self._later_lines, None)
             if line is None:
@@ -153,13 +157,21 @@ class _LineReader:
         return b"".join([self.peek(offset) or b"" for offset in range(start, end)])
 
     def skip(self, count: int) -> None:
-        """Consume `count` lines. `peek` must have been called for all of them before."""
+        """Consume `count` lines.
+
+        Args:
+            count: The number of lines. `peek` must have been called for all of them before.
+        """
         for _ in range(count):
             self._peeked.popleft()
         self.line_number += count
 
     def next_text(self, offset: int) -> bytes | None:
-        """Return the first line at or after an offset that is not blank; None if there is none."""
+        """Return the first line at or after an offset that is not blank; None if there is none.
+
+        Args:
+            offset: The number of lines after the next line; 0 is the next line.
+        """
         line = self.peek(offset)
         while line == b"":
             offset += 1
@@ -330,6 +342,7 @@ def _find_problem(
         return "the name after '+' is not the name of the header"
     if bases.translate(None, BLANKS) != bases:
         return "there is a blank within the bases"
+    # A read without bases has no quality letters, but it must have an empty line for them.
     has_quality_line = lines.peek(plus_offset + 1) is not None
     if quality.n_letters != len(bases) or not has_quality_line:
         return f"{len(bases):,} bases, but {quality.n_letters:,} quality letters"

@@ -138,6 +138,9 @@ def sample_name(reads: Sequence[str]) -> str:
     The name of the first file is used, without its folder and endings. `+2` is added if there are
     two more files. For two files of mates it is the part that they share: `lung` for `lung_R1.fq`
     and `lung_R2.fq`. Without inputs it is `no-reads`.
+
+    Args:
+        reads: The inputs as the user named them: paths, addresses, accessions, or `-`.
     """
     if not reads:
         return "no-reads"
@@ -284,6 +287,9 @@ def local_files(reads: tuple[str, ...]) -> tuple[str, ...]:
 
     Addresses and `ncbi:` accessions are left out, because they must be downloaded first.
 
+    Args:
+        reads: The inputs as the user named them.
+
     Raises:
         InputError: See `find_inputs`.
     """
@@ -402,6 +408,14 @@ class Source:
         """Return at least `size` decompressed bytes.
 
         Fewer bytes are returned only at the end of the data or before damage, and b"" after that.
+
+        Args:
+            size: The wanted number of bytes. More may be returned, because the data comes in
+                pieces.
+
+        Raises:
+            UnreadableError: The system cannot read the file, so that nothing is known about the
+                rest.
         """
         pieces: list[bytes] = []
         while size > 0:
@@ -471,7 +485,7 @@ class Source:
         unpacker = None  # of the current member; None between members
         packed = head
         while True:
-            packed = packed or self._next_piece()
+            packed = packed or self._next_piece()  # read on when all bytes so far are used up
             if not packed:
                 break
             if unpacker is None:
@@ -560,6 +574,9 @@ def find_alignment_format_of_file(name: str) -> str:
     An empty text is also returned for a pipe, because reading would consume its first bytes, and
     for a file that is absent or that this user may not read, because opening it later reports that.
 
+    Args:
+        name: A path, or `-` for standard input.
+
     Raises:
         UnreadableError: The system cannot read the file, so that nothing is known about it.
         ConfigError: The path is not allowed (`VIRNUC_ROOTS`).
@@ -608,7 +625,7 @@ def _unreadable_error(name: str, error: OSError) -> InputError:
 def _find_packing(head: bytes) -> _Packing | None:
     """Return the compression format of a file, according to its first bytes; None for plain text.
 
-    The numbers are the magic numbers of the formats.
+    Each format has a magic number: bytes with which all of its files begin.
     """
     if head.startswith(_GZIP_MARK):
         new_gzip_unpacker = partial(isal_zlib.decompressobj, wbits=31)

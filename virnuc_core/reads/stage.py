@@ -203,7 +203,8 @@ def stage(
         inputs = detect_pairs(spec, inputs)
     try:
         summary = _reuse_or_build(spec, inputs, out, anew=anew, expected=expected)
-    except OSError as error:  # trouble of reading is an InputError: this is the output's
+    except OSError as error:
+        # Errors of the input are raised as an `InputError`, so this one is about the output.
         reason = describe_system_error(error, "choose another directory")
         raise storage_error(error, out) or ConfigError(
             f"{out}: cannot be written: {reason}"
@@ -358,6 +359,13 @@ class _LongReads:
     """Handles long reads, which are parsed in parts, and translates each when it is complete."""
 
     def __init__(self, model_length: int, folder: Path, workers: Workers) -> None:
+        """Begin without a read.
+
+        Args:
+            model_length: The size of a chunk in bases.
+            folder: The folder for scratch files.
+            workers: The processes that translate.
+        """
         self._model_length = model_length
         self._folder = folder
         self._workers = workers
@@ -388,7 +396,7 @@ class _LongReads:
 
 
 def _require_reads(spec: StageSpec, inputs: Inputs, log: ParseLog) -> None:
-    """Raise an `InputError` if there is no read, but the input is a pipe or a read group was named.
+    """Raise an `InputError` if a pipe, or the read group that the user asked for, gave no read.
 
     An empty file is not an error.
     """
@@ -547,6 +555,7 @@ def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary 
     if summary is None or not _has_same_settings(summary, spec, inputs):
         return None
     lacks_skipped_list = summary.tally["skipped"] > 0 and not out.with_name(SKIPPED_LIST).is_file()
+    # The error for equal ids names the lines of the reads, which only staging knows.
     has_forbidden_ids = spec.strict and summary.counts.n_duplicate_ids > 0
     if lacks_skipped_list or has_forbidden_ids:
         return None
@@ -614,7 +623,8 @@ def _summarize_files(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[In
         # Count in each file.
         for name, flags_of_file in zip(span.files, flags_of_files, strict=True):
             n_orphans = 0
-            if span.files[0] in first_mate_files:
+            is_paired = span.files[0] in first_mate_files
+            if is_paired:
                 n_orphans = len(flags_of_file) - n_mates_in_file
             summary = InputFile(
                 file=name,
@@ -679,7 +689,11 @@ def _create_log(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
     ):
 
         def list_record(error: InputError) -> None:
-            """Write one line for a record that is skipped."""
+            """Write one line for a record that is skipped.
+
+            Args:
+                error: Tells the file, the line and the id of the record, and what is wrong with it.
+            """
             cells = [error.file, error.line or "", error.read_id, error]
             one_line_cells = [re.sub(r"\s", " ", str(cell)) for cell in cells]
             file.write("\t".join(one_line_cells) + "\n")

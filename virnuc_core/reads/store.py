@@ -82,7 +82,11 @@ def _compute_seal(file: BinaryIO) -> bytes:
 
 
 def seal(path: Path) -> None:
-    """Compute the seal of a store and write it into the first 512 bytes of the file."""
+    """Compute the seal of a store and write it into the first 512 bytes of the file.
+
+    Args:
+        path: The file. Its first 512 bytes are kept free for the seal.
+    """
     with path.open("rb+") as file:
         block = _compute_seal(file)
         file.write(block)
@@ -91,13 +95,16 @@ def seal(path: Path) -> None:
 def is_intact(path: Path) -> bool:
     """Return true if a store has exactly the bytes that were written when it was staged.
 
+    Args:
+        path: The file. All of it is read.
+
     Raises:
         FileNotFoundError: There is no such file.
         UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
 
     def check() -> bool:
-        """Read the file once, and compare the seal at its beginning with its content."""
+        """Compare the seal at the beginning of the file with its content. This is one attempt."""
         with open_file(path) as file:
             return file.read(SEAL_BYTES) == _compute_seal(file)
 
@@ -193,6 +200,9 @@ class OrfStore:
             path: The file.
             check: Read all of it to check its seal. Needed unless it was just written or checked.
 
+        Returns:
+            The store. Its columns are read from the file when they are used.
+
         Raises:
             InputError: The file is absent, or is not what was staged, with this version.
             UnreadableError: The system cannot read the file, so that nothing is known about it.
@@ -202,7 +212,7 @@ class OrfStore:
         store.path = path
 
         def load() -> None:
-            """Read the attributes, and map the columns, once."""
+            """Read the attributes, and map the columns. This is one attempt."""
             # HDF5 need not lock the file: nobody writes to a store that is complete.
             with open_hdf5(path) as file:
                 store._read_attributes(dict(file.attrs))
@@ -288,17 +298,25 @@ class OrfStore:
         return partial(OrfStore.open, check=False), (self.path,)
 
     def original_ids(self, low: int, high: int) -> list[str]:
-        """Return the ids of reads `low` to `high` (exclusive) as in the input files.
+        """Return the ids of reads as in the input files.
 
         Several reads may have the same id. See `read_ids` for unique ids.
+
+        Args:
+            low: The first read.
+            high: One past the last read.
         """
         ids = _cut_strings(self.read_id_bytes, self.read_id_offsets, low, high)
         return [read_id.decode() for read_id in ids]
 
     def read_ids(self, low: int, high: int) -> list[str]:
-        """Return unique ids of reads `low` to `high` (exclusive).
+        """Return unique ids of reads.
 
         A number is added to repeated ids: the second read with the id `r7` is `r7.2`.
+
+        Args:
+            low: The first read.
+            high: One past the last read.
         """
         ids = self.original_ids(low, high)
         copies = self.read_copy[low:high]
@@ -354,7 +372,7 @@ def _cut_strings(
         letters: The bytes of all strings, concatenated.
         offsets: The start of each string, and the end of the last: int64 [n + 1].
         low: The first string.
-        high: One past the last string.
+        high: One past the last string. Equal to `low`: no string is returned.
     """
     edges = offsets[low : high + 1].tolist()
     start = edges[0]
@@ -427,7 +445,11 @@ class StoreWriter:
         self._repeated_rows: Repeats  # rows with the sequence of an earlier row
 
     def add(self, segment: Segment) -> None:
-        """Add the next segment, and append its digests of ids and rows to the scratch files."""
+        """Add the next segment, and append its digests of ids and rows to the scratch files.
+
+        Args:
+            segment: The columns of the next batch of reads.
+        """
         self._segments.append(segment)
         self._counts += segment.counts
         # Only a segment of a single long read has so many bases. Then lengths need 64 bits.
@@ -483,14 +505,18 @@ class StoreWriter:
         return repeats[low:high]
 
     def locate(self, read: int) -> ReadLocation:
-        """Return the id of a read, by its number, and its line in the input file."""
+        """Return the id of a read and its line in the input file.
+
+        Args:
+            read: The number of the read.
+        """
         # The last segment that starts at or before the read.
         number = int(np.searchsorted(self._starts["read"], read, side="right")) - 1
         segment = self._segments[number]
-        index = read - int(self._starts["read"][number])
-        return ReadLocation(
-            _ids_of(segment)[index].decode(), int(segment.column("read_line")[index])
-        )
+        index = read - int(self._starts["read"][number])  # of the read within the segment
+        read_id = _ids_of(segment)[index].decode()
+        line = int(segment.column("read_line")[index])
+        return ReadLocation(read_id, line)
 
     def write(
         self, path: Path, fingerprint: str, workers: Workers, *, paired: bool = False
@@ -677,7 +703,12 @@ def _write_part(path: Path, locations: Mapping[str, _ColumnLocation], plan: _Seg
     with path.open("rb+") as file:
 
         def put(name: str, values: NDArray[Any]) -> None:
-            """Write the values of a column that belong to this segment."""
+            """Write the values of a column that belong to this segment to their place in the store.
+
+            Args:
+                name: The name of the column.
+                values: Its values, which are converted to the type of the column.
+            """
             location = locations[name]
             index = start[_COLUMNS[name].axis]
             file.seek(location.start + index * location.dtype.itemsize)

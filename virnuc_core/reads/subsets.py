@@ -98,6 +98,7 @@ def sample(source: str, n: int, out: Path, seed: int = 0, *, force: bool = False
         raise ConfigError(f"{out}: the reads are drawn from this file; choose another name")
     require_absent(out, force=force)
     lengths = _read_lengths(files, out)
+    # Drawing from equal ranges of the reads in order of length gives the same distribution.
     reads_by_length = np.argsort(lengths, kind="stable")
     drawn_reads = reads_by_length[choose_reads(len(lengths), n, seed)]
     is_drawn = np.zeros(len(lengths), bool)
@@ -139,9 +140,9 @@ def _summarize_sample(
     """
     # The distance of the two distributions.
     distinct_lengths, n_before = np.unique(lengths, return_counts=True)
-    n_after = np.bincount(
-        np.searchsorted(distinct_lengths, drawn_lengths), minlength=len(distinct_lengths)
-    )
+    index_of_drawn = np.searchsorted(distinct_lengths, drawn_lengths)
+    n_after = np.bincount(index_of_drawn, minlength=len(distinct_lengths))
+    # Without reads there is nothing to divide; 1 avoids a division by zero.
     cumulative_before = n_before.cumsum() / max(1, len(lengths))
     cumulative_after = n_after.cumsum() / max(1, len(drawn_lengths))
     distance = np.abs(cumulative_before - cumulative_after).max(initial=0.0)
@@ -177,6 +178,7 @@ def choose_reads(total: int, wanted: int | None, seed: int) -> NDArray[np.int64]
     """
     if wanted is None or wanted >= total:
         return np.arange(total, dtype=np.int64)
+    # The ranges between the bounds differ by one read at most. One number is drawn in each.
     bounds = np.arange(wanted + 1, dtype=np.int64) * total // wanted
     return np.random.default_rng(seed).integers(bounds[:-1], bounds[1:])
 
@@ -218,9 +220,15 @@ def _read_lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
 
 
 def require_rereadable(reads: Sequence[str]) -> None:
-    """Raise an `InputError` if an input is a pipe or standard input, which can be read only once.
+    """Refuse inputs that can be read only once: a pipe, or standard input.
 
     Reads are copied in a second pass over the input.
+
+    Args:
+        reads: The inputs as the user named them.
+
+    Raises:
+        InputError: Names the input.
     """
     for name in find_inputs(tuple(reads)).files:
         if not can_be_read_twice(name):
@@ -379,6 +387,14 @@ class _Export:
     def __init__(
         self, run: RunDir, store: OrfStore, destinations: _Destinations, stack: ExitStack
     ) -> None:
+        """Begin with the first read of the input.
+
+        Args:
+            run: The run directory, in which the files are created.
+            store: The staged reads.
+            destinations: The kind of file for each read.
+            stack: Closes the files at its end. Only then they appear under their names.
+        """
         self._run = run
         self._store = store
         self._kinds = destinations.kinds
@@ -416,6 +432,8 @@ class _Export:
                 hint="run predict again",
             )
         files = self._open_files(batch.format)
+        # A part of a long read that is not the staged one is not written. If the read turns out to
+        # be broken, it was not staged; otherwise its last part raises the error above.
         if was_staged:
             kinds = self._kind_of_read[first:end]
             for index in np.flatnonzero(kinds >= 0).tolist():
@@ -478,6 +496,9 @@ def read_table(path: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     Args:
         path: The table.
         columns: The types of the columns, by name.
+
+    Returns:
+        The columns, with one row for each line of the table.
 
     Raises:
         InputError: A column is missing, or a value has another type.

@@ -92,6 +92,9 @@ def chunk(lengths: Places, size: int) -> Chunks:
     Args:
         lengths: Bases of each read: int64 [reads].
         size: The model's length in bases.
+
+    Returns:
+        The chunks of all reads, in order of read and position.
     """
     n_chunks = _count_chunks(lengths, size)
     reads = np.arange(len(lengths), dtype=np.int64)
@@ -122,6 +125,7 @@ def _place_chunks(read: Places, number: Places, length: Places, size: int) -> Ch
     # overlap to the chunk before, and the first ones one base more.
     surplus = n_chunks * size - length
     lower, remainder = np.divmod(surplus, n_chunks)
+    # How many bases each chunk begins before the place that it would have side by side.
     shift = lower * number + np.minimum(number, lower + remainder)
     start = number * size - shift
     end = np.minimum(start + size, length)
@@ -140,7 +144,11 @@ class Orfs(NamedTuple):
 
     @classmethod
     def concatenate(cls, groups: Sequence["Orfs"]) -> "Orfs":
-        """Join the frames of several groups of chunks, in order; without groups, return none."""
+        """Join the frames of several groups of chunks, in order.
+
+        Args:
+            groups: The frames of each group. Without groups, the result has no frames.
+        """
         if not groups:
             no_letters = np.zeros(0, np.uint8)
             no_lengths = np.zeros(0, np.int32)
@@ -167,7 +175,7 @@ class _CodeTables(NamedTuple):
 
 @cache
 def _code_tables() -> _CodeTables:
-    """Build the tables of the standard genetic code; stop codons become `*`."""
+    """Build the tables of the standard genetic code, once; stop codons become `*`."""
     base_codes = bytearray([_NO_BASE] * 256)
     for code, base in enumerate("ACGT"):
         base_codes[ord(base)] = code
@@ -194,6 +202,9 @@ def translate(bases: bytes, starts: Places, ends: Places) -> Orfs:
         bases: Nucleotide letters in either case.
         starts: The first base of each chunk, ascending: int64 [chunks].
         ends: One past its last base, ascending: int64 [chunks].
+
+    Returns:
+        The open frames, in order of chunk and frame.
     """
     groups: list[Orfs] = []
     first = 0
@@ -218,11 +229,14 @@ def _find_group_end(starts: Places, ends: Places, first: int) -> int:
     Returns:
         One past the last chunk of the group.
     """
-    end = int(np.searchsorted(ends, starts[first] + _GROUP_BASES, side="right"))
+    last_base = starts[first] + _GROUP_BASES
+    end = int(np.searchsorted(ends, last_base, side="right"))
     end = max(first + 1, end)
-    widest = int((ends[first:end] - starts[first:end]).max()) + 1
-    max_chunks = 2 * _GROUP_BASES // widest
-    return max(first + 1, min(end, first + max_chunks))
+    lengths = ends[first:end] - starts[first:end]
+    padded_length = int(lengths.max()) + 1  # of each chunk; never 0
+    max_chunks = 2 * _GROUP_BASES // padded_length
+    end = min(end, first + max_chunks)
+    return max(first + 1, end)
 
 
 def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: int) -> Orfs:
@@ -377,7 +391,11 @@ class Segment(NamedTuple):
     counts: SegmentCounts
 
     def column(self, name: str) -> NDArray[Any]:
-        """Read one column, named as in SEGMENT_COLUMNS, from the scratch file."""
+        """Read one column from the scratch file.
+
+        Args:
+            name: The name of the column in SEGMENT_COLUMNS.
+        """
         # A column begins after all earlier ones.
         offset = 0
         for earlier_name, kind in SEGMENT_COLUMNS.items():
@@ -543,8 +561,9 @@ def _write_segment(folder: Path, columns: Mapping[str, NDArray[Any]], n_chunks: 
     values: Columns = {}
     sizes: dict[str, int] = {}
     for name, kind in SEGMENT_COLUMNS.items():
-        values[name] = np.ascontiguousarray(columns.get(name, np.empty(0, kind)), kind)
-        sizes[name] = len(values[name])
+        column = columns.get(name, np.empty(0, kind))
+        values[name] = np.ascontiguousarray(column, kind)
+        sizes[name] = len(column)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
         for column in values.values():
             file.write(column.data)
@@ -582,7 +601,9 @@ def translate_long_read(
     length = last_part.part.n_bases_before + last_part.n_bases
     n_chunks = -(-length // size)  # rounded up
     step = max(1, _WINDOW_BASES // size)
-    stretches = [range(first, min(first + step, n_chunks)) for first in range(0, n_chunks, step)]
+    stretches: list[range] = []
+    for first in range(0, n_chunks, step):
+        stretches.append(range(first, min(first + step, n_chunks)))
     work = partial(
         _translate_stretch,
         last_part.path,
@@ -623,7 +644,8 @@ def _translate_stretch(
         folder: The folder for scratch files.
     """
     number = np.array(numbers)
-    chunks = _place_chunks(np.zeros_like(number), number, np.full_like(number, length), size)
+    read = np.zeros_like(number)  # all chunks are of the only read of this segment
+    chunks = _place_chunks(read, number, np.full_like(number, length), size)
     start = int(chunks.start[0])
     end = int(chunks.end[-1])
     with Path(path).open("rb") as file:
