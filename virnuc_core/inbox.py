@@ -370,7 +370,7 @@ class Ledger:
             return row.changed(fate="waiting", note=note)
         columns = fate.model_dump(include={"fate", "run", "reads", "viral", "note"})
         row = row.changed(**columns)
-        if fate.file != row.file:
+        if fate.file != row.file:  # the content was predicted from another file
             row = row.changed(fate="duplicate", note=DUPLICATE_NOTE.format(fate.file))
         return row
 
@@ -411,7 +411,8 @@ class Ledger:
         self._require_directory()
         mark = self.out / INBOX_MARK
         with lease(mark, self.table, wait=True):
-            open_to_write(mark, append=True).close()  # make the mark if it is not there
+            # An empty file by which virnuc recognises the directory as its own later.
+            open_to_write(mark, append=True).close()
             _remove_partial_files(self.table)
             current_rows = []
             for row in rows:

@@ -228,7 +228,7 @@ def is_alive(pid: int, start_ticks: str) -> bool | None:
                 os.kill(pid, 0)
             except ProcessLookupError:
                 return False
-        return None
+        return None  # some process has this number, perhaps another one than before
 
 
 @dataclass(frozen=True, slots=True)

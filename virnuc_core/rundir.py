@@ -641,6 +641,7 @@ def run_lock(root: Path) -> Iterator[None]:
         with ExitStack() as resources:
             resources.enter_context(output_directory(root))
             is_new_marker = _take_directory(root, resources)
+            # Nested calls, and `is_ours`, see that this process holds the directory.
             _held.set(_held.get() | {real_root})
             resources.callback(lambda: _held.set(_held.get() - {real_root}))
             for path in list(_matching_paths(root, PARTIAL_FILES)):
@@ -837,7 +838,7 @@ def relax_garbage_collection() -> None:
     With Python's default thresholds, the collector takes a third of the time in which libraries
     are imported.
     """
-    gc.set_threshold(50_000, 50, 100)
+    gc.set_threshold(50_000, 50, 100)  # Python's own: 700 (later 2,000), 10, 10
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -862,6 +863,7 @@ def parent_bound_command(program: str, *words: str) -> list[str]:
         words: Arguments of the program, its `sys.argv[1:]`.
     """
     imports = "import sys; from virnuc_core.rundir import die_with_parent, relax_garbage_collection"
+    # The first argument of the process is the number of this process, its parent.
     bind = "die_with_parent(int(sys.argv.pop(1)))"
     source = f"{imports}; {bind}; relax_garbage_collection(); {program}"
     # -P: no module of the folder in which the command was given

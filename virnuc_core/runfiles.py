@@ -468,6 +468,7 @@ def changed_inputs(recorded: Sequence[InputFile], files: Sequence[str]) -> list[
     for name in files:
         # Pipes and folders have no content that could be compared.
         contents[name] = digest(Path(name)) if is_regular_file(Path(name)) else None
+    # None stands for a content that is not known, so two of them are not the same.
     shared_contents = (recorded_contents & set(contents.values())) - {None}
 
     missing = {Path(file.file).name for file in recorded if file.content not in shared_contents}

@@ -93,7 +93,16 @@ def _new_record(
     devices: tuple[Device, ...],
     remarks: tuple[str, ...],
 ) -> ValidationRecord:
-    """Return the record of a validation that starts now. The arguments are those of its caller."""
+    """Return the record of a validation that starts now. Nothing is written.
+
+    Args:
+        out: The validation's directory.
+        spec: Its settings.
+        profile: The thresholds that it is judged by.
+        staging: What staging made of its reads.
+        devices: Its devices.
+        remarks: Sentences that are kept before the warnings of the staging.
+    """
     import torch  # takes seconds, and commands that only check do not need it
 
     fingerprints = {"reads": staging.fingerprint}

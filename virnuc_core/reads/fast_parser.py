@@ -439,7 +439,7 @@ def cut_fastq(piece: Piece) -> FastqCut:
     Returns:
         The regular records, and the number of bytes after them, which the slow parser must read.
     """
-    # Count the regular records at the front.
+    # Count the regular records at the front. Blank text after the last record does not count.
     data = piece.data
     lines = _Lines(data if data.endswith(b"\n") else data + b"\n")
     n_records = len(lines.starts) // 4

@@ -114,7 +114,9 @@ def _hash_part(batch: ReadBatch, part: Part, ends_leaf: bool) -> Leaves:
         id_lengths=len(read_id).to_bytes(8, "little"),
         base_lengths=(part.n_bases_before + len(bases)).to_bytes(8, "little"),
     )
-    return Leaves(content, hashes=b"" if ends_leaf else None, part=part)
+    # One read cannot hold a whole leaf, so there is no hash. It may be the last read of a leaf.
+    hashes = b"" if ends_leaf else None
+    return Leaves(content, hashes, part=part)
 
 
 def _hash_reads(batch: ReadBatch, ends_leaf: NDArray[np.bool_]) -> Leaves:

@@ -123,7 +123,8 @@ def map_batches(
             if irregular_piece is None:
                 return
             # Parse the rest of this file line by line. Pieces that workers received already are
-            # put back, because the slow parser must see the pieces of this file first.
+            # put back, because the slow parser must see the pieces of this file first. (All items
+            # that follow a piece are pieces.)
             queue.put_back([item for item in items.pending if isinstance(item, Piece)])
             from virnuc_core.reads.slow_parser import read_irregular  # few runs need it
 
@@ -271,7 +272,7 @@ def _work_on(
     """
     if isinstance(item, ReadBatch):
         return _WorkResult(work(item))
-    has_text = bool(item.data or item.part)
+    has_text = bool(item.data or item.part)  # the last part of a long read may have no text
     if item.damage is not None or not has_text:
         return _WorkResult(None)
 

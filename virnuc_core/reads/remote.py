@@ -461,8 +461,9 @@ def _refuse_private(host: str, port: int | None) -> None:
         for *_, socket_address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             text = str(socket_address[0]).partition("%")[0]  # without the network interface
             address = ipaddress.ip_address(text)
-            public_address = getattr(address, "ipv4_mapped", None) or address
-            if not public_address.is_global:
+            # An IPv6 address may stand for an IPv4 address, which then decides.
+            deciding_address = getattr(address, "ipv4_mapped", None) or address
+            if not deciding_address.is_global:
                 raise InputError(
                     f"leads to the private address {address}",
                     file=host,

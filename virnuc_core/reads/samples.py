@@ -94,7 +94,7 @@ def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
         for _, value in row:
             text = "" if value is None else str(value)
             text = " ".join(text.split())  # without line ends and TABs
-            if isinstance(value, str):
+            if isinstance(value, str):  # numbers come from us
                 text = escape_formula(text)
             cells.append(text)
         lines.append("\t".join(cells))

@@ -218,7 +218,8 @@ def _make_genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np
     gc = float(np.clip(rng.normal(_MEAN_GC[kind], 0.02), 0.1, 0.9))
     base_shares = np.array([1 - gc, gc, gc, 1 - gc]) / 2
     codons = _coding_codons()
-    # The genome prefers some codons: their frequencies vary around those of its base composition.
+    # The genome prefers some codons: their frequencies vary around those of its base composition,
+    # by random factors with a mean of 1.
     usage = base_shares[codons].prod(axis=1) * rng.gamma(8, 1 / 8, len(codons))
     usage /= usage.sum()
     noncoding_per_coding = 1 / _CODING_SHARE[kind] - 1

@@ -307,7 +307,7 @@ def _looks_like_reads(path: Path) -> bool:
         with Source.open(str(path)) as source:
             # without the byte order mark of UTF-8 and blanks
             head = source.read(_HEAD_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")
-            if not head:
+            if not head:  # an empty file, or one of which nothing can be decompressed
                 return source.damage is not None
             return head[:1] in (b">", b"@", b";")
     except InputError:

@@ -192,6 +192,7 @@ def stage(
             because the reads came through a pipe and are gone.
     """
     inputs = find_inputs(spec.all_inputs)
+    # A single file of FASTA or FASTQ holds no pairs, unless the user says that mates alternate.
     is_one_plain_file = (
         len(inputs.files) == 1
         and not spec.interleaved
@@ -205,10 +206,11 @@ def stage(
         summary = _reuse_or_build(spec, inputs, out, anew=anew, expected=expected)
     except OSError as error:
         # Errors of the input are raised as an `InputError`, so this one is about the output.
+        storage_problem = storage_error(error, out)  # None if the disk itself is not to blame
+        if storage_problem is not None:
+            raise storage_problem from error
         reason = describe_system_error(error, "choose another directory")
-        raise storage_error(error, out) or ConfigError(
-            f"{out}: cannot be written: {reason}"
-        ) from error
+        raise ConfigError(f"{out}: cannot be written: {reason}") from error
     except (WorkerError, LimitError, MemoryError) as error:
         spent_inputs = [name for name in inputs.files if not can_be_read_twice(name)]
         if not spent_inputs:
@@ -234,10 +236,15 @@ def _reuse_or_build(
         inputs: The files.
         out: The file of the store.
         anew: Build a new store in any case.
-        expected: See `stage`.
+        expected: The record of the run in this directory, whose reads must be the same. None if
+            there is no run.
 
     Returns:
         The summary of the store.
+
+    Raises:
+        InputError: The reads cannot be used.
+        RunMismatchError: These are not the reads of the `expected` run.
     """
     make_folder(out.parent)
     scratch_prefix = f".{out.name}.scratch"
@@ -285,7 +292,8 @@ def _build_store(
         folder: The folder for scratch files.
         log: Is updated with the counts and errors of reading.
         workers: The processes that do the work.
-        expected: See `stage`.
+        expected: The record of the run in this directory, whose reads must be the same. None if
+            there is no run.
 
     Returns:
         The seconds of each step.
@@ -310,7 +318,7 @@ def _build_store(
         fingerprint.add(result.leaves)
         if isinstance(result.output, Segment):
             writer.add(result.output)
-        else:
+        else:  # a part of a long read; its segments come with the last part
             for segment in long_reads.add(result.output):
                 writer.add(segment)
         times.translate_s += time.perf_counter() - result_start_s
@@ -351,7 +359,7 @@ def _translate_inputs(
     from virnuc_core.reads.pairs import pair_batches
 
     pairs = pair_batches(inputs, log, with_records=False)
-    paired_results = workers.map(work, pairs, lambda batch: len(batch.bases.data))
+    paired_results = workers.map(work, pairs, count_bytes=lambda batch: len(batch.bases.data))
     return chain(paired_results, results)
 
 
@@ -566,6 +574,7 @@ def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary 
     if not is_intact(out):
         _log.warning("%s: not what was staged (checksum); the reads are staged again", out)
         return None
+    # The store and its summary are two files. Somebody may have copied another store here.
     was_replaced = OrfStore.open(out, check=False).fingerprint != summary.fingerprint
     if was_replaced:
         return None

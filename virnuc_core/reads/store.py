@@ -474,6 +474,7 @@ class StoreWriter:
         self._starts["id"] = self._sum_up("read_id_bytes")
         id_buckets = Bucket.all_of(self._id_digests)
         row_buckets = Bucket.all_of(self._row_digests)
+        # `may_start`: if the reads were too few to start processes, this is done here, too.
         repeats = list(workers.map(find_repeats, id_buckets + row_buckets, may_start=False))
         self._duplicate_ids = Repeats.concatenate(repeats[: len(id_buckets)])
         self._repeated_rows = Repeats.concatenate(repeats[len(id_buckets) :])

@@ -334,6 +334,7 @@ def _find_destinations(run: RunDir, store: OrfStore, verdicts: Sequence[str]) ->
     kind_of_read = np.full(store.n_reads, -1, np.int64)
     for verdict in verdicts:
         has_verdict = is_viral if verdict == "viral" else ~is_viral
+        # The next kinds are those of this verdict, one for each suffix.
         kind_of_read[has_verdict] = len(kinds) + mate_of_read[has_verdict]
         kinds += [f"{verdict}{suffix}" for suffix in mate_suffixes]
     return _Destinations(kinds, kind_of_read)

@@ -459,6 +459,7 @@ def translate_batch(batch: ReadBatch, model_length: int, folder: Path) -> BatchR
         batch.ids, batch.lines, bases.lengths, model_length, n_rows, is_ambiguous
     )
     if batch.follows_mate is not None:
+        # Each flag is a bit of its own, so adding the flag MATE sets this bit.
         read_columns["read_flags"] = read_columns["read_flags"] + batch.follows_mate * MATE
     row_columns = _row_columns(orfs, chunks, is_ambiguous)
     segment = _write_segment(folder, read_columns | row_columns, len(chunks.read))

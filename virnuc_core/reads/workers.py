@@ -70,7 +70,8 @@ class Workers(AbstractContextManager["Workers"]):
         self._idle_children = SimpleQueue[Popen[bytes]]()
         # There are as many threads as children, so that each thread always finds an idle child.
         self._threads = ThreadPoolExecutor(max(1, self._n_children))
-        np.empty(_REUSED_BYTES, np.uint8)  # freed at once, see _REUSED_BYTES
+        # Allocate and free a large block, so that the C library keeps freed memory for reuse.
+        np.empty(_REUSED_BYTES, np.uint8)
 
     def map(
         self,
@@ -102,22 +103,28 @@ class Workers(AbstractContextManager["Workers"]):
         """
         pending = deque[_Pending[Output]]()
         for number, item in enumerate(items):
-            n_busy = sum(not entry.future.done() for entry in pending)
-            has_time = n_busy < _AHEAD * self._n_children
-            is_started = bool(self._children) or (may_start and number > 0)
-            if has_time and is_started:
+            # A child takes the item if children may be used and have not got enough to do yet.
+            n_unfinished = sum(not entry.future.done() for entry in pending)
+            children_have_room = n_unfinished < _AHEAD * self._n_children
+            may_use_children = bool(self._children) or (may_start and number > 0)
+            if children_have_room and may_use_children:
                 future = self._submit(work, item)
-            else:
+            else:  # this process does the work now
                 future = Future()
                 future.set_result(work(item))
             pending.append(_Pending(future, count_bytes(item)))
+            # Yield what is ready; wait for the first result if too many items are pending.
             while pending and (pending[0].future.done() or self._has_too_much(pending)):
                 yield self._wait_for(pending.popleft().future)
         while pending:
             yield self._wait_for(pending.popleft().future)
 
     def _has_too_much(self, pending: deque[_Pending[Output]]) -> bool:
-        """Return True if the next item must wait until the first pending result is there."""
+        """Return True if the next item must wait until the first pending result is there.
+
+        This is so if more items, or more bytes of items, are pending than `_WINDOW` and
+        `_MAX_PENDING_BYTES` allow for each child.
+        """
         n_bytes = sum(entry.n_bytes for entry in pending)
         return (
             len(pending) > _WINDOW * self._n_children
@@ -127,7 +134,7 @@ class Workers(AbstractContextManager["Workers"]):
     def _submit(self, work: Callable[[Item], Output], item: Item) -> Future[Output]:
         """Let a child apply the function to an item, and return the future result.
 
-        As a side effect, one more child is started until the group is complete.
+        As a side effect, each call starts one more child, until all children run.
 
         Raises:
             WorkerError: The system allows no further process.
@@ -220,8 +227,9 @@ def serve() -> None:
     # so that text that a library prints does not get into the pipe.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    np.empty(_REUSED_BYTES, np.uint8)  # freed at once, see _REUSED_BYTES
-    with suppress(EOFError):
+    # Allocate and free a large block, so that the C library keeps freed memory for reuse.
+    np.empty(_REUSED_BYTES, np.uint8)
+    with suppress(EOFError):  # the parent has closed the pipe
         while True:
             work, item = pickle.load(sys.stdin.buffer)
             pickle.dump(_answer(work, item), answers, pickle.HIGHEST_PROTOCOL)
