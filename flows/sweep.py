@@ -4,9 +4,10 @@ import os
 from collections.abc import Sequence
 
 from virnuc.flows.settings.tune import SWEPT
-from virnuc.tasks.artifacts import Markdown, host_key, publish_table, table_cell
+from virnuc.tasks.artifacts import host_key, publish_table, table_cell
 from virnuc.tasks.trial import run_trial
 from virnuc_core.engine.devices import resolve
+from virnuc_core.markdown import Markdown
 from virnuc_core.report.views.tools import candidate_rows
 from virnuc_core.rundir import write_text_atomically
 from virnuc_core.tools.sweep_files import settings_toml, tune_file, tune_json
@@ -45,7 +46,7 @@ def _publish_trials(
     )
     devices = sweep.bench.devices
     reason = table_cell(recommendation.reason)
-    description = Markdown(f"**{reason}** — {table_cell(label)} on {devices}")
+    description = Markdown(f"**{reason}** — {table_cell(label)} on {table_cell(devices)}")
     publish_table(host_key(f"tune-{label}-{devices}"), rows, description)
 
 

@@ -21,17 +21,15 @@ from prefect.context import FlowRunContext, TaskRunContext
 from virnuc.tasks.background import background_thread
 from virnuc.tasks.server_connection import connection, with_server
 from virnuc_core.errors import printable
+from virnuc_core.markdown import Markdown, code_span, escape_markdown
 
 MAX_BYTES: Final = 100 * 1024  # of an artifact
 MAX_KEY_LENGTH: Final = 100
 CELL_MARKUP_BYTES: Final = 8  # what JSON adds to a cell, about
-MARKDOWN_SYNTAX: Final = re.compile(r"([\\`*~|<>\[\]]|^[#+-](?=\s)|^\d+\.(?=\s))")
+# A target such as `>= 0.9`, which Prefect shows without its first character.
+_TARGET: Final = re.compile(r"(?<!\S)([<>])=(?=\s?\d)")
 
 Rows = Sequence[Mapping[str, object]]  # all rows have the same keys
-
-
-class Markdown(str):
-    """Text that is Markdown already. All other text in a table is shown as it stands."""
 
 
 def artifact_key(name: str) -> str:
@@ -58,9 +56,13 @@ def table_cell(value: object) -> str:
             return _float_cell(value)
         case Markdown():
             return value
-    text = str(value).replace("\r", " ").replace("\n", " ")
-    text = printable(text).replace("<=", "≤").replace(">=", "≥")
-    return MARKDOWN_SYNTAX.sub(r"\\\1", text)
+    text = _TARGET.sub(_target_sign, printable(" ".join(str(value).split())))
+    return escape_markdown(text)
+
+
+def _target_sign(match: re.Match[str]) -> str:
+    """Return `≤` or `≥` for the two characters of a target."""
+    return "≤" if match[1] == "<" else "≥"
 
 
 def _float_cell(value: float) -> str:
@@ -82,13 +84,13 @@ def bounded_rows(rows: Rows) -> list[dict[str, str]]:
     kept_rows: list[dict[str, str]] = []
     n_bytes = 0
     for row in rows:
-        cells = {column: table_cell(value) for column, value in row.items()}
+        cells = {table_cell(column): table_cell(value) for column, value in row.items()}
         for column, text in cells.items():
             n_bytes += len(column.encode()) + len(text.encode()) + CELL_MARKUP_BYTES
         if n_bytes > MAX_BYTES:
             n_left_out = len(rows) - len(kept_rows)
-            note = dict.fromkeys(row, "")
-            first_column = next(iter(row))
+            note = dict.fromkeys(cells, "")
+            first_column = next(iter(cells))
             note[first_column] = f"… {n_left_out:,} more rows: see the files of the run"
             kept_rows.append(note)
             break
@@ -126,7 +128,7 @@ def publish_markdown(name: str, text: str, description: str, full_text: Path | s
         return
     n_bytes = len(text.encode())
     if n_bytes > MAX_BYTES:
-        note = f"\n\n… cut here; the whole text is `{full_text}`\n"
+        note = f"\n\n… cut here; the whole text is {code_span(str(full_text))}\n"
         beginning = text.encode()[: MAX_BYTES - len(note.encode())].decode("utf-8", "ignore")
         whole_lines = beginning[: beginning.rfind("\n")]
         text = whole_lines + note
@@ -192,5 +194,5 @@ def _send_progress(
         artifacts.update_progress_artifact(artifact_id, progress=percent)
         return artifact_id
     return artifacts.create_progress_artifact(  # type: ignore[return-value]
-        percent, key=artifact_key(name), description=description
+        percent, key=artifact_key(name), description=table_cell(description)
     )

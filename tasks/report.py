@@ -7,7 +7,6 @@ from typing import Any, Final
 from prefect.client.schemas.objects import State
 
 from virnuc.tasks.artifacts import (
-    Markdown,
     Rows,
     artifact_key,
     host_key,
@@ -17,6 +16,7 @@ from virnuc.tasks.artifacts import (
 )
 from virnuc.tasks.events import emit
 from virnuc.tasks.task import completed, retrying_task
+from virnuc_core.markdown import Markdown
 from virnuc_core.profiles import Profile
 from virnuc_core.report import messages
 from virnuc_core.report.build import write_report

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from virnuc.tasks.artifacts import Markdown, Rows
+from virnuc.tasks.artifacts import Rows
+from virnuc_core.markdown import Markdown
 from virnuc_core.reads.stage import REMARKS
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.statistics import DeviceBusy

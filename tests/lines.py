@@ -33,6 +33,7 @@ LAYERS = (
         "gpus",
         "input_names",
         "lease",
+        "markdown",
         "profiles",
         "proxies",
         "rundir",

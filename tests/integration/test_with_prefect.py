@@ -33,12 +33,13 @@ from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.predict import predict
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.approval import Approval
-from virnuc.tasks.artifacts import Markdown, progress_artifact, publish_markdown, publish_table
+from virnuc.tasks.artifacts import progress_artifact, publish_markdown, publish_table
 from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.running_mark import NAMESPACE_LABEL, PROCESS_LABEL, START_LABEL, announce
 from virnuc.tasks.task import completed, core_logs, retrying_task
 from virnuc_core.errors import InputError, VirnucError, WorkerError
 from virnuc_core.lease import process_namespace, process_start_ticks
+from virnuc_core.markdown import Markdown
 from virnuc_core.runfiles import Device
 
 from .processes import PATIENCE_S, wait_for

@@ -22,6 +22,7 @@ from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.reads.translate import chunk
+from virnuc_core.report.text import cell
 from virnuc_core.rundir import RunDir, atomic_file, require_absent, write_text_atomically
 from virnuc_core.runfiles import RunSummary, changed_files, read_record
 from virnuc_core.system_errors import path_exists
@@ -93,11 +94,19 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
     _write_kraken_report(files.kraken_report, num_reads=num_reads, num_viral=num_viral)
     data = _multiqc_data(summary, score_counts)
     for name, section in sections.items():
-        content = section | {"data": {sample: data[name]}}
+        content = section | {"data": {_multiqc_name(sample): data[name]}}
         write_text_atomically(files.multiqc[name], json.dumps(content, indent=1) + "\n")
     threshold = DEFAULT_THRESHOLD if summary.threshold is None else summary.threshold
     _write_contigs(run, files.contigs, threshold)
     return files.all
+
+
+def _multiqc_name(sample: str) -> str:
+    """Return the name of a sample with `_` for characters that could begin HTML.
+
+    MultiQC writes the names of samples into its page as they are.
+    """
+    return re.sub(r"[<>&\"'`]", "_", cell(sample))
 
 
 def _require_unchanged(table: Path, summary: RunSummary) -> None:

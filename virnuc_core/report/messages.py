@@ -188,7 +188,7 @@ def training_message(training: TrainFile) -> str:
 def question_hints(report: Report) -> dict[str, str]:
     """Return a hint in Markdown for each question to the reviewer. A hint may be empty."""
     return {
-        "all_criteria_met": f"**{criteria_message(report)}**",
+        "all_criteria_met": f"**{markdown_cell(criteria_message(report))}**",
         "target_realistic": missed_targets(report),
         "tuning_could_help": "(loader workers, token budget, prefetch)",
         "code_fix_needed": "",

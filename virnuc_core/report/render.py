@@ -13,6 +13,7 @@ from typing import Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from virnuc_core.markdown import code_block, code_span, front_matter_value
 from virnuc_core.report.benchmark import benchmark_json
 from virnuc_core.report.charts import GENERATOR, Chart, all_charts
 from virnuc_core.report.model import DeviceMetrics, Report, ScalingMetrics, StageThroughput
@@ -317,11 +318,12 @@ def _tiles(report: Report) -> list[Tile]:
 def environment() -> Environment:
     """Return the Jinja environment with all templates of this package.
 
-    Values are escaped in HTML pages. A template that uses a value that was not given fails.
+    Values are escaped in HTML pages and drawings. A template fails if it uses a value that was not
+    given.
     """
     jinja = Environment(
         loader=PackageLoader("virnuc_core.report"),
-        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        autoescape=lambda name: name is not None and name.endswith((".html.j2", ".svg.j2")),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -330,6 +332,10 @@ def environment() -> Environment:
     jinja.filters["cell"] = cell
     jinja.filters["markdown"] = markdown_cell
     jinja.filters["markdown_table"] = markdown_table
+    jinja.filters["quotes_by_name"] = _quotes_by_name
+    jinja.filters["code_block"] = code_block
+    jinja.filters["code_span"] = code_span
+    jinja.filters["front_matter"] = front_matter_value
     jinja.filters["base64"] = _base64
     jinja.tests["mark"] = _is_mark
     return jinja
@@ -338,6 +344,11 @@ def environment() -> Environment:
 def fill_template(name: str, **values: object) -> str:
     """Return the text of a template with these values filled in."""
     return environment().get_template(name).render(values)
+
+
+def _quotes_by_name(text: str) -> str:
+    """Return Markdown with its quotation marks as HTML names them, as model cards have them."""
+    return text.replace('"', "&#34;").replace("'", "&#39;")
 
 
 def _base64(text: str) -> str:

@@ -6,6 +6,7 @@ No number is rounded across its target: 89.96 % never reads 90 %.
 from dataclasses import dataclass
 from typing import Final
 
+from virnuc_core.markdown import Markdown, escape_markdown
 from virnuc_core.profiles import Target
 from virnuc_core.report.model import Criterion, RunMetrics, Verdict
 from virnuc_core.telemetry.live import clock_text
@@ -60,9 +61,15 @@ def one_line(value: object) -> str:
 
 
 def markdown_cell(value: object) -> str:
-    """Return a value as text for a Markdown table. Characters with a meaning are escaped."""
-    text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
-    return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
+    """Return a value as text for a line or a table cell of a Markdown page.
+
+    Text from outside is shown as it is. A value of the class `Markdown` is already Markdown.
+    """
+    if isinstance(value, Markdown):
+        return value
+    text = escape_markdown(cell(value))
+    # Some programs show `\\<` as the beginning of HTML, but all of them know these names.
+    return text.replace("\\<", "&lt;").replace("\\>", "&gt;")
 
 
 def number(

@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 
 from virnuc.tasks.artifacts import (
     MAX_BYTES,
-    Markdown,
     artifact_key,
     bounded_rows,
     publish_markdown,
     publish_table,
     table_cell,
 )
+from virnuc_core.errors import printable
+from virnuc_core.markdown import Markdown
 from virnuc_core.report.render import markdown_table
+
+from ..markdown_pages import HOSTILE_TEXTS, names, shown_texts, structure
 
 
 @pytest.mark.parametrize(
@@ -56,6 +59,44 @@ def test_a_cell_is_always_one_line_of_valid_json_without_a_quotation(value: obje
     assert "\n" not in text
     assert json.loads(json.dumps(text)) == text
     assert not text.startswith(">")
+
+
+@given(names)
+def test_a_cell_is_shown_as_the_name_that_it_is(name: str) -> None:
+    """Prefect reads each cell as a page of its own, so that a cell could even be a heading."""
+    shown = " ".join(printable(" ".join(name.split())).split())
+    text = table_cell(name)
+    if not shown:
+        assert text == ""
+        return
+    assert structure(text) == structure("x")
+    assert [text.replace("≤", "<=").replace("≥", ">=") for text in shown_texts(text)] == [
+        shown.replace("≤", "<=").replace("≥", ">=")
+    ]
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEXTS)
+def test_names_of_columns_are_shown_as_they_are(name: str) -> None:
+    ((column,),) = bounded_rows([{name: 1}])
+    assert structure(column) == structure("x")
+    assert shown_texts(column) == [" ".join(name.split())]
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEXTS)
+def test_the_name_of_the_whole_text_does_not_end_the_note(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
+    monkeypatch.setattr(
+        "virnuc.tasks.artifacts.artifacts.create_markdown_artifact",
+        lambda text, **_: texts.append(text),
+    )
+    long_text = "line\n" * MAX_BYTES
+    publish_markdown("report", long_text, "", name)
+    publish_markdown("report", long_text, "", "name")
+    hostile, plain = (text.rpartition("… cut here")[2] for text in texts)
+    assert structure(hostile) == structure(plain)
 
 
 @given(st.text())

@@ -249,6 +249,12 @@ def test_the_sections_of_multiqc_add_up_to_the_reads(run: Path, exported: Path) 
     assert sections["general"]["viral_percent"] == pytest.approx(100 * fates["viral"] / len(reads))
 
 
+def test_the_name_of_a_sample_is_no_html_in_multiqc(run: Path, tmp_path: Path) -> None:
+    export(RunDir(run), tmp_path, "a <img src='x'>\x07 lung_1")
+    for path in tmp_path.glob("virnuc_*_mqc.json"):
+        assert list(json.loads(path.read_text())["data"]) == ["a _img src=_x__\ufffd lung_1"]
+
+
 def test_files_that_are_there_stay_unless_force_is_given(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,8 @@ from virnuc_core.tools.trace import WAIT, Operation, TraceTable
 from virnuc_core.tools.tune import Candidate
 from virnuc_core.validation import OverheadPair
 
+from ..markdown_pages import HOSTILE_TEXTS, shown_texts, structure
+
 
 def operation(name: str, **changes: object) -> Operation:
     base = Operation(name=name, on="host", calls=4, host_ms=10.0, device_ms=40.0)
@@ -78,6 +80,26 @@ def test_the_page_of_a_recording_names_its_traces() -> None:
     assert "- `GPU-1.json.gz`: 1 shard, 12 batches, 12,345 tokens in 0.10 s\n" in text
     assert "- `not kept: too large`: 2,000 shards, 12 batches, 12,345 tokens in 0.10 s\n" in text
     assert "| ESM-2 | 4 | 10.0 | 40.0 | 40.0 % |" in text
+
+
+def recording_page(name: str) -> str:
+    """Return the page of a recording in which everything that comes from files has this name."""
+    tables = [
+        recording(device=name, trace=name, operations=(operation(name, on="device", shapes=name),))
+    ]
+    return profile_markdown(
+        tables,
+        stages=[{name: name, "seconds": "1.0"}],
+        marks=mark_rows(tables),
+        operations=operation_rows(tables, limit=9),
+    )
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEXTS)
+def test_names_are_shown_as_they_are_on_the_page_of_a_recording(name: str) -> None:
+    page = recording_page(name)
+    assert structure(page) == structure(recording_page("name"))
+    assert " ".join(name.split()) in shown_texts(page)
 
 
 def test_a_pair_of_runs_shows_what_is_lost() -> None:

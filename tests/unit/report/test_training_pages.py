@@ -19,6 +19,8 @@ from virnuc_core.report.training_pages import (
 from virnuc_core.training.evaluation import Figures
 from virnuc_core.training.training import TrainFile
 
+from ..markdown_pages import HOSTILE_TEXTS, HtmlPage, shown_texts, structure
+
 GOOD = Estimate(value=0.98, low=0.95, high=0.99)
 CHANCE = Estimate(value=0.5, low=0.4, high=0.6)
 
@@ -123,6 +125,35 @@ def test_names_of_genomes_never_become_markup() -> None:
     page = training_page(training())
     assert "g&lt;1&gt;" in page
     assert "g<1>" not in page
+
+
+def training_on(name: str) -> TrainFile:
+    """Return a training in which everything that comes from files has this name."""
+    genome = {"label": "virus", "cluster": 1, "side": "test", "frames": 10}
+    return training(
+        created=name,
+        virnuc_version=name,
+        encoders=f"esm2: {name}; dnabert_s: random",
+        settings={"similarity": 0.05, "truth": name},
+        genomes={name: genome},
+        figures=(figures("head", asked=name), figures(name, asked=name)),
+        histograms={name: ((4, 0), (1, 2))},
+        not_run={name: name},
+        left_out={name: 7},
+    )
+
+
+@pytest.mark.parametrize("name", HOSTILE_TEXTS)
+def test_names_are_shown_as_they_are_on_the_card_and_the_page(name: str) -> None:
+    plain, hostile = training_on("name"), training_on(name)
+    for with_charts in (False, True):
+        card_text = model_card(hostile, with_charts=with_charts)
+        assert structure(card_text) == structure(model_card(plain, with_charts=with_charts))
+    one_line = " ".join(name.split())
+    assert f"Not run: {one_line}, {one_line}." in shown_texts(card_text)
+    page = HtmlPage(training_page(hostile))
+    assert page.tags == HtmlPage(training_page(plain)).tags
+    assert name in page.texts
 
 
 def test_a_long_list_of_genomes_is_cut_and_says_so() -> None:
