@@ -87,7 +87,7 @@ class Fate(Row):
 
     @model_validator(mode="after")
     def _require_seal(self) -> Self:
-        """Refuse a fate that is not the one that was written."""
+        """Refuse a fate that is not the one that was written. A new one has no seal yet."""
         if self.seal and self.seal != self.sealed().seal:
             raise ValueError("not what was written (seal)")
         return self
@@ -192,6 +192,7 @@ class Ledger:
         name = str(path.relative_to(self.inbox))
         # A file name may contain bytes that are not UTF-8, which the table cannot hold.
         printable = name.encode("utf-8", "backslashreplace").decode().replace("\r", "\\r")
+        # The fate stays `failed` if an error is found below.
         row = Row(file=printable, sha256="", size=0, mtime_ns=0, fate="failed")
         try:
             status = path.stat()

@@ -218,7 +218,7 @@ def workers_for(spec: ClassifySpec, out: Path, *, keep: bool = False, warm: bool
         return nodes_of(spec, out).pool(keep=keep, warm=warm)
     devices = resolve(spec.devices)
     engine = resolve_engine(spec.engine, devices[0].kind)
-    specs = worker_specs(spec.models, devices, engine)
+    specs = worker_specs(spec.models, devices, engine)  # what each worker process is started with
     return Pool(specs, local_workers(WORKER, specs), keep=keep, warm=warm)
 
 
@@ -326,7 +326,9 @@ def classify(
         log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
         files = _check_files(job, summary)
         if not files.are_complete:
-            changes = _write_results(job, staging, StageClock(), files.sound)
+            # The summary keeps the times of the first writing, so these are not used.
+            unused_clock = StageClock()
+            changes = _write_results(job, staging, unused_clock, files.sound)
             summary = summary.model_copy(update=changes)
             write(run.summary, summary)
         run.former_summary.unlink(missing_ok=True)
@@ -482,6 +484,7 @@ def prepare(
     repeat_threshold = None
     if shards.repeats_near_threshold(engine, head):
         repeat_threshold = spec.threshold
+    # `plan_run` may choose larger shards than the settings ask for.
     engine, plan = shards.plan_run(
         store.protein_offsets, engine, fingerprints, kind, repeat_threshold
     )
@@ -511,6 +514,7 @@ def prepare(
         write(run.record, record)
         # The content of the journal was added to the record above.
         remove_file(run.journal, run.root, missing_ok=True)
+    # A run may lose a limited number of sequences. Those of committed shards count, too.
     _scores, failed_rows = shards.read_scores(run, committed_shards)
     job = Job(
         run=run,
@@ -641,7 +645,8 @@ def _compute(
     own_s = time.monotonic() - started_s
 
     # Earlier attempts were interrupted. The time of their committed shards counts as work; the
-    # rest of their time was lost.
+    # rest of their time was lost. An attempt that was killed before it measured anything has no
+    # time.
     record = runfiles.read_record(job.run)
     earlier = [attempt for attempt in record.attempts[:-1] if attempt.wall_s is not None]
     earlier_s = 0.0
@@ -707,7 +712,7 @@ def _compute(
     # The summary is written last: a run is complete if summary.json exists.
     remove_file(job.run.journal, job.run.root, missing_ok=True)
     write(job.run.summary, summary)
-    if monitor.alone:
+    if monitor.alone:  # the lines of several runs at the same time would be mixed
         for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
             log.info("%s", line)
     return summary
@@ -757,7 +762,8 @@ def _write_results(
         staging: The staged reads.
         clock: Receives the time that writing took, by stage.
         kept: Files of viral or other reads that are already correct. They are not removed.
-        since_s: When the embedding ended (`time.monotonic`).
+        since_s: When the embedding ended (`time.monotonic`). The time from then on that belongs to
+            no other stage is added to the clock as "Result files".
 
     Returns:
         The fields of the summary that depend on the verdicts: counts, threshold and digests.

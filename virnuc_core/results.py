@@ -347,7 +347,8 @@ def write_results(
         workers = 1
     totals = _BlockCounts()
     with ExitStack() as resources:
-        files = _open_tables(resources, run, 5 if store.paired else 4)
+        n_tables = 5 if store.paired else 4  # the fifth is `pairs.tsv`
+        files = _open_tables(resources, run, n_tables)
         if not store.paired:
             run.pairs_table.unlink(missing_ok=True)  # an earlier rescoring may have written one
         render = partial(_render_block, threshold, uncertain or NO_RANGE)
@@ -403,6 +404,7 @@ def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
     """
     earlier = _NO_EARLIER_ROWS
     for span in _read_spans(store):
+        # Rows with the same sequence have the same score.
         uniques = np.asarray(store.row_unique[span.rows])
         block = _Block(store, span, scores[uniques], ~failed[uniques], earlier)
         yield block
@@ -521,7 +523,7 @@ def _read_spans(store: OrfStore) -> Iterator[_Span]:
         if any(next_flags & MATE):
             n_reads += 1
         next_row = row + int(row_ends[n_reads - 1])
-        if n_reads == 1:
+        if n_reads == 1:  # a read with more rows than fit is alone, and is divided
             for cut in _long_read_cuts(store, row, next_row):
                 yield _Span(slice(read, read + 1), slice(row, cut), is_complete=False)
                 row = cut

@@ -452,7 +452,11 @@ def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
 
 def _folders_of(patterns: Iterable[str]) -> set[str]:
-    """Return the patterns of all folders that contain files with these patterns."""
+    """Return the patterns of the folders of files: `traces` and `traces/*` for `traces/*/a.json`.
+
+    Args:
+        patterns: The patterns of the files. Files without a folder have none to return.
+    """
     folder_patterns: set[str] = set()
     for pattern in patterns:
         parents = list(Path(pattern).parents)[:-1]  # without "."
@@ -495,7 +499,7 @@ def is_ours(root: Path) -> bool:
     if "candidates" in _read_json_object(root / "tune.json"):
         return True
     real_root = root.resolve()
-    for held_root in _held.get():
+    for held_root in _held.get():  # the directories whose leases this process holds
         if real_root.is_relative_to(held_root):
             name = str(real_root.relative_to(held_root))
             if any(fnmatch.fnmatch(name, pattern) for pattern in (".", *NESTED_RUNS)):
@@ -560,7 +564,7 @@ def check_output(
         ConfigError: The message says what would be lost.
     """
     real_root = out.resolve()
-    weights = models.resolve()
+    real_models = models.resolve()
     if real_root == Path("/"):
         raise ConfigError(f"{out} is the root directory; choose a directory of its own for results")
     if real_root == _home_directory():
@@ -569,7 +573,7 @@ def check_output(
         )
     # `virnuc train` puts the encoders that it uses into the folder `encoders` of its output
     # directory, so that folder is allowed.
-    if weights.is_relative_to(real_root) and weights != real_root / "encoders":
+    if real_models.is_relative_to(real_root) and real_models != real_root / "encoders":
         raise ConfigError(
             f"{out} is or holds the models directory {models}; choose another directory for results"
         )
@@ -635,8 +639,8 @@ def run_lock(root: Path) -> Iterator[None]:
     require_no_links(root)
     marker = root / MARKER_FILE
     is_new_directory = not root.exists()
-    is_new_marker = True
-    is_lost = False
+    is_new_marker = True  # until the marker file is looked for
+    is_lost = False  # another process has taken over, or the directory was renamed or removed
     try:
         with ExitStack() as resources:
             resources.enter_context(output_directory(root))
@@ -814,6 +818,7 @@ def lock_device(device: str, wait_s: float) -> int:
     lock = socket.socket(*_SOCKET)
     while True:
         try:
+            # A name that begins with \0 is no file. Only one socket can have it at a time.
             lock.bind(f"\0{DEVICE_LOCK_PREFIX}{device}")
             lock.listen(socket.SOMAXCONN)  # so that others can ask who holds it
             return lock.detach()

@@ -466,6 +466,7 @@ def rename_file(path: Path, new_path: Path, root: Path | None = None) -> None:
         _folder_handle(path.parent, root) as folder,
         _folder_handle(new_path.parent, root) as new_folder,
     ):
+        # These paths lead to the folders that were checked, whatever has their names by now.
         os.replace(_path_in(folder, path.name), _path_in(new_folder, new_path.name))
 
 

@@ -97,9 +97,10 @@ def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: in
     Raises:
         InputError: The file has no read groups, or pysam is not installed.
     """
-    samples = dict.fromkeys([ungrouped_sample])
+    samples = dict.fromkeys([ungrouped_sample])  # a dict has no duplicates and keeps the order
     pysam = import_pysam(format_, file)
     require_readable(Path(file))
+    # check_sq=False: a file of unaligned reads names no reference sequences (@SQ).
     with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
         _require_allowed_references(alignments, format_, file)
         groups = _samples_by_group(alignments)
@@ -159,6 +160,7 @@ def mates_follow(
     is_sorted_by_position = False
     pysam = import_pysam(format_, file)
     require_readable(Path(file))
+    # check_sq=False: a file of unaligned reads names no reference sequences (@SQ).
     with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
         _require_allowed_references(alignments, format_, file)
         header = alignments.header.to_dict()
@@ -169,6 +171,7 @@ def mates_follow(
     if not names_of_paired:
         return None
     has_neighbours = any(name == next_name for name, next_name in pairwise(names_of_paired))
+    # In a file that is sorted by position, some mates are neighbours by chance.
     return has_neighbours and not is_sorted_by_position
 
 
@@ -268,6 +271,7 @@ def fastq(
     try:
         with open(feeder.outlet, "rb", 0) as source:  # noqa: PTH123 - a descriptor
             feeder.start()
+            # check_sq=False: a file of unaligned reads names no reference sequences (@SQ).
             with pysam.AlignmentFile(source, check_sq=False, ignore_truncation=True) as alignments:
                 _require_allowed_references(alignments, format_, file)
                 for record in sample_filter.select(alignments):
@@ -289,7 +293,7 @@ def fastq(
         # here that the file is complete. SAM has no end-of-file marker: b"" is in any bytes.
         has_end_mark = _END_MARKS.get(format_, b"") in feeder.tail
         if not feeder.is_complete or not has_end_mark:
-            raise OSError
+            raise OSError  # handled below like damage that pysam has found
     except (OSError, ValueError) as error:
         # Records that were collected before the damage are good.
         yield FastqPiece("".join(texts), n_left_out)

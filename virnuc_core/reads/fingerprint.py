@@ -195,6 +195,9 @@ class Fingerprint:
     def add(self, leaves: Leaves) -> None:
         """Add what the next batch of reads contributes.
 
+        Reads are hashed in groups, called leaves. `_leaf` is the group that is not complete yet. It
+        goes on with the first reads of the batch, up to the first end of a leaf.
+
         If the last part of a long read is marked as dropped, the state before the first part of the
         read is restored, as if the read had never been there.
 

@@ -45,7 +45,8 @@ _log = logging.getLogger(__name__)
 def detect_pairs(spec: ReadsSpec, inputs: Inputs) -> Inputs:
     """Find out which input files hold pairs of mates. Each pair is written to the log.
 
-    Files are a pair if the user named them so, or by their names or flags (BAM, CRAM, SAM).
+    Files are a pair if the user named them so, or by their names or flags (BAM, CRAM, SAM). If the
+    user wants each read to be judged by itself (`spec.pairs` is false), no files are.
 
     Args:
         spec: The files of mates that the user named, and the settings for pairs.
@@ -140,7 +141,7 @@ def _alignments_hold_pairs(spec: ReadsSpec, file: str, format_: str) -> bool:
     from virnuc_core.reads.alignments import SampleFilter, mates_follow  # few files need it
 
     sample_filter = SampleFilter(spec.read_group, ungrouped_sample=sample_name((file,)))
-    follow = mates_follow(file, format_, sample_filter)
+    follow = mates_follow(file, format_, sample_filter)  # None: the reads are not paired
     if follow is False:
         _log.warning(UNGROUPED_BAM_WARNING, file)
     return bool(follow)
@@ -402,6 +403,8 @@ def _mates_from_headers(batch: ReadBatch) -> bytes:
     id_ends = np.minimum(
         batch.records.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - len(padding)
     )
+    # The id ends before `id_ends`: a slash would be its last letter but one. Of a word after the
+    # id, the blank is at `id_ends`, the digit and the colon are the letters after the blank.
     has_slash = letters[id_ends - 2] == ord("/")
     has_blank = letters[id_ends] == ord(" ")
     has_colon = letters[id_ends + 2] == ord(":")

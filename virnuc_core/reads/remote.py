@@ -202,6 +202,7 @@ def _download(url: str, target: Path) -> None:
             # The file has fewer bytes now than were received. The next attempt begins anew.
             download.part.unlink(missing_ok=True)
             raise ConnectionError("the file on the server has changed since the last attempt")
+        # The note comes before the data, so that the next attempt knows what the part is a part of.
         validator = _validator_of(response)
         download.write_note(validator, sha256=None)
         is_continued = _continues(response, download.n_bytes_present)
@@ -241,6 +242,7 @@ def _plan_download(url: str, target: Path) -> _Download:
                 download.headers["Range"] = f"bytes={download.n_bytes_present}-"
                 download.headers["If-Range"] = note.validator
         elif note.sha256 == read_with_retries(target, lambda: sha256_of(target)):
+            # The file is complete and as it was downloaded. An ETag is quoted, a date is not.
             is_etag = '"' in note.validator
             header = "If-None-Match" if is_etag else "If-Modified-Since"
             download.headers[header] = note.validator
@@ -295,6 +297,7 @@ def _save_body(response: httpx.Response, file: BinaryIO, name: str) -> None:
         n_bytes_in_interval += len(piece)
         if n_bytes_allowed < 0:
             raise _too_large_error(f"more than {MAX_BYTES:,} bytes", name)
+        # The speed is checked once in each interval of `SLOW_S` seconds.
         elapsed_s = time.monotonic() - interval_start_s
         if elapsed_s > SLOW_S:
             if n_bytes_in_interval < elapsed_s * MIN_BYTES_PER_S:
@@ -350,6 +353,7 @@ def _request(
         InputError: The server refuses, or the address leads to a private address.
     """
     redacted_url = redact_url(url)
+    # "identity": the server must not compress the file for the transfer.
     all_headers = {"User-Agent": "virnuc", "Accept-Encoding": "identity", **headers}
     # By default httpx logs complete addresses, with their secret queries.
     logging.getLogger("httpx").setLevel(logging.WARNING)

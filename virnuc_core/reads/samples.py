@@ -356,7 +356,7 @@ def _find_named_reads(spec: ReadsSpec) -> Inputs:
     files = list(inputs.files)
     for name in inputs.ignored:
         match = ENDINGS.search(Path(name).name)
-        if match is not None and match[1]:
+        if match is not None and match[1]:  # the ending of a format, such as `.fastq`
             files.append(name)
     # Files that a user named one by one are normally not detected as pairs. Here they are, as in a
     # folder. So leave out the names.

@@ -261,6 +261,7 @@ def _make_reads(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Ge
     codes = _cut_windows(genomes, genomes.starts[genome] + start, is_reverse, spec.read_length)
     _add_errors(spec, codes, rng)
     source = _draw_sources(spec, n, rng)
+    # A copy takes everything from its source; any other read is its own source.
     return _Reads(
         letters=_LETTERS[codes[source]],
         genome=genome[source],

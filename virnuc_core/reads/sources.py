@@ -124,7 +124,9 @@ def redact_url(name: str) -> str:
             f"{host}: an address with a user name or password is not accepted; "
             "use a signed address, or download the file yourself"
         )
-    if address == name or REDACTED_URL.fullmatch(name):
+    has_no_query = address == name
+    is_redacted = bool(REDACTED_URL.fullmatch(name))
+    if has_no_query or is_redacted:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
     redacted = f"{address}#query-{digest}"
@@ -562,7 +564,7 @@ def find_alignment_format(head: bytes) -> str:
     if head.startswith(_GZIP_MARK):
         # A BAM file is gzipped: look at its first four bytes after decompression.
         with suppress(cast(type[Exception], isal_zlib.error)):
-            head = isal_zlib.decompressobj(wbits=31).decompress(head, 4)
+            head = isal_zlib.decompressobj(wbits=31).decompress(head, 4)  # 31: with gzip's header
     if head.startswith(_SAM_HEADERS):
         return "SAM"
     return _BINARY_ALIGNMENTS.get(head[:4], "")
@@ -628,7 +630,7 @@ def _find_packing(head: bytes) -> _Packing | None:
     Each format has a magic number: bytes with which all of its files begin.
     """
     if head.startswith(_GZIP_MARK):
-        new_gzip_unpacker = partial(isal_zlib.decompressobj, wbits=31)
+        new_gzip_unpacker = partial(isal_zlib.decompressobj, wbits=31)  # 31: with gzip's header
         return _Packing("gzip", new_gzip_unpacker, (isal_zlib.error,))
     if head.startswith(b"BZh"):
         return _Packing("bzip2", bz2.BZ2Decompressor, (OSError, EOFError, ValueError))

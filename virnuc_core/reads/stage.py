@@ -643,6 +643,7 @@ def _summarize_files(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[In
                 duplicate_ids=int(np.count_nonzero(flags_of_file & DUPLICATE_ID)),
                 orphans=n_orphans,
                 not_primary=log.not_primary[name],
+                # A pipe has no content that could be compared later.
                 content=log.contents[name] if Path(name).is_file() else None,
             )
             summaries.append(summary)

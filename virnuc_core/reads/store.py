@@ -237,7 +237,7 @@ class OrfStore:
         self.fingerprint = str(attributes["fingerprint"])
         self.duplicate_mark = str(attributes["duplicate_mark"])
         self.model_length = int(attributes["model_length"])
-        self.paired = "paired" in attributes
+        self.paired = "paired" in attributes  # a store of single reads does not have it
         counts = {name: int(attributes[name]) for name in StoreCounts.__slots__}
         self.counts = StoreCounts(**counts)
         self.n_reads = self.counts.n_reads

@@ -425,7 +425,9 @@ class _Export:
         end = first + len(batch)
         is_complete = part is None or part.is_last
         if part is not None and part.is_dropped and not self._is_within_written_read:
-            return  # a broken long read, which was not staged either
+            # A broken long read, which was not staged either. (If parts of it were written, the
+            # input has changed, and the check below refuses it.)
+            return
         was_staged = self._was_staged(batch, first, end)
         if is_complete and not was_staged:
             raise InputError(
@@ -486,7 +488,7 @@ def read_columns(path: Path, columns: Mapping[str, str], **options: Any) -> Any:
             dtype=dict(columns),
             quoting=csv.QUOTE_NONE,
             keep_default_na=False,  # a read may have the id NA, which is not a missing value here
-            encoding_errors="surrogateescape",
+            encoding_errors="surrogateescape",  # keeps bytes that are not UTF-8
             **options,
         )
 

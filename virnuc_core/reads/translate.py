@@ -121,12 +121,12 @@ def _place_chunks(read: Places, number: Places, length: Places, size: int) -> Ch
     """
     n_chunks = _count_chunks(length, size)
     # Full chunks side by side would have more bases than the read. Divide this surplus between the
-    # overlaps, as VirNucPro does: each chunk begins `lower` bases earlier than it would without an
-    # overlap to the chunk before, and the first ones one base more.
+    # overlaps, as VirNucPro does: each chunk begins `overlap` bases earlier than it would without
+    # an overlap to the chunk before, and the first ones one base more.
     surplus = n_chunks * size - length
-    lower, remainder = np.divmod(surplus, n_chunks)
+    overlap, remainder = np.divmod(surplus, n_chunks)
     # How many bases each chunk begins before the place that it would have side by side.
-    shift = lower * number + np.minimum(number, lower + remainder)
+    shift = overlap * number + np.minimum(number, overlap + remainder)
     start = number * size - shift
     end = np.minimum(start + size, length)
     return Chunks(read, number.astype(np.int32), start, end)
@@ -261,6 +261,7 @@ def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: in
 
     # Take the amino acids of the open frames. Frames without any are dropped: they are too short
     # for a codon, or all their codons have ambiguous letters.
+    # Frames 0 to 2 are those of the forward strand at offsets 0 to 2, frames 3 to 5 of the reverse.
     chunk, frame = np.nonzero(is_open)
     table = residues[frame // 3, chunk, :, frame % 3]  # [open frames, codons]
     is_residue = table != 0
@@ -273,7 +274,8 @@ def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: in
         is_residue = is_residue[has_protein]
         protein_lengths = protein_lengths[has_protein]
 
-    # Cut out their DNA, from a string that has the forward strand and then the reverse strand.
+    # Cut out their DNA, from a string that has the forward strand and then the reverse strand. As
+    # in VirNucPro, it goes one base beyond the codons of the protein, if the chunk does.
     strand, offset = np.divmod(frame, 3)
     dna_lengths = np.minimum(3 * protein_lengths + 1, lengths[chunk] - offset)
     both_strands = stretch.translate(_UPPER) + stretch.translate(_COMPLEMENT)[::-1]
@@ -350,12 +352,14 @@ def _translate_codons(
     padding = bytes(n_padding)
     base_codes = (stretch + padding).translate(tables.base_codes)
     codes = np.frombuffer(base_codes, np.uint8)
+    # 16 a + 4 b + c for a codon of the bases a, b, c; above 63 if one of them is not A, C, G, T.
     codon_codes = (codes[:-2] << 4) + (codes[1:-1] << 2) + codes[2:]
     codons = codon_codes.tobytes()
     forward = np.frombuffer(codons.translate(tables.forward), np.uint8)
     # Of n bases, the codon at base p covers p to p + 2. On the reverse strand this codon begins at
     # base n - 3 - p. So the reverse strand has the same codons in reverse order.
     n_codons = max(len(stretch) - 2, 0)
+    # No codon begins at the last two bases, which get zeros.
     reverse_residues = codons[:n_codons].translate(tables.reverse)[::-1]
     reverse = np.frombuffer(reverse_residues + padding + bytes(2), np.uint8)
     return forward, reverse
@@ -506,7 +510,7 @@ def _read_columns(
         is_ambiguous: Which reads have letters other than A, C, G, T: bool [reads].
     """
     is_empty = lengths == 0
-    is_short = ~is_empty & (2 * lengths < size)
+    is_short = ~is_empty & (2 * lengths < size)  # less than half of a chunk
     return {
         "read_length": lengths,
         "read_chunks": _count_chunks(lengths, size),
