@@ -85,6 +85,8 @@ def guessed_batches(lengths: Sequence[int]) -> Batches:
 def _fill_batches(rows: Iterable[int], cost: Callable[[list[int]], int], budget: int) -> Batches:
     """Distribute rows to batches in the given order.
 
+    A row that would make the last batch too costly begins a new one.
+
     Args:
         rows: Indexes of the sequences, in order.
         cost: Returns the cost of a batch.
@@ -92,8 +94,8 @@ def _fill_batches(rows: Iterable[int], cost: Callable[[list[int]], int], budget:
     """
     batches: Batches = []
     for row in rows:
-        # Add the row to the last batch if there is room, else begin a new batch.
-        if batches and cost([*batches[-1], row]) <= budget:
+        has_room = bool(batches) and cost([*batches[-1], row]) <= budget
+        if has_room:
             batches[-1].append(row)
         else:
             batches.append([row])

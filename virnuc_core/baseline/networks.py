@@ -78,7 +78,7 @@ class PaddedEncoder(ABC):
         self.device = tensors["embed.weight"].device
 
     @abstractmethod
-    def hidden(self, tokens: Tensor, is_real: Tensor) -> Tensor:
+    def compute_hidden_states(self, tokens: Tensor, is_real: Tensor) -> Tensor:
         """Return the output of the last layer for each token.
 
         Args:
@@ -95,28 +95,31 @@ class PaddedEncoder(ABC):
         Each mean is computed in the number format of the run, and copied to the CPU by itself. This
         is slow, but it is what the original programs do.
 
+        Args:
+            sequences: DNA or proteins, as the encoder takes them.
+
         Returns:
             float32 [rows, width] on the CPU.
         """
         # Tokenise, and pad all sequences to the longest.
-        all_tokens, offsets = self.tokenizer.encode(sequences)
-        lengths = offsets.diff()
-        tokens = pad_sequence(
-            all_tokens.split(lengths.tolist()),
+        all_tokens, offsets = self.tokenizer.encode(sequences)  # [all tokens], [rows + 1]
+        n_tokens = offsets.diff()  # [rows]
+        tokens = pad_sequence(  # [rows, longest]
+            all_tokens.split(n_tokens.tolist()),
             batch_first=True,
             padding_value=self.tokenizer.pad_id,
         )
-        is_real = torch.arange(tokens.shape[1]) < lengths[:, None]
-        hidden_states = self.hidden(tokens.to(self.device), is_real.to(self.device))
+        is_real = torch.arange(tokens.shape[1]) < n_tokens[:, None]  # [rows, longest]
+        hidden_states = self.compute_hidden_states(tokens.to(self.device), is_real.to(self.device))
 
-        # Average the tokens of each sequence that count.
+        # Average over the tokens of each sequence, without some at its start and at its end.
         n_left_out = self.N_START_TOKENS + self.N_END_TOKENS
-        counts = (lengths - n_left_out).clamp(max=self.MAX_POOLED).tolist()
+        n_pooled_tokens = (n_tokens - n_left_out).clamp(max=self.MAX_POOLED).tolist()
         means = []
-        for row, count in enumerate(counts):
+        for row, n_pooled in enumerate(n_pooled_tokens):
             start = self.N_START_TOKENS
-            pooled = hidden_states[row, start : start + count]
-            means.append(pooled.mean(0).float().cpu())
+            pooled_states = hidden_states[row, start : start + n_pooled]  # [n_pooled, width]
+            means.append(pooled_states.mean(0).float().cpu())
         return torch.stack(means)
 
     def _qkv(self, prefix: str, x: Tensor) -> Tensor:
@@ -131,11 +134,12 @@ class PaddedEncoder(ABC):
         """
         rows, longest, width = x.shape
         heads = self.shape.heads
-        qkv = self._linear(f"{prefix}.qkv", x).view(rows, longest, 3, heads, width // heads)
+        qkv = self._linear(f"{prefix}.qkv", x)  # [rows, longest, 3 * width]
+        qkv = qkv.view(rows, longest, 3, heads, width // heads)
         return qkv.permute(2, 0, 3, 1, 4)
 
     def _mix(self, prefix: str, weights: Tensor, values: Tensor) -> Tensor:
-        """Return the output of a layer's attention.
+        """Return the output of a layer's attention: the weighted values, after the output layer.
 
         Args:
             prefix: Name of the layer, for instance `layers.0`.
@@ -145,8 +149,9 @@ class PaddedEncoder(ABC):
         Returns:
             [rows, longest, width].
         """
-        mixed = (weights @ values).transpose(1, 2).flatten(2)
-        return self._linear(f"{prefix}.out", mixed)
+        weighted_values = weights @ values  # [rows, heads, longest, head_dim]
+        heads_side_by_side = weighted_values.transpose(1, 2).flatten(2)  # [rows, longest, width]
+        return self._linear(f"{prefix}.out", heads_side_by_side)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         """Apply the linear layer with this name to `x`."""
@@ -165,7 +170,7 @@ class PaddedEsm2(PaddedEncoder):
     N_END_TOKENS = 1
     MAX_POOLED = 1024  # VirNucPro averages the first 1,024 residues
 
-    def hidden(self, tokens: Tensor, is_real: Tensor) -> Tensor:
+    def compute_hidden_states(self, tokens: Tensor, is_real: Tensor) -> Tensor:
         """Return the output of the last layer after the final norm.
 
         Args:
@@ -175,39 +180,50 @@ class PaddedEsm2(PaddedEncoder):
         Returns:
             [rows, longest, width].
         """
-        # Embed the tokens. No residue is masked here, so all are scaled down to the mean size that
-        # embeddings had in training.
+        # Embed the tokens. `x` is [rows, longest, width] from here to the end.
         x = F.embedding(tokens, self.tensors["embed.weight"])
         if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
+            # No residue is masked here, so all are scaled down to the mean size that embeddings
+            # had in training.
             x = x * torch.tensor(1 - MASKED_IN_TRAINING).to(x)
         x = x * is_real[..., None]
 
-        # Rotary angles, [longest, head_dim], are always computed in float32.
-        positions = torch.arange(tokens.shape[1], device=self.device, dtype=torch.float32)
-        angles = torch.outer(positions, self.tensors["inv_freq"]).repeat(1, 2)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        is_padding = ~is_real[:, None, None, :]
+        # Rotary angles are always computed in float32. Both halves of a head have the same ones.
+        longest = tokens.shape[1]
+        positions = torch.arange(longest, device=self.device, dtype=torch.float32)
+        angles_of_half = torch.outer(positions, self.tensors["inv_freq"])
+        angles = angles_of_half.repeat(1, 2)  # [longest, head_dim]
+        cos = angles.cos().to(x.dtype)
+        sin = angles.sin().to(x.dtype)
+        is_padding = ~is_real[:, None, None, :]  # [rows, 1, 1, longest], of the keys
 
         for layer in range(self.shape.layers):
             prefix = f"layers.{layer}"
 
-            # Attention, which is added to the residual stream `x`
-            q, k, v = self._qkv(prefix, self._norm(f"{prefix}.attn_norm", x))
-            q = _rotate(q * q.shape[-1] ** -0.5, cos, sin)
+            # Attention, which is added to the residual stream `x`:
+            # softmax((q / sqrt(head_dim)) k^T) v. A padding token gets the weight 0.
+            attention_input = self._norm(f"{prefix}.attn_norm", x)
+            q, k, v = self._qkv(prefix, attention_input)  # each [rows, heads, longest, head_dim]
+            head_dim = q.shape[-1]
+            q = _rotate(q * head_dim**-0.5, cos, sin)
             k = _rotate(k, cos, sin)
-            scores = (q @ k.transpose(-1, -2)).masked_fill(is_padding, -math.inf)
+            scores = q @ k.transpose(-1, -2)  # [rows, heads, longest, longest]
+            scores = scores.masked_fill(is_padding, -math.inf)
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
             x = x + self._mix(prefix, weights, v)
 
-            # Feed-forward part
-            normed = self._norm(f"{prefix}.ffn_norm", x)
-            gelu_outputs = F.gelu(self._linear(f"{prefix}.fc1", normed))
+            # Feed-forward part: two linear layers with a GELU between them
+            ffn_input = self._norm(f"{prefix}.ffn_norm", x)
+            gelu_outputs = F.gelu(self._linear(f"{prefix}.fc1", ffn_input))
             x = x + self._linear(f"{prefix}.fc2", gelu_outputs)
         return self._norm("final_norm", x)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys by their position (rotary positions in their rotate-half form).
+
+    Column i of the first half of a head and column i of its second half, (a, b), are the
+    coordinates of a point. It becomes (a cos - b sin, b cos + a sin).
 
     Args:
         x: Queries or keys, [rows, heads, longest, head_dim].
@@ -228,7 +244,7 @@ class PaddedDnabertS(PaddedEncoder):
     N_END_TOKENS = 0
     MAX_POOLED = sys.maxsize  # no limit
 
-    def hidden(self, tokens: Tensor, is_real: Tensor) -> Tensor:
+    def compute_hidden_states(self, tokens: Tensor, is_real: Tensor) -> Tensor:
         """Return the output of the last layer.
 
         Args:
@@ -238,30 +254,33 @@ class PaddedDnabertS(PaddedEncoder):
         Returns:
             [rows, longest, width].
         """
-        # Embed the tokens; each is of token type 0.
+        # Embed the tokens; each is of token type 0. `x` is [rows, longest, width] from here on.
         table = self.tensors["embed.weight"]
         x = F.embedding(tokens, table) + self.tensors["token_type.weight"][0]
         x = self._norm("embed_norm", x)
 
         # The same numbers are added to the attention scores of every layer: ALiBi, and minus
         # infinity for padding.
-        bias = self._alibi_bias(tokens.shape[1]).to(table.dtype)
-        bias = bias.masked_fill(~is_real[:, None, None, :], -math.inf)
+        is_padding = ~is_real[:, None, None, :]  # [rows, 1, 1, longest], of the keys
+        alibi = self._alibi_bias(tokens.shape[1]).to(table.dtype)  # [1, heads, longest, longest]
+        bias = alibi.masked_fill(is_padding, -math.inf)  # [rows, heads, longest, longest]
 
         for layer in range(self.shape.layers):
             prefix = f"layers.{layer}"
 
-            # Attention, then the norm behind it
-            q, k, v = self._qkv(prefix, x)
-            scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias
-            attention_output = self._mix(prefix, torch.softmax(scores, dim=-1), v)
+            # Attention, softmax(q k^T / sqrt(head_dim) + bias) v, then the norm behind it
+            q, k, v = self._qkv(prefix, x)  # each [rows, heads, longest, head_dim]
+            head_dim = q.shape[-1]
+            scores = q @ k.transpose(-1, -2) / math.sqrt(head_dim) + bias
+            weights = torch.softmax(scores, dim=-1)  # [rows, heads, longest, longest]
+            attention_output = self._mix(prefix, weights, v)
             x = self._norm(f"{prefix}.attn_norm", attention_output + x)
 
-            # Gated unit, then the norm behind it
-            gate_inputs = F.linear(x, self.tensors[f"{prefix}.gated.weight"])
-            gelu_half, other_half = gate_inputs.chunk(2, dim=-1)
-            unit = self._linear(f"{prefix}.wo", F.gelu(gelu_half) * other_half)
-            x = self._norm(f"{prefix}.ffn_norm", unit + x)
+            # Gated unit, then the norm behind it. One half of the inputs gates the other half.
+            gated_inputs = F.linear(x, self.tensors[f"{prefix}.gated.weight"])
+            gelu_half, other_half = gated_inputs.chunk(2, dim=-1)
+            unit_output = self._linear(f"{prefix}.wo", F.gelu(gelu_half) * other_half)
+            x = self._norm(f"{prefix}.ffn_norm", unit_output + x)
         return x
 
     def _alibi_bias(self, longest: int) -> Tensor:
@@ -273,10 +292,11 @@ class PaddedDnabertS(PaddedEncoder):
         Returns:
             [1, heads, longest, longest].
         """
-        slopes = torch.tensor(alibi_slopes(self.shape.heads), device=self.device)
+        slopes = torch.tensor(alibi_slopes(self.shape.heads), device=self.device)  # [heads]
         positions = torch.arange(longest, device=self.device)
-        distance = (positions[:, None] - positions[None, :]).abs()
-        return (-slopes[:, None, None] * distance)[None]
+        distances = (positions[:, None] - positions[None, :]).abs()  # [longest, longest]
+        bias = -slopes[:, None, None] * distances  # [heads, longest, longest]
+        return bias[None]
 
 
 PADDED_NETWORKS: Final[dict[EncoderName, type[PaddedEncoder]]] = {
@@ -322,14 +342,16 @@ def embed_rows(
     Returns:
         float32 [rows, width], in the order of the sequences.
     """
-    embeddings, order = [], []
+    embeddings_of_batches = []
+    sequence_of_row = []  # the sequence that each row of the joined batches belongs to
     with torch.inference_mode():
         for batch in batches:
-            embeddings.append(network.embed([sequences[row] for row in batch]))
-            order += batch
+            batch_sequences = [sequences[sequence] for sequence in batch]
+            embeddings_of_batches.append(network.embed(batch_sequences))
+            sequence_of_row += batch
             on_rows(len(batch))
-    # `order[i]` is the sequence of row i. Its argsort tells the row of each sequence.
-    return torch.cat(embeddings)[torch.tensor(order).argsort()]
+    row_of_sequence = torch.tensor(sequence_of_row).argsort()  # the inverse
+    return torch.cat(embeddings_of_batches)[row_of_sequence]
 
 
 def plain_scores(tensors: Tensors, features: Tensor, norm_eps: float) -> Tensor:
@@ -347,13 +369,14 @@ def plain_scores(tensors: Tensors, features: Tensor, norm_eps: float) -> Tensor:
         P(others) and P(virus) of each row, float32 [rows, 2] on the CPU.
     """
     device = tensors["bn1.weight"].device
-    hidden = F.linear(
+    outputs = F.linear(  # [rows, hidden], `hidden` being the width of the hidden layer
         features.to(device), tensors["hidden_layer.weight"], tensors["hidden_layer.bias"]
     )
 
     # Batch norm with the means and variances of the training, then ReLU
     scale = tensors["bn1.weight"] / torch.sqrt(tensors["bn1.running_var"] + norm_eps)
-    hidden = torch.relu((hidden - tensors["bn1.running_mean"]) * scale + tensors["bn1.bias"])
+    centred_outputs = outputs - tensors["bn1.running_mean"]
+    activations = torch.relu(centred_outputs * scale + tensors["bn1.bias"])
 
-    logits = F.linear(hidden, tensors["output_layer.weight"], tensors["output_layer.bias"])
+    logits = F.linear(activations, tensors["output_layer.weight"], tensors["output_layer.bias"])
     return torch.softmax(logits, dim=-1).cpu()

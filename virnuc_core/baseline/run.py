@@ -88,6 +88,9 @@ def run_baseline(
 ) -> BaselineSummary:
     """Measure the time of a baseline, or use a recorded time, and write its summary.
 
+    A baseline imitates one of the original programs on the same open reading frames as a run of
+    the engine, so that the two can be compared. A measured baseline also writes result files.
+
     If the folder already has a finished baseline of the same reads, weights, devices and settings,
     its summary is returned, marked `reused`. All processes that the baseline starts have ended when
     the call returns.
@@ -116,7 +119,7 @@ def run_baseline(
         write(run.summary, summary)
         return summary
 
-    workers = LocalWorkers(WORKER_MODULE)
+    workers = LocalWorkers(WORKER_MODULE)  # their processes are started later
     used_devices = resolve(devices)
     if spec.name == "vanilla":
         used_devices = used_devices[:1]
@@ -169,12 +172,12 @@ def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
     summary = read_or_set_aside(run.summary, BaselineSummary)
     if summary is None or summary.fingerprint != identity:
         return None
-    changed = changed_files(run.root, summary.files)
-    if read_or_set_aside(run.record, RunRecord) is None:
-        changed.append(run.record.name)
-    if not changed:
+    changed_names = changed_files(run.root, summary.files)
+    if read_or_set_aside(run.record, RunRecord) is None:  # missing or damaged
+        changed_names.append(run.record.name)
+    if not changed_names:
         return summary
-    names = ", ".join(changed)
+    names = ", ".join(changed_names)
     log.warning("%s: %s not as the baseline left it; it is measured again", run.root, names)
     return None
 
@@ -190,7 +193,8 @@ def _recorded_summary(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
     Raises:
         ConfigError: The settings have neither a time and a device nor results.
     """
-    device_name, n_devices = spec.recorded_device, spec.recorded_devices or 1
+    device_name = spec.recorded_device
+    n_devices = spec.recorded_devices or 1
     has_time = spec.recorded_seconds is not None and device_name is not None
     if spec.results is None and not has_time:
         raise ConfigError(
@@ -276,7 +280,8 @@ class _Measurement:
     def measure(self) -> BaselineSummary:
         """Run all stages, write the result files, and return the summary.
 
-        The summary has no fingerprint yet; the caller adds it.
+        The summary has no fingerprint and no digests of the result files yet. The caller adds
+        them.
         """
         work = self._choose_work()
         started_s = time.monotonic()
@@ -291,9 +296,11 @@ class _Measurement:
 
         # If only some of the reads were measured, scale the times to all reads.
         if work.subset is None:
-            wall_s, stages = measured_s, self.seconds
+            wall_s = measured_s
+            stages = self.seconds
         else:
             stages = self._scaled_stages(work.subset, len(work.rows), times)
+            # The time to start the workers does not grow with the input.
             wall_s = sum(stages.values()) + times.start_s
         return BaselineSummary(
             name=self.spec.name,
@@ -326,7 +333,9 @@ class _Measurement:
                 "draw more"
             )
         if len(rows) == 0 or len(reads) == store.n_reads:
-            return _Work(is_covered, rows, batches.file_ranges(len(rows), batches.FILE_ROWS), None)
+            # All reads were chosen, or no read has an open frame: there is nothing to scale.
+            files = batches.file_ranges(len(rows), batches.FILE_ROWS)
+            return _Work(is_covered, rows, files, subset=None)
 
         # Count the protein tokens of the chosen rows and of all rows. Times are scaled by them.
         special_tokens = PROTEIN_ENCODER.n_special_tokens
@@ -346,12 +355,12 @@ class _Measurement:
         return _Work(is_covered, rows, batches.file_ranges(len(rows), file_rows), subset)
 
     def _read_scores(self, n_files: int) -> NDArray[np.float32]:
-        """Read the scores of all rows from the intermediate files.
+        """Read the scores of all measured rows from the intermediate files.
 
         Returns:
             P(others) and P(virus) of each row, float32 [rows, 2].
         """
-        scores = [np.empty((0, 2), dtype=np.float32)]  # so that there is something to join
+        scores = [np.empty((0, 2), dtype=np.float32)]  # without a file there is nothing to join
         for number in range(1, n_files + 1):
             scores.append(np.load(worker.file_path(self.folder, "scores.npy", number)))
         return np.concatenate(scores)
@@ -370,16 +379,18 @@ class _Measurement:
             times: What the worker processes reported.
         """
         total_rows = self.store.n_rows
-        scaled = {stage: value * total_rows / n_rows for stage, value in self.seconds.items()}
+        estimates_s = {}
+        for stage, measured_s in self.seconds.items():
+            estimates_s[stage] = measured_s * total_rows / n_rows
         for encoder in ENCODERS:
-            scaled[encoder.title] = scaled_seconds(
+            estimates_s[encoder.title] = scaled_seconds(
                 times.files[encoder.title],
-                subset.total_tokens / subset.tokens,
+                growth=subset.total_tokens / subset.tokens,
                 total_rows=total_rows,
                 devices=len(self.devices),
                 load_each_file=(self.spec.name, encoder.name) not in worker.KEPT_LOADED,
             )
-        return scaled
+        return estimates_s
 
     def _write_fasta_files(self, work: _Work) -> None:
         """Write the chosen frames as FASTA files, one of DNA and one of proteins for each range.
@@ -431,7 +442,7 @@ class _Measurement:
         file_sizes = [high - low for low, high in work.files]
         files_by_device = batches.assign_to_devices(file_sizes, len(self.devices))
         all_files = list(range(len(file_sizes)))
-        done_files = {}
+        done_files = {}  # by stage
         started_s = time.monotonic()
         with self.workers as workers:
             children = self._start_children(workers)
@@ -460,7 +471,7 @@ class _Measurement:
             children.append(workers.start(spec, log_path))
         for _ in children:  # each sends one message
             _, message = next_message(workers, children)
-            assert isinstance(message, Ready)
+            assert isinstance(message, Ready)  # a failure was raised
         return children
 
     def _send_tasks(
@@ -475,7 +486,7 @@ class _Measurement:
         for child, files in files_of_child.items():
             for file in files:
                 task = worker.FileTask(
-                    op=operation,
+                    operation=operation,
                     algorithm=self.spec.name,
                     folder=str(self.folder),
                     file=file + 1,  # file names count from 1
@@ -486,6 +497,9 @@ class _Measurement:
         self, workers: LocalWorkers, files_of_child: dict[Child, list[int]], n_rows: int
     ) -> list[worker.FileDone]:
         """Wait until the workers have processed all files of a stage, and report progress.
+
+        Progress is the share of the sequences that are embedded, each counted once for each
+        encoder.
 
         Args:
             workers: The worker processes.
@@ -498,18 +512,18 @@ class _Measurement:
         Raises:
             WorkerError: A worker failed or died.
         """
-        done = []
-        remaining = {child: len(files) for child, files in files_of_child.items()}
-        while any(remaining.values()):
-            busy = [child for child, n_files in remaining.items() if n_files]
-            child, message = next_message(workers, busy)
+        done_files = []
+        n_left_of_child = {child: len(files) for child, files in files_of_child.items()}
+        while any(n_left_of_child.values()):
+            busy_children = [child for child, n_left in n_left_of_child.items() if n_left]
+            child, message = next_message(workers, busy_children)
             if isinstance(message, worker.RowsDone):
                 self.rows_embedded += message.rows
                 self.on_progress(self.rows_embedded / (len(ENCODERS) * n_rows))
             elif isinstance(message, worker.FileDone):
-                done.append(message)
-                remaining[child] -= 1
-        return done
+                done_files.append(message)
+                n_left_of_child[child] -= 1
+        return done_files
 
 
 def next_message(
@@ -527,17 +541,18 @@ def next_message(
             worker reports an error of our own classes, this error is raised instead.
     """
     while True:
-        # Look for workers that hang, at least once in a second.
+        # Look for workers that hang, at least once in a second. A silent child does not even send
+        # its sign of life.
         for child in busy:
-            idle_s = time.monotonic() - child.progress_s
+            idle_s = time.monotonic() - child.progress_s  # since it last made progress
             if idle_s > silence_s or child.silent:
                 raise WorkerError(
                     f"worker on {child.device} has not moved for {idle_s:.0f} s; see {child.log}"
                 )
-        received = workers.receive(1.0)
-        if received is None:
+        child_and_message = workers.receive(1.0)
+        if child_and_message is None:
             continue
-        child, message = received
+        child, message = child_and_message
         if isinstance(message, Failed):
             raise _failure(child, message)
         if not isinstance(message, Closed):
@@ -570,7 +585,7 @@ def _failure(child: Child, message: Failed) -> Exception:
 
 
 def scaled_seconds(
-    done: Sequence[worker.FileDone],
+    measured_files: Sequence[worker.FileDone],
     growth: float,
     *,
     total_rows: int,
@@ -585,17 +600,19 @@ def scaled_seconds(
     the mean of the measured ones.
 
     Args:
-        done: Times of the files that were measured.
+        measured_files: Times of the files that were measured.
         growth: Tokens of the whole input divided by the measured tokens.
         total_rows: Rows of the whole input.
         devices: Number of devices.
         load_each_file: True if the program loads the model again for each file; false if it loads
             the model once on each device.
     """
+    compute_s = sum(file.compute_s for file in measured_files) * growth
     # Mean time of loading, over the files that report one
-    compute_s = sum(file.compute_s for file in done) * growth
-    loads_s = [file.load_s for file in done if file.load_s > 0]
-    mean_load_s = sum(loads_s) / max(1, len(loads_s))
+    loads_s = [file.load_s for file in measured_files if file.load_s > 0]
+    mean_load_s = 0.0
+    if loads_s:
+        mean_load_s = sum(loads_s) / len(loads_s)
 
     # Cost of each file of the whole input
     file_sizes = [high - low for low, high in batches.file_ranges(total_rows, batches.FILE_ROWS)]
@@ -610,7 +627,7 @@ def scaled_seconds(
     files_by_device = batches.assign_to_devices(file_sizes, devices)
     busiest_s = max(sum(costs_s[file] for file in files) for files in files_by_device)
     if load_each_file:
-        return busiest_s
+        return busiest_s  # it includes the loads
     return busiest_s + mean_load_s
 
 

@@ -48,7 +48,7 @@ KEPT_LOADED: Final[tuple[tuple[BaselineName, EncoderName], ...]] = (("v1", "dnab
 class FileTask(Message):
     """A task for the worker: one operation on one file."""
 
-    op: Operation
+    operation: Operation
     algorithm: BaselineName
     folder: str
     file: int  # number of the file, from 1
@@ -118,7 +118,7 @@ def save(path: Path, array: NDArray[np.float32]) -> None:
 def merge_file(folder: Path, number: int) -> None:
     """Write the embeddings of all encoders side by side into one file, and delete the single files.
 
-    DNA comes first, as in the registry.
+    Each row has the embedding of the DNA, then that of the protein.
 
     Args:
         folder: Folder of the intermediate files.
@@ -138,7 +138,7 @@ class FileWorker:
     """Executes the tasks of one worker process, and measures how long loading models takes.
 
     Attributes:
-        progress_s: When the worker last made progress, on the monotonic clock. Another thread
+        last_progress_s: When the worker last made progress, on the monotonic clock. Another thread
             reports it to the parent, which ends a worker that hangs.
     """
 
@@ -152,25 +152,25 @@ class FileWorker:
         self.parent = parent
         self.models = Path(spec.models)
         self.device = torch.device("cuda:0" if spec.device.kind == "cuda" else "cpu")
-        self.progress_s = time.monotonic()
-        self._kept_network: PaddedEncoder | None = None
+        self.last_progress_s = time.monotonic()
+        self._kept_network: PaddedEncoder | None = None  # that later tasks use again
         self._unreported_rows = 0
-        self._reported_s = 0.0
+        self._reported_s = 0.0  # when the count of rows was last sent
 
     def do(self, task: FileTask) -> FileDone:
         """Execute one task, and return how long loading and computing took."""
         started_s = time.monotonic()
-        self.progress_s = started_s
+        self.last_progress_s = started_s
         folder = Path(task.folder)
         load_s = 0.0
-        if task.op == "merge":
+        if task.operation == "merge":
             merge_file(folder, task.file)
-        elif task.op == "predict":
+        elif task.operation == "predict":
             load_s = self.predict(folder, task)
         else:
             load_s = self.embed(folder, task)
-        self.progress_s = time.monotonic()
-        return FileDone(load_s=load_s, compute_s=self.progress_s - started_s - load_s)
+        self.last_progress_s = time.monotonic()
+        return FileDone(load_s=load_s, compute_s=self.last_progress_s - started_s - load_s)
 
     def embed(self, folder: Path, task: FileTask) -> float:
         """Embed a FASTA file, and write the embeddings as a .npy file.
@@ -182,16 +182,17 @@ class FileWorker:
         Returns:
             The seconds that loading the model took; about 0 if it was loaded already.
         """
-        encoder = encoder_named(task.op)
+        encoder = encoder_named(task.operation)
         fasta = file_path(folder, fasta_kind(encoder), task.file)
         sequences = fasta.read_bytes().split(b"\n")[1::2]  # names and sequences alternate
         started_s = time.monotonic()
         network = self._network(encoder.name, task.algorithm)
         load_s = time.monotonic() - started_s
-        batches = BATCHES[task.algorithm, encoder.name]([len(sequence) for sequence in sequences])
+        form_batches = BATCHES[task.algorithm, encoder.name]
+        batches = form_batches([len(sequence) for sequence in sequences])
         embeddings = embed_rows(network, sequences, batches, self._count_rows)
         save(file_path(folder, f"{encoder.name}.npy", task.file), embeddings.numpy())
-        self._report_rows()
+        self._report_rows()  # those of the last second
         return load_s
 
     def _network(self, name: EncoderName, algorithm: BaselineName) -> PaddedEncoder:
@@ -216,20 +217,20 @@ class FileWorker:
 
     def _count_rows(self, rows: int) -> None:
         """Count embedded sequences, and send the count to the parent about once in a second."""
-        self.progress_s = time.monotonic()
+        self.last_progress_s = time.monotonic()
         self._unreported_rows += rows
-        if self.progress_s - self._reported_s >= REPORT_ROWS_EVERY_S:
+        if self.last_progress_s - self._reported_s >= REPORT_ROWS_EVERY_S:
             self._report_rows()
 
     def _report_rows(self) -> None:
         """Tell the parent how many sequences were embedded since the last report."""
-        self.progress_s = time.monotonic()
+        self.last_progress_s = time.monotonic()
         self.parent.send(RowsDone(rows=self._unreported_rows))
         self._unreported_rows = 0
-        self._reported_s = self.progress_s
+        self._reported_s = self.last_progress_s
 
     def predict(self, folder: Path, task: FileTask) -> float:
-        """Score a file of merged embeddings, write the scores as a .npy file, and delete the first.
+        """Score a file of merged embeddings, write the scores as a .npy file, and delete the input.
 
         Args:
             folder: Folder of the intermediate files.
@@ -261,7 +262,8 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
         spec: Settings of the worker: models directory and device.
     """
     worker = FileWorker(parent, spec)
-    parent.progress = lambda: worker.progress_s
+    # The parent is told regularly when the worker last made progress, and ends one that hangs.
+    parent.progress = lambda: worker.last_progress_s
     parent.send(Ready())
     while True:
         task = parent.receive()

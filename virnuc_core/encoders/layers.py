@@ -308,7 +308,7 @@ class Encoder(ABC):
             float32 [row_capacity, width]; rows past `batch.rows` are zero.
         """
         with torch.inference_mode():
-            hidden_states = self.hidden(batch)
+            hidden_states = self.compute_hidden_states(batch)
             starts, ends = self.pooled_spans(batch.cu_seqlens)
             return self._backend.mean(hidden_states, starts, ends)
 
@@ -328,7 +328,7 @@ class Encoder(ABC):
         return stream + self.apply_linear(x, layer)
 
     @abstractmethod
-    def hidden(self, batch: PackedBatch) -> Tensor:
+    def compute_hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return the output of the last layer for each token slot, [slots, width]."""
 
     @abstractmethod

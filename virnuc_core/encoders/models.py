@@ -63,7 +63,7 @@ class Esm2(Encoder):
                 biases += [layer.out.wide_bias, layer.down.wide_bias]
             self._shifts = list(accumulate(biases, initial=no_shift))
 
-    def hidden(self, batch: PackedBatch) -> Tensor:
+    def compute_hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return the output of the last layer after the final norm, for each token slot.
 
         Returns:
@@ -234,7 +234,7 @@ class DnabertS(Encoder):
             if can_gate(self.shape.ffn_width, table.device):
                 self._interleaved = [interleave(layer.up.weight) for layer in self.layers]
 
-    def hidden(self, batch: PackedBatch) -> Tensor:
+    def compute_hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return the output of the last layer for each token slot, [slots, width]."""
         layout = RowLayout(
             batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes

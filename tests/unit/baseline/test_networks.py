@@ -145,7 +145,7 @@ def test_esm2_mean_leaves_out_the_ends_and_what_is_beyond_the_limit(models: Path
     protein = b"MKVLAGWY" * 130  # 1040 residues
     tokens = reader.tokenizer.encode([protein])[0][None]
     with torch.inference_mode():
-        hidden = reader.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))[0]
+        hidden = reader.compute_hidden_states(tokens, torch.ones_like(tokens, dtype=torch.bool))[0]
     torch.testing.assert_close(embed_rows(reader, [protein], [[0]])[0], hidden[1:1025].mean(0))
 
 

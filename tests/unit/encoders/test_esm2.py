@@ -111,8 +111,10 @@ def test_a_row_without_residues_is_zero_and_finite() -> None:
 
 def test_position_128_is_the_same_number_wherever_the_row_lies() -> None:
     row = proteins([300], seed=5)[0]
-    front = ours().hidden(packed(Esm2Tokenizer(), [row], slots=1000))
-    padded_batch = ours().hidden(packed(Esm2Tokenizer(), [b"M" * 96, row], slots=1000))
+    front = ours().compute_hidden_states(packed(Esm2Tokenizer(), [row], slots=1000))
+    padded_batch = ours().compute_hidden_states(
+        packed(Esm2Tokenizer(), [b"M" * 96, row], slots=1000)
+    )
     assert torch.equal(front[129], padded_batch[98 + 129])
 
 

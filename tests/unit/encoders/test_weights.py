@@ -83,9 +83,9 @@ def test_stored_in_half_precision_all_but_angles_and_head(tmp_path: Path) -> Non
 def test_random_activations_stay_of_a_sensible_size(models: Path) -> None:
     deep = Esm2Shape(layers=36, width=64, heads=2, ffn_width=256)
     esm2 = Esm2(deep, partial(random_tensor, deep), CPU, precision="fp32", attention="reference")
-    hidden = esm2.hidden(packed(Esm2Tokenizer(), proteins([50] * 4)))
+    hidden = esm2.compute_hidden_states(packed(Esm2Tokenizer(), proteins([50] * 4)))
     assert 0.3 < hidden.std() < 3
-    dna = load_encoder(DnabertS, models, CPU).hidden(
+    dna = load_encoder(DnabertS, models, CPU).compute_hidden_states(
         packed(DnabertTokenizer(models), dnas([150] * 4))
     )
     assert 0.3 < dna.std() < 3
