@@ -60,18 +60,18 @@ def _halves(
     high = tl.load(address + half, mask=is_live[:, None], other=0.0)
     dtype = low.dtype
     if cos is not None:
-        c = tl.load(cos + positions[:, None] * half + column, mask=is_live[:, None], other=0.0)
-        s = tl.load(sin + positions[:, None] * half + column, mask=is_live[:, None], other=0.0)
-        low_wide, high_wide = low.to(tl.float32) * factor, high.to(tl.float32) * factor
-        low, high = (
-            (low_wide * c - high_wide * s).to(dtype),
-            (high_wide * c + low_wide * s).to(dtype),
-        )
+        cos_address = cos + positions[:, None] * half + column
+        row_cos = tl.load(cos_address, mask=is_live[:, None], other=0.0)
+        sin_address = sin + positions[:, None] * half + column
+        row_sin = tl.load(sin_address, mask=is_live[:, None], other=0.0)
+        low_float32 = low.to(tl.float32) * factor
+        high_float32 = high.to(tl.float32) * factor
+        # Column i of both halves is a point that is rotated by the angle of its token.
+        low = (low_float32 * row_cos - high_float32 * row_sin).to(dtype)
+        high = (high_float32 * row_cos + low_float32 * row_sin).to(dtype)
     elif factor != 1.0:
-        low, high = (
-            (low.to(tl.float32) * factor).to(dtype),
-            (high.to(tl.float32) * factor).to(dtype),
-        )
+        low = (low.to(tl.float32) * factor).to(dtype)
+        high = (high.to(tl.float32) * factor).to(dtype)
     return low, high
 
 
@@ -81,30 +81,33 @@ def _scores(
     q_high: tl.tensor,
     k_low: tl.tensor,  # [keys, half]
     k_high: tl.tensor,
-    query_positions: tl.tensor,
-    key_positions: tl.tensor,
-    length: tl.tensor,
-    slope: tl.tensor,
+    query_positions: tl.tensor,  # [queries]
+    key_positions: tl.tensor,  # [keys]
+    length: tl.tensor,  # tokens of the row
+    slope: tl.tensor,  # of ALiBi; None with rotary positions
     dot_precision: tl.constexpr,
 ) -> tl.tensor:
     """Compute the attention scores of some queries and keys, float32 [queries, keys].
 
-    With ALiBi, the slope times the distance of query and key is subtracted. Keys behind the row's
-    end get minus infinity, so that their weight after softmax is 0.
+    A score is the product of query and key over both halves of the head. With ALiBi, the slope
+    times the distance of query and key is subtracted. Keys behind the row's end get minus infinity,
+    so that their weight after softmax is 0.
     """
     scores = tl.dot(q_low, tl.trans(k_low), input_precision=dot_precision)
     scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=dot_precision)
     if slope is not None:
-        scores -= slope * tl.abs(query_positions[:, None] - key_positions[None, :]).to(tl.float32)
-    return tl.where((key_positions < length)[None, :], scores, -float("inf"))
+        distances = tl.abs(query_positions[:, None] - key_positions[None, :])  # [queries, keys]
+        scores -= slope * distances.to(tl.float32)
+    is_live_key = key_positions < length
+    return tl.where(is_live_key[None, :], scores, -float("inf"))
 
 
 @triton.jit
 def _values(
     base: tl.tensor,  # address of the head's values, at the row's first token
-    positions: tl.tensor,
-    length: tl.tensor,
-    stride: tl.constexpr,
+    positions: tl.tensor,  # which tokens of the row to load, [tokens]
+    length: tl.tensor,  # tokens of the row
+    stride: tl.constexpr,  # numbers from one token to the next
     head_dim: tl.constexpr,
 ) -> tl.tensor:
     """Load the values of some tokens of one head, [tokens, head_dim]; zeros behind the row."""
@@ -123,30 +126,30 @@ def _clear_dead_slots(
 ) -> None:
     """Write zeros to one head's part of the dead slots, `block` slots at a time.
 
-    The output tensor was allocated without initial values, and no row covers these slots.
+    Dead slots are the places for tokens behind the last row. The output tensor was allocated
+    without initial values, and no row covers these slots.
     """
     for first in range(end, slots, block):
         slot = first + tl.arange(0, block)
         address = out + slot.to(tl.int64)[:, None] * width + tl.arange(0, head_dim)[None, :]
-        tl.store(
-            address, tl.zeros([block, head_dim], out.dtype.element_ty), mask=(slot < slots)[:, None]
-        )
+        zeros = tl.zeros([block, head_dim], out.dtype.element_ty)
+        tl.store(address, zeros, mask=(slot < slots)[:, None])
 
 
 @triton.jit
 def _whole_row(
-    base: tl.tensor,
-    out: tl.tensor,
-    length: tl.tensor,
-    cos: tl.tensor,
+    base: tl.tensor,  # address of the head's queries, at the row's first token
+    out: tl.tensor,  # address of the head's output, at the row's first token
+    length: tl.tensor,  # tokens of the row
+    cos: tl.tensor,  # float32 [positions, head_dim / 2]; None with ALiBi
     sin: tl.tensor,
-    slope: tl.tensor,
+    slope: tl.tensor,  # of ALiBi; None with rotary positions
     width: tl.constexpr,
     head_dim: tl.constexpr,
-    factor: tl.constexpr,
-    queries: tl.constexpr,
-    near: tl.constexpr,
-    far: tl.constexpr,
+    factor: tl.constexpr,  # 1 / sqrt(head_dim), with which queries are multiplied
+    queries: tl.constexpr,  # queries that are treated together
+    near: tl.constexpr,  # keys of the first part
+    far: tl.constexpr,  # keys of the second part
     dot_precision: tl.constexpr,
 ) -> None:
     """Compute one head of one row of up to `near + far` tokens.
@@ -154,6 +157,8 @@ def _whole_row(
     All keys and values of the row are loaded once: the first `near` tokens, then `far` further ones
     (0 for short rows), because Triton holds blocks of powers of two only. Then the queries are
     treated, `queries` at a time: scores, softmax in float32, and the weighted mean of the values.
+
+    A token has its queries, keys and values of all heads side by side, `width` numbers each.
     """
     stride: tl.constexpr = 3 * width
     half: tl.constexpr = head_dim // 2
@@ -177,7 +182,7 @@ def _whole_row(
         query_positions = first + tl.arange(0, queries)
         is_live = query_positions < length
         q_low, q_high = _halves(base, query_positions, is_live, cos, sin, stride, half, factor)
-        s = _scores(
+        near_scores = _scores(
             q_low,
             q_high,
             low_near,
@@ -188,9 +193,10 @@ def _whole_row(
             slope,
             dot_precision,
         )
-        row_max = tl.max(s, 1)
+        # Softmax subtracts the largest score of a query, so that no exponential is infinite.
+        row_max = tl.max(near_scores, 1)  # [queries]
         if far > 0:
-            t = _scores(
+            far_scores = _scores(
                 q_low,
                 q_high,
                 low_far,
@@ -201,41 +207,48 @@ def _whole_row(
                 slope,
                 dot_precision,
             )
-            row_max = tl.maximum(row_max, tl.max(t, 1))
-        weight = tl.exp(s - row_max[:, None])
-        total = tl.sum(weight, 1)
-        mixed = tl.dot(weight.to(v_near.dtype), v_near, input_precision=dot_precision)
+            row_max = tl.maximum(row_max, tl.max(far_scores, 1))
+        weight = tl.exp(near_scores - row_max[:, None])  # [queries, near]
+        weight_sum = tl.sum(weight, 1)  # [queries]
+        value_sum = tl.dot(  # [queries, head_dim]
+            weight.to(v_near.dtype), v_near, input_precision=dot_precision
+        )
         if far > 0:
-            weight = tl.exp(t - row_max[:, None])
-            total += tl.sum(weight, 1)
-            mixed = tl.dot(weight.to(v_near.dtype), v_far, mixed, input_precision=dot_precision)
+            weight = tl.exp(far_scores - row_max[:, None])  # [queries, far]
+            weight_sum += tl.sum(weight, 1)
+            value_sum = tl.dot(
+                weight.to(v_near.dtype), v_far, value_sum, input_precision=dot_precision
+            )
         address = out + query_positions[:, None] * width + tl.arange(0, head_dim)[None, :]
-        tl.store(address, (mixed / total[:, None]).to(v_near.dtype), mask=is_live[:, None])
+        mean_value = value_sum / weight_sum[:, None]
+        tl.store(address, mean_value.to(v_near.dtype), mask=is_live[:, None])
 
 
 @triton.jit
 def _whole_rows(
     qkv: tl.tensor,  # [slots, 3 * width]
     out: tl.tensor,  # [slots, width]
-    cu_seqlens: tl.tensor,  # int32 [rows + 1]
-    cos: tl.tensor,
+    cu_seqlens: tl.tensor,  # int32 [rows + 1]: the first slot of each row, then the end
+    cos: tl.tensor,  # float32 [positions, head_dim / 2]; None with ALiBi
     sin: tl.tensor,
     slopes: tl.tensor,  # float32 [heads]; None with rotary positions
     slots: tl.tensor,
     width: tl.constexpr,
     head_dim: tl.constexpr,
-    factor: tl.constexpr,
-    queries: tl.constexpr,
-    near: tl.constexpr,
-    far: tl.constexpr,
+    factor: tl.constexpr,  # 1 / sqrt(head_dim), with which queries are multiplied
+    queries: tl.constexpr,  # queries that are treated together
+    near: tl.constexpr,  # keys of the first part in which a row's keys are loaded
+    far: tl.constexpr,  # keys of the second part; 0 if the batch has short rows only
     dot_precision: tl.constexpr,
 ) -> None:
-    """Compute one head of one row, with as few keys as the row needs. One program for each.
+    """Compute attention for one head of one row: one program for each head and row.
 
-    The batch may hold rows of up to `near + far` tokens. A row that is at most half of `far` longer
-    than `near` is computed with half of `far`. The program of the last row clears the dead slots.
+    The keys of a row are loaded in two parts, `near` and `far`, and the batch may hold rows of up
+    to `near + far` tokens. To save work, `far` is halved for a row that needs no more than half of
+    it. The program of the last row also clears the dead slots, which lie behind it.
     """
-    head, row = tl.program_id(0), tl.program_id(1)
+    head = tl.program_id(0)
+    row = tl.program_id(1)
     start = tl.load(cu_seqlens + row)
     length = tl.load(cu_seqlens + row + 1) - start
     slope = None
@@ -300,50 +313,50 @@ def _whole_rows(
 
 @triton.jit
 def _long_rows(
-    qkv: tl.tensor,
-    out: tl.tensor,
-    cu_seqlens: tl.tensor,
-    cos: tl.tensor,
+    qkv: tl.tensor,  # [slots, 3 * width]
+    out: tl.tensor,  # [slots, width]
+    cu_seqlens: tl.tensor,  # int32 [rows + 1]: the first slot of each row, then the end
+    cos: tl.tensor,  # float32 [positions, head_dim / 2]; None with ALiBi
     sin: tl.tensor,
-    slopes: tl.tensor,
+    slopes: tl.tensor,  # float32 [heads]; None with rotary positions
     slots: tl.tensor,
     width: tl.constexpr,
     head_dim: tl.constexpr,
-    factor: tl.constexpr,
-    block: tl.constexpr,
+    factor: tl.constexpr,  # 1 / sqrt(head_dim), with which queries are multiplied
+    block: tl.constexpr,  # queries of a program, and keys that are treated together
     dot_precision: tl.constexpr,
 ) -> None:
-    """Compute one head for one block of queries of a row. One program for each.
+    """Compute attention for one head and one block of queries of a row: one program for each.
 
-    Queries, keys and values of all heads are side by side in `qkv`, [slots, 3 * width]. Queries are
-    multiplied with `factor`. Rotary encoders give `cos` and `sin`; ALiBi encoders give `slopes`,
-    one number for each head. A batch has `slots` places for tokens; those after the last row are
-    dead slots.
+    Queries, keys and values of all heads are side by side in `qkv`. A batch has `slots` places for
+    tokens; those after the last row are dead slots.
 
-    The keys are treated block by block (FlashAttention). `row_max`, `total` and `mixed` are the
-    largest score, the sum of weights and the weighted sum of values so far, in float32. When a new
-    block has a larger score, the sums so far are multiplied with `rescale`. The first program of
-    the last row clears the dead slots.
+    The keys are treated block by block (FlashAttention). `row_max`, `weight_sum` and `value_sum`
+    are the largest score, the sum of weights and the weighted sum of values so far, in float32.
+    When a new block has a larger score, the sums so far are multiplied with `rescale`. The first
+    program of the last row clears the dead slots.
     """
-    # `part` is the number of the block of queries. There are as many as the longest possible row
-    # needs, so for shorter rows some programs have nothing to do.
-    head, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    # There are as many blocks of queries as the longest possible row needs, so for shorter rows
+    # some programs have nothing to do.
+    query_block = tl.program_id(2)
     start = tl.load(cu_seqlens + row)
     length = tl.load(cu_seqlens + row + 1) - start
     head_out = out + head * head_dim
-    if part * block < length:
+    if query_block * block < length:
         stride: tl.constexpr = 3 * width
         half: tl.constexpr = head_dim // 2
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + head)
         base = qkv + start.to(tl.int64) * stride + head * head_dim
-        query_positions = part * block + tl.arange(0, block)
+        query_positions = query_block * block + tl.arange(0, block)
         is_live = query_positions < length
         q_low, q_high = _halves(base, query_positions, is_live, cos, sin, stride, half, factor)
         row_max = tl.full([block], -float("inf"), tl.float32)
-        total = tl.zeros([block], tl.float32)
-        mixed = tl.zeros([block, head_dim], tl.float32)
+        weight_sum = tl.zeros([block], tl.float32)
+        value_sum = tl.zeros([block, head_dim], tl.float32)
         for first in range(0, length, block):
             key_positions = first + tl.arange(0, block)
             k_low, k_high = _halves(
@@ -360,22 +373,20 @@ def _long_rows(
                 slope,
                 dot_precision,
             )
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            weight = tl.exp(scores - new_max[:, None])
-            rescale = tl.exp(row_max - new_max)
-            total = total * rescale + tl.sum(weight, 1)
+            new_max = tl.maximum(row_max, tl.max(scores, 1))  # [queries]
+            weight = tl.exp(scores - new_max[:, None])  # [queries, keys]
+            rescale = tl.exp(row_max - new_max)  # [queries]
+            weight_sum = weight_sum * rescale + tl.sum(weight, 1)
             v = _values(base + 2 * width, key_positions, length, stride, head_dim)
-            mixed = tl.dot(
-                weight.to(v.dtype), v, mixed * rescale[:, None], input_precision=dot_precision
+            value_sum = tl.dot(
+                weight.to(v.dtype), v, value_sum * rescale[:, None], input_precision=dot_precision
             )
             row_max = new_max
-        address = (
-            head_out
-            + (start + query_positions).to(tl.int64)[:, None] * width
-            + tl.arange(0, head_dim)[None, :]
-        )
-        tl.store(address, (mixed / total[:, None]).to(out.dtype.element_ty), mask=is_live[:, None])
-    if (part == 0) & (row == tl.num_programs(1) - 1):
+        slot = (start + query_positions).to(tl.int64)
+        address = head_out + slot[:, None] * width + tl.arange(0, head_dim)[None, :]
+        mean_value = value_sum / weight_sum[:, None]
+        tl.store(address, mean_value.to(out.dtype.element_ty), mask=is_live[:, None])
+    if (query_block == 0) & (row == tl.num_programs(1) - 1):
         _clear_dead_slots(head_out, start + length, slots, width, head_dim, block)
 
 
@@ -392,7 +403,8 @@ def fused_attention(qkv: Tensor, layout: RowLayout) -> Tensor:
     Returns:
         A new tensor [slots, width] in the format of `qkv`; zeros in slots behind the last row.
     """
-    slots, width = qkv.shape[0], qkv.shape[1] // 3
+    slots = qkv.shape[0]
+    width = qkv.shape[1] // 3
     head_dim = width // layout.heads
     is_float32 = qkv.dtype == torch.float32
     out = torch.empty(slots, width, dtype=qkv.dtype, device=qkv.device)
@@ -406,8 +418,8 @@ def fused_attention(qkv: Tensor, layout: RowLayout) -> Tensor:
         "num_warps": 4,
         "num_stages": 2,
     }
-    # An empty batch still needs one program, which clears the dead slots.
-    heads, rows = layout.heads, max(1, layout.rows)
+    heads = layout.heads
+    rows = max(1, layout.rows)  # an empty batch still needs one program: it clears the dead slots
 
     # Long rows, and all rows in float32, whose keys do not fit into the registers
     if is_float32 or layout.max_seqlen > MAX_WHOLE_ROW:
@@ -416,7 +428,8 @@ def fused_attention(qkv: Tensor, layout: RowLayout) -> Tensor:
         _long_rows[(heads, rows, n_blocks)](*tensors, **constants, block=block)
         return out
 
-    # Short rows: choose the sizes of the two parts in which keys are loaded.
+    # Short rows: choose how many keys are loaded in the first part (`near`) and in the second part
+    # (`far`). Together they hold the longest row.
     if layout.max_seqlen <= QUERIES_PER_STEP:
         near, far = QUERIES_PER_STEP, 0
     elif layout.max_seqlen <= MAX_WHOLE_ROW // 2:

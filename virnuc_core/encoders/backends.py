@@ -91,8 +91,8 @@ def load_backend(name: BackendName) -> Backend:
 def choose_backend(requested: Attention, head_dim: int, device: torch.device) -> BackendName:
     """Choose between our Triton kernels ("fused") and plain torch operations ("reference").
 
-    The setting `auto` means `fused` if the device and the size of the attention heads allow it,
-    else `reference`.
+    The setting `auto` means `fused` if the device is an NVIDIA GPU and the kernels are written for
+    attention heads of this size, else `reference`.
 
     Args:
         requested: The user's setting: auto, fused or reference.
@@ -146,6 +146,7 @@ def triton_problem() -> str:
         assert driver.active is not None
     except ModuleNotFoundError:
         return "which is not installed: pip install triton"
+    # What Triton raises if there is no driver or no compiler, or if the compiler fails.
     except (
         RuntimeError,
         AssertionError,

@@ -25,9 +25,9 @@ class ProductBlocks:
     rows: int
     columns: int
     depth: int
-    group_rows: int  # neighbouring blocks of rows that are computed together, see `_product`
+    group_rows: int  # neighbouring blocks of rows that are computed together, for the cache
     num_warps: int
-    num_stages: int
+    num_stages: int  # blocks that are loaded ahead while others are multiplied
     programs_per_sm: int  # programs that share a multiprocessor of the GPU
 
 
@@ -50,14 +50,17 @@ Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and the sc
 def quick_gelu(x: tl.tensor) -> tl.tensor:
     """Compute exact GELU, x * Phi(x), without a branch, so that rows stay in registers.
 
-    GELU(x) is max(x, 0) - |x| * Phi(-|x|). The base-2 logarithm of Phi(-|x|), the tail of the
-    normal distribution, is approximated by the polynomial `h`. The absolute error is at most 6e-7.
-    Where GELU is small, its relative error is at most 4e-6, as with float32's own erf.
+    Phi is the cumulative distribution of the normal distribution. GELU(x) is
+    max(x, 0) - |x| * Phi(-|x|). The base-2 logarithm of Phi(-|x|), the tail of the distribution, is
+    approximated by a polynomial of |x|. The absolute error is at most 6e-7. Where GELU is small,
+    its relative error is at most 4e-6, as with float32's own erf.
     """
-    a = tl.abs(x)
-    h = ((-1.7934565e-06 * a + 6.09042e-05) * a - 0.00092602923) * a + 0.008493758
-    h = (((h * a - 0.05393785) * a - 0.4584805) * a - 1.1512468) * a - 0.99999547
-    return tl.maximum(x, 0.0) - a * tl.exp2(h)
+    size = tl.abs(x)
+    # The polynomial has the degree 7. It is written as a chain of products and sums (Horner).
+    log2_tail = ((-1.7934565e-06 * size + 6.09042e-05) * size - 0.00092602923) * size + 0.008493758
+    log2_tail = (log2_tail * size - 0.05393785) * size - 0.4584805
+    log2_tail = (log2_tail * size - 1.1512468) * size - 0.99999547
+    return tl.maximum(x, 0.0) - size * tl.exp2(log2_tail)
 
 
 @triton.jit
@@ -83,23 +86,24 @@ def _norm(
 ) -> None:
     """Apply layer norm to one row, in float32. Each program computes one row.
 
-    `block` is the power of two from `width` on, because Triton's ranges have such lengths. The mask
-    leaves out the columns behind the row.
+    The result is (row - mean) / sqrt(variance + eps) * weight + bias. `block` is the smallest power
+    of two that is not below `width`, because Triton's ranges have such lengths. The mask leaves out
+    the columns behind the row.
     """
     row = tl.program_id(0)
     column = tl.arange(0, block)
     mask = column < width
     offset = row.to(tl.int64) * width + column
-    y = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)  # [block]
     if shift is not None:
-        y += tl.load(shift + column, mask=mask, other=0.0)
-    mean = tl.sum(y, 0) / width
-    centred = tl.where(mask, y - mean, 0.0)
-    variance = tl.sum(centred * centred, 0) / width
-    y = centred * tl.rsqrt(variance + eps)
-    y = y * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    y += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + offset, y.to(out.dtype.element_ty), mask=mask)
+        values += tl.load(shift + column, mask=mask, other=0.0)
+    mean = tl.sum(values, 0) / width
+    centred_values = tl.where(mask, values - mean, 0.0)
+    variance = tl.sum(centred_values * centred_values, 0) / width
+    result = centred_values * tl.rsqrt(variance + eps)
+    result = result * tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    result += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=mask)
 
 
 def norm(
@@ -119,7 +123,7 @@ def norm(
     weight, bias = affine
     rows, width = x.shape
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(width)  # a program holds its row in registers
+    block = triton.next_power_of_2(width)  # a program holds its whole row in registers
     num_warps = max(1, min(MAX_NORM_WARPS, block // COLUMNS_PER_NORM_WARP))
     _norm[(rows,)](x, shift, weight, bias, out, eps, width=width, block=block, num_warps=num_warps)
     return out
@@ -136,8 +140,8 @@ def _round_rows(
     rows: tl.tensor,
     eps: tl.tensor,
     width: tl.constexpr,
-    y_width: tl.constexpr,  # columns of a row's first part, a power of two
-    z_width: tl.constexpr,  # columns of its second part; some of them may lie behind the row
+    first_width: tl.constexpr,  # columns of a row's first part, a power of two
+    rest_width: tl.constexpr,  # columns of its second part; some of them may lie behind the row
     rotation_size: tl.constexpr,
     programs: tl.constexpr,
     preparation: tl.constexpr,
@@ -148,49 +152,57 @@ def _round_rows(
     `rotation_size` neighbouring numbers of the row are multiplied with the rotation matrix, and the
     row is rounded in equal steps.
 
-    Triton holds ranges of powers of two only. So a row is treated in two parts, y and z, each as a
-    matrix [width of the part / rotation_size, rotation_size].
+    Triton holds ranges of powers of two only. So a row is treated in two parts, `first` and `rest`,
+    each as a matrix [width of the part / rotation_size, rotation_size].
     """
-    lane = tl.arange(0, rotation_size)
+    lane = tl.arange(0, rotation_size)  # the place of a number within its block of the row
     matrix = tl.load(rotation + lane[:, None] * rotation_size + lane[None, :])
-    y_columns = tl.arange(0, y_width // rotation_size)[:, None] * rotation_size + lane[None, :]
-    z_blocks = tl.arange(0, z_width // rotation_size)[:, None]
-    z_columns = y_width + z_blocks * rotation_size + lane[None, :]
-    mask = z_columns < width
+    first_blocks = tl.arange(0, first_width // rotation_size)[:, None]
+    first_columns = first_blocks * rotation_size + lane[None, :]
+    rest_blocks = tl.arange(0, rest_width // rotation_size)[:, None]
+    rest_columns = first_width + rest_blocks * rotation_size + lane[None, :]
+    mask = rest_columns < width
     for row in tl.range(tl.program_id(0), rows, programs, num_stages=2):
         # int64, because offsets can exceed 2 ** 31. `tl.full` because `row` is a plain Python
         # number in the interpreter, which has no method `to`.
         start = tl.full((), row, tl.int64) * width
-        y = tl.load(x + start + y_columns).to(tl.float32)
-        z = tl.load(x + start + z_columns, mask=mask, other=0.0).to(tl.float32)
+        first = tl.load(x + start + first_columns).to(tl.float32)
+        rest = tl.load(x + start + rest_columns, mask=mask, other=0.0).to(tl.float32)
         if preparation == "norm":
-            mean = (tl.sum(tl.sum(y, 1), 0) + tl.sum(tl.sum(z, 1), 0)) / width
-            y, z = y - mean, tl.where(mask, z - mean, 0.0)
-            factor = tl.rsqrt(
-                (tl.sum(tl.sum(y * y, 1), 0) + tl.sum(tl.sum(z * z, 1), 0)) / width + eps
-            )
-            y = y * factor * tl.load(weight + y_columns).to(tl.float32)
-            y += tl.load(bias + y_columns).to(tl.float32)
-            z = z * factor * tl.load(weight + z_columns, mask=mask, other=0.0).to(tl.float32)
-            z += tl.load(bias + z_columns, mask=mask, other=0.0).to(tl.float32)
+            # (row - mean) / sqrt(variance + eps) * weight + bias, over both parts together
+            row_sum = tl.sum(tl.sum(first, 1), 0) + tl.sum(tl.sum(rest, 1), 0)
+            mean = row_sum / width
+            first = first - mean
+            rest = tl.where(mask, rest - mean, 0.0)
+            sum_of_squares = tl.sum(tl.sum(first * first, 1), 0) + tl.sum(tl.sum(rest * rest, 1), 0)
+            factor = tl.rsqrt(sum_of_squares / width + eps)
+            first = first * factor * tl.load(weight + first_columns).to(tl.float32)
+            first += tl.load(bias + first_columns).to(tl.float32)
+            rest_weight = tl.load(weight + rest_columns, mask=mask, other=0.0).to(tl.float32)
+            rest = rest * factor * rest_weight
+            rest += tl.load(bias + rest_columns, mask=mask, other=0.0).to(tl.float32)
         if preparation == "gelu":
-            y, z = quick_gelu(y), quick_gelu(z)
-        # The matrix is symmetric, so matrix @ y.T is (y @ matrix).T. It is the first factor,
-        # because each warp computes its own copy of the first factor: a copy of y would be costly.
-        y, z = tl.dot(matrix, y.to(tl.float16).T), tl.dot(matrix, z.to(tl.float16).T)
-        largest = tl.maximum(tl.max(tl.max(tl.abs(y), 1), 0), tl.max(tl.max(tl.abs(z), 1), 0))
+            first = quick_gelu(first)
+            rest = quick_gelu(rest)
+        # The matrix is symmetric, so matrix @ first.T is (first @ matrix).T. It is the left factor,
+        # because each warp holds its own copy of the left factor: one of `first` would be costly.
+        first = tl.dot(matrix, first.to(tl.float16).T)  # [rotation_size, blocks of the part]
+        rest = tl.dot(matrix, rest.to(tl.float16).T)
+        first_largest = tl.max(tl.max(tl.abs(first), 1), 0)
+        rest_largest = tl.max(tl.max(tl.abs(rest), 1), 0)
+        largest = tl.maximum(first_largest, rest_largest)
         largest = tl.maximum(largest, 1e-10)  # a row of zeros must not divide by zero
         tl.store(out_scale + row, largest / 127.0)
-        tl.store(out + start + y_columns, round_to_int8(y, 127.0 / largest).T)
-        tl.store(out + start + z_columns, round_to_int8(z, 127.0 / largest).T, mask=mask)
+        tl.store(out + start + first_columns, round_to_int8(first, 127.0 / largest).T)
+        tl.store(out + start + rest_columns, round_to_int8(rest, 127.0 / largest).T, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
 class RowLaunch:
-    """How the kernel that rounds rows is launched: see the arguments of `_round_rows`."""
+    """How the kernel that rounds rows is launched. It treats a row in two parts."""
 
-    y_width: int
-    z_width: int
+    first_width: int  # columns of the first part, a power of two
+    rest_width: int  # columns of the second part, which may reach beyond the row
     num_warps: int
 
 
@@ -201,9 +213,11 @@ def _row_launch(width: int, rotation_size: int) -> RowLaunch:
     that fits into the row, the second covers the remaining columns. One warp treats about 1,024
     columns.
     """
-    y_width = 1 << (width.bit_length() - 1)
-    z_width = max(rotation_size, triton.next_power_of_2(width - y_width))
-    return RowLaunch(y_width, z_width, num_warps=max(1, min(4, y_width // 1024)))
+    first_width = 1 << (width.bit_length() - 1)
+    # The second part has at least one block of the rotation, even if the first covers the row.
+    rest_width = max(rotation_size, triton.next_power_of_2(width - first_width))
+    num_warps = max(1, min(4, first_width // 1024))
+    return RowLaunch(first_width, rest_width, num_warps)
 
 
 def int8_rows(
@@ -216,9 +230,13 @@ def int8_rows(
 ) -> tuple[Tensor, Tensor]:
     """Rotate rows and round them to int8. Optionally apply a layer norm or exact GELU before.
 
+    The rotation mixes neighbouring numbers of a row, so that no single large number makes the steps
+    of its row too wide.
+
     Args:
         x: [rows, width]. It is not changed.
-        rotation: fp16 [rotation_size, rotation_size], see `precision.hadamard_rotation`.
+        rotation: The matrix that `precision.hadamard_rotation` makes for this width,
+            fp16 [rotation_size, rotation_size].
         norm: Weight and bias of a layer norm, [width] each; None: no norm.
         eps: A small number that is added to the norm's variance.
         gelu: Apply exact GELU; only without a norm.
@@ -232,10 +250,12 @@ def int8_rows(
     # The registers limit how many warps run on a multiprocessor at the same time: with a norm a
     # thread takes 168 registers, otherwise at most 126.
     if norm:
-        preparation, warps_per_sm = "norm", 12
+        preparation = "norm"
+        warps_per_sm = 12
         weight, bias = norm
     else:
-        preparation, warps_per_sm = "gelu" if gelu else "", 16
+        preparation = "gelu" if gelu else ""
+        warps_per_sm = 16
         weight, bias = x, x  # any tensor: without a norm the kernel does not load them
     programs = _n_programs(x.device, rows, warps_per_sm // launch.num_warps)
     out = torch.empty_like(x, dtype=torch.int8)
@@ -250,8 +270,8 @@ def int8_rows(
         rows,
         eps,
         width,
-        y_width=launch.y_width,
-        z_width=launch.z_width,
+        first_width=launch.first_width,
+        rest_width=launch.rest_width,
         rotation_size=rotation_size,
         preparation=preparation,
         programs=programs,
@@ -272,21 +292,25 @@ def _span_means(
 ) -> None:
     """Average some columns over the tokens of one span. Each program averages `columns` columns.
 
+    A span is a stretch of neighbouring tokens, from `starts` to before `ends`.
+
     Tokens are summed in float32, in blocks of `tokens` that begin at the start of the span. So the
     order of the sums, and with it the result, depends on the span alone.
     """
     span = tl.program_id(0)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    is_column = column < width
-    start, end = tl.load(starts + span), tl.load(ends + span)
+    is_column = column < width  # the last program may reach beyond the width
+    start = tl.load(starts + span)
+    end = tl.load(ends + span)
     total = tl.zeros([columns], tl.float32)
     for first in range(start, end, tokens):
         token = first + tl.arange(0, tokens)
         address = x + token.to(tl.int64)[:, None] * width + column[None, :]
         mask = (token < end)[:, None] & is_column[None, :]
-        total += tl.sum(tl.load(address, mask=mask, other=0.0).to(tl.float32), 0)
-    count = tl.maximum(end - start, 1).to(tl.float32)  # an empty span has the mean 0
-    tl.store(out + span.to(tl.int64) * width + column, total / count, mask=is_column)
+        values = tl.load(address, mask=mask, other=0.0).to(tl.float32)  # [tokens, columns]
+        total += tl.sum(values, 0)
+    n_tokens = tl.maximum(end - start, 1).to(tl.float32)  # an empty span has the mean 0
+    tl.store(out + span.to(tl.int64) * width + column, total / n_tokens, mask=is_column)
 
 
 def span_means(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
@@ -302,7 +326,8 @@ def span_means(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     Returns:
         float32 [spans, width]; zeros where a span is empty.
     """
-    spans, width = len(starts), x.shape[1]
+    spans = len(starts)
+    width = x.shape[1]
     out = torch.empty(spans, width, dtype=torch.float32, device=x.device)
     grid = (spans, triton.cdiv(width, MEAN_COLUMNS))
     _span_means[grid](
@@ -339,6 +364,9 @@ def _product(
 ) -> None:
     """Compute x @ weight.T in blocks. Each program computes every `programs`-th block.
 
+    A tensor argument that is called a descriptor is Triton's description of a tensor and of the
+    blocks in which it is loaded. The factors are [m, k] and [n, k].T, the product is [m, n].
+
     The epilogue is what happens with the sums of a block:
 
     - "store": for int8 factors. The sums, exact integers, are scaled in float32 and written.
@@ -346,16 +374,19 @@ def _product(
     - "gate": for 16-bit factors. gelu(first half) * second half is written. Each block has the
       columns of both halves, because `interleave` has put the rows of the weight in this order.
     """
-    blocks_m, blocks_n = tl.cdiv(m, rows), tl.cdiv(n, columns)
+    blocks_m = tl.cdiv(m, rows)
+    blocks_n = tl.cdiv(n, columns)
     halves: tl.constexpr = 2 if epilogue == "gate" else 1
     sum_type: tl.constexpr = tl.float32 if epilogue == "gate" else tl.int32
     for block in tl.range(tl.program_id(0), blocks_m * blocks_n, programs, flatten=True):
         # `group_rows` blocks of rows form a group. A group is computed column by column, so that
         # the programs that run at the same time load the same parts of the weight from the cache.
-        group, index = block // (group_rows * blocks_n), block % (group_rows * blocks_n)
-        height = tl.minimum(blocks_m - group * group_rows, group_rows)  # the last may be smaller
-        first_row = (group * group_rows + index % height) * rows
-        first_column = index // height * columns
+        group = block // (group_rows * blocks_n)
+        index_in_group = block % (group_rows * blocks_n)
+        # The last group may have fewer blocks of rows.
+        group_height = tl.minimum(blocks_m - group * group_rows, group_rows)
+        first_row = (group * group_rows + index_in_group % group_height) * rows
+        first_column = index_in_group // group_height * columns
         total = tl.zeros([rows, halves * columns], sum_type)
         for step in range(tl.cdiv(k, depth)):
             x_block = x.load([first_row, step * depth])
@@ -363,27 +394,32 @@ def _product(
             total = tl.dot(x_block, weight_block, total, out_dtype=sum_type)
         if epilogue == "gate":
             # [rows, 2 * columns] becomes [rows, columns, 2], which is split into the halves.
-            first, second = tl.split(tl.permute(tl.reshape(total, (rows, 2, columns)), (0, 2, 1)))
-            first = 0.5 * first * (1.0 + tl.erf(first * 0.7071067811865476))  # exact GELU
+            half_by_half = tl.reshape(total, (rows, 2, columns))
+            first, second = tl.split(tl.permute(half_by_half, (0, 2, 1)))  # [rows, columns] each
+            # Exact GELU: x / 2 * (1 + erf(x / sqrt(2)))
+            first = 0.5 * first * (1.0 + tl.erf(first * 0.7071067811865476))
             out.store([first_row, first_column], (first * second).to(out.dtype))
         else:
-            row, column = first_row + tl.arange(0, rows), first_column + tl.arange(0, columns)
+            row = first_row + tl.arange(0, rows)
+            column = first_column + tl.arange(0, columns)
+            # The last blocks may reach beyond the product.
             is_column = column < n
-            y = total.to(tl.float32) * tl.load(row_scale + row, mask=row < m, other=0.0)[:, None]
-            y = y * tl.load(scale + column, mask=is_column, other=0.0)[None, :]
-            y += tl.load(bias + column, mask=is_column, other=0.0)[None, :]
+            sums = total.to(tl.float32)
+            result = sums * tl.load(row_scale + row, mask=row < m, other=0.0)[:, None]
+            result = result * tl.load(scale + column, mask=is_column, other=0.0)[None, :]
+            result += tl.load(bias + column, mask=is_column, other=0.0)[None, :]
             address = out + row.to(tl.int64)[:, None] * n + column[None, :]
             mask = (row < m)[:, None] & is_column[None, :]
             if epilogue == "add":
-                y += tl.load(address, mask=mask, other=0.0).to(tl.float32)
-            tl.store(address, y.to(out.dtype.element_ty), mask=mask)
+                result += tl.load(address, mask=mask, other=0.0).to(tl.float32)
+            tl.store(address, result.to(out.dtype.element_ty), mask=mask)
 
 
 def can_gate(width: int, device: torch.device) -> bool:
-    """Return whether the kernel of `gated_unit` runs on a device.
+    """Return whether the kernel for DNABERT-S's gated unit runs on a device.
 
-    The width must be a multiple of the kernel's blocks, and the GPU must be new enough. On a CPU
-    the kernel runs in Triton's interpreter, in tests.
+    The width must be a multiple of the kernel's blocks, and the GPU must be new enough (Hopper or
+    later). On a CPU the kernel runs in Triton's interpreter, in tests.
 
     Args:
         width: Columns of the unit's result.
@@ -409,8 +445,11 @@ def interleave(weight: Tensor) -> Tensor:
     Returns:
         A new tensor [2 n, k].
     """
-    first, second = (half.unflatten(0, (-1, GATED_BLOCKS.columns)) for half in weight.chunk(2))
-    return torch.stack((first, second), 1).flatten(0, 2).contiguous()
+    first_half, second_half = weight.chunk(2)  # [n, k] each
+    blocks = (-1, GATED_BLOCKS.columns)  # [blocks, columns of a block, k]
+    halves = (first_half.unflatten(0, blocks), second_half.unflatten(0, blocks))
+    alternating = torch.stack(halves, 1)  # [blocks, 2, columns of a block, k]
+    return alternating.flatten(0, 2).contiguous()
 
 
 def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
@@ -425,7 +464,8 @@ def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (m, k), n = x.shape, len(interleaved) // 2
+    m, k = x.shape
+    n = len(interleaved) // 2
     blocks = GATED_BLOCKS
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     _launch_product(
@@ -433,7 +473,7 @@ def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
         blocks,
         x=TensorDescriptor.from_tensor(x, [blocks.rows, blocks.depth]),
         weight=TensorDescriptor.from_tensor(interleaved, [2 * blocks.columns, blocks.depth]),
-        scales=(None, None, None),
+        scales=(None, None, None),  # 16-bit factors have neither scales nor a bias
         out=TensorDescriptor.from_tensor(out, [blocks.rows, blocks.columns]),
         sizes=(m, n, k),
         device=x.device,
@@ -460,12 +500,15 @@ def int8_product(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     weight, bias, scale = layer
-    (m, k), n = x.shape, len(weight)
+    m, k = x.shape
+    n = len(weight)
     blocks = INT8_BLOCKS
     if add_to is None:
-        epilogue, out = "store", torch.empty(m, n, dtype=torch.float16, device=x.device)
+        epilogue = "store"
+        out = torch.empty(m, n, dtype=torch.float16, device=x.device)
     else:
-        epilogue, out = "add", add_to
+        epilogue = "add"
+        out = add_to
     _launch_product(
         epilogue,
         blocks,
@@ -495,7 +538,8 @@ def _launch_product(
     A descriptor is Triton's description of a tensor and of the blocks in which it is loaded.
 
     Args:
-        epilogue: What is done with the sums of a block, see `_product`.
+        epilogue: What is done with the sums of a block: "store" writes them, "add" adds them to
+            `out`, "gate" multiplies GELU of one half by the other half.
         blocks: Sizes of the blocks.
         x: Descriptor of the first factor.
         weight: Descriptor of the second factor.
@@ -527,7 +571,7 @@ def _launch_product(
 
 
 def _n_programs(device: torch.device, blocks: int, programs_per_sm: int) -> int:
-    """Return how many programs to launch, each of which computes every n-th block.
+    """Return how many programs to launch for a kernel. With n programs, each does every n-th block.
 
     As many are launched as run at the same time, so that a program starts once and goes on with its
     next block.

@@ -44,7 +44,8 @@ def as_calibration(layers: Sequence[Mapping[str, NDArray[np.float32]]]) -> Calib
     """Convert the arrays of a stored calibration to tensors.
 
     Args:
-        layers: For each layer, by the names in `PRODUCTS`: largest and mean inputs, [2, in].
+        layers: For each transformer layer, by the names of its linear layers: the largest and the
+            mean inputs, [2, in].
     """
     calibration = []
     for layer in layers:
@@ -64,7 +65,7 @@ class LinearLayer(NamedTuple):
     scale: Tensor | None = None  # float32 [out]: what each row of an int8 `weight` was divided by
 
     @property
-    def wide_bias(self) -> Tensor:
+    def float32_bias(self) -> Tensor:
         """Return the bias in float32. The layer must have a bias."""
         assert self.bias is not None
         return self.bias.float()
@@ -73,7 +74,9 @@ class LinearLayer(NamedTuple):
 def apply_linear(x: Tensor, layer: LinearLayer) -> Tensor:
     """Compute `x @ weight.T + bias` by plain torch operations.
 
-    For an int8 layer this gives the numbers of the kernels: `x` is rounded to int8, too.
+    For an int8 layer this gives the numbers of the kernels: `x` is rotated and rounded to int8,
+    too. The weights of such a layer are rotated in the same way, so that the product stays the
+    same. The rotation mixes neighbouring numbers of a row, which makes the rounding finer.
 
     Args:
         x: [rows, in].
@@ -82,13 +85,16 @@ def apply_linear(x: Tensor, layer: LinearLayer) -> Tensor:
     Returns:
         [rows, out], in the format of `x`.
     """
-    if layer.scale is None or layer.bias is None:  # int8 layers have both
+    if layer.scale is None:
         return F.linear(x, layer.weight, layer.bias)
 
-    int8_rows, row_scale = quantise_rows(rotated(x.half().float()))
+    assert layer.bias is not None  # an int8 layer always has one: it corrects rounding errors
+    rotated_rows = rotated(x.half().float())  # through fp16, like the input of the kernels
+    int8_rows, row_scale = quantise_rows(rotated_rows)  # int8 [rows, in], float32 [rows, 1]
     # Sums of int8 products are exact in float64, as they are in the kernels' int32.
-    sums = (int8_rows.double() @ layer.weight.double().t()).float()
-    return (sums * row_scale * layer.scale + layer.bias).to(x.dtype)
+    sums = int8_rows.double() @ layer.weight.double().t()  # [rows, out]
+    product = sums.float() * row_scale * layer.scale
+    return (product + layer.bias).to(x.dtype)
 
 
 class Layer(NamedTuple):
@@ -110,16 +116,16 @@ class Layer(NamedTuple):
 def quantise_layer(
     layer: Layer, inputs: Mapping[str, InputStatistics], dtype: torch.dtype
 ) -> Layer:
-    """Convert a layer from float32 to int8.
+    """Convert a transformer layer from float32 to int8.
 
     int8 has one scale for a whole row, so a single large column would make all others inexact. The
-    inputs of `qkv` and `up` come from a norm and are smoothed (SmoothQuant, Xiao et al. 2022): the
-    norm's output is divided by a factor for each column, and the weight's column is multiplied by
-    it. The product stays the same, and the large numbers are shared between both.
+    inputs of the linear layers `qkv` and `up` come from a norm and are smoothed (SmoothQuant, Xiao
+    et al. 2022): the norm's output is divided by a factor for each column, and the weight's column
+    is multiplied by it. The product stays the same, and the large numbers are shared between both.
 
     Args:
         layer: The layer in float32.
-        inputs: Statistics of the inputs of its linear layers, by the names in `PRODUCTS`.
+        inputs: Statistics of the inputs of its linear layers, by their names: qkv, out, up, down.
         dtype: Format of the norms' weights.
 
     Returns:
@@ -130,9 +136,14 @@ def quantise_layer(
     """
     attn_norm, qkv = _quantise_behind_norm(layer.attn_norm, layer.qkv, inputs["qkv"], dtype)
     ffn_norm, up = _quantise_behind_norm(layer.ffn_norm, layer.up, inputs["up"], dtype)
-    out = _quantise_linear(layer.out, inputs["out"].mean)
-    down = _quantise_linear(layer.down, inputs["down"].mean)
-    return Layer(attn_norm, qkv, out, ffn_norm, up, down)
+    return Layer(
+        attn_norm=attn_norm,
+        qkv=qkv,
+        out=_quantise_linear(layer.out, inputs["out"].mean),
+        ffn_norm=ffn_norm,
+        up=up,
+        down=_quantise_linear(layer.down, inputs["down"].mean),
+    )
 
 
 def _quantise_behind_norm(
@@ -150,27 +161,35 @@ def _quantise_behind_norm(
         The norm, whose output is divided by the smoothing factors, and the int8 layer.
     """
     # The paper's factor of a column: largest input ** alpha / largest weight ** (1 - alpha)
-    largest_input = inputs.largest.to(layer.weight.device)
-    largest_weight = layer.weight.abs().amax(0)
+    largest_input = inputs.largest.to(layer.weight.device)  # [in]
+    largest_weight = layer.weight.abs().amax(0)  # [in]
     input_part = largest_input.clamp_min(MIN_LARGEST) ** SMOOTHING
     weight_part = largest_weight.clamp_min(MIN_LARGEST) ** (1 - SMOOTHING)
     factor = input_part / weight_part  # [in]
 
     smoothed_layer = layer._replace(weight=layer.weight * factor)
-    int8_layer = _quantise_linear(smoothed_layer, inputs.mean.to(factor.device) / factor)
-    weight, bias = norm
-    return ((weight / factor).to(dtype), (bias / factor).to(dtype)), int8_layer
+    smoothed_mean = inputs.mean.to(factor.device) / factor
+    int8_layer = _quantise_linear(smoothed_layer, smoothed_mean)
+    norm_weight, norm_bias = norm
+    smoothed_norm = ((norm_weight / factor).to(dtype), (norm_bias / factor).to(dtype))
+    return smoothed_norm, int8_layer
 
 
 def _quantise_linear(layer: LinearLayer, mean_input: Tensor) -> LinearLayer:
     """Convert a linear layer to int8: rotate its weights, and round each row in equal steps.
 
-    Rounding changes the output for a typical input. This change is computed for the mean input and
-    added to the bias, so that the errors are zero on average.
+    The rotation mixes neighbouring numbers of a row, so that no single large number makes the steps
+    too wide. The inputs are rotated in the same way later, so the product stays the same.
+
+    Rounding the weights changes the output. What the output for the mean input loses is added to
+    the bias, so that the errors are zero on average.
 
     Args:
         layer: The layer, float32.
         mean_input: Mean of its inputs, float32 [in].
+
+    Returns:
+        The int8 layer. Its `scale` has a number for each row of the weight.
 
     Raises:
         ConfigError: The kernels cannot take rows of this width.
@@ -179,11 +198,12 @@ def _quantise_linear(layer: LinearLayer, mean_input: Tensor) -> LinearLayer:
     if width % INT8_MULTIPLE:
         raise ConfigError(f"precision int8 wants rows of a multiple of 16, not {width}; use fp16")
     rotated_weight = rotated(layer.weight)
-    int8_weight, scale = quantise_rows(rotated_weight)
+    int8_weight, scale = quantise_rows(rotated_weight)  # int8 [out, in], float32 [out, 1]
     rounding_error = rotated_weight - int8_weight * scale
-    rotated_mean = rotated(mean_input.to(rotated_weight.device)[None])[0]
-    bias = layer.wide_bias + rounding_error @ rotated_mean
-    return LinearLayer(int8_weight, bias, scale.squeeze(1))
+    mean_row = mean_input.to(rotated_weight.device)[None]  # [1, in]
+    rotated_mean = rotated(mean_row)[0]
+    corrected_bias = layer.float32_bias + rounding_error @ rotated_mean  # [out]
+    return LinearLayer(int8_weight, corrected_bias, scale.squeeze(1))
 
 
 def load_affine(read_tensor: TensorReader, name: str) -> Affine:
@@ -281,7 +301,7 @@ class Encoder(ABC):
         for index in range(shape.layers):
             if calibration is None:
                 layer = load_layer(load_converted, index, self.FEED_FORWARD)
-            else:
+            else:  # int8 weights are computed from those in float32
                 float32_layer = load_layer(load_float32, index, self.FEED_FORWARD)
                 layer = quantise_layer(float32_layer, calibration[index], dtype)
             layers.append(layer)
@@ -315,8 +335,9 @@ class Encoder(ABC):
     def _add_product(self, stream: Tensor, x: Tensor, layer: LinearLayer) -> Tensor:
         """Add the output of a linear layer to the residual stream, and return the sum.
 
-        With the kernels, `stream` is changed in place, which saves a pass over memory, and the bias
-        of the linear layer is left out: the following norms add it as their `shift`.
+        The residual stream is what the layers of a network hand on: each layer adds to it. On a GPU
+        with our kernels, `stream` is changed in place, which saves a pass over memory, and the bias
+        of the linear layer is left out. The norms that follow add it when they read the stream.
 
         Args:
             stream: The residual stream, [slots, width].
@@ -324,7 +345,7 @@ class Encoder(ABC):
             layer: The linear layer.
         """
         if self._backend.has_kernels:
-            return stream.addmm_(x, layer.weight.t())
+            return stream.addmm_(x, layer.weight.t())  # stream += x @ weight.T
         return stream + self.apply_linear(x, layer)
 
     @abstractmethod

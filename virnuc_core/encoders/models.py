@@ -42,26 +42,30 @@ class Esm2(Encoder):
     FEED_FORWARD = FeedForward("fc1", "fc2", up_has_bias=True)
 
     def _load_outer_tensors(self, load_float32: TensorReader, load_converted: TensorReader) -> None:
-        """Load the embedding table, the rotary frequencies and the final norm."""
+        """Load the embedding table, the rotary frequencies and the final norm.
+
+        Also prepares the sums of biases that the norms add if the kernels are used.
+        """
         table = load_float32("embed.weight")
         if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
             table = table * TOKEN_DROPOUT_SCALE
-        table[ESM2_PAD] = 0
+        table[ESM2_PAD] = 0  # padding adds nothing
         self.table = table.to(DTYPES[self.precision])  # [vocab, width], scaled
         self.inv_freq = load_float32("inv_freq")  # float32 [head_dim / 2]
         self._final_norm = load_affine(load_converted, "final_norm")
         self._cos, self._sin = rotary_tables(self.inv_freq, MAX_POOLED_RESIDUES + 2)
 
         # With the kernels, linear layers add their product to the residual stream without their
-        # bias. Before each norm, the stream lacks the sum of all biases so far: this sum is the
-        # norm's shift, float32 [width]. A layer has two norms, and the final norm is one more.
-        self._shifts: Sequence[Tensor | None] = [None] * (2 * self.shape.layers + 1)
+        # bias. Before each norm, the stream lacks the sum of all biases so far. The norm adds this
+        # sum, float32 [width]. A layer has two norms, and the final norm is one more.
+        self._missing_biases: Sequence[Tensor | None] = [None] * (2 * self.shape.layers + 1)
+        # The int8 kernels add the bias themselves.
         if self._backend.has_kernels and self.precision != "int8":
-            no_shift = torch.zeros_like(self._final_norm[0], dtype=torch.float32)
+            no_bias = torch.zeros_like(self._final_norm[0], dtype=torch.float32)
             biases = []
             for layer in self.layers:
-                biases += [layer.out.wide_bias, layer.down.wide_bias]
-            self._shifts = list(accumulate(biases, initial=no_shift))
+                biases += [layer.out.float32_bias, layer.down.float32_bias]
+            self._missing_biases = list(accumulate(biases, initial=no_bias))
 
     def compute_hidden_states(self, batch: PackedBatch) -> Tensor:
         """Return the output of the last layer after the final norm, for each token slot.
@@ -69,10 +73,11 @@ class Esm2(Encoder):
         Returns:
             [slots, width].
         """
-        # Longer sequences than before need larger tables of angles, which are kept.
+        # Longer sequences than before need larger tables of angles, which are kept. The length is
+        # rounded up to a power of two, so that this happens rarely.
         if batch.max_seqlen > len(self._cos):
-            next_power_of_two = 1 << (batch.max_seqlen - 1).bit_length()
-            self._cos, self._sin = rotary_tables(self.inv_freq, next_power_of_two)
+            table_length = 1 << (batch.max_seqlen - 1).bit_length()
+            self._cos, self._sin = rotary_tables(self.inv_freq, table_length)
         layout = RowLayout(
             batch.cu_seqlens,
             batch.rows,
@@ -83,14 +88,15 @@ class Esm2(Encoder):
         )
         stream = F.embedding(batch.tokens, self.table)
         if self._backend.has_kernels and self.precision == "int8":
-            return self._hidden_int8(stream, layout)
+            return self._run_layers_int8(stream, layout)
+        norm_biases = self._missing_biases  # of two norms for each layer, then of the final norm
         for i, layer in enumerate(self.layers):
-            stream = self._add_attention(stream, layer, layout, self._shifts[2 * i])
-            stream = self._add_feed_forward(stream, layer, self._shifts[2 * i + 1])
-        return self._backend.norm(stream, self._final_norm, self.shape.norm_eps, self._shifts[-1])
+            stream = self._add_attention(stream, layer, layout, norm_biases[2 * i])
+            stream = self._add_feed_forward(stream, layer, norm_biases[2 * i + 1])
+        return self._backend.norm(stream, self._final_norm, self.shape.norm_eps, norm_biases[-1])
 
     def _add_attention(
-        self, stream: Tensor, layer: Layer, layout: RowLayout, shift: Tensor | None
+        self, stream: Tensor, layer: Layer, layout: RowLayout, missing_bias: Tensor | None
     ) -> Tensor:
         """Add a layer's attention to the residual stream, and return the sum.
 
@@ -98,29 +104,36 @@ class Esm2(Encoder):
             stream: The residual stream, [slots, width]. With the kernels it is changed in place.
             layer: Weights of the layer.
             layout: Where the sequences lie in the batch.
-            shift: Biases that the stream lacks, see `_shifts`; None: none.
+            missing_bias: Sum of the biases that earlier linear layers have not added to the stream,
+                float32 [width]. The kernels leave them out, and the norm adds them. None: none.
 
         Returns:
             [slots, width].
         """
-        normed = self._backend.norm(stream, layer.attn_norm, self.shape.norm_eps, shift)
-        mixed = self._backend.attend(self.apply_linear(normed, layer.qkv), layout)
-        return self._add_product(stream, mixed, layer.out)
+        attention_input = self._backend.norm(
+            stream, layer.attn_norm, self.shape.norm_eps, missing_bias
+        )
+        qkv = self.apply_linear(attention_input, layer.qkv)  # [slots, 3 * width]
+        mean_values = self._backend.attend(qkv, layout)  # [slots, width]
+        return self._add_product(stream, mean_values, layer.out)
 
-    def _add_feed_forward(self, stream: Tensor, layer: Layer, shift: Tensor | None) -> Tensor:
+    def _add_feed_forward(
+        self, stream: Tensor, layer: Layer, missing_bias: Tensor | None
+    ) -> Tensor:
         """Add a layer's feed-forward part to the residual stream, and return the sum.
 
         Args:
             stream: The residual stream, [slots, width]. With the kernels it is changed in place.
             layer: Weights of the layer.
-            shift: Biases that the stream lacks, see `_shifts`; None: none.
+            missing_bias: Sum of the biases that earlier linear layers have not added to the stream,
+                float32 [width]. The kernels leave them out, and the norm adds them. None: none.
 
         Returns:
             [slots, width].
         """
-        normed = self._backend.norm(stream, layer.ffn_norm, self.shape.norm_eps, shift)
-        activated = F.gelu(self.apply_linear(normed, layer.up))
-        return self._add_product(stream, activated, layer.down)
+        ffn_input = self._backend.norm(stream, layer.ffn_norm, self.shape.norm_eps, missing_bias)
+        gelu_outputs = F.gelu(self.apply_linear(ffn_input, layer.up))  # [slots, ffn_width]
+        return self._add_product(stream, gelu_outputs, layer.down)
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Return which token slots of each protein are averaged: its first 1,024 residues.
@@ -133,13 +146,18 @@ class Esm2(Encoder):
         Returns:
             The first slot, and the slot after the last one, int32 [row_capacity] each.
         """
-        first_tokens, row_ends = cu_seqlens[:-1], cu_seqlens[1:]
+        first_tokens = cu_seqlens[:-1]
+        row_ends = cu_seqlens[1:]
         starts = torch.minimum(first_tokens + 1, row_ends)
         ends = torch.minimum(row_ends - 1, starts + MAX_POOLED_RESIDUES)
+        # An unused row of the batch has no token at all: its end must not come before its start.
         return starts, torch.maximum(starts, ends)
 
-    def _hidden_int8(self, stream: Tensor, layout: RowLayout) -> Tensor:
+    def _run_layers_int8(self, stream: Tensor, layout: RowLayout) -> Tensor:
         """Run all layers in int8 by the kernels.
+
+        Before a product its input is rotated, which mixes neighbouring numbers of a row, and then
+        rounded to int8. The weights were rotated in the same way when they were loaded.
 
         Args:
             stream: Embedded tokens, fp16 [slots, width]. The tensor is overwritten.
@@ -171,8 +189,9 @@ class Esm2(Encoder):
         from virnuc_core.encoders.kernels import int8_product, int8_rows
 
         rows, scale = int8_rows(stream, rotation, norm=layer.attn_norm, eps=self.shape.norm_eps)
-        mixed = self._backend.attend(int8_product(rows, scale, layer.qkv), layout)
-        rows, scale = int8_rows(mixed, rotation)
+        qkv = int8_product(rows, scale, layer.qkv)  # fp16 [slots, 3 * width]
+        mean_values = self._backend.attend(qkv, layout)  # fp16 [slots, width]
+        rows, scale = int8_rows(mean_values, rotation)
         int8_product(rows, scale, layer.out, add_to=stream)
 
     def _add_feed_forward_int8(
@@ -189,8 +208,8 @@ class Esm2(Encoder):
         from virnuc_core.encoders.kernels import int8_product, int8_rows
 
         rows, scale = int8_rows(stream, rotation, norm=layer.ffn_norm, eps=self.shape.norm_eps)
-        ffn_inputs = int8_product(rows, scale, layer.up)
-        rows, scale = int8_rows(ffn_inputs, ffn_rotation, gelu=True)
+        up_outputs = int8_product(rows, scale, layer.up)  # fp16 [slots, ffn_width], before GELU
+        rows, scale = int8_rows(up_outputs, ffn_rotation, gelu=True)
         int8_product(rows, scale, layer.down, add_to=stream)
 
 
@@ -215,17 +234,20 @@ class DnabertS(Encoder):
         slopes = alibi_slopes(self.shape.heads)
         self._slopes = torch.tensor(slopes, dtype=torch.float32, device=table.device)
 
-        # The int8 kernels add the product of a linear layer to the residual stream, but not its
-        # bias. So the norm that follows adds this bias: `_shifts` has it for both linear layers of
-        # each block, float32 [width].
-        self._shifts: list[tuple[Tensor | None, Tensor | None]]
+        # With the kernels, linear layers add their product to the residual stream without their
+        # bias. A norm follows each of them and adds this bias, float32 [width]. Each layer has two:
+        # the bias of the attention's output, and that of the feed-forward part's second layer.
+        self._missing_biases: list[tuple[Tensor | None, Tensor | None]]
         if self._backend.has_kernels:
-            self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) for layer in self.layers]
+            self._missing_biases = [
+                (layer.out.float32_bias, layer.down.float32_bias) for layer in self.layers
+            ]
         else:
-            self._shifts = [(None, None)] * self.shape.layers
+            self._missing_biases = [(None, None)] * self.shape.layers
 
-        # Weights of the gated units in the order that their kernel needs. The list stays empty if
-        # the kernel cannot run here, and the units are computed by torch.
+        # Weights of the gated units in the order that their kernel needs, where the rows of both
+        # halves alternate. The list stays empty if the kernel cannot run here, and the units are
+        # computed by torch.
         self._interleaved: list[Tensor] = []
         if self._backend.has_kernels and self.precision != "fp32":
             from virnuc_core.encoders.kernels import can_gate, gated_unit, interleave
@@ -239,24 +261,27 @@ class DnabertS(Encoder):
         layout = RowLayout(
             batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes
         )
-        attend, norm, eps = self._backend.attend, self._backend.norm, self.shape.norm_eps
-        stream = F.embedding(batch.tokens, self.table)
+        eps = self.shape.norm_eps
+        stream = F.embedding(batch.tokens, self.table)  # [slots, width]
         for i, layer in enumerate(self.layers):
-            attn_shift, ffn_shift = self._shifts[i]
+            # With the kernels, the product that is added to the stream lacks the linear layer's
+            # bias, and the norm adds it.
+            out_bias, down_bias = self._missing_biases[i]
 
             # Attention, then the norm behind it
-            mixed = attend(apply_linear(stream, layer.qkv), layout)
-            stream = self._add_product(stream, mixed, layer.out)
-            stream = norm(stream, layer.attn_norm, eps, attn_shift)
+            qkv = apply_linear(stream, layer.qkv)  # [slots, 3 * width]
+            mean_values = self._backend.attend(qkv, layout)  # [slots, width]
+            stream = self._add_product(stream, mean_values, layer.out)
+            stream = self._backend.norm(stream, layer.attn_norm, eps, out_bias)
 
             # The gated unit: exact GELU of half of the product, times the other half; then the norm
             if self._interleaved:
-                unit = self._gated_unit(stream, self._interleaved[i])
+                unit_output = self._gated_unit(stream, self._interleaved[i])
             else:
                 gelu_half, other_half = apply_linear(stream, layer.up).chunk(2, dim=-1)
-                unit = F.gelu(gelu_half) * other_half
-            stream = self._add_product(stream, unit, layer.down)
-            stream = norm(stream, layer.ffn_norm, eps, ffn_shift)
+                unit_output = F.gelu(gelu_half) * other_half  # [slots, ffn_width]
+            stream = self._add_product(stream, unit_output, layer.down)
+            stream = self._backend.norm(stream, layer.ffn_norm, eps, down_bias)
         return stream
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
