@@ -3,18 +3,18 @@
 from collections import Counter
 
 from prefect import flow
-from prefect.client.schemas.objects import State
 
 from virnuc.flows.bodies import inbox as body
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.inbox import InboxSettings
+from virnuc.tasks.outcome import Outcome
 from virnuc_core.inbox import RowFate
 
 
 @flow(name="predict-inbox", flow_run_name=named_by("inbox", "devices"))
 @with_parameters(InboxSettings)
-def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
+def predict_inbox(settings: InboxSettings) -> Outcome[Counter[RowFate]]:
     """Predicts each new file of a folder once, and writes one row for each file with its fate to
     inbox.tsv.
     """

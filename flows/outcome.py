@@ -4,16 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from prefect.client.schemas.objects import State
-from prefect.states import Completed, Failed
-
 from virnuc.flows.settings.measured import MeasureSettings
-from virnuc.tasks.task import completed
+from virnuc.tasks.outcome import Outcome, completed, failed
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.model import Report
 from virnuc_core.rundir import RunDir
 
-# names of the states of runs that ended well, but not as was asked
+# names of the outcomes of runs that ended well, but not as was asked
 NOT_MET: Final = "Criteria not met"
 REJECTED: Final = "Rejected"
 
@@ -26,7 +23,7 @@ class NotMetError(VirnucError):
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """What a flow's state keeps of a report. The whole report is in its directory.
+    """What a flow returns of a report. The whole report is in its directory.
 
     Attributes:
         folder: The directory of the report.
@@ -43,16 +40,16 @@ class ValidationResult:
     approval: str | None = None
 
 
-def final_state(
+def judged_outcome(
     settings: MeasureSettings, report: Report, message: str, verdict: str | None = None
-) -> State[ValidationResult]:
-    """Return the state in which a judged flow ends.
+) -> Outcome[ValidationResult]:
+    """Return the outcome of a flow whose figures were judged.
 
     Args:
         settings: The settings of the flow. `fail_on_criteria` decides whether a missed criterion
-            fails the flow run or only names its state.
+            fails the flow run or only names its outcome.
         report: The judged report.
-        message: The message of the state.
+        message: The message of the outcome: one line for people.
         verdict: The reviewer's verdict, or None if nobody was asked.
     """
     folder = RunDir(settings.out).report
@@ -64,5 +61,5 @@ def final_state(
     else:
         return completed(result, message)
     if settings.fail_on_criteria:
-        return Failed(name=name, message=message, data=NotMetError(message))
-    return Completed(name=name, message=message, data=result)
+        return failed(NotMetError(message), name=name)
+    return Outcome(result, message, name)

@@ -1,18 +1,18 @@
 """The flow `overhead`: what features cost. `bodies/overhead.py` has its steps."""
 
 from prefect import flow
-from prefect.client.schemas.objects import State
 
 from virnuc.flows.bodies import overhead as body
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.overhead import OverheadSettings
+from virnuc.tasks.outcome import Outcome
 from virnuc_core.validation import OverheadFile
 
 
 @flow(name="overhead", flow_run_name=named_by("out", "devices"))
 @with_parameters(OverheadSettings)
-def overhead(settings: OverheadSettings) -> State[OverheadFile]:
+def overhead(settings: OverheadSettings) -> Outcome[OverheadFile]:
     """Times what commits, the sampler and loading the models anew cost, over the first shards of a
     validation.
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prefect.client.schemas.objects import State, StateDetails
-from prefect.context import FlowRunContext
-
+from virnuc.tasks.outcome import COMPLETED, FAILED, Outcome
 from virnuc_core.errors import VirnucError
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
 
 logger = logging.getLogger(__name__)
 
@@ -23,29 +24,24 @@ class OwnOutcome:
 
     The state that Prefect returns may be one that the server put in its place, with a result that
     the server chose. A run that is started from a terminal ends as its own function did.
+
+    Attributes:
+        has_begun: Whether the function was called.
+        returned: What it returned. None if it did not return.
+        error: What it raised. None if it raised nothing.
     """
 
     has_begun: bool = False
-    state: State[Any] | None = None
+    returned: Outcome[Any] | None = None
     error: BaseException | None = None
 
-    def keep(self, state: State[Any]) -> None:
-        """Store a copy of the state that the flow's function returned, with the id of its run.
+    def checked_against(self, recorded: "State[Any]") -> Outcome[Any]:
+        """Return the outcome of the function itself.
 
-        A copy is needed because Prefect and its server may change the state later.
-        """
-        flow_run_id = None
-        context = FlowRunContext.get()
-        if context is not None and context.flow_run is not None:
-            flow_run_id = context.flow_run.id
-        details = StateDetails(flow_run_id=flow_run_id)
-        self.state = state.model_copy(update={"state_details": details})
-
-    def final_state(self, recorded: State[Any]) -> State[Any]:
-        """Return the function's own state.
+        If the server says something else of the run, a warning is logged.
 
         Args:
-            recorded: What the server says of the run. Where it differs, a warning is logged.
+            recorded: The state that the server has of the run. Its result is not looked at.
 
         Raises:
             VirnucError: The server ended the run before the function was called.
@@ -56,16 +52,16 @@ class OwnOutcome:
         server_says = f"the Prefect server says {recorded.name}"
         if recorded.message:
             server_says += f" ({recorded.message})"
-        if self.state is None:
+        if self.returned is None:
             raise VirnucError(
                 f"the run was ended before it did anything: {server_says}; run it again"
             )
-        if recorded.type != self.state.type:
-            own_type = self.state.type.value.lower()
+        own_type = COMPLETED if self.returned.error is None else FAILED
+        if recorded.type.value != own_type.upper():
             logger.warning(
-                "the run is %s, but %s; what its files say counts", own_type, server_says
+                "the run is %s, but %s; what its files say counts", own_type.lower(), server_says
             )
-        return self.state
+        return self.returned
 
 
 _outcome: ContextVar[OwnOutcome | None] = ContextVar(

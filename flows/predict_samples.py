@@ -9,15 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from prefect.client.schemas.objects import State
-
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.shared_workers import predict_with, shared_workers
 from virnuc.tasks.artifacts import progress_artifact, publish_table
+from virnuc.tasks.outcome import Outcome, completed
 from virnuc.tasks.running_mark import announce
-from virnuc.tasks.server_connection import without_server
-from virnuc.tasks.task import completed
+from virnuc.tasks.server_use import without_server
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import VirnucError, is_machine_error
 from virnuc_core.reads.samples import SampleRow, log, summarize_sample, write_samples
@@ -65,14 +63,14 @@ class SampleTable:
         log.error("sample %s failed: %s", name, note)
 
 
-def predict_samples(settings: PredictSettings) -> State[RunSummary]:
+def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
     """Predict every sample, several at a time, with workers that load the weights once.
 
     Args:
         settings: The settings of the `predict` flow, which name the samples.
 
     Returns:
-        A state with the counts of all samples together.
+        An outcome with the counts of all samples together.
 
     Raises:
         VirnucError: Some samples failed. It is raised after the others are done, with the exit code

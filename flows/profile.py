@@ -1,18 +1,18 @@
 """The flow `profile`: where the time of a run goes. `bodies/profile.py` has its steps."""
 
 from prefect import flow
-from prefect.client.schemas.objects import State
 
 from virnuc.flows.bodies import profile as body
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.profile import ProfileSettings
+from virnuc.tasks.outcome import Outcome
 from virnuc_core.tools.trace import TraceTable
 
 
 @flow(name="profile", flow_run_name=named_by("reads", "devices"))
 @with_parameters(ProfileSettings)
-def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
+def profile(settings: ProfileSettings) -> Outcome[tuple[TraceTable, ...]]:
     """Records a few shards with torch's profiler, after a run of all reads that tells the seconds
     of the nine stages.
 

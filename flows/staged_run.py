@@ -7,13 +7,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from prefect.client.schemas.objects import State
-
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.shared import RunSettings
 from virnuc.flows.shared_steps import stage_reads_of
 from virnuc.tasks.device_slots import device_slots
 from virnuc.tasks.embedding import embed
+from virnuc.tasks.outcome import Outcome
 from virnuc.tasks.running_mark import announce
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
@@ -48,7 +47,7 @@ class StagedRun:
     pool: Pool | None
     workers: ExitStack
 
-    def embed(self) -> State[RunSummary]:
+    def embed(self) -> Outcome[RunSummary]:
         """Embed and score the staged reads, write the result files, and end the workers."""
         with self.workers:
             return embed(self.run, self.staging, self.spec, label=self.label, pool=self.pool)

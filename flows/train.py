@@ -1,18 +1,18 @@
 """The flow `train`, which fits a classifier head. `bodies/train.py` has its steps."""
 
 from prefect import flow
-from prefect.client.schemas.objects import State
 
 from virnuc.flows.bodies import train as body
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.train import TrainSettings
+from virnuc.tasks.outcome import Outcome
 from virnuc_core.training.train_file import TrainFile
 
 
 @flow(name="train", flow_run_name=named_by("reads", "devices"))
 @with_parameters(TrainSettings)
-def train(settings: TrainSettings) -> State[TrainFile]:
+def train(settings: TrainSettings) -> Outcome[TrainFile]:
     """Fits a head on reads whose origin is known; no genome, nor one of its kin, is on both sides
     of a split.
 

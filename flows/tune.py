@@ -1,18 +1,18 @@
 """The flow `tune`, a sweep over engine settings. `bodies/tune.py` has its steps."""
 
 from prefect import flow
-from prefect.client.schemas.objects import State
 
 from virnuc.flows.bodies import tune as body
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.tune import TuneSettings
+from virnuc.tasks.outcome import Outcome
 from virnuc_core.tools.tune import Recommendation
 
 
 @flow(name="tune", flow_run_name=named_by("reads", "profile", "devices"))
 @with_parameters(TuneSettings)
-def tune(settings: TuneSettings) -> State[Recommendation]:
+def tune(settings: TuneSettings) -> Outcome[Recommendation]:
     """Finds the fastest engine settings for this machine, weights and reads that leave the results
     as they are.
 

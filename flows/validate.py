@@ -1,18 +1,18 @@
 """The flow `validate`, which proves a release or a machine. `bodies/validate.py` has its steps."""
 
 from prefect import flow
-from prefect.client.schemas.objects import State
 
 from virnuc.flows.bodies import validate as body
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.outcome import ValidationResult
 from virnuc.flows.run_names import named_by
 from virnuc.flows.settings.validate import ValidateSettings
+from virnuc.tasks.outcome import Outcome
 
 
 @flow(name="validate", flow_run_name=named_by("reads", "profile", "devices", "cluster"))
 @with_parameters(ValidateSettings)
-def validate(settings: ValidateSettings) -> State[ValidationResult]:
+def validate(settings: ValidateSettings) -> Outcome[ValidationResult]:
     """Proves a machine: the same reads by the baseline, on one device, two and all, compared and
     judged by a profile.
 

@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Final
 from uuid import UUID
 
-from prefect import artifacts
-from prefect.context import FlowRunContext, TaskRunContext
-
 from virnuc.tasks.background import background_thread
-from virnuc.tasks.server_connection import connection, with_server
+from virnuc.tasks.server_use import with_server
 from virnuc_core.errors import printable
 from virnuc_core.markdown import Markdown, code_span, escape_markdown
 
@@ -109,6 +106,10 @@ def publish_table(name: str, rows: Rows, description: str) -> None:
     """
     if not inside_a_run():
         return
+    from prefect import artifacts
+
+    from virnuc.tasks.server_connection import connection
+
     with connection.reporting(f"table {name}"):
         artifacts.create_table_artifact(
             bounded_rows(rows), key=artifact_key(name), description=table_cell(description)
@@ -126,6 +127,10 @@ def publish_markdown(name: str, text: str, description: str, full_text: Path | s
     """
     if not inside_a_run():
         return
+    from prefect import artifacts
+
+    from virnuc.tasks.server_connection import connection
+
     n_bytes = len(text.encode())
     if n_bytes > MAX_BYTES:
         note = f"\n\n… cut here; the whole text is {code_span(str(full_text))}\n"
@@ -142,6 +147,8 @@ def inside_a_run() -> bool:
     """Tell whether this code runs inside a Prefect flow or task."""
     if not with_server():
         return False
+    from prefect.context import FlowRunContext, TaskRunContext
+
     return FlowRunContext.get() is not None or TaskRunContext.get() is not None
 
 
@@ -161,6 +168,8 @@ def progress_artifact(
     if not inside_a_run():
         yield lambda share: None
         return
+    from virnuc.tasks.server_connection import connection
+
     newest_percent = 0.0
 
     def show(share: float) -> None:
@@ -190,6 +199,8 @@ def _send_progress(
     artifact_id: UUID | None, percent: float, name: str, description: str
 ) -> UUID | None:
     """Create a progress artifact, or update the one with this id; return its id."""
+    from prefect import artifacts
+
     if artifact_id is not None:
         artifacts.update_progress_artifact(artifact_id, progress=percent)
         return artifact_id

@@ -2,11 +2,11 @@
 results.
 """
 
-from prefect.client.schemas.objects import State
-
 from virnuc.tasks.artifacts import progress_artifact
 from virnuc.tasks.device_slots import device_slots
-from virnuc.tasks.task import completed, first_attempt, retrying_task
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.retries import first_attempt
+from virnuc.tasks.task import retrying_task
 from virnuc_core.baseline.run import run_baseline
 from virnuc_core.engine.devices import resolve
 from virnuc_core.profiles import BaselineSpec
@@ -21,7 +21,7 @@ from virnuc_core.validation import BaselineSummary
 @retrying_task("baseline", "baseline {spec.name} on {bench.devices}")
 def measure_baseline(
     run: RunDir, bench: Bench, spec: BaselineSpec, *, label: str, force: bool = False
-) -> State[BaselineSummary]:
+) -> Outcome[BaselineSummary]:
     """Measure the baseline's time and write its result files.
 
     A baseline of the same reads, weights and devices that is already there is used.

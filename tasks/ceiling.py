@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from prefect.client.schemas.objects import State
-
 from virnuc.tasks.device_slots import device_slots
-from virnuc.tasks.task import completed, retrying_task
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.task import retrying_task
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.report import messages
@@ -15,7 +14,7 @@ from virnuc_core.tools.ceiling import measure_ceilings
 
 
 @retrying_task("ceiling", "ceiling of {bench.devices}")
-def measure_ceiling(out: Path, bench: Bench, engine: EngineSpec) -> State[ModelFlops]:
+def measure_ceiling(out: Path, bench: Bench, engine: EngineSpec) -> Outcome[ModelFlops]:
     """Measure the ceiling of each device: the highest speed that the encoders' products reach.
 
     Args:

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from prefect.client.schemas.objects import State
-
 from virnuc.tasks.artifacts import publish_table
-from virnuc.tasks.task import completed, retrying_task
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.task import retrying_task
 from virnuc_core.report import messages
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.views.correctness import agreement_rows
@@ -15,7 +14,7 @@ from virnuc_core.validation import Comparison
 @retrying_task("compare", "compare {label}")
 def compare_results(
     out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool, label: str
-) -> State[tuple[Comparison, ...]]:
+) -> Outcome[tuple[Comparison, ...]]:
     """Compare the runs of a validation, and write `comparison.json`.
 
     Args:

@@ -3,12 +3,12 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
-from prefect.client.schemas.objects import State
-
 from virnuc.tasks.artifacts import host_key, progress_artifact, publish_table
 from virnuc.tasks.device_slots import device_slots
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.retries import first_attempt
 from virnuc.tasks.run_tables import device_rows, stage_rows
-from virnuc.tasks.task import completed, first_attempt, retrying_task
+from virnuc.tasks.task import retrying_task
 from virnuc.tasks.time_limit import time_limit
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
@@ -32,7 +32,7 @@ def embed(
     time_limit_s: float | None = None,
     pool: Pool | None = None,
     flops: ModelFlops | None = None,
-) -> State[RunSummary]:
+) -> Outcome[RunSummary]:
     """Embed and score the staged reads, and write the result files of the run.
 
     Shards that were committed before are kept. `spec.force` drops them, but a retry keeps what the

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from prefect.events import emit_event
-
-from virnuc.tasks.server_connection import connection, with_server
+from virnuc.tasks.server_use import with_server
 
 
 def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> None:
@@ -19,6 +17,10 @@ def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> No
     """
     if not with_server():
         return
+    from prefect.events import emit_event
+
+    from virnuc.tasks.server_connection import connection
+
     subject = {"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name}
     with connection.reporting(f"event {event}"):
         emit_event(event=f"virnuc.{event}", resource=subject, payload=dict(payload))

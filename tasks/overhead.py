@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect.client.schemas.objects import State
-
 from virnuc.tasks.artifacts import host_key, progress_artifact, publish_table
 from virnuc.tasks.device_slots import device_slots
-from virnuc.tasks.task import completed, first_attempt, retrying_task
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.retries import first_attempt
+from virnuc.tasks.task import retrying_task
 from virnuc_core.config import EngineSpec, Switch
 from virnuc_core.engine.devices import resolve
 from virnuc_core.report import messages
@@ -29,7 +29,7 @@ def measure_costs(
     switches: Sequence[Switch] | None = None,
     pairs: int | None = None,
     shards: int | None = None,
-) -> State[OverheadFile]:
+) -> Outcome[OverheadFile]:
     """Measure what features cost by pairs of runs, and write `checkpoint_overhead.json`.
 
     A measurement of the same work that is already there is used. Settings left at None are those

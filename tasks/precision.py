@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from prefect.client.schemas.objects import State
-
 from virnuc.tasks.device_slots import device_slots
-from virnuc.tasks.task import completed, retrying_task
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.task import retrying_task
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.tools.bench import Bench
@@ -15,7 +14,7 @@ from virnuc_core.tools.precision import measure_precision
 @retrying_task("precision", "fp32 sequences of {label}")
 def embed_in_fp32(
     out: Path, bench: Bench, engine: EngineSpec, sequences: int, *, label: str
-) -> State[bool]:
+) -> Outcome[bool]:
     """Embed some sequences in fp32 on the first device, unless the runs compute in fp32 themselves.
 
     Args:
@@ -26,7 +25,7 @@ def embed_in_fp32(
         label: The name of the sample, for names in the UI.
 
     Returns:
-        A state whose result says whether anything was embedded.
+        An outcome whose result says whether anything was embedded.
     """
     first_device = resolve(bench.devices)[:1]
     with device_slots(first_device):

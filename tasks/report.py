@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from prefect.client.schemas.objects import State
-
 from virnuc.tasks.artifacts import (
     Rows,
     artifact_key,
@@ -15,7 +13,8 @@ from virnuc.tasks.artifacts import (
     table_cell,
 )
 from virnuc.tasks.events import emit
-from virnuc.tasks.task import completed, retrying_task
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.task import retrying_task
 from virnuc_core.markdown import Markdown
 from virnuc_core.profiles import Profile
 from virnuc_core.report import messages
@@ -46,7 +45,7 @@ MAX_NIGHTS: Final = 20  # rows of the trend
 
 
 @retrying_task("report", "report {label}")
-def report_validation(out: Path, profile: Profile, *, history: Path, label: str) -> State[Report]:
+def report_validation(out: Path, profile: Profile, *, history: Path, label: str) -> Outcome[Report]:
     """Judge a validation, write every form of its report, and send an event for each verdict.
 
     Args:

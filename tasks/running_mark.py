@@ -6,16 +6,14 @@ Prefect hears from nobody that a process was killed, and its run would stay "Run
 
 import logging
 import os
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, State
-from prefect.context import FlowRunContext
-from prefect.states import Crashed
-
-from virnuc.tasks.server_connection import connection, with_server
+from virnuc.tasks.server_use import with_server
 from virnuc_core.lease import is_alive, process_namespace, process_start_ticks
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun, State
 
 # labels of a flow run
 NAMESPACE_LABEL: Final = "virnuc.place"  # of process numbers: a machine or container
@@ -32,8 +30,15 @@ def announce(*tags: str) -> None:
     Args:
         tags: Tags besides `virnuc`.
     """
+    if not with_server():
+        return
+    from prefect.client.orchestration import get_client
+    from prefect.context import FlowRunContext
+
+    from virnuc.tasks.server_connection import connection
+
     context = FlowRunContext.get()
-    if context is None or context.flow_run is None or not with_server():
+    if context is None or context.flow_run is None:
         return
     flow_run = context.flow_run
     labels: dict[str, Any] = {
@@ -48,8 +53,11 @@ def announce(*tags: str) -> None:
         _end_orphans(client)
 
 
-def _end_orphans(client: SyncPrefectClient) -> None:
+def _end_orphans(client: "SyncPrefectClient") -> None:
     """Mark flow runs as crashed that the server calls running, but whose process is gone."""
+    from prefect.client.schemas.filters import FlowRunFilter
+    from prefect.states import Crashed
+
     is_running = {"type": {"any_": ["RUNNING", "CANCELLING"]}}
     ours = {"tags": {"all_": ["virnuc"]}, "state": is_running}
     runs = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(ours))
@@ -62,7 +70,7 @@ def _end_orphans(client: SyncPrefectClient) -> None:
             client.set_flow_run_state(flow_run.id, crashed, force=True)
 
 
-def _is_orphan(flow_run: FlowRun) -> bool:
+def _is_orphan(flow_run: "FlowRun") -> bool:
     """Tell if a flow run belongs to a process of this machine that no longer exists."""
     if flow_run.labels.get(NAMESPACE_LABEL) != process_namespace():
         return False

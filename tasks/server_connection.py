@@ -6,7 +6,6 @@ If the server does not accept the state that a run proposes, because it is away,
 if it had. What could not be reported is said in the log.
 """
 
-import contextvars
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 from uuid import uuid4
 
 import httpx
@@ -27,10 +26,9 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import PrefectException
 
 from virnuc.tasks.result_references import without_result_references
+from virnuc.tasks.server_use import REQUEST_TIMEOUT_S
 
-T = TypeVar("T")
 Ask = Callable[[httpx.Request], httpx.Response]
-REQUEST_TIMEOUT_S: Final = 15.0  # for one request; a busy server has needed some seconds
 SILENT_S: Final = 30.0  # how long nothing is sent after a request that was not answered
 REPEAT_S: Final = 1.0  # time between two tries of one request
 REPORTING_ERRORS: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
@@ -268,25 +266,3 @@ def route_through_connection(client: SyncPrefectClient) -> None:
             continue
         routed = partial(connection.send, ask=transport.handle_request)
         transport.handle_request = routed  # type: ignore[method-assign]
-
-
-_runs_alone: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "runs without Prefect", default=False
-)
-
-
-def with_server() -> bool:
-    """Tell if there is a Prefect server to report to."""
-    return not _runs_alone.get()
-
-
-def without_server(function: Callable[..., T], **arguments: Any) -> T:
-    """Call a function whose flows and tasks are plain functions: no server is asked or told.
-
-    Args:
-        function: The function to call.
-        arguments: Its keyword arguments.
-    """
-    context = contextvars.copy_context()
-    context.run(_runs_alone.set, True)
-    return context.run(function, **arguments)

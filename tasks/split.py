@@ -1,8 +1,7 @@
 """The step that splits labelled reads into training, validation and test sets."""
 
-from prefect.client.schemas.objects import State
-
-from virnuc.tasks.task import completed, retrying_task
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.task import retrying_task
 from virnuc_core.config import TrainSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report import messages
@@ -12,7 +11,7 @@ from virnuc_core.training.splits import Examples
 
 
 @retrying_task("split", "split {label}")
-def choose_examples(run: RunDir, spec: TrainSpec, *, label: str) -> State[Examples]:
+def choose_examples(run: RunDir, spec: TrainSpec, *, label: str) -> Outcome[Examples]:
     """Choose the rows that the head learns from, and those that it is tested on.
 
     Args:

@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
-from prefect.client.schemas.objects import State
-
-from virnuc.tasks.task import completed, retrying_task
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.task import retrying_task
 from virnuc_core.errors import join_first
 from virnuc_core.pipeline import stage_reads
 from virnuc_core.reads.stage import StageSpec, StageSummary
 
 
 @retrying_task("stage", "stage {label}")
-def stage(spec: StageSpec, store: Path, *, label: str, force: bool = False) -> State[StageSummary]:
+def stage(
+    spec: StageSpec, store: Path, *, label: str, force: bool = False
+) -> Outcome[StageSummary]:
     """Stage reads, or use a store that already holds them.
 
     Args:

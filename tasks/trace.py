@@ -1,9 +1,8 @@
 """The step that records profiler traces of a few shards."""
 
-from prefect.client.schemas.objects import State
-
 from virnuc.tasks.device_slots import device_slots
-from virnuc.tasks.task import completed, retrying_task
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.task import retrying_task
 from virnuc_core.config import EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.report import messages
@@ -16,7 +15,7 @@ from virnuc_core.tools.trace import TraceTable
 @retrying_task("trace", "trace {label} on {bench.devices}")
 def record_traces(
     run: RunDir, bench: Bench, engine: EngineSpec, spec: TraceSpec, *, label: str
-) -> State[tuple[TraceTable, ...]]:
+) -> Outcome[tuple[TraceTable, ...]]:
     """Record traces, and tables of what they show, in `spec.folder`.
 
     Some of the run's shards are computed again for it, and the results are thrown away.

@@ -1,9 +1,8 @@
 """The step that fits a classifier head, and writes its card and the report on its training."""
 
-from prefect.client.schemas.objects import State
-
 from virnuc.tasks.artifacts import host_key, publish_markdown
-from virnuc.tasks.task import completed, retrying_task
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.task import retrying_task
 from virnuc_core.config import TrainSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report import messages
@@ -17,7 +16,7 @@ from virnuc_core.training.training import train_head
 @retrying_task("train", "train {label}")
 def fit_head(
     run: RunDir, examples: Examples, spec: TrainSpec, cuts: RunDir | str, *, label: str
-) -> State[TrainFile]:
+) -> Outcome[TrainFile]:
     """Fit a head on the embeddings of a run, and measure it on genomes that it does not know.
 
     Writes `head/` with the head and its card, `train.json` and `train.html` to the run directory.

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from prefect.client.schemas.objects import State
-
 from virnuc.flows.parameters import build
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.inbox import InboxSettings
@@ -14,8 +12,8 @@ from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.shared_workers import predict_with, shared_workers
 from virnuc.tasks.artifacts import artifact_key, publish_table
 from virnuc.tasks.events import emit
+from virnuc.tasks.outcome import Outcome, completed
 from virnuc.tasks.running_mark import announce
-from virnuc.tasks.task import completed
 from virnuc_core.engine.pool import Pool
 from virnuc_core.inbox import Ledger, Row, RowFate
 from virnuc_core.reads.sources import sample_name
@@ -24,13 +22,13 @@ from virnuc_core.runfiles import RunSummary
 SHOWN_COLUMNS = ("file", "fate", "reads", "viral", "run", "note")
 
 
-def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
+def predict_inbox(settings: InboxSettings) -> Outcome[Counter[RowFate]]:
     """Predict each new file of a folder once, and write the fate of every file to `inbox.tsv`.
 
     A file that fails does not stop the others. The workers load the weights once for all files.
 
     Returns:
-        A state with the number of files by fate, named `Reused` if there was no new file.
+        An outcome with the number of files by fate, named `Reused` if there was no new file.
 
     Raises:
         VirnucError: The settings or the weights cannot be used.

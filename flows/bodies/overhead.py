@@ -2,27 +2,25 @@
 validation.
 """
 
-from prefect.client.schemas.objects import State
-
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.overhead import OverheadSettings
+from virnuc.tasks.outcome import Outcome, completed
 from virnuc.tasks.overhead import measure_costs
 from virnuc.tasks.running_mark import announce
-from virnuc.tasks.task import completed
 from virnuc_core.report.build import write_report
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.tools.bench import Bench
 from virnuc_core.validation import OverheadFile
 
 
-def overhead(settings: OverheadSettings) -> State[OverheadFile]:
+def overhead(settings: OverheadSettings) -> Outcome[OverheadFile]:
     """Measure what commits, the sampler and loading the models anew cost, on a finished validation.
 
     The first shards of the validation are run with and without each of them. Its report is then
     written again. Measurements of the same work are used again, unless `force` is set.
 
     Returns:
-        A state with the measured costs.
+        An outcome with the measured costs.
 
     Raises:
         VirnucError: The settings cannot be used, or the directory holds no finished validation.
@@ -44,4 +42,4 @@ def overhead(settings: OverheadSettings) -> State[OverheadFile]:
             shards=settings.shards,
         )
         write_report(out, profile)
-    return completed(measured.result(), measured.message or "")
+    return completed(measured.result(), measured.message)

@@ -1,22 +1,20 @@
 """The daily work: reads in, VirNucPro's two result files out."""
 
-from prefect.client.schemas.objects import State
-
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.shared_steps import publish_prediction
 from virnuc.flows.staged_run import staged_run
-from virnuc.tasks.task import completed
+from virnuc.tasks.outcome import REUSED, Outcome, completed
 from virnuc_core.runfiles import RunSummary
 
 
-def predict(settings: PredictSettings) -> State[RunSummary]:
+def predict(settings: PredictSettings) -> Outcome[RunSummary]:
     """Say which reads are viral, and write the result files.
 
     A run that stopped goes on where it was. A complete one is not computed again, and says so.
     Several samples are several runs, one for each.
 
     Returns:
-        A state with the summary of the run. Its message has the numbers of viral reads.
+        An outcome with the summary of the run. Its message has the numbers of viral reads.
 
     Raises:
         VirnucError: The settings, the reads or the weights cannot be used, or the run failed.
@@ -30,7 +28,7 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
         summary = embedding.result()
         publish_prediction(staged.run, staged.label, summary, staged.staging)
     message = describe_result(summary)
-    if embedding.name == "Reused":
+    if embedding.name == REUSED:
         message += "; nothing had to be computed"
     return completed(summary, message)
 

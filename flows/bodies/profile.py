@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from prefect.client.schemas.objects import State
-
 from virnuc.flows.settings.profile import ProfileSettings
 from virnuc.flows.staged_run import staged_run
 from virnuc.tasks.artifacts import Rows, host_key, publish_markdown, publish_table
+from virnuc.tasks.outcome import Outcome, completed
 from virnuc.tasks.run_tables import stage_rows
-from virnuc.tasks.task import completed
 from virnuc.tasks.trace import record_traces
 from virnuc_core.config import TraceOptions, TraceSpec
 from virnuc_core.report import messages
@@ -21,14 +19,14 @@ from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.trace import TraceTable
 
 
-def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
+def profile(settings: ProfileSettings) -> Outcome[tuple[TraceTable, ...]]:
     """Run all reads, and record a few shards of them with torch's profiler.
 
     The run is a prediction like any other and is not repeated if it is complete. The recording is
     always made anew. Writes the tables to `telemetry/traces/profile.md`.
 
     Returns:
-        A state with the tables of the traces, one for each device.
+        An outcome with the tables of the traces, one for each device.
 
     Raises:
         VirnucError: The settings, the reads or the weights cannot be used, or the run failed.

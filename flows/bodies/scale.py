@@ -1,7 +1,5 @@
 """The scaling curve: the same reads on one, two, four and more devices, without a baseline."""
 
-from prefect.client.schemas.objects import State
-
 from virnuc.flows.measured_runs import (
     Judgement,
     MeasuredWork,
@@ -12,30 +10,31 @@ from virnuc.flows.measured_runs import (
     record_work,
     run_on_each,
 )
-from virnuc.flows.outcome import ValidationResult, final_state
+from virnuc.flows.outcome import ValidationResult, judged_outcome
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.scale import ScaleSettings
 from virnuc.flows.shared_steps import stage_reads_of
+from virnuc.tasks.outcome import Outcome
 from virnuc.tasks.running_mark import announce
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.report import messages
 
 
-def scale(settings: ScaleSettings) -> State[ValidationResult]:
+def scale(settings: ScaleSettings) -> Outcome[ValidationResult]:
     """Measure the time of the same reads on more and more devices, and judge it by a profile.
 
     The results must be equal bit for bit on all numbers of devices.
 
     Returns:
-        The state of the flow, with the judgement; a missed criterion is no error here.
+        The outcome of the flow, with the judgement; a missed criterion is no error here.
 
     Raises:
         VirnucError: The settings cannot be used, or a run failed.
     """
     judgement = run_steps(settings)
     report = judgement.report
-    return final_state(settings, report, messages.scaling_message(report) + judgement.note)
+    return judged_outcome(settings, report, messages.scaling_message(report) + judgement.note)
 
 
 def run_steps(settings: ScaleSettings) -> Judgement:

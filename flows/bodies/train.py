@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-from prefect.client.schemas.objects import State
-
 from virnuc.flows.settings.train import TrainSettings
 from virnuc.flows.staged_run import StagedRun, staged_run
 from virnuc.tasks.embedding import embed
+from virnuc.tasks.outcome import Outcome, completed
 from virnuc.tasks.split import choose_examples
 from virnuc.tasks.staging import stage
-from virnuc.tasks.task import completed
 from virnuc.tasks.training import fit_head
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.kept_heads import install_head
@@ -21,14 +19,14 @@ from virnuc_core.training.train_file import TrainFile
 from virnuc_core.training.training import link_models, remove_results
 
 
-def train(settings: TrainSettings) -> State[TrainFile]:
+def train(settings: TrainSettings) -> Outcome[TrainFile]:
     """Fit a classifier head on reads whose origin is known, and measure it on genomes it never met.
 
     Writes `head/`, `train.json` and `train.html` to the output directory. With `install`, the head
     also takes the place of the one in the models directory, which is kept as a copy.
 
     Returns:
-        A state with the record of the training.
+        An outcome with the record of the training.
 
     Raises:
         VirnucError: The settings, the table of origins or the reads cannot be used.
@@ -46,7 +44,7 @@ def train(settings: TrainSettings) -> State[TrainFile]:
             fragments_run = _embed_fragments(staged, examples, settings.genomes)
         training = fit_head(staged.run, examples, settings, fragments_run, label=staged.label)
         record = training.result()
-        summary = str(training.message)
+        summary = training.message
         if settings.install or settings.install_anyway:
             head = staged.run.root / "head"
             installation = install_head(

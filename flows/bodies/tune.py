@@ -1,13 +1,11 @@
 """The sweep over engine settings: which are fastest here, with these weights and reads."""
 
-from prefect.client.schemas.objects import State
-
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.tune import TuneSettings
 from virnuc.flows.shared_steps import stage_reads_of
 from virnuc.flows.sweep import sweep_all
+from virnuc.tasks.outcome import Outcome, completed
 from virnuc.tasks.running_mark import announce
-from virnuc.tasks.task import completed
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_name
@@ -16,13 +14,13 @@ from virnuc_core.tools.bench import Bench
 from virnuc_core.tools.tune import Recommendation, Sweep, make_candidates
 
 
-def tune(settings: TuneSettings) -> State[Recommendation]:
+def tune(settings: TuneSettings) -> Outcome[Recommendation]:
     """Find the fastest engine settings for this machine, weights and reads that keep the results.
 
     Measurements that the output directory holds are used again, unless `force` is set.
 
     Returns:
-        A state with the recommendation, named `Reused` if nothing had to be measured.
+        An outcome with the recommendation, named `Reused` if nothing had to be measured.
 
     Raises:
         VirnucError: The settings cannot be used, or no candidate can run.

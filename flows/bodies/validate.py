@@ -4,9 +4,6 @@ Its steps: staging, the v1.0 baseline, a run on one GPU, on two and on all, the 
 report. If it was asked for, rounds of tuning follow, and then a reviewer approves.
 """
 
-from prefect.client.schemas.objects import State
-
-from virnuc.flows.approval import ask_reviewer
 from virnuc.flows.measured_runs import (
     Judgement,
     MeasuredWork,
@@ -17,12 +14,13 @@ from virnuc.flows.measured_runs import (
     record_work,
     run_on_each,
 )
-from virnuc.flows.outcome import ValidationResult, final_state
+from virnuc.flows.outcome import ValidationResult, judged_outcome
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.validate import ValidateSettings
 from virnuc.flows.shared_steps import stage_reads_of
 from virnuc.flows.tuning_rounds import tune_round
 from virnuc.tasks.baseline import measure_baseline
+from virnuc.tasks.outcome import Outcome
 from virnuc.tasks.report import emit_outcome
 from virnuc.tasks.running_mark import announce
 from virnuc_core.profiles import load_profile
@@ -33,7 +31,7 @@ from virnuc_core.report.model import BASELINE
 from virnuc_core.rundir import RunDir
 
 
-def validate(settings: ValidateSettings) -> State[ValidationResult]:
+def validate(settings: ValidateSettings) -> Outcome[ValidationResult]:
     """Prove this machine, or a release: run the steps of a validation and judge them by a profile.
 
     A validation that stopped goes on where it was. One that is complete is judged again without
@@ -41,7 +39,7 @@ def validate(settings: ValidateSettings) -> State[ValidationResult]:
     waited for.
 
     Returns:
-        The state of the flow, with the judgement; a missed criterion is no error here.
+        The outcome of the flow, with the judgement; a missed criterion is no error here.
 
     Raises:
         VirnucError: The settings cannot be used, or a step failed.
@@ -52,11 +50,13 @@ def validate(settings: ValidateSettings) -> State[ValidationResult]:
     emit_outcome(report, settings.out)
     summary = messages.criteria_message(report) + judgement.note
     if not settings.approval:
-        return final_state(settings, report, summary)
+        return judged_outcome(settings, report, summary)
+
+    from virnuc.flows.approval import ask_reviewer  # it needs Prefect and its server
 
     approval = ask_reviewer(settings, report)
     summary = f"{summary}; {approval.verdict} by {approval.reviewer}"
-    return final_state(settings, report, summary, approval.verdict)
+    return judged_outcome(settings, report, summary, approval.verdict)
 
 
 def run_steps(settings: ValidateSettings) -> Judgement:

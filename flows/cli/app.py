@@ -135,8 +135,9 @@ def _prepare_process(debug: bool) -> None:
     if not os.environ.get(models_variable):
         # Cyclopts would take an empty variable for the working directory, so it is removed.
         os.environ.pop(models_variable, None)
-    # An error of ours already names a home directory that cannot be created.
+    # A line of ours already names a home directory that cannot be created, or a damaged profile.
     warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
+    warnings.filterwarnings("ignore", message="Failed to load profiles from")
     if not debug:
         # If no thread can be started, coroutines of Prefect stay unused. Our error says why.
         warnings.filterwarnings("ignore", message="coroutine '.*' was never awaited")

@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+from uuid import UUID
 
 from pydantic import create_model
 from pydantic_core import to_jsonable_python
@@ -13,14 +14,13 @@ from virnuc.flows.cli import run_from_terminal as terminal
 from virnuc.flows.cli.options import OnTerminal, command
 from virnuc.flows.cli.output import say
 from virnuc.flows.settings.shared import FlowSettings
-
-if TYPE_CHECKING:
-    from prefect.client.schemas.objects import State
+from virnuc.tasks.outcome import Outcome
 
 # exit codes
 CRITERION_FAILED: Final = 5
 PARTIAL: Final = 6  # some rows had to be set aside
 NOT_JUDGED: Final = 7
+NOT_IN_UI: Final = "the run is not there, because it went on without a Prefect server"
 DEFAULT_UI: Final = "http://127.0.0.1:4200"  # where `prefect server start` serves it
 
 Settings = TypeVar("Settings", bound=FlowSettings)
@@ -33,6 +33,7 @@ class FlowCommand(Generic[Settings]):
     Attributes:
         flow: The flow, as `module:function`. It is imported when the command runs.
         settings: The settings of the flow. Each field becomes an option.
+        options: Settings that only the command takes; each becomes an option, too. None adds none.
         facts: Function that returns lines for the end of the output, such as the folder of the
             results, by their titles. The titles are also the keys in `--json`.
         text: Function that returns a file whose text is printed at the end. None prints none.
@@ -46,31 +47,30 @@ class FlowCommand(Generic[Settings]):
     text: Callable[[Settings], Path] | None = None
     has_page: bool = False
     positional: tuple[str, ...] = ()
+    options: type[Any] | None = None
 
 
 def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
     """Return the command that runs a flow from a terminal and says how it ended.
 
-    The command prints the text of `spec.text`, the message of the final state and the facts; with
+    The command prints the text of `spec.text`, the message of the outcome and the facts; with
     `--json` one object that holds all but the text. Its return value is the exit code.
     """
-    model_name = spec.settings.__name__
-    options_model: Any = create_model(model_name, __base__=(spec.settings, OnTerminal))
 
-    @command(options_model, *spec.positional)
+    @command(_options_model(spec), *spec.positional)
     def run(settings: Any) -> int:
         """Run the flow, print how it ended, and return the exit code."""
-        state = terminal.run_from_terminal(spec.flow, settings)
-        code = exit_code(state)
+        outcome = terminal.run_from_terminal(spec.flow, spec.settings, settings)
+        code = exit_code(outcome)
         facts = spec.facts(settings)
         if spec.has_page:
-            facts["In the UI"] = _page_in_ui(state.state_details.flow_run_id)
+            facts["In the UI"] = _page_in_ui(outcome.flow_run_id)
         if settings.as_json:
-            say(_outcome_as_json(state, code, facts))
+            say(_outcome_as_json(outcome, code, facts))
             return code
         if spec.text is not None:
             say(spec.text(settings).read_text(encoding="utf-8"))
-        say(state.message)
+        say(outcome.message)
         for name, fact in facts.items():
             say(f"{name}: {fact}")
         return code
@@ -78,8 +78,17 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
     return run
 
 
-def exit_code(state: "State[Any]") -> int:
-    """Return the exit code of a flow that ended in this state.
+def _options_model(spec: FlowCommand[Any]) -> Any:
+    """Return the model of all options of a command: its own, the flow's, and the terminal's."""
+    model_name = spec.settings.__name__
+    bases: tuple[type[Any], ...] = (spec.settings, OnTerminal)
+    if spec.options is not None:
+        bases = (spec.options, *bases)
+    return create_model(model_name, __base__=bases)
+
+
+def exit_code(outcome: Outcome[Any]) -> int:
+    """Return the exit code of a flow that ended so.
 
     Returns:
         0, or `CRITERION_FAILED`, `PARTIAL` or `NOT_JUDGED`.
@@ -87,11 +96,11 @@ def exit_code(state: "State[Any]") -> int:
     Raises:
         Exception: What the flow raised.
     """
-    from virnuc.flows.outcome import NOT_MET, REJECTED  # it imports Prefect
+    from virnuc.flows.outcome import NOT_MET, REJECTED  # it brings reports along
 
-    if state.name in (NOT_MET, REJECTED):
+    if outcome.name in (NOT_MET, REJECTED):
         return CRITERION_FAILED
-    result = state.result()
+    result = outcome.result()
     if getattr(result, "outcome", "") == "not judged":
         return NOT_JUDGED
     fates = getattr(result, "fates", {})
@@ -100,22 +109,32 @@ def exit_code(state: "State[Any]") -> int:
     return 0
 
 
-def _outcome_as_json(state: "State[Any]", code: int, facts: dict[str, str]) -> str:
-    """Return the outcome of a run for scripts. "In the UI" gets the key `in_the_ui`."""
-    data = to_jsonable_python(state.result(raise_on_failure=False), fallback=str)
-    outcome = {"state": state.name, "message": state.message, "exit_code": code, "data": data}
+def _outcome_as_json(outcome: Outcome[Any], code: int, facts: dict[str, str]) -> str:
+    """Return the outcome of a run for scripts. The fact "In the UI" gets the key `in_the_ui`."""
+    data = outcome.value if outcome.error is None else outcome.error
+    fields = {
+        "state": outcome.name,
+        "message": outcome.message,
+        "exit_code": code,
+        "data": to_jsonable_python(data, fallback=str),
+    }
     for name, fact in facts.items():
         key = name.lower().replace(" ", "_")
-        outcome[key] = fact
-    return json.dumps(outcome, indent=2)
+        fields[key] = fact
+    return json.dumps(fields, indent=2)
 
 
-def _page_in_ui(flow_run_id: object) -> str:
+def _page_in_ui(flow_run_id: UUID | None) -> str:
     """Return the address of a run's page in the Prefect UI.
 
     A temporary server has no UI. Its database stays, so the text then begins with the command that
     starts a server with the same database.
+
+    Args:
+        flow_run_id: The run at its server. None if it ran without one, which the text then says.
     """
+    if flow_run_id is None:
+        return NOT_IN_UI
     from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
 
     from virnuc.tasks.server_connection import connection

@@ -5,10 +5,11 @@ from pydantic import Field
 from virnuc.flows.cli.flow_command import FlowCommand, flow_command
 from virnuc.flows.cli.options import Flag
 from virnuc.flows.settings.predict import PredictSettings
+from virnuc_core.config import Spec
 
 
-class PredictOptions(PredictSettings):
-    """The settings of a prediction, and what only its command takes."""
+class PredictOptions(Spec):
+    """What only the command of a prediction takes."""
 
     no_prefect: Flag = Field(
         False, description="the same steps without a Prefect server; nothing is recorded there"
@@ -18,7 +19,8 @@ class PredictOptions(PredictSettings):
 predict = flow_command(
     FlowCommand(
         flow="virnuc.flows.predict:predict",
-        settings=PredictOptions,
+        settings=PredictSettings,
+        options=PredictOptions,
         facts=lambda settings: {"Results": str(settings.out)},
         positional=("reads",),
     )

@@ -17,7 +17,7 @@ PREFECT_DEFAULTS: Final = {
     # of 20 s
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
     # threads of the core log without a run context; their records carry the run's id instead
-    # (tasks/task.py)
+    # (tasks/server_logs.py)
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
 }
 

@@ -45,6 +45,7 @@ def virnuc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError("a flow was started")
 
     monkeypatch.setattr("virnuc.flows.flow_run.run_flow", never)
+    monkeypatch.setattr("virnuc.flows.flow_body.run_body_alone", never)
     monkeypatch.setattr(
         "virnuc.flows.cli.run_from_terminal.prepare_prefect", lambda: None
     )  # it is this process's environment

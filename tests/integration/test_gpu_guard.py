@@ -23,7 +23,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
-from virnuc.tasks.device_slots import LEASE_S
+from virnuc.tasks.server_slots import LEASE_S
 from virnuc_core.errors import DeviceError
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device

@@ -25,11 +25,10 @@ from prefect.client.schemas.objects import State
 from prefect.serializers import PickleSerializer
 from prefect.settings import PREFECT_API_URL
 
-from virnuc.flows.cli.options import OnTerminal
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.flow_run import run_flow
 from virnuc.flows.settings.predict import PredictSettings
-from virnuc.tasks.task import completed
+from virnuc.tasks.outcome import Outcome, completed
 from virnuc_core.errors import VirnucError
 
 from .conftest import answers
@@ -334,14 +333,14 @@ def forging(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, Any]], 
 
 
 @pytest.fixture
-def probe(tmp_path: Path) -> Callable[[], State[Any]]:
+def probe(tmp_path: Path) -> Callable[[], Outcome[Any]]:
     """Runs a flow that does nothing on the tests' server, as the command does."""
     reads = tmp_path / "reads.fa"
     reads.write_text(">r1\nACGT\n")
 
     @flow
     @with_parameters(PredictSettings)
-    def harmless(settings: PredictSettings) -> State[str]:
+    def harmless(settings: PredictSettings) -> Outcome[str]:
         """Does nothing."""
         return completed("own result", "own message")
 
@@ -351,20 +350,20 @@ def probe(tmp_path: Path) -> Callable[[], State[Any]]:
         "models": tmp_path,
         "devices": "cpu:1",
     }
-    return lambda: run_flow(harmless, parameters, OnTerminal(), lambda: None)
+    return lambda: run_flow(harmless, parameters, lambda: None)
 
 
 @pytest.mark.parametrize("kind", ["COMPLETED", "FAILED", "CRASHED"])
 def test_a_state_that_a_server_puts_in_place_of_ours_does_not_count(
     forging: Callable[[str, dict[str, Any]], None],
     payload: Payload,
-    probe: Callable[[], State[Any]],
+    probe: Callable[[], Outcome[Any]],
     kind: str,
 ) -> None:
     forging("COMPLETED", forged_state(payload) | {"type": kind})
-    state = probe()
-    assert (state.type.value, state.message, state.result()) == (
-        "COMPLETED",
+    outcome = probe()
+    assert (outcome.name, outcome.message, outcome.result()) == (
+        "Completed",
         "own message",
         "own result",
     )
@@ -374,7 +373,7 @@ def test_a_state_that_a_server_puts_in_place_of_ours_does_not_count(
 def test_a_run_that_a_server_ends_before_it_begins_is_an_error(
     forging: Callable[[str, dict[str, Any]], None],
     payload: Payload,
-    probe: Callable[[], State[Any]],
+    probe: Callable[[], Outcome[Any]],
 ) -> None:
     forging("RUNNING", forged_state(payload))
     with pytest.raises(
@@ -387,7 +386,7 @@ def test_a_run_that_a_server_ends_before_it_begins_is_an_error(
 def test_no_module_that_a_server_names_is_imported(
     tmp_path: Path,
     forging: Callable[[str, dict[str, Any]], None],
-    probe: Callable[[], State[Any]],
+    probe: Callable[[], Outcome[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Prefect imports the pickle library of a serializer when it parses a state, before any result is asked for."""

@@ -32,7 +32,7 @@ def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
 ) -> None:
     parsed_settings: list[RunSettings] = []
 
-    def start(_flow: str, settings: RunSettings, *_: object) -> None:
+    def start(_flow: str, _model: type[RunSettings], settings: RunSettings) -> None:
         parsed_settings.append(settings)
         raise ConfigError("far enough")
 

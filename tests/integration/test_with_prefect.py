@@ -34,14 +34,20 @@ from virnuc.flows.predict import predict
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.approval import Approval
 from virnuc.tasks.artifacts import progress_artifact, publish_markdown, publish_table
+from virnuc.tasks.core_logs import core_logs
 from virnuc.tasks.device_slots import device_slots
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.prefect_states import to_state
+from virnuc.tasks.retries import first_attempt
 from virnuc.tasks.running_mark import NAMESPACE_LABEL, PROCESS_LABEL, START_LABEL, announce
-from virnuc.tasks.task import completed, core_logs, retrying_task
+from virnuc.tasks.task import retrying_task
 from virnuc_core.errors import InputError, VirnucError, WorkerError
 from virnuc_core.lease import process_namespace, process_start_ticks
 from virnuc_core.markdown import Markdown
 from virnuc_core.runfiles import Device
 
+from .flow_runs import message as message_of
+from .flow_runs import task_runs
 from .processes import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
@@ -56,19 +62,29 @@ def run_id() -> UUID:
 
 
 def test_states_say_what_was_done() -> None:
-    @task(cache_policy=NO_CACHE)
-    def step() -> State[int]:
-        return completed(3, "0 of 14 shards computed", reused=True)
+    outcomes: list[Outcome[int]] = []
+
+    @retrying_task("step", "step of {label}")
+    def step(*, label: str) -> Outcome[int]:
+        return completed(3, f"0 of 14 shards of {label} computed", reused=True)
 
     @flow
     def whole() -> State[int]:
-        return completed(step().result(), "nothing to compute")
+        outcomes.append(step(label="lung"))
+        return to_state(completed(outcomes[0].result(), "nothing to compute"))
 
     state = whole(return_state=True)
     assert (state.type.value, state.name, state.message) == (
         "COMPLETED",
         "Completed",
         "nothing to compute",
+    )
+    assert outcomes == [completed(3, "0 of 14 shards of lung computed", reused=True)]
+    [(name, task_run)] = wait_for(lambda: task_runs(state), "the task run").items()
+    assert (name, task_run.state_name, message_of(task_run)) == (
+        "step of lung",
+        "Reused",
+        "0 of 14 shards of lung computed",
     )
 
 
@@ -110,35 +126,38 @@ def test_records_of_the_core_reach_the_run_also_from_its_threads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "attempts"), [(WorkerError("died"), 3), (InputError("truncated"), 1)]
+    ("error", "attempts"), [(WorkerError("died"), 4), (InputError("truncated"), 1)]
 )
-def test_a_task_is_tried_again_only_where_that_can_help(error: VirnucError, attempts: int) -> None:
-    tried: list[int] = []
+def test_a_task_is_tried_again_only_where_that_can_help(
+    error: VirnucError, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("virnuc.tasks.prefect_task.BACKOFF_S", 0)
+    firsts: list[bool] = []
 
     @retrying_task("felled", "felled")
-    def felled() -> State[None]:
-        tried.append(1)
+    def felled() -> Outcome[None]:
+        firsts.append(first_attempt())
         raise error
 
     @flow
     def whole() -> None:
-        felled.with_options(retries=2, retry_delay_seconds=0)().result()
+        felled().result()
 
     state = whole(return_state=True)
     assert state.is_failed()
-    assert len(tried) == attempts
+    assert firsts == [True, *[False] * (attempts - 1)]
 
 
 def test_wrong_input_is_one_sentence_in_the_log_and_in_the_state(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     @retrying_task("broken", "broken")
-    def broken() -> State[None]:
+    def broken() -> Outcome[None]:
         raise InputError("truncated", file="a.gz", line=3)
 
     @flow
     @with_parameters(FlowSettings)
-    def whole(given: FlowSettings) -> State[None]:
+    def whole(given: FlowSettings) -> Outcome[None]:
         return completed(broken().result(), "")
 
     with caplog.at_level(logging.INFO):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from virnuc.tasks.task import is_retryable
+from virnuc.tasks.retries import is_retryable
 from virnuc_core.config import Devices
 from virnuc_core.errors import StorageError
 from virnuc_core.pipeline import read_summary

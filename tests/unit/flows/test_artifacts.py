@@ -89,7 +89,7 @@ def test_the_name_of_the_whole_text_does_not_end_the_note(
     texts: list[str] = []
     monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
     monkeypatch.setattr(
-        "virnuc.tasks.artifacts.artifacts.create_markdown_artifact",
+        "prefect.artifacts.create_markdown_artifact",
         lambda text, **_: texts.append(text),
     )
     long_text = "line\n" * MAX_BYTES
@@ -122,7 +122,7 @@ def test_a_long_report_is_cut_at_a_line_and_names_the_file(monkeypatch: pytest.M
     texts: list[str] = []
     monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
     monkeypatch.setattr(
-        "virnuc.tasks.artifacts.artifacts.create_markdown_artifact",
+        "prefect.artifacts.create_markdown_artifact",
         lambda text, **_: texts.append(text),
     )
     for text in ("\n".join("ä" * 100 for _ in range(2000)), "short"):
@@ -149,7 +149,7 @@ def test_a_file_name_in_a_description_is_no_markdown(monkeypatch: pytest.MonkeyP
     messages: list[str] = []
     monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
     for kind in ("table", "markdown"):
-        target = f"virnuc.tasks.artifacts.artifacts.create_{kind}_artifact"
+        target = f"prefect.artifacts.create_{kind}_artifact"
         monkeypatch.setattr(target, lambda *_, description, **__: messages.append(description))
     odd = "[x](javascript:alert(1))\x1b"
     publish_table("t", [{"a": 1}], f"What became of {odd}")

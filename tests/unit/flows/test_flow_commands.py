@@ -8,20 +8,21 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
-from prefect.client.schemas.objects import State
 from prefect.flows import Flow
 from prefect.settings import PREFECT_UI_URL, temporary_settings
-from prefect.states import Completed
 
 from virnuc.flows.cli import main
 from virnuc.flows.cli.registry import COMMANDS
+from virnuc.tasks.outcome import Outcome
 
 READS = ("reads.fa",)
 INBOX = ("--inbox", "inbox")
 TRUTH = (*READS, "--truth", "truth.tsv")
 OUT = Path("out")
+FLOW_RUN = UUID("3b2f8ad4-4c5f-4f0e-9a51-0d0b6f1f0a11")
 REPORT = OUT / "report"
 PROFILE_TABLES = OUT / "telemetry" / "traces" / "profile.md"
 # the name of the command, what it must be given besides --out and --models, and its last lines
@@ -36,7 +37,10 @@ COMMANDS_OF_FLOWS = [
     (
         "validate",
         READS,
-        ["Report: out/report/report.html", "In the UI: http://ui.example/runs/flow-run/None"],
+        [
+            "Report: out/report/report.html",
+            f"In the UI: http://ui.example/runs/flow-run/{FLOW_RUN}",
+        ],
     ),
 ]
 Started = list[tuple[str, Any]]
@@ -47,9 +51,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Started:
     """The flows and settings that commands start. Nothing runs: each flow ends at once."""
     calls: Started = []
 
-    def run_from_terminal(flow_path: str, settings: Any) -> State[Any]:
+    def run_from_terminal(flow_path: str, _model: type[Any], settings: Any) -> Outcome[str]:
         calls.append((flow_path, settings))
-        return Completed(message="its message", data="its result")
+        return Outcome("its result", "its message", flow_run_id=FLOW_RUN)
 
     monkeypatch.setattr("virnuc.flows.cli.run_from_terminal.run_from_terminal", run_from_terminal)
     monkeypatch.chdir(tmp_path)

@@ -122,7 +122,9 @@ def test_mates_are_named_by_one_and_two(
 ) -> None:
     parsed_settings: list[PredictSettings] = []
     monkeypatch.setattr(
-        run_from_terminal, "run_from_terminal", lambda _, settings: parsed_settings.append(settings)
+        run_from_terminal,
+        "run_from_terminal",
+        lambda _flow, _model, settings: parsed_settings.append(settings),
     )
     with suppress(Exception):
         main(["predict", *words, "-o", "out", "--models", "m", "--no-pairs"])
@@ -354,7 +356,7 @@ def test_words_become_settings_and_the_models_may_come_from_the_environment(
 ) -> None:
     parsed_settings: list[PredictSettings] = []
 
-    def stop_early(_flow: str, settings: PredictSettings, *_: object) -> None:
+    def stop_early(_flow: str, _model: object, settings: PredictSettings) -> None:
         parsed_settings.append(settings)
         raise ConfigError("far enough")
 

@@ -18,11 +18,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     rates: list[float] = []
     monkeypatch.setattr("virnuc.tasks.artifacts.inside_a_run", lambda: True)
     monkeypatch.setattr(
-        "virnuc.tasks.artifacts.artifacts.create_progress_artifact",
+        "prefect.artifacts.create_progress_artifact",
         lambda percent, **_: rates.append(percent) or "id",
     )
     monkeypatch.setattr(
-        "virnuc.tasks.artifacts.artifacts.update_progress_artifact",
+        "prefect.artifacts.update_progress_artifact",
         lambda _, progress: rates.append(progress),
     )
     return rates
@@ -48,7 +48,7 @@ def test_a_server_that_is_away_does_not_stop_the_work(
     def refuse(_: float, **_given: str) -> None:
         raise httpx.ConnectError("refused")
 
-    monkeypatch.setattr("virnuc.tasks.artifacts.artifacts.create_progress_artifact", refuse)
+    monkeypatch.setattr("prefect.artifacts.create_progress_artifact", refuse)
     with progress_artifact("p", "", every_s=0.01) as show:
         show(0.5)
     assert "progress p" in connection.unreported

@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 from contextvars import Context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from prefect.client.schemas.objects import State
 from prefect.exceptions import CancelledRun
 from prefect.logging.handlers import PrefectConsoleHandler
-from prefect.states import Completed
 
 from virnuc.flows.cancellation import CancelledError
 from virnuc.flows.cli.options import OnTerminal
 from virnuc.flows.cli.prefect_settings import prepare_prefect
+from virnuc.flows.console import shown_log_lines
 from virnuc.flows.flow_decorator import with_parameters
 from virnuc.flows.flow_run import run_flow
-from virnuc.flows.own_outcome import current_outcome
 from virnuc.flows.settings.predict import PredictSettings
 from virnuc.flows.settings.profile import ProfileSettings
 from virnuc.flows.settings.scale import ScaleSettings
@@ -27,7 +24,8 @@ from virnuc.flows.settings.shared import RunSettings
 from virnuc.flows.settings.train import TrainSettings
 from virnuc.flows.settings.tune import TuneSettings
 from virnuc.flows.settings.validate import ValidateSettings
-from virnuc.tasks.task import first_attempt, is_retryable
+from virnuc.tasks.outcome import Outcome, completed
+from virnuc.tasks.retries import first_attempt, is_retryable
 from virnuc_core.errors import (
     ConfigError,
     DeviceError,
@@ -60,17 +58,17 @@ def test_a_flow_holds_its_directory_from_its_first_line_to_its_last(
     reads.write_text(">r1\nACGT\n")
 
     @with_parameters(model)
-    def probe(settings: RunSettings) -> State[bool]:
+    def probe(settings: RunSettings) -> Outcome[bool]:
         with pytest.raises(ConfigError, match="is working here"):
             Context().run(run_lock(settings.out).__enter__)  # as another flow would
         with run_lock(settings.out):
-            return Completed(data=(settings.out / MARKER_FILE).exists())
+            return completed((settings.out / MARKER_FILE).exists(), "")
 
     truth = {"truth": reads} if model is TrainSettings else {}
     assert (
         probe(
             reads=(str(reads),), out=out_dir, models=tmp_path / "models", devices="cpu:1", **truth
-        ).data
+        ).result()
         is True
     )
     assert not out_dir.exists()
@@ -133,21 +131,25 @@ def test_outside_a_run_every_attempt_is_the_first() -> None:
     assert first_attempt()
 
 
-def test_what_prefect_counts_of_its_queues_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    def work() -> State[None]:
+@pytest.mark.parametrize("handler", [PrefectConsoleHandler(), None], ids=["Prefect", "without"])
+def test_what_prefect_counts_of_its_queues_is_not_shown(
+    handler: logging.Handler | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = logging.getLogger()
+    handlers = [] if handler is None else [handler]
+    monkeypatch.setattr(root, "handlers", handlers)  # another test may have set Prefect's up
+    with shown_log_lines(OnTerminal()):
         for name in ("EventsWorker", "another"):
             logging.getLogger(name).warning("of %s", name)
-        return Completed()
-
-    handler = PrefectConsoleHandler()
-    logging.getLogger().addHandler(handler)
-    try:
-        run_flow(cast(Any, SimpleNamespace(fn=work)), {}, OnTerminal(), None)
-    finally:
-        logging.getLogger().removeHandler(handler)
+        logging.getLogger("virnuc_core").error("a name with \x1b[2J")
+    assert root.handlers == ([] if handler is None else [handler])
     output = capsys.readouterr().err
-    assert "of another" in output
+    assert output.count("of another") == 1
     assert "EventsWorker" not in output
+    assert "\x1b[2J" not in output
+    assert "a name with" in output
 
 
 @pytest.mark.parametrize("error", [CancelledError("by hand"), CancelledRun("by hand")])
@@ -157,9 +159,12 @@ def test_a_run_that_was_cancelled_before_it_began_does_not_go_on_alone(error: Ex
     def fail() -> None:
         raise error
 
-    flow = cast(Any, SimpleNamespace(fn=lambda: calls.append("called")))
+    def run_alone() -> Outcome[None]:
+        calls.append("called")
+        return completed(None, "done")
+
     with pytest.raises(type(error), match="by hand"):
-        run_flow(flow, {}, OnTerminal(), fail, may_run_alone=True)
+        run_flow(cast(Any, None), {}, fail, run_alone)
     assert calls == []
 
 
@@ -171,15 +176,13 @@ def test_a_run_goes_on_alone_once_if_its_server_fails_before_it_began(
     def fail() -> None:
         raise VirnucError("no room for its database")
 
-    def work() -> Any:
+    def run_alone() -> Outcome[None]:
         calls.append("called")
-        state = Completed(message="done")
-        current_outcome().keep(state)
-        return state
+        return completed(None, "done")
 
-    flow = cast(Any, SimpleNamespace(fn=work))
-    assert run_flow(flow, {}, OnTerminal(), fail, may_run_alone=True).message == "done"
+    flow = cast(Any, None)
+    assert run_flow(flow, {}, fail, run_alone).message == "done"
     assert calls == ["called"]
     assert "goes on without a Prefect server, and is not in the UI: no room for" in caplog.text
     with pytest.raises(VirnucError, match="no room"):
-        run_flow(flow, {}, OnTerminal(), fail, may_run_alone=False)
+        run_flow(flow, {}, fail)

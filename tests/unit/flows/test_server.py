@@ -10,13 +10,16 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from virnuc.flows.cli.temporary_server import require_usable_home
-from virnuc.tasks import server_connection, task
+from virnuc.tasks import server_connection
 from virnuc.tasks.device_slots import device_slots
-from virnuc.tasks.server_connection import Connection, ServerLostError, without_server
+from virnuc.tasks.outcome import Outcome
+from virnuc.tasks.retries import first_attempt
+from virnuc.tasks.server_connection import Connection, ServerLostError
+from virnuc.tasks.server_use import without_server
+from virnuc.tasks.task import retrying_task
 from virnuc_core.errors import ConfigError, InputError, VirnucError, WorkerError
 from virnuc_core.runfiles import Device
 
@@ -122,9 +125,9 @@ def test_without_a_server_a_task_is_tried_again_where_that_can_help(
     firsts: list[bool] = []
     monkeypatch.setattr("virnuc.tasks.task.time.sleep", waits_s.append)
 
-    @task.retrying_task("felled", "felled")
-    def felled() -> State[None]:
-        firsts.append(task.first_attempt())
+    @retrying_task("felled", "felled")
+    def felled() -> Outcome[None]:
+        firsts.append(first_attempt())
         raise error
 
     with pytest.raises(type(error)):

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from virnuc.tasks.task import is_retryable
+from virnuc.tasks.retries import is_retryable
 from virnuc_core.errors import InputError, SpentInputError, WorkerError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
