@@ -134,6 +134,9 @@ class Devices(Spec):
         Args:
             text: The devices as the user gave them.
 
+        Returns:
+            The devices. It is not checked whether this machine has them.
+
         Raises:
             ConfigError: The text has another form, or names a device twice.
         """
@@ -216,7 +219,10 @@ class HostSpec(Spec):
 
     @property
     def workers(self) -> int:
-        """Number of processes that stage reads and write results."""
+        """Return the number of processes that stage reads and write results.
+
+        If the user gave none, it is the number of cores that this process may use, up to a limit.
+        """
         if self.stage_workers:
             return self.stage_workers
         n_cores = len(os.sched_getaffinity(0))  # cores that this process may use
@@ -301,7 +307,7 @@ class VerdictSpec(Spec):
 
     @property
     def written_verdicts(self) -> tuple[str, ...]:
-        """The verdicts, of `rundir.VERDICT_FILES`, whose reads are written out."""
+        """Return the verdicts whose reads are written out, of "viral" and "nonviral"."""
         verdicts = []
         if self.write_viral:
             verdicts.append("viral")

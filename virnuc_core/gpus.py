@@ -287,7 +287,7 @@ class Nvml:
             return Reading(
                 utilisation_percent=_number(device.gpu_utilization()),
                 memory_used_bytes=_number(device.memory_used()),
-                power_w=_number(milliwatts / 1000),
+                power_w=_number(milliwatts / 1000),  # nvitop's NA, divided, is still no number
                 temperature_c=_number(device.temperature()),
             )
 

@@ -345,11 +345,12 @@ class Ledger:
     def claim(self, sha256: str) -> AbstractContextManager[str]:
         """Reserve a content for this process while the `with` block lasts.
 
-        The block receives an empty string, or a description of the process that has reserved the
-        content already.
-
         Args:
             sha256: The digest of the content.
+
+        Returns:
+            A context manager. It gives the block an empty string, or a description of the process
+            that has reserved the content already.
         """
         return lease(self.out / "claims" / sha256, self._fate_file(sha256))
 

@@ -686,7 +686,7 @@ def _compute(
         rows_repeated=pooled_job.n_repeated,
         restarts=len(deaths),
         deaths=tuple(deaths),
-        telemetry=_newest_telemetry(earlier),
+        telemetry=_newest_telemetry(earlier),  # replaced below if this attempt has a file, too
         damaged=job.damaged,
         log_errors=len(log_errors),
         warnings=tuple(warnings),

@@ -222,6 +222,9 @@ class RunDir:
         """Return the paths to which reads with these verdicts may be written.
 
         There is a path for each format and each mate, whether the file exists or not.
+
+        Args:
+            verdicts: Keys of `VERDICT_FILES`, "viral" or "nonviral"; both if not given.
         """
         return tuple(self.root / name for verdict in verdicts for name in VERDICT_FILES[verdict])
 

@@ -360,7 +360,11 @@ def redact_credentials(word: str) -> str:
     """Remove user names, passwords and queries, which may hold signatures, from an address.
 
     Args:
-        word: A word of a command line. If it is no address, it is returned unchanged.
+        word: A word of a command line.
+
+    Returns:
+        The address with `…` in place of what was removed. A word that is no address is returned
+        unchanged.
     """
     if "://" not in word:
         return word
@@ -405,6 +409,9 @@ def read_record(run: RunDir) -> RunRecord:
 
     Args:
         run: The run directory.
+
+    Returns:
+        The content of `run.json`.
 
     Raises:
         ConfigError: It is absent or cannot be read.

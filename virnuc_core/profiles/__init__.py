@@ -50,7 +50,11 @@ class Target(Spec):
     value: float
 
     def met(self, measured: float) -> bool:
-        """Return whether a measured value reaches the target: whether `measured op value` holds."""
+        """Return whether a measured value reaches the target: whether `measured op value` holds.
+
+        Args:
+            measured: The value, in the unit of `value`.
+        """
         is_met = _COMPARISONS[self.op](measured, self.value)
         return bool(is_met)
 

@@ -45,7 +45,14 @@ class Strings:
 
     @classmethod
     def from_strings(cls, strings: Sequence[bytes]) -> Self:
-        """Build a column from separate byte strings."""
+        """Build a column from separate byte strings.
+
+        Args:
+            strings: The strings, in order. They are copied.
+
+        Returns:
+            The column. Without strings it has the length 0.
+        """
         lengths = np.fromiter(map(len, strings), np.int64, len(strings))
         return cls(b"".join(strings), offsets_from_lengths(lengths))
 

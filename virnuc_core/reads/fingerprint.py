@@ -163,7 +163,11 @@ class _LeafHash:
         self._columns = [sha256(column) for column in content]
 
     def update(self, content: LeafContent) -> None:
-        """Add the next reads of the group."""
+        """Add the next reads of the group to its hash.
+
+        Args:
+            content: The reads. Some columns may be empty: a part of a long read has only bases.
+        """
         for column_hash, column in zip(self._columns, content, strict=True):
             column_hash.update(column)
 

@@ -179,7 +179,12 @@ class _Download:
         return redact_url(self.url)
 
     def write_note(self, validator: str, sha256: str | None) -> None:
-        """Record which content of the server the files hold."""
+        """Record which content of the server the files hold, in a file beside them.
+
+        Args:
+            validator: The ETag or date by which the server recognises the content.
+            sha256: The digest of the whole file; None while it is incomplete.
+        """
         note = _DownloadNote(url=self.redacted_url, validator=validator, sha256=sha256)
         write_text_atomically(self.note, note.model_dump_json())
 

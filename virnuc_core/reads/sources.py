@@ -384,6 +384,9 @@ class Source:
             name: A path, or `-` for standard input.
             read_group: The sample whose reads are taken from alignments; all reads if empty.
 
+        Yields:
+            The source. Its first bytes have been read already, to find out the compression.
+
         Raises:
             InputError: The input cannot be opened.
             ConfigError: The path is not allowed (`VIRNUC_ROOTS`).

@@ -399,6 +399,9 @@ class Segment(NamedTuple):
 
         Args:
             name: The name of the column in SEGMENT_COLUMNS.
+
+        Returns:
+            All its values, of the type that SEGMENT_COLUMNS names: [values].
         """
         # A column begins after all earlier ones.
         offset = 0
