@@ -42,7 +42,7 @@ def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True)
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(config.explain(error, quoted=quoted, model=model)) from error
+        raise ConfigError(config.explain(error, show_values=quoted, model=model)) from error
 
 
 def _is_utf8(text: str) -> bool:

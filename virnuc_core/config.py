@@ -382,14 +382,14 @@ class TrainSpec(Spec):
 
 
 def explain(
-    error: ValidationError, *, quoted: bool = False, model: type[BaseModel] = BaseModel
+    error: ValidationError, *, show_values: bool = False, model: type[BaseModel] = BaseModel
 ) -> str:
     """Return a pydantic error as one line: `engine.token_budget: should be ≥ 64 (given 3)`.
 
     Args:
         error: The error. It may hold several faults; the first `MAX_FAULTS` are named.
-        quoted: Show the values that were given. Not for files: the reader of the message may not
-            be allowed to read the file.
+        show_values: Show the values that were given. Not for files: the reader of the message may
+            not be allowed to read the file.
         model: The model that was validated. Where a value misses a pattern, the description of the
             field tells the forms that it may have.
     """
@@ -404,7 +404,7 @@ def explain(
         if item["type"] == "string_pattern_mismatch" and field is not None:
             problem = f"unknown form; {field.description}"
         fault = f"{place or 'settings'}: {problem}"
-        if quoted:
+        if show_values:
             value = repr(item.get("input"))
             if len(value) > MAX_SHOWN_LETTERS:
                 value = f"{value[:MAX_SHOWN_LETTERS]}…"

@@ -90,8 +90,8 @@ class ChunkVotes:
     """The votes of consecutive chunks, each over its scored frames."""
 
     first_frames: Places  # [chunks] the first frame of each chunk
-    top_others: Places  # [chunks] the first frame with the largest P(others) of its chunk
-    top_virus: Places  # [chunks] the first frame with the largest P(virus) of its chunk
+    top_others_frames: Places  # [chunks] the first frame with the largest P(others) of its chunk
+    top_virus_frames: Places  # [chunks] the first frame with the largest P(virus) of its chunk
     margins: Margins  # [chunks]
     is_viral: Mask  # [chunks]
 
@@ -119,8 +119,8 @@ def vote_chunks(scores: Scores, is_first: Mask) -> ChunkVotes:
     # frame on, which `searchsorted` finds, belongs to the same chunk.
     return ChunkVotes(
         first_frames=first_frames,
-        top_others=others_frames[np.searchsorted(others_frames, first_frames)],
-        top_virus=virus_frames[np.searchsorted(virus_frames, first_frames)],
+        top_others_frames=others_frames[np.searchsorted(others_frames, first_frames)],
+        top_virus_frames=virus_frames[np.searchsorted(virus_frames, first_frames)],
         margins=max_virus - max_others,
         is_viral=is_viral_chunk(max_others, max_virus),
     )

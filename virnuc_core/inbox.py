@@ -79,7 +79,7 @@ class Fate(Row):
     attempts: int = 1
     seal: str = ""  # digest of the other fields
 
-    def sealed(self) -> Self:
+    def with_seal(self) -> Self:
         """Return the fate with its seal, a digest of all other fields."""
         body = self.model_dump_json(exclude={"seal"})
         digest = hashlib.blake2b(body.encode(), digest_size=SEAL_BYTES)
@@ -88,7 +88,7 @@ class Fate(Row):
     @model_validator(mode="after")
     def _require_seal(self) -> Self:
         """Refuse a fate that is not the one that was written. A new one has no seal yet."""
-        if self.seal and self.seal != self.sealed().seal:
+        if self.seal and self.seal != self.with_seal().seal:
             raise ValueError("not what was written (seal)")
         return self
 
@@ -336,7 +336,7 @@ class Ledger:
 
     def write_fate(self, fate: Fate) -> None:
         """Write the file with the fate of a content, sealed with a digest."""
-        write(self._fate_file(fate.sha256), fate.sealed())
+        write(self._fate_file(fate.sha256), fate.with_seal())
 
     def _fate_file(self, sha256: str) -> Path:
         """Return the file with the fate of a content."""

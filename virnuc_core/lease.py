@@ -76,12 +76,12 @@ def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
         new_lease.release()
 
 
-def require_lease(path: Path, *, look: bool = True) -> None:
+def require_lease(path: Path, *, reread: bool = True) -> None:
     """Raise an error if this process has lost the lease that covers a path.
 
     Args:
         path: A file or folder inside the covered directory.
-        look: Read the lease files again. If false, use the state that was last read.
+        reread: Read the lease files again. If false, use the state that was last read.
 
     Raises:
         ConfigError: Another process has taken over, the lease was removed, or the whole directory
@@ -96,8 +96,8 @@ def require_lease(path: Path, *, look: bool = True) -> None:
         if not real_path.is_relative_to(covered_root):
             continue
         is_held = own_lease.is_ours
-        if look:
-            is_held = read_with_retries(covered_root, own_lease.held)
+        if reread:
+            is_held = read_with_retries(covered_root, own_lease.check_held)
         if is_held:
             continue
         if own_lease.folder_has_gone:
@@ -405,7 +405,7 @@ class Lease:
         ]
         return json.dumps(fields).encode()
 
-    def held(self) -> bool:
+    def check_held(self) -> bool:
         """Read the lease files and return whether this process still has the lease.
 
         It has the lease if its file exists and is the one with the highest number. If not, `owner`
@@ -419,7 +419,7 @@ class Lease:
         newest = max(files, default=0)
         is_newest = newest == self._number and self._token.encode() in files.get(newest, b"")
         if self.is_ours and not is_newest:
-            # `exists` may raise an error. Then `held` is called again, so `is_ours` changes last.
+            # `exists` may raise an error. Then this is called again, so `is_ours` changes last.
             self.folder_has_gone = not files and not self.folder.exists()
             self.is_ours = False
             if files:
@@ -438,7 +438,7 @@ class Lease:
                 self._write_heartbeat()
                 # A process that takes over first creates its file, and then checks whether ours
                 # has changed. Because we write before we check, one of the two sees the other.
-                self.held()
+                self.check_held()
 
     def _write_heartbeat(self) -> None:
         """Change the content of the lease file, if the file is still ours."""
@@ -451,5 +451,5 @@ class Lease:
     def release(self) -> None:
         """Remove the lease file if this process still has the lease."""
         with suppress(OSError):
-            if self.held():
+            if self.check_held():
                 self._path(self._number).unlink()

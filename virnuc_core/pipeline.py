@@ -181,8 +181,8 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
             local_inputs[name] = fetch_all(getattr(spec, name), downloads, email=spec.email)
         spec = spec.model_copy(update=local_inputs)
     with run_lock(run.root):
-        expected = None if force else _recorded(run)
-        return stage(spec, out, anew=force, expected=expected)
+        recorded_run = None if force else _recorded(run)
+        return stage(spec, out, rebuild=force, recorded_run=recorded_run)
 
 
 def _recorded(run: RunDir) -> runfiles.RunRecord | None:

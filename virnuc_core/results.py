@@ -173,8 +173,8 @@ class _Block:
         # A row is named like its chunk, followed by its frame: "F1" to "R3".
         chunk_names = [name[:-2] for name in names[self.votes.first_frames]]
         verdicts = _texts(self.votes.is_viral.tolist())
-        max_score1 = score1[self.votes.top_others]
-        max_score2 = score2[self.votes.top_virus]
+        max_score1 = score1[self.votes.top_others_frames]
+        max_score2 = score2[self.votes.top_virus_frames]
         return rows, _lines(chunk_names, verdicts, max_score1, max_score2)
 
     def viral_scores(self, groups: Places) -> ViralScores:

@@ -38,7 +38,7 @@ class TestStageThroughput:
             "translation",
             scale,
             SCALES[scale],
-            lambda: stage(spec, tmp_path / "orfs.h5", anew=True),
+            lambda: stage(spec, tmp_path / "orfs.h5", rebuild=True),
         )
 
     def test_dnabert_throughput(

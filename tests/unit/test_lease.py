@@ -173,7 +173,7 @@ def test_who_was_stopped_for_too_long_writes_no_more(tmp_path: Path) -> None:
 def test_a_holder_notices_by_itself_that_it_is_one_no_more(tmp_path: Path, quick: None) -> None:
     def noticed() -> None:
         while True:
-            require_lease(tmp_path, look=False)
+            require_lease(tmp_path, reread=False)
             time.sleep(0.01)
 
     for lose in (
@@ -181,7 +181,7 @@ def test_a_holder_notices_by_itself_that_it_is_one_no_more(tmp_path: Path, quick
         lambda: [path.unlink() for path in tmp_path.glob(".virnuc.[0-9]")],
     ):
         with lease(tmp_path / ".virnuc", tmp_path):
-            require_lease(tmp_path, look=False)
+            require_lease(tmp_path, reread=False)
             lose()
             with pytest.raises(ConfigError, match="writes no more"):
                 noticed()
@@ -195,7 +195,7 @@ def test_who_judged_and_then_rested_withdraws(tmp_path: Path) -> None:
     fast.release()
     assert next_one.take() == ""
     assert not slow._create(5, lease_files), "nobody has number 5, but not all is as it was"
-    assert (names(tmp_path), next_one.held()) == ([".virnuc.1"], True)
+    assert (names(tmp_path), next_one.check_held()) == ([".virnuc.1"], True)
     next_one.release()
     lease_files = Lease._lease_files(slow) if elsewhere(tmp_path) else {}
     elsewhere(tmp_path, beat=2)
@@ -297,7 +297,7 @@ def test_a_lease_that_cannot_be_read_is_not_called_lost(
         unlistable(number)
         with pytest.raises(UnreadableError, match=os.strerror(number)):
             require_lease(tmp_path)
-        require_lease(tmp_path, look=False)  # it was ours when it was last read
+        require_lease(tmp_path, reread=False)  # it was ours when it was last read
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EACCES, errno.EIO])

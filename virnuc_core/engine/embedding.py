@@ -200,7 +200,7 @@ class Embedding:
 
             def on_event(event: ShardDone | str) -> None:
                 """Record a computed shard, or a line about a dead worker."""
-                require_lease(job.run.root, look=False)
+                require_lease(job.run.root, reread=False)
                 write_journal(event)
                 if isinstance(event, ShardDone):
                     remaining.discard(event.shard)

@@ -30,7 +30,7 @@ from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
 from virnuc_core.encoders.registry import PROTEIN_ENCODER
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ConfigError, ShardError, UnsafeFileError
-from virnuc_core.reads.store import SEAL_BYTES, OrfStore, sealed
+from virnuc_core.reads.store import SEAL_BYTES, OrfStore, make_seal
 from virnuc_core.rundir import NESTED_RUNS, RunDir, atomic_hdf5, write_text_atomically
 from virnuc_core.runfiles import RunRecord
 from virnuc_core.safe_files import (
@@ -345,7 +345,7 @@ def commit(
 
     def seal(body: bytes) -> bytes:
         """Return the digest that precedes the bytes of the file."""
-        return sealed(SEALED_AS, [body])
+        return make_seal(SEALED_AS, [body])
 
     with atomic_hdf5(
         path,
@@ -378,7 +378,7 @@ def is_sealed(path: Path) -> bool:
         seal = file.read(SEAL_BYTES)
         # Blocks until an empty one, which means the end of the file.
         blocks = iter(partial(file.read, READ_BYTES), b"")
-        return seal == sealed(SEALED_AS, blocks)
+        return seal == make_seal(SEALED_AS, blocks)
 
 
 def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:

@@ -92,10 +92,10 @@ class Strings:
         has_no_empty_id = self.lengths.all()
         if has_no_empty_id:
             return self
-        filled: list[bytes] = []
+        new_ids: list[bytes] = []
         for number, read_id in enumerate(self, n_earlier_reads + 1):
-            filled.append(read_id or f"unnamed_{number}".encode())
-        return Strings.from_strings(filled)
+            new_ids.append(read_id or f"unnamed_{number}".encode())
+        return Strings.from_strings(new_ids)
 
 
 class Part(NamedTuple):
@@ -230,7 +230,9 @@ class ParseLog:
     """The counts and errors of reading some files. It is updated while the reads are drawn."""
 
     on_error: OnError = "stop"  # what to do with a broken record
-    report: Callable[[InputError], None] | None = None  # called for each record that is left out
+    on_skipped: Callable[[InputError], None] | None = (
+        None  # called for each record that is left out
+    )
     read_group: str = ""  # the sample whose reads are taken from alignment files; empty for all
     n_illegal: int = 0  # reads left out because of letters that are not nucleotide codes
     reads_by_file: Counter[str] = field(default_factory=Counter)
@@ -299,8 +301,8 @@ class ParseLog:
         file = str(error.file)
         self.skipped_by_file[file] += 1
         self.first_broken.setdefault(file, error)
-        if self.report is not None:
-            self.report(error)
+        if self.on_skipped is not None:
+            self.on_skipped(error)
 
 
 def offsets_from_lengths(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -316,10 +318,10 @@ def shorten(text: str) -> str:
     Args:
         text: The text, for example a read id.
     """
-    shown = _escape_unprintable(text[:_MAX_SHOWN_LETTERS])
+    short_text = _escape_unprintable(text[:_MAX_SHOWN_LETTERS])
     if len(text) > _MAX_SHOWN_LETTERS:
-        shown += "…"
-    return shown
+        short_text += "…"
+    return short_text
 
 
 def first_word(header: bytes) -> bytes:

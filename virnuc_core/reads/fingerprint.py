@@ -173,9 +173,9 @@ class _LeafHash:
 
     def copy(self) -> "_LeafHash":
         """Return a copy of the current state, which later calls of `update` do not change."""
-        copied = _LeafHash()
-        copied._columns = [column_hash.copy() for column_hash in self._columns]
-        return copied
+        duplicate = _LeafHash()
+        duplicate._columns = [column_hash.copy() for column_hash in self._columns]
+        return duplicate
 
     def digest(self) -> bytes:
         """Return the hash of the hashes of all columns."""
@@ -255,12 +255,12 @@ class Repeats:
         Args:
             repeats: The repeats of each bucket, at least one bucket.
         """
-        joined = cls(
+        all_repeats = cls(
             np.concatenate([repeats_of_bucket.index for repeats_of_bucket in repeats]),
             np.concatenate([repeats_of_bucket.first_index for repeats_of_bucket in repeats]),
             np.concatenate([repeats_of_bucket.number for repeats_of_bucket in repeats]),
         )
-        return joined[np.argsort(joined.index)]
+        return all_repeats[np.argsort(all_repeats.index)]
 
 
 class Bucket(NamedTuple):

@@ -352,9 +352,9 @@ class _Side:
         Args:
             count: The number of reads. They must be in the buffer; see `fill`.
         """
-        taken = self._reads[self._next : self._next + count]
+        reads = self._reads[self._next : self._next + count]
         self._next += count
-        return taken
+        return reads
 
     def error(self, reads: _Reads, index: int, problem: str, hint: str = ORDER_HINT) -> InputError:
         """Return an error about one read of this file, to be raised by the caller.
@@ -558,10 +558,10 @@ def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) ->
     if count > 0 and log.on_error == "stop":
         next_names = other.next_names(1)
         if next_names:
-            where = f"where '{next_names[0].decode()}' is next, at line {other.next_line()}"
+            position = f"where '{next_names[0].decode()}' is next, at line {other.next_line()}"
         else:
-            where = "which ends"
-        raise side.error(reads, 0, f"has no mate in {other.file}, {where}")
+            position = "which ends"
+        raise side.error(reads, 0, f"has no mate in {other.file}, {position}")
     ids: list[bytes] = []
     for name, mate_of_header in zip(reads.names, reads.mates, strict=True):
         ids.append(b"%b/%d" % (name, mate or mate_of_header or 1))

@@ -308,7 +308,7 @@ def _cut_files(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Gener
             with Source.open(name, log.read_group) as source:
                 yield from _FileCutter(file_index, source, block_bytes).pieces()
                 log.contents[name] = source.content()
-                log.not_primary[name] = source.left_out
+                log.not_primary[name] = source.n_left_out
         except InputError as error:
             yield Piece(
                 file_index,
@@ -387,9 +387,9 @@ class _FileCutter:
     def _read_more(self) -> None:
         """Fill `_text` up to the wanted length, and turn line ends of old Macs into newlines."""
         while len(self._text) < self._n_wanted and not self._has_ended:
-            more = self._reader.read(self._n_wanted - len(self._text))
-            self._text += more
-            self._has_ended = not more
+            new_text = self._reader.read(self._n_wanted - len(self._text))
+            self._text += new_text
+            self._has_ended = not new_text
         if b"\r" in self._text:
             # A "\r" at the end of the text may be the first half of "\r\n". Only at the end of the
             # file it is certain that no "\n" follows.

@@ -416,8 +416,8 @@ def _check_status(response: httpx.Response, redacted_url: str) -> None:
         InputError: The server refuses the request.
     """
     code = response.status_code
-    expected = (httpx.codes.NOT_MODIFIED, httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE)
-    if response.is_success or code in expected:
+    accepted_codes = (httpx.codes.NOT_MODIFIED, httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE)
+    if response.is_success or code in accepted_codes:
         return
     problem = f"the server says {code} {response.reason_phrase}"
     if code >= 500 or code in _RETRYABLE_STATUS:
@@ -536,11 +536,11 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
 
 def _find_missing(accessions: Sequence[str], fasta: Path) -> list[str]:
     """Return the accessions that no header of a FASTA file names, with or without a version."""
-    received = set[str]()
+    received_ids = set[str]()
     with fasta.open("rb") as file:
         for line in file:
             if line.startswith(b">") and line[1:].strip():
                 read_id = line[1:].split()[0].decode("latin-1")
                 without_version = read_id.partition(".")[0]
-                received.update((read_id, without_version))
-    return [accession for accession in accessions if accession not in received]
+                received_ids.update((read_id, without_version))
+    return [accession for accession in accessions if accession not in received_ids]

@@ -229,11 +229,11 @@ def _make_genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np
         n_codons = int(rng.integers(100, 600))
         gene = codons[rng.choice(len(codons), n_codons, p=usage)].reshape(-1)
         is_forward = rng.random() < 0.5
-        n_between = int(3 * n_codons * noncoding_per_coding)
-        between = rng.choice(4, n_between, p=base_shares).astype(np.uint8)
+        n_spacer_bases = int(3 * n_codons * noncoding_per_coding)
+        spacer = rng.choice(4, n_spacer_bases, p=base_shares).astype(np.uint8)
         pieces.append(gene if is_forward else _reverse_complement(gene))
-        pieces.append(between)
-        n_bases += len(gene) + len(between)
+        pieces.append(spacer)
+        n_bases += len(gene) + len(spacer)
     return np.concatenate(pieces)[:length]
 
 

@@ -221,20 +221,20 @@ def _read_records(
         header = lines.peek(0)
         if header is None:
             return
-        parsed = _read_record(header, lines)
-        if not parsed.problem:
-            if parsed.record is not None:
-                yield parsed.record
-            lines.skip(parsed.n_lines)
+        result = _read_record(header, lines)
+        if not result.problem:
+            if result.record is not None:
+                yield result.record
+            lines.skip(result.n_lines)
             continue
 
         line_number = lines.line_number
-        is_cut_off = lines.next_text(parsed.n_lines) is None and lines.is_damaged
+        is_cut_off = lines.next_text(result.n_lines) is None and lines.is_damaged
         has_next_record = lines.skip_to_record()
         # If the file is damaged and ends within this record, the error for the damage is enough.
         # But if another header follows the first line, this record itself is broken.
         if not is_cut_off or has_next_record:
-            on_broken(_broken_record_error(first_piece.name, line_number, header, parsed.problem))
+            on_broken(_broken_record_error(first_piece.name, line_number, header, result.problem))
 
 
 def _broken_record_error(file: str, line_number: int, header: bytes, problem: str) -> InputError:

@@ -337,7 +337,7 @@ class Source:
         name: The path, or `-`.
         damage: Why decompressing or reading ended early; None if all is good. All data that was
             read before is good.
-        left_out: The number of secondary and supplementary alignments, which are not read.
+        n_left_out: The number of secondary and supplementary alignments, which are not read.
     """
 
     def __init__(self, name: str, stream: BinaryIO, read_group: str = "") -> None:
@@ -354,7 +354,7 @@ class Source:
         """
         self.name = name
         self.damage: InputError | None = None
-        self.left_out = 0
+        self.n_left_out = 0
         self._stream = stream
         # This waits for a slow pipe. Fewer bytes are returned only at the end of the data.
         head = stream.read(_PIECE_BYTES)
@@ -445,7 +445,7 @@ class Source:
     ) -> Generator[bytes]:
         """Return a generator that converts alignments to FASTQ.
 
-        The generator counts the alignments it leaves out in `left_out`, and stores an error in
+        The generator counts the alignments it leaves out in `n_left_out`, and stores an error in
         `damage` instead of raising it.
 
         Args:
@@ -469,7 +469,7 @@ class Source:
             """Yield FASTQ; count what is left out, and store an error in `damage`."""
             try:
                 for piece in fastq(pysam, raw_pieces, format_, self.name, sample_filter):
-                    self.left_out += piece.n_left_out
+                    self.n_left_out += piece.n_left_out
                     yield piece.text.encode()
             except InputError as error:
                 self.damage = self.damage or error

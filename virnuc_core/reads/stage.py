@@ -166,7 +166,7 @@ def _warnings_about(file: InputFile) -> list[str]:
 
 
 def stage(
-    spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord | None = None
+    spec: StageSpec, out: Path, *, rebuild: bool = False, recorded_run: RunRecord | None = None
 ) -> StageSummary:
     """Read all inputs, cut and translate the reads, and write the store of open reading frames.
 
@@ -177,8 +177,8 @@ def stage(
     Args:
         spec: The reads and the settings.
         out: The file of the store, in the run directory.
-        anew: Write the store again even if it could be used again.
-        expected: The record of the run in this directory. The reads must be the same as in it.
+        rebuild: Write the store again even if it could be used again.
+        recorded_run: The record of the run in this directory. The reads must be the same as in it.
 
     Returns:
         The summary of what was read and written.
@@ -186,7 +186,7 @@ def stage(
     Raises:
         InputError: The reads cannot be used.
         ConfigError: `out` cannot be written.
-        RunMismatchError: These are not the reads of the `expected` run. The message names what
+        RunMismatchError: These are not the reads of `recorded_run`. The message names what
             differs.
         SpentInputError: Staging failed for a reason that may pass, but it cannot be repeated,
             because the reads came through a pipe and are gone.
@@ -203,7 +203,7 @@ def stage(
 
         inputs = detect_pairs(spec, inputs)
     try:
-        summary = _reuse_or_build(spec, inputs, out, anew=anew, expected=expected)
+        summary = _reuse_or_build(spec, inputs, out, rebuild=rebuild, recorded_run=recorded_run)
     except OSError as error:
         # Errors of the input are raised as an `InputError`, so this one is about the output.
         storage_problem = storage_error(error, out)  # None if the disk itself is not to blame
@@ -225,7 +225,7 @@ def stage(
 
 
 def _reuse_or_build(
-    spec: StageSpec, inputs: Inputs, out: Path, *, anew: bool, expected: RunRecord | None
+    spec: StageSpec, inputs: Inputs, out: Path, *, rebuild: bool, recorded_run: RunRecord | None
 ) -> StageSummary:
     """Use the existing store again if possible; otherwise build a new one and save its summary.
 
@@ -235,8 +235,8 @@ def _reuse_or_build(
         spec: The reads and the settings.
         inputs: The files.
         out: The file of the store.
-        anew: Build a new store in any case.
-        expected: The record of the run in this directory, whose reads must be the same. None if
+        rebuild: Build a new store in any case.
+        recorded_run: The record of the run in this directory, whose reads must be the same. None if
             there is no run.
 
     Returns:
@@ -244,7 +244,7 @@ def _reuse_or_build(
 
     Raises:
         InputError: The reads cannot be used.
-        RunMismatchError: These are not the reads of the `expected` run.
+        RunMismatchError: These are not the reads of `recorded_run`.
     """
     make_folder(out.parent)
     scratch_prefix = f".{out.name}.scratch"
@@ -254,12 +254,12 @@ def _reuse_or_build(
     with tempfile.TemporaryDirectory(
         prefix=scratch_prefix, dir=out.parent, ignore_cleanup_errors=True
     ) as folder:
-        summary = None if anew else _reusable_store(spec, inputs, out)
+        summary = None if rebuild else _reusable_store(spec, inputs, out)
         if summary is not None:
-            _require_same_reads(spec, inputs, out, summary.fingerprint, expected)
+            _require_same_reads(spec, inputs, out, summary.fingerprint, recorded_run)
             return summary
         with _create_log(spec, out) as log, Workers(spec.workers) as workers:
-            times = _build_store(spec, inputs, out, Path(folder), log, workers, expected)
+            times = _build_store(spec, inputs, out, Path(folder), log, workers, recorded_run)
         summary = _summarize(spec, inputs, out, log, times)
         write(out.with_suffix(SUMMARY_SUFFIX), summary)
     return summary
@@ -281,7 +281,7 @@ def _build_store(
     folder: Path,
     log: ParseLog,
     workers: Workers,
-    expected: RunRecord | None,
+    recorded_run: RunRecord | None,
 ) -> _StageTimes:
     """Read and translate all reads, find repeated sequences and ids, and write the store.
 
@@ -292,7 +292,7 @@ def _build_store(
         folder: The folder for scratch files.
         log: Is updated with the counts and errors of reading.
         workers: The processes that do the work.
-        expected: The record of the run in this directory, whose reads must be the same. None if
+        recorded_run: The record of the run in this directory, whose reads must be the same. None if
             there is no run.
 
     Returns:
@@ -300,7 +300,7 @@ def _build_store(
 
     Raises:
         InputError: The reads cannot be used.
-        RunMismatchError: These are not the reads of the `expected` run.
+        RunMismatchError: These are not the reads of `recorded_run`.
     """
     start_s = time.perf_counter()
     times = _StageTimes()
@@ -329,7 +329,7 @@ def _build_store(
 
     # Refuse reads that cannot be used.
     _require_reads(spec, inputs, log)
-    _require_same_reads(spec, inputs, out, fingerprint.hexdigest(), expected)
+    _require_same_reads(spec, inputs, out, fingerprint.hexdigest(), recorded_run)
     _require_good_records(log)
 
     # Join the segments to the store.
@@ -469,7 +469,7 @@ def _summarize(
 
 
 def _require_same_reads(
-    spec: StageSpec, inputs: Inputs, out: Path, fingerprint: str, expected: RunRecord | None
+    spec: StageSpec, inputs: Inputs, out: Path, fingerprint: str, recorded_run: RunRecord | None
 ) -> None:
     """Raise an error if the reads are not those of the run that is in the same directory.
 
@@ -478,16 +478,16 @@ def _require_same_reads(
         inputs: The current files.
         out: The file of the store.
         fingerprint: The fingerprint of the current reads.
-        expected: The record of the run in the directory; None if there is none.
+        recorded_run: The record of the run in the directory; None if there is none.
 
     Raises:
         RunMismatchError: The message names the files and settings that differ.
     """
-    if expected is None or expected.fingerprints.get("reads", "") == fingerprint:
+    if recorded_run is None or recorded_run.fingerprints.get("reads", "") == fingerprint:
         return
     differences = [
-        *changed_inputs(expected.inputs, inputs.files),
-        *_changed_settings(spec, inputs, expected),
+        *changed_inputs(recorded_run.inputs, inputs.files),
+        *_changed_settings(spec, inputs, recorded_run),
     ]
     details = "; ".join(differences) or "the same files in another order"
     raise RunMismatchError(
@@ -496,25 +496,25 @@ def _require_same_reads(
     )
 
 
-def _changed_settings(spec: StageSpec, inputs: Inputs, expected: RunRecord) -> list[str]:
+def _changed_settings(spec: StageSpec, inputs: Inputs, recorded_run: RunRecord) -> list[str]:
     """Return a phrase such as `model length 300 → 500` for each setting that differs from a run.
 
     Args:
         spec: The current settings.
         inputs: The current files.
-        expected: The record of the run. Settings that it does not mention are not compared.
+        recorded_run: The record of the run. Settings that it does not mention are not compared.
     """
     changes: list[str] = []
-    if expected.model_length not in (None, spec.model_length):
-        changes.append(f"model length {expected.model_length} → {spec.model_length}")
-    recorded_on_error = expected.spec.get("on_error")
+    if recorded_run.model_length not in (None, spec.model_length):
+        changes.append(f"model length {recorded_run.model_length} → {spec.model_length}")
+    recorded_on_error = recorded_run.spec.get("on_error")
     if recorded_on_error not in (None, spec.on_error):
         changes.append(f"on_error {recorded_on_error} → {spec.on_error}")
-    recorded_read_group = expected.spec.get("read_group")
+    recorded_read_group = recorded_run.spec.get("read_group")
     if recorded_read_group not in (None, spec.read_group):
         changes.append(f"read_group {recorded_read_group} → {spec.read_group}")
-    if expected.spec:
-        recorded_pairs = "yes" if expected.pairs else "no"
+    if recorded_run.spec:
+        recorded_pairs = "yes" if recorded_run.pairs else "no"
         current_pairs = "yes" if inputs.pairs else "no"
         if recorded_pairs != current_pairs:
             changes.append(f"pairs {recorded_pairs} → {current_pairs}")
@@ -525,15 +525,15 @@ def _duplicate_id_error(
     writer: StoreWriter, inputs: Inputs, log: ParseLog, duplicate: DuplicateId
 ) -> InputError:
     """Return an error that names two reads with the same id, with their files and lines."""
-    read = writer.locate(duplicate.read)
-    first_read = writer.locate(duplicate.first_read)
+    location = writer.locate(duplicate.read)
+    first_location = writer.locate(duplicate.first_read)
     spans = inputs.spans(log.reads_by_file)
-    first_file = _file_of_read(spans, duplicate.first_read, read.id)
+    first_file = _file_of_read(spans, duplicate.first_read, location.id)
     return InputError(
-        f"this id is also used on {first_file}:{first_read.line}",
-        file=_file_of_read(spans, duplicate.read, read.id),
-        line=read.line,
-        read_id=read.id,
+        f"this id is also used on {first_file}:{first_location.line}",
+        file=_file_of_read(spans, duplicate.read, location.id),
+        line=location.line,
+        read_id=location.id,
         hint="ids must be unique in strict mode, rename one",
     )
 

@@ -52,7 +52,7 @@ _ALIGNMENT: Final = 64  # bytes; every processor can read mapped columns that be
 Axis = Literal["read", "row", "unique", "id", "protein", "dna"]
 
 
-def sealed(what: str, body: Iterable[bytes | memoryview]) -> bytes:
+def make_seal(what: str, body: Iterable[bytes | memoryview]) -> bytes:
     """Return the seal for a file: a block of 512 bytes with its kind and a digest of its bytes.
 
     Args:
@@ -78,7 +78,7 @@ def _compute_seal(file: BinaryIO) -> bytes:
             return blake2b(block, digest_size=32).digest()
 
         offsets = range(SEAL_BYTES, os.fstat(file.fileno()).st_size, _BLOCK_BYTES)
-        return sealed(SEALED_AS, threads.map(digest_block, offsets))
+        return make_seal(SEALED_AS, threads.map(digest_block, offsets))
 
 
 def seal(path: Path) -> None:

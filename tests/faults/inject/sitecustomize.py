@@ -86,7 +86,7 @@ def without_death(module: object) -> None:
 def without_leases(module: object) -> None:
     """Whoever wants a lease has it, and goes on having it."""
     module.Lease.take = lambda *_, **__: ""  # type: ignore[attr-defined]
-    module.Lease.held = lambda *_: True  # type: ignore[attr-defined]
+    module.Lease.check_held = lambda *_: True  # type: ignore[attr-defined]
     module.Lease.release = module.Lease.beat = lambda *_: None  # type: ignore[attr-defined]
 
 

@@ -380,7 +380,7 @@ def test_a_run_with_other_pairing_is_not_reused(write: WriteReads, tmp_path: Pat
     )
     single = StageSpec(model_length=60, reads=summary.files)
     with pytest.raises(RunMismatchError, match=r"\(pairs yes → no\)"):
-        stage(single, store_path, expected=record)
+        stage(single, store_path, recorded_run=record)
     interleaved_file = write(fastq(["a/1", "a/2", "b/1", "b/2"]), "m.fq")
     paired_summary = stage(
         StageSpec(model_length=60, reads=(interleaved_file,), interleaved=True), store_path

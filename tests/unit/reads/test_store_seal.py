@@ -61,7 +61,7 @@ def test_any_changed_bit_of_a_store_is_refused(spec: StageSpec, tmp_path: Path) 
 def test_staged_again_when_asked(spec: StageSpec, tmp_path: Path) -> None:
     store_path = tmp_path / "orfs.h5"
     first_summary = stage(spec, store_path)
-    second_summary = stage(spec, store_path, anew=True)
+    second_summary = stage(spec, store_path, rebuild=True)
     assert (second_summary.reused, second_summary.fingerprint) == (False, first_summary.fingerprint)
 
 
@@ -79,10 +79,10 @@ def test_a_damaged_store_is_only_replaced_by_the_reads_of_its_run(
     with pytest.raises(
         RunMismatchError, match=r"other reads.*reads\.fa was read then; other\.fa was not"
     ):
-        stage(other_spec, store_path, expected=record)
+        stage(other_spec, store_path, recorded_run=record)
     assert digest(store_path) == damaged_digest
-    assert not stage(spec, store_path, expected=record).reused
-    assert stage(spec, store_path, expected=record).reused
+    assert not stage(spec, store_path, recorded_run=record).reused
+    assert stage(spec, store_path, recorded_run=record).reused
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -284,7 +284,7 @@ def test_a_store_of_other_reads_is_not_taken_for_the_runs(run: Path, tmp_path: P
     stage(
         StageSpec(reads=(str(other_reads),), model_length=CHUNK_BASES),
         copied_run / "orfs.h5",
-        anew=True,
+        rebuild=True,
     )
     with pytest.raises(ConfigError, match="holds other reads than the run was made from"):
         export(RunDir(copied_run), tmp_path / "out", "x")
