@@ -524,7 +524,7 @@ def prepare(
         plan=plan,
         todo=todo,
         damaged=tuple(damaged_lines),
-        lost=int(failed_rows.sum()),
+        n_lost=int(failed_rows.sum()),
         spec=spec,
         # Bytes of the result of one unique frame: an embedding and two scores in float32.
         unique_bytes=4 * (sum(widths.values()) + 2),
@@ -678,7 +678,7 @@ def _compute(
         protein_tokens=count_protein_tokens(store),
         **verdicts,
         devices=job.devices,
-        workers=tuple(pooled_job.records.values()),
+        workers=tuple(pooled_job.ready_records.values()),
         resumed=len(job.todo) < len(job.plan) or bool(earlier),
         shards=len(job.plan),
         shards_computed=len(job.todo),

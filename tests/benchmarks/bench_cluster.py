@@ -162,7 +162,11 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
         engine, run = EngineSpec(precision="fp16"), folder / "run"
         spec = ClusterSpec(cluster=(folder / "address").read_text(), nodes=str(options.nodes))
         pool = Cluster(spec, folder / "models", Devices.parse("auto"), engine, run).pool()
-        shard_message: dict[str, Any] = {"run": str(run), "store": "none", "reads": "none"}
+        shard_message: dict[str, Any] = {
+            "run": str(run),
+            "store": "none",
+            "reads_fingerprint": "none",
+        }
         tasks = [ShardTask(**shard_message, shard=i, lo=i, hi=i + 1) for i in range(options.shards)]
         specs, reports, began_s = pool.specs, list[float](), time.process_time()
         with ExitStack() as resources:

@@ -246,7 +246,7 @@ def main() -> None:
         by_int8 = table_line if share == 0 else by_int8
     doubtful = (
         head.scores(torch.cat((reads.dna, by_int8), dim=1))[:, 1:] - DEFAULT_THRESHOLD
-    ).abs() < repeats.NEAR
+    ).abs() < repeats.NEAR_DISTANCE
     name = f"int8, {100 * doubtful.double().mean():.1f} % of the frames again in fp16: --precision int8"
     last_line = line(
         name, None, reads, exact, reads.margin(head, torch.where(doubtful, by_half, by_int8))

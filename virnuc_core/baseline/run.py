@@ -544,8 +544,8 @@ def next_message(
         # Look for workers that hang, at least once in a second. A silent child does not even send
         # its sign of life.
         for child in busy:
-            idle_s = time.monotonic() - child.progress_s  # since it last made progress
-            if idle_s > silence_s or child.silent:
+            idle_s = time.monotonic() - child.last_progress_s  # since it last made progress
+            if idle_s > silence_s or child.is_silent:
                 raise WorkerError(
                     f"worker on {child.device} has not moved for {idle_s:.0f} s; see {child.log}"
                 )

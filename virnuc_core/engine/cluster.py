@@ -76,7 +76,8 @@ class Cluster(AbstractContextManager["Cluster"]):
             models: Models directory.
             devices: Devices to use of each node.
             engine: Settings of the engine.
-            out: The run directory. Nodes must see it, unless files are sent to them.
+            out: The run directory, which need not exist yet. Nodes must see the folder in which it
+                is, unless files are sent to them.
 
         Raises:
             DeviceError: A node cannot be used (the message names it), or no node has joined in
@@ -108,12 +109,12 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.samples: dict[str, DeviceSample] = {}
         self.error: VirnucError | None = None
         self._ready = threading.Event()
-        self._over = asyncio.Event()
+        self._over = asyncio.Event()  # the run has ended, and the thread is to end
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="virnuc-cluster", daemon=True)
         self._thread.start()
         try:
-            self._ready.wait()
+            self._ready.wait()  # until enough nodes are checked, or the thread has failed
             if self.error is not None:
                 raise self.error
         except BaseException:
@@ -129,7 +130,12 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     @property
     def used(self) -> list[RemoteNode]:
-        """Return the nodes whose devices this run uses, sorted by name."""
+        """Return the nodes whose devices this run uses, sorted by name.
+
+        A node without such devices is not checked yet, has a problem, or shares its machine with
+        another node that uses all of them.
+        """
+        # A copy of the values, because the cluster's thread adds and removes nodes meanwhile.
         used = [node for node in list(self._nodes.values()) if node.devices]
         return sorted(used, key=str)
 
@@ -142,13 +148,15 @@ class Cluster(AbstractContextManager["Cluster"]):
             devices: Devices of the pool. None means all devices, also those of nodes that join
                 later. In this case the connection is closed when the pool ends.
             keep: Keep workers between jobs.
-            warm: Let workers load the weights before there is a job.
+            warm: Let workers load the weights before there is a job. Otherwise workers are started
+                when there is a shard to compute.
 
         Raises:
             DeviceError: A device is no longer there.
         """
         workers = ClusterWorkers(self, devices)
-        present = list(workers.new_devices(0))
+        # The first call returns all devices that are there. No shard waits yet.
+        present = list(workers.new_devices(n_waiting=0))
         missing_devices = [device.id for device in devices or () if device not in present]
         if missing_devices:
             problem = f"{', '.join(missing_devices)} is gone"
@@ -179,14 +187,15 @@ class Cluster(AbstractContextManager["Cluster"]):
     async def _work(self) -> None:
         """Connect, then watch the nodes until the run is over.
 
-        A batch system is told for how many nodes there is work. At the end, the workers of all
-        nodes count as lost.
+        Every `WATCH_S` seconds, a batch system is told for how many nodes there is work. It may
+        start more then. At the end, the workers of all nodes count as lost.
         """
         async with connect(self.spec, self._shared) as connection:
             try:
                 while not self._over.is_set():
                     await self._watch(connection)
                     connection.request_nodes(self._count_useful_nodes())
+                    # Wait for `WATCH_S`, or shorter if the run is over.
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._over.wait(), WATCH_S)
             finally:
@@ -199,9 +208,10 @@ class Cluster(AbstractContextManager["Cluster"]):
         These are the nodes in use, and as many more as the waiting shards could occupy.
         """
         used = self.used
-        n_devices = max((len(node.devices) for node in used), default=1)  # of a node
-        tasks_per_node = TASKS_PER_WORKER * n_devices
-        return len(used) + math.ceil(self.waiting_shards / tasks_per_node)
+        # A new node is expected to have as many devices as the largest one that is there.
+        devices_per_node = max((len(node.devices) for node in used), default=1)
+        shards_per_node = TASKS_PER_WORKER * devices_per_node
+        return len(used) + math.ceil(self.waiting_shards / shards_per_node)
 
     async def _watch(self, connection: Connection) -> None:
         """Compare the nodes that we know with the scheduler's list, once.
@@ -215,6 +225,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         """
         try:
             async with asyncio.timeout(SILENT_S):
+                # -1 asks for all Dask workers, and not only for the first few.
                 identity = await connection.client.scheduler.identity(n_workers=-1)
         except (OSError, TimeoutError) as error:
             problem = "its scheduler is gone; start it and run again, what was committed stays"
@@ -223,7 +234,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         for address, node in list(self._nodes.items()):
             # A node with a problem is not used, so it need not answer.
             is_served = node.problem is None
-            is_silent = is_served and time.monotonic() - node.heard_s > self._silence_s
+            is_silent = is_served and time.monotonic() - node.last_answer_s > self._silence_s
+            # The task that exchanges messages with it has ended because of an error that may pass.
             has_ended = is_served and node.task.done()
             if address not in workers or is_silent or has_ended:
                 cause = " (it does not answer)" if is_silent else ""
@@ -240,9 +252,12 @@ class Cluster(AbstractContextManager["Cluster"]):
     def _begin_if_complete(self, min_nodes: int) -> None:
         """Let the run begin if enough nodes have joined and all of them are checked.
 
-        This is called again and again. First it waits until enough nodes have said what devices
-        they have, and decides between GPUs and cores. The nodes are then checked by their own
-        tasks. When all are checked, the event `_ready` is set.
+        This is called again and again until the run begins, and does one of these steps:
+
+        1. As long as too few nodes have said what devices they have, it does nothing.
+        2. When enough have, it decides between GPUs and cores. The nodes are then checked by their
+           own tasks, which wait for this decision.
+        3. When all are checked, the event `_ready` is set, and the run begins.
 
         Args:
             min_nodes: Number of nodes to wait for. After `node_wait_s` the run begins with fewer.
@@ -254,8 +269,9 @@ class Cluster(AbstractContextManager["Cluster"]):
         for node in nodes:
             if node.problem is not None:
                 raise node.problem
-        # `heard_s` is infinite until a node has been checked.
-        if self.used and all(node.heard_s < math.inf for node in nodes):
+        # `last_answer_s` is infinite until a node has been checked. A checked node may have no
+        # device left for the run, so at least one node must be in use.
+        if self.used and all(node.last_answer_s < math.inf for node in nodes):
             self._ready.set()
             return
         if self._kind and nodes:
@@ -264,6 +280,8 @@ class Cluster(AbstractContextManager["Cluster"]):
             return
         wait_s = self.spec.node_wait_s
         if self._is_local:
+            # Nodes that were started on this machine need no queue. If they do not come soon, they
+            # never will.
             wait_s = min(wait_s, ANSWER_S)
         waited_enough = time.monotonic() - self._waiting_since_s > wait_s
         if not nodes:
@@ -304,7 +322,12 @@ class Cluster(AbstractContextManager["Cluster"]):
     async def _use(self, client: Any, node: RemoteNode) -> None:
         """Check a node, and then exchange messages with it until it is lost.
 
-        Errors are not raised, but handled by `_handle_failure`.
+        This is the task of the node. Its errors are not raised: the node is left out or tried
+        again, or they end the run.
+
+        Args:
+            client: Dask's client.
+            node: The node.
         """
         try:
             await self._start_actor(client, node)
@@ -319,7 +342,16 @@ class Cluster(AbstractContextManager["Cluster"]):
     async def _start_actor(self, client: Any, node: RemoteNode) -> None:
         """Start the actor on a node, and ask which devices and versions the node has.
 
-        The answer is kept in `node.facts`.
+        The actor is an object in the node's process, whose methods can be called from here. It is
+        kept in `node.actor`, and its answer in `node.facts`.
+
+        Args:
+            client: Dask's client.
+            node: The node.
+
+        Raises:
+            TimeoutError: The node does not answer.
+            ImportError: virnuc is not installed there.
         """
 
         # Dask sends a nested function as a whole, and a function of a module only by its name. So
@@ -335,6 +367,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         future = client.submit(
             make_actor,
             actor=True,
+            # Dask would return an earlier actor for a key that was used before.
             key=f"{PROBE}{secrets.token_hex(8)}",
             workers=[node.address],
             allow_other_workers=False,
@@ -347,15 +380,16 @@ class Cluster(AbstractContextManager["Cluster"]):
     async def _prepare(self, node: RemoteNode) -> None:
         """Check a node's devices and files, and decide which of its devices the run uses.
 
-        It waits until the kind of the devices is decided. A node without a shared file system gets
-        the models sent. If the user wishes, models are also copied to the disk of the node.
+        It waits until it is decided whether the run uses GPUs or cores. With the option
+        `--transfer` the models are sent to the node, which shares no file system with this machine.
+        With `--models-local` they are copied to the node's own disk.
 
         Raises:
             DeviceError: The node cannot be used.
             WeightsError: It holds other models than this machine.
         """
         assert node.facts is not None
-        while not self._kind:
+        while not self._kind:  # `_begin_if_complete` sets it
             await asyncio.sleep(WATCH_S / 5)
         devices = self._usable_devices(node.facts)
         models = self._models.resolve()
@@ -368,9 +402,14 @@ class Cluster(AbstractContextManager["Cluster"]):
     async def _require_shared_files(self, node: RemoteNode, models: Path) -> None:
         """Check that the node sees the run directory and the models on a shared file system.
 
+        Args:
+            node: The node.
+            models: Models directory.
+
         Raises:
             DeviceError: The node does not see them.
         """
+        # If the check fails, `_handle_failure` adds this advice to the message.
         node.way_out = "share it with this node, or use --transfer"
         async with asyncio.timeout(ANSWER_S):
             await node.share(self._probe_folder, models)
@@ -382,13 +421,20 @@ class Cluster(AbstractContextManager["Cluster"]):
         An error that may pass, such as a broken connection, is only logged if the run can go on
         without the node. `_watch` then removes the node and adds it again. Any other error is kept
         in `node.problem`: the node is left out, and a run that has not begun stops with it.
+
+        Args:
+            node: The node.
+            error: What its task has raised.
         """
         if isinstance(error, TimeoutError):
+            # The run begins without this node.
             self._unresponsive.add(node.address)
         if node.devices:
             # The node was in use. An OSError comes from its connection.
             may_pass = isinstance(error, OSError)
         else:
+            # The node was being checked. Our own errors and a missing virnuc stay until somebody
+            # mends the node.
             may_pass = not isinstance(error, VirnucError | ImportError)
         run_goes_on = self._ready.is_set() or node.address in self._unresponsive
         if may_pass and run_goes_on:
@@ -405,7 +451,11 @@ class Cluster(AbstractContextManager["Cluster"]):
     def _usable_devices(self, facts: Facts) -> tuple[Device, ...]:
         """Return the devices of a node that are of the kind that the run uses.
 
-        The first node that comes here decides the model of device for all others.
+        The first node that is looked at decides the model of device for all others: the name of its
+        GPU or processor, and its version of torch.
+
+        Args:
+            facts: What the node has reported about itself.
 
         Raises:
             DeviceError: The node has another version or another model of device, so that its
@@ -430,7 +480,8 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Decide which devices of its machine a node uses, and set `node.devices`.
 
         If several nodes (Dask workers) run on one machine, each device is used by one of them. A
-        node may get none.
+        node may get none. The run calls a device "ID@HOST", because the same GPU number or core
+        exists on many machines.
 
         Args:
             node: The node, which has been checked.
@@ -440,6 +491,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         host = node.facts.host
         max_devices = len(devices)
         if self._kind == "cpu":
+            # As many cores as `--devices` asks for, or else as the Dask worker has threads.
             max_devices = len(self._wanted_devices.ids) or node.threads
         if self._is_local:
             # All nodes are on this machine, and each counts as a separate host. Node i takes cores
@@ -456,7 +508,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             if device_id not in taken_ids:
                 free_devices.append(device.model_copy(update={"id": device_id}))
         node.devices = tuple(free_devices[:max_devices])
-        node.heard_s = time.monotonic()
+        node.last_answer_s = time.monotonic()
         names = ", ".join(device.id for device in node.devices)
         log.info("%s: %s", node, names or "no device is left")
 
@@ -480,7 +532,7 @@ class ClusterWorkers(LocalWorkers):
         super().__init__(WORKER)
         self._cluster = cluster
         self._devices = devices
-        # When there was last a node with one of these devices, `time.monotonic()`.
+        # When a node with one of these devices was last there, `time.monotonic()`.
         self._last_used_s = time.monotonic()
         # Nodes whose devices `new_devices` has returned.
         self._known: set[RemoteNode] = set()
@@ -494,10 +546,16 @@ class ClusterWorkers(LocalWorkers):
     def new_devices(self, n_waiting: int) -> list[Device]:
         """Return the devices of nodes that have joined since the last call.
 
+        The cluster learns by this call how many shards wait. It may ask a batch system for more
+        nodes, if these workers may use devices that join later.
+
         Args:
-            n_waiting: How many shards wait for a free device. The cluster may start nodes for them.
+            n_waiting: How many shards wait for a free device.
         """
-        self._cluster.waiting_shards = n_waiting if self._devices is None else 0
+        if self._devices is None:
+            self._cluster.waiting_shards = n_waiting
+        else:
+            self._cluster.waiting_shards = 0  # other nodes would be of no use
         nodes = [node for node in self._cluster.used if node not in self._known]
         self._known.update(nodes)
         return [device for node in nodes for device in self._own_devices(node)]
@@ -508,23 +566,29 @@ class ClusterWorkers(LocalWorkers):
         If the node is lost, the worker is returned as one that has ended already.
         """
         child = RemoteChild(spec, self._inbox, self._cluster.loop)
+        # One node at most, because the ids of devices are different on all nodes.
         nodes = [node for node in self._cluster.used if spec.device in node.devices]
         if nodes:
+            # What is sent to the child goes into the queue of messages to its node.
             child.orders = nodes[0].orders
             nodes[0].children[child.number] = child
         # The node may have been lost between the first check and this one, in another thread.
         if not nodes or spec.device not in nodes[0].devices:
-            child.close(lost=True)
+            child.close(node_lost=True)
         return child
 
     def receive(self, timeout_s: float) -> tuple[Child, Message] | None:
         """Wait for the next message of any worker.
 
+        Args:
+            timeout_s: Seconds to wait.
+
         Returns:
             The worker and its message. None if no message comes in time.
 
         Raises:
-            DeviceError: There has been no node for `node_wait_s`.
+            DeviceError: For `node_wait_s` there has been no node whose devices these workers may
+                use.
             VirnucError: The connection to the scheduler has failed.
         """
         received = super().receive(timeout_s)
@@ -545,9 +609,15 @@ class ClusterWorkers(LocalWorkers):
     def reader(self, device: str, time_s: float) -> DeviceSample:
         """Return the last measurement of a device that came from its node, with the time `time_s`.
 
-        Without any measurement so far the fields are empty.
+        Nothing is measured now: the nodes send measurements at regular times. Without any
+        measurement so far the fields are empty.
+
+        Args:
+            device: Id of the device.
+            time_s: The time now, `time.monotonic()`.
         """
-        sample = self._cluster.samples.get(device, DeviceSample(time_s, device))
+        nothing_measured = DeviceSample(time_s, device)
+        sample = self._cluster.samples.get(device, nothing_measured)
         return replace(sample, time_s=time_s)
 
     def __exit__(self, *_: object) -> None:

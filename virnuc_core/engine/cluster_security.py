@@ -48,6 +48,9 @@ def private_folder(base: Path) -> Iterator[Path]:
 
     A process that is killed leaves its folder behind. Such folders in `base` are removed first.
 
+    Args:
+        base: The folder in which the new one is made.
+
     Yields:
         The path of the new folder.
     """
@@ -66,6 +69,8 @@ def private_folder(base: Path) -> Iterator[Path]:
 def remove_stale_folders(base: Path) -> None:
     """Remove the private folders that ended processes of this user and this machine have left.
 
+    The file `owner` in such a folder says which process made it.
+
     Args:
         base: The folder that holds the private folders.
     """
@@ -83,17 +88,23 @@ def remove_stale_folders(base: Path) -> None:
 def temporary_security(folder: Path) -> Security:
     """Make a certificate for one cluster, and write it and its key into a private folder.
 
-    Dask can make certificates as well (`Security.temporary`). They have two drawbacks: the key is
+    Dask can make certificates as well (`Security.temporary`). They have two drawbacks. Their key is
     only in memory, so that other programs could get it only on their command line, where all users
     can read it. And nodes whose clock is a second late refuse the certificate.
+
+    Args:
+        folder: A folder that only this user, and programs of this user on the nodes, can read.
 
     Returns:
         Dask's object for the settings of encrypted connections.
     """
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    certificate = folder / "certificate.pem"
+    key = folder / "key.pem"
     certificate_text, key_text = make_certificate()
     write_private(certificate, certificate_text)
     write_private(key, key_text)
+    # The certificate is signed with its own key. So it is also the authority (CA) that each program
+    # trusts, and all programs of the cluster use the same certificate.
     fields: dict[str, Any] = {"require_encryption": True, "tls_ca_file": str(certificate)}
     for role in ROLES:
         fields[f"tls_{role}_cert"] = str(certificate)
@@ -152,7 +163,7 @@ def configured_security() -> Security | None:
         return None
     security = Security(require_encryption=True)
     for role in ROLES:
-        # Without a separate key file, the key is in the same file as the certificate.
+        # If the settings name no key file, the key is in the same file as the certificate.
         if getattr(security, f"tls_{role}_key") is None:
             setattr(security, f"tls_{role}_key", getattr(security, f"tls_{role}_cert"))
     return security
@@ -179,10 +190,12 @@ def tls_options(security: Security, role: str) -> list[str]:
 def folder_for_jobs(configured: str | None, shared: Path | None) -> Path:
     """Choose the folder for files that the jobs of a batch system must read.
 
-    It is the configured folder, or else the shared folder, or else the home directory.
+    It is the configured folder, or else the shared folder, or else the home directory. A shared
+    folder is passed over if it cannot be written to, or if a job script would need quotes for it.
 
     Args:
-        configured: The setting `shared-temp-directory`, or None.
+        configured: The setting `shared-temp-directory`, in which `$HOME` and `~` may stand. None if
+            it is not set.
         shared: A folder that the nodes see, or None.
 
     Raises:
@@ -214,7 +227,7 @@ def is_exposed(address: str) -> bool:
         address: Address of the scheduler, such as "tcp://10.0.0.1:8786".
     """
     if not address.startswith("tcp://"):
-        return False
+        return False  # Dask's other usual protocol, tls, is encrypted
     host = urlsplit(address).hostname or ""
     try:
         entries = socket.getaddrinfo(host, None)

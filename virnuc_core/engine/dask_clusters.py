@@ -94,7 +94,10 @@ class NodeRange:
 async def connect(spec: ClusterSpec, shared: Path | None = None) -> AsyncIterator[Connection]:
     """Connect to the scheduler of a cluster, and start it unless the settings give an address.
 
-    At the end of the `with` block the connection is closed, and what was started is ended.
+    The setting `cluster` is one of three: `local:N` starts a scheduler and N nodes on this machine,
+    an address such as "tls://host:8786" is that of a running scheduler, and anything else is a YAML
+    file with the settings of a batch system. At the end of the `with` block the connection is
+    closed, and what was started is ended.
 
     Args:
         spec: Settings of the cluster.
@@ -112,6 +115,7 @@ async def connect(spec: ClusterSpec, shared: Path | None = None) -> AsyncIterato
     min_nodes = nodes.minimum
     request_nodes: Callable[[int], object] = _request_nothing
     async with AsyncExitStack() as stack:
+        # Arguments that tell Dask's client where the scheduler is.
         location: dict[str, Any] = {"address": name}
         if name.startswith("local:"):
             min_nodes = int(name.removeprefix("local:"))
@@ -121,7 +125,7 @@ async def connect(spec: ClusterSpec, shared: Path | None = None) -> AsyncIterato
             location = {"address": cluster}
 
             def request_nodes(n_nodes: int) -> None:
-                """Have the batch system start nodes for this much work, within the limits."""
+                """Have the batch system start as many nodes, within the limits of `--nodes`."""
                 n_started = len(cluster.worker_spec)
                 n_wanted = max(nodes.minimum, min(n_nodes, nodes.maximum))
                 # Never fewer than were started, because Dask would stop nodes that compute.
@@ -139,7 +143,7 @@ async def connect(spec: ClusterSpec, shared: Path | None = None) -> AsyncIterato
                 Client(
                     **location,
                     asynchronous=True,
-                    direct_to_workers=True,
+                    direct_to_workers=True,  # messages to nodes do not go through the scheduler
                     set_as_default=False,
                     timeout=SCHEDULER_S,
                 )
@@ -170,7 +174,8 @@ async def _batch_system(file: Path, shared: Path | None) -> AsyncIterator[Any]:
         ConfigError: The settings cannot be used.
         DeviceError: The batch system fails.
     """
-    # Read the file, and find out which batch system it names.
+    # Read the file, and find out which batch system it names. The key `jobqueue` must hold exactly
+    # one, such as "slurm".
     kinds = _batch_system_kinds(file)
     with refuse_unreadable(f"cluster {file}", "YAML"):
         read_small_text(file)
@@ -204,12 +209,12 @@ async def _batch_system(file: Path, shared: Path | None) -> AsyncIterator[Any]:
                 arguments = _batch_arguments(file, settings, folder, host)
                 if is_local and not settings.get("local-directory"):
                     arguments["local_directory"] = str(folder)
-                # The scheduler, which is in this process, puts its temporary files there as well.
+                # The scheduler runs in this process, and puts its temporary files there as well.
                 with dask.config.set({"temporary-directory": str(folder)}):
                     async with kinds[kind](asynchronous=True, **arguments) as cluster:
                         yield cluster
         except (OSError, ValueError, TypeError, RuntimeError) as error:
-            problem = " ".join(str(error).split())
+            problem = " ".join(str(error).split())  # in one line
             raise DeviceError(f"cluster {file}: {problem}; mend its settings") from error
 
 
@@ -263,6 +268,7 @@ def _batch_arguments(
         host: The address on which the scheduler listens if the settings name none.
     """
     user_options = settings.get("scheduler-options") or {}
+    # No dashboard, unless the user has given it an address. The user's options take precedence.
     options = {
         "dashboard": bool(user_options.get("dashboard_address")),
         "dashboard_address": None,
@@ -276,6 +282,7 @@ def _batch_arguments(
         arguments["scheduler_cls"] = QuietScheduler
     arguments["worker_extra_args"] = _worker_words(settings, folder)
     protocol = str(user_options.get("protocol") or "tls")
+    # False is the user's wish for unencrypted connections. Without the setting, it is None.
     if protocol.startswith("tls") and dask.config.get(ENCRYPTED, None) is not False:
         arguments["security"] = configured_security() or temporary_security(folder)
         arguments["protocol"] = "tls://"
@@ -293,14 +300,16 @@ def _batch_arguments(
 def _worker_words(settings: dict[str, Any], folder: Path) -> list[str]:
     """Return additional words for the command that starts a Dask worker on a node.
 
-    They make the Dask worker import modules of ours (`--preload`), so that it listens on one
-    address only and starts no HTTP server. With a dashboard in the settings it does start one. The
-    modules are copied to `folder`, because a node may have no virnuc.
+    They are the user's own words, and options that make the Dask worker import modules of ours
+    (`--preload`), so that it listens on one address only and starts no HTTP server. If the user's
+    words ask for a dashboard, it does start one. The modules are copied to `folder`, because a node
+    may have no virnuc.
 
     Args:
         settings: The user's settings for the batch system.
         folder: A folder that the nodes see.
     """
+    # "extra" is the name that older versions of dask-jobqueue have for "worker-extra-args".
     words = list(settings.get("worker-extra-args") or settings.get("extra") or [])
     preloads = ["one_address.py"]
     if not any(str(word).startswith("--dashboard") for word in words):
@@ -336,12 +345,14 @@ async def _local_cluster(n_nodes: int) -> AsyncIterator[dict[str, Any]]:
         log_file = folder / "log"
         commands = _local_commands(n_nodes, folder, scheduler_file)
         if is_temporary:
+            # Dask's programs find certificates of the user's settings by themselves.
             for command in commands:
                 command.words += tls_options(security, command.role)
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for command in commands:
                 processes.append(_start(command, folder, log_file))
+            # The first command is that of the scheduler.
             await _wait_for_scheduler(processes[0], scheduler_file, log_file)
             yield {"scheduler_file": str(scheduler_file), "security": security}
         finally:
@@ -367,9 +378,11 @@ def _local_commands(n_nodes: int, folder: Path, scheduler_file: Path) -> list[Lo
     """
     common = ["--host", LOCALHOST, "--protocol", "tls", "--no-dashboard"]
     common += ["--scheduler-file", str(scheduler_file), "--preload", NO_HTTP]
+    # Port 0 lets the system choose a free port.
     commands = [LocalCommand("scheduler", [*common, "--port", "0"], {})]
     gpus = visible_gpus()
     for number in range(n_nodes):
+        # With the memory limit 0, Dask does not restart a worker that uses much memory.
         words = [*common, "--name", f"local-{number}", "--nthreads", "1", "--memory-limit", "0"]
         words += ["--local-directory", str(folder)]
         environment = {}
@@ -383,6 +396,9 @@ def _local_commands(n_nodes: int, folder: Path, scheduler_file: Path) -> list[Lo
 
 def _start(command: LocalCommand, folder: Path, log_file: Path) -> subprocess.Popen[bytes]:
     """Start a Dask scheduler or worker in a new session. It is killed when this process ends.
+
+    In its own session it does not get the Ctrl-C of a terminal, and can be killed with all
+    processes that it starts.
 
     Args:
         command: The command.
@@ -428,10 +444,10 @@ async def _wait_for_scheduler(
 def _kill_sessions(leaders: Sequence[subprocess.Popen[bytes]]) -> None:
     """Kill processes and everything that they have started, and leave no semaphores behind.
 
-    Python starts a process, the resource tracker, that removes the semaphores of the others after
-    they have ended. So the trackers get some time before they are killed as well. All processes of
-    the sessions are killed one by one: a Dask worker that is stopped (SIGSTOP) does not notice that
-    its parent has ended.
+    For each program, Python starts another process, its resource tracker. It waits for the end of
+    the program's processes, and then removes the semaphores that they have left. So the trackers
+    get some time before they are killed as well. All other processes of the sessions are killed one
+    by one: a Dask worker that is stopped (SIGSTOP) does not notice that its parent has ended.
 
     Args:
         leaders: Processes that were started in new sessions.
@@ -457,7 +473,7 @@ def _kill_sessions(leaders: Sequence[subprocess.Popen[bytes]]) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     for leader in leaders:
-        leader.wait()
+        leader.wait()  # collects the exit status, so that no zombie stays
 
 
 def _is_alive(process: psutil.Process) -> bool:

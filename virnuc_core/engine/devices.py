@@ -20,7 +20,10 @@ log = logging.getLogger(__name__)
 
 
 def cpu_name() -> str:
-    """Return the model name of this machine's processor, such as "AMD EPYC 9554"."""
+    """Return the model name of this machine's processor, such as "AMD EPYC 9554".
+
+    If Linux names no model, as on ARM, return what Python knows, such as "aarch64".
+    """
     cpu_info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     match = re.search(r"^model name.*?:(.*)", cpu_info, re.MULTILINE)
     if match is not None:
@@ -92,6 +95,7 @@ def resolve(devices: Devices) -> tuple[Device, ...]:
             return usable.devices
         _warn_once(_describe_core(usable.absence))
         return _cores(1)
+    # The user may name a GPU by its number or by its UUID.
     by_name = {str(index): gpu for index, gpu in enumerate(usable.devices)}
     by_name |= {gpu.id: gpu for gpu in usable.devices}
     for name in devices.ids:
@@ -142,7 +146,9 @@ def auto_remark(requested: Devices) -> str:
 
 
 def resolve_here(spec: ClassifySpec) -> tuple[Device, ...]:
-    """Return the devices of this machine that a run uses. It is empty for a run on a cluster.
+    """Return the devices of this machine that a run uses.
+
+    For a run on a cluster the result is empty: only the nodes of the cluster compute.
 
     Raises:
         DeviceError: A device is not there.
@@ -153,12 +159,12 @@ def resolve_here(spec: ClassifySpec) -> tuple[Device, ...]:
 
 
 def _cores(count: int) -> tuple[Device, ...]:
-    """Return the first `count` cores that this process may use.
+    """Return the first `count` cores that this process may use, each as a device.
 
     Raises:
         DeviceError: The process may use fewer cores.
     """
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))  # numbers of the cores; 0 stands for this process
     if count > len(cores):
         problem = f"cpu:{count} asked for, but this process may use {len(cores)} cores"
         raise DeviceError(f"{problem}; use cpu:{len(cores)}")
@@ -171,7 +177,8 @@ def _cores(count: int) -> tuple[Device, ...]:
 def environment(device: Device) -> dict[str, str]:
     """Return the environment variables for a worker, so that it can use only its own device.
 
-    A worker on a core gets no GPU, and its libraries start no further threads.
+    They are set in addition to those of this process. A worker on a core sees no GPU, and its
+    libraries start no further threads.
     """
     if device.kind == "cuda":
         return {"CUDA_VISIBLE_DEVICES": device.local}
@@ -186,14 +193,15 @@ def environment(device: Device) -> dict[str, str]:
 def open_context() -> None:
     """Make the CUDA driver open the GPU of this process, so that torch need not wait for it later.
 
-    This takes seconds. torch then uses the context that was made here. If it fails, nothing
-    happens: torch will meet the same error and report it.
+    This takes seconds. torch then uses the context that was made here. If a step fails, this
+    returns without an error: torch will meet the same error and report it.
     """
     # OSError: there is no driver. AttributeError: the driver lacks one of these functions.
     with suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
         device = ctypes.c_int()
         context = ctypes.c_void_p()
+        # The driver's functions return 0 if they succeed.
         if driver.cuInit(0) != 0:
             return
         if driver.cuDeviceGet(ctypes.byref(device), 0) != 0:

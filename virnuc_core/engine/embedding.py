@@ -65,7 +65,7 @@ class Job:
     plan: ShardPlan
     todo: tuple[int, ...]  # numbers of the shards that are not computed yet
     damaged: tuple[str, ...]  # a line for each shard whose file was damaged and moved
-    lost: int  # sequences without a result in the shards that are computed already
+    n_lost: int  # sequences without a result in the shards that are computed already
     spec: ClassifySpec  # the settings as the user gave them
     unique_bytes: int  # bytes of the embeddings and scores of one distinct sequence
     # Reads with a score between these two get no verdict.
@@ -86,20 +86,22 @@ class Job:
 
     def tasks(self, shards: Sequence[int]) -> list[ShardTask]:
         """Return the messages that tell workers to compute some shards, one for each shard."""
+        # The record of the run holds the fingerprint of the reads, and one of each model.
         fingerprints = read_record(self.run).fingerprints
-        weights = {name: digest for name, digest in fingerprints.items() if name != "reads"}
-        # A run may leave out a small share of its sequences. Those of earlier shards count.
+        model_digests = {name: digest for name, digest in fingerprints.items() if name != "reads"}
+        # A run may leave out a small share of its sequences, and at least one. Those of the shards
+        # that are computed already count.
         n_allowed = max(1, int(MAX_NOT_FINITE_SHARE * self.store.n_uniques))
-        max_not_finite = max(0, n_allowed - self.lost)
+        max_not_finite = max(0, n_allowed - self.n_lost)
         tasks = []
         for shard in shards:
             lo, hi = self.plan.range(shard)
             task = ShardTask(
                 run=str(self.run.root.resolve()),
                 store=str(self.store.path.resolve()),
-                reads=fingerprints["reads"],
-                plan=self.plan.fingerprint,
-                weights=weights,
+                reads_fingerprint=fingerprints["reads"],
+                plan_fingerprint=self.plan.fingerprint,
+                model_digests=model_digests,
                 max_not_finite=max_not_finite,
                 threshold=self.spec.threshold,
                 shard=shard,
@@ -114,7 +116,7 @@ class Job:
 class WorkerStart:
     """The moments of a worker's start in their order, in seconds of `time.monotonic()`."""
 
-    asked_s: float  # the command began, or the pool decided to start this worker
+    requested_s: float  # the command began, or the pool decided to start this worker
     spawned_s: float  # the process was started
     imported_s: float  # its Python modules were imported
     loaded_s: float  # the weights were on the device
@@ -194,12 +196,20 @@ class Embedding:
             reporter = self._reporter(sampler, tasks)
             if reporter is not None:
                 stack.enter_context(reporter)
+            # On a cluster the devices are those of the nodes, which may come and go. So its pool is
+            # used in any case.
             is_pool_usable = pool is not None and (pool.specs == specs or job.spec.cluster)
             if pool is None or not is_pool_usable:
                 pool = stack.enter_context(Pool(specs, local_workers(job.worker, specs)))
 
             def on_event(event: ShardDone | str) -> None:
-                """Record a computed shard, or a line about a dead worker."""
+                """Record a computed shard, or a line about a dead worker.
+
+                If another process has taken over the run directory, raise an error instead, which
+                ends the computation.
+                """
+                # The lease files show who owns the directory. They are not read again here
+                # (`reread`), because another thread reads them at regular times.
                 require_lease(job.run.root, reread=False)
                 write_journal(event)
                 if isinstance(event, ShardDone):
@@ -222,7 +232,12 @@ class Embedding:
     ) -> InferenceProgressReporter | None:
         """Return the object that reports the progress of the run to `on_progress`.
 
-        Return None if nothing is to be computed, or if nobody wants to know the progress.
+        Args:
+            sampler: Measures the devices. The reports show its latest values.
+            tasks: The shards that are computed now. Earlier ones count as done.
+
+        Returns:
+            The object. None if nothing is to be computed, or if nobody wants to know the progress.
         """
         on_progress = self._monitor.on_progress
         if not tasks or not on_progress:
@@ -244,6 +259,7 @@ class Embedding:
         path = self._job.run.journal
         recorded = read_journal(path)
         if recorded is None:
+            # If another process has the run directory now, that is the reason, and is raised here.
             require_lease(path)
             problem = f"{path}: what was measured is missing"
             if write_error is None:
@@ -255,7 +271,8 @@ class Embedding:
     def record_times(self, clock: StageClock, job: PooledJob) -> None:
         """Add to the stage clock how long each phase of the computation took.
 
-        The device that computed longest is described, because it decides how long the run takes.
+        The phases of all devices overlap. Those of the device that computed longest are taken,
+        because it decides how long the run takes.
 
         Args:
             clock: Collects the times of the run's stages. It is changed.
@@ -270,7 +287,7 @@ class Embedding:
         committed_s = self._began_s
         if busiest is not None:
             own_batches = self._batches_of(busiest)
-            self._record_start_up(clock, own_batches, job.records[busiest.device])
+            self._record_start_up(clock, own_batches, job.ready_records[busiest.device])
             finished_s = self._record_gaps(clock, own_batches, busiest, job)
             committed_s = (shards.finished_s + shards.commit_s).max()
             clock.add("Commits", committed_s - finished_s)
@@ -291,8 +308,11 @@ class Embedding:
         batches = self.measured.batches
         for encoder in ENCODERS:
             seconds = 0.0 if busiest is None else busiest.encoder_s(encoder.molecule)
+            # From the first batch of this encoder to its last one, on any device.
             span = embedding_span(batches[batches.encoder == encoder.name])
             clock.add(encoder.title, seconds, span)
+        # The original program joins the embeddings in a separate stage. Here each encoder writes
+        # them into its columns of the joined table, so this stage has no time of its own.
         last_encoder = cast(Stage, ENCODERS[-1].title)
         clock.fuse("Feature Merging", last_encoder)
         clock.add("Model Prediction", 0.0 if busiest is None else busiest.head_s)
@@ -305,8 +325,10 @@ class Embedding:
         Args:
             clock: Collects the times of the run's stages. It is changed.
             batches: The batches of the worker's device.
-            record: What the worker reported when it was ready. It gets a new entry,
-                `first_batch_s`.
+            record: What the worker reported when it was ready. `started_s` is when its process
+                began; `import_s`, `load_s` and `ready_s` are seconds since then. `waited_s` is how
+                long it waited for a task with the models loaded. It gets a new entry,
+                `first_batch_s`: seconds from the command to the first batch.
         """
         launched_s = batches.launched_s.min()
         ready_s = record["started_s"] + record["ready_s"] + record["waited_s"]
@@ -321,7 +343,7 @@ class Embedding:
             # then is counted as "Restarts", not as a part of its start.
             spawned_s = min(record["spawned_s"], self._began_s)
             start = WorkerStart(
-                asked_s=min(record["asked_s"], spawned_s),
+                requested_s=min(record["asked_s"], spawned_s),
                 spawned_s=spawned_s,
                 imported_s=record["started_s"] + record["import_s"],
                 loaded_s=record["started_s"] + record["load_s"],
@@ -329,14 +351,16 @@ class Embedding:
                 launched_s=launched_s,
             )
             waited_s = record["waited_s"]
-        record["first_batch_s"] = launched_s - start.asked_s
+        record["first_batch_s"] = launched_s - start.requested_s
         for part, (began_s, ended_s) in zip(START_UP, start.spans(), strict=True):
             clock.add(part, ended_s - began_s, (began_s, ended_s))
         # With the weights loaded, the worker waited for the job. This time lies in the span in
         # which kernels are compiled, but was not spent on them.
         clock.add(KERNELS, -waited_s)
-        # The part of the start that ran while reads were staged: it is counted twice.
-        clock.add(OVERLAPPED, max(0.0, self._began_s - start.asked_s - waited_s))
+        # The part of the start that ran while reads were staged. It is in the times of both, so the
+        # clock subtracts it from the sum.
+        overlap_s = self._began_s - start.requested_s - waited_s
+        clock.add(OVERLAPPED, max(0.0, overlap_s))  # negative if the worker was started later
 
     def _record_gaps(
         self, clock: StageClock, batches: pd.DataFrame, device: DeviceBusy, job: PooledJob
@@ -344,7 +368,14 @@ class Embedding:
         """Add the time that a device did nothing between its first batch and its last shard.
 
         The idle time is divided among the known causes, in a fixed order. Causes may overlap, so
-        that each gets at most the idle time that is not explained yet.
+        that each gets at most the idle time that is not explained yet. What is left in the end is
+        counted as "Device idle".
+
+        Args:
+            clock: Collects the times of the run's stages. It is changed.
+            batches: The batches of the device.
+            device: The device, with the seconds that it was busy.
+            job: The computed job, which counts the time that dead workers have cost.
 
         Returns:
             When the device finished its last shard, in seconds of `time.monotonic()`.
@@ -357,7 +388,7 @@ class Embedding:
             # The wait for the first batch is part of the worker's start.
             "Waiting for batches": batches.wait_ms[1:].sum() / 1e3,
             "Commits": device.commit_s,
-            "Device idle": idle_s,
+            "Device idle": idle_s,  # takes all that no other cause explains
         }
         for name, seconds in causes.items():
             explained_s = min(idle_s, seconds)

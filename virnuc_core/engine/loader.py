@@ -115,6 +115,8 @@ class BatchPlan:
 def open_source(source: Source) -> OpenSource:
     """Open the store of a run and the tokenizers. Later calls return the same objects.
 
+    Only the fingerprint in the store is compared. Its bytes are not checked again.
+
     Raises:
         ConfigError: The file is not the store for which the run was planned.
     """
@@ -128,18 +130,26 @@ def open_source(source: Source) -> OpenSource:
 
 
 def tokenise(source: Source, span: Slice) -> dict[EncoderName, TokenRows]:
-    """Return the tokens of a range of sequences of a store, for each encoder."""
-    run_data = open_source(source)
+    """Return the tokens of a range of sequences of a store, for each encoder.
+
+    Args:
+        source: The store and the models.
+        span: Index of the first sequence, and the index after the last one.
+    """
+    opened = open_source(source)
     token_rows = {}
     for encoder in ENCODERS:
-        sequences = encoder.sequences(run_data.store, *span)
-        tokens, starts = run_data.tokenizers[encoder.name].encode(sequences)
+        # The DNA sequences for one encoder, and the proteins for the other.
+        sequences = encoder.sequences(opened.store, *span)
+        tokens, starts = opened.tokenizers[encoder.name].encode(sequences)
         token_rows[encoder.name] = TokenRows(tokens.numpy(), starts.numpy())
     return token_rows
 
 
 def slices(positions: Ints) -> list[Slice]:
     """Cut sorted positions into ranges of consecutive positions, none longer than `SLICE_ROWS`.
+
+    A new range also begins at each multiple of `SLICE_ROWS`.
 
     Args:
         positions: Positions in ascending order, each once.
@@ -149,7 +159,7 @@ def slices(positions: Ints) -> list[Slice]:
     """
     has_gap_before = np.diff(positions) != 1
     is_slice_start = positions[1:] % SLICE_ROWS == 0
-    # Both arrays describe all positions but the first, hence + 1.
+    # Both arrays begin with the second position, hence + 1.
     cuts = np.flatnonzero(has_gap_before | is_slice_start) + 1
     ranges = []
     for part in np.split(positions, cuts):
@@ -179,25 +189,30 @@ def shapes(budget: int, divisors: Sequence[int] = SHAPE_DIVISORS) -> tuple[int, 
         budget: Token slots of the largest batch.
         divisors: The budget divided by each of these gives a shape.
     """
-    # A dict keeps the order and drops repeated shapes, which very small budgets have.
-    return tuple(dict.fromkeys(max(1, budget // divisor) for divisor in divisors))
+    sizes = [max(1, budget // divisor) for divisor in divisors]
+    # A dict keeps the order and drops repeated sizes, which very small budgets have.
+    return tuple(dict.fromkeys(sizes))
 
 
 def row_capacity(slots: int) -> int:
-    """Return how many rows a batch with this number of token slots can hold."""
+    """Return how many rows a batch with this number of token slots can hold.
+
+    The number is fixed for each size of batch, so that all its arrays have a fixed shape.
+    """
     return max(1, slots // MIN_TOKENS_PER_ROW)
 
 
 def group_bounds(lengths: NDArray[np.integer]) -> Ints:
     """Return the group of each row: the smallest power of two that is not below its length.
 
-    Short rows are in one group, `SMALLEST_GROUP`.
+    All rows with up to `SMALLEST_GROUP` tokens are in the group of that name.
 
     Args:
         lengths: Tokens of each row.
     """
-    # frexp gives the number of binary digits of an integer, which is the exponent of the next
-    # power of two. A power of two itself must stay in its group, hence - 1.
+    # The second result of frexp is, for an integer, its number of binary digits, which is the
+    # exponent of the next larger power of two. A power of two itself must stay in its own group,
+    # hence - 1.
     exponents = np.frexp(lengths - 1)[1].astype(np.int64)
     bounds: Ints = 1 << exponents
     return bounds.clip(SMALLEST_GROUP)
@@ -208,8 +223,9 @@ def pack(
 ) -> list[BatchPlan]:
     """Decide which rows each batch holds. The same lengths always give the same batches.
 
-    Every row is in exactly one batch. A row longer than the budget gets a larger batch, with the
-    smallest multiple of the budget that holds it.
+    Rows whose lengths have the same power of two above them form a group, and a batch holds rows of
+    one group. Every row is in exactly one batch. A row longer than the budget gets a larger batch,
+    with the smallest multiple of the budget that holds it.
 
     Args:
         lengths: Tokens of each row, special tokens included; each at least 1.
@@ -217,20 +233,21 @@ def pack(
         divisors: The batch shapes, as divisors of the budget.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    bounds = group_bounds(sizes)
+    bounds = group_bounds(sizes)  # each row's group, named by its largest length
     allowed = shapes(budget, divisors)
     batches: list[BatchPlan] = []
-    for bound in np.unique(bounds)[::-1].tolist():
+    for bound in np.unique(bounds)[::-1].tolist():  # the longest rows first
         members = np.flatnonzero(bounds == bound)
         batches += _pack_group(members, sizes, bound, allowed)
     return batches
 
 
 def _pack_group(members: Ints, sizes: Ints, bound: int, allowed: Sequence[int]) -> list[BatchPlan]:
-    """Distribute the rows of one group over batches, longest rows first (first-fit decreasing).
+    """Distribute the rows of one group over batches, longest rows first.
 
-    All rows of one length are handled together. This is fast, because there are only a few
-    different lengths.
+    Each batch takes as many of the longest rows as fit, and fills the rest of its slots with
+    shorter ones. All rows of one length are handled together. This is fast, because there are only
+    a few different lengths.
 
     Args:
         members: Indexes of the rows of the group.
@@ -238,11 +255,12 @@ def _pack_group(members: Ints, sizes: Ints, bound: int, allowed: Sequence[int]) 
         bound: Upper bound of the lengths in the group.
         allowed: Token slots that a batch may have, largest first.
     """
-    distinct, counts = np.unique(sizes[members], return_counts=True)
-    by_size = members[np.argsort(sizes[members], kind="stable")]
-    groups = np.split(by_size, np.cumsum(counts)[:-1])
-    rows_left = dict(zip(distinct.tolist(), groups, strict=True))  # indexes of rows by length
-    tokens_left = int((distinct * counts).sum())
+    distinct_lengths, counts = np.unique(sizes[members], return_counts=True)
+    by_length = members[np.argsort(sizes[members], kind="stable")]
+    rows_of_length = np.split(by_length, np.cumsum(counts)[:-1])
+    # Indexes of the rows that are in no batch yet, by their length.
+    rows_left = dict(zip(distinct_lengths.tolist(), rows_of_length, strict=True))
+    tokens_left = int((distinct_lengths * counts).sum())
     batches = []
     while tokens_left:
         longest = max(length for length, rows in rows_left.items() if len(rows))
@@ -279,7 +297,8 @@ def _choose_shape(tokens_left: int, longest: int, allowed: Sequence[int]) -> int
         n_budgets = -(-longest // allowed[0])  # rounded up
         return n_budgets * allowed[0]
     for slots in fitting:
-        if tokens_left >= slots - slots // NEARLY_FULL:
+        max_empty = slots // NEARLY_FULL
+        if tokens_left >= slots - max_empty:
             return slots
     return fitting[-1]
 
@@ -296,7 +315,8 @@ def packed(
         divisors: The batch shapes, as divisors of the budget.
 
     Yields:
-        Which rows a batch holds, and the batch itself: its rows end to end, then `pad`.
+        Which rows a batch holds, and the batch itself: its rows end to end, then `pad` up to the
+        fixed number of token slots.
     """
     for plan in pack(token_rows.lengths, budget, divisors):
         row_starts = token_rows.starts[plan.rows]
@@ -304,14 +324,17 @@ def packed(
         ends = np.cumsum(lengths)  # position after each row's last token, in the batch
 
         # Copy the tokens of all rows with one indexing operation. For each slot of the batch,
-        # `positions` says where its token is in `token_rows.tokens`.
-        shifts = row_starts - (ends - lengths)
+        # `positions` says where its token is in `token_rows.tokens`. Within a row, this differs
+        # from the slot's number by a constant, which `shifts` has for each row.
+        starts_in_batch = ends - lengths
+        shifts = row_starts - starts_in_batch
         positions = np.repeat(shifts, lengths) + np.arange(plan.tokens)
         slots = np.full(plan.slots, pad, dtype=np.int64)
         slots[: plan.tokens] = token_rows.tokens[positions]
 
-        # The attention kernel reads where rows begin and end. The array has a fixed length for each
-        # shape, and what follows the last row are empty rows.
+        # The cumulative sequence lengths, from which the attention kernel reads where rows begin
+        # and end. The array has a fixed length for each shape. Entries after the last row repeat
+        # its end, which makes empty rows.
         cu_seqlens = np.full(row_capacity(plan.slots) + 1, plan.tokens, dtype=np.int32)
         cu_seqlens[0] = 0
         cu_seqlens[1 : len(ends) + 1] = ends
@@ -342,6 +365,8 @@ class Loader:
         self._models = models
         self._engine = engine
         self._pin = pin
+        # Like Python's `map`, which is used if there are no processes: calls a function for each
+        # slice of a shard, and returns the results in order.
         self._map: Callable[..., Iterable[dict[EncoderName, TokenRows]]] = map
         if engine.num_workers:
             context = multiprocessing.get_context("spawn")
@@ -354,17 +379,19 @@ class Loader:
     def load(self, task: ShardTask) -> Iterator[Item]:
         """Yield the task of a shard, its batches encoder by encoder, and the task again.
 
-        The launch loop sees by the task that a shard begins, and by its repetition that it ends.
+        The loop that launches batches on the device sees by the task that a shard begins, and by
+        its repetition that it ends.
         """
         yield task
-        source = Source(Path(task.store), task.reads, self._models)
-        skipped_rows = np.array(task.skip, dtype=np.int64)
+        source = Source(Path(task.store), task.reads_fingerprint, self._models)
+        skipped_rows = np.array(task.skipped_rows, dtype=np.int64)
         kept_rows = np.setdiff1d(np.arange(task.lo, task.hi), skipped_rows)
         parts = list(self._map(partial(tokenise, source), slices(kept_rows)))
         positions = kept_rows - task.lo  # of the kept rows within the shard
         for encoder in ENCODERS:
             token_rows = join([part[encoder.name] for part in parts])
-            budget = max(1, encoder.token_budget(self._engine) // task.divisor)
+            # The divisor is above 1 if the device has run out of memory before.
+            budget = max(1, encoder.token_budget(self._engine) // task.budget_divisor)
             pad = open_source(source).tokenizers[encoder.name].pad_id
             yield from self._batches(encoder, token_rows, positions, budget, pad)
         yield task
@@ -382,25 +409,28 @@ class Loader:
             pad: Token that fills the slots after the last row.
         """
         for index, (plan, batch) in enumerate(packed(token_rows, budget, pad)):
+            # A copy in page-locked memory, if that is wanted.
             ready = batch.pin() if self._pin else batch
             rows = torch.from_numpy(positions[plan.rows])
             yield Batch(encoder.name, index, ready, rows, arrived_s=time.monotonic())
 
-    def feed(self, next_task: Callable[[], ShardTask | None], depth: int) -> Take:
+    def feed(self, next_task: Callable[[], ShardTask | None], queue_size: int) -> Take:
         """Start a thread that loads shards and keeps a queue of items filled.
+
+        An item is a task or a packed batch. None is the last one.
 
         Args:
             next_task: Returns the next task, or None after the last one. It may wait.
-            depth: Number of items that the queue may hold.
+            queue_size: Number of items that the queue may hold.
 
         Returns:
-            A function that takes the next item from the queue. If loading raised an error, the
-            function raises the error.
+            A function that takes the next item from the queue, and also returns how long it waited.
+            If loading raised an error, the function raises the error.
         """
-        items: queue.Queue[Item | BaseException] = queue.Queue(maxsize=depth)
+        items: queue.Queue[Item | BaseException] = queue.Queue(maxsize=queue_size)
 
         def fill() -> None:
-            """Load all tasks. Put an error into the queue, in place of the item."""
+            """Put the items of all tasks into the queue, then None. An error is put there, too."""
             try:
                 while (task := next_task()) is not None:
                     for item in self.load(task):
@@ -410,12 +440,16 @@ class Loader:
                 items.put(error)
 
         def take() -> tuple[Item, float]:
-            """Return the next item, and the milliseconds that it took to come."""
-            asked_s = time.perf_counter()
+            """Return the next item, and the milliseconds that it took to come.
+
+            If loading has failed, raise that error in the thread that calls this.
+            """
+            began_s = time.perf_counter()
             item = items.get()
             if isinstance(item, BaseException):
                 raise item
-            return item, (time.perf_counter() - asked_s) * 1e3
+            wait_s = time.perf_counter() - began_s
+            return item, wait_s * 1e3
 
         threading.Thread(target=fill, name="feeder", daemon=True).start()
         return take

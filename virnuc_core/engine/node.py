@@ -76,7 +76,7 @@ class NodeReport(Spec):
     now_s: float  # the node's `time.monotonic()`
     lines: tuple[WorkerLine, ...] = ()  # messages of its worker processes, in order
     stderr: dict[int, str] = Field({})  # what each process wrote to standard error
-    still_s: dict[int, float] = Field({})  # seconds without progress of each process
+    no_progress_s: dict[int, float] = Field({})  # seconds without progress of each process
     samples: tuple[DeviceSample, ...] = ()
 
 
@@ -126,7 +126,10 @@ class Node:
         self._local_models: str | None = None
 
     def __del__(self) -> None:
-        """Clean up in a thread, because it takes seconds and Dask's event loop must not wait."""
+        """End the worker processes and remove the folder, when Dask releases the actor.
+
+        This is done in a thread, because it takes seconds and Dask's event loop must not wait.
+        """
         threading.Thread(target=self._end).start()
 
     def _end(self) -> None:
@@ -135,7 +138,7 @@ class Node:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def facts(self, devices: str) -> str:
-        """Return the `Facts` of this node as JSON.
+        """Return the `Facts` of this node as JSON: its devices and the versions of its software.
 
         Args:
             devices: The value of the option `--devices` of the run.
@@ -152,7 +155,7 @@ class Node:
         elif wanted_devices.kind == "cuda":
             gpus = resolve(wanted_devices)
         else:
-            gpus = ()
+            gpus = ()  # the run uses only cores
         n_cores = len(os.sched_getaffinity(0))
         facts = Facts(
             host=platform.node(),
@@ -172,8 +175,9 @@ class Node:
 
         Args:
             models: Where the models are now: an absolute path on a shared file system, or a
-                relative path of files that are sent to this node.
-            local: Folder on this node for the copy, or an earlier copy itself.
+                path in this node's folder, to which the files are sent.
+            local: Folder on this node for the copy, or an earlier copy itself. Empty for this
+                node's folder, which is removed after the run.
             digests: JSON object with the digest of each model.
 
         Returns:
@@ -184,6 +188,7 @@ class Node:
         """
         from virnuc_core.encoders.digests import fingerprint
 
+        # Joining a folder with an absolute path gives the absolute path.
         source = self.folder / models
         copy = self._place_of_copy(self.folder / local, digests)
         is_sent = not Path(models).is_absolute()
@@ -192,7 +197,8 @@ class Node:
                 return False
             self._copy_models(source, copy, move=is_sent)
         expected_digests: dict[str, str] = json.loads(digests)
-        precision: Precision = "int8" if '"int8"' in digests else "auto"
+        # Only a run in int8 has a digest of this name, that of its calibration.
+        precision: Precision = "int8" if "int8" in expected_digests else "auto"
         if fingerprint(copy, precision) != expected_digests:
             raise WeightsError(f"{copy} does not hold the same models; remove it and run again")
         self._local_models = str(copy)
@@ -202,7 +208,12 @@ class Node:
         """Return the path of the copy of the models.
 
         It is the folder itself if that holds models. Otherwise it is a folder in it, whose name is
-        derived from the digests, so that different models do not replace each other.
+        derived from the digests, so that different models do not replace each other. Nothing is
+        made here.
+
+        Args:
+            folder: The folder that the user has named for the copy.
+            digests: JSON object with the digest of each model.
         """
         from virnuc_core.encoders.registry import PARTS
 
@@ -223,6 +234,8 @@ class Node:
 
         transfer = shutil.move if move else shutil.copytree
         copy.parent.mkdir(parents=True, exist_ok=True)
+        # Work in a temporary folder on the same disk, so that a rename can put the whole copy into
+        # its place.
         with tempfile.TemporaryDirectory(dir=copy.parent) as folder:
             temp_copy = Path(folder) / "copy"
             temp_copy.mkdir()
@@ -241,7 +254,7 @@ class Node:
             name: Path of the file. A relative path is in this node's folder.
             chunk: Bytes of the file.
             digest: SHA-256 of the chunk, as hexadecimal text.
-            first: Whether it is the first chunk.
+            first: Whether it is the first chunk. It replaces what an earlier attempt has left.
             last: Whether it is the last chunk.
 
         Raises:
@@ -284,16 +297,30 @@ class Node:
             raise DeviceError(f"cannot use {path}: {error.strerror or error}") from error
 
     def delete(self, name: str) -> None:
-        """Remove the folder of a shard, with everything that was sent and computed for it."""
+        """Remove the folder of a shard, with everything that was sent and computed for it.
+
+        Args:
+            name: Name of the folder, which is in this node's folder. It may be gone already.
+        """
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     async def follow(self, orders: str) -> None:
-        """Carry out `Orders` (JSON) one after the other, in the thread that starts processes."""
+        """Carry out the messages to worker processes that the submitting machine has sent.
+
+        They are carried out one after the other, in the thread that starts all processes. This
+        returns when all are done.
+
+        Args:
+            orders: `Orders` as JSON.
+        """
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._starter, self._follow, Orders.model_validate_json(orders))
 
     def _follow(self, orders: Orders) -> None:
-        """Start and end worker processes, and send them messages, as the orders say."""
+        """Start and end worker processes, and send them messages, as the orders say.
+
+        A `WorkerSpec` starts a process, and `End` ends it. Any other message goes to the process.
+        """
         for order in orders.lines:
             message = Message.of(order.line)
             if isinstance(message, WorkerSpec):
@@ -304,6 +331,7 @@ class Node:
                 # The process has ended. The next report will say so.
                 continue
             if isinstance(message, End):
+                # In a thread, because the end takes seconds and other orders must not wait.
                 threading.Thread(target=child.end, args=(message.grace_s,)).start()
             elif isinstance(message, ShardTask):
                 # Relative paths become paths in this node's folder. Absolute paths stay.
@@ -314,10 +342,11 @@ class Node:
                 child.send(message)
 
     def _adapt(self, spec: WorkerSpec) -> WorkerSpec:
-        """Change the settings of a worker for this node, and return them.
+        """Return the settings of a worker as they must be on this node.
 
-        The worker waits longer for its GPU, and loads the models from this node's disk if they are
-        there. From now on, its GPU is measured for each report.
+        The worker waits longer for its GPU, because the one before it may still be ending. It loads
+        the models from this node's disk if they are there. As a side effect, its GPU is measured
+        for each report from now on.
         """
         device_wait_s = max(DEVICE_WAIT_S, spec.engine.device_wait_s)
         engine = spec.engine.model_copy(update={"device_wait_s": device_wait_s})
@@ -339,7 +368,8 @@ class Node:
     def _collect(self) -> NodeReport:
         """Wait for a message of a worker process, and return a report of all that happened.
 
-        Worker processes that have ended are removed from `_children`.
+        Without any message the report is returned after `REPORT_S`. Worker processes that have
+        ended are removed from `_children`.
         """
         lines = []
         ended_children: dict[int, Child] = {}
@@ -351,12 +381,14 @@ class Node:
             child, message = received
             number = self._number_of(child)
             if isinstance(message, Closed):
-                message = Ended(status=child.end(0.5), last_words=child.last_words)
+                # The process has ended. `end` collects its exit status.
+                status = child.end(0.5)
+                message = Ended(status=status, last_words=child.last_words)
                 ended_children[number] = self._children.pop(number)
             lines.append(WorkerLine(number=number, line=message.line()))
             received = self._workers.receive(0)
         now_s = time.monotonic()
-        running = self._children.copy()
+        running = self._children.copy()  # another thread adds to the dict
         samples: tuple[DeviceSample, ...] = ()
         if self._read_gpu is not None:
             samples = tuple(self._read_gpu(gpu, now_s) for gpu in self._sampled_gpus)
@@ -364,7 +396,9 @@ class Node:
             now_s=now_s,
             lines=tuple(lines),
             stderr=_take_stderr(running | ended_children),
-            still_s={number: now_s - child.progress_s for number, child in running.items()},
+            no_progress_s={
+                number: now_s - child.last_progress_s for number, child in running.items()
+            },
             samples=samples,
         )
 

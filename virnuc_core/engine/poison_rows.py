@@ -4,7 +4,7 @@ A row is one sequence. The search computes parts of the shard (probes) and sees 
 survives. The pool computes the probes; this module only decides which one is next.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Final
 
 from virnuc_core.engine.shards import ShardTask
@@ -27,13 +27,15 @@ RowSearch = Generator[ShardTask, bool, int | None]
 def bisect_poison_rows(shard: ShardTask) -> Probes:
     """Search a shard for the rows that kill workers, by computing smaller and smaller parts.
 
-    The caller computes each task that is yielded, and sends back true if the worker survived it.
+    The caller computes each task that is yielded. For a probe, which is a part of the shard, it
+    sends back true if the worker survived.
+
     The search has rounds. A round looks for one more row, and then yields the whole shard without
     all rows that were found. If a worker survives this task, the shard is done, and the caller asks
     for no further task. So the generator goes on only after another death, with the next round.
 
-    The generator ends if the shard cannot be saved. If several unrelated rows each kill a worker,
-    the cause is not a row: then only the whole shard is tried once more.
+    The generator ends if the shard cannot be saved. If several rows that lie far apart each kill a
+    worker, the cause is not a row: then only the whole shard is tried once more.
 
     Args:
         shard: The task at which workers died.
@@ -50,12 +52,13 @@ def bisect_poison_rows(shard: ShardTask) -> Probes:
     failed_rounds = 0
     while failed_rounds < MAX_FAILED_ROUNDS and len(guilty_rows) <= MAX_POISON_ROWS:
         row = yield from _bisect_one_row(shard, guilty_rows)
-        if row is None:  # no row was found; the same task is tried again below
+        if row is None:
+            # No single row was found. Below, the shard is tried again without the earlier ones.
             failed_rounds += 1
         else:
             guilty_rows = sorted([*guilty_rows, row])
             failed_rounds = 0
-        yield shard.model_copy(update={"skip": tuple(guilty_rows)})
+        yield shard.model_copy(update={"skipped_rows": tuple(guilty_rows)})
 
 
 def _kills_at_every_spread_row(shard: ShardTask) -> Generator[ShardTask, bool, bool]:
@@ -64,10 +67,11 @@ def _kills_at_every_spread_row(shard: ShardTask) -> Generator[ShardTask, bool, b
     Return false as soon as a worker survives one of them, and also if the shard has too few rows.
     Yields a probe for each row, and is sent true if the worker survived it.
     """
+    # The first row, and others at equal distances after it.
     step = max(1, (shard.hi - shard.lo) // N_SPREAD_PROBES)
     rows = range(shard.lo, shard.hi, step)[:N_SPREAD_PROBES]
     for row in rows:
-        worker_survived = yield _probe(shard, row, row + 1, skip=())
+        worker_survived = yield _probe(shard, row, row + 1, guilty_rows=())
         if worker_survived:
             return False
     return len(rows) == N_SPREAD_PROBES
@@ -91,6 +95,7 @@ def _bisect_one_row(shard: ShardTask, guilty_rows: list[int]) -> RowSearch:
     hi = shard.hi
     deaths_alone = 0
     while deaths_alone < DEATHS_TO_CONFIRM:
+        # With a single row left, the lower half is this row, and the upper half is empty.
         middle = max(lo + 1, (lo + hi) // 2)
         worker_survived = yield _probe(shard, lo, middle, guilty_rows)
         if not worker_survived:
@@ -106,14 +111,17 @@ def _bisect_one_row(shard: ShardTask, guilty_rows: list[int]) -> RowSearch:
                 return None
             lo = middle
         if hi - lo == 1:
+            # The last death was at this single row.
             deaths_alone += 1
     return lo
 
 
-def _probe(shard: ShardTask, lo: int, hi: int, skip: list[int] | tuple[int, ...]) -> ShardTask:
+def _probe(shard: ShardTask, lo: int, hi: int, guilty_rows: Sequence[int]) -> ShardTask:
     """Return a task to compute the rows from `lo` to `hi - 1` of a shard without committing them.
 
-    Rows of `skip` that lie in this range are left out.
+    Rows of `guilty_rows` that lie in this range are left out.
     """
-    skipped_here = tuple(row for row in skip if lo <= row < hi)
-    return shard.model_copy(update={"lo": lo, "hi": hi, "skip": skipped_here, "probe": True})
+    skipped_here = tuple(row for row in guilty_rows if lo <= row < hi)
+    return shard.model_copy(
+        update={"lo": lo, "hi": hi, "skipped_rows": skipped_here, "is_probe": True}
+    )

@@ -59,7 +59,7 @@ class WorkerSlot:
     spec: WorkerSpec
     worker: process.Child | None = None  # None if no process runs on this device
     # What the present worker reported when it was ready to compute. None before that.
-    record: dict[str, Any] | None = None
+    ready_record: dict[str, Any] | None = None
     tasks: deque[ShardTask] = field(default_factory=deque)  # sent and not answered, oldest first
     unready_deaths: int = 0  # workers in a row that died before they were ready
     # (run, shard) of the shards at which the device ran out of memory
@@ -79,7 +79,7 @@ class PooledJob:
     tasks: Sequence[ShardTask] = ()
     deaths: list[str] = field(default_factory=list)  # a line for each worker that died
     # By device: what the first worker that took one of the job's shards reported when ready.
-    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ready_records: dict[str, dict[str, Any]] = field(default_factory=dict)
     # By device: seconds between the last commit before a death and the new worker's readiness.
     restart_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     reduced_budgets: dict[int, int] = field(default_factory=dict)  # shard → token budget divisor
@@ -109,13 +109,16 @@ class WorkerDeath:
     @property
     def out_of_memory(self) -> bool:
         """Return true if the worker reported that its device ran out of memory."""
-        failure = self.worker.failed
+        failure = self.worker.failure
         return failure is not None and failure.kind == "OutOfMemoryError"
 
     @property
     def reason(self) -> str:
-        """Return the error that the worker reported, or else its last line on standard error."""
-        failure = self.worker.failed
+        """Return the error that the worker reported, or else its last line on standard error.
+
+        A worker that was killed from outside has reported no error.
+        """
+        failure = self.worker.failure
         if failure is None:
             return self.worker.last_words
         return f"{failure.kind}: {failure.message}"
@@ -123,7 +126,7 @@ class WorkerDeath:
     @property
     def traceback(self) -> str:
         """Return the traceback that the worker reported, or an empty string."""
-        failure = self.worker.failed
+        failure = self.worker.failure
         return "" if failure is None else failure.traceback
 
     def __str__(self) -> str:
@@ -181,10 +184,13 @@ class Pool(AbstractContextManager["Pool"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Accept no more jobs, and wait until the pool's thread has ended all workers."""
+        """Accept no more jobs, and wait until the pool's thread has ended all workers.
+
+        Jobs that are not finished get an error, which `compute` raises in their threads.
+        """
         with self._submit_lock:
             self._closed = True
-        self._workers.wake()
+        self._workers.wake()  # the thread may be waiting for a message
         self._thread.join()
         self._workers.__exit__()
 
@@ -212,15 +218,16 @@ class Pool(AbstractContextManager["Pool"]):
             WorkerError: Workers never became ready, or `end_all_children` was called.
         """
         run = tasks[0].run if tasks else ""
-        job = PooledJob(run, logs, on_event, {task.shard for task in tasks}, tasks)
+        shards = {task.shard for task in tasks}
+        job = PooledJob(run, logs, on_event, remaining=shards, tasks=tasks)
         if not tasks:
-            return job
+            return job  # there is nothing to compute
         with self._submit_lock:
             if self._closed:
                 raise errors.VirnucError(process.INTERRUPTED)
             self._submitted.append(job)
-        self._workers.wake()
-        job.completion.result()
+        self._workers.wake()  # the pool's thread may be waiting for a message
+        job.completion.result()  # waits, and raises the error that has ended the job
         return job
 
     def _work(self) -> None:
@@ -235,7 +242,8 @@ class Pool(AbstractContextManager["Pool"]):
                 except Exception as error:  # noqa: BLE001 - `compute` raises it in its thread
                     self._end(error)
         finally:
-            # Other threads wait in `compute` for this thread. It must not end without answering.
+            # Other threads wait in `compute` for this thread, so it must not end without answering
+            # them. Jobs that were submitted a moment ago are accepted only to get their error.
             with self._submit_lock:
                 self._closed = True
             self._accept_jobs()
@@ -244,7 +252,8 @@ class Pool(AbstractContextManager["Pool"]):
     def _step(self) -> None:
         """Start workers and send them tasks, then wait for one message and handle it.
 
-        If no message comes within `TICK_S`, return: the next step checks for silent workers.
+        If no message comes within `TICK_S`, this returns without one. The caller repeats the step,
+        so that workers which have hung are found even if nobody sends a message.
         """
         self._accept_jobs()
         self._end_silent()
@@ -274,8 +283,9 @@ class Pool(AbstractContextManager["Pool"]):
         """End workers that have hung.
 
         A worker with tasks is ended if it has made no progress for `silence_s`. Its end comes as a
-        message and is handled like any other death. A worker without tasks is ended if its
-        heartbeats have stopped, because it may occupy the device.
+        message (`Closed`), and its tasks are sent to another worker then. A worker without tasks
+        has nothing to make progress with. It is ended only if its heartbeats have stopped, because
+        it may occupy the device.
         """
         now_s = time.monotonic()
         silence_s = self.specs[0].engine.silence_s
@@ -284,37 +294,44 @@ class Pool(AbstractContextManager["Pool"]):
             if worker is None:
                 continue
             if slot.tasks:
-                if now_s - worker.progress_s > silence_s:
+                if now_s - worker.last_progress_s > silence_s:
                     device = worker.device
                     log.error(
                         "%s has been silent for more than %.0f s; ending it", device, silence_s
                     )
-                    worker.progress_s = now_s
+                    # So that the next step does not end it again before its end is reported.
+                    worker.last_progress_s = now_s
                     worker.end(0.5)
-            elif worker.silent:
+            elif worker.is_silent:
+                # No task has to be queued again, so the message of its end is not waited for.
                 worker.end(0)
                 slot.worker = None
 
     def _add_new_devices(self) -> None:
-        """Add a slot for each device that has joined the cluster."""
-        for device in self._workers.new_devices(len(self._todo)):
+        """Add a slot for each device that has joined the cluster.
+
+        A cluster learns by this call how many tasks wait for a worker. On one machine there are
+        never new devices.
+        """
+        for device in self._workers.new_devices(n_waiting=len(self._todo)):
             spec = self.specs[0].model_copy(update={"device": device})
             self._slots.append(WorkerSlot(spec))
 
     def _start_workers(self) -> None:
         """Start workers on devices without one, but not more workers than there are tasks.
 
-        The first call of a pool with `warm` starts a worker on every device.
+        In a pool that was made with `warm`, the first call starts a worker on every device.
         """
-        n_wanted = len(self._todo) + sum(len(slot.tasks) for slot in self._slots)
+        n_sent = sum(len(slot.tasks) for slot in self._slots)
+        n_wanted = len(self._todo) + n_sent
         if self._warm:
             n_wanted = len(self._slots)
-            self._warm = False
+            self._warm = False  # later calls start only as many workers as there are tasks
         idle = [slot for slot in self._slots if slot.worker is None]
         n_running = len(self._slots) - len(idle)
         for slot in idle[: max(0, n_wanted - n_running)]:
             slot.worker = self._workers.start(slot.spec)
-            slot.record = None
+            slot.ready_record = None
 
     def _feed(self) -> None:
         """Send tasks until each worker has `TASKS_PER_WORKER` of them, or none is left.
@@ -329,43 +346,58 @@ class Pool(AbstractContextManager["Pool"]):
     def _may_take_next(self, slot: WorkerSlot, max_tasks: int) -> bool:
         """Return true if the next task may be sent to this worker now.
 
-        A task at which a worker has died before is sent only to a worker without other tasks. If
-        this worker dies as well, the task is the cause.
+        A task at which a worker has died before is a suspect. A worker that has it gets no other
+        task: if this worker dies as well, it is clear which task is the cause.
+
+        Args:
+            slot: The slot of the worker.
+            max_tasks: How many unanswered tasks the worker may have, with the next one.
         """
         if not self._todo or slot.worker is None or len(slot.tasks) >= max_tasks:
             return False
         if not slot.tasks:
             return True
-        tasks_together = (self._todo[0], *slot.tasks)
+        next_task = self._todo[0]
+        tasks_together = (next_task, *slot.tasks)
         return not any(self._is_suspect(task) for task in tasks_together)
 
     def _is_suspect(self, task: ShardTask) -> bool:
-        """Return true if workers have died at this shard, or if the task is part of a search."""
-        return task.probe or self._jobs[task.run].deaths_at_shard[task.shard] > 0
+        """Return true if this task may kill its worker.
+
+        That is the case if workers have died at its shard, or if it is a probe: a part of a shard
+        that is computed in search of the row that kills workers.
+        """
+        return task.is_probe or self._jobs[task.run].deaths_at_shard[task.shard] > 0
 
     def _send_next(self, slot: WorkerSlot) -> None:
         """Send the next task in the queue to a worker, and note it in the worker's slot.
 
-        If the device has run out of memory before, the task gets a smaller token budget.
+        The task says by which number the token budget of its batches is divided. This is 1 as long
+        as neither the shard nor the device has run out of memory.
         """
         assert slot.worker is not None
         task = self._todo.popleft()
-        divisor = max(task.divisor, slot.spec.divisor)
-        task = task.model_copy(update={"divisor": divisor})
+        budget_divisor = max(task.budget_divisor, slot.spec.budget_divisor)
+        task = task.model_copy(update={"budget_divisor": budget_divisor})
         slot.tasks.append(task)
         self._choose_log(slot)
-        if slot.record is not None:
-            self._jobs[task.run].records.setdefault(slot.spec.device.id, slot.record)
+        if slot.ready_record is not None:
+            # The worker was ready before this job began, and will not report it again. Jobs put
+            # these records into their summary. The first worker of a device counts.
+            records = self._jobs[task.run].ready_records
+            records.setdefault(slot.spec.device.id, slot.ready_record)
         slot.worker.send(task)
 
     def _choose_log(self, slot: WorkerSlot) -> None:
         """Choose the file for a worker's standard error: a log of the run that it computes now.
 
-        A worker of a lasting pool that has no task writes to no log.
+        A pool that keeps its workers between jobs lets a worker without a task write to no log, so
+        that nothing is written into a run that is over. Otherwise the worker keeps its last log.
         """
         assert slot.worker is not None
         if slot.tasks:
-            logs = self._jobs[slot.tasks[0].run].logs
+            current_task = slot.tasks[0]
+            logs = self._jobs[current_task.run].logs
             slot.worker.log = logs / f"worker-{slot.worker.device}.log"
         elif self._keep:
             slot.worker.log = None
@@ -375,21 +407,23 @@ class Pool(AbstractContextManager["Pool"]):
     ) -> None:
         """Handle a message of a worker. An error in it ends one job, or is raised for all jobs.
 
-        An error of the kinds `JOB_ERRORS` ends only the job that the worker computes, if the pool
-        keeps its workers.
+        An error that has its cause in one job (`JOB_ERRORS`) ends only the job that the worker
+        computes, if the pool keeps its workers. Otherwise it is raised like any other error.
 
         Raises:
             Exception: Any other error, which ends the pool's workers and all its jobs.
         """
-        was_ready = slot.record is not None
+        was_ready = slot.ready_record is not None
         current_task = slot.tasks[0] if slot.tasks else None
         try:
             self._handle_message(slot, worker, message)
         except JOB_ERRORS as error:
+            # A worker that was not ready has met the error while it loaded, so it belongs to no
+            # job.
             if not self._keep or not was_ready or current_task is None:
                 raise
-            # The job is over. Drop its tasks that no worker has yet. Tasks that workers have are
-            # not sent again, because the job has an error.
+            # The job is over. Remove its tasks that no worker has yet. Tasks that workers have are
+            # still computed, but are not sent again if a worker dies.
             self._jobs[current_task.run].error = error
             other_tasks = [task for task in self._todo if task.run != current_task.run]
             self._todo = deque(other_tasks)
@@ -397,7 +431,7 @@ class Pool(AbstractContextManager["Pool"]):
     def _handle_message(
         self, slot: WorkerSlot, worker: process.Child, message: process.Message
     ) -> None:
-        """Handle one message of a worker.
+        """Handle one message of a worker: it is ready, a task is done, it has failed or ended.
 
         Raises:
             VirnucError: The worker met an error that another worker would meet, too.
@@ -420,16 +454,17 @@ class Pool(AbstractContextManager["Pool"]):
     def _handle_ready(self, slot: WorkerSlot, worker: process.Child, ready: process.Ready) -> None:
         """Handle the message that a worker has loaded the weights and can compute.
 
-        Its record is kept for the jobs. If it replaces a worker that died, the time since that
-        worker's last commit is counted as lost.
+        What it reports about itself is kept for the summaries of the jobs. If it replaces a worker
+        that died, the jobs have lost the time since that worker's last commit, which is counted.
         """
-        record = {"asked_s": worker.asked_s, "spawned_s": worker.started_s, **ready.record}
+        record = {"asked_s": worker.requested_s, "spawned_s": worker.started_s, **ready.record}
         now_s = time.monotonic()
         for job in self._jobs_of(slot.tasks):
-            first_record = job.records.setdefault(worker.device, record)
+            first_record = job.ready_records.setdefault(worker.device, record)
+            # Another process id means that the first worker of this device has died.
             if first_record["pid"] != record["pid"]:
                 job.restart_s[worker.device] += now_s - slot.active_since_s
-        slot.record = record
+        slot.ready_record = record
         slot.unready_deaths = 0
         slot.active_since_s = now_s
         log.info("%s ready after %.1f s", worker.device, record["ready_s"])
@@ -437,16 +472,18 @@ class Pool(AbstractContextManager["Pool"]):
     def _handle_computed(self, slot: WorkerSlot, computed: Computed) -> None:
         """Handle the message that a worker has computed its oldest task.
 
-        For a whole shard the commit is counted. For a probe, the search for a bad row learns that
-        the worker survived, and its next probe becomes the next task.
+        For a whole shard the commit is counted. A probe is a part of a shard, computed in search of
+        a row that kills workers. The search (a generator) is told that the worker survived, and the
+        next probe that it gives is sent before all other tasks.
         """
         task = slot.tasks.popleft()
         self._choose_log(slot)
         job = self._jobs[task.run]
         if job.error is not None:
-            return
+            return  # the job is over, so nobody needs the result
         if computed.done is None:
-            next_probe = job.searches[task.shard].send(True)
+            worker_survived = True
+            next_probe = job.searches[task.shard].send(worker_survived)
             self._todo.appendleft(next_probe)
         else:
             slot.active_since_s = time.monotonic()
@@ -454,7 +491,7 @@ class Pool(AbstractContextManager["Pool"]):
             self._count_commit(job, task, computed.done)
 
     def _count_commit(self, job: PooledJob, task: ShardTask, done: ShardDone) -> None:
-        """Count a committed shard, and tell the job's `on_event`.
+        """Count a committed shard in its job, and call the job's `on_event`.
 
         Args:
             job: The job of the shard.
@@ -464,13 +501,14 @@ class Pool(AbstractContextManager["Pool"]):
         Raises:
             NotFiniteError: Too many of the run's rows have results that are not finite.
         """
-        if task.divisor > 1:
-            job.reduced_budgets[task.shard] = task.divisor
+        if task.budget_divisor > 1:
+            job.reduced_budgets[task.shard] = task.budget_divisor
+        # The shard is no suspect any more.
         job.deaths_at_shard.pop(task.shard, None)
         job.remaining.discard(task.shard)
         job.on_event(done)
         # `skipped` also counts the rows that the task itself told the worker to leave out.
-        n_not_finite = done.skipped - len(task.skip)
+        n_not_finite = done.skipped - len(task.skipped_rows)
         if n_not_finite:
             text = "shard %05d: %d rows are not finite and are set aside (failed.tsv)"
             log.warning(text, done.shard, n_not_finite)
@@ -482,7 +520,10 @@ class Pool(AbstractContextManager["Pool"]):
             raise errors.NotFiniteError(f"{problem}; {way_out}")
 
     def _jobs_of(self, tasks: Sequence[ShardTask]) -> list[PooledJob]:
-        """Return the jobs to which a worker's tasks belong. Without any task, return all jobs."""
+        """Return the jobs to which a worker's tasks belong.
+
+        Without any task, return all jobs: the worker may be meant for each of them.
+        """
         runs = dict.fromkeys(task.run for task in tasks)
         if not runs:
             return list(self._jobs.values())
@@ -499,14 +540,15 @@ class Pool(AbstractContextManager["Pool"]):
             ShardError: The shard kills workers, although none of its rows does so alone.
             DeviceError: The memory of the device is too small for the smallest token budget.
         """
+        # Its output has ended, but the process, or others that it has started, may still exist.
         status = worker.end(0.5)
-        was_ready = slot.record is not None
+        was_ready = slot.ready_record is not None
         death = WorkerDeath(worker, status, tuple(slot.tasks), was_ready)
         slot.worker = None
         slot.tasks = deque()
         if self._workers.cancelled:
             raise errors.WorkerError(process.INTERRUPTED)
-        if worker.lost:
+        if worker.node_lost:
             # The node is gone, and the device with it. If the node comes back, its devices are
             # added as new ones.
             self._slots.remove(slot)
@@ -515,11 +557,13 @@ class Pool(AbstractContextManager["Pool"]):
         for job in affected_jobs:
             job.deaths.append(str(death))
             job.on_event(str(death))
+        # Put its tasks at the head of the queue, in their order. Jobs with an error are over.
         tasks = [task for task in death.tasks if self._jobs[task.run].error is None]
         self._todo.extendleft(reversed(tasks))
-        if worker.lost:
-            return
-        # The worker computed its oldest task when it died. That task may be the cause.
+        if worker.node_lost:
+            return  # the worker is not to blame
+        # The worker computed its oldest task when it died, and that task may be the cause. If it
+        # was put back into the queue, it is the first task there, and is replaced by another one.
         if was_ready and tasks and tasks[0] is death.tasks[0]:
             first_task = tasks[0]
             self._todo[0] = self._task_after_death(
@@ -532,16 +576,19 @@ class Pool(AbstractContextManager["Pool"]):
                 slot.oom_shards.add((first_task.run, first_task.shard))
         if death.out_of_memory:
             # Memory ran out at two different shards, or while loading. So the device is too small
-            # for this token budget, whatever the shard.
+            # for this token budget, whatever the shard. Its next workers get half of it.
             if not was_ready or len(slot.oom_shards) > 1:
-                divisor = _next_divisor(slot.spec.divisor, worker.device)
-                slot.spec = slot.spec.model_copy(update={"divisor": divisor})
+                budget_divisor = _next_divisor(slot.spec.budget_divisor, worker.device)
+                slot.spec = slot.spec.model_copy(update={"budget_divisor": budget_divisor})
                 slot.oom_shards.clear()
         elif not was_ready and affected_jobs:
             self._count_unready_death(slot, death)
 
     def _count_unready_death(self, slot: WorkerSlot, death: WorkerDeath) -> None:
         """Count a worker that died before it was ready.
+
+        Such a worker has computed no shard, so the cause is its device or the models. After a few
+        deaths in a row the run is given up.
 
         Raises:
             WorkerError: `MAX_DEATHS_BEFORE_READY` workers in a row have died so on this device.
@@ -574,22 +621,26 @@ class Pool(AbstractContextManager["Pool"]):
             UnreadableError: The system cannot read the store of the sequences.
         """
         if out_of_memory:
-            divisor = _next_divisor(task.divisor, f"shard {task.shard:05d}")
-            return task.model_copy(update={"divisor": divisor})
+            budget_divisor = _next_divisor(task.budget_divisor, f"shard {task.shard:05d}")
+            return task.model_copy(update={"budget_divisor": budget_divisor})
         job = self._jobs[task.run]
-        if task.probe:
-            return job.searches[task.shard].send(False)
+        if task.is_probe:
+            worker_survived = False
+            return job.searches[task.shard].send(worker_survived)
         job.deaths_at_shard[task.shard] += 1
         n_deaths = job.deaths_at_shard[task.shard]
         if n_deaths < self.specs[0].engine.max_shard_attempts:
-            return task
+            return task  # the worker may have been killed from outside
         if bus_error:
+            # No row of the shard is the cause, so a search would find none.
             raise errors.UnreadableError(
                 f"{task.store}: cannot be read: the system ended {n_deaths} workers that read it "
                 "with a bus error. The disk or the file server has failed, or the file was cut "
                 "off; mend that and run again, what was committed stays"
             )
         log.warning("shard %05d ended %d workers; searching for the row", task.shard, n_deaths)
+        # A search is a generator. It gives the first probe now, or the next one if a worker has
+        # died at the whole shard although the search had excluded some rows.
         if task.shard not in job.searches:
             job.searches[task.shard] = bisect_poison_rows(task)
         probe = next(job.searches[task.shard], None)
@@ -599,9 +650,11 @@ class Pool(AbstractContextManager["Pool"]):
         return probe
 
     def _finish_jobs(self) -> None:
-        """Let `compute` return for the jobs that are over, once no worker has a task of theirs.
+        """Release the jobs that are over and of which no worker has a task any more.
 
-        If this was the last job and the pool does not keep its workers, they are ended.
+        The thread that waits for such a job in `compute` goes on: the job is returned, or its error
+        is raised. Before that, if no job is left and the pool does not keep its workers, they are
+        ended.
         """
         jobs_over = [job for job in self._jobs.values() if job.is_over]
         if not jobs_over:
@@ -633,9 +686,13 @@ class Pool(AbstractContextManager["Pool"]):
                 job.completion.set_exception(error)
 
     def _end_workers(self) -> None:
-        """End all workers, also those with unanswered tasks, and empty their slots."""
+        """End all workers, also those with unanswered tasks, and empty their slots.
+
+        The slots remain, so that new workers can be started for later jobs.
+        """
         workers = [slot.worker for slot in self._slots if slot.worker is not None]
         for worker in workers:
+            # Says that no more tasks will come. A worker without a task ends by itself then.
             worker.send(process.Closed())
         process.end_children(workers)
         for slot in self._slots:
@@ -644,19 +701,21 @@ class Pool(AbstractContextManager["Pool"]):
             slot.unready_deaths = 0
 
 
-def _next_divisor(divisor: int, name: str) -> int:
-    """Return the doubled divisor, which halves the token budget, after memory ran out.
+def _next_divisor(budget_divisor: int, name: str) -> int:
+    """Return twice the divisor, so that the token budget is halved after memory ran out.
+
+    The token budget is the size of a batch. A warning is logged.
 
     Args:
-        divisor: The token budget was divided by this.
+        budget_divisor: The token budget was divided by this when memory ran out.
         name: The device or the shard, for messages.
 
     Raises:
         DeviceError: The token budget cannot be made smaller.
     """
-    if divisor >= MAX_DIVISOR:
-        problem = f"out of memory even with 1/{divisor} of the token budget"
+    if budget_divisor >= MAX_DIVISOR:
+        problem = f"out of memory even with 1/{budget_divisor} of the token budget"
         way_out = "free the device or use a smaller model"
         raise errors.DeviceError(f"{name}: {problem}; {way_out}")
-    log.warning("%s: out of memory, trying 1/%d of the token budget", name, divisor * 2)
-    return divisor * 2
+    log.warning("%s: out of memory, trying 1/%d of the token budget", name, budget_divisor * 2)
+    return budget_divisor * 2

@@ -61,7 +61,11 @@ class Message(Spec):
 
     @staticmethod
     def of(line: str) -> "Message":
-        """Return the message that a line holds. Its class must have been imported before."""
+        """Return the message that a line holds.
+
+        The line begins with the name of the message's class. The class must have been imported
+        before, because it is looked for among the subclasses that Python knows.
+        """
         name, body = line.split(" ", 1)
         kinds = [kind for kind in Message.__subclasses__() if kind.__name__ == name]
         return kinds[0].model_validate_json(body)
@@ -76,14 +80,16 @@ class WorkerSpec(Message):
     models: str  # path of the models directory
     device: Device
     engine: EngineSpec
-    divisor: int = 1  # the token budgets are divided by this, if the device has too little memory
+    budget_divisor: int = (
+        1  # the token budgets are divided by this, if the device has too little memory
+    )
     trace: TraceSpec | None = None
 
 
 class Alive(Message):
     """A worker's heartbeat, which it sends at regular times."""
 
-    progress_s: float  # `time.monotonic()` of the last progress
+    last_progress_s: float  # `time.monotonic()` of the last progress
 
 
 class Ready(Message):
@@ -118,9 +124,15 @@ def worker_specs(
 ) -> tuple[WorkerSpec, ...]:
     """Return the specifications of workers, one for each device.
 
-    Workers may be started before the shards of the run are planned. The plan can change
-    `shard_tokens`, which workers do not use, so the specification has the default value. Thus
-    workers that were started early match the specification of the run.
+    A worker that was started early is used by a run if its specification is the one that the run
+    wants. Planning the shards can change the setting `shard_tokens`, which workers do not use. So
+    the specifications always have its default value, and are equal before and after the planning.
+
+    Args:
+        models: Models directory.
+        devices: The devices.
+        engine: Settings of the engine.
+        trace: What workers record with torch's profiler. None records nothing.
     """
     root = str(models.resolve())
     engine = engine.model_copy(update={"shard_tokens": EngineSpec().shard_tokens})
@@ -142,14 +154,19 @@ class Child:
     """A running worker process, as its parent sees it.
 
     Two threads read its standard output and its standard error. Its messages go to the inbox; the
-    last one is `Closed`. Heartbeats do not go there: they only update `progress_s`.
+    last one is `Closed`. Heartbeats do not go there: they only update `last_progress_s`.
     """
 
     # True if the node on which it ran is gone, so that the worker is not to blame for its end.
-    lost = False
+    node_lost = False
 
-    def _begin(self, spec: WorkerSpec, inbox: Inbox) -> None:
-        """Set the attributes that workers on this machine and on other machines both have."""
+    def _set_common_attributes(self, spec: WorkerSpec, inbox: Inbox) -> None:
+        """Set the attributes that workers on this machine and on other machines both have.
+
+        Args:
+            spec: What the worker loads.
+            inbox: Gets the messages of the worker.
+        """
         now_s = time.monotonic()
         self.spec = spec
         self.device = spec.device.id
@@ -158,12 +175,14 @@ class Child:
         self.log: Path | None = None  # file for its standard error; None if there is none yet
         self.unlogged: list[str] = []  # lines of its standard error that are in no log yet
         self.last_words = "nothing"  # its last line on standard error
-        self.failed: Failed | None = None  # the error that it has reported
+        self.failure: Failed | None = None  # the error that it has reported
         # Times of `time.monotonic()`:
         self.started_s = now_s
-        self.progress_s = now_s  # when it last made progress, or was sent a message
-        self.asked_s = now_s  # when the command began for which it computes
-        self._last_message_s = now_s
+        self.last_progress_s = now_s  # when it last made progress, or was sent a message
+        # When it was started. For a worker that was started ahead of its run, when the user's
+        # command began.
+        self.requested_s = now_s
+        self._last_message_s = now_s  # when its last message or heartbeat came
 
     def __init__(self, module: str, spec: WorkerSpec, inbox: Inbox) -> None:
         """Start the process, and the threads that read its output.
@@ -173,7 +192,7 @@ class Child:
             spec: The device, which decides the environment variables of the process.
             inbox: Gets the messages of the process.
         """
-        self._begin(spec, inbox)
+        self._set_common_attributes(spec, inbox)
         self.process = subprocess.Popen(
             parent_bound_command(PROGRAM, module),
             env={**os.environ, **environment(spec.device)},
@@ -200,14 +219,20 @@ class Child:
 
         If the worker has ended, nothing happens here: its end comes to the inbox as `Closed`.
         """
-        self.progress_s = time.monotonic()
+        # The time that the worker has for its next progress begins now.
+        self.last_progress_s = time.monotonic()
+        # ValueError: `end` has closed the input of the worker.
         with contextlib.suppress(ValueError, OSError):
             self._stdin.write(message.line())
             self._stdin.flush()
 
     def _read_messages(self) -> None:
-        """Read the worker's messages until its output ends. This is the function of a thread."""
+        """Read the worker's messages until its output ends. This is the function of a thread.
+
+        The output ends when the worker ends. Then `Closed` is put into the inbox.
+        """
         try:
+            # A pipe that cannot be read, or was closed, is treated like the end of the output.
             with contextlib.suppress(ValueError, OSError), self._stdout:
                 for line in self._stdout:
                     # A line without a newline is incomplete: the worker was killed while it wrote
@@ -218,7 +243,7 @@ class Child:
             self._inbox.put((self, Closed()))
 
     @property
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         """Return true if no message or heartbeat has come for `silence_s`: it hangs or is dead."""
         return time.monotonic() - self._last_message_s > self.spec.engine.silence_s
 
@@ -229,27 +254,34 @@ class Child:
         """
         self._last_message_s = time.monotonic()
         if isinstance(message, Alive):
-            self.progress_s = max(self.progress_s, message.progress_s)
+            self.last_progress_s = max(self.last_progress_s, message.last_progress_s)
             return
         if isinstance(message, Failed):
-            self.failed = message
-        self.progress_s = self._last_message_s
+            self.failure = message
+        self.last_progress_s = self._last_message_s
         self._inbox.put((self, message))
 
     def _read_errors(self) -> None:
-        """Read the worker's standard error until it ends. This is the function of a thread."""
+        """Read the worker's standard error until it ends. This is the function of a thread.
+
+        Each line goes to the log file, or is kept as long as no log file is chosen.
+        """
+        # A pipe that cannot be read, or was closed, is treated like the end of the output.
         with contextlib.suppress(ValueError, OSError), self._stderr:
-            # If the log was chosen after the last line, the empty text at the end writes the lines
-            # that were kept until then.
+            # The log may have been chosen after the last line. The empty text at the end makes
+            # `on_stderr` write the lines that were kept until then.
             for line in itertools.chain(self._stderr, [""]):
                 self.on_stderr(line)
 
     def on_stderr(self, text: str) -> None:
-        """Handle a line of the worker's standard error: append it to the log.
+        """Handle some text that the worker wrote to standard error: append it to the log file.
 
-        As long as there is no log, lines are kept in `unlogged`.
+        The text is one or more lines. As long as no log file is chosen, it is kept in `unlogged`.
+
+        Args:
+            text: The text, with its line ends. An empty text only writes what was kept.
         """
-        self.last_words = text.strip() or self.last_words
+        self.last_words = text.strip() or self.last_words  # a blank line says nothing
         self.unlogged.append(text)
         # If the disk is full or the run directory has gone, the lines are kept. An error here would
         # end the thread that reads, and the worker could never write its next line.
@@ -267,7 +299,7 @@ class Child:
         SIGTERM lets the worker finish its shard. SIGKILL follows, for its whole session.
 
         Args:
-            grace_s: Seconds to wait between the two signals. A worker that is `silent` gets no
+            grace_s: Seconds to wait between the two signals. A worker that is silent gets no
                 time, because it would not react.
 
         Returns:
@@ -278,13 +310,16 @@ class Child:
                 # It was ended before. No signal may be sent, because the system may have given its
                 # process id to another process.
                 return self.process.wait()
+            # The process id is also the id of the worker's process group. SIGKILL below follows
+            # both if the group has gone and if the time is over.
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self.pid, signal.SIGTERM)
-                self.process.wait(0 if self.silent else grace_s)
+                self.process.wait(0 if self.is_silent else grace_s)
             with contextlib.suppress(ProcessLookupError):
                 # The worker may have ended at SIGTERM, but not the processes that it started.
                 os.killpg(self.pid, signal.SIGKILL)
             status = self.process.wait()
+            # Let the threads read what the worker wrote last.
             for reader in self._readers:
                 reader.join(grace_s)
             with contextlib.suppress(OSError, ValueError):
@@ -300,7 +335,12 @@ class Child:
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
     """End several workers at the same time, so that it takes no longer than the slowest one.
 
-    If the system allows no further thread, they are ended one after the other.
+    Each is ended in its own thread. Workers for which the system allows no further thread are ended
+    one after the other by this thread.
+
+    Args:
+        children: The workers.
+        grace_s: Seconds that each has to finish its shard before it is killed.
 
     Raises:
         OSError: One of them could not be ended. The others are ended nevertheless.
@@ -315,7 +355,8 @@ def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
                 children_without_thread.append(child)
     first_error: OSError | None = None
     for child in children_without_thread:
-        # A thread that exists may have ended this worker already. That does no harm.
+        # `submit` may have queued the worker before it failed, so that a thread that exists ends
+        # the worker as well. `end` may be called twice.
         try:
             child.end(grace_s)
         except OSError as error:
@@ -330,7 +371,11 @@ def end_all_children(grace_s: float = GRACE_S) -> None:
     """End every worker that this process has started, for an interrupted run.
 
     The `LocalWorkers` objects that exist now start no more workers: a thread that tries gets a
-    `WorkerError`. Objects that are made later do start workers.
+    `WorkerError`. Objects that are made later do start workers. They know by the number of calls of
+    this function, which is counted here, whether it was called after they were made.
+
+    Args:
+        grace_s: Seconds that each worker has to finish its shard before it is killed.
     """
     global _n_endings  # one count for the whole process, because it has one set of children
     with _children_lock:
@@ -354,14 +399,16 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     reader: Callable[[str, float], DeviceSample] | None = None
 
     def __init__(self, module: str, prestart: Sequence[WorkerSpec] = ()) -> None:
-        """Start the workers that are to load ahead, if any.
+        """Start the workers of `prestart`, so that they load the models before a run needs them.
 
         Args:
             module: The module whose function `work` the workers run.
-            prestart: Specifications of workers to start now.
+            prestart: Specifications of workers to start now. If there are any, a later run of this
+                process can claim this object with `local_workers`.
         """
         self.module = module
-        # If the count has grown later, `end_all_children` was called meanwhile.
+        # How often `end_all_children` was called before this object was made. If the global count
+        # is higher later, the run was interrupted meanwhile.
         self._n_endings = _n_endings
         self._inbox: Inbox = queue.Queue()
         self._started: list[Child] = []
@@ -387,18 +434,20 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         Raises:
             WorkerError: `end_all_children` has been called.
         """
-        for child in [child for child in self.prestarted if child.spec == spec]:
+        matching_children = [child for child in self.prestarted if child.spec == spec]
+        for child in matching_children:
             self.prestarted.remove(child)
-            is_running = child.failed is None and child.process.poll() is None
+            is_running = child.failure is None and child.process.poll() is None
             if is_running:
                 child.log = log
-                child.asked_s = command_start_s()
+                # The command has waited for this worker from its beginning.
+                child.requested_s = command_start_s()
                 return child
         with _children_lock:
             if self.cancelled:
                 raise WorkerError(INTERRUPTED)
             child = self._make(spec)
-            _children.add(child)
+            _children.add(child)  # for `end_all_children`
         self._started.append(child)
         child.send(spec)
         child.log = log
@@ -419,8 +468,12 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     def receive(self, timeout_s: float) -> tuple[Child, Message] | None:
         """Wait for the next message of any worker.
 
+        Args:
+            timeout_s: Seconds to wait.
+
         Returns:
-            The worker and its message. None if no message comes in time, or if `wake` was called.
+            The worker and its message. None if no message comes in time, or if another thread
+            called `wake`.
         """
         try:
             return self._inbox.get(timeout=timeout_s)
@@ -442,8 +495,8 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
 def local_workers(module: str, specs: Sequence[WorkerSpec]) -> LocalWorkers:
     """Return the object that starts the workers of a run on this machine.
 
-    If workers were prestarted with exactly these specifications, the run gets them. Workers that
-    were prestarted with other specifications are ended, because they occupy the devices.
+    A command may have started workers ahead (prestarted them). If they have exactly these
+    specifications, the run gets them. Otherwise they are ended, because they occupy the devices.
 
     Args:
         module: The module whose function `work` the workers run.
@@ -452,6 +505,7 @@ def local_workers(module: str, specs: Sequence[WorkerSpec]) -> LocalWorkers:
     if not _prestarted:
         return LocalWorkers(module)
     workers = _prestarted.pop()
+    # Empty if an earlier run has taken all of them. The object can be used without them.
     prestarted_specs = [child.spec for child in workers.prestarted]
     is_usable = workers.module == module and prestarted_specs == list(specs)
     if prestarted_specs and not is_usable:
@@ -464,11 +518,12 @@ def local_workers(module: str, specs: Sequence[WorkerSpec]) -> LocalWorkers:
 def serve(module: str) -> NoReturn:
     """Run a worker process: call `work(parent, spec)` of a module, then end the process.
 
-    The specification comes from the parent as the first line of standard input. The process is
-    bound to its device before. An error is sent to the parent as a message, with its traceback.
+    The specification comes from the parent as the first line of standard input. Before `work` is
+    called, the process is bound to the device that the specification names. An error is sent to the
+    parent as a message, with its traceback.
 
     Args:
-        module: Name of the module.
+        module: Name of the module that has the function `work`.
     """
     parent = Parent()
     first_line = sys.stdin.readline()
@@ -484,7 +539,8 @@ def serve(module: str) -> NoReturn:
     parent.listen(spec.engine.heartbeat_s)
     try:
         if spec.device.kind == "cuda":
-            # The lock is held until this process ends.
+            # Wait until no other worker of virnuc uses the GPU, and lock it until this process
+            # ends.
             lock_device(spec.device.local, spec.engine.device_wait_s)
             # Opening the device takes about as long as the imports below, so both are done at the
             # same time.
@@ -523,7 +579,7 @@ class Parent:
         """
 
         def read_messages() -> None:
-            """Queue each line of the input. When the input is closed, end this process."""
+            """Queue each line of the input. When the parent has closed it, end this process."""
             try:
                 for line in sys.stdin:
                     self._lines.put(line)
@@ -535,7 +591,7 @@ class Parent:
             """Tell the parent at regular times when the worker last made progress."""
             while True:
                 time.sleep(heartbeat_s)
-                self.send(Alive(progress_s=self.progress()))
+                self.send(Alive(last_progress_s=self.progress()))
 
         for task in (read_messages, send_heartbeats):
             threading.Thread(target=task, daemon=True).start()
@@ -552,7 +608,11 @@ class Parent:
             return None
 
     def peek(self) -> Message | None:
-        """Return the next message without removing it. Return None if no message waits."""
+        """Return the next message without removing it. Return None if no message waits.
+
+        No other thread may call `receive` at the same time, because it could remove the message
+        between the two steps of this function.
+        """
         if not self._lines.queue:
             return None
         return Message.of(self._lines.queue[0])
@@ -566,8 +626,14 @@ class Parent:
             os._exit(1)
 
     def give_up(self, error: Exception) -> NoReturn:
-        """Report an error to the parent, and end this process. Any thread may call this."""
+        """Report an error to the parent, and end this process. Any thread may call this.
+
+        The parent gets the name of the error's class, by which it decides what to do, and the
+        message and the traceback.
+        """
         trace = "".join(traceback.format_exception(error))
+        # An error of the system that means a full disk or a reached limit gets the class and the
+        # message that we have for it.
         reported_error: Exception = storage_error(error) or limit_error(error) or error
         kind = type(reported_error).__name__
         message = str(reported_error)

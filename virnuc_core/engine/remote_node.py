@@ -78,7 +78,7 @@ class RemoteChild(Child):
 
     # The parent class finds hung processes by their heartbeats, which stay on the node. The node
     # reports the time without progress instead.
-    silent = False
+    is_silent = False
 
     def __init__(self, spec: WorkerSpec, inbox: Inbox, loop: asyncio.AbstractEventLoop) -> None:
         """Note the state of a process that does not exist yet. Its node will start it.
@@ -95,11 +95,15 @@ class RemoteChild(Child):
         self.sent: deque[SentTask] = deque()  # tasks that are not answered, oldest first
         self._loop = loop
         self._is_over = threading.Event()
-        self._begin(spec, inbox)
+        self._set_common_attributes(spec, inbox)
 
     def send(self, message: Message) -> None:
-        """Queue one message for the thread that talks to nodes. Any thread may call this."""
-        self.progress_s = time.monotonic()
+        """Queue one message for the thread that talks to nodes. Any thread may call this.
+
+        From now on, the worker process is expected to make progress.
+        """
+        # The process is ended if this time becomes too old.
+        self.last_progress_s = time.monotonic()
         order = Order(self, message)
         with suppress(RuntimeError):  # that thread has ended, and all nodes with it
             self._loop.call_soon_threadsafe(self.orders.put_nowait, order)
@@ -115,6 +119,7 @@ class RemoteChild(Child):
         """
         if not self._is_over.is_set():
             self.send(End(grace_s=grace_s))
+            # `close` sets the event when the node reports the end.
             if not self._is_over.wait(grace_s + END_S):
                 self.close(last_words="its node does not tell of its end")
         self._forget()
@@ -129,9 +134,9 @@ class RemoteChild(Child):
         self.send(End(grace_s=0))
 
     def close(
-        self, status: int = -1, last_words: str = "its node is lost", *, lost: bool = False
+        self, status: int = -1, last_words: str = "its node is lost", *, node_lost: bool = False
     ) -> None:
-        """Note that the process has ended, and put `Closed` into the inbox.
+        """Note that the process has ended, and tell the pool so by the message `Closed`.
 
         A second call does nothing.
 
@@ -139,13 +144,13 @@ class RemoteChild(Child):
             status: Exit status. -1 if it is not known.
             last_words: The last line that the process wrote to standard error, or why it counts
                 as ended.
-            lost: The whole node is lost.
+            node_lost: The whole node is lost.
         """
         if self._is_over.is_set():
             return
         self.status = status
         self.last_words = last_words
-        self.lost = lost
+        self.node_lost = node_lost
         self._is_over.set()
         self._inbox.put((self, Closed()))
 
@@ -177,29 +182,36 @@ class RemoteNode:
     orders: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)
     # Messages of its processes that the pool has not got yet.
     received: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)
-    heard_s: float = math.inf  # when it last answered; infinite until it is checked
+    last_answer_s: float = math.inf  # when it last answered; infinite until it is checked
     # Our clock minus the node's clock. Of all differences that were seen the smallest one is kept,
     # because it holds the shortest delay of the network.
     clock_offset_s: float = math.inf
     task: asyncio.Task[None] = field(init=False)  # checks it, and then exchanges messages
 
     def __str__(self) -> str:
-        """Return the name for messages, with the address unless that is its name."""
+        """Return "node NAME (ADDRESS)". Without a name of its own, a node has its address as name.
+
+        The address is not repeated then.
+        """
         if self.name == self.address:
             return f"node {self.name}"
         return f"node {self.name} ({self.address})"
 
     def lose(self) -> None:
-        """Take this node out of use: its worker processes count as lost, alive or not."""
+        """Take this node out of use: its worker processes count as lost, alive or not.
+
+        The pool gets `Closed` for each of them, and computes their shards elsewhere.
+        """
         self.devices = ()
-        self.task.cancel()
+        self.task.cancel()  # the task that exchanges messages with the node
         for child in list(self.children.values()):
-            child.close(lost=True)
+            child.close(node_lost=True)
 
     async def share(self, shared_folder: Path, models: Path) -> None:
         """Check that this node and this machine see the same files.
 
-        Each writes a random text into a temporary folder, and the other reads it.
+        Each writes a random text into a temporary folder, and the other reads it. The models are
+        checked by one small file.
 
         Args:
             shared_folder: A folder that both should see.
@@ -238,9 +250,12 @@ class RemoteNode:
             DeviceError: The node's disk is full, or fails.
         """
         digests = await asyncio.to_thread(fingerprint, models, precision)
+        # Where the node finds the models: in the folder "models" of its own folder, to which they
+        # are sent below, or on the shared file system.
         source = "models" if self.transfer else str(models)
         request = (source, str(local or ""), json.dumps(digests, sort_keys=True))
-        if await self._request_models(*request):
+        has_models = await self._request_models(*request)
+        if has_models:
             return
         for path in _files_of_models(models):
             with path.open("rb") as file:
@@ -262,6 +277,7 @@ class RemoteNode:
         no_orders = Orders().model_dump_json()
         try:
             while not request.done():
+                # A TimeoutError here means that the node has hung.
                 async with asyncio.timeout(ANSWER_S):
                     await self.actor.follow(no_orders)
                 await asyncio.wait([request], timeout=REPORT_S)
@@ -270,11 +286,13 @@ class RemoteNode:
             request.cancel()
 
     async def send(self, name: str, data: BinaryIO) -> None:
-        """Write a whole file on the node, chunk by chunk.
+        """Write a whole file on the node, in chunks of `CHUNK_BYTES`.
+
+        The file appears on the node when its last chunk has come.
 
         Args:
             name: Path on the node. A relative path is in the node's folder.
-            data: The contents of the file, at their beginning.
+            data: The contents: an open file from which nothing was read yet.
 
         Raises:
             DeviceError: The node's disk is full, or fails.
@@ -284,7 +302,7 @@ class RemoteNode:
         is_last = False
         while not is_last:
             chunk = await asyncio.to_thread(data.read, CHUNK_BYTES)
-            # Only the last chunk is shorter. It may be empty.
+            # A chunk that is shorter than the others is the last one. It may be empty.
             is_last = len(chunk) < CHUNK_BYTES
             digest = hashlib.sha256(chunk).hexdigest()
             async with asyncio.timeout(ANSWER_S):
@@ -294,8 +312,12 @@ class RemoteNode:
     async def _send_task(self, child: RemoteChild, task: ShardTask) -> ShardTask:
         """Send the plan and the sequences of a shard to the node.
 
-        The node gets a store with only the sequences of this shard, so that their indexes begin at
-        0 there.
+        The node gets a folder for this shard, laid out like a run directory. Its store holds only
+        the sequences of the shard, so that their indexes begin at 0 there.
+
+        Args:
+            child: The worker process that will compute the shard. The task is added to its `sent`.
+            task: The task with the paths of this machine.
 
         Returns:
             The task with the paths and indexes of the node.
@@ -310,6 +332,7 @@ class RemoteNode:
         store = await asyncio.to_thread(OrfStore.open, Path(task.store), check=False)
         store_path = f"{folder}/orfs.h5"
         await self.send(f"{folder}/shards/plan.json", BytesIO(plan.encode()))
+        # The file of a store with the sequences of this shard only.
         contents = await asyncio.to_thread(excerpt, store, task.lo, task.hi)
         await self.send(store_path, BytesIO(contents))
         changes = {
@@ -317,14 +340,18 @@ class RemoteNode:
             "store": store_path,
             "lo": 0,
             "hi": task.hi - task.lo,
-            "skip": tuple(row - task.lo for row in task.skip),
+            "skipped_rows": tuple(row - task.lo for row in task.skipped_rows),
         }
         return task.model_copy(update=changes)
 
     async def _fetch(self, sent: SentTask) -> None:
         """Fetch the file of a computed shard from the node, check it, and commit it to the run.
 
-        The file appears whole in the run directory of this machine.
+        The file appears whole in the run directory of this machine. If it arrives damaged, it is
+        fetched once more.
+
+        Args:
+            sent: The task of the shard, and the shard's folder on the node.
 
         Raises:
             DeviceError: The file does not arrive as it was committed there.
@@ -339,12 +366,13 @@ class RemoteNode:
             for _ in range(MAX_FETCHES):
                 await self._download(name, temp_path)
                 if await asyncio.to_thread(is_sealed, temp_path):
-                    # When `atomic_file` ends without an error, the file is renamed into place. This
-                    # waits for the disk, so it is done in a thread: `pop_all` moves the end of
-                    # `atomic_file` from this `with` block to a function.
+                    # At its end, `atomic_file` renames the file into place, which waits for the
+                    # disk. This must not stop the event loop, so it is done in a thread: `pop_all`
+                    # takes the end of `atomic_file` out of this `with` block, and `close` runs it.
                     commit = stack.pop_all().close
                     await asyncio.to_thread(commit)
                     return
+            # `atomic_file` ends with this error, and removes the temporary file.
             problem = f"shard {shard:05d}: its copy from the node is damaged"
             raise DeviceError(problem)
 
@@ -353,7 +381,7 @@ class RemoteNode:
         with path.open("wb") as file:
             while True:
                 chunk = await self.actor.read_chunk(name, file.tell(), CHUNK_BYTES)
-                if not chunk:
+                if not chunk:  # the end of the file
                     return
                 await asyncio.to_thread(file.write, chunk)
 
@@ -364,7 +392,8 @@ class RemoteNode:
             samples: The last measurement of each device, by the device's id. It is updated.
 
         Raises:
-            ExceptionGroup: The connection, or one of the tasks, has failed.
+            ExceptionGroup: One of the three tasks has failed, for example because the connection
+                is broken. The others are ended.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send_orders())
@@ -372,12 +401,13 @@ class RemoteNode:
             tasks.create_task(self._pass_on())
 
     async def _send_orders(self) -> None:
-        """Send the queued messages to the node, with the files of their tasks, without end.
+        """Send the queued messages to the node, again and again, until this task is cancelled.
 
-        If the files of a task cannot be sent, the worker that should compute it is ended with the
-        error.
+        Without a shared file system, the files of a task are sent before the task. If they cannot
+        be read, the worker that should compute the task is ended with the error.
         """
         while True:
+            # Wait for one message, and take all others that are there, to send them together.
             waiting_orders = [await self.orders.get()]
             while not self.orders.empty():
                 waiting_orders.append(self.orders.get_nowait())
@@ -394,35 +424,42 @@ class RemoteNode:
             await self.actor.follow(Orders(lines=tuple(lines)).model_dump_json())
 
     async def _receive_reports(self, samples: dict[str, DeviceSample]) -> None:
-        """Ask the node for reports without end, and distribute what they hold.
+        """Ask the node for reports until this task is cancelled, and distribute what they hold.
 
-        Messages go to the queue `received`. Standard error goes to the logs of the workers.
+        Messages of workers go to the queue `received`, from which another task passes them to the
+        pool. What workers wrote to standard error goes to their logs.
 
         Args:
             samples: The last measurement of each device, by the device's id. It is updated.
         """
+        # The node's ids of its devices lack the name of its machine, which the ids of the run have.
         device_ids = {device.local: device.id for device in self.devices}
         while True:
             report = NodeReport.model_validate_json(await self.actor.report())
-            self.heard_s = time.monotonic()
-            self.clock_offset_s = min(self.clock_offset_s, self.heard_s - report.now_s)
+            self.last_answer_s = time.monotonic()
+            # The clocks of two machines count from different moments. The smallest difference is
+            # the one with the shortest delay on the network.
+            self.clock_offset_s = min(self.clock_offset_s, self.last_answer_s - report.now_s)
             for number, text in report.stderr.items():
                 self.children[number].on_stderr(text)
             for line in report.lines:
                 message = on_our_clock(line.line, self.clock_offset_s)
                 self.received.put_nowait(Order(self.children[line.number], message))
-            for number, still_s in report.still_s.items():
+            for number, no_progress_s in report.no_progress_s.items():
                 child = self.children[number]
-                child.progress_s = max(child.progress_s, self.heard_s - still_s)
+                child.last_progress_s = max(
+                    child.last_progress_s, self.last_answer_s - no_progress_s
+                )
             for sample in report.samples:
                 device_id = device_ids[sample.device]
                 samples[device_id] = replace(sample, device=device_id)
 
     async def _pass_on(self) -> None:
-        """Pass the messages of workers to the pool, in order, without end.
+        """Pass the messages of workers to the pool, in order, until this task is cancelled.
 
         Before the pool gets the message that a shard is computed, the file of the shard is fetched
-        from a node without a shared file system.
+        from a node without a shared file system. If that fails, the worker is ended with the error,
+        and the pool gets no further messages of it but its end.
         """
         while True:
             received = await self.received.get()
@@ -431,15 +468,15 @@ class RemoteNode:
             for sent in _take_answered(child, message):
                 try:
                     # Probes (`done` is None) and ended workers have no file to fetch.
-                    if isinstance(message, Computed) and message.done and not child.failed:
+                    if isinstance(message, Computed) and message.done and not child.failure:
                         await self._fetch(sent)
                 except JOB_ERRORS as error:
                     child.fail(error)
-                await self.actor.delete(sent.folder)
+                await self.actor.delete(sent.folder)  # the shard's files on the node
             if isinstance(message, Ended):
                 del self.children[child.number]
                 child.close(message.status, message.last_words)
-            elif not child.failed:
+            elif not child.failure:
                 child.on_message(message)
 
 
@@ -466,36 +503,43 @@ def _files_of_models(models: Path) -> list[Path]:
     return sorted(files)
 
 
-def on_our_clock(line: str, offset_s: float) -> Message:
+def on_our_clock(line: str, clock_offset_s: float) -> Message:
     """Parse a message of a node, and convert its times to the clock of this machine.
 
     Args:
-        line: The message. All its fields that `MOMENTS` names are times of the node's clock.
-        offset_s: The clock of this machine minus that of the node.
+        line: The message: the name of its class, a space, and its fields as JSON. All fields that
+            `MOMENTS` names are times of the node's clock.
+        clock_offset_s: The clock of this machine minus that of the node.
     """
 
-    def move(fields: dict[str, Any]) -> dict[str, Any]:
+    def convert_times(fields: dict[str, Any]) -> dict[str, Any]:
         """Convert the times of one JSON object. The parser calls this for nested objects, too."""
         for name in MOMENTS:
             if name in fields:
-                fields[name] += offset_s
+                fields[name] += clock_offset_s
         return fields
 
-    name, body = line.split(" ", 1)
-    moved_fields = json.loads(body, object_hook=move)
-    return Message.of(f"{name} {json.dumps(moved_fields)}")
+    class_name, body = line.split(" ", 1)
+    converted_fields = json.loads(body, object_hook=convert_times)
+    return Message.of(f"{class_name} {json.dumps(converted_fields)}")
 
 
 def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
     """Return the bytes of a store file that holds only the distinct sequences `lo` to `hi - 1`.
 
-    A distinct sequence may come from many reading frames. In the new store each sequence has one
-    frame, its first one, and one read, the read of this frame.
+    A distinct sequence may come from many reading frames, and each frame is a row of the store. In
+    the new store each sequence has one row, that of its first frame, and one read, the read of this
+    frame. A worker computes the same results from it.
+
+    Args:
+        store: The store of the run.
+        lo: Index of the first sequence.
+        hi: Index after the last sequence.
     """
     n_sequences = hi - lo
     sequences = np.arange(lo, hi)
-    rows = store.unique_row[lo:hi]
-    reads = store.row_read[rows]
+    rows = store.unique_row[lo:hi]  # the first frame of each sequence
+    reads = store.row_read[rows]  # the read of each of these frames
 
     # Columns of numbers. In the new store, sequence i is that of row i, which is a frame of read i.
     columns: dict[str, NDArray[Any]] = {}
@@ -511,6 +555,7 @@ def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
         starts = getattr(store, f"{name}_offsets")
         offsets = offsets_from_lengths(starts[chosen_entries + 1] - starts[chosen_entries])
         # For each byte of the new column, `positions` says where the byte is in the store's column.
+        # Within a text, the two places differ by a constant, which `shifts` has for each text.
         shifts = starts[chosen_entries] - offsets[:-1]
         positions = np.repeat(shifts, np.diff(offsets)) + np.arange(offsets[-1])
         columns[f"{name}_offsets"] = offsets
@@ -524,7 +569,8 @@ def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
     for name in ("fingerprint", "model_length", "duplicate_mark"):
         attributes[name] = getattr(store, name)
 
-    # Write an HDF5 file in memory. The name only has to differ between files that are open.
+    # Write an HDF5 file in memory (driver "core"), never to a disk. Its name only has to differ
+    # from those of other files that are open.
     with h5py.File(f"{store.path}:{lo}", "w", driver="core", backing_store=False) as file:
         file.attrs.update(attributes)
         for name in COLUMNS:

@@ -30,7 +30,7 @@ from virnuc_core.engine.shards import ShardResult, ShardTask
 
 # Scores within this distance of the threshold are near it. These were 1.2 % of the frames on which
 # the distance was chosen (docs/performance.md).
-NEAR: Final = 0.05
+NEAR_DISTANCE: Final = 0.05
 
 
 class Repeater:
@@ -68,25 +68,27 @@ class Repeater:
             # encoder. -1 gives it a higher priority.
             self.stream = torch.cuda.Stream(device, priority=-1)
 
-    def slots(self, divisor: int) -> int:
-        """Return the number of token slots that each batch has.
+    def slots(self, budget_divisor: int) -> int:
+        """Return the number of token slots that each batch of repeated rows has.
 
-        It is the middle one of the launch loop's three batch shapes. The rows near the threshold of
-        a shard fill one or a few such batches; with the smallest shape there would be four times
+        It is the middle one of the three batch sizes of the first pass. The rows near the threshold
+        of a shard fill one or a few such batches; with the smallest size there would be four times
         as many launches. A batch always has room for the longest row.
 
         Args:
-            divisor: The token budget is divided by this, on a device with little memory.
+            budget_divisor: The token budget is divided by this, on a device with little memory.
         """
-        middle_shape = self._budget // divisor // SHAPE_DIVISORS[1]
+        middle_shape = self._budget // budget_divisor // SHAPE_DIVISORS[1]
         return max(self._longest, middle_shape)
 
     def repeat(self, result: ShardResult, task: ShardTask, head: Head) -> int:
         """Compute the rows of a shard whose score is near the threshold again, in fp16.
 
+        Their protein embeddings are computed by the fp16 encoder, and their scores from these and
+        from the DNA embeddings that are there. In `result`, they replace the values from int8.
+
         Args:
-            result: The results that int8 gave. The embeddings and scores of these rows are
-                replaced.
+            result: The results that int8 gave. They are changed.
             task: The task of the shard.
             head: The classifier.
 
@@ -95,14 +97,16 @@ class Repeater:
         """
         # A row that was left out has the score NaN, and a comparison with NaN is false.
         distances = np.abs(result.scores[:, 1] - task.threshold)
-        near_rows = np.flatnonzero(distances < NEAR)
+        near_rows = np.flatnonzero(distances < NEAR_DISTANCE)
         if len(near_rows) == 0:
             return 0
-        slots = self.slots(task.divisor)
+        slots = self.slots(task.budget_divisor)
         token_rows, pad = self._tokenise(task, near_rows)
         # The embeddings of the protein encoder are the last columns.
         own_columns = slice(-self.encoder.width, None)
         with torch.cuda.stream(self.stream):
+            # With the divisor 1 alone, all batches have the same number of slots. So the result of
+            # a row does not depend on how many rows are near the threshold.
             for plan, batch in packed(token_rows, slots, pad, divisors=(1,)):
                 row_embeddings = self.encoder.embed(batch.to(self._device))[: batch.rows]
                 rows = near_rows[plan.rows]
@@ -118,10 +122,11 @@ class Repeater:
             task: The task of the shard.
             positions: Positions of the rows within the shard.
         """
-        run_data = open_source(Source(Path(task.store), task.reads, self._models))
+        opened = open_source(Source(Path(task.store), task.reads_fingerprint, self._models))
         sequences = []
         for row in (positions + task.lo).tolist():
-            sequences += PROTEIN_ENCODER.sequences(run_data.store, row, row + 1)
-        tokenizer = run_data.tokenizers[PROTEIN_ENCODER.name]
+            # `sequences` returns the proteins of a range of rows, here of a single one.
+            sequences += PROTEIN_ENCODER.sequences(opened.store, row, row + 1)
+        tokenizer = opened.tokenizers[PROTEIN_ENCODER.name]
         tokens, starts = tokenizer.encode(sequences)
         return TokenRows(tokens.numpy(), starts.numpy()), tokenizer.pad_id

@@ -52,6 +52,9 @@ SEALED_AS: Final = f"shard {SCHEMA_VERSION}"
 # The last shards shrink to a quarter of the usual size, so that a slow device ends soon after a
 # fast one.
 SMALLEST_SHARD_DIVISOR: Final = 4
+# Near the end of a run, a shard gets an eighth of the tokens that are left, so that the sizes fall
+# slowly.
+TOKENS_LEFT_DIVISOR: Final = 8
 # Programs that read embeddings.h5 open the files of all shards, and most systems let a process open
 # 1,024 files.
 MAX_SHARDS: Final = 800
@@ -125,24 +128,24 @@ class ShardPlan(Spec):
 class ShardTask(Message):
     """A message that tells a worker to compute a shard.
 
-    In the search for a row that kills workers, it names a part of a shard (`probe`).
+    In the search for a row that kills workers, it names a part of a shard (`is_probe`).
     """
 
     run: str  # path of the run directory
     store: str  # path of the store
-    reads: str  # fingerprint of the store for which the plan was made
-    plan: str = ""  # fingerprint of the plan; empty for a plan that nobody can replace
+    reads_fingerprint: str  # fingerprint of the store for which the plan was made
+    plan_fingerprint: str = ""  # fingerprint of the plan; empty for a plan that nobody can replace
     # Digest of each model with which the run began.
-    weights: dict[str, str] = Field(default_factory=dict)
+    model_digests: dict[str, str] = Field(default_factory=dict)
     # The run stops if the results of more rows than this are NaN or infinite.
     max_not_finite: int = 0
     shard: int  # number of the shard
     lo: int  # index of the first sequence
     hi: int  # index after the last sequence
-    divisor: int = 1  # the token budgets are divided by this, on a device with little memory
-    skip: tuple[int, ...] = ()  # indexes of sequences that are left out
+    budget_divisor: int = 1  # the token budgets are divided by this, on a device with little memory
+    skipped_rows: tuple[int, ...] = ()  # indexes of sequences that are left out
     threshold: float = DEFAULT_THRESHOLD  # score from which a sequence counts as viral
-    probe: bool = False  # compute and answer, but commit nothing
+    is_probe: bool = False  # compute and answer, but commit nothing
 
 
 class Computed(Message):
@@ -171,9 +174,9 @@ def make_plan(
 ) -> ShardPlan:
     """Divide the distinct sequences into shards of consecutive sequences.
 
-    Shards become smaller towards the end. Their size does not depend on the devices, so that a run
-    on other devices can use the same plan. Where possible, a shard fills a whole number of
-    batches.
+    Shards become smaller towards the end, so that a slow device ends soon after a fast one. Their
+    size does not depend on the devices, so that a run on other devices can use the same plan. Where
+    possible, a shard fills a whole number of batches.
 
     Args:
         protein_offsets: Position of the first residue of each protein, then the total, int64
@@ -193,8 +196,9 @@ def make_plan(
         first_sequence = bounds[-1]
         start = int(token_offsets[first_sequence])
         size = _shard_size(n_tokens - start, shard_tokens, token_budget)
-        # The last sequence boundary that lies within the size, and at least one sequence.
+        # As many sequences as fit into the size.
         end = int(np.searchsorted(token_offsets, start + size, side="right")) - 1
+        # At least one sequence, even if it has more tokens than the size.
         end = max(end, first_sequence + 1)
         bounds.append(min(n_sequences, end))
     return ShardPlan(bounds=tuple(bounds), fingerprint=fingerprint)
@@ -203,17 +207,19 @@ def make_plan(
 def _shard_size(tokens_left: int, shard_tokens: int, token_budget: int) -> int:
     """Return how many tokens the next shard gets.
 
+    It is `shard_tokens` for most of the run. Towards the end it falls slowly, to a quarter of that.
+
     Args:
         tokens_left: Tokens of the sequences that are in no shard yet.
         shard_tokens: Tokens of a shard at most.
         token_budget: Tokens of a batch.
     """
     smallest = shard_tokens // SMALLEST_SHARD_DIVISOR
-    # An eighth of what is left, so that the sizes fall slowly at the end of the run.
-    share = tokens_left // (2 * SMALLEST_SHARD_DIVISOR)
-    size = min(shard_tokens, max(smallest, share))
+    share_of_rest = tokens_left // TOKENS_LEFT_DIVISOR
+    size = min(shard_tokens, max(smallest, share_of_rest))
     if size >= token_budget:
-        # Round down to whole batches, less the slots that stay empty in them.
+        # Round down to whole batches, so that the shard does not end with a nearly empty batch.
+        # Sequences do not fill a batch completely, so the share that they fill is taken.
         n_batches = size // token_budget
         size = int(n_batches * token_budget * FILLED_SHARE)
     return size
@@ -250,7 +256,8 @@ def plan_run(
         plan = make_plan(protein_offsets, engine.shard_tokens, engine.token_budget, fingerprint)
         if len(plan) <= MAX_SHARDS or engine.shard_tokens >= MAX_SHARD_TOKENS:
             break
-        # Try again with shards that are as much larger as there are too many of them.
+        # There are too many shards. Make them larger in the same proportion, and try again. A few
+        # shards less than the maximum are aimed at, because the last ones are smaller.
         larger_tokens = engine.shard_tokens * len(plan) // (MAX_SHARDS - N_SMALL_SHARDS) + 1
         shard_tokens = min(larger_tokens, MAX_SHARD_TOKENS)
         engine = engine.model_copy(update={"shard_tokens": shard_tokens})
@@ -271,13 +278,17 @@ def _plan_fingerprint(
     The parameters are those of `plan_run`.
     """
     settings = result_settings(engine, repeat_threshold)
+    # Other keys would change the fingerprint, and runs of earlier versions could not be resumed.
     contents = {"prints": digests, "settings": settings, "kind": kind}
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def write_plan(run: RunDir, plan: ShardPlan) -> None:
-    """Write `shards/plan.json`. If the file holds the same plan already, it stays untouched."""
-    with suppress(ShardError):
+    """Write `shards/plan.json`. If the file holds the same plan already, it stays untouched.
+
+    A file that is damaged or holds another plan is replaced.
+    """
+    with suppress(ShardError):  # the file is missing or damaged
         if read_plan(run) == plan:
             return
     write_text_atomically(run.plan, json.dumps(plan.model_dump()) + "\n")
@@ -344,9 +355,10 @@ def commit(
     path = shard_path(run, shard)
 
     def seal(body: bytes) -> bytes:
-        """Return the digest that precedes the bytes of the file."""
+        """Return the seal of the file, a digest of `body`, which are all bytes after the seal."""
         return make_seal(SEALED_AS, [body])
 
+    # HDF5 leaves the first `userblock_size` bytes of a file to its user. The seal is written there.
     with atomic_hdf5(
         path,
         seal,
@@ -433,7 +445,7 @@ def _read(
     not_as_committed = ShardError(f"{path} is not what was committed (checksum)", shard=shard)
 
     def load() -> _ShardData:
-        """Read the file once."""
+        """Read the datasets from the shard's file, after checking its seal if that is wanted."""
         if check_whole_file and not is_sealed(path):
             raise not_as_committed
         return _load_datasets(run, shard, names, n_rows=hi - lo)
@@ -443,7 +455,8 @@ def _read(
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingShardError(f"{path} is missing; run again", shard=shard) from error
     except (OSError, KeyError, ValueError, RuntimeError) as error:
-        # Errors of the system are excluded by `read_with_retries`: HDF5 refuses the content.
+        # If the system could not read the file, `read_with_retries` has raised an
+        # `UnreadableError`. So the file was read, and HDF5 or our checks refuse its content.
         raise ShardError(f"{path} is no file of a shard ({error})", shard=shard) from error
     if data.fingerprint != plan.fingerprint:
         raise ShardError(f"{path} belongs to another run", shard=shard)
@@ -536,6 +549,7 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
         if problem is None:
             proven_shards.append(shard)
         elif not isinstance(problem, MissingShardError):
+            # A file that has disappeared since the list was made cannot be moved.
             new_path = _move_damaged(run, shard)
             damage_reports.append(f"{problem}; moved to {new_path}")
     return proven_shards, damage_reports
@@ -589,7 +603,8 @@ def store_path(run: RunDir, record: RunRecord) -> Path:
     """Return the path of the store that the record of a run names.
 
     The store lies in the run directory. A run inside a validation, such as `devices-2`, uses the
-    store of the validation instead.
+    store of the validation instead, which lies in a folder above. No other path is accepted, so
+    that a record of unknown origin cannot make virnuc open any file of this machine.
 
     Args:
         run: The run directory.
@@ -601,12 +616,15 @@ def store_path(run: RunDir, record: RunRecord) -> Path:
     path = PurePath(record.store)
     if path == PurePath(run.store.name):
         return run.store
-    # Names of folders in these paths: "../orfs.h5" is beside the folder of the run.
+    # The path may consist of ".." and the name of the store. "../orfs.h5" lies in the folder that
+    # holds the run directory.
     n_levels_up = len(path.parts) - 1
+    levels_up = [".."] * n_levels_up
     real_root = run.root.resolve()
-    if path == PurePath(*[".."] * n_levels_up, run.store.name):
+    if path == PurePath(*levels_up, run.store.name):
         outer_root = Path(*real_root.parts[: len(real_root.parts) - n_levels_up])
         inner_name = str(real_root.relative_to(outer_root))
+        # The run directory must have one of the names that a validation gives to its inner runs.
         if any(fnmatch.fnmatchcase(inner_name, pattern) for pattern in NESTED_RUNS):
             return outer_root / run.store.name
     raise UnsafeFileError(
@@ -645,10 +663,11 @@ def write_virtual_embeddings(run: RunDir) -> Path:
         The path of the file.
     """
     plan = read_plan(run)
+    n_sequences = plan.bounds[-1]
     widths = {"embeddings": _embedding_width(run, plan), "scores": 2}
     with atomic_hdf5(run.embeddings, libver="latest") as file:
         for name, width in widths.items():
-            layout = h5py.VirtualLayout((plan.bounds[-1], width), np.float32)
+            layout = h5py.VirtualLayout((n_sequences, width), np.float32)
             layout.dcpl.set_obj_track_times(False)  # the same shards give the same bytes
             for shard in range(len(plan)):
                 lo, hi = plan.range(shard)
@@ -673,7 +692,7 @@ def _embedding_width(run: RunDir, plan: ShardPlan) -> int:
     path = shard_path(run, 0)
 
     def read_width() -> int:
-        """Open the file once."""
+        """Read the width from the file of the first shard."""
         with open_hdf5(path, run.root) as file:
             return int(file["embeddings"].shape[1])
 

@@ -107,8 +107,9 @@ def warm_up(encoder: Encoder, budget: int, device: torch.device, length: int) ->
     Raises:
         torch.OutOfMemoryError: The device cannot hold such a batch.
     """
-    n_rows = max(1, budget // length)
-    # Token ids that both encoders have as ordinary tokens. Their values do not matter.
+    n_rows = max(1, budget // length)  # at least one row, even if it is longer than the budget
+    # Both encoders have the token ids 5 to 8 as ordinary tokens. Which ones are used does not
+    # matter for the kernels.
     tokens = np.random.default_rng().integers(5, 9, n_rows * length)
     token_rows = TokenRows(tokens, starts=np.arange(n_rows + 1) * length)
     _, batch = next(packed(token_rows, budget, pad=5))
@@ -140,8 +141,9 @@ class Pending:
     launched: list[LaunchedBatch] = field(default_factory=list)
     head_span: Span = (0.0, 0.0)  # of the classifier
     scores: Tensor | None = None  # float32 [rows, 2], on the host; None before the classifier ran
-    # Is reached when the results are on the host. None on a CPU, where nothing is copied.
-    arrived: torch.cuda.Event | None = None
+    # Is reached when the results have been copied to the host. None on a CPU, where nothing is
+    # copied.
+    copied: torch.cuda.Event | None = None
 
 
 class Worker:
@@ -176,9 +178,10 @@ class Worker:
         self._writes: queue.Queue[Pending | None] = queue.Queue(maxsize=MAX_PENDING_COMMITS)
 
         def last_progress_s() -> float:
-            """Return when this worker last made progress, for its heartbeat.
+            """Return when this worker last made progress, in seconds of `time.monotonic()`.
 
-            Without a task (it loads, or it waits) it cannot be stuck. The answer is "now" then.
+            The heartbeats send this to the parent, which ends a worker without progress. Without a
+            task (it loads the models, or it waits) the answer is "now", so that it is not ended.
             """
             return self._last_progress_s if self._unanswered_shards else time.monotonic()
 
@@ -186,16 +189,19 @@ class Worker:
         signal.signal(signal.SIGTERM, self._terminate)
 
     def _terminate(self, *_: object) -> None:
-        """Handle SIGTERM: take no more tasks, and end within a few seconds.
+        """Handle SIGTERM: take no more tasks, and end after at most `TERM_GRACE_S` seconds.
 
-        What has been launched is still committed if there is enough time.
+        Shards that are computed within this time are still committed.
         """
         self._stopping.set()
-        # 143 is the exit status of a process that SIGTERM ended.
+        # 143 is the exit status of a process that SIGTERM ended (128 + 15).
         threading.Timer(TERM_GRACE_S, os._exit, (143,)).start()
 
     def _receive(self) -> ShardTask | None:
-        """Wait for the next task and return it. Return None if the worker is to stop."""
+        """Wait for the next task and return it. Return None if the worker is to stop.
+
+        The task is noted as unanswered. Progress is expected from now on.
+        """
         while not self._stopping.is_set():
             message = self._parent.receive(POLL_S)
             if isinstance(message, ShardTask):
@@ -216,6 +222,7 @@ class Worker:
             return
         waited_s = time.monotonic() - loaded_s
         take = self._start_loader(first_task)
+        # How long the start took, without the time in which it only waited for a task.
         ready_s = time.monotonic() - self._parent.started_s - waited_s
         self._parent.send(Ready(record={**self._report, "ready_s": ready_s, "waited_s": waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
@@ -224,10 +231,10 @@ class Worker:
             with self._recording(take) as recorded_take:
                 self._launch_all(recorded_take)
         finally:
-            # Also after an error, commit and answer the shards that are computed, before the error
-            # is reported. The parent assumes that an error belongs to the oldest task without an
-            # answer.
-            self._writes.put(None)
+            # Also after an error, commit and answer the shards that are computed, before the caller
+            # of `run` reports the error. The parent assumes that an error belongs to the oldest
+            # task without an answer.
+            self._writes.put(None)  # tells the writer to end
             writer.join()
 
     def _start_loader(self, first_task: ShardTask) -> Take:
@@ -242,20 +249,25 @@ class Worker:
         engine = self._spec.engine
         pin = engine.pin_memory and self._device.type == "cuda"
         loader = Loader(Path(self._spec.models), engine, pin=pin)
-        depth = engine.prefetch_factor * max(1, engine.num_workers)
+        # `prefetch_factor` batches for each process that tokenises. With 0 such processes, the
+        # loader's thread does it.
+        queue_size = engine.prefetch_factor * max(1, engine.num_workers)
         first_tasks = [first_task]
 
         def next_task() -> ShardTask | None:
             """Return the first task at the first call, and then what the parent sends."""
             return first_tasks.pop() if first_tasks else self._receive()
 
-        return loader.feed(next_task, depth)
+        return loader.feed(next_task, queue_size)
 
     def _load(self) -> None:
         """Load all models to the device, and set the attributes that `run` needs.
 
-        On a GPU a full batch is computed with each model. This compiles the kernels, and shows
-        that the token budgets fit into the memory of the device.
+        On a GPU a full batch is computed with each encoder. This compiles the kernels, and shows
+        that the token budgets (the sizes of batches) fit into the memory of the device.
+
+        In an int8 run, a second copy of the protein encoder in fp16 is loaded as well. It embeds
+        again the rows whose score is near the threshold (`_repeater`).
         """
         import_s = time.monotonic() - self._parent.started_s
         models = Path(self._spec.models)
@@ -267,15 +279,22 @@ class Worker:
         head_shape, _ = open_part(models, HeadShape)
         # Tokens of the longest row: an amino acid for three bases, and a start and an end token.
         longest = PROTEIN_ENCODER.chunk_tokens(head_shape.model_length)
-        self._usual_bounds: list[int] = np.unique(group_bounds(np.arange(2, longest + 1))).tolist()
+        # Rows are grouped by length. These are the groups that rows of 2 to `longest` tokens have,
+        # each named by its largest length.
+        possible_lengths = np.arange(2, longest + 1)
+        self._usual_bounds: list[int] = np.unique(group_bounds(possible_lengths)).tolist()
+        # Seconds from the start of the process until each encoder was loaded.
         loaded_s: list[float] = []
 
         def warm(encoder: Encoder) -> None:
-            """Note when an encoder was loaded, and compile its kernels on a GPU."""
+            """Note when an encoder was loaded, and compile its kernels on a GPU.
+
+            `load_models` calls this after each encoder.
+            """
             loaded_s.append(time.monotonic() - self._parent.started_s)
             if on_gpu:
                 budget = encoder.INFO.token_budget(engine)
-                self._warm_up(encoder, budget // self._spec.divisor)
+                self._warm_up(encoder, budget // self._spec.budget_divisor)
 
         self._repeater: Repeater | None = None
         with ThreadPoolExecutor(1) as thread:
@@ -294,7 +313,9 @@ class Worker:
         self._report = self._describe(import_s, load_s)
 
     def _describe(self, import_s: float, load_s: float) -> dict[str, Any]:
-        """Return the record of this worker for `summary.json`.
+        """Return the record of this worker for `summary.json`: process, times, precision.
+
+        The parent gets it with the message `Ready`.
 
         Args:
             import_s: Seconds from the start of the process until its modules were imported.
@@ -317,9 +338,10 @@ class Worker:
     def _warm_up(self, encoder: Encoder, budget: int) -> None:
         """Compile the kernels of an encoder, group by group of row lengths, shortest rows first.
 
-        Rows are grouped by length, and each group needs its own kernels. If a task has come
-        already, only the groups of its rows are compiled. Kernels of other groups are compiled
-        when such rows come, once for each user and machine.
+        Rows are grouped by length, and each group needs its own kernels. They are compiled by
+        computing a batch of such rows. If a task has come already, this is done only for the groups
+        of its rows. Kernels of other groups are compiled when such rows come, once for each user
+        and machine.
 
         Args:
             encoder: The encoder, which is on the device.
@@ -331,22 +353,27 @@ class Worker:
             bounds = [bound for bound in self._bounds(encoder) if bound not in warmed_bounds]
             if not bounds:
                 return
-            # The first batch is the largest one, which shows that the token budget fits into
-            # memory. The kernels of the other groups are compiled by the smallest batch as well.
-            slots = shapes(budget)[-1] if warmed_bounds else budget
+            # The first batch has the full size, which shows that the token budget fits into memory.
+            # For the kernels alone the smallest batch is enough, so the other groups get that.
+            if warmed_bounds:
+                slots = shapes(budget)[-1]
+            else:
+                slots = budget
             warm_up(encoder, slots, self._device, bounds[0])
             warmed_bounds.append(bounds[0])
 
     def _bounds(self, encoder: Encoder) -> list[int]:
-        """Return the upper bounds of the groups of lengths that the next rows will belong to.
+        """Return the groups of lengths that the next rows will belong to, in ascending order.
 
-        If a task waits to be received, these are the groups of its rows. Lengths are estimated.
-        Otherwise they are all groups that the classifier's read length allows.
+        A group is named by its largest length, in tokens. If a task waits to be received, these are
+        the groups of its rows; the tokens of its DNA rows can only be estimated. Otherwise they
+        are all groups that the classifier's read length allows.
         """
         task = self._parent.peek()
         if not isinstance(task, ShardTask):
             return self._usual_bounds
-        # A fault of the task is reported when the task is computed. It does not matter here.
+        # A task whose store cannot be read is reported when the task is computed. Here it is
+        # treated like no task.
         with suppress(Exception):
             store = open_source(_source_of(task, self._spec.models)).store
             residues = np.diff(store.protein_offsets[task.lo : task.hi + 1])
@@ -356,7 +383,9 @@ class Worker:
         return self._usual_bounds
 
     def _load_repeater(self, longest: int) -> "Repeater":
-        """Load the fp16 encoder that decides rows near the threshold, and compile its kernels.
+        """Load the fp16 copy of the protein encoder, and compile its kernels on a GPU.
+
+        In an int8 run it embeds again the rows whose score is near the threshold.
 
         Args:
             longest: Tokens of the longest row.
@@ -365,9 +394,9 @@ class Worker:
         from virnuc_core.engine.repeats import Repeater
 
         repeater = Repeater(Path(self._spec.models), self._device, self._spec.engine, longest)
-        if repeater.stream is not None:
+        if repeater.stream is not None:  # on a GPU
             with torch.cuda.stream(repeater.stream):
-                self._warm_up(repeater.encoder, repeater.slots(self._spec.divisor))
+                self._warm_up(repeater.encoder, repeater.slots(self._spec.budget_divisor))
         return repeater
 
     def _launch_all(self, take: Take) -> None:
@@ -379,7 +408,7 @@ class Worker:
             take: Returns the next item and how long it took to come. A shard is a sequence of
                 items: its task, its batches, its task again. None means that nothing more comes.
         """
-        pending: Pending | None = None
+        pending: Pending | None = None  # the shard whose batches come now; None between two shards
         while True:
             item, wait_ms = take()
             self._last_progress_s = time.monotonic()
@@ -398,7 +427,10 @@ class Worker:
                 pending = None
 
     def _begin_shard(self, task: ShardTask) -> Pending:
-        """Allocate memory on the device for the embeddings of a shard, and return its state."""
+        """Allocate memory on the device for the embeddings of a shard, and return its state.
+
+        The embeddings begin as zeros. Each batch fills the rows that it computes.
+        """
         width = sum(encoder.width for encoder in self._models.encoders.values())
         shape = (task.hi - task.lo, width)
         started_s = time.monotonic()
@@ -429,9 +461,10 @@ class Worker:
         encoder = self._models.encoders[batch.encoder]
         columns = self._columns[batch.encoder]
         with torch.inference_mode(), torch.profiler.record_function(batch.encoder):
+            # A batch has a fixed shape, so there are results of empty rows at its end.
             row_embeddings = encoder.embed(batch.packed.to(self._device))  # [row_capacity, width]
             rows = batch.rows.to(self._device, non_blocking=True)
-            own_columns = pending.embeddings[:, columns]
+            own_columns = pending.embeddings[:, columns]  # a view of the shard's array
             own_columns.index_copy_(0, rows, row_embeddings[: batch.packed.rows])
         record = BatchRecord(
             device=self._spec.device.id,
@@ -451,29 +484,35 @@ class Worker:
     def _finish_shard(self, pending: Pending) -> None:
         """Run the classifier on a shard, and start to copy the results to the host.
 
-        The copy runs on a second CUDA stream while the device computes the next shard. This does
-        not wait for it: the event `pending.arrived` marks its end.
+        The copy runs on a second CUDA stream while the device computes the next shard. This
+        function does not wait for it: the event `pending.copied` marks its end. On a CPU nothing is
+        copied.
+
+        Args:
+            pending: The shard, with all its batches launched. It gets the scores.
         """
         start = self._mark()
         features = pending.embeddings
         with torch.inference_mode(), torch.profiler.record_function(HEAD):
-            if pending.task.skip:
+            if pending.task.skipped_rows:
                 # Rows that were left out have no embedding. NaN marks them.
-                skipped = torch.tensor(pending.task.skip, device=self._device)
-                skipped_rows = skipped - pending.task.lo
-                features[skipped_rows] = torch.nan
+                skipped_rows = torch.tensor(pending.task.skipped_rows, device=self._device)
+                positions = skipped_rows - pending.task.lo  # in the shard
+                features[positions] = torch.nan
             scores = self._models.head.scores(features)  # [rows, 2]
         pending.head_span = (start, self._mark())
         if self._copy_stream is None:
             pending.scores = scores
             return
+        # The copy must not begin before the results are computed.
         self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copy_stream):
-            # Without blocking, torch copies to page-locked memory.
+            # With `non_blocking`, torch copies to page-locked memory, which needs no waiting.
             pending.embeddings = features.to("cpu", non_blocking=True)
             pending.scores = scores.to("cpu", non_blocking=True)
-            pending.arrived = self._copy_stream.record_event()
-        # Forbid torch to use the memory of these tensors for others before they are copied.
+            pending.copied = self._copy_stream.record_event()
+        # These tensors are released when this function returns. Forbid torch to use their memory
+        # for others before they are copied.
         for tensor in (features, scores):
             tensor.record_stream(self._copy_stream)
 
@@ -486,8 +525,8 @@ class Worker:
             while (pending := self._writes.get()) is not None:
                 self._commit(pending)
         except Exception as error:  # noqa: BLE001 - the parent must learn of every error
-            # This cannot be left to the launch loop, which may be waiting for tasks that the
-            # parent sends only after an answer.
+            # The launch loop cannot report the error. It may be waiting for a task that the parent
+            # sends only after an answer to this one.
             self._parent.give_up(error)
 
     def _commit(self, pending: Pending) -> None:
@@ -503,29 +542,29 @@ class Worker:
             StorageError: The disk is full, or fails.
             ConfigError: The run directory was renamed or removed.
         """
-        if pending.arrived is not None:
-            pending.arrived.synchronize()
+        if pending.copied is not None:
+            pending.copied.synchronize()  # wait until the results are on the host
         assert pending.scores is not None
         task = pending.task
         result = ShardResult(pending.embeddings.numpy(), pending.scores.numpy())
-        n_repeated = 0
+        n_repeated = 0  # rows near the threshold that were embedded again, in fp16
         if self._repeater is not None:
             n_repeated = self._repeater.repeat(result, task, self._models.head)
         finished_s = time.monotonic()
-        if task.probe:
+        if task.is_probe:
             self._answer(Computed(done=None))
             return
-        self._require_same_weights(task.weights)
+        self._require_same_weights(task.model_digests)
         n_skipped = self._set_aside_not_finite(result, task)
         if self._spec.engine.commit:
             run = RunDir(Path(task.run))
             require_directory(run.root)
             plan = read_plan(run)
-            if task.plan and task.plan != plan.fingerprint:
+            if task.plan_fingerprint and task.plan_fingerprint != plan.fingerprint:
                 # Another run has this path now. The result must not be written into it.
                 raise directory_gone_error(run.root)
-            # The folder exists, since it holds the plan. If it has gone meanwhile, it is not made
-            # again.
+            # The folder held the plan a moment ago. If somebody has removed it meanwhile, making it
+            # again would leave a run with a single shard.
             commit(run, plan, task.shard, result, make_folders=False)
         commit_s = time.monotonic() - finished_s
         done = self._shard_done(pending, finished_s, commit_s, n_skipped)
@@ -548,8 +587,9 @@ class Worker:
         has_embedding = np.isfinite(result.embeddings).all(axis=1)
         has_score = np.isfinite(result.scores).all(axis=1)
         not_finite = np.flatnonzero(~(has_embedding & has_score))
-        # The rows in `skip` were filled with NaN on purpose. With more rows, a model is to blame.
-        if len(not_finite) > len(task.skip):
+        # The rows in `skipped_rows` were filled with NaN on purpose. More rows have their NaN from
+        # a model.
+        if len(not_finite) > len(task.skipped_rows):
             judge_not_finite(result, task, Path(self._spec.models))
             result.embeddings[not_finite] = np.nan
             result.scores[not_finite] = np.nan
@@ -559,6 +599,8 @@ class Worker:
         self, pending: Pending, finished_s: float, commit_s: float, n_skipped: int
     ) -> ShardDone:
         """Return the telemetry of a committed shard, with the device time of its batches.
+
+        The device has finished all of them, so that their times can be read now.
 
         Args:
             pending: The shard. Its results are on the host.
@@ -579,7 +621,7 @@ class Worker:
             device_ms = sum(batch.device_ms or 0.0 for batch in encoder_batches)
             seconds[encoder.molecule] = device_ms / 1e3
         allocated_bytes = None
-        if pending.arrived is not None:
+        if pending.copied is not None:  # on a GPU
             allocated_bytes = torch.cuda.max_memory_allocated()
         return ShardDone(
             device=self._spec.device.id,
@@ -594,7 +636,7 @@ class Worker:
             head_s=milliseconds(pending.head_span) / 1e3,
             commit_s=commit_s,
             batches=batches,
-            budget_divisor=task.divisor,
+            budget_divisor=task.budget_divisor,
             skipped=n_skipped,
             allocated_bytes=allocated_bytes,
         )
@@ -614,8 +656,12 @@ class Worker:
         if not run_digests:
             return
         models = Path(self._spec.models)
-        if run_digests == accept_older_digest(models, self._weights.result(), run_digests):
+        # Earlier versions computed another digest of the calibration for int8. If the run has
+        # recorded that one, it takes the place of ours.
+        loaded = accept_older_digest(models, self._weights.result(), run_digests)
+        if loaded == run_digests:
             return
+        # This process has other models than the run. What does the directory hold now?
         on_disk = fingerprint(models, self._spec.engine.precision)
         on_disk = accept_older_digest(models, on_disk, run_digests)
         changed = join_first(find_mismatches(run_digests, on_disk, strict=True))
@@ -623,6 +669,8 @@ class Worker:
             problem = f"{changed} is no longer what the run began with"
             way_out = "put it back, or choose another directory"
             raise RunMismatchError(f"{models}: {problem}; {way_out}")
+        # The directory is right, so only this process is wrong. An error that is not ours makes the
+        # parent replace it.
         raise RuntimeError(f"{models} has other models now")
 
     def _answer(self, computed: Computed) -> None:
@@ -633,14 +681,14 @@ class Worker:
 
 def _source_of(task: ShardTask, models: str | Path) -> Source:
     """Return the store that holds the sequences of a task, with the models that read it."""
-    return Source(Path(task.store), task.reads, Path(models))
+    return Source(Path(task.store), task.reads_fingerprint, Path(models))
 
 
 def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None:
-    """Find the model that gave NaN or infinity for rows of a shard, and decide what follows.
+    """Raise an error if a model gave NaN or infinity for too many rows of a shard.
 
-    A few such rows are accepted, and this returns. Rows in `task.skip` were left out on purpose
-    and do not count.
+    A few such rows are accepted, and nothing happens. Rows in `task.skipped_rows` were left out on
+    purpose and do not count.
 
     Args:
         result: The results of the shard.
@@ -654,15 +702,17 @@ def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None
     # bool [rows]: no model was found yet that is the cause for this row. An encoder's NaN makes the
     # classifier's scores NaN too, so that each row is counted for the first model only.
     is_unexplained = np.ones(len(result.scores), bool)
-    is_unexplained[np.array(task.skip, np.int64) - task.lo] = False
-    n_allowed = task.max_not_finite
+    is_unexplained[np.array(task.skipped_rows, np.int64) - task.lo] = False
+    n_still_allowed = task.max_not_finite
     for part, values in _outputs_by_part(result, models).items():
-        rows = np.flatnonzero(is_unexplained & ~np.isfinite(values).all(axis=1))
+        is_not_finite = ~np.isfinite(values).all(axis=1)
+        rows = np.flatnonzero(is_unexplained & is_not_finite)
         is_unexplained[rows] = False
-        n_allowed -= len(rows)
+        n_still_allowed -= len(rows)
         if len(rows):
             _require_finite_weights(models, part)
-        if n_allowed < 0:
+        if n_still_allowed < 0:
+            # Name some of the rows, by the first reading frame that has the sequence.
             store = open_source(_source_of(task, models)).store
             first_frames = store.unique_row[rows + task.lo].tolist()
             names = join_first(store.row_ids(frame, frame + 1)[0] for frame in first_frames)
@@ -694,6 +744,10 @@ def _outputs_by_part(result: ShardResult, models: Path) -> dict[str, NDArray[np.
 @cache
 def _require_finite_weights(models: Path, part: str) -> None:
     """Check that the weights of a model are finite. A second call does not read them again.
+
+    Args:
+        models: Models directory.
+        part: The model, which is the name of its folder, such as "esm2" or "head".
 
     Raises:
         WeightsError: One of its tensors holds NaN or infinity.

@@ -72,15 +72,15 @@ class OneOf(Child):
     def __init__(
         self, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message] | None], last: int
     ) -> None:
-        self._begin(spec, inbox)
+        self._set_common_attributes(spec, inbox)
         self.left = last
         inbox.put((self, Ready(record={"pid": id(self), "ready_s": 0.0})))
 
     def send(self, message: Message) -> None:
-        if isinstance(message, ShardTask) and not self.lost:
+        if isinstance(message, ShardTask) and not self.node_lost:
             self.left -= 1
-            self.lost = self.left < 0
-            self._inbox.put((self, Closed() if self.lost else done(message, self.device)))
+            self.node_lost = self.left < 0
+            self._inbox.put((self, Closed() if self.node_lost else done(message, self.device)))
 
     def end(self, grace_s: float = 0.0) -> int:
         self._forget()
@@ -106,14 +106,18 @@ class Coming(LocalWorkers):
 
 def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path: Path) -> None:
     workers, progress = Coming(), []
-    shard_message: dict[str, Any] = {"run": str(tmp_path), "store": "none", "reads": "none"}
+    shard_message: dict[str, Any] = {
+        "run": str(tmp_path),
+        "store": "none",
+        "reads_fingerprint": "none",
+    }
     with Pool(worker_specs(tmp_path, NODES[:2], EngineSpec(precision="fp16")), workers) as pool:
         tasks = [ShardTask(**shard_message, shard=i, lo=i, hi=i + 1) for i in range(40)]
         committed = pool.compute(tasks, tmp_path, progress.append)
     assert sorted(message.shard for message in progress if isinstance(message, ShardDone)) == list(
         range(40)
     )
-    assert set(committed.records) == {device.id for device in NODES}
+    assert set(committed.ready_records) == {device.id for device in NODES}
     assert workers.began.count(NODES[0].id) == 1  # it never came back, and was not called for
     assert len(committed.deaths) == 1
 
@@ -122,7 +126,8 @@ def test_times_of_a_node_are_moved_to_the_clock_of_this_machine() -> None:
     from virnuc_core.engine.remote_node import on_our_clock
 
     translated = on_our_clock(
-        done(ShardTask(run="", store="", reads="", shard=1, lo=0, hi=1), "x").line(), 100.0
+        done(ShardTask(run="", store="", reads_fingerprint="", shard=1, lo=0, hi=1), "x").line(),
+        100.0,
     )
     assert isinstance(translated, Computed)
     assert translated.done is not None

@@ -88,7 +88,13 @@ def test_the_model_with_too_many_non_finite_rows_is_named_with_its_first_rows(
 ) -> None:
     store = OrfStore.open(staged[0])
     task = shards.ShardTask(
-        run="", store=str(staged[0]), reads=store.fingerprint, shard=1, lo=50, hi=150, skip=(50,)
+        run="",
+        store=str(staged[0]),
+        reads_fingerprint=store.fingerprint,
+        shard=1,
+        lo=50,
+        hi=150,
+        skipped_rows=(50,),
     )
     result = shards.ShardResult(np.zeros((100, 128), np.float32), np.zeros((100, 2), np.float32))
     result.embeddings[0] = result.scores[[0, 7, 8]] = np.nan  # the first has been set aside before

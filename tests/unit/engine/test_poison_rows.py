@@ -19,7 +19,7 @@ from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ShardError
 from virnuc_core.runfiles import Device
 
-JOB: dict[str, Any] = {"run": "run", "store": "", "reads": ""}
+JOB: dict[str, Any] = {"run": "run", "store": "", "reads_fingerprint": ""}
 
 
 def play_search(
@@ -41,7 +41,7 @@ def play_search(
     task = next(probes)
     n_deaths = 0
     for _ in range(10_000):
-        rows = set(range(task.lo, task.hi)) - set(task.skip)
+        rows = set(range(task.lo, task.hi)) - set(task.skipped_rows)
         is_killed = bool(rows & poison_rows)
         if outside_kills is not None and outside_kills.random() < 0.05:
             is_killed = True
@@ -51,7 +51,7 @@ def play_search(
                 task = probes.send(False)
             except StopIteration:
                 return None, n_deaths
-        elif task.probe:
+        elif task.is_probe:
             task = probes.send(True)
         else:
             return task, n_deaths
@@ -65,8 +65,8 @@ def test_poison_rows_and_no_others_are_set_aside(rows: int, data: st.DataObject)
         bisect_poison_rows(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)), guilty
     )
     assert task is not None
-    assert set(task.skip) == guilty
-    assert (task.lo, task.hi, task.probe) == (100, 100 + rows, False)
+    assert set(task.skipped_rows) == guilty
+    assert (task.lo, task.hi, task.is_probe) == (100, 100 + rows, False)
     assert deaths <= len(guilty) * (2 * rows.bit_length() + 4)
 
 
@@ -87,7 +87,7 @@ def test_a_shard_killed_only_from_outside_keeps_its_rows_or_is_given_up(seed: in
         outside_kills=random.Random(seed),
     )
     assert (
-        task is None or len(task.skip) <= 1
+        task is None or len(task.skipped_rows) <= 1
     )  # two kills in a row of one single-row probe cannot be told from guilt
 
 
@@ -100,7 +100,7 @@ def test_a_shard_that_no_single_row_explains_is_reported_by_number(tmp_path: Pat
         task = ShardTask(**JOB, shard=7, lo=0, hi=64)
         for _ in range(20):
             task = pool._task_after_death(task, "boom", out_of_memory=False)
-            while task.probe:
+            while task.is_probe:
                 task = job.searches[7].send(True)
 
     with pytest.raises(ShardError, match=r"shard 00007: ends workers, and no single row .* boom"):

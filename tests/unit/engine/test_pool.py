@@ -118,7 +118,9 @@ def go_without_a_plan(root: Path, staged: Staged, models: Path, pool: Pool) -> N
     job = prepare(
         RunDir(root), staged[0], ClassifySpec(models=models, devices=DEVICES, engine=SMALL)
     )
-    tasks = [task.model_copy(update={"reads": "of others"}) for task in job.tasks(job.todo)]
+    tasks = [
+        task.model_copy(update={"reads_fingerprint": "of others"}) for task in job.tasks(job.todo)
+    ]
     pool.compute(tasks, root / "logs", lambda _: None)
 
 
@@ -195,7 +197,7 @@ def test_a_pool_that_is_interrupted_or_closed_computes_nothing(
     from virnuc_core.engine.devices import resolve
     from virnuc_core.engine.shards import ShardTask
 
-    tasks = [ShardTask(run="run", store="", reads="", shard=0, lo=0, hi=1)]
+    tasks = [ShardTask(run="run", store="", reads_fingerprint="", shard=0, lo=0, hi=1)]
     specs = worker_specs(tiny_models, resolve(Devices.parse("cpu:1")), EngineSpec(precision="fp32"))
     with Pool(specs, LocalWorkers("virnuc_core.engine.worker"), keep=True) as pool:
         end_all_children()
@@ -211,7 +213,9 @@ def test_nobody_waits_for_a_pool_whose_workers_cannot_be_ended(
     """As when the run directory is gone: the pool's thread fails twice, and the job still ends."""
     core = Device(id="cpu-core-0", kind="cpu", name="", core=0)
     spec = WorkerSpec(models="", device=core, engine=EngineSpec())
-    task = ShardTask(run="run", store="", reads="", weights={}, shard=0, lo=0, hi=1)
+    task = ShardTask(
+        run="run", store="", reads_fingerprint="", model_digests={}, shard=0, lo=0, hi=1
+    )
 
     def fail(*_: object) -> None:
         raise OSError("the directory is gone")

@@ -144,7 +144,7 @@ def test_a_worker_that_does_not_move_or_dies_is_an_error(
     workers: process.LocalWorkers, tmp_path: Path
 ) -> None:
     child, _ = start(workers, tmp_path)
-    child.progress_s -= 100
+    child.last_progress_s -= 100
     with pytest.raises(WorkerError, match=rf"{CORE.id} has not moved for 1\d\d s"):
         next_message(workers, {child}, 60)
     os.kill(child.pid, signal.SIGKILL)
@@ -246,7 +246,7 @@ def test_a_prestarted_worker_is_claimed_once(
     ):
         (prestarted,) = first_workers.prestarted
         assert first_workers.start(ahead) is prestarted
-        assert prestarted.asked_s < prestarted.started_s
+        assert prestarted.requested_s < prestarted.started_s
         with process.local_workers("echo_worker", [ahead]) as second:
             assert second is not first_workers
             assert not second.prestarted
@@ -259,7 +259,7 @@ def test_prestarted_workers_for_other_settings_are_ended(
 ) -> None:
     with process.LocalWorkers("echo_worker", [ahead]):
         (waiting,) = process._prestarted[0].prestarted
-        requested = ahead.model_copy(update={"divisor": 2}) if other == "settings" else ahead
+        requested = ahead.model_copy(update={"budget_divisor": 2}) if other == "settings" else ahead
         if other != "nothing":
             process.local_workers("another" if other == "work" else "echo_worker", [requested])
             assert gone(waiting.pid)

@@ -32,7 +32,7 @@ from virnuc_core.engine.loader import TokenRows, packed
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import Closed, LocalWorkers, Message, WorkerSpec, worker_specs
 from virnuc_core.engine.remote_node import on_our_clock
-from virnuc_core.engine.repeats import NEAR, Repeater
+from virnuc_core.engine.repeats import NEAR_DISTANCE, Repeater
 from virnuc_core.engine.shards import Computed, ShardPlan, ShardResult, ShardTask
 from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import RunMismatchError
@@ -149,7 +149,7 @@ def task_of(run: RunDir, staged: Staged, plan: ShardPlan, shard: int, **more: An
     task_fields = {
         "run": str(run.root),
         "store": str(staged[0]),
-        "reads": OrfStore.open(staged[0]).fingerprint,
+        "reads_fingerprint": OrfStore.open(staged[0]).fingerprint,
     }
     return ShardTask(
         **{**task_fields, "shard": shard, "lo": lo, "hi": hi, "threshold": THRESHOLD, **more}
@@ -157,7 +157,7 @@ def task_of(run: RunDir, staged: Staged, plan: ShardPlan, shard: int, **more: An
 
 
 def near(result: ShardResult, threshold: float) -> np.ndarray[Any, Any]:
-    return np.abs(result.scores[:, 1] - threshold) < NEAR
+    return np.abs(result.scores[:, 1] - threshold) < NEAR_DISTANCE
 
 
 def alone(models: Path, staged: Staged, device: torch.device, unique: int) -> torch.Tensor:
@@ -272,12 +272,12 @@ def test_skipped_rows_stay_skipped_and_a_probe_commits_nothing(
     probe, messages = compute(
         models,
         [
-            task_of(parted_run, staged, plan, 1, probe=True, lo=lo + 3, hi=lo + 40),
-            task_of(parted_run, staged, plan, 1, skip=left_out),
+            task_of(parted_run, staged, plan, 1, is_probe=True, lo=lo + 3, hi=lo + 40),
+            task_of(parted_run, staged, plan, 1, skipped_rows=left_out),
         ],
     )
     assert probe == Computed(done=None)
-    assert [task.probe for task in looked_at] == [False, True, False], (
+    assert [task.is_probe for task in looked_at] == [False, True, False], (
         "a row may end workers only when it is repeated"
     )
     assert messages.done is not None
@@ -312,7 +312,7 @@ def test_every_batch_has_one_shape_however_many_rows_are_near(
         for shard in (0, 1)
         for threshold in (0.5, 0.7)
     ]
-    tasks += [task.model_copy(update={"divisor": 32}) for task in tasks]
+    tasks += [task.model_copy(update={"budget_divisor": 32}) for task in tasks]
     compute(models, tasks)
     assert uniques["fp16"] == {SLOTS, LONGEST}, (
         "of the whole budget and, for want of memory, of the least there can be"
@@ -355,7 +355,9 @@ def test_a_run_keeps_its_threshold_and_says_how_many_rows_were_repeated(
 
     summary, plain = run("run", models, OTHER), run("plain", undecided, OTHER)
     scores = shards.read_scores(RunDir(tmp_path / "plain"))[0]
-    counts = [(np.abs(scores[:, 1] - threshold) < NEAR).sum() for threshold in (OTHER, THRESHOLD)]
+    counts = [
+        (np.abs(scores[:, 1] - threshold) < NEAR_DISTANCE).sum() for threshold in (OTHER, THRESHOLD)
+    ]
     assert summary.rows_repeated == counts[0] != counts[1]
     assert plain.rows_repeated == 0
     assert read_record(RunDir(tmp_path / "run")).resolved["threshold"] == OTHER

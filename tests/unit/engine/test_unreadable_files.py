@@ -194,7 +194,9 @@ def test_a_bus_error_is_not_the_fault_of_a_row(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     specs = worker_specs(tiny_models, resolve(ONE_CORE), SMALL)
     workers = LocalWorkers("tests.unit.engine.bus_error_worker")
-    task = ShardTask(run=str(tmp_path), store="run/orfs.h5", reads="", shard=0, lo=0, hi=100)
+    task = ShardTask(
+        run=str(tmp_path), store="run/orfs.h5", reads_fingerprint="", shard=0, lo=0, hi=100
+    )
 
     with (
         Pool(specs, workers) as pool,

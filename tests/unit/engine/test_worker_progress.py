@@ -25,7 +25,7 @@ from virnuc_core.engine.worker import Worker
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 
-TASK = ShardTask(run="", store="", reads="", shard=3, lo=0, hi=9)
+TASK = ShardTask(run="", store="", reads_fingerprint="", shard=3, lo=0, hi=9)
 
 
 def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,12 @@ def test_kernels_are_compiled_for_the_lengths_of_the_first_shard(
     """As soon as the task is known, which here is while those for the shortest rows are made."""
     store = OrfStore.open(staged[0])
     task = TASK.model_copy(
-        update={"store": str(staged[0]), "reads": store.fingerprint, "lo": 0, "hi": store.n_uniques}
+        update={
+            "store": str(staged[0]),
+            "reads_fingerprint": store.fingerprint,
+            "lo": 0,
+            "hi": store.n_uniques,
+        }
     )
     device = torch.device("cpu")
     encoder = load_encoder(Esm2, tiny_models, device)
@@ -78,10 +83,14 @@ def test_kernels_are_compiled_for_the_lengths_of_the_first_shard(
         (length, 1024 // part) for length, part in zip(sorted(lengths), (1, 16, 16), strict=False)
     ]
     dna = load_encoder(DnabertS, tiny_models, device)
-    source = Source(Path(task.store), task.reads, tiny_models)
+    source = Source(Path(task.store), task.reads_fingerprint, tiny_models)
     dna_rows = tokenise(source, (task.lo, task.hi))["dnabert_s"]
     assert {plan.max_seqlen for plan in pack(dna_rows.lengths, 1024)} <= {*worker._bounds(dna)}
-    for nothing in (Closed(), None, task.model_copy(update={"reads": "of another store"})):
+    for nothing in (
+        Closed(),
+        None,
+        task.model_copy(update={"reads_fingerprint": "of another store"}),
+    ):
         parent.peek = lambda nothing=nothing: nothing
         assert worker._bounds(dna) == worker._usual_bounds, (
             "whatever is wrong with a task is told when its turn comes"
