@@ -20,11 +20,14 @@ MISSED_CRITERION: Final = "virnuc.criterion.fail"  # the event that may pause a 
 
 
 def create(client: SyncPrefectClient, slug: str, *, pause: bool) -> None:
-    """Create the automations on a server, and print their names.
+    """Create the automations of `alerts.yaml` on a server, and print their names.
+
+    Those of the same name that the server has already are replaced.
 
     Args:
         client: A client of the server.
-        slug: The block that sends the messages, as `TYPE/NAME`.
+        slug: The block that sends the messages, as `TYPE/NAME`. A block is a setting that the
+            server keeps, here the address and password of a messenger.
         pause: Also pause the deployment whose run missed a criterion.
 
     Raises:
@@ -40,9 +43,15 @@ def create(client: SyncPrefectClient, slug: str, *, pause: bool) -> None:
 
 
 def _automations(block_id: Any, *, pause: bool) -> Iterator[AutomationCore]:
-    """Yield the automations of `alerts.yaml`. Each acts every time its event comes."""
+    """Yield the automations of `alerts.yaml`. Each acts every time its event comes.
+
+    Args:
+        block_id: The id of the block that sends the messages.
+        pause: Also pause the deployment whose run missed a criterion.
+    """
     text = Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8")
     for fields in yaml.safe_load(text):
+        # React to each single event (threshold 1), without counting events within some time.
         trigger = EventTrigger(
             **fields.pop("trigger"), posture=Posture.Reactive, threshold=1, within=0
         )
@@ -52,6 +61,7 @@ def _automations(block_id: Any, *, pause: bool) -> Iterator[AutomationCore]:
             SendNotification(block_document_id=block_id, subject=subject, body=body)
         ]
         if pause and MISSED_CRITERION in trigger.expect:
+            # "inferred": the deployment of the run from which the event came.
             actions.append(PauseDeployment(source="inferred", deployment_id=None))
         yield AutomationCore(**fields, trigger=trigger, actions=actions)
 

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 def ask_reviewer(settings: ValidateSettings, report: Report) -> ApprovalRecord:
     """Ask a reviewer about a report, and write all forms of the report again with the answer.
 
+    The flow run is paused until somebody has answered, or until the time-out of the settings.
+
     Args:
         settings: The settings of the validation.
         report: The report to review.
@@ -67,13 +69,21 @@ def wait_for_approval(
         form: What the reviewer is asked.
         timeout_s: How long to wait for an answer.
         poll_s: Time between two questions to the server.
+
+    Returns:
+        The answer. It is `pending` after the time-out, and also if the server is lost.
     """
     flow_run_id = UUID(runtime.flow_run.id)
 
     def answer_for_nobody(stop: threading.Event) -> None:
-        """Answer `pending` if nobody has answered within the time-out."""
+        """Answer `pending` if nobody has answered within the time-out.
+
+        Args:
+            stop: Is set when the answer of a person has come.
+        """
         if stop.wait(timeout_s):
             return
+        # If the server is lost, this only notes that the answer could not be sent.
         reporting = connection.reporting("the time-out of the approval")
         with reporting, get_client(sync_client=True) as client:
             client.resume_flow_run(flow_run_id, run_input=TIME_OUT_ANSWER)
@@ -94,6 +104,7 @@ def wait_for_approval(
     answered_at = datetime.now(UTC).isoformat(timespec="seconds")
     fields = answer.model_dump(mode="json")
     record = ApprovalRecord(when=answered_at, flow_run=str(flow_run_id), **fields)
+    # In this block, no symbolic link within the output directory is followed.
     with output_directory(report_dir.parent):
         write(report_dir / APPROVAL, record)
     return record

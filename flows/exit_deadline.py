@@ -46,6 +46,7 @@ def exit_deadline(*, by_hand: bool = False, final: bool = False) -> Iterator[Non
     with suppress(RuntimeError):
         threading.Thread(target=deadline.watch, daemon=True).start()
     token = _has_deadline.set(True)
+    # From now on, Python writes the number of each signal to this file, which the thread reads.
     previous_fd = signal.set_wakeup_fd(deadline.wakeup_fd, warn_on_full_buffer=False)
     previous_handlers = {}
     if by_hand:
@@ -72,6 +73,7 @@ class _Deadline:
     """
 
     def __init__(self, *, is_final: bool) -> None:
+        """Open the pair of sockets. It must be called by the main thread."""
         self.body_has_ended = threading.Event()
         self._is_final = is_final
         self._deferred_signals: list[int] = []
@@ -87,14 +89,25 @@ class _Deadline:
         return self._python_end.fileno()
 
     def close(self) -> None:
-        """End the watching thread."""
+        """End the watching thread, which sees that this end of the pair of sockets is closed."""
         self._python_end.close()
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt in the main thread, once. This is a signal handler."""
-        if any(caller.f_code.co_filename == IMPORT_SYSTEM for caller, _ in walk_stack(frame)):
+        """Raise KeyboardInterrupt in the main thread, once. This is a signal handler.
+
+        Signals are ignored from then on, so that a second Ctrl-C does not disturb the ending.
+        During an import nothing is raised: the signal is kept for later.
+
+        Args:
+            number: The number of the signal.
+            frame: Where the main thread is.
+        """
+        is_importing = any(
+            caller.f_code.co_filename == IMPORT_SYSTEM for caller, _ in walk_stack(frame)
+        )
+        if is_importing:
             # An exception during the import of a C library can crash the process (torch), or make
-            # the library unusable (NumPy). The signal is sent again later.
+            # the library unusable (NumPy). The watching thread sends the signal again later.
             self._deferred_signals.append(number)
             return
         for termination_signal in TERMINATION_SIGNALS:
@@ -104,7 +117,8 @@ class _Deadline:
     def watch(self) -> None:
         """Wait for a termination signal, and end the process if the body does not end in time.
 
-        Runs in a thread of its own until the body ends.
+        The body is that of the `with` block. This runs in a thread of its own until the body ends
+        or, if the process ends with the body (`_is_final`), until the process ends.
         """
         with self._watched_end:
             while True:
@@ -121,11 +135,17 @@ class _Deadline:
                 )
                 _end_process()
             if self._is_final:
+                # The process should end by itself now. If it still exists at the deadline, it is
+                # ended.
                 time.sleep(max(0.0, deadline_s - time.monotonic()))
                 _end_process()
 
     def _wait_for_body(self, deadline_s: float) -> None:
-        """Wait until the body has ended or the deadline is over. Send deferred signals again."""
+        """Wait until the body has ended or the deadline is over.
+
+        Signals that came during an import were deferred. They are sent to the main thread again and
+        again, until they do not meet an import.
+        """
         while time.monotonic() < deadline_s:
             if self.body_has_ended.wait(POLL_S):
                 return

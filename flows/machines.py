@@ -74,14 +74,14 @@ class Machines:
         return counts * repeats
 
     def subset(self, count: int) -> Devices:
-        """Return the first `count` devices by name."""
+        """Return the first `count` devices, as a setting that names each of them."""
         ids = tuple(device.id for device in self.devices[:count])
         return self.local.model_copy(update={"ids": ids})
 
     def workers(self, count: int) -> AbstractContextManager[Pool | None]:
-        """Return workers on the first `count` devices of a cluster; None on this machine.
+        """Return a context manager that yields workers on the first `count` devices of a cluster.
 
-        On this machine each run starts its own workers.
+        On this machine it yields None, and the run starts its own workers.
         """
         if self.cluster is None:
             return nullcontext()
@@ -117,7 +117,11 @@ def find_machines(spec: ClassifySpec, cluster: Cluster | None) -> Machines:
 
 
 def _local_ids(spec: ClassifySpec, kind: str) -> tuple[str, ...]:
-    """Return the ids of this machine's devices of a kind; none if the named ones are not here."""
+    """Return the ids of this machine's devices of a kind.
+
+    The result is empty if the devices that the settings name are not here, which may be so for runs
+    on a cluster.
+    """
     try:
         local_devices = resolve(spec.devices)
     except DeviceError:

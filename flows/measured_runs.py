@@ -59,7 +59,10 @@ class MeasuredWork:
 
     @property
     def bench(self) -> Bench:
-        """The same reads and models on this machine's devices, for what is measured here only."""
+        """Return the same reads and models on this machine's devices.
+
+        Some measurements are never made on a cluster. They use this.
+        """
         return Bench(RunDir(self.out).store, self.spec.models, self.machines.local)
 
 
@@ -72,7 +75,10 @@ class Judgement:
 
     @property
     def note(self) -> str:
-        """Words that keep readers from taking old figures for new ones; empty for new ones."""
+        """Return words that keep readers from taking old figures for new ones.
+
+        The text is empty if something was computed.
+        """
         return "; nothing had to be computed" if self.reused else ""
 
 
@@ -80,10 +86,12 @@ class Judgement:
 def connected_machines(settings: MeasureSettings) -> Iterator[tuple[ClassifySpec, Machines]]:
     """Yield the settings of the runs and their devices.
 
-    A cluster stays connected until the body ends.
+    If earlier rounds of tuning have recommended other engine settings, the runs use those. A
+    cluster stays connected until the body of the `with` statement ends.
     """
     out = settings.out
     if settings.force:
+        # Start over: forget what earlier rounds of tuning have recommended.
         (out / TUNING).unlink(missing_ok=True)
     spec = settings.spec(sample_name(settings.all_inputs))
     spec = spec.model_copy(update={"engine": tuned_engine(out, spec.engine)})
@@ -92,7 +100,11 @@ def connected_machines(settings: MeasureSettings) -> Iterator[tuple[ClassifySpec
 
 
 def record_work(work: MeasuredWork) -> None:
-    """Write the record of the validation, with a remark if no device is on this machine."""
+    """Write the record of the validation (`run.json`).
+
+    Some measurements are made on this machine only. If it has no device of the kind that the runs
+    use, they are left out, and a remark in the record says so.
+    """
     remarks = []
     if not work.machines.has_local_devices:
         remarks.append(NO_LOCAL_DEVICE)
@@ -117,11 +129,12 @@ def run_on_each(work: MeasuredWork, device_counts: Sequence[int]) -> tuple[str, 
     ceilings = _measure_ceilings(work, device_counts)
     if work.spec.force:
         _discard_runs(work.out)
-    times_run: dict[int, int] = {}
+    times_run: dict[int, int] = {}  # how often each number of devices was run so far
     for count in device_counts:
         repetition = times_run.get(count, 0)
         times_run[count] = repetition + 1
         run_on_devices(work, count, repetition, ceilings)
+    # The folder may also hold runs on more devices than this machine or cluster has now.
     names = run_names(work.out, max_devices=len(work.machines.devices))
     return tuple(name for name in names if _is_finished(work.out / name))
 
@@ -131,18 +144,19 @@ def run_on_devices(
 ) -> None:
     """Run the reads on the first `count` devices.
 
-    A run over the profile's time limit is ended; its summary says so and the report counts it as a
-    failure.
+    A run that takes longer than the profile's time limit is ended, and no error is raised here: its
+    summary says so, and the report counts it as a failure.
 
     Args:
         work: What is run.
         count: Number of devices.
         repetition: 0 for the run whose results are kept, 1 for its first repetition, and so on.
-        ceilings: The measured ceilings of the GPUs, if there are any.
+        ceilings: The measured ceilings of the GPUs: how many operations a second they reach at
+            most. None if there are none.
     """
     name = f"{RUN_PREFIX}{count}"
     if repetition:
-        name = f"{name}.{repetition + 1}"
+        name = f"{name}.{repetition + 1}"  # the first repetition of devices-2 is devices-2.2
         if _is_finished(work.out / name):
             return
     profile = work.profile
@@ -159,11 +173,16 @@ def run_on_devices(
             flops=ceilings,
         ).result()
         if repetition:
+            # Only its times are needed. Its embeddings would take much room.
             discard(work.out / name, *SHARD_FILES, "embeddings.h5")
 
 
 def measure_on_this_machine(work: MeasuredWork) -> None:
-    """Embed a sample in fp32 and measure the cost of commits, where this machine can do so."""
+    """Embed a sample in fp32, and measure the cost of commits, where this machine can do so.
+
+    Their results are written to the directory of the validation. The cost of commits is measured
+    only if the profile has a criterion about it.
+    """
     machines = work.machines
     engine = work.spec.engine
     if machines.has_local_gpus:  # runs on cores are in fp32, so there is nothing to compare
@@ -199,15 +218,18 @@ def compare_and_report(
 def finished_runs(out: Path) -> dict[str, int]:
     """Return the modification time of each run's summary in ns, by the path of the summary.
 
-    A run that is used again keeps its summary. So equal times before and after mean that nothing
-    was computed.
+    A run that is used again keeps its summary. So equal results of this function before and after
+    the runs mean that nothing was computed.
     """
     summaries = out.glob(f"{RUN_PREFIX}*/{SUMMARY}")
     return {str(path): path.stat().st_mtime_ns for path in summaries}
 
 
 def _measure_ceilings(work: MeasuredWork, device_counts: Sequence[int]) -> ModelFlops | None:
-    """Measure the ceilings of this machine's GPUs; None without GPUs or if nothing is to be run."""
+    """Measure how many operations a second this machine's GPUs reach at most (their ceilings).
+
+    Return None without such GPUs, or if all runs are complete, so that nothing is to be run.
+    """
     names = [f"{RUN_PREFIX}{count}" for count in device_counts]
     is_complete = all(_is_finished(work.out / name) for name in names)
     if not work.machines.has_local_gpus or (is_complete and not work.spec.force):
@@ -219,10 +241,11 @@ def _measure_ceilings(work: MeasuredWork, device_counts: Sequence[int]) -> Model
 def _discard_runs(out: Path) -> None:
     """Remove the results of all earlier runs, also of those that no new run will replace."""
     for name in run_names(out):
-        for run in (name, *run_names(out, f"{name}.")):
+        repetitions = run_names(out, f"{name}.")  # such as devices-2.2
+        for run in (name, *repetitions):
             discard(out / run, *RUN_FILES)
 
 
 def _is_finished(run: Path) -> bool:
-    """Tell whether a run came to an end."""
+    """Tell whether a run came to an end, so that it has written its summary."""
     return read_summary(RunDir(run)) is not None

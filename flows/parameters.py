@@ -46,7 +46,11 @@ def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True)
 
 
 def _is_utf8(text: str) -> bool:
-    """Tell if a text can be written to a file and passed to other programs."""
+    """Tell if a text can be written to a file and passed to other programs.
+
+    Python represents bytes that it cannot decode by special characters (surrogates), which UTF-8
+    does not have. Encoding replaces them, so that the text changes.
+    """
     return "\0" not in text and text.encode("utf-8", "replace").decode() == text
 
 
@@ -58,7 +62,7 @@ def _reason_not_utf8(text: str) -> str:
     """
     is_utf8_in_shell = "\0" not in text
     try:
-        os.fsencode(text).decode("utf-8")
+        os.fsencode(text).decode("utf-8")  # `fsencode` gives back the bytes of the command line
     except UnicodeError:
         is_utf8_in_shell = False
     if is_utf8_in_shell:
@@ -81,6 +85,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     The reads and the required fields come first. Then a model's own fields come before those that
     it inherits.
     """
+    # A dict keeps the order of its keys. A name that occurs again keeps its first place.
     names: dict[str, None] = {}
     for base in model.__mro__:
         names |= dict.fromkeys(inspect.get_annotations(base))

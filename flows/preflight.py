@@ -66,8 +66,12 @@ def preflight(settings: FlowSettings) -> Devices:
         from virnuc_core.encoders.digests import fingerprint
 
         fingerprint(settings.models, "int8")  # raises an error for weights that were not calibrated
+    # A run that was begun before has a plan of its shards. Part of its embeddings may be written
+    # already, so the room that it needs is not estimated.
     is_planned = RunDir(settings.out).plan.exists()
-    nbytes = 0 if is_planned else BYTES_PER_VALUE * head.width * n_rows
+    nbytes = 0
+    if not is_planned:
+        nbytes = BYTES_PER_VALUE * head.width * n_rows
     require_writable(
         settings.out, nbytes, "the embeddings of these reads (estimated from the first ones)"
     )
@@ -78,7 +82,11 @@ def preflight(settings: FlowSettings) -> Devices:
 
 
 def _require_readable(cluster: Path) -> None:
-    """Raise an error if the cluster is described by a YAML file that cannot be read."""
+    """Raise an error if the cluster is described by a YAML file that cannot be read.
+
+    Args:
+        cluster: The setting `cluster`. It may also be an address, which is not checked here.
+    """
     if cluster.suffix in (".yaml", ".yml"):
         with refuse_unreadable(f"cluster {cluster}", "YAML"):
             read_small_text(cluster)
@@ -87,8 +95,11 @@ def _require_readable(cluster: Path) -> None:
 def _check_models(settings: FlowSettings) -> "HeadShape":
     """Check the headers of the weights, and that the head supports the requested thresholds.
 
+    The head is the classifier. Some thresholds, such as `--fdr`, need figures that only some heads
+    have.
+
     Returns:
-        The shape of the head.
+        The shape of the head: the sizes of its layers, and what it was trained for.
     """
     from virnuc_core.encoders.checkpoint import check_models
     from virnuc_core.encoders.head_card import score_thresholds
@@ -102,8 +113,18 @@ def _check_models(settings: FlowSettings) -> "HeadShape":
 def _check_reads(settings: FlowSettings, model_length: int) -> int:
     """Check the beginning of every local file of reads.
 
+    Files that must be downloaded first are not checked. Nor are those of several samples, of which
+    each is checked before its own run.
+
+    Args:
+        settings: The settings of the flow. Some flows take no reads.
+        model_length: Length of a chunk in bases.
+
     Returns:
-        A lower bound of the rows that the reads have. 0 if nothing is known.
+        A lower bound of the rows (open reading frames) that the reads have. 0 if nothing is known.
+
+    Raises:
+        InputError: A file cannot be read, or none holds reads.
     """
     from virnuc_core.input_names import is_remote
 
@@ -157,6 +178,8 @@ def count_rows(
             continue
         beginning = _read_beginning(name, on_error, model_length)
         file_bytes = Path(name).stat().st_size
+        # The file has at least `file_bytes / MAX_BYTES_PER_BASE` bases. It is assumed to have as
+        # many rows per base as its beginning.
         n_rows += file_bytes * beginning.n_rows // (MAX_BYTES_PER_BASE * beginning.n_bases)
         if beginning.is_empty:
             empty.append(name)
@@ -185,7 +208,7 @@ class Beginning:
 
 
 def _read_beginning(name: str, on_error: "OnError", model_length: int) -> Beginning:
-    """Read and translate the first batches of a file.
+    """Read and translate the first batches of a file, and return how much they hold.
 
     Raises:
         InputError: The file cannot be read.
@@ -197,7 +220,7 @@ def _read_beginning(name: str, on_error: "OnError", model_length: int) -> Beginn
     log = ParseLog(on_error)
     n_reads = 0
     n_rows = 0
-    n_bases = 1
+    n_bases = 1  # so that dividing by the number is safe
     batches = parse((name,), log, block_bytes=BATCH_BYTES)
     for batch in islice(batches, N_BATCHES):
         chunks = chunk(batch.bases.lengths, model_length)

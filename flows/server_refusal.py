@@ -45,7 +45,9 @@ def server_refusal(error: BaseException, url: str) -> VirnucError | None:
             return VirnucError(f"no Prefect server answers at {url}; or use {WITHOUT}")
         if isinstance(cause, httpx.HTTPStatusError):
             code = cause.response.status_code
-            advice = ADVICE.get(HTTPStatus(code), FAULT) if _is_known(code) else FAULT
+            advice = FAULT
+            if _is_known(code):  # HTTPStatus raises an error for any other number
+                advice = ADVICE.get(HTTPStatus(code), FAULT)
             return VirnucError(
                 f"the Prefect server at {url} answers {code} "
                 f"({cause.response.reason_phrase}); {advice}, or use {WITHOUT}"
@@ -59,7 +61,10 @@ def server_refusal(error: BaseException, url: str) -> VirnucError | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and the errors that led to it, the newest first."""
+    """Yield an error, and the errors that led to it, the newest first.
+
+    An error leads to another one if it was given as its cause, or was being handled at that time.
+    """
     cause: BaseException | None = error
     while cause is not None:
         yield cause

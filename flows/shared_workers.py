@@ -23,6 +23,9 @@ from virnuc_core.runfiles import RunSummary
 def shared_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
     """Yield a pool of workers that keeps running for several runs, and reserve its devices.
 
+    Other flow runs of the same Prefect server wait for reserved GPUs. At the end of the block the
+    workers are ended, and the devices are released.
+
     Args:
         settings: Where and how to compute.
         warm: Load the weights immediately. If false, the first run loads them.
@@ -43,12 +46,17 @@ def predict_with(
 ) -> tuple[RunSummary, StageSummary]:
     """Make one prediction, as the `predict` flow does, with workers that are already there.
 
+    The results are written to the output directory of the settings, which is locked meanwhile.
+
     Args:
         pool: The workers; None starts some for this run.
         settings: The settings of the prediction.
         label: The name of the sample.
         n_parallel: How many predictions are made at a time. They share the cores for staging.
         expected_sha256: The content that the file of reads must have; empty accepts any.
+
+    Returns:
+        The summaries of the run and of its staging.
 
     Raises:
         InputError: The file holds no reads.
@@ -58,7 +66,7 @@ def predict_with(
     with run_lock(settings.out):
         run = RunDir(settings.out)
         if n_parallel > 1 and not settings.stage_workers:
-            n_cores = len(os.sched_getaffinity(0))
+            n_cores = len(os.sched_getaffinity(0))  # cores that this process may use
             n_workers = max(1, n_cores // n_parallel)
             settings = settings.model_copy(update={"stage_workers": n_workers})
         spec = settings.spec(label)
@@ -75,8 +83,13 @@ def predict_with(
 
 
 def _require_content(staging: StageSummary, expected_sha256: str) -> None:
-    """Raise an error if the staged file has another content than it had in the inbox."""
-    content = staging.by_file[0].content
+    """Raise an error if the staged file has another content than it had in the inbox.
+
+    Args:
+        staging: The summary of the staging of a single file.
+        expected_sha256: The digest that the file had when the inbox was looked through.
+    """
+    content = staging.by_file[0].content  # None if its digest is not known
     if content and content.sha256 != expected_sha256:
         raise VirnucError(
             f"{staging.files[0]}: was replaced before it was read; the next run takes it as it is"

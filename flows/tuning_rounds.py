@@ -27,12 +27,15 @@ NOT_ABOUT_SPEED: Final = ("consensus", "same_bytes")  # criteria that no engine 
 def tuned_engine(out: Path, engine: EngineSpec) -> EngineSpec:
     """Return the engine settings with which a validation goes on.
 
+    They are those that the last successful round of tuning has recommended. Runs that were made
+    with other settings are removed, so that they are made again with these.
+
     Args:
-        out: The directory of the validation. Runs in it with other settings are removed.
-        engine: The settings that were asked for.
+        out: The directory of the validation.
+        engine: The settings that the user asked for.
 
     Returns:
-        What the last successful round of tuning recommended; `engine` if there was none.
+        The settings. If no round was successful, it is `engine`, and nothing is removed.
     """
     recommended_engine = None
     for tuning_round in _earlier_rounds(out):
@@ -48,9 +51,10 @@ def tuned_engine(out: Path, engine: EngineSpec) -> EngineSpec:
 
 
 def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None:
-    """Sweep the settings that may lessen the largest loss of time, on a part of the reads.
+    """Try out engine settings that may lessen the largest loss of time, on a part of the reads.
 
-    The round is added to `tuning.json`.
+    The report names kinds of lost time, such as waiting for the loader, with the largest first. For
+    some kinds there are settings (knobs) that may lessen them. The round is added to `tuning.json`.
 
     Args:
         settings: The settings of the validation.
@@ -68,6 +72,7 @@ def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None
     if not missed_criteria or len(earlier) >= settings.tune_rounds:
         return None
     if earlier and earlier[-1].engine is None:
+        # The last round found nothing better, and another one would find the same.
         return None
 
     remarks = []
@@ -77,7 +82,7 @@ def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None
         recommendation = _sweep_knobs(settings, report, loss.kind)
         knobs = ", ".join(KNOBS[loss.kind])
         remarks.append(f"against {loss.kind}, {knobs} were swept: {recommendation.reason}")
-        if recommendation.candidate.number:  # 0 are the present settings
+        if recommendation.candidate.number:  # number 0 are the present settings
             engine = recommendation.candidate.engine.model_dump(mode="json")
     for other_loss in report.losses:
         if other_loss.kind not in KNOBS:
@@ -90,7 +95,7 @@ def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None
 
 
 def _earlier_rounds(out: Path) -> tuple[TuningRound, ...]:
-    """Return the rounds that `tuning.json` holds."""
+    """Return the rounds that `tuning.json` holds. Without a usable file there are none."""
     file = read_usable(out / TUNING, TuningFile)
     if file is None:
         return ()
@@ -98,7 +103,13 @@ def _earlier_rounds(out: Path) -> tuple[TuningRound, ...]:
 
 
 def _sweep_knobs(settings: ValidateSettings, report: Report, loss_kind: str) -> Recommendation:
-    """Try the settings that may reduce one kind of lost time, and recommend the fastest."""
+    """Measure the settings that may reduce one kind of lost time, and recommend the fastest.
+
+    Args:
+        settings: The settings of the validation.
+        report: The report, whose profile says how exact the results must stay.
+        loss_kind: The kind of lost time, a key of `KNOBS`.
+    """
     out = settings.out
     devices = Devices.parse(settings.devices)
     device_kind = resolve(devices)[0].kind

@@ -35,6 +35,7 @@ def predict_inbox(settings: InboxSettings) -> Outcome[Counter[RowFate]]:
     """
     preflight(settings)
     announce("inbox", settings.inbox.name)
+    # The ledger keeps the fate of each file: predicted, failed, waiting and so on.
     ledger = Ledger(settings.inbox, settings.out)
     known_failures = _failures(ledger.read_table())
 
@@ -49,8 +50,10 @@ def predict_inbox(settings: InboxSettings) -> Outcome[Counter[RowFate]]:
             rows[number] = _predict_file(settings, ledger, rows[number], pool)
             ledger.write_table(rows)
 
+    # Look again, because files may have come or gone meanwhile.
     rows = ledger.scan(settle_s=settings.settle_s)
     for row in rows:
+        # Each failure is reported once, as an event, which an automation may send to people.
         if row.fate == "failed" and (row.file, row.sha256) not in known_failures:
             payload = {"reason": row.note, "run": row.run}
             emit("inbox.failed", f"inbox.{artifact_key(row.file)}", row.file, payload)
@@ -65,11 +68,23 @@ def _failures(rows: Sequence[Row]) -> set[tuple[str, str]]:
 
 
 def _predict_file(settings: InboxSettings, ledger: Ledger, row: Row, pool: Pool | None) -> Row:
-    """Predict one file of the inbox, and return its row with the fate that it has now."""
+    """Predict one file of the inbox, and return its row with the fate that it has now.
+
+    Args:
+        settings: The settings of the flow.
+        ledger: Decides whether the file is predicted, and keeps its fate.
+        row: The row of the file.
+        pool: The workers that all files share.
+    """
+    # The settings that the flow for an inbox and a prediction have in common.
     shared_settings = settings.model_dump(include={*PredictSettings.model_fields}, exclude={"out"})
 
-    def predicted(row: Row, out: Path) -> RunSummary | Exception:
-        """Predict the file, and return the summary or the error."""
+    def predict_row(row: Row, out: Path) -> RunSummary | Exception:
+        """Predict the file of a row into the folder `out`, and return the summary or the error.
+
+        The ledger calls this, with the row as it is now, unless another run has predicted the same
+        content.
+        """
         try:
             values = {"reads": (str(settings.inbox / row.file),), "out": out, **shared_settings}
             file_settings = build(PredictSettings, values)
@@ -79,11 +94,11 @@ def _predict_file(settings: InboxSettings, ledger: Ledger, row: Row, pool: Pool 
             return error
         return summary
 
-    return ledger.attempt(row, predicted, retry_failed=settings.retry_failed)
+    return ledger.attempt(row, predict_row, retry_failed=settings.retry_failed)
 
 
 def _publish_rows(settings: InboxSettings, rows: Sequence[Row]) -> None:
-    """Show the files of the inbox as a table."""
+    """Show the files of the inbox, with their fates, as a table in the UI."""
     shown_rows = []
     for row in rows:
         shown_rows.append({name: getattr(row, name) for name in SHOWN_COLUMNS})

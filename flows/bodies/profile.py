@@ -68,7 +68,15 @@ def _write_page(
     marks: list[Row],
     operations: list[Row],
 ) -> Path:
-    """Write `profile.md`, a page with all tables, to the folder of the traces."""
+    """Write `profile.md`, a page with all tables, and return its path.
+
+    Args:
+        folder: The folder of the traces, which gets the page.
+        traces: What was recorded, one table for each device.
+        stages: Rows of the table of stages: the seconds of each stage of the whole run.
+        marks: Rows of the table of recorded stages.
+        operations: Rows of the table of operations on the device.
+    """
     text = profile_markdown(traces, stages=stages, marks=marks, operations=operations)
     page = folder / "profile.md"
     write_text_atomically(page, text)

@@ -38,7 +38,11 @@ def scale(settings: ScaleSettings) -> Outcome[ValidationResult]:
 
 
 def run_steps(settings: ScaleSettings) -> Judgement:
-    """Stage the reads, run them on each number of devices, compare the runs and judge them."""
+    """Stage the reads, run them on each number of devices, compare the runs and judge them.
+
+    Runs that are complete already are not repeated. If all are, the judgement says that it is about
+    earlier runs (`reused`).
+    """
     profile = load_profile(settings.profile)
     label = sample_name(settings.all_inputs)
     preflight(settings)
@@ -51,5 +55,6 @@ def run_steps(settings: ScaleSettings) -> Judgement:
         names = run_on_each(work, machines.scaling_counts(profile, settings.repeats))
         measure_on_this_machine(work)
     report = compare_and_report(work, names, settings.history_file)
+    # The summaries of all runs are those of before: no run was computed.
     reused = bool(finished_before) and finished_runs(settings.out) == finished_before
     return Judgement(report, reused)

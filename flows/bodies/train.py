@@ -32,13 +32,17 @@ def train(settings: TrainSettings) -> Outcome[TrainFile]:
         VirnucError: The settings, the table of origins or the reads cannot be used.
     """
     head_shape = check_models(settings.models, settings.model_length)
-    # embeddings need no head; a models directory without one gets an untrained head for the run
+    # Embeddings do not depend on a head, but a run needs one. So the run uses another models
+    # directory, with links to the encoders and a head with random weights.
     models = link_models(settings.models, settings.out, head_shape)
+    # The model length was put into that head. It need not be given again.
     embedding_settings = settings.model_copy(update={"models": models, "model_length": None})
     with staged_run(embedding_settings) as staged:
         examples = choose_examples(staged.run, settings, label=staged.label).result()
         staged.embed().result()
-        remove_results(staged.run)  # they are of a head that is about to be replaced
+        # The run has also written verdicts, but those of a head with random weights.
+        remove_results(staged.run)
+        # The run over fragments of genomes, or the reason why there is none.
         fragments_run: RunDir | str = NO_GENOMES
         if settings.genomes is not None:
             fragments_run = _embed_fragments(staged, examples, settings.genomes)
@@ -56,6 +60,9 @@ def train(settings: TrainSettings) -> Outcome[TrainFile]:
 
 def _embed_fragments(staged: StagedRun, examples: Examples, genomes: Path) -> RunDir | str:
     """Embed fragments of several lengths, cut from the genomes of the test set.
+
+    They show how well the head does on shorter and longer reads. The run is written to the folder
+    `lengths` of the run directory.
 
     Args:
         staged: The run over the training reads.
@@ -75,5 +82,5 @@ def _embed_fragments(staged: StagedRun, examples: Examples, genomes: Path) -> Ru
     staging = stage(stage_spec, run.store, label=label, force=True).result()
     spec = staged.spec.model_copy(update={"force": True})
     embed(run, staging, spec, label=label).result()
-    remove_results(run)
+    remove_results(run)  # verdicts of a head with random weights
     return run

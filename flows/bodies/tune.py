@@ -27,6 +27,7 @@ def tune(settings: TuneSettings) -> Outcome[Recommendation]:
     """
     profile = load_profile(settings.profile)
     devices = preflight(settings)
+    # The present settings are the first candidate, with which all others are compared.
     base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
     candidates = make_candidates(base, settings.swept())
     label = sample_name(settings.all_inputs)
@@ -36,6 +37,7 @@ def tune(settings: TuneSettings) -> Outcome[Recommendation]:
     bench = Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s)
     sweep = Sweep(settings.out, bench, base, profile, settings.repeats, settings.search)
     if settings.force:
+        # Earlier measurements: the scores and the record of each trial.
         discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
     recommendation = sweep_all(sweep, candidates, label)
 

@@ -60,7 +60,11 @@ def validate(settings: ValidateSettings) -> Outcome[ValidationResult]:
 
 
 def run_steps(settings: ValidateSettings) -> Judgement:
-    """Run the steps of a validation. Finished steps of an earlier attempt are not run again."""
+    """Run the steps of a validation, and judge them.
+
+    Finished steps of an earlier attempt are not run again. If there was nothing to compute at all,
+    the judgement says that it is about earlier runs (`reused`).
+    """
     profile = load_profile(settings.profile)
     label = sample_name(settings.all_inputs)
     preflight(settings)
@@ -77,6 +81,7 @@ def run_steps(settings: ValidateSettings) -> Judgement:
         names = run_on_each(work, machines.device_counts())  # one device, two, all
         measure_on_this_machine(work)
     report = compare_and_report(work, names, settings.history_file, is_subset=is_subset)
+    # The summaries of all runs are those of before: no run was computed.
     reused = bool(finished_before) and finished_runs(settings.out) == finished_before
     return Judgement(report, reused)
 
@@ -98,14 +103,26 @@ def run_baseline(work: MeasuredWork) -> bool:
 
 
 def tune_and_run_again(settings: ValidateSettings, judgement: Judgement) -> Judgement:
-    """Tune what a missed speed depends on and run the steps again, as often as was asked for."""
+    """Tune the settings that a missed speed depends on, and run the steps again with better ones.
+
+    This is repeated as often as the settings ask for, as long as a criterion of speed is missed and
+    a round finds something better.
+
+    Args:
+        settings: The settings of the validation.
+        judgement: The judgement of the runs so far.
+
+    Returns:
+        The last judgement. It is the given one if there was no round.
+    """
+    # `force` has done its work: it would remove the results of the first runs again.
     resuming_settings = settings.model_copy(update={"force": False})
     while True:
         tuning_round = tune_round(resuming_settings, judgement.report)
-        if tuning_round is None:
+        if tuning_round is None:  # no round is needed or left
             return judgement
         if tuning_round.engine is None:
-            # no setting helps; the new report says so
+            # No setting helps. The report is written again, because it shows the rounds.
             report = write_report(settings.out, judgement.report.profile)
             judgement = Judgement(report, judgement.reused)
         else:

@@ -88,6 +88,8 @@ for _position, _entry in enumerate(COMMANDS):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
+    The command is ended a few seconds after Ctrl-C or SIGTERM, if it does not end by itself.
+
     Args:
         arguments: The words after `virnuc`. None takes those of this process, which then ends
             with the command.
@@ -99,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _run_and_report(words)
     if is_whole_process:
         gc.freeze()  # the process ends now, so Python need not look for garbage once more
-        # Only a command that has started a flow has imported this module and has a server.
+        # Only a command that has started a flow has imported this module and has a server. Threads
+        # of Prefect may wait for the server without end, so `leave` ends the process if need be.
         server_connection = sys.modules.get("virnuc.tasks.server_connection")
         if server_connection is not None:
             server_connection.connection.leave(code)
@@ -107,8 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_and_report(words: list[str]) -> int:
-    """Run the words of a command line. Report an error in one line and return the exit code."""
-    if words[:1] == ["help"]:
+    """Run the words of a command line. Report an error in one line and return the exit code.
+
+    With `--debug`, the traceback of an error is printed as well.
+    """
+    if words[:1] == ["help"]:  # `virnuc help` is `virnuc --help`
         words[0] = "--help"
     debug = DEBUG_OPTION in words
     _prepare_process(debug)
@@ -129,7 +135,11 @@ def _run_and_report(words: list[str]) -> int:
 
 
 def _prepare_process(debug: bool) -> None:
-    """Set up what all commands share: the environment, warnings and other libraries' logs."""
+    """Set up what all commands share: output streams, the environment, warnings and logs.
+
+    Args:
+        debug: Show warnings and log lines of other libraries that are hidden otherwise.
+    """
     accept_all_letters(sys.stdout, sys.stderr)
     models_variable = ENVIRONMENT["models"]
     if not os.environ.get(models_variable):
@@ -157,8 +167,6 @@ def _report_error(error: Exception) -> int:
         if error.filename:
             reason = f"{error.filename}: {reason}"
         return _complain(reason, FAILURE)
-    # After an interrupt, signals are ignored. An import that was interrupted may fail with any
-    # error, which is only a consequence.
     if isinstance(error, UnicodeEncodeError):
         # Output accepts all letters, so this is the name of a file, for example from a sample
         # sheet. Python encodes names of files by the locale.
@@ -167,6 +175,8 @@ def _report_error(error: Exception) -> int:
             f"{name}: this name has letters that your locale does not have; set LC_ALL=C.UTF-8",
             BAD_SETTINGS,
         )
+    # An import that was interrupted may fail with any error, which is only a consequence. After an
+    # interrupt, our handler has let signals be ignored, which shows that there was one.
     is_ending = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     if is_ending:
         return _complain(INTERRUPTED_MESSAGE, INTERRUPTED)
@@ -184,7 +194,8 @@ def _parse_and_call(words: list[str], debug: bool) -> int:
         ConfigError: There is no such command, its arguments are wrong, or a path is not allowed.
     """
     _require_known_command(words)
-    # The commands under `virnuc models` have no options with one digit, and no standard input.
+    # Replace words that cyclopts would misread: `-1` (a number to it) and `-`. The commands under
+    # `virnuc models` have no options with one digit and read no standard input.
     words_to_parse = words
     if words and words[0] != "models":
         words_to_parse = [WORDS_FOR_CYCLOPTS.get(word, word) for word in words]
@@ -199,11 +210,13 @@ def _parse_and_call(words: list[str], debug: bool) -> int:
         arguments.arguments[name] = _with_dashes(value)
     require_allowed_options(_named_values(arguments).items())
     options = dict(arguments.kwargs)
+    # A parameter that is no option of the command line (`parse=False`) is "ignored" by cyclopts.
     if "debug" in ignored_parameters:
         options["debug"] = debug
     code = command(*arguments.args, **options)
     if isinstance(code, int):
         return code
+    # `virnuc` alone and `virnuc models` alone have printed their help.
     names_no_command = not words or words == ["models"]
     return BAD_SETTINGS if names_no_command else 0
 
@@ -226,15 +239,17 @@ def _named_values(arguments: BoundArguments) -> dict[str, Any]:
 def _require_known_command(words: list[str]) -> None:
     """Raise `ConfigError` for an empty word or an unknown command.
 
-    Cyclopts would find an unknown command as well, but it would import every command for it.
+    The message suggests the command with the most similar name. Cyclopts would find an unknown
+    command as well, but it would import every command for it.
     """
     if "" in words:  # an empty path would be the working directory
         raise ConfigError("an argument is empty; is a variable of the shell not set?")
     if not words or words[0] in app:
         return
     suggestion = ""
-    for name in get_close_matches(words[0], COMMAND_NAMES, n=1):
-        suggestion = f", did you mean {name!r}?"
+    similar_names = get_close_matches(words[0], COMMAND_NAMES, n=1)
+    if similar_names:
+        suggestion = f", did you mean {similar_names[0]!r}?"
     raise ConfigError(f"{words[0]!r} is not a command{suggestion}; see virnuc --help")
 
 
@@ -242,9 +257,10 @@ def _describe_misuse(error: CycloptsError) -> str:
     """Return a message about a wrong command line.
 
     Some of cyclopts' own messages are misleading. For a missing argument, for example, it says that
-    an option has no value. Such messages are replaced.
+    an option has no value. Such messages are replaced. The others are returned as they are.
     """
     match error:
+        # No word was given for the argument at all (`tokens`).
         case MissingArgumentError(argument=Argument(tokens=[]) as missing, keyword=None):
             return f"{'/'.join(missing.names)} is required"
         case UnusedCliTokensError(unused_tokens=[*words]):
@@ -259,16 +275,22 @@ def _describe_misuse(error: CycloptsError) -> str:
 
 
 def _with_dashes(value: Any) -> Any:
-    """Return the parsed value with each placeholder of standard input replaced by a dash."""
+    """Return the parsed value with each placeholder of standard input replaced by a dash.
+
+    The command line is parsed with a placeholder because cyclopts takes a dash for an option.
+    """
     if isinstance(value, tuple):
         return tuple(_with_dashes(part) for part in value)
     if str(value) == STDIN_PLACEHOLDER:
-        return type(value)("-")
+        return type(value)("-")  # a text or a path, like the value
     return value
 
 
 def _complain(problem: str, code: int) -> int:
-    """Write the line that names a problem, and return the exit code."""
+    """Write the line that names a problem to standard error, and return `code`.
+
+    Line breaks become spaces. Control characters, as in names of files, are escaped.
+    """
     one_line = " ".join(problem.split())
     sys.stderr.write(f"virnuc: {printable(one_line)}\n")
     return code

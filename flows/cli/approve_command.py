@@ -59,7 +59,9 @@ def approve(options: ApprovalOptions) -> None:
 
 
 def _review_form(options: ApprovalOptions) -> dict[str, Any]:
-    """Return the reviewer's answer with the fields of the paused run's form.
+    """Return the reviewer's answer with the fields of the form that the paused run shows.
+
+    Without the option `--reviewer`, the reviewer is the user of this machine.
 
     Raises:
         ConfigError: Not exactly one of the three verdicts was given.
@@ -74,6 +76,7 @@ def _review_form(options: ApprovalOptions) -> dict[str, Any]:
     if len(verdicts) != 1:
         raise ConfigError("give one of --yes, --no and --later; see virnuc approve --help")
     form = {"verdict": verdicts[0], "reviewer": getpass.getuser()}
+    # The other options are named like the fields of the form. None means that one was not given.
     answers = options.model_dump(exclude={"run", "yes", "no", "later"}, exclude_none=True)
     return form | answers
 

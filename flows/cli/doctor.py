@@ -70,8 +70,11 @@ def doctor(
 def run_checks(checks: Mapping[str, Iterator[Check]]) -> Iterator[Check]:
     """Yield the results of all checks, one after the other.
 
+    A check is an iterator that yields its results. If it raises an error instead, a failed result
+    with the name of the check is yielded, and the next check follows.
+
     Args:
-        checks: The checks by name. An error that ends one of them fails under its name.
+        checks: The checks by name.
     """
     for name, results in checks.items():
         try:

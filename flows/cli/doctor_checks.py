@@ -34,12 +34,12 @@ MAX_PROCESSES_NAMED: Final = 5
 
 
 def check_of_problem(problem: str, name: str, detail: str, *, verdict: Verdict = "warn") -> Check:
-    """Return the result of a check: `ok` with a detail, or a verdict with a problem.
+    """Return the result of a check: `verdict` and the problem if there is one, else `ok`.
 
     Args:
         problem: Description of the problem. Empty if there is none.
         name: The name of the check.
-        detail: The text if there is no problem.
+        detail: The text that is shown if there is no problem.
         verdict: The verdict if there is a problem.
     """
     if problem:
@@ -66,7 +66,11 @@ def check_packages() -> Iterator[Check]:
 
 
 def check_disk(folder: Path) -> Iterator[Check]:
-    """Yield whether there is room where results would go."""
+    """Yield whether there is room where results would go.
+
+    Args:
+        folder: The folder for the results, which need not exist yet.
+    """
     free_bytes = shutil.disk_usage(nearest_existing(folder)).free
     detail = f"{free_bytes / GIB:.1f} GiB free for {folder}"
     verdict: Verdict = "ok"
@@ -79,7 +83,14 @@ def check_disk(folder: Path) -> Iterator[Check]:
 
 
 def check_file_system(folder: Path) -> Iterator[Check]:
-    """Yield whether locks work in the folder for results, and how long a commit takes there."""
+    """Yield whether locks work in the folder for results, and how long a commit takes there.
+
+    Both are tried in a temporary folder, which is removed again. A commit is the writing of a file
+    that appears whole: it is flushed to the disk and then renamed.
+
+    Args:
+        folder: The folder for the results, which need not exist yet.
+    """
     with tempfile.TemporaryDirectory(
         prefix=".virnuc-doctor-", dir=nearest_existing(folder)
     ) as name:
@@ -99,10 +110,14 @@ def check_file_system(folder: Path) -> Iterator[Check]:
 
 
 def _lock_excludes(folder: Path) -> bool:
-    """Return whether a locked run directory cannot be locked a second time."""
+    """Return whether a locked run directory cannot be locked a second time.
+
+    On a file system without working locks, the second lock is granted, too.
+    """
     with run_lock(folder), ExitStack() as second_lock:
         try:
-            # The lock is reentrant within a context. A new context acts like another thread.
+            # Within the same context, a lock may be taken twice. A new context acts like another
+            # thread.
             Context().run(second_lock.enter_context, run_lock(folder))
         except ConfigError:
             return True
@@ -110,7 +125,10 @@ def _lock_excludes(folder: Path) -> bool:
 
 
 def check_driver_and_gpus() -> Iterator[Check]:
-    """Yield whether the driver fits torch, whether our kernels run, and the state of each GPU."""
+    """Yield whether the driver fits torch, whether our kernels run, and the state of each GPU.
+
+    A machine without a GPU is sound, but gets a warning if a driver or a torch with CUDA is there.
+    """
     driver = gpus.NVML.driver()
     torch_cuda = gpus.NVML.torch_cuda()
     try:
@@ -148,7 +166,7 @@ def check_driver_and_gpus() -> Iterator[Check]:
 
 
 def _check_kernels() -> Check:
-    """Return whether Triton can compile and run our kernels."""
+    """Return whether Triton, the compiler for GPUs, can compile and run our kernels."""
     reason = triton_problem()
     if reason:
         return Check("kernels", "fail", f"they need Triton, {reason}")
@@ -159,7 +177,7 @@ def check_gpu(name: str, gpu: gpus.Gpu, occupancy: gpus.Occupancy) -> Check:
     """Return the free memory of a GPU, with a warning if others use it or the models do not fit."""
     free_bytes = occupancy.memory_free_bytes
     total_bytes = occupancy.memory_total_bytes
-    utilisation = "N/A"
+    utilisation = "N/A"  # some GPUs do not tell it
     if occupancy.utilisation_percent is not None:
         utilisation = f"{occupancy.utilisation_percent:.0f}"
     detail = (

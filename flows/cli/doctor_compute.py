@@ -60,7 +60,11 @@ class Trial:
 
     @classmethod
     def prepare(cls, folder: Path) -> "Trial":
-        """Write random models and staged reads into a folder. They are always the same."""
+        """Write tiny models with random weights, and staged reads, into a folder.
+
+        They are the same each time, because the seed is fixed. Staging translates the reads and
+        writes their open reading frames to the store.
+        """
         trial = cls(folder, models=folder / "models", store=folder / "orfs.h5")
         init_random(trial.models, model_length=MODEL_LENGTH, seed=SEED)
         simulation = simulate(SimulateSpec(reads=N_READS, seed=SEED), folder / "reads.fasta")
@@ -69,7 +73,9 @@ class Trial:
         return trial
 
     def scores_of(self, device: Device) -> Scores:
-        """Return the scores that a device computes, from packed batches in a worker process.
+        """Return the scores that a device computes in a worker process, as in a real run.
+
+        The run is written to a folder with the name of the device.
 
         Raises:
             VirnucError: The device cannot be used, or does not compute.
@@ -77,11 +83,17 @@ class Trial:
         devices = Devices(kind=device.kind, ids=(device.id,))
         run = RunDir(self.folder / device.id)
         job = Bench(self.store, self.models, devices).job(run, ENGINE)
-        measure_job(replace(job, devices=(device,)))  # a core has no name in settings
-        return shards.read_scores(job.run)[0]
+        # Settings name only how many cores to use, and not which ones. So the job gets the device.
+        measure_job(replace(job, devices=(device,)))
+        scores, _ = shards.read_scores(job.run)
+        return scores
 
     def reference_scores(self) -> Scores:
-        """Return scores in float32, by plain attention in this process, one sequence a batch."""
+        """Return the scores that all devices should have.
+
+        They are computed by this process on the CPU in float32, with plain attention, one sequence
+        at a time.
+        """
         cpu = torch.device("cpu")
         orfs = OrfStore.open(self.store)
         engine = EngineSpec(precision="fp32", attention="reference")
@@ -135,7 +147,7 @@ def check_compute(devices: str) -> Iterator[Check]:
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Turn off all logging in the body."""
+    """Turn off all logging of this process in a `with` block."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -144,8 +156,15 @@ def _without_logs() -> Iterator[None]:
 
 
 def check_scores(device: Device, reference: Scores, scores: Scores) -> Check:
-    """Return whether a device's scores equal the reference, within the tolerance of its kind."""
+    """Return whether a device's scores equal the reference, within the tolerance of its kind.
+
+    Args:
+        device: The device.
+        reference: The scores that it should have, float32 [n, 2].
+        scores: The scores that it has computed, float32 [n, 2].
+    """
     name = f"compute {device.id}"
+    # The engine writes NaN as the score of a sequence that it could not compute.
     if reference.shape != scores.shape or np.isnan(scores).any():
         return Check(name, "fail", "scores are missing")
     tolerance = TOLERANCE[device.kind]
@@ -165,7 +184,10 @@ def check_scores(device: Device, reference: Scores, scores: Scores) -> Check:
 def check_agreement(scores_of_device: Mapping[Device, Scores]) -> Iterator[Check]:
     """Yield for each device model whether all devices of this model gave the same bytes.
 
-    A model with a single device is left out.
+    A device model is a name such as "NVIDIA H100". A model with a single device is left out.
+
+    Args:
+        scores_of_device: The scores by device. Devices that could not compute are absent.
     """
     devices_of_model: dict[str, list[Device]] = {}
     for device in scores_of_device:

@@ -47,6 +47,7 @@ def check_prefect_server() -> Iterator[Check]:
     user, _, password = auth_string.partition(":")
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         try:
+            # First without a password, to see whether strangers are answered.
             anonymous_answer = client.get("/admin/version")
             answers_anybody = anonymous_answer.status_code != httpx.codes.UNAUTHORIZED
             client.auth = httpx.BasicAuth(user, password)
@@ -80,7 +81,11 @@ def _check_version(client: httpx.Client, url: str) -> Check:
 
 
 def check_scheduler(client: httpx.Client) -> Check:
-    """Return whether the server plans runs of all active schedules, and whether runs are late."""
+    """Return whether the server plans runs of all active schedules, and whether runs are late.
+
+    A scheduled deployment without any planned run is a failure: the server's scheduler does not
+    work. Late runs are a warning: probably no worker takes them.
+    """
     deployments = _post(client, "/deployments/filter")
     active = [deployment for deployment in deployments if _is_scheduled(deployment)]
     idle_deployments = []
@@ -136,6 +141,7 @@ def check_access(url: httpx.URL, *, answers_anybody: bool) -> Check:
     port = url.port
     if port is None:
         port = HTTPS_PORT if url.scheme == "https" else HTTP_PORT
+    # A server on this machine may listen on other addresses than the one that the URL names.
     reachable_hosts = _public_addresses(port) if is_local else [url.host]
     problems = []
     if answers_anybody and reachable_hosts:
@@ -149,6 +155,7 @@ def check_access(url: httpx.URL, *, answers_anybody: bool) -> Check:
         problems.append("workers started here run as root: give them an account with few rights")
     if not os.environ.get(ROOTS):
         problems.append(f"runs may name any path this account can open: set {ROOTS}")
+    # The words that are shown if there is no problem. A server elsewhere uses TLS then.
     openness = "open to this machine only" if is_local else "TLS"
     protection = "no password" if answers_anybody else "a password"
     return check_of_problem("; ".join(problems), ACCESS_CHECK, f"{openness}, {protection}")

@@ -152,7 +152,7 @@ def heads(*, models: ModelsDir) -> None:
 
     rows = []
     for head in kept_heads(models):
-        number = ""
+        number = ""  # a head that was never put into the archive has none
         if head.number:
             number = str(head.number)
         mark = "installed" if head.installed else ""
@@ -162,8 +162,9 @@ def heads(*, models: ModelsDir) -> None:
         card = head.shape.card
         if card is not None:
             auroc = str(card.auroc)
+            # The shortest, the median and the longest read of the training.
             lengths = "-".join(str(length) for length in card.lengths)
-            test_set = card.test[:8]
+            test_set = card.test[:8]  # the digest of the test set, shortened
         model_length = str(head.shape.model_length)
         rows.append((number, head.digest[:8], mark, model_length, auroc, lengths, test_set))
     header = (

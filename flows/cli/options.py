@@ -53,9 +53,11 @@ def command(
 
         def run(*values: Any, **options: Any) -> Result:
             """Check the values, and call the function with the settings."""
+            # Not strict: the user may leave out positional arguments that have a default.
             positional_values = dict(zip(positional, values, strict=False))
             return function(build(model, positional_values | options))
 
+        # cyclopts makes the options and the help text from the signature and the docstring.
         set_signature(run, function, parameters)
         return run
 
@@ -65,7 +67,12 @@ def command(
 def _command_parameters(
     model: type[Settings], positional: Sequence[str]
 ) -> list[inspect.Parameter]:
-    """Return the parameters of a command, positional ones first, as cyclopts reads them."""
+    """Return the parameters of a command, positional ones first, as cyclopts reads them.
+
+    Args:
+        model: The settings. Each of their fields becomes a parameter.
+        positional: Names of the fields that may be given without their option's name, in order.
+    """
     fields = fields_of(model)
     own_parameters = inspect.signature(model).parameters
     parameters = []
@@ -87,17 +94,23 @@ def _option_type(name: str, field: FieldInfo, *, is_positional: bool) -> Any:
     """Return the type of a field, annotated with the name and help text of its option.
 
     Bounds of numbers are not part of the type, because the settings model checks them.
+
+    Args:
+        name: The name of the field.
+        field: The field.
+        is_positional: The value may be given without the option's name.
     """
     parsed_type = _parsed_type(name, field)
     names = [f"--{name.replace('_', '-')}"]
     if name in SHORT_OPTIONS:
         names.append(SHORT_OPTIONS[name])
+    # Such a default means "not given". Showing it would tell the user nothing.
     is_without_default = field.default in (None, False, ())
     parameter = Parameter(
         name=names,
         help=field.description,
-        negative_iterable=(),
-        consume_multiple=typing.get_origin(parsed_type) is tuple,
+        negative_iterable=(),  # no option `--empty-...` for lists
+        consume_multiple=typing.get_origin(parsed_type) is tuple,  # `--reads a.fq b.fq`
         env_var=ENVIRONMENT.get(name),
         show_default=not (is_positional or is_without_default),
     )
@@ -106,7 +119,12 @@ def _option_type(name: str, field: FieldInfo, *, is_positional: bool) -> Any:
 
 
 def _parsed_type(name: str, field: FieldInfo) -> Any:
-    """Return the type to which cyclopts converts the words given for a field."""
+    """Return the type to which cyclopts converts the words given for a field.
+
+    Args:
+        name: The name of the field.
+        field: The field, whose own type may have checks that only the settings model knows.
+    """
     annotation: Any = field.annotation
     if any(isinstance(hint, BeforeValidator) for hint in field.metadata):
         # The model converts the text itself. The annotation is the type of the default.
@@ -118,5 +136,5 @@ def _parsed_type(name: str, field: FieldInfo) -> Any:
         return tuple[str | Path, ...]
     item_type: Any = typing.get_args(annotation)[0]
     if typing.get_origin(item_type) is Annotated:
-        item_type = item_type.__origin__
+        item_type = item_type.__origin__  # the type without its bounds
     return tuple[item_type, ...]

@@ -96,7 +96,7 @@ def show_table(
     Args:
         header: The names of the columns.
         rows: The cells of each row. Names are shown as they are, without markup.
-        title: What stands above the table.
+        title: What stands above the table. None if nothing does.
     """
     from rich.console import Console
     from rich.table import Table
@@ -104,7 +104,7 @@ def show_table(
     table = Table(*header, title=title)
     for row in rows:
         table.add_row(*row)
-    width = None
+    width = None  # that of the terminal
     if not sys.stdout.isatty():
         width = WIDTH_IN_FILES
     console = Console(markup=False, emoji=False, highlight=False, width=width)

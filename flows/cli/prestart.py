@@ -14,7 +14,8 @@ from virnuc_core.rundir import SAMPLES, RunDir
 def prestart_workers(settings: FlowSettings, prestarted: ExitStack) -> None:
     """Start the worker processes of a prediction that may have something to compute.
 
-    They import torch while the command checks its settings.
+    They import torch and load the weights while the command checks its settings. If the output
+    directory has results already, nothing is started: probably nothing is left to compute.
 
     Args:
         settings: The settings of the flow. Only predictions on this machine start workers.
@@ -37,7 +38,11 @@ def prestart_workers(settings: FlowSettings, prestarted: ExitStack) -> None:
 
 
 def prestart_digest(settings: FlowSettings) -> None:
-    """Begin to compute the digest of the weights, which takes seconds if they are new."""
+    """Begin to compute the digests of the weights in a thread, if this is a prediction.
+
+    This takes seconds for weights that were never used before. The result is stored beside them,
+    where the run finds it.
+    """
     if not isinstance(settings, PredictSettings):
         return
     from virnuc_core.encoders.digests import fingerprint
@@ -46,7 +51,11 @@ def prestart_digest(settings: FlowSettings) -> None:
 
 
 def _has_results(out: Path) -> bool:
-    """Tell if a directory holds the results of a run, or of samples."""
+    """Tell if a directory holds the results of a run, or of samples.
+
+    While a run is computed again, its previous summary is kept under another name
+    (`former_summary`). It counts as well.
+    """
     run = RunDir(out)
     result_files = (run.summary, run.former_summary, out / SAMPLES)
     # For a name that is too long, Path.exists raises an error and os.path.exists returns False.

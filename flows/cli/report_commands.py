@@ -36,6 +36,7 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
     if profile is None:
         finished_report = rerender(out)
     elif not run_names(out):
+        # There are no raw files that the profile could judge.
         raise InputError(
             "holds no runs of a validation",
             file=out,
@@ -64,7 +65,7 @@ def verify(out: Directory, /, *, profile: str | None = None) -> int:
     """Recompute every number of a report from raw files, and name what differs; 1 when any does.
 
     Args:
-        profile: what virnuc report judged by, where that was a file of your own
+        profile: the .toml file that was given to virnuc report, if it was a file of your own
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -76,6 +77,7 @@ def verify(out: Directory, /, *, profile: str | None = None) -> int:
         task = bar.add_task("Computing again", total=1.0)
 
         def show_progress(share: float) -> None:
+            """Move the bar to a share of the work, 0 to 1."""
             bar.update(task, completed=share)
 
         verification = verify_report(out, profile, show_progress)
@@ -144,9 +146,10 @@ def _show_thresholds(profile: Profile) -> None:
         criterion = name.replace("_", " ")
         threshold = f"{target.op} {target.value:g}"
         rows.append((criterion, threshold))
-    for n_devices, (low, _) in profile.scaling_bands.items():
-        # the target of `scaling` is that of two devices
+    # A band is the lowest and the highest expected scaling. Only the lowest is a threshold.
+    for n_devices, (lowest_scaling, _) in profile.scaling_bands.items():
+        # If there is a criterion `scaling`, it is about two devices, and is in the table already.
         is_target = n_devices == "2" and "scaling" in profile.targets
         if not is_target:
-            rows.append((f"scaling on {n_devices} devices", f">= {low:g}"))
+            rows.append((f"scaling on {n_devices} devices", f">= {lowest_scaling:g}"))
     show_table(("criterion", "threshold"), rows, f"{profile.name}: {profile.title}")

@@ -88,15 +88,16 @@ class _PageHandler(BaseHTTPRequestHandler):
         if self.headers.get_all("Host") != [self.server.host]:
             self._send(HTTPStatus.MISDIRECTED_REQUEST)
             return
-        parts = urlsplit(self.path).path.split("/")
-        is_page_path = len(parts) == 3 and hmac.compare_digest(
-            parts[1].encode(), self.server.token.encode()
-        )
-        if not is_page_path or parts[2] not in self.server.pages:
+        # A path is "/TOKEN/PAGE".
+        _, _, token_and_page = urlsplit(self.path).path.partition("/")
+        token, _, page = token_and_page.partition("/")
+        # This comparison takes equally long wherever the first difference is.
+        has_token = hmac.compare_digest(token.encode(), self.server.token.encode())
+        if not has_token or page not in self.server.pages:
             self._send(HTTPStatus.NOT_FOUND)
             return
-        content = self.server.pages[parts[2]].encode()
-        content_type = CONTENT_TYPES[PurePosixPath(parts[2]).suffix]
+        content = self.server.pages[page].encode()
+        content_type = CONTENT_TYPES[PurePosixPath(page).suffix]
         self._send(HTTPStatus.OK, content, content_type, with_body=with_body)
 
     def _send(

@@ -55,7 +55,8 @@ def compare(
         embeddings=embeddings,
     )
     if as_json:
-        # In ASCII, because escape sequences of JSON are valid in every encoding of the output.
+        # `dumps` escapes letters beyond ASCII, so that this is valid JSON in every encoding of the
+        # output.
         print(json.dumps(comparison.model_dump(mode="json"), indent=2))
     else:
         print("\n".join(_comparison_lines(comparison)))
@@ -63,7 +64,10 @@ def compare(
 
 
 def _comparison_lines(comparison: "Comparison") -> list[str]:
-    """Return the lines that show a comparison, one per figure, with the words of the report."""
+    """Return the lines that show a comparison, one per figure, with the words of the report.
+
+    First come the sentences of the report's section, then a block of lines for each of its rows.
+    """
     from virnuc_core.report.text import cell
     from virnuc_core.report.views.correctness import correctness_section
 
@@ -123,6 +127,7 @@ def export(run: Path, /, *, out: Out | None = None, sample: str = "", force: Fla
         recorded_name = read_record(run_dir).spec.get("sample")
         sample_name = str(recorded_name or run.resolve().name)
     if out is None:
+        # All files in this folder are ours, so they may be replaced without `--force`.
         paths = write_exports(run_dir, run / "export", sample_name, force=True)
     else:
         paths = write_exports(run_dir, out, sample_name, force=force)

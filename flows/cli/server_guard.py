@@ -40,8 +40,17 @@ class OwnerOnly:
         self._authorization = b"Basic " + base64.b64encode(secret.encode())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one ASGI connection."""
+        """Answer one connection: pass it on to the application, or refuse it.
+
+        The parameters are those of the ASGI standard, with which a web server calls an application.
+
+        Args:
+            scope: What is known of the connection: its type, and the headers of the request.
+            receive: Waits for the next message of the client.
+            send: Sends a message to the client.
+        """
         status = None
+        # "lifespan" is no request, but the start and the end of the web server itself.
         if scope["type"] != "lifespan":
             status = self._refusal(scope["headers"])
         if status is None:
@@ -54,12 +63,17 @@ class OwnerOnly:
             await send({"type": "http.response.body", "body": b""})
 
     def _refusal(self, headers: list[tuple[bytes, bytes]]) -> int | None:
-        """Return the status that refuses a request with these headers, or None to accept it."""
+        """Return the status that refuses a request with these headers, or None to accept it.
+
+        A header that occurs twice is refused as well, because programs may differ in which one of
+        the two they take.
+        """
         authorizations = [value for name, value in headers if name == b"authorization"]
         hosts = [value for name, value in headers if name == b"host"]
         has_origin = any(name == b"origin" for name, _ in headers)
         if len(authorizations) != 1:
             return UNAUTHORIZED
+        # This comparison takes equally long wherever the first difference is.
         if not hmac.compare_digest(authorizations[0], self._authorization):
             return UNAUTHORIZED
         if hosts != [self._host]:
@@ -72,8 +86,9 @@ class OwnerOnly:
 def create_app() -> App:
     """Return Prefect's server application behind `OwnerOnly`.
 
-    The secret is read from standard input, which is a pipe. So it is in no command line and in no
-    environment that `/proc` shows. Prefect makes its settings on its import, and reads it there.
+    The secret (`user:password`) is read from standard input, which is a pipe. So it is in no
+    command line and in no environment that `/proc` shows. Prefect reads it from an environment
+    variable when it is imported, so this process sets the variable before the import.
 
     Raises:
         RuntimeError: There is no secret on standard input.

@@ -54,7 +54,10 @@ class MeasureSettings(ClusterSpec, RunSettings):
 
     @property
     def newest(self) -> Path:
-        """The directory of the newest run."""
+        """Return the directory of the newest run.
+
+        If several runs are kept apart, each in a dated directory, it is the link to the newest one.
+        """
         if self.keep is None:
             return self.out
         return self.out / LATEST
@@ -62,7 +65,8 @@ class MeasureSettings(ClusterSpec, RunSettings):
     def for_start_time(self, moment: datetime) -> Self:
         """Return the settings of a run that was planned for this moment.
 
-        If runs are kept apart, the output directory is one with this date.
+        If several runs are kept apart (`keep`), the output directory becomes a directory in it that
+        has this date as its name.
         """
         if self.keep is None:
             return self
@@ -70,10 +74,10 @@ class MeasureSettings(ClusterSpec, RunSettings):
 
     @contextmanager
     def locked_output(self) -> Iterator[None]:
-        """Check and lock the output directory.
+        """Check the output directory, and lock it for the body of a `with` statement.
 
-        With `keep`, each run has a dated directory. After this run, the oldest directories are
-        removed, so that `keep` remain.
+        With `keep`, each run has a dated directory. After the body, if it raised no error, the
+        oldest directories are removed, so that `keep` remain.
         """
         with super().locked_output():
             yield
@@ -86,7 +90,9 @@ class MeasureSettings(ClusterSpec, RunSettings):
         return self.history or self.out.absolute().parent / "virnuc-history.jsonl"
 
     def check_flow_files(self) -> None:
-        """Refuse a history to which no line can be added; the runs before it may take hours.
+        """Refuse a history to which no line can be added.
+
+        The line is added at the end of the runs, which may take hours.
 
         Raises:
             ConfigError: The history is no file, or cannot be written.
@@ -96,43 +102,51 @@ class MeasureSettings(ClusterSpec, RunSettings):
             raise ConfigError(
                 f"history {path}: no file that can be written; choose another with --history"
             )
-        if self.history or self.keep is None:  # else it is inside OUT, which is checked anyway
+        # With `keep` and without `history`, the file lies in the directory of all dated runs, which
+        # is made and checked anyway.
+        if self.history or self.keep is None:
             require_writable(path.parent)
 
 
-def keep_newest(night: Path, keep: int) -> None:
+def keep_newest(newest: Path, keep: int) -> None:
     """Point the link `latest` to a dated directory, and remove the oldest ones beside it.
 
     Removed are only directories with a date as their name that hold nothing but our files and that
     no process works in.
 
     Args:
-        night: The newest dated directory.
+        newest: The newest dated directory.
         keep: How many dated directories are kept.
     """
-    _link_latest(night)
+    _link_latest(newest)
     dated_runs = []
-    for path in night.parent.glob(DATE_PATTERN):
+    for path in newest.parent.glob(DATE_PATTERN):
         if path.is_dir() and not path.is_symlink() and is_ours(path):
             dated_runs.append(path)
-    markers_of_nested = [f"{run}/{MARKER_FILE}*" for run in NESTED_RUNS]
-    for old in sorted(dated_runs)[:-keep]:
-        if old == night:
+    # A directory of ours holds a marker file. So do the runs inside a validation.
+    nested_markers = [f"{run}/{MARKER_FILE}*" for run in NESTED_RUNS]
+    for old_run in sorted(dated_runs)[:-keep]:  # sorted by date
+        # A run that was planned long ago and is tried again now may have an old date.
+        if old_run == newest:
             continue
         try:
-            with run_lock(old):
-                discard(old, *ALL_FILES, MARKER_FILE, *markers_of_nested)
-        except ConfigError as error:
+            with run_lock(old_run):
+                discard(old_run, *ALL_FILES, MARKER_FILE, *nested_markers)
+        except ConfigError as error:  # a process works in it
             log.warning("%s; it is kept", error)
 
 
-def _link_latest(night: Path) -> None:
-    """Let the link `latest` beside a dated directory point to it. A file of that name stays."""
-    latest = night.parent / LATEST
+def _link_latest(newest: Path) -> None:
+    """Let the link `latest` beside a dated directory point to it.
+
+    If `latest` is something else than a link, it stays, and a warning is logged.
+    """
+    latest = newest.parent / LATEST
     if latest.exists() and not latest.is_symlink():
-        log.warning("%s is no link and stays as it is; the newest run is %s", latest, night.name)
+        log.warning("%s is no link and stays as it is; the newest run is %s", latest, newest.name)
         return
-    temp_link = night.parent / f".{LATEST}.{os.getpid()}.part"
+    # Replace the old link by a rename, so that there is a link at all times.
+    temp_link = newest.parent / f".{LATEST}.{os.getpid()}.part"
     temp_link.unlink(missing_ok=True)
-    temp_link.symlink_to(night.name)
+    temp_link.symlink_to(newest.name)
     os.replace(temp_link, latest)

@@ -36,21 +36,22 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
     def check_flow_files(self) -> None:
         """Refuse samples that cannot be told apart, and a directory with runs of the other kind.
 
-        A single run and samples would each stop the other from being resumed.
+        An output directory holds either a single run or a folder for each of several samples. Each
+        kind has a file that the other one does not have.
 
         Raises:
             ConfigError: The directory or the samples cannot be used.
         """
         if self.has_samples:
-            file_of_others = RunDir(self.out).record
-            other_inputs = "a single run"
+            file_of_other_kind = RunDir(self.out).record
+            other_kind = "a single run"
         else:
-            file_of_others = self.out / SAMPLES
-            other_inputs = "samples"
-        if file_of_others.exists():
-            raise ConfigError(f"{self.out} holds {other_inputs}; choose another directory")
+            file_of_other_kind = self.out / SAMPLES
+            other_kind = "samples"
+        if file_of_other_kind.exists():
+            raise ConfigError(f"{self.out} holds {other_kind}; choose another directory")
         if self.has_samples:
-            self.by_sample()
+            self.by_sample()  # raises an error for samples that cannot be used
 
     def by_sample(self) -> dict[str, Self]:
         """Return the settings of each sample's own run, by its name.
@@ -68,6 +69,7 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         runs = {}
         for name, reads in self._reads_by_sample().items():
             fields = reads.model_dump(include={*config.INPUT_FIELDS, "read_group"})
+            # Each run is one of a single sample, in a folder with the sample's name.
             fields |= {"samples": None, "sample_from": "none", "out": self.out / name}
             run = self.model_copy(update=fields)
             require_allowed_options(run)
@@ -91,8 +93,9 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
     def is_done(self) -> bool:
         """Return whether the output directory has a complete run of all planned shards.
 
-        The answer is no with `force`, because the run is computed again, and for several samples,
-        because each has a directory of its own.
+        The files of the shards are only counted, and not read. The answer is no with `force`,
+        because the run is computed again, and for several samples, because each has a directory of
+        its own.
         """
         run = RunDir(self.out)
         if self.force or self.has_samples or not os.access(run.summary, os.R_OK):

@@ -67,9 +67,13 @@ class ComputeSettings(Spec):
     @field_validator("devices", mode="before")
     @classmethod
     def _devices_readable(cls, value: object) -> object:
-        """Say which part of a list of devices is wrong. The pattern is for the form of the UI."""
+        """Return the value as it is, or raise an error that says which part of it is wrong.
+
+        The field also has a pattern. It lets the form of the UI refuse a value, but does not say
+        what is wrong with it.
+        """
         if isinstance(value, str):
-            Devices.parse(value)
+            Devices.parse(value)  # raises the error
         return value
 
     def engine(self) -> EngineSpec:
@@ -85,12 +89,13 @@ class ComputeSettings(Spec):
         from_file = {}
         if self.settings is not None:
             from_file = config.read_settings(self.settings)
-        own = {}
+        given = {}
         for name, value in self:
+            # None and "default" mean that the user has not set this setting.
             if name in EngineSpec.model_fields and value not in (None, "default"):
-                own[name] = value
+                given[name] = value
         # Whoever reads an error may not be allowed to read the file: its values are not quoted.
-        return build(EngineSpec, defaults | from_file | own, quoted=not from_file)
+        return build(EngineSpec, defaults | from_file | given, quoted=not from_file)
 
     def _default_engine(self) -> EngineSpec:
         """Return the profile's engine settings, or the engine's own where there is no profile."""
@@ -121,11 +126,14 @@ class FlowSettings(ComputeSettings, ReadingSpec):
             sample: The name of the sample, which the record of the run holds.
         """
         fields = self.model_dump(include={*ClassifySpec.model_fields})
+        # All parameters of the flow as the user gave them, for the record of the run.
         parameters = self.model_dump(mode="json") | {"sample": sample}
         return ClassifySpec(**fields, engine=self.engine(), parameters=parameters)
 
     def inputs(self) -> tuple[str, ...]:
         """Return the local files that are read, which nothing may be written over.
+
+        Settings without such files, like these, return none.
 
         Raises:
             InputError: A file does not exist.
@@ -146,13 +154,13 @@ class FlowSettings(ComputeSettings, ReadingSpec):
         Raises:
             ConfigError: The directory cannot be used; see `check_output`.
         """
-        force = getattr(self, "force", False)
+        force = getattr(self, "force", False)  # not every flow has this option
         check_output(self.out, models=self.models, reads=self.inputs(), force=force)
 
     def locked_output(self) -> AbstractContextManager[None]:
-        """Check the output directory, and return the lock that is held while the flow runs.
+        """Check the output directory, and return a context manager that holds its lock.
 
-        By default nothing is locked. Settings of flows that need a lock override this method.
+        Here it locks nothing. Settings of flows that need a lock override this method.
         """
         self.check_output_folder()
         return nullcontext()

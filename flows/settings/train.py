@@ -43,7 +43,7 @@ class TrainSettings(TrainSpec, RunSettings):
         return (*super().inputs(), *(str(path) for path in tables if path))
 
     def check_flow_files(self) -> None:
-        """Refuse a table of origins that cannot be used.
+        """Refuse a table of origins (`truth`) that cannot be used.
 
         Raises:
             InputError: The table of origins cannot be read.

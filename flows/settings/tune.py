@@ -95,9 +95,10 @@ class TuneSettings(RunSettings):
     )
 
     def swept(self) -> Mapping[str, Sequence[Any]]:
-        """Return the values to try by engine setting.
+        """Return the values to try, by the name of the engine setting.
 
-        Those of a named grid are taken if one is given, else the lists. Empty lists are left out.
+        A named grid has its own values. Otherwise they are those of the lists that the user gave,
+        such as `token_budgets`. Empty lists are left out.
         """
         if self.grid != "lists":
             return GRIDS[self.grid]

@@ -42,7 +42,7 @@ class ValidateSettings(MeasureSettings):
     )
 
     def inputs(self) -> tuple[str, ...]:
-        """Return the files of local reads and of an earlier baseline.
+        """Return the files of local reads, and the result files of an earlier baseline.
 
         Raises:
             InputError: A file does not exist, or holds no results.
@@ -81,7 +81,11 @@ class ValidateSettings(MeasureSettings):
             )
 
     def with_baseline(self, profile: Profile) -> Profile:
-        """Return the profile with the earlier baseline in place of its own, if one was given."""
+        """Return the profile with the earlier baseline in place of its own, if one was given.
+
+        The earlier baseline was run outside of this validation. Its results, or its time, or both
+        may be given.
+        """
         if self.baseline_results is None and self.baseline_device is None:
             return profile
         recorded: dict[str, Any] = {"source": "recorded", "results": self.baseline_results}
