@@ -155,7 +155,7 @@ def heads(*, models: ModelsDir) -> None:
         number = ""  # a head that was never put into the archive has none
         if head.number:
             number = str(head.number)
-        mark = "installed" if head.installed else ""
+        mark = "installed" if head.is_installed else ""
         auroc = "no card"
         lengths = ""
         test_set = ""

@@ -1,4 +1,6 @@
-"""The calibration of int8 in a models directory, as it is stored beside an encoder's weights.
+"""Read the calibration for int8, which is stored beside an encoder's weights; compute its digest.
+
+A calibration has statistics of the inputs of the encoder's linear layers.
 
 The file is a safetensors file with texts as metadata: the digest of the weights, the number of
 proteins, and the digest of the statistics. The safetensors library writes metadata in random order,
@@ -55,6 +57,10 @@ def read_calibration(models: Path, encoder: EncoderInfo = PROTEIN_ENCODER) -> St
     The calibration holds, for each linear layer of the encoder, the largest absolute and the mean
     value of each of its inputs. The int8 mode derives its scales from them.
 
+    Args:
+        models: Models directory.
+        encoder: The encoder's entry in the registry.
+
     Raises:
         WeightsError: The file is missing or damaged, or belongs to an encoder of other sizes.
     """
@@ -79,10 +85,11 @@ def read_calibration(models: Path, encoder: EncoderInfo = PROTEIN_ENCODER) -> St
         for i in range(n_layers):
             layers.append({name: statistics[f"layers.{i}.{name}"] for name in PRODUCTS})
 
-        # Each tensor is [2, in]: the largest absolute inputs, then the mean inputs.
+        # Files of older versions have no digest of their statistics.
         recorded_digest = metadata.get(STATISTICS_DIGEST)
         if recorded_digest not in (None, statistics_digest(statistics)):
             raise ValueError("the statistics are not those that were written")
+        # Each tensor is [2, in]: the largest absolute inputs, then the mean inputs.
         for largest, mean in statistics.values():
             is_sound = np.isfinite(largest) & (np.abs(mean) <= MEAN_TOLERANCE * largest)
             if not is_sound.all():
@@ -112,13 +119,18 @@ def statistics_digest(statistics: Mapping[str, NDArray[np.float32]]) -> str:
 def canonical_bytes(content: bytes) -> bytes:
     """Return the content of a calibration file with its metadata in alphabetical order.
 
-    Equal calibrations have equal canonical bytes. Nothing else of the file is changed.
+    The safetensors library writes metadata in random order. Equal calibrations have equal canonical
+    bytes. Nothing else of the file is changed.
+
+    Args:
+        content: The content of the file.
 
     Raises:
         ValueError: This is no safetensors file.
     """
     header = _parse_header(content)
-    return _with_metadata_order(content, header, sorted(header.get(METADATA, {})))
+    metadata_keys = header.get(METADATA, {})
+    return _with_metadata_order(content, header, sorted(metadata_keys))
 
 
 def calibration_digest(path: Path) -> str:
@@ -155,9 +167,10 @@ def is_older_digest(digest: str, path: Path) -> bool:
 
 
 def _older_contents(content: bytes) -> Iterator[bytes]:
-    """Yield the content of a calibration file as older versions may have written it.
+    """Yield the content of a calibration file in each form that older versions may have written.
 
-    The metadata has each possible order, with and without the digest of the statistics.
+    Older versions wrote the metadata in any order, and at first without the digest of the
+    statistics. So each possible order is tried, with and without this digest.
     """
     header = _parse_header(content)
     keys = list(header.get(METADATA, {}))
@@ -178,6 +191,7 @@ def _parse_header(content: bytes) -> dict[str, dict[str, object]]:
     Raises:
         ValueError: This is no safetensors file.
     """
+    # The file begins with the length of the header, then the header as JSON.
     length = int.from_bytes(content[:LENGTH_BYTES], "little")
     header = json.loads(content[LENGTH_BYTES : LENGTH_BYTES + length])
     if not isinstance(header, dict) or not isinstance(header.get(METADATA, {}), dict):
@@ -194,6 +208,10 @@ def _with_metadata_order(
         content: The content of the file.
         header: Its header.
         keys: The keys of the metadata in the new order. A key that is not named is left out.
+
+    Raises:
+        ValueError: The header has another form than the library writes, so its bytes cannot be
+            reproduced.
     """
     length = int.from_bytes(content[:LENGTH_BYTES], "little")
     new_header = header

@@ -70,10 +70,17 @@ def open_part(models: Path, shape_type: type[S]) -> tuple[S, TensorReader]:
 
 
 def shape_of(models: Path, shape_type: type[S]) -> S:
-    """Return the sizes of one model of a models directory, checked as `open_part` checks them.
+    """Return the sizes of one model of a models directory, after a check of the model.
 
-    The result is remembered in this process. The check is made again if a file of the models
-    directory has changed.
+    Its tensors must fit its sizes, its tokenizer and the other models. The result is remembered in
+    this process. The check is made again if a file of the models directory has changed.
+
+    Args:
+        models: Models directory.
+        shape_type: The type of the model's sizes. It decides which model is checked.
+
+    Raises:
+        WeightsError: The model is missing, or does not fit.
     """
     file_states = []
     for path in sorted(models.glob("*/*")):
@@ -164,8 +171,8 @@ def _open_tensors(folder: Path, shape: Shape, open_file: OpenFile) -> TensorRead
 def _read_headers(path: Path) -> dict[str, Any]:
     """Return shape and number format of each tensor in a .safetensors file, by its name.
 
-    Only the numbers of rotary frequencies are read, which must be the same in all layers. So this
-    takes milliseconds for a file of any size.
+    Only the numbers of rotary frequencies are read, because a later check compares those of all
+    layers, which must be the same. So this takes milliseconds for a file of any size.
 
     Returns:
         A `TensorHeader` for each tensor; the tensor itself for rotary frequencies.
@@ -175,9 +182,10 @@ def _read_headers(path: Path) -> dict[str, Any]:
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
             tensor = file.get_slice(name)
             headers[name] = TensorHeader(tuple(tensor.get_shape()), tensor.get_dtype())
+            # A larger tensor of this name is no list of frequencies, and is refused later.
             is_small = math.prod(headers[name].shape) <= MAX_FREQUENCIES
             if name.endswith(FREQUENCIES) and is_small:
-                with suppress(TypeError):  # NumPy has no such format
+                with suppress(TypeError):  # NumPy has no such format: the header is enough then
                     headers[name] = file.get_tensor(name)
     return headers
 
@@ -335,7 +343,8 @@ def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
             folder has an adapter, whose tuning the weights lack.
     """
     require_no_adapter(folder)
-    single_file, index = folder / name, folder / f"{name}.index.json"
+    single_file = folder / name
+    index = folder / f"{name}.index.json"
     if is_regular_file(single_file):
         return [single_file]
     if not is_regular_file(index):
@@ -497,11 +506,12 @@ def load_models(
 
     with ThreadPoolExecutor(len(ENCODERS)) as threads:
         # The last encoder of the registry is the largest, so its loading starts first.
-        loading = {info.name: threads.submit(load, info) for info in reversed(ENCODERS)}
+        futures = {info.name: threads.submit(load, info) for info in reversed(ENCODERS)}
     # Results are taken in the order of loading: if several fail, the error of the largest counts.
-    networks = {name: future.result() for name, future in loading.items()}
+    networks = {name: future.result() for name, future in futures.items()}
     encoders = {info.name: networks[info.name] for info in ENCODERS}
     head = Head(*open_part(models, HeadShape), device)
+    # Nothing else is being loaded now. If memory is still too small, the error is raised.
     for encoder in out_of_memory:
         warm(encoder)
     return LoadedModels(encoders, head)

@@ -43,8 +43,8 @@ class Classifier(nn.Module):
         Returns:
             [rows, 2].
         """
-        hidden = self.relu(self.bn1(self.hidden_layer(features)))
-        logits: Tensor = self.output_layer(self.dropout(hidden))
+        activations = self.relu(self.bn1(self.hidden_layer(features)))  # [rows, hidden]
+        logits: Tensor = self.output_layer(self.dropout(activations))
         return logits
 
 
@@ -88,9 +88,10 @@ class Head:
         """
         n_padding_rows = -len(features) % BLOCK_ROWS  # up to the next multiple of BLOCK_ROWS
         with torch.inference_mode():
+            # `pad` takes the columns first: none before, none behind; then the rows.
             padded_features = F.pad(features.float(), (0, 0, 0, n_padding_rows))
-            scores = []
+            scores_of_blocks = []
             # Without rows, `split` returns one empty block, so `torch.cat` has something to join.
             for block in padded_features.split(BLOCK_ROWS):
-                scores.append(probabilities(self._classifier(block)))
-            return torch.cat(scores)[: len(features)]
+                scores_of_blocks.append(probabilities(self._classifier(block)))
+            return torch.cat(scores_of_blocks)[: len(features)]

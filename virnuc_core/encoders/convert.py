@@ -1,4 +1,4 @@
-"""Makes a models directory: from public checkpoints, at hand or fetched, or of random weights."""
+"""Make a models directory: from public checkpoints, at hand or fetched, or with random weights."""
 
 import functools
 import re
@@ -148,7 +148,9 @@ def convert_head(
     # such a matrix both are 0, which is refused.
     tensors = open_public(source, HEAD_MAX_BYTES)
     first_weight = tensors.get("hidden_layer.weight", torch.empty(0))
-    hidden, width = first_weight.shape if first_weight.ndim == 2 else (0, 0)
+    hidden, width = 0, 0
+    if first_weight.ndim == 2:
+        hidden, width = first_weight.shape
     if width <= dna_width:
         raise WeightsError(
             f"{source}: no head for these encoders: hidden_layer.weight takes {width} columns, "
@@ -196,7 +198,8 @@ def fetch(
     for encoder in ENCODERS:
         if (out / encoder.name).exists():
             continue
-        repository, revision = encoder.public.repository, encoder.public.revision
+        repository = encoder.public.repository
+        revision = encoder.public.revision
         try:
             folder = huggingface_hub.snapshot_download(
                 repository, revision=revision, allow_patterns=FETCHED_FILES
@@ -222,7 +225,7 @@ def open_public(source: Path, max_bytes: int | None = None) -> dict[str, Tensor]
     """
     if source.is_file():
         files = [source]
-    else:
+    else:  # safetensors come first, because they cannot contain code
         files = tensor_files(source) or tensor_files(source, PICKLED)
     if not files:
         problem = "no such file or directory"
@@ -299,7 +302,8 @@ def init_random(
         raise WeightsError(
             f"{out}: already holds {', '.join(existing_parts)}; choose another directory"
         )
-    protein, dna = PROTEIN_ENCODER.sizes[esm2], DNA_ENCODER.sizes[dnabert_s]
+    protein = PROTEIN_ENCODER.sizes[esm2]
+    dna = DNA_ENCODER.sizes[dnabert_s]
     head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
     origin = f"{RANDOM_ORIGIN}, seed {seed}"
     tokenizer = train_tokenizer(dna.vocab, seed)
@@ -393,6 +397,8 @@ def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> Distributio
     adds the outputs of two matrices per layer to its residual stream, and nothing normalises the
     sum. So these matrices get smaller entries the more layers there are.
 
+    The numbers for norms, embeddings and biases are about as in trained models.
+
     Args:
         name: Our name for the tensor.
         size: Shape of the tensor.
@@ -411,8 +417,9 @@ def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> Distributio
         return Distribution(0.0, 0.02)
 
     std = size[1] ** -0.5  # keeps the size of a vector that is multiplied with the matrix
-    product = name.split(".")[-2]
-    if isinstance(shape, EncoderShape) and shape.NORM_FIRST and product in ("out", "fc2"):
+    linear_layer = name.split(".")[-2]
+    adds_to_stream = linear_layer in ("out", "fc2")
+    if isinstance(shape, EncoderShape) and shape.NORM_FIRST and adds_to_stream:
         n_additions = 2 * shape.layers
         return Distribution(0.0, 2 * std * n_additions**-0.5)
     return Distribution(0.0, std)

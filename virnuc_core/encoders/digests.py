@@ -1,4 +1,4 @@
-"""Digests of models: equal ones mean equal scores.
+"""Compute digests of models: models with equal digests give equal scores.
 
 The digest of a large file is remembered in `~/.cache/virnuc/digests`, by the file's path and state,
 because computing it anew takes seconds.
@@ -82,10 +82,11 @@ def fingerprint(
 def accept_older_digest(
     models: Path, digests: Mapping[str, str], recorded: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the digests of a models directory, with that of the calibration as a run recorded it.
+    """Return the digests of a models directory, with the calibration's digest as a run recorded it.
 
-    Older versions computed another digest of the same calibration. If the recorded digest is such a
-    one, it takes the place of the present digest, so that the run can be continued.
+    Older versions computed another digest of the same calibration. If the run recorded such an
+    older digest, it takes the place of the present one, so that the run can be continued. In every
+    other case the digests are returned as they are.
 
     Args:
         models: Models directory.
@@ -146,7 +147,7 @@ def _cached_digest(path: Path, state: tuple[int, ...], recompute: bool) -> str:
 
     Args:
         path: The file.
-        state: Numbers that change if the file changes, see `_file_state`.
+        state: Numbers that change if the file changes, such as its size and its times.
         recompute: Read the file, even if its digest is in the cache.
     """
     key = hashlib.sha256(f"{path} {state}".encode()).hexdigest()

@@ -26,7 +26,7 @@ class ScoreThresholds(NamedTuple):
 
 
 def score_thresholds(head: HeadShape, settings: VerdictSpec) -> ScoreThresholds:
-    """Return the thresholds that turn viral scores into verdicts.
+    """Return the thresholds that turn viral scores, which are P(virus), into verdicts.
 
     By default the threshold is the user's. With the settings `fdr` or `abstain` the thresholds come
     from the classifier's card, where its training recorded them.
@@ -43,7 +43,7 @@ def score_thresholds(head: HeadShape, settings: VerdictSpec) -> ScoreThresholds:
         return ScoreThresholds(settings.threshold, None)
 
     card = head.card
-    if card is None:
+    if card is None:  # of a classifier that was not trained with virnuc
         raise ConfigError(
             "fdr, abstain: the head has no card that would tell; virnuc train writes heads with one"
         )
@@ -64,7 +64,9 @@ def score_thresholds(head: HeadShape, settings: VerdictSpec) -> ScoreThresholds:
 
 
 def _threshold_for_fdr(card: HeadCard, fdr: float, threshold: float) -> float:
-    """Look up the viral score from which a false discovery rate holds, in a classifier's card.
+    """Look up the score threshold for a false discovery rate in a classifier's card.
+
+    The false discovery rate is the share of wrong reads among the reads that are called viral.
 
     Args:
         card: The card, which lists some rates and their scores.
@@ -94,7 +96,7 @@ def training_mismatches(
     Args:
         head: The classifier.
         lengths: Bases of each read of the run.
-        digests: Digests of the models, by the names of their folders.
+        digests: Digests of the models of the run, by the names of their folders.
 
     Returns:
         One warning if the encoders are not those of the training, and one if the lengths of the

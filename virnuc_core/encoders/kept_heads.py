@@ -35,7 +35,7 @@ class KeptHead(NamedTuple):
 
     number: int  # number in the archive; 0: it is only in head/, not in the archive
     digest: str
-    installed: bool
+    is_installed: bool
     shape: HeadShape
 
 
@@ -49,8 +49,8 @@ class KeptFolder(NamedTuple):
 def kept_heads(models: Path) -> list[KeptHead]:
     """Return all classifiers of a models directory, each once, ordered by number.
 
-    A classifier that cannot be read, or a copy that is not what was archived, is left out, and a
-    warning is logged.
+    These are the installed classifier and those of the archive. A classifier that cannot be read,
+    or a copy that is not what was archived, is left out, and a warning is logged.
     """
     by_digest: dict[str, KeptHead] = {}
     installed_digest = ""
@@ -115,6 +115,8 @@ def install_head(new_head: Path, models: Path, *, install_anyway: bool = False) 
 def _compare_cards(card: HeadCard | None, models: Path) -> Comparison:
     """Compare the test results of a new classifier with chance and with the installed classifier.
 
+    The measure is the area under the ROC curve (AUROC): 0.5 for guessing, 1 without errors.
+
     Args:
         card: What the new classifier's training recorded; None if it has no card.
         models: Models directory, with the installed classifier if there is one.
@@ -129,7 +131,7 @@ def _compare_cards(card: HeadCard | None, models: Path) -> Comparison:
 
     installed_card = None
     for head in kept_heads(models):
-        if head.installed:
+        if head.is_installed:
             installed_card = head.shape.card
 
     # Two AUROCs compare only if both were measured on the same test reads.
@@ -139,7 +141,7 @@ def _compare_cards(card: HeadCard | None, models: Path) -> Comparison:
     )
     if installed_card is None or not is_same_test:
         remark = ""
-        if (models / HEAD / CONFIG).is_file():
+        if (models / HEAD / CONFIG).is_file():  # there is an installed classifier
             remark = "the one before was not tested on these reads, so the two cannot be compared"
         return Comparison("", remark)
 

@@ -42,7 +42,7 @@ class Shape(Spec):
     def part(cls) -> str:
         """Return the name of the folder that holds this kind of model in a models directory.
 
-        It is the default of the field `model`: each subclass allows a single value there.
+        The field `model` has this name: each subclass allows a single value there, its default.
         """
         return str(cls.model_fields["model"].default)
 
@@ -309,6 +309,7 @@ def _from_transformers(
         WeightsError: The file describes another kind of model, or a required key is missing.
     """
     if shape_type is Esm2Shape:
+        # ESM-1 has learnt positions, or a norm before the first layer. ESM-2 has neither.
         is_rotary = values.get("position_embedding_type") == "rotary"
         if not is_rotary or values.get("emb_layer_norm_before"):
             raise WeightsError(
@@ -321,8 +322,8 @@ def _from_transformers(
         raise WeightsError(
             f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here"
         )
-    translated = {}
-    for key, name in (required_keys | optional_keys).items():
-        if key in values and name in shape_type.model_fields:
-            translated[name] = values[key]
-    return translated
+    our_values = {}
+    for key, our_key in (required_keys | optional_keys).items():
+        if key in values and our_key in shape_type.model_fields:
+            our_values[our_key] = values[key]
+    return our_values

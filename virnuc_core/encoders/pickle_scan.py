@@ -42,7 +42,14 @@ class _Machine:
         self._memo: dict[int, int] = {}
 
     def follow(self, instruction: pickletools.OpcodeInfo, argument: object) -> None:
-        """Do to the sizes what an instruction does to the values.
+        """Do to the sizes on the stack what an instruction does to the values that they stand for.
+
+        The size of a tuple is the number of values in it, those of its inner tuples included. Any
+        other value has the size 1.
+
+        Args:
+            instruction: The instruction of the pickle.
+            argument: Its argument, for instance the number of a place in the memo.
 
         Raises:
             ValueError: The instruction makes a tuple that is too large.
@@ -52,6 +59,7 @@ class _Machine:
         if name == "MARK":
             self._stack.append(MARK)
         elif name in PUSHES_TO_MEMO:
+            # MEMOIZE has no argument: it takes the next free place of the memo.
             key = argument if isinstance(argument, int) else len(self._memo)
             self._memo[key] = self._stack[-1]
         elif name in READS_FROM_MEMO and isinstance(argument, int):
@@ -66,7 +74,12 @@ class _Machine:
             raise ValueError(f"a tuple of more than {MAX_TUPLE_SIZE:,} values within each other")
 
     def _take(self, kinds: list[pickletools.StackObject]) -> int:
-        """Take the values of these kinds from the stack, and return the sum of their sizes."""
+        """Take what an instruction needs from the stack, and return the sum of the sizes.
+
+        Args:
+            kinds: The kinds of values that the instruction takes, the topmost last. If a mark is
+                among them, the instruction takes all values down to the last mark.
+        """
         size = 0
         if pickletools.markobject in kinds:
             # All values down to the last mark, then what the instruction takes below the mark
@@ -101,7 +114,8 @@ def check_checkpoint(path: Path, *, is_zip: bool) -> None:
 
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
-            # torch reads the instructions from data.pkl. It compares names without their case.
+            # Other entries hold numbers only. torch reads the instructions from data.pkl. It
+            # compares names without their case.
             if PurePosixPath(entry.filename.lower()).name != PICKLE_IN_ZIP:
                 continue
             if entry.file_size > MAX_PICKLE_BYTES:
@@ -111,11 +125,11 @@ def check_checkpoint(path: Path, *, is_zip: bool) -> None:
 
 
 def _check_pickle(file: IO[bytes], budget: Iterator[int]) -> None:
-    """Follow one pickle to its end.
+    """Follow the instructions of one pickle to its end, without executing them.
 
     Args:
         file: The file, which is read to the end of the pickle.
-        budget: Counts the instructions.
+        budget: Gives the number of each instruction, counted over all pickles of the checkpoint.
 
     Raises:
         ValueError: The pickle is damaged, or would keep its loader busy.

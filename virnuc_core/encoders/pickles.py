@@ -57,7 +57,7 @@ class ModuleState:
         """
         values = {**state["_parameters"], **state["_buffers"]}
         for name, module in state["_modules"].items():
-            if module is not None:
+            if module is not None:  # torch allows an empty place for a submodule
                 for inner_name, tensor in module.tensors.items():
                     values[f"{name}.{inner_name}"] = tensor
             if len(values) > HEAD_MAX_TENSORS:
@@ -103,7 +103,7 @@ def read_pickled(path: Path, max_bytes: int | None = None) -> dict[str, Tensor]:
         if is_zip:
             _check_archive(path)
         check_checkpoint(path, is_zip=is_zip)
-        # A large file is mapped into memory, not copied.
+        # A file that may be large is mapped into memory, not copied.
         return _load_tensors(path, mmap=is_zip and max_bytes is None)
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror or error})") from error
@@ -130,7 +130,18 @@ def _check_archive(path: Path) -> None:
 
 
 def _load_tensors(path: Path, *, mmap: bool) -> dict[str, Tensor]:
-    """Load a module, a state dictionary, or one under a usual key. Errors are of all kinds."""
+    """Load the tensors of a pickled checkpoint by their names, with limited memory.
+
+    The checkpoint may be a network, a dictionary of tensors, or a dictionary that has one under a
+    usual key.
+
+    Args:
+        path: The file.
+        mmap: Map the file into memory instead of copying it.
+
+    Raises:
+        Exception: The file cannot be loaded. torch raises errors of all kinds.
+    """
     size = path.stat().st_size
     with (
         _limited_memory(MAX_SHARING * size + EXTRA_BYTES),
@@ -150,6 +161,7 @@ def _load_tensors(path: Path, *, mmap: bool) -> dict[str, Tensor]:
             break
     if not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError("no dictionary of tensors")
+    # Tensors that share their numbers may claim far more than the file has.
     claimed_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     if claimed_bytes > MAX_SHARING * size:
         raise ValueError(f"it claims {claimed_bytes:,} bytes of numbers, the file has {size:,}")
@@ -193,4 +205,5 @@ def error_summary(error: Exception) -> str:
     text = str(cause).strip()
     if not text:
         return type(cause).__name__
-    return text.splitlines()[0].split(". ")[0]
+    first_line = text.splitlines()[0]
+    return first_line.split(". ")[0]

@@ -57,9 +57,12 @@ def alibi_slopes(heads: int) -> list[float]:
     the next larger one (Press, Smith, Lewis: Train Short, Test Long, 2021; `get_slopes`).
     """
     power_of_two = 1 << (heads.bit_length() - 1)  # the largest one that is at most `heads`
-    slopes = [2.0 ** (-8.0 * (i + 1) / power_of_two) for i in range(power_of_two)]
-    n_further = heads - power_of_two
-    for i in range(0, 2 * n_further, 2):
+    slopes = []
+    for i in range(power_of_two):
+        slopes.append(2.0 ** (-8.0 * (i + 1) / power_of_two))
+    # The remaining heads get the first, third, fifth ... slope of twice as many heads.
+    n_remaining = heads - power_of_two
+    for i in range(0, 2 * n_remaining, 2):
         slopes.append(2.0 ** (-8.0 * (i + 1) / (2 * power_of_two)))
     return slopes
 
@@ -74,9 +77,9 @@ def alibi_bias(slopes: Tensor, length: int) -> Tensor:
     Returns:
         Minus the slope times the distance of two tokens, float32 [heads, length, length].
     """
-    position = torch.arange(length, device=slopes.device)
-    distance = (position.unsqueeze(0) - position.unsqueeze(1)).abs()
-    return -slopes.view(-1, 1, 1) * distance
+    positions = torch.arange(length, device=slopes.device)
+    distances = (positions.unsqueeze(0) - positions.unsqueeze(1)).abs()  # [length, length]
+    return -slopes.view(-1, 1, 1) * distances
 
 
 def rotary_frequencies(head_dim: int) -> Tensor:
@@ -116,6 +119,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         float32 [slots, heads, head_dim].
     """
     half = x.shape[-1] // 2
-    low, high = x[..., :half].float(), x[..., half:].float()
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    low = x[..., :half].float()  # [slots, heads, half]
+    high = x[..., half:].float()
+    cos = cos.unsqueeze(1)  # [slots, 1, half]: the same for all heads
+    sin = sin.unsqueeze(1)
+    # The point (low, high) is rotated by its angle.
+    rotated_low = low * cos - high * sin
+    rotated_high = high * cos + low * sin
+    return torch.cat((rotated_low, rotated_high), dim=-1)

@@ -60,7 +60,7 @@ def hadamard_rotation(width: int, device: torch.device) -> Tensor:
 
     Args:
         width: Numbers in a row. `rotation_size` is the largest power of two that divides it, but at
-            most `MAX_ROTATION_SIZE`.
+            most `MAX_ROTATION_SIZE`, which is a power of two itself.
         device: Where the matrix is stored.
 
     Returns:
@@ -78,7 +78,8 @@ def hadamard_rotation(width: int, device: torch.device) -> Tensor:
 def rotated(x: Tensor) -> Tensor:
     """Return rows multiplied with the rotation matrix, one block of columns after the other.
 
-    If both factors of a matrix product are rotated, the product stays the same.
+    The rotation makes the numbers of a row similar in size, so that they lose less when the row is
+    rounded to int8. If both factors of a matrix product are rotated, the product stays the same.
 
     Args:
         x: float32 [rows, width].

@@ -107,7 +107,7 @@ class QuantiseResult(NamedTuple):
 def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
     """Calibrate the protein encoder of a models directory for int8, and store the calibration.
 
-    A sample of the reads is embedded in full precision, and the inputs of all linear layers are
+    A sample of the reads is embedded without int8, and the inputs of all linear layers are
     measured. The result is written beside the encoder's weights and replaces an older one.
 
     Args:
@@ -119,7 +119,7 @@ def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
         InputError: The reads cannot be used, or have too few open reading frames.
         WeightsError: The models cannot be used.
     """
-    # Choose the proteins: the same ones for the same reads, sorted so that batches are compact.
+    # Choose the proteins: the same ones for the same reads.
     proteins = _sample_proteins(reads, check_models(models).model_length)
     if len(proteins) < MIN_CALIBRATION_ROWS:
         raise InputError(
@@ -128,19 +128,23 @@ def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
             file=Path(reads),
             hint="name more reads",
         )
-    order = np.random.default_rng(ROW_SEED).permutation(len(proteins))
-    rows = sorted((proteins[i] for i in order[:MAX_CALIBRATION_ROWS]), key=len)
+    random_order = np.random.default_rng(ROW_SEED).permutation(len(proteins))
+    chosen_proteins = [proteins[i] for i in random_order[:MAX_CALIBRATION_ROWS]]
+    chosen_proteins.sort(key=len)  # rows of a batch have similar lengths then
 
-    # Embed them. Only the statistics of the recorder are needed, not the embeddings.
+    # Embed them. Only the statistics of the recorder are needed, not the embeddings. The backend
+    # `reference` is needed, because the kernels compute some linear layers without `apply_linear`.
     network = NETWORKS[PROTEIN_ENCODER.name]
     encoder = load_encoder(network, models, device, "auto", "reference")
     recorder = CalibrationRecorder(encoder)
     encoder.apply_linear = recorder
     tokenizer = encoder.INFO.open_tokenizer(models)
-    for first in range(0, len(rows), ROWS_PER_BATCH):
-        embed_sequences(encoder, tokenizer, rows[first : first + ROWS_PER_BATCH], device)
+    for first in range(0, len(chosen_proteins), ROWS_PER_BATCH):
+        batch_proteins = chosen_proteins[first : first + ROWS_PER_BATCH]
+        embed_sequences(encoder, tokenizer, batch_proteins, device)
 
-    folder, tensors = models / encoder.INFO.name, recorder.tensors()
+    folder = models / encoder.INFO.name
+    tensors = recorder.tensors()
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise WeightsError(
             f"{folder}: gives NaN or infinity for rows of these reads; see virnuc models verify"
@@ -149,16 +153,18 @@ def quantise(models: Path, reads: str, device: torch.device) -> QuantiseResult:
     statistics = {name: tensor.numpy() for name, tensor in tensors.items()}
     metadata = {
         "weights": part_digest(folder),
-        "rows": str(len(rows)),
+        "rows": str(len(chosen_proteins)),
         STATISTICS_DIGEST: statistics_digest(statistics),
     }
     with atomic_file(path) as temp_path:
         temp_path.write_bytes(canonical_bytes(save(tensors, metadata)))
-    return QuantiseResult(path, len(rows))
+    return QuantiseResult(path, len(chosen_proteins))
 
 
 def _sample_proteins(reads: str, model_length: int) -> list[bytes]:
     """Return the distinct proteins in the open reading frames of a sample of reads.
+
+    The sample is staged in a temporary folder: its reads are cut into chunks and translated.
 
     Args:
         reads: FASTA or FASTQ files.

@@ -36,10 +36,10 @@ def reference_attention(qkv: Tensor, layout: RowLayout) -> Tensor:
         q = rotate(q, cos, sin).to(qkv.dtype)
         k = rotate(k, cos, sin).to(qkv.dtype)
     if qkv.device.type == "cpu":
-        mixed = _attend_equal_lengths(q, k, v, layout)
+        mean_values = _attend_equal_lengths(q, k, v, layout)  # [slots, heads, head_dim]
     else:
-        mixed = _attend_padded(q, k, v, layout)
-    return mixed.flatten(1)
+        mean_values = _attend_padded(q, k, v, layout)
+    return mean_values.flatten(1)
 
 
 def _attend_equal_lengths(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
@@ -62,17 +62,23 @@ def _attend_equal_lengths(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) ->
         n_rows = len(list(equal_lengths))
         span = slice(start, start + n_rows * length)  # the slots of these rows
         start = span.stop
-        if length == 0:
+        if length == 0:  # the rows that the batch does not have
             continue
+        # [rows * length, heads, head_dim] becomes [rows, heads, length, head_dim].
         queries, keys, values = (
-            part[span].unflatten(0, (n_rows, length)).transpose(1, 2) for part in (q, k, v)
-        )  # [rows, heads, length, head_dim]
+            tensor[span].unflatten(0, (n_rows, length)).transpose(1, 2) for tensor in (q, k, v)
+        )
         bias = None
         if layout.slopes is not None:
-            bias = alibi_bias(layout.slopes, length)
-        # scale=1.0, because the queries are scaled already
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=1.0)
-        out[span] = mixed.transpose(1, 2).flatten(0, 1)
+            bias = alibi_bias(layout.slopes, length)  # [heads, length, length]
+        mean_values = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=bias,
+            scale=1.0,  # the queries are scaled already
+        )
+        out[span] = mean_values.transpose(1, 2).flatten(0, 1)
     return out
 
 
@@ -90,35 +96,39 @@ def _attend_padded(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor
     Returns:
         [slots, heads, head_dim]; zeros in the unused slots behind the last row.
     """
-    padded = math.ceil(layout.max_seqlen / PADDING_MULTIPLE) * PADDING_MULTIPLE
-    rows_per_portion = max(1, MAX_SCORES // (layout.heads * padded * padded))
-    slots = len(v)
-    position = torch.arange(padded, device=v.device)
+    padded_length = math.ceil(layout.max_seqlen / PADDING_MULTIPLE) * PADDING_MULTIPLE
+    rows_per_portion = max(1, MAX_SCORES // (layout.heads * padded_length * padded_length))
+    n_slots = len(v)
+    positions = torch.arange(padded_length, device=v.device)
     # One slot more than the batch has: the results of padding are written there and dropped.
-    out = v.new_zeros(slots + 1, *v.shape[1:])
-    starts = layout.cu_seqlens[:-1].long().split(rows_per_portion)
-    lengths = layout.cu_seqlens.diff().long().split(rows_per_portion)
-    for start, length in zip(starts, lengths, strict=True):
+    out = v.new_zeros(n_slots + 1, *v.shape[1:])
+    starts_of_portions = layout.cu_seqlens[:-1].long().split(rows_per_portion)
+    lengths_of_portions = layout.cu_seqlens.diff().long().split(rows_per_portion)
+    for starts, lengths in zip(starts_of_portions, lengths_of_portions, strict=True):
         # Gather the tokens of the portion's rows. Padding repeats the row's first token, so no
         # value of another row or of an unused slot is read.
-        is_real = position < length.unsqueeze(1)  # [rows, padded]
-        first_slot = start.unsqueeze(1)
-        slot = torch.where(is_real, first_slot + position, first_slot.clamp_max(slots - 1))
-        queries, keys, values = (
-            part[slot].transpose(1, 2) for part in (q, k, v)
-        )  # [rows, heads, padded, head_dim]
+        is_real = positions < lengths.unsqueeze(1)  # [rows, padded_length]
+        first_slots = starts.unsqueeze(1)  # [rows, 1]
+        # The first slot of an empty row may lie behind the batch.
+        readable_first_slots = first_slots.clamp_max(n_slots - 1)
+        slots = torch.where(is_real, first_slots + positions, readable_first_slots)
+        # [rows, padded_length, heads, head_dim] becomes [rows, heads, padded_length, head_dim].
+        queries, keys, values = (tensor[slots].transpose(1, 2) for tensor in (q, k, v))
 
-        scores = (queries @ keys.transpose(2, 3)).float()  # [rows, heads, padded, padded]
+        # [rows, heads, padded_length, padded_length]
+        scores = (queries @ keys.transpose(2, 3)).float()
         if layout.slopes is not None:
-            scores += alibi_bias(layout.slopes, padded)
+            scores += alibi_bias(layout.slopes, padded_length)
         scores.masked_fill_(~is_real[:, None, None, :], -math.inf)
         # An empty row has no key, and a softmax over minus infinity alone would give NaN. Its
         # scores are set to 0; its results are dropped in any case.
-        scores.masked_fill_((length == 0)[:, None, None, None], 0.0)
-        mixed = (scores.softmax(-1).to(values.dtype) @ values).transpose(1, 2)
+        is_empty = lengths == 0  # [rows]
+        scores.masked_fill_(is_empty[:, None, None, None], 0.0)
+        weights = scores.softmax(-1).to(values.dtype)
+        mean_values = (weights @ values).transpose(1, 2)  # [rows, padded_length, heads, head_dim]
 
         # Write each token's result to its slot, and that of padding to the additional slot.
-        out[torch.where(is_real, slot, slots)] = mixed
+        out[torch.where(is_real, slots, n_slots)] = mean_values
     return out[:-1]
 
 
@@ -157,9 +167,16 @@ def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """
     # `segment_reduce` sums adjoining segments. The spans and the gaps between them adjoin, so the
     # offsets are start, end, start, end, ... The last gap is empty. Every second sum is a span's.
-    bounds = torch.stack((starts, ends), dim=1).flatten().long()
+    bounds = torch.stack((starts, ends), dim=1).flatten().long()  # [2 * spans]
     offsets = torch.cat((bounds, bounds[-1:]))
-    sums = torch.segment_reduce(x.float(), "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
-    span_sums = sums[::2]
-    counts = (ends - starts).clamp_min(1).unsqueeze(1)
-    return span_sums / counts
+    sums = torch.segment_reduce(
+        x.float(),
+        "sum",
+        offsets=offsets,
+        axis=0,
+        unsafe=True,  # without a check of the offsets, which would wait for a GPU
+        initial=0,
+    )
+    span_sums = sums[::2]  # [spans, width]
+    n_tokens = (ends - starts).clamp_min(1).unsqueeze(1)  # [spans, 1]; an empty span has the mean 0
+    return span_sums / n_tokens

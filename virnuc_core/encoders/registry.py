@@ -104,11 +104,11 @@ class EncoderInfo:
 
     def token_budget(self, engine: EngineSpec) -> int:
         """Return how many tokens one batch of this encoder has room for, by the user's settings."""
-        budgets = {
+        budget_of_setting = {
             "token_budget": engine.token_budget,
             "dna_token_budget": engine.dna_token_budget,
         }
-        return budgets[self.budget_setting]
+        return budget_of_setting[self.budget_setting]
 
     def sequences(self, store: OrfStore, first: int, end: int) -> list[bytes]:
         """Return the sequences that this encoder embeds: the DNA or the proteins of some frames.
@@ -123,9 +123,10 @@ class EncoderInfo:
         return store.protein(first, end)
 
     def estimate_tokens(self, residues: NDArray[np.integer]) -> NDArray[np.integer]:
-        """Estimate how many tokens each frame becomes, start and end token included.
+        """Estimate how many tokens each reading frame becomes, start and end token included.
 
-        The estimate is exact for an encoder with one token per residue.
+        The estimate is exact for an encoder with one token per residue. A DNA encoder makes a token
+        of several bases.
 
         Args:
             residues: Length of each frame's protein.
@@ -139,7 +140,9 @@ class EncoderInfo:
         return letters // self.letters_per_token + self.n_special_tokens
 
     def chunk_tokens(self, model_length: int) -> int:
-        """Return about how many tokens a whole chunk of a read becomes.
+        """Return about how many tokens a whole chunk becomes.
+
+        Reads are cut into chunks of the length that the classifier was trained for.
 
         Args:
             model_length: Bases of a chunk.
@@ -217,7 +220,9 @@ def count_protein_tokens(store: OrfStore) -> int:
 
     Each residue is a token, and each protein has the tokenizer's special tokens besides.
     """
-    return int(store.protein_offsets[-1]) + PROTEIN_ENCODER.n_special_tokens * store.n_uniques
+    n_residues = int(store.protein_offsets[-1])
+    n_special_tokens = PROTEIN_ENCODER.n_special_tokens * store.n_uniques
+    return n_residues + n_special_tokens
 
 
 def encoder_named(name: str) -> EncoderInfo:

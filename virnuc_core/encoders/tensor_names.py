@@ -83,7 +83,8 @@ def match_tensors(
 ) -> Callable[[str], Any]:
     """Find all tensors of a model in a checkpoint, and check their names, shapes and formats.
 
-    The numbers are not read. Rotary frequencies, which newer checkpoints do not contain, are
+    Checkpoints name the same tensors differently, so their names are translated to ours. The
+    numbers are not read. Rotary frequencies, which newer checkpoints do not contain, are
     computed if they are missing. Tensors of a task head (for instance a language model's output
     layer) are left out, and a warning is logged.
 
@@ -109,8 +110,8 @@ def match_tensors(
     parts = {name: _stored_parts(name, stored) for name in model_shapes}
     _check_names(source, stored, parts, drop_extra)
     for name, part_names in parts.items():
-        rows, *columns = model_shapes[name]
-        part_shape = (rows // len(part_names), *columns)
+        n_rows, *further_sizes = model_shapes[name]
+        part_shape = (n_rows // len(part_names), *further_sizes)  # parts are joined row by row
         for part_name in part_names:
             _check_tensor(source, stored[part_name], part_shape)
 
@@ -147,6 +148,7 @@ def _by_our_names(
     for public_name, tensor in tensors.items():
         # Our own files have our names already.
         name = public_name if public_name in model_shapes else our_name(public_name)
+        # The first tensor of this name: this one, or an earlier one that is compared with it.
         first = stored.setdefault(name, StoredTensor(public_name, tensor))
         if name != UNUSED_NAME and not _are_equal(first.tensor, tensor):
             raise WeightsError(
@@ -162,9 +164,9 @@ def _by_our_names(
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Return whether two tensors have the same shape and numbers, in whatever format.
+    """Return whether two tensors have the same shape and numbers, in whatever number format.
 
-    Of tensors of which only the headers were read, the shapes are compared.
+    If only the header of one of them was read, the shapes alone are compared.
     """
     if first is second:
         return True
@@ -226,20 +228,22 @@ def _check_names(
             f"into the weights; {MERGE_ADVICE}"
         )
 
-    needed = {
+    # Tensors of the encoder itself, such as a further layer, take part in an embedding.
+    embedding_tensors = {
         name for name in unexpected - task_head if _IN_ENCODER.fullmatch(_PREFIXES.sub("", name))
     }
     left_out = task_head
     if drop_extra:
-        left_out = unexpected - needed
+        left_out = unexpected - embedding_tensors
+    refused = unexpected - left_out
     problems = []
     if missing:
         problems.append(f"no {_list_tensors(missing)}")
-    if unexpected - left_out:
-        problems.append(f"unexpected {_list_tensors(unexpected - left_out)}")
+    if refused:
+        problems.append(f"unexpected {_list_tensors(refused)}")
     if problems:
         way_out = ""
-        if needed:
+        if embedding_tensors:
             way_out = " (without a tensor of its layers or embeddings its results would change)"
         elif not missing:
             way_out = " (models convert --drop-extra leaves them out)"

@@ -78,8 +78,9 @@ class PackedBatch:
 
     def pin(self) -> Self:
         """Return a copy of the batch in page-locked host memory, from which a GPU copies faster."""
-        tokens, cu_seqlens = self.tokens.pin_memory(), self.cu_seqlens.pin_memory()
-        return replace(self, tokens=tokens, cu_seqlens=cu_seqlens)
+        return replace(
+            self, tokens=self.tokens.pin_memory(), cu_seqlens=self.cu_seqlens.pin_memory()
+        )
 
 
 class Esm2Tokenizer:
@@ -104,11 +105,12 @@ class Esm2Tokenizer:
         import torch
 
         # All ids are below 256, so a protein's tokens are bytes until the end.
-        begin, end = bytes([ESM2_BEGIN]), bytes([ESM2_END])
-        rows = [begin + sequence.translate(_ESM2_IDS) + end for sequence in sequences]
-        lengths = [len(row) for row in rows]
-        offsets = np.cumsum([0, *lengths], dtype=np.int64)
-        tokens = np.frombuffer(b"".join(rows), np.uint8).astype(np.int64)
+        begin = bytes([ESM2_BEGIN])
+        end = bytes([ESM2_END])
+        id_rows = [begin + sequence.translate(_ESM2_IDS) + end for sequence in sequences]
+        n_tokens = [len(ids) for ids in id_rows]
+        offsets = np.cumsum([0, *n_tokens], dtype=np.int64)
+        tokens = np.frombuffer(b"".join(id_rows), np.uint8).astype(np.int64)
         return torch.from_numpy(tokens), torch.from_numpy(offsets)
 
 
@@ -146,10 +148,11 @@ class DnabertTokenizer:
         # become [UNK].
         texts = [sequence.decode("latin-1") for sequence in sequences]
         encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=True)
-        rows = [encoding.ids for encoding in encodings]
-        lengths = [len(row) for row in rows]
-        offsets = np.cumsum([0, *lengths], dtype=np.int64)
-        tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(offsets[-1]))
+        id_rows = [encoding.ids for encoding in encodings]
+        n_tokens = [len(ids) for ids in id_rows]
+        offsets = np.cumsum([0, *n_tokens], dtype=np.int64)
+        all_ids = chain.from_iterable(id_rows)
+        tokens = np.fromiter(all_ids, dtype=np.int64, count=int(offsets[-1]))
         return torch.from_numpy(tokens), torch.from_numpy(offsets)
 
 
@@ -204,10 +207,11 @@ def _check_encoding(path: Path, tokenizer: tokenizers.Tokenizer, dna: str) -> No
     """
     ids = tokenizer.encode(dna).ids
     # Batches reserve at most one token for each letter, and two for [CLS] and [SEP].
-    if len(ids) > len(dna) + 2:
+    max_tokens = len(dna) + 2
+    if len(ids) > max_tokens:
         raise WeightsError(
             f"{path}: makes {len(ids)} tokens of {len(dna)} letters; not a tokenizer of DNA"
         )
-    ends = [tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)]
-    if len(ids) < 2 or [ids[0], ids[-1]] != ends:
+    begin_and_end = [tokenizer.token_to_id(BEGIN), tokenizer.token_to_id(END)]
+    if len(ids) < 2 or [ids[0], ids[-1]] != begin_and_end:
         raise WeightsError(f"{path}: does not put a sequence between [CLS] and [SEP]")

@@ -43,7 +43,7 @@ class ReferenceEmbedding:
 
     sequence: str
     norm: float  # Euclidean norm of the embedding
-    first: float  # first entry of the embedding
+    first_entry: float  # of the embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ReferenceRow:
     """An open reading frame from VirNucPro's public test reads, and VirNucPro's float32 results."""
 
     name: str
-    virus: float  # viral score by VirNucPro's model for 500 bases
+    viral_score: float  # P(virus) by VirNucPro's model for 500 bases
     embeddings: dict[EncoderName, ReferenceEmbedding]
 
 
@@ -65,8 +65,13 @@ def _read_reference_rows() -> tuple[ReferenceRow, ...]:
     for row in tomllib.loads(path.read_text(encoding="utf-8"))["rows"]:
         if not all(encoder.name in row for encoder in ENCODERS):
             continue
-        embeddings = {encoder.name: ReferenceEmbedding(**row[encoder.name]) for encoder in ENCODERS}
-        rows.append(ReferenceRow(row["name"], row["virus"], embeddings))
+        embeddings = {}
+        for encoder in ENCODERS:
+            values = row[encoder.name]
+            embeddings[encoder.name] = ReferenceEmbedding(
+                sequence=values["sequence"], norm=values["norm"], first_entry=values["first"]
+            )
+        rows.append(ReferenceRow(row["name"], viral_score=row["virus"], embeddings=embeddings))
     return tuple(rows)
 
 
@@ -78,8 +83,8 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
 
     Each model must have all its tensors, with the right shapes and finite numbers. Then the digest
     of each model is computed from its files, and a calibration for int8 is checked if there is one.
-    If the models have the sizes of VirNucPro's, the
-    reference rows ("anchors") are embedded and scored, and compared with VirNucPro's results.
+    If the models have the sizes of VirNucPro's, some reference sequences ("anchors") are embedded
+    and scored, and compared with VirNucPro's results for them.
 
     Args:
         models: Models directory.
@@ -152,6 +157,8 @@ def _why_not_comparable(models: Path) -> str:
 def _check_reference_rows(models: Path, device: torch.device) -> list[Check]:
     """Embed and score the reference rows in float32, and compare them with VirNucPro's numbers.
 
+    A reference row is an open reading frame with the DNA and the protein that are embedded.
+
     Returns:
         One check for each reference row.
     """
@@ -185,14 +192,15 @@ def check_reference_row(
         A check that is `ok` if the viral score, and norm and first entry of each embedding, are
         within the tolerances.
     """
-    virus = float(scores[1])
-    is_equal = np.isclose(virus, row.virus, rtol=0, atol=TOLERANCE)
-    details = [f"virus {virus:.7f} (original {row.virus})"]
+    viral_score = float(scores[1])
+    is_equal = np.isclose(viral_score, row.viral_score, rtol=0, atol=TOLERANCE)
+    details = [f"virus {viral_score:.7f} (original {row.viral_score})"]
     for encoder in ENCODERS:
         expected = row.embeddings[encoder.name]
         embedding = embeddings[encoder.name]
-        norm, first = float(embedding.norm()), float(embedding[0])
-        is_equal &= np.isclose(first, expected.first, rtol=0, atol=TOLERANCE)
+        first_entry = float(embedding[0])
+        is_equal &= np.isclose(first_entry, expected.first_entry, rtol=0, atol=TOLERANCE)
+        norm = float(embedding.norm())
         is_equal &= np.isclose(norm, expected.norm, rtol=NORM_TOLERANCE, atol=0)
         details.append(f"{encoder.title} norm {norm:.6f} ({expected.norm})")
     verdict: Verdict = "ok" if is_equal else "fail"

@@ -69,7 +69,10 @@ def test_the_head_before_is_kept_by_number_and_digest(models: Path, trained: Mak
         f"002-{part_digest(new)[:8]}",
     ]
     assert part_digest(models / "heads" / f"001-{digest_before[:8]}") == digest_before
-    assert [(head.number, head.installed) for head in kept_heads(models)] == [(1, False), (2, True)]
+    assert [(head.number, head.is_installed) for head in kept_heads(models)] == [
+        (1, False),
+        (2, True),
+    ]
     check_models(models)
 
 
@@ -81,7 +84,7 @@ def test_going_back_and_forth_keeps_each_once(models: Path, trained: Make) -> No
     use_head(models, 2)
     assert part_digest(models / "head") == part_digest(second)
     install_head(third, models)
-    assert [head.number for head in kept_heads(models) if head.installed] == [3]
+    assert [head.number for head in kept_heads(models) if head.is_installed] == [3]
     assert len(list((models / "heads").iterdir())) == 3
     with pytest.raises(ConfigError, match="no head is kept under 9; there are 1, 2, 3"):
         use_head(models, 9)
@@ -147,7 +150,7 @@ def test_a_head_that_was_put_there_by_hand_is_kept_too(
     shutil.rmtree(models / "head")
     shutil.copytree(drawn[2] / "head", models / "head")
     by_hand = part_digest(models / "head")
-    assert [(head.number, head.installed) for head in kept_heads(models)] == [
+    assert [(head.number, head.is_installed) for head in kept_heads(models)] == [
         (0, True),
         (1, False),
         (2, False),
@@ -210,7 +213,7 @@ def test_a_head_that_is_not_finite_is_not_put_in_place_but_makes_place(
         install_head(bad, models, install_anyway=True)
     shutil.rmtree(models / "head")
     bad.rename(models / "head")
-    assert [head.installed for head in kept_heads(models)] == [True]
+    assert [head.is_installed for head in kept_heads(models)] == [True]
     install_head(drawn[0] / "head", models, install_anyway=True)
     assert part_digest(models / "head") == good
     with pytest.raises(WeightsError, match="holds NaN"):

@@ -141,11 +141,11 @@ def test_a_reference_row_passes_for_its_own_numbers_only() -> None:
 
     def embedding(name: EncoderName) -> torch.Tensor:
         """A vector with the norm and the first entry that are expected."""
-        norm, first_value = row.embeddings[name].norm, row.embeddings[name].first
+        norm, first_value = row.embeddings[name].norm, row.embeddings[name].first_entry
         return torch.tensor([first_value, (norm**2 - first_value**2) ** 0.5])
 
     dna, protein = embedding("dnabert_s"), embedding("esm2")
-    scores = torch.tensor([1 - row.virus, row.virus])
+    scores = torch.tensor([1 - row.viral_score, row.viral_score])
 
     def verdict(dna: torch.Tensor, protein: torch.Tensor, scores: torch.Tensor) -> str:
         embeddings: dict[EncoderName, torch.Tensor] = {"dnabert_s": dna, "esm2": protein}
