@@ -14,10 +14,10 @@ from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import RunMonitor
 from virnuc_core.engine.pool import Pool
-from virnuc_core.pipeline import classify, read_summary
+from virnuc_core.pipeline import classify, read_summary, write_stopped_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
+from virnuc_core.runfiles import ModelFlops, RunSummary, read
 from virnuc_core.telemetry.log import TelemetryFile
 
 
@@ -59,8 +59,7 @@ def embed(
 
     def write_stopped(wall_s: float) -> None:
         """Write the summary of a run that was stopped at its time limit."""
-        stopped = _stopped_summary(staging, spec, wall_s)
-        write(run.summary, stopped)
+        write_stopped_summary(run, staging, resolve_here(spec), wall_s)
 
     progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
     slots = device_slots(resolve_here(spec))
@@ -75,18 +74,6 @@ def embed(
         message = f"all {summary.shards} shards were committed: nothing to compute"
         return completed(summary, message, reused=True)
     return completed(summary, _describe(summary))
-
-
-def _stopped_summary(staging: StageSummary, spec: ClassifySpec, wall_s: float) -> RunSummary:
-    """Return the summary of a run that was ended early: its times, reads and devices only."""
-    return RunSummary(
-        stopped_at_limit=True,
-        staging_s=staging.total_s,
-        total_s=staging.total_s + wall_s,
-        wall_s=wall_s,
-        n_reads=staging.counts.n_reads,
-        devices=resolve_here(spec),
-    )
 
 
 def _is_same_run(previous: RunSummary, summary: RunSummary) -> bool:

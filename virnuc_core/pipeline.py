@@ -718,6 +718,38 @@ def _compute(
     return summary
 
 
+def write_stopped_summary(
+    run: RunDir, staging: StageSummary, devices: Sequence[Device], wall_s: float
+) -> None:
+    """Write the summary of a run that was ended at its time limit, with the time of every attempt.
+
+    The run has no results. Its shards and the journal of its measurements stay, so that the next
+    start goes on from them.
+
+    Args:
+        run: The run directory.
+        staging: Result of staging.
+        devices: The devices of the attempt that was ended.
+        wall_s: How long that attempt took, without staging.
+    """
+    attempts: list[Attempt] = []
+    if path_exists(run.record):
+        *earlier, ended = runfiles.read_record(run).attempts
+        attempts = [attempt for attempt in earlier if attempt.wall_s is not None]
+        attempts.append(ended.model_copy(update={"wall_s": wall_s}))
+    total_wall_s = sum(attempt.wall_s or 0.0 for attempt in attempts) or wall_s
+    summary = RunSummary(
+        stopped_at_limit=True,
+        staging_s=staging.total_s,
+        wall_s=total_wall_s,
+        total_s=staging.total_s + total_wall_s,
+        n_reads=staging.counts.n_reads,
+        devices=tuple(devices),
+        attempts=tuple(attempts),
+    )
+    write(run.summary, summary)
+
+
 def _newest_telemetry(attempts: Sequence[Attempt]) -> str | None:
     """Return the telemetry file of the newest attempt that has one."""
     for attempt in reversed(attempts):

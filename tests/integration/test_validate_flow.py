@@ -255,10 +255,17 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
     state = validate(**arguments, return_state=True)
     assert "not met: Time on one device" in (state.message or "")
     assert json.loads((run / "summary.json").read_text())["stopped_at_limit"] is True
+    assert verify_report(out_dir).differences == []
+    first_summary = json.loads((run / "summary.json").read_text())
     shards_before = committed(run)
     enough = shards_before + 2
     validate(**arguments, return_state=True)  # goes on where it was
     assert committed(run) >= enough
+    # The time of both attempts counts, and the report is not called forged.
+    second_summary = json.loads((run / "summary.json").read_text())
+    assert len(second_summary["attempts"]) == 2
+    assert second_summary["wall_s"] > first_summary["attempts"][0]["worked_s"]
+    assert verify_report(out_dir).differences == []
 
 
 def test_a_validation_of_reads_without_an_open_frame_is_not_judged(

@@ -86,7 +86,7 @@ def _measure_time(report: Report, run: RunMetrics | None, n_devices: int) -> Fin
         remark = f"ended at the profile's limit of {limit_s:g} s: slower than it may be"
         return Finding(run.total_s, run.n_reads, remark=remark, failed=True)
     if run.untimed:
-        return Finding(run.total_s, run.n_reads, not_comparable=run.untimed)
+        return _bound_of_time(report, run, n_devices)
     target_reads = report.profile.target_reads or 0
     n_reads = run.n_reads or 0
     if run.total_s is None or not 0 < n_reads < target_reads:
@@ -97,6 +97,26 @@ def _measure_time(report: Report, run: RunMetrics | None, n_devices: int) -> Fin
         remark=f"projected from {n_reads:,} to {target_reads:,} reads: no measurement",
         projected=run.total_s * target_reads / n_reads,
     )
+
+
+def _bound_of_time(report: Report, run: RunMetrics, n_devices: int) -> Finding:
+    """Return the finding on the time of a run that was interrupted or disturbed.
+
+    Its total time is no measurement. But if the work that it committed took longer than the target
+    allows, the target is missed for certain.
+
+    Args:
+        report: The report with all figures.
+        run: The run.
+        n_devices: Number of devices that the criterion is about.
+    """
+    name: TargetName = "one_device_seconds" if n_devices == 1 else "two_device_seconds"
+    target = report.profile.targets.get(name)
+    least_s = run.least_s
+    if target is None or least_s is None or target.met(least_s):
+        return Finding(run.total_s, run.n_reads, not_comparable=run.untimed)
+    remark = f"{run.untimed}; but its committed work alone took {least_s:,.1f} s"
+    return Finding(least_s, run.n_reads, remark=remark, failed=True)
 
 
 def measure_one_device_time(report: Report, run: RunMetrics | None) -> Finding:

@@ -78,7 +78,8 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
 
     was_resumed = summary.resumed or bool(summary.shards_reused) or len(summary.attempts) > 1
     costs = _costs(counts, devices, telemetry, profile)
-    tables = RunDir(raw.root / name).tables[:3]
+    # A run that was stopped at its limit has no result files yet.
+    expected_tables = () if summary.stopped_at_limit else RunDir(raw.root / name).tables[:3]
     return RunMetrics(
         **dict(counts) | {"resumed": was_resumed, "warnings": (*counts.warnings, *times.warnings)},
         name=name,
@@ -86,7 +87,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         label=device_label(devices),
         times_s=times.seconds,
         precision=precision or None,
-        missing_files=tuple(path.name for path in tables if not path.is_file()),
+        missing_files=tuple(path.name for path in expected_tables if not path.is_file()),
         telemetry=telemetry,
         hours_projected=costs.hours_projected,
         device_hours_per_million=costs.device_hours_per_million,

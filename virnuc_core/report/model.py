@@ -192,6 +192,18 @@ class RunMetrics(RunCounts):
         return self.n_rows - self.n_uniques
 
     @property
+    def least_s(self) -> float | None:
+        """Return a time in seconds that the run takes at least, however undisturbed it is.
+
+        It is the time of staging and of the work that was committed, over all attempts: time that
+        was lost when an attempt ended does not count. `None` if staging was not timed, or if
+        workers died: nobody knows how much of their time was lost.
+        """
+        if self.staging_s is None or self.restarts:
+            return None
+        return self.staging_s + sum(attempt.worked_s for attempt in self.attempts)
+
+    @property
     def untimed(self) -> str:
         """Return why the time of the run cannot be judged, or an empty text if it can."""
         if self.resumed:

@@ -57,9 +57,11 @@ def verify_results(verification: Verification, raw: RawFolder, name: str) -> Non
             f"{name}: its result files were not made again: its shards or orfs.h5 are not there"
         )
         return
-    store = OrfStore.open(store_path)
     plan = read_plan(run)
     _verify_seals(verification, run, len(plan))
+    if summary.stopped_at_limit:
+        return  # it ended with some of its shards and without result files
+    store = OrfStore.open(store_path)
     scores, failed = read_scores(run)
     counts = {
         "shards": len(plan),

@@ -448,6 +448,27 @@ def test_a_recorded_time_counts_only_with_its_number_of_reads(
     assert f"the recorded time is of {known_reads} reads, this run had 300" in speedup.reason
 
 
+@pytest.mark.parametrize(
+    ("worked_s", "restarts", "verdict"),
+    [(100.0, 0, "not run"), (4_000.0, 0, "fail"), (4_000.0, 1, "not run")],
+    ids=["short", "longer than the target", "longer, but workers died"],
+)
+def test_an_interrupted_run_fails_if_its_committed_work_alone_took_too_long(
+    copied: tuple[Path, Profile], worked_s: float, restarts: int, verdict: str
+) -> None:
+    """The target is an hour. The total time of two attempts says nothing, their work does."""
+    out_dir, profile = copied
+    attempt = {"started": "2026-03-01T12:00:00+00:00", "devices": [], "wall_s": 9_000.0}
+    attempts = [attempt | {"worked_s": worked_s / 2} for _ in range(2)]
+    changes = {"attempts": attempts, "resumed": True, "shards_reused": 3, "restarts": restarts}
+    edit_json(out_dir / "devices-1" / "summary.json", lambda body: body.update(changes))
+    criterion = by_id(build_report(out_dir, profile))["one_device_time"]
+    assert criterion.verdict == verdict
+    if verdict == "fail":
+        assert criterion.value == worked_s + 5.0  # and staging
+        assert "its committed work alone took 4,005.0 s" in criterion.reason
+
+
 def test_reads_without_an_open_frame_are_no_evidence_of_speed(
     copied: tuple[Path, Profile],
 ) -> None:
