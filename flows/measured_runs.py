@@ -24,12 +24,12 @@ from virnuc_core.pipeline import nodes_of, read_summary
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.sources import sample_name
 from virnuc_core.reads.stage import StageSummary
-from virnuc_core.report.model import Report
+from virnuc_core.report.model import BASELINE, Report
 from virnuc_core.report.raw_files import RUN_PREFIX, SUMMARY, run_names
 from virnuc_core.rundir import RUN_FILES, SHARD_FILES, RunDir, discard
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.tools.bench import Bench
-from virnuc_core.validation import TUNING, record_validation
+from virnuc_core.validation import OVERHEAD, TUNING, record_validation
 
 LOCAL_MEASUREMENTS: Final = "baseline, fp32 sample, ceilings and the cost of commits"
 NO_LOCAL_DEVICE: Final = (
@@ -99,18 +99,54 @@ def connected_machines(settings: MeasureSettings) -> Iterator[tuple[ClassifySpec
         yield spec, find_machines(spec, cluster)
 
 
-def record_work(work: MeasuredWork) -> None:
+def record_work(
+    work: MeasuredWork, device_counts: Sequence[int], *, with_baseline: bool = False
+) -> None:
     """Write the record of the validation (`run.json`).
 
     Some measurements are made on this machine only. If it has no device of the kind that the runs
     use, they are left out, and a remark in the record says so.
+
+    Args:
+        work: What is going to be run.
+        device_counts: Numbers of devices; one that occurs again is a repetition.
+        with_baseline: Whether the baseline is run, or its recorded results are taken.
     """
     remarks = []
     if not work.machines.has_local_devices:
         remarks.append(NO_LOCAL_DEVICE)
+    summaries = [f"{name}/{SUMMARY}" for name in _names_of_runs(device_counts)]
+    if with_baseline:
+        summaries.append(f"{BASELINE}/{SUMMARY}")
+    costs = [OVERHEAD] if measures_costs(work) else []
     record_validation(
-        work.out, work.spec, work.profile, work.staging, work.machines.devices, *remarks
+        work.out,
+        work.spec,
+        work.profile,
+        work.staging,
+        work.machines.devices,
+        *remarks,
+        expected_files=[*summaries, *costs],
     )
+
+
+def _names_of_runs(device_counts: Sequence[int]) -> list[str]:
+    """Return the folder of each run: `devices-2`, and `devices-2.2` for its first repetition."""
+    names = []
+    times_run: dict[int, int] = {}
+    for count in device_counts:
+        times_run[count] = times_run.get(count, 0) + 1
+        name = f"{RUN_PREFIX}{count}"
+        if times_run[count] > 1:
+            name += f".{times_run[count]}"
+        names.append(name)
+    return names
+
+
+def measures_costs(work: MeasuredWork) -> bool:
+    """Return whether the cost of commits is measured: the profile asks, and it can be done here."""
+    is_asked = "checkpoint_overhead" in work.profile.targets
+    return is_asked and work.machines.has_local_devices and work.staging.counts.n_rows > 0
 
 
 def run_on_each(work: MeasuredWork, device_counts: Sequence[int]) -> tuple[str, ...]:
@@ -129,19 +165,14 @@ def run_on_each(work: MeasuredWork, device_counts: Sequence[int]) -> tuple[str, 
     ceilings = _measure_ceilings(work, device_counts)
     if work.spec.force:
         _discard_runs(work.out)
-    times_run: dict[int, int] = {}  # how often each number of devices was run so far
-    for count in device_counts:
-        repetition = times_run.get(count, 0)
-        times_run[count] = repetition + 1
-        run_on_devices(work, count, repetition, ceilings)
+    for name, count in zip(_names_of_runs(device_counts), device_counts, strict=True):
+        run_on_devices(work, name, count, ceilings)
     # The folder may also hold runs on more devices than this machine or cluster has now.
     names = run_names(work.out, max_devices=len(work.machines.devices))
     return tuple(name for name in names if _is_finished(work.out / name))
 
 
-def run_on_devices(
-    work: MeasuredWork, count: int, repetition: int, ceilings: ModelFlops | None
-) -> None:
+def run_on_devices(work: MeasuredWork, name: str, count: int, ceilings: ModelFlops | None) -> None:
     """Run the reads on the first `count` devices.
 
     A run that takes longer than the profile's time limit is ended, and no error is raised here: its
@@ -149,16 +180,15 @@ def run_on_devices(
 
     Args:
         work: What is run.
+        name: The folder of the run, such as `devices-2`. A repetition has a further number; of it
+            only the measurements are kept.
         count: Number of devices.
-        repetition: 0 for the run whose results are kept, 1 for its first repetition, and so on.
         ceilings: The measured ceilings of the GPUs: how many operations a second they reach at
             most. None if there are none.
     """
-    name = f"{RUN_PREFIX}{count}"
-    if repetition:
-        name = f"{name}.{repetition + 1}"  # the first repetition of devices-2 is devices-2.2
-        if _is_finished(work.out / name):
-            return
+    is_repetition = "." in name  # the first repetition of devices-2 is devices-2.2
+    if is_repetition and _is_finished(work.out / name):
+        return
     profile = work.profile
     spec = work.spec.model_copy(update={"devices": work.machines.subset(count)})
     with suppress(TimeLimitError), work.machines.workers(count) as pool:
@@ -172,7 +202,7 @@ def run_on_devices(
             pool=pool,
             flops=ceilings,
         ).result()
-        if repetition:
+        if is_repetition:
             # Only its times are needed. Its embeddings would take much room.
             discard(work.out / name, *SHARD_FILES, "embeddings.h5")
 
@@ -189,8 +219,7 @@ def measure_on_this_machine(work: MeasuredWork) -> None:
         n_sequences = work.profile.fp32_sequences
         embed_in_fp32(work.out, work.bench, engine, n_sequences, label=work.label).result()
 
-    has_rows = work.staging.counts.n_rows > 0
-    if machines.has_local_devices and "checkpoint_overhead" in work.profile.targets and has_rows:
+    if measures_costs(work):
         force = work.spec.force
         measure_costs(work.out, work.bench, engine, label=work.label, force=force).result()
 

@@ -1,5 +1,6 @@
 """The files that a validation leaves beside its runs, a model for each, and how it is begun."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -47,6 +48,9 @@ class ValidationRecord(RunRecord):
 
     profile: Profile | None = None
     staging: StagingTally | None = None
+    # What every validation of these settings leaves: the files of its measurements, relative to
+    # its directory. Records of older versions name none.
+    expected_files: tuple[str, ...] = ()
 
 
 def record_validation(
@@ -56,6 +60,7 @@ def record_validation(
     staging: StageSummary,
     devices: tuple[Device, ...],
     *remarks: str,
+    expected_files: Sequence[str] = (),
 ) -> None:
     """Write the validation's `run.json`: what it was started with, and when it first was.
 
@@ -66,12 +71,15 @@ def record_validation(
         staging: What staging made of its reads.
         devices: Its devices.
         remarks: Sentences that are kept before the warnings of the staging.
+        expected_files: The files with measurements that the validation is going to write, relative
+            to its directory.
 
     Raises:
         RunMismatchError: The directory holds a validation of other weights or reads. The message
             names what differs.
     """
     record = _new_record(out, spec, profile, staging, devices, remarks)
+    record = record.model_copy(update={"expected_files": tuple(expected_files)})
     path = RunDir(out).record
     previous = runfiles.read_or_set_aside(path, ValidationRecord)
     if previous is not None and not spec.force:

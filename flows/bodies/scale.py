@@ -51,8 +51,9 @@ def run_steps(settings: ScaleSettings) -> Judgement:
         announce(label, profile.name, machines.local.kind)
         staging = stage_reads_of(settings, label)
         work = MeasuredWork(settings.out, label, profile, spec, machines, staging)
-        record_work(work)
-        names = run_on_each(work, machines.scaling_counts(profile, settings.repeats))
+        device_counts = machines.scaling_counts(profile, settings.repeats)
+        record_work(work, device_counts)
+        names = run_on_each(work, device_counts)
         measure_on_this_machine(work)
     report = compare_and_report(work, names, settings.history_file)
     # The summaries of all runs are those of before: no run was computed.

@@ -75,15 +75,21 @@ def run_steps(settings: ValidateSettings) -> Judgement:
         staging = stage_reads_of(settings, label)
         profile = settings.with_baseline(profile)
         work = MeasuredWork(settings.out, label, profile, spec, machines, staging)
-        record_work(work)
+        device_counts = machines.device_counts()  # one device, two, all
+        record_work(work, device_counts, with_baseline=has_baseline(work))
 
         is_subset = run_baseline(work)
-        names = run_on_each(work, machines.device_counts())  # one device, two, all
+        names = run_on_each(work, device_counts)
         measure_on_this_machine(work)
     report = compare_and_report(work, names, settings.history_file, is_subset=is_subset)
     # The summaries of all runs are those of before: no run was computed.
     reused = bool(finished_before) and finished_runs(settings.out) == finished_before
     return Judgement(report, reused)
+
+
+def has_baseline(work: MeasuredWork) -> bool:
+    """Return whether there is a baseline: its results are recorded, or it can be run here."""
+    return work.machines.has_local_devices or work.profile.baseline.source == "recorded"
 
 
 def run_baseline(work: MeasuredWork) -> bool:
@@ -93,7 +99,7 @@ def run_baseline(work: MeasuredWork) -> bool:
         Whether the baseline covers only a part of the reads.
     """
     spec = work.profile.baseline
-    if not work.machines.has_local_devices and spec.source != "recorded":
+    if not has_baseline(work):
         return False
     run = RunDir(work.out / BASELINE)
     summary = measure_baseline(

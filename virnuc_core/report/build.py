@@ -16,6 +16,7 @@ from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.bottlenecks import rank_losses, stage_findings
 from virnuc_core.report.charts import charts
 from virnuc_core.report.comparability import Comparability, check_comparability
+from virnuc_core.report.evidence import missing_evidence, unfinished_parts
 from virnuc_core.report.judging import judge_report
 from virnuc_core.report.metrics import baseline_metrics, run_metrics, scaling_metrics
 from virnuc_core.report.model import (
@@ -32,6 +33,7 @@ from virnuc_core.report.notes import notes
 from virnuc_core.report.raw_files import (
     COMPARISON,
     RECORD,
+    RUN_PREFIX,
     SINGLE_RUN,
     SUMMARY,
     NamedTelemetry,
@@ -114,8 +116,14 @@ def build_report(out: Path, profile: Profile) -> Report:
         approval=approval_state(raw, judged_run),
         evidence={},
     )
-    verdicts = judge_report(report, comparability)
+    missing = missing_evidence(raw, record)
+    report = report.model_copy(update={"missing_evidence": missing})
+    verdicts = judge_report(report, comparability, _last_run(record))
     remarks = _remarks(raw, report, comparability)
+    unfinished = ", ".join(unfinished_parts(raw, record))
+    if unfinished:
+        sentence = f"The validation did not come to its end: {unfinished} was not written."
+        remarks["warnings"] = (*remarks["warnings"], sentence)
     return report.model_copy(
         update={
             "criteria": verdicts.criteria,
@@ -125,6 +133,22 @@ def build_report(out: Path, profile: Profile) -> Report:
             "evidence": raw.evidence(),
         }
     )
+
+
+def _last_run(record: validation.ValidationRecord | None) -> str | None:
+    """Return the folder of the run on the most devices that the validation was to make.
+
+    Returns:
+        `None` if the record names no runs, as records of older versions do.
+    """
+    if record is None:
+        return None
+    runs = []
+    for name in record.expected_files:
+        folder = name.partition("/")[0]
+        if folder.removeprefix(RUN_PREFIX).isdecimal():
+            runs.append(folder)
+    return max(runs, key=lambda folder: int(folder.removeprefix(RUN_PREFIX)), default=None)
 
 
 def _comparability(raw: RawFolder, profile: Profile, runs: Sequence[RunMetrics]) -> Comparability:
@@ -211,7 +235,7 @@ def _remarks(
     return {
         "warnings": warnings(
             report,
-            problems=tuple(raw.problems.values()),
+            problems=tuple(report.missing_evidence.values()),
             not_compared=comparability.distinct_reasons,
         ),
         "notes": notes(report, tuning.rounds),

@@ -22,6 +22,7 @@ from virnuc_core.report.criteria import (
     CriterionSpec,
     Finding,
 )
+from virnuc_core.report.evidence import missing_for
 from virnuc_core.report.model import (
     BASELINE,
     Criterion,
@@ -60,7 +61,12 @@ class Judgement:
 
 
 def judge(
-    spec: CriterionSpec, report: Report, *, refusal: str = "", run: RunMetrics | None = None
+    spec: CriterionSpec,
+    report: Report,
+    *,
+    refusal: str = "",
+    run: RunMetrics | None = None,
+    last_run: str | None = None,
 ) -> Criterion:
     """Return the verdict on a criterion, with the measured value, the target and the reason.
 
@@ -69,15 +75,23 @@ def judge(
         report: The report so far: all figures, and no verdicts yet.
         refusal: Why the runs that the criterion compares may not be compared. Empty if they may.
         run: Judge this run instead of the run that the criterion chooses.
+        last_run: The folder of the run on the most devices that the validation was to make. `None`
+            if its record does not name it: then the run with the most devices in the report is it.
     """
     if run is None:
         run = _chosen_run(spec, report)
+    if last_run is None and report.run is not None:
+        last_run = report.run.name
     requirement = _requirement(spec, report.profile, run)
     if refusal and requirement.target is not None:
         finding = Finding(not_measured=refusal)
     else:
         finding = spec.measure(report, run)
     no_evidence = _why_no_evidence(spec, run, report.profile)
+    lost_file = missing_for(spec, report, run, last_run)
+    if lost_file:
+        # It may have shown that the target was missed. So its loss is no way out of a failure.
+        finding = Finding(remark=lost_file, failed=True)
     judgement = _judgement(finding, requirement.target, no_evidence)
     return Criterion(
         id=spec.id,
@@ -220,12 +234,16 @@ class Verdicts:
     scaling: tuple[ScalingMetrics, ...]  # the report's figures, each with its own verdict
 
 
-def judge_report(report: Report, comparability: Comparability) -> Verdicts:
+def judge_report(
+    report: Report, comparability: Comparability, last_run: str | None = None
+) -> Verdicts:
     """Judge all criteria, the checks that the profile asks for, and each figure of scaling.
 
     Args:
         report: The report so far: all figures, and no verdicts yet.
         comparability: Which runs may be compared with each other and with the baseline.
+        last_run: The folder of the run on the most devices that the validation was to make, if its
+            record names it.
     """
     scaled_run = _run_for_scaling(report)
     all_names = [run.name for run in report.runs]
@@ -243,7 +261,8 @@ def judge_report(report: Report, comparability: Comparability) -> Verdicts:
         criteria = []
         for spec in specs:
             run = scaled_run if spec is SCALING else None
-            criteria.append(judge(spec, report, refusal=refusals.get(spec.id, ""), run=run))
+            refusal = refusals.get(spec.id, "")
+            criteria.append(judge(spec, report, refusal=refusal, run=run, last_run=last_run))
         return tuple(criteria)
 
     checks = [spec for spec in CHECKS if spec.target in report.profile.targets]

@@ -427,6 +427,8 @@ class Report(Record):
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     evidence: dict[str, FileDigest]  # the files it was made from, by name
+    # A sentence for each file that the validation left and that is not usable any more, by name
+    missing_evidence: dict[str, str] = Field(default_factory=dict)
 
     @property
     def many(self) -> RunMetrics | None:

@@ -22,6 +22,7 @@ from virnuc_core.reads.workers import Workers
 from virnuc_core.report.build import APPROVAL, build_report, read_report
 from virnuc_core.report.charts import GENERATOR
 from virnuc_core.report.compare import compare, compared_sides
+from virnuc_core.report.evidence import unfinished_parts
 from virnuc_core.report.model import BASELINE, Report
 from virnuc_core.report.raw_files import COMPARISON, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.regression import (
@@ -185,6 +186,11 @@ def _verify_report(
         )
         new_report = _with_approval_of(report, new_report)  # the answer does not change numbers
     verification.compare("", report, new_report)
+    for sentence in new_report.missing_evidence.values():
+        verification.add_difference(sentence)
+    if not new_report.missing_evidence and record is not None:
+        for name in unfinished_parts(raw, record):
+            verification.add_difference(f"{name} is missing, which {RECORD} names")
     tolerance = (began_with or report.profile).score_tolerance
     _verify_compared_pairs(verification, raw, new_report, tolerance)
     _verify_forms(verification, out, new_report)

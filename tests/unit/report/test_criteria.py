@@ -91,9 +91,12 @@ def test_the_smoke_profile_asks_for_correctness_only(tmp_path: Path) -> None:
 MISSING: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no single run": (
         lambda out: shutil.rmtree(out / "devices-1"),
-        ("one_device_time", "scaling", "same_bytes"),
+        ("one_device_time", "scaling", "same_bytes", "consensus"),
     ),
-    "no run of two": (lambda out: shutil.rmtree(out / "devices-2"), ("two_device_time", "scaling")),
+    "no run of two": (
+        lambda out: shutil.rmtree(out / "devices-2"),
+        ("two_device_time", "scaling", "consensus", "speedup", "gpu_utilisation", "packing"),
+    ),
     "no baseline": (lambda out: shutil.rmtree(out / "baseline"), ("speedup",)),
     "no comparison": (lambda out: (out / "comparison.json").unlink(), ("consensus", "same_bytes")),
     "no telemetry": (
@@ -170,24 +173,64 @@ MISSING: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 }
 
 
+# Changes that leave every file in place, with less in it: what it does not say was not measured.
+NOT_MEASURED = {
+    "no wall time",
+    "no reads",
+    "no devices",
+    "no baseline time",
+    "a resumed run",
+    "a run that was killed before its first commit",
+    "other work",
+}
+
+
 @pytest.mark.parametrize("name", MISSING)
-def test_what_is_missing_is_not_run_and_nothing_else_changes(
+def test_what_is_missing_is_no_pass_and_nothing_else_changes(
     copied: tuple[Path, Profile], judged: Report, name: str
 ) -> None:
+    """A number that nobody measured is not run. A measurement that was lost is a failure."""
     out_dir, profile = copied
     before_by_id = by_id(judged)
     change, affected_ids = MISSING[name]
     change(out_dir)
-    after_by_id = by_id(build_report(out_dir, profile))
+    report = build_report(out_dir, profile)
+    after_by_id = by_id(report)
+    verdict = "not run" if name in NOT_MEASURED else "fail"
     for identity in affected_ids:
         if identity in after_by_id:
-            assert after_by_id[identity].verdict == "not run", identity
+            assert after_by_id[identity].verdict == verdict, identity
             assert after_by_id[identity].reason
+    assert bool(report.missing_evidence) == (name not in NOT_MEASURED)
+    for sentence in report.missing_evidence.values():
+        assert f"Raw file problem: {sentence}." in report.warnings
     # Without the run of two another run is judged; without its devices or reads all is in doubt.
     if name not in ("no run of two", "no reads", "no devices"):
         assert {i: c.verdict for i, c in after_by_id.items() if i not in affected_ids} == {
             i: c.verdict for i, c in before_by_id.items() if i not in affected_ids
         }
+
+
+@pytest.mark.parametrize("name", sorted(MISSING))
+def test_no_removed_file_turns_a_failure_into_something_else(
+    copied: tuple[Path, Profile], name: str
+) -> None:
+    """Whatever is lost, a criterion that failed with all files does not become `not run`."""
+    out_dir, profile = copied
+    change, _ = MISSING[name]
+    if name in NOT_MEASURED:
+        pytest.skip("no file is lost")
+    unreachable = {key: Target(op=">", value=1e12) for key in profile.targets}
+    for key in ("one_device_seconds", "two_device_seconds"):
+        unreachable[key] = Target(op="<", value=1e-9)
+    strict_profile = profile.model_copy(update={"targets": unreachable})
+    failures = build_report(out_dir, strict_profile).failed_criteria
+    assert len(failures) > 5
+    change(out_dir)
+    after = by_id(build_report(out_dir, strict_profile))
+    for criterion in failures:
+        if criterion.id in after:  # a check of several devices goes with the run on them
+            assert after[criterion.id].verdict == "fail", criterion.title
 
 
 def test_a_broken_raw_file_is_a_warning(copied: tuple[Path, Profile]) -> None:
@@ -679,3 +722,36 @@ def test_a_number_of_which_nothing_was_counted_is_not_run(
 
 def test_a_profile_can_set_a_target_for_each_criterion_and_for_nothing_else() -> None:
     assert {spec.target for spec in (*CRITERIA, *CHECKS)} == set(TARGET_NAMES)
+
+
+@pytest.mark.parametrize("removed", ["devices-2/summary.json", "comparison.json", "baseline"])
+def test_verify_names_what_the_validation_left_and_is_gone(
+    copied: tuple[Path, Profile], removed: str
+) -> None:
+    """Also after the report was made again from what remains."""
+    out_dir, profile = copied
+    path = out_dir / removed
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    write_report(out_dir, profile)
+    differences = "\n".join(verify_report(out_dir, None).differences)
+    assert f"{removed}/summary.json" in differences or f"{removed} is missing" in differences
+
+
+def test_a_validation_that_did_not_come_to_its_end_is_not_judged(
+    copied: tuple[Path, Profile],
+) -> None:
+    """Without a comparison and a report nothing was lost: the second run was never made."""
+    out_dir, profile = copied
+    shutil.rmtree(out_dir / "report")
+    (out_dir / "comparison.json").unlink()
+    shutil.rmtree(out_dir / "devices-2")
+    report = build_report(out_dir, profile)
+    assert by_id(report)["two_device_time"].verdict == "not run"
+    assert report.missing_evidence == {}
+    assert (
+        "The validation did not come to its end: devices-2/summary.json was not written."
+        in report.warnings
+    )

@@ -75,7 +75,11 @@ def build(out: Path, recipe: Recipe | None = None, profile: Profile | None = Non
     for name in names:
         build_run(out, name, recipe, rows, count=int(name.split("-")[1]), window_s=profile.window_s)
     build_baseline(out, recipe, rows)
-    record = {**run_record(recipe, recipe.devices), "profile": profile.model_dump(mode="json")}
+    record = {
+        **run_record(recipe, recipe.devices),
+        "profile": profile.model_dump(mode="json"),
+        "expected_files": [f"{part}/summary.json" for part in ("baseline", *names)],
+    }
     write_json(out / "run.json", record)
     compare_runs(out, tuple(names), tolerance=0.01, subset=recipe.baseline_reads is not None)
     return profile
