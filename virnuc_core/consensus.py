@@ -63,7 +63,7 @@ def top_scores(scores: NDArray[Any], first_frames: Places) -> NDArray[Any]:
     Returns:
         [chunks, 2]; NaN for a chunk of which every frame failed.
     """
-    if len(first_frames) == 0:
+    if len(first_frames) == 0:  # `reduceat` needs at least one chunk
         return scores[:0]
     tops: NDArray[Any] = np.fmax.reduceat(scores, first_frames)  # ignores NaN
     return tops

@@ -169,7 +169,10 @@ class Ledger:
         return _mark_duplicates(rows)
 
     def _candidate_paths(self) -> Iterator[Path]:
-        """Yield all paths in the inbox, except for hidden files and files that are still copied."""
+        """Yield all paths in the inbox, except for hidden files and unfinished copies.
+
+        Programs that copy or download give unfinished files one of `SKIPPED_SUFFIXES`.
+        """
         for path in self.inbox.rglob("*"):
             names = path.relative_to(self.inbox).parts
             is_hidden = any(name.startswith(".") for name in names)

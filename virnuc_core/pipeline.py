@@ -129,6 +129,7 @@ def predict(spec: RunSpec, monitor: RunMonitor | None = None) -> RunSummary:
     with ExitStack() as resources:
         resources.enter_context(run_lock(run.root))
         pool = None
+        # A complete run needs no workers. (If it is started over, `classify` starts some.)
         if read_summary(run) is None:
             # The workers load the weights while this process stages the reads.
             pool = resources.enter_context(workers_for(spec, spec.out, warm=True))
@@ -497,6 +498,7 @@ def prepare(
         model_length=head.model_length,
         widths=widths,
         fingerprints=fingerprints,
+        # What decides the bytes of results: the settings with `auto` replaced, the kind of device.
         resolved={**shards.result_settings(engine, repeat_threshold), "kind": kind},
         store=os.path.relpath(store_path, run.root),
     )

@@ -282,6 +282,7 @@ class _Block:
         first_columns = _fate_columns(read_scores[first], fates[first])
         second_columns = _fate_columns(read_scores[second], fates[second])
         mate_ids = ids[second]
+        # A read without a mate was taken as its own mate so far. These columns have nothing for it.
         for column in (mate_ids, second_columns.fates, second_columns.scores):
             column[~has_mate] = ""
         lines = _lines(

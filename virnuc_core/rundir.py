@@ -660,7 +660,7 @@ def run_lock(root: Path) -> Iterator[None]:
                 is_lost = _has_lost_lease(root)
                 is_unused = next(_matching_paths(root, GUARDED_FILES), None) is None
                 if is_new_marker and is_unused:
-                    require_lease(marker)
+                    require_lease(marker)  # never remove the marker of another process
                     marker.unlink(missing_ok=True)
     finally:
         # A directory that this call created is removed if it is empty, and so is an older directory

@@ -480,7 +480,7 @@ def changed_inputs(recorded: Sequence[InputFile], files: Sequence[str]) -> list[
 
     missing = {Path(file.file).name for file in recorded if file.content not in shared_contents}
     new = {Path(name).name for name, content in contents.items() if content not in shared_contents}
-    # Neither content of such a name is among the others: it is the same file, changed.
+    # A name that is in both sets is the same file, which had another content then.
     sentences = [f"{name} has other content" for name in sorted(missing & new)]
     if recorded:
         sentences += [f"{name} was read then" for name in sorted(missing - new)]

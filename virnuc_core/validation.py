@@ -258,7 +258,7 @@ class OverheadFile(RunFile):
     pairs: tuple[OverheadPair, ...]
 
     @property
-    def shares(self) -> list[float]:
+    def commit_overheads(self) -> list[float]:
         """Return the commit overhead of each valid pair as a fraction, ascending.
 
         Negative values are noise.
@@ -269,14 +269,14 @@ class OverheadFile(RunFile):
     @property
     def median(self) -> float | None:
         """Return the median of the commit overheads, or `None` without a valid pair."""
-        if not self.shares:
+        if not self.commit_overheads:
             return None
-        return median(self.shares)
+        return median(self.commit_overheads)
 
     @property
     def problem(self) -> str:
         """Return why the pairs tell nothing about commits; an empty text if they do."""
-        n_pairs = len(self.shares)
+        n_pairs = len(self.commit_overheads)
         if n_pairs < MIN_PAIRS:
             return f"{n_pairs} undisturbed pairs of runs; {MIN_PAIRS} are needed"
         seconds = [pair.seconds for pair in self.pairs if pair.switch == "commits"]

@@ -351,8 +351,9 @@ def _read_bucket(bucket: Bucket) -> _Digests:
     for start in range(0, n_digests, _READ_AT_ONCE):
         section = np.fromfile(
             bucket.digests, np.int64, 2 * _READ_AT_ONCE, offset=_DIGEST_BYTES * start
-        ).reshape(-1, 2)
-        bucket_of_digest = section[:, 0] & (bucket.n_buckets - 1)  # the last bits
+        ).reshape(-1, 2)  # a digest is read as two numbers of 8 bytes, the low and the high one
+        # The number of buckets is a power of two, so this takes the last bits of the low number.
+        bucket_of_digest = section[:, 0] & (bucket.n_buckets - 1)
         members = np.flatnonzero(bucket_of_digest == bucket.number)
         low.append(section[members, 0])
         high.append(section[members, 1])

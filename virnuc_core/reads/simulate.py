@@ -323,7 +323,7 @@ def _cut_windows(
 
 def _add_errors(spec: SimulateSpec, codes: NDArray[np.uint8], rng: np.random.Generator) -> None:
     """Substitute random bases in `codes`, and replace others by N. The array is changed."""
-    flat_codes = codes.reshape(-1)
+    flat_codes = codes.reshape(-1)  # the same numbers: what changes here changes in `codes`
     n_substituted = rng.binomial(flat_codes.size, spec.error_rate)
     substituted_places = rng.integers(0, flat_codes.size, n_substituted)
     # Adding 1, 2 or 3 modulo 4 gives one of the three other bases.

@@ -366,7 +366,7 @@ def measure_checkpoint_overhead(report: Report, _: RunMetrics | None) -> Finding
         return Finding(not_measured=overhead.problem)
     return Finding(
         100.0 * overhead.median,
-        samples=len(overhead.shares),
+        samples=len(overhead.commit_overheads),
         not_measured=overhead.problem,
         if_missed=f"try shard_tokens above {overhead.shard_tokens:,}, or a faster disk",
     )

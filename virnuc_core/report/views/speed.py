@@ -205,7 +205,7 @@ def overhead_text(overhead: OverheadFile | None) -> str:
     """Return what commits cost: `1.2% (median of 3 pairs of runs, 0.9 to 1.4%)`."""
     if overhead is None:
         return NOT_RUN
-    shares = overhead.shares
+    shares = overhead.commit_overheads
     if overhead.median is None:
         return f"{NOT_RUN} ({overhead.problem})" if overhead.problem else NOT_RUN
     lowest = f"{100 * shares[0]:.1f}"
