@@ -36,7 +36,9 @@ PENDING_CONNECTIONS: Final = 128
 USER: Final = "virnuc"
 DATABASE_URL: Final = "PREFECT_SERVER_DATABASE_CONNECTION_URL"  # if set, the home has no database
 POLL_S: Final = 5.0  # how long one attempt to reach the server takes
-MIN_PROGRESS_S: Final = 0.05  # processor time that shows that a server works
+# what shows that a server works; a process that only waits uses a little of each as well
+MIN_PROGRESS_S: Final = 0.05  # processor time
+MIN_PROGRESS_BYTES: Final = 4096  # read or written; one page of a database
 GUARDED_APP: Final = "virnuc.flows.cli.server_guard:create_app"
 SERVER_PROGRAM: Final = (
     f"import uvicorn; "
@@ -70,7 +72,7 @@ class TemporaryServer:
         """Return once the server answers.
 
         Raises:
-            VirnucError: It ended, or did neither answer nor work within Prefect's limit.
+            VirnucError: It ended, or gave no sign of life within Prefect's limit.
         """
         import httpx
 
@@ -96,17 +98,17 @@ class TemporaryServer:
     def _wait_for_answer(self) -> None:
         """Ask the server until it answers.
 
-        A server that migrates its database on a busy machine may need minutes. So the limit is for
-        the time in which its process computed nothing, not for the whole time.
+        A server that migrates its database on a busy machine or on a slow disk may need minutes. So
+        the limit is for the time in which its process gave no sign of life, not for the whole time.
 
         Raises:
-            httpx.HTTPError: It ended, or did neither answer nor compute anything within the limit.
+            httpx.HTTPError: It ended, or did not answer, compute, read or write within the limit.
         """
         import httpx
         from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 
         limit_s = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
-        cpu_s = 0.0
+        last_progress = Progress(0.0, 0)
         give_up_s = time.monotonic() + limit_s
         # trust_env=False: a proxy would be sent the password, and could not reach the server.
         with httpx.Client(auth=(USER, self.password), trust_env=False) as client:
@@ -116,9 +118,9 @@ class TemporaryServer:
                     client.get(f"{self.url}/health", timeout=timeout_s).raise_for_status()
                     return
                 except httpx.TimeoutException:
-                    new_cpu_s = _cpu_seconds(self.process)
-                    if new_cpu_s >= cpu_s + MIN_PROGRESS_S:
-                        cpu_s = new_cpu_s
+                    progress = progress_of(self.process.pid)
+                    if progress.shows_work_since(last_progress):
+                        last_progress = progress
                         give_up_s = time.monotonic() + limit_s
                     elif time.monotonic() >= give_up_s:
                         raise
@@ -134,13 +136,42 @@ class TemporaryServer:
         self.process.kill()
 
 
-def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
-    """Return the processor time that a process has used; 0 if it has ended."""
-    try:
-        times = psutil.Process(process.pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)
+@dataclass(frozen=True)
+class Progress:
+    """What a process has done since its start.
+
+    Attributes:
+        cpu_s: The processor time that it has used.
+        io_bytes: The bytes that it has read and written, also where the system kept them in memory.
+            The size of its database is no better sign: servers of other runs write to it, too.
+    """
+
+    cpu_s: float
+    io_bytes: int
+
+    def shows_work_since(self, earlier: "Progress") -> bool:
+        """Return whether the process has worked since an earlier moment, and not only waited."""
+        has_computed = self.cpu_s >= earlier.cpu_s + MIN_PROGRESS_S
+        has_transferred = self.io_bytes >= earlier.io_bytes + MIN_PROGRESS_BYTES
+        return has_computed or has_transferred
+
+
+def progress_of(pid: int) -> Progress:
+    """Return what a process has done since its start.
+
+    Numbers that the system does not tell are 0, as in a sandbox without `/proc`, or if the process
+    has ended.
+    """
+    cpu_s = 0.0
+    io_bytes = 0
+    with suppress(psutil.Error, OSError):
+        times = psutil.Process(pid).cpu_times()
+        cpu_s = times.user + times.system
+    # psutil raises a RuntimeError if the kernel does not count bytes.
+    with suppress(psutil.Error, OSError, RuntimeError):
+        counters = psutil.Process(pid).io_counters()
+        io_bytes = counters.read_chars + counters.write_chars
+    return Progress(cpu_s, io_bytes)
 
 
 class FirstUse:

@@ -6,21 +6,33 @@ import asyncio
 import base64
 import gzip
 import json
+import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import pytest
+from prefect.settings import (
+    PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS,
+    temporary_settings,
+)
 
 import virnuc_core.first_use
+from virnuc.flows.cli import temporary_server
 from virnuc.flows.cli.server_guard import Message, OwnerOnly, Receive, Send
-from virnuc.flows.cli.temporary_server import FirstUse
+from virnuc.flows.cli.temporary_server import FirstUse, Progress, TemporaryServer, progress_of
+from virnuc.tasks import server_connection
 from virnuc.tasks.result_references import without_result_references
 from virnuc.tasks.server_connection import Connection, ServerLostError
+from virnuc_core.errors import VirnucError
 
 HOST = (b"host", b"127.0.0.1:4321")
 SECRET = (b"authorization", b"Basic " + base64.b64encode(b"virnuc:secret"))
@@ -117,6 +129,89 @@ def test_results_are_removed_from_every_state_that_a_server_sends(path: str, wra
 )
 def test_other_answers_are_left_as_they_are(path: str, body: object) -> None:
     assert answer_of(path, body) == body
+
+
+# Listens on a socket that it got, works for some seconds without much computing, and then answers.
+SLOW_SERVER = """
+import http.server, os, socket, sys, time
+listener = socket.socket(fileno=int(sys.argv[1]))
+work, seconds = sys.argv[2], float(sys.argv[3])
+file = os.open(sys.argv[4], os.O_RDWR | os.O_CREAT)
+os.write(file, bytes(8192))
+end = time.monotonic() + seconds
+while time.monotonic() < end:
+    time.sleep(0.1)
+    if work == "writes":
+        os.pwrite(file, bytes(8192), 0)
+    elif work == "reads":
+        os.pread(file, 8192, 0)
+    elif work == "ticks":  # as a thread that waits for an event
+        os.pwrite(file, bytes(8), 0)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+server.socket = listener
+server.serve_forever()
+"""
+
+
+@pytest.fixture
+def slow_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, float], TemporaryServer]]:
+    """Starts a server that answers late, under a limit of one second."""
+    monkeypatch.setattr(temporary_server, "POLL_S", 0.2)
+    monkeypatch.setattr(server_connection.connection, "embedded", None)  # `wait` sets it
+    limit = {PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: 1}
+    with ExitStack() as stack:
+        stack.enter_context(temporary_settings(updates=limit))
+        log = stack.enter_context(tempfile.TemporaryFile())
+
+        def start(work: str, seconds: float) -> TemporaryServer:
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", 0))
+                listener.listen(128)
+                number = listener.fileno()
+                arguments = [str(number), work, str(seconds), str(tmp_path / "database")]
+                process = subprocess.Popen(
+                    [sys.executable, "-c", SLOW_SERVER, *arguments],
+                    pass_fds=[number],
+                    stderr=subprocess.DEVNULL,
+                )
+                url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return TemporaryServer(process, url, "secret", log, "do without")
+
+        yield start
+
+
+@pytest.mark.parametrize("work", ["writes", "reads"])
+def test_a_server_that_waits_for_a_slow_disk_is_waited_for(
+    work: str, slow_server: Callable[[str, float], TemporaryServer]
+) -> None:
+    server = slow_server(work, 6.0)
+    server.wait()
+    assert server.process.poll() is None
+
+
+@pytest.mark.parametrize("work", ["nothing", "ticks"])
+def test_a_server_that_is_stuck_is_given_up(
+    work: str, slow_server: Callable[[str, float], TemporaryServer]
+) -> None:
+    server = slow_server(work, 60.0)
+    with pytest.raises(VirnucError, match=r"does not start: .*; mend it, or do without"):
+        server.wait()
+
+
+def test_a_process_that_has_ended_shows_no_work() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    progress = progress_of(process.pid)
+    assert progress == Progress(0.0, 0)
+    assert not progress.shows_work_since(Progress(0.0, 0))
 
 
 def test_nobody_is_asked_at_the_port_of_a_temporary_server_that_has_ended() -> None:
