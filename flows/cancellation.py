@@ -50,17 +50,21 @@ _cancellation: ContextVar[Cancellation | None] = ContextVar(
 
 @contextmanager
 def cancellable() -> Iterator[None]:
-    """Let the flow that the body calls be cancelled at the server.
+    """Let the flow that the `with` block calls be cancelled at the server.
+
+    A run that is cancelled is interrupted like one that gets a Ctrl-C. The server is then told that
+    it has ended.
 
     Raises:
         CancelledError: The flow run was cancelled, and its processes have been ended.
+        KeyboardInterrupt: Somebody pressed Ctrl-C.
     """
     cancellation = Cancellation()
     token = _cancellation.set(cancellation)
     try:
         yield
     except KeyboardInterrupt:
-        if cancellation.flow_run_id is None:  # Ctrl-C
+        if cancellation.flow_run_id is None:  # nobody cancelled the run: it was Ctrl-C
             raise
         _report_cancelled(cancellation.flow_run_id)
         raise CancelledError(
@@ -72,9 +76,10 @@ def cancellable() -> Iterator[None]:
 
 @contextmanager
 def interrupted_when_cancelled() -> Iterator[None]:
-    """Interrupt the body, as Ctrl-C does, when its flow run is cancelled.
+    """Interrupt the `with` block, as Ctrl-C does, when its flow run is cancelled.
 
-    Without `cancellable` around it, or without a server, nothing happens.
+    A thread asks the server every few seconds. Nothing is watched if the run was not started from a
+    terminal (no `cancellable` around it), or if there is no server.
     """
     cancellation = _cancellation.get()
     context = FlowRunContext.get()
@@ -84,13 +89,17 @@ def interrupted_when_cancelled() -> Iterator[None]:
     flow_run_id = context.flow_run.id
 
     def watch(stop: threading.Event) -> None:
-        """Interrupt the main thread once the server says that this flow run is cancelled."""
+        """Interrupt the main thread once the server says that this flow run is cancelled.
+
+        Args:
+            stop: Is set when the block has ended. It is not interrupted after that.
+        """
         with get_client(sync_client=True) as client:
             while not stop.wait(POLL_S):
                 if _is_cancelled(client, flow_run_id) and not stop.is_set():
                     cancellation.flow_run_id = flow_run_id
                     break
-        # after the client is closed, so that no request is open when the interrupt comes
+        # The client is closed by now, so no request is open when the interrupt comes.
         if cancellation.flow_run_id is not None:
             main_thread = threading.main_thread().ident
             assert main_thread is not None  # it has been started

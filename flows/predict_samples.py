@@ -56,7 +56,7 @@ class SampleTable:
         self.fates.update(summary.fates)
 
     def add_error(self, name: str, error: Exception) -> None:
-        """Note that a sample failed."""
+        """Note that a sample failed, and log the error. An error without words goes by its type."""
         note = str(error) or type(error).__name__
         self.errors[name] = error
         self.rows[name] = SampleRow(sample=name, fate="failed", note=note)
@@ -84,8 +84,9 @@ def predict_samples(settings: PredictSettings) -> Outcome[RunSummary]:
     rows = {name: SampleRow(sample=name) for name in runs}
     table = SampleTable(settings.out / SAMPLES, rows)
     table.write()
-    with progress_artifact(f"progress-{label}-samples", f"Samples of {label}") as show:
-        _predict_all(settings, runs, table, show)
+    progress = progress_artifact(f"progress-{label}-samples", f"Samples of {label}")
+    with progress as show_share:
+        _predict_all(settings, runs, table, show_share)
     publish_table(
         f"samples-{label}",
         [row.model_dump() for row in table.rows.values()],
@@ -110,15 +111,20 @@ def _predict_all(
     settings: PredictSettings,
     runs: Mapping[str, PredictSettings],
     table: SampleTable,
-    show: Callable[[float], None],
+    show_share: Callable[[float], None],
 ) -> None:
-    """Predict all samples and note each result in the table.
+    """Predict all samples and note each result in the table, whose file is written again and again.
+
+    After an error of the machine, samples that have not begun are not started.
 
     Args:
         settings: The settings of the flow, for the workers.
         runs: The settings of each sample's run by its name.
         table: The table of the samples.
-        show: Takes the share of samples that are done, 0 to 1.
+        show_share: Takes the share of samples that are done, 0 to 1.
+
+    Raises:
+        Exception: An error of the machine, with which all other samples would fail, too.
     """
     is_complete = {name: run.is_done() for name, run in runs.items()}
     must_compute = not all(is_complete.values())
@@ -138,17 +144,25 @@ def _predict_all(
             for n_done, future in enumerate(as_completed(futures), start=1):
                 name = futures[future]
                 _note_result(table, name, future, n_done)
+                # Hundreds of complete samples end within seconds. The file is not written for each.
                 if not is_complete[name] or n_done == len(runs):
                     table.write()
-                show(n_done / len(runs))
-        finally:  # after an error, samples that have not begun are not started
+                show_share(n_done / len(runs))
+        finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _predict_sample(
     name: str, settings: PredictSettings, pool: Pool, *, is_complete: bool
 ) -> Prediction:
-    """Predict one sample. A complete one is only read again, which the server need not hear of."""
+    """Predict one sample with workers that are already there.
+
+    A complete sample is only read again. That is done without the server, where hundreds of task
+    runs that did nothing would hide the others.
+
+    Returns:
+        The summary of the sample's run, and of its staging.
+    """
     work = partial(predict_with, pool, settings, name, n_parallel=N_PARALLEL)
     if is_complete:
         return without_server(work)
@@ -156,10 +170,17 @@ def _predict_sample(
 
 
 def _note_result(table: SampleTable, name: str, future: Future[Prediction], n_done: int) -> None:
-    """Add the result or the error of a sample to the table.
+    """Add the result or the error of a sample to the table, and log it.
 
-    An error of the machine, such as a full disk, is raised, because all other samples would fail
-    with it.
+    Args:
+        table: The table of the samples.
+        name: The name of the sample.
+        future: The prediction of the sample, which has ended.
+        n_done: Number of samples that have ended, this one included.
+
+    Raises:
+        Exception: An error of the machine, such as a full disk. All other samples would fail with
+            it.
     """
     try:
         summary, staging = future.result()
@@ -181,7 +202,10 @@ def _note_result(table: SampleTable, name: str, future: Future[Prediction], n_do
 
 
 def _error_of_samples(table: SampleTable) -> VirnucError:
-    """Return the error that says how many samples failed, with the exit code of the first."""
+    """Return the error that says how many samples failed.
+
+    It names the reason of the first failed sample in the order of the table, and has its exit code.
+    """
     first_failed = next(name for name in table.rows if name in table.errors)
     error = table.errors[first_failed]
     reason = str(error) or type(error).__name__

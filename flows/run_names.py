@@ -17,16 +17,18 @@ PATHS_SHOWN_BY_NAME: Final = ("inbox", "out", "profile", "samples")
 def named_by(*keys: str) -> Callable[[], str]:
     """Return a function that names the current flow run by some of its parameters.
 
-    The name is like `lung · ci-smoke · cpu:2`. A run of a deployment also has its date and host.
+    The name is like `lung · ci-smoke · cpu:2`. A deployment runs again and again with the same
+    parameters, so the names of its runs also have the planned date and the host.
 
     Args:
-        keys: Names of the parameters.
+        keys: Names of the parameters to show, in this order.
     """
 
     def name() -> str:
-        """Return the name of the current flow run. Prefect calls this."""
+        """Return the name of the current flow run. Prefect calls this when the run begins."""
         text = run_name(runtime.flow_run.parameters or {}, *keys)
-        if runtime.deployment.id is None:
+        is_of_deployment = runtime.deployment.id is not None
+        if not is_of_deployment:
             return text
         planned = runtime.flow_run.scheduled_start_time
         return f"{text} · {planned:%Y-%m-%d %H:%M} · {platform.node()}"
@@ -39,24 +41,24 @@ def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
 
     Args:
         parameters: Parameters of a flow by name.
-        keys: Names of the parameters to show. Reads are shown as the sample's name and paths as
-            their last part. Parameters that are not set are left out.
+        keys: Names of the parameters to show, in this order. Parameters that are not set are left
+            out. Of a path the last part is shown. In place of `reads`, the name of the sample is
+            shown, which is made of all parameters that name files of reads.
     """
     texts = {key: str(parameters[key]) for key in keys if parameters.get(key)}
     for key in PATHS_SHOWN_BY_NAME:
         if key in texts:
             texts[key] = Path(texts[key]).name.removesuffix(".toml")
     if parameters.get("samples"):
-        texts.pop("reads", None)  # the sample sheet names the reads
+        texts.pop("reads", None)  # the sheet of samples is shown, and it names the reads
     else:
-        # Reads may be given by other parameters too. They are shown if `keys` names reads.
-        texts["reads"] = sample_name(_reads_in(parameters))
+        texts["reads"] = sample_name(_reads_in(parameters))  # shown only if `keys` has `reads`
     shown_texts = [texts[key] for key in keys if texts.get(key)]
     return printable(" · ".join(shown_texts))
 
 
 def _reads_in(parameters: Mapping[str, Any]) -> list[str]:
-    """Return all files of reads among parameters, also those of mates."""
+    """Return the files of reads that the parameters of a flow name, also those of mates."""
     names = []
     for field in INPUT_FIELDS:
         for read_name in parameters.get(field) or ():

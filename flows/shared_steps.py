@@ -27,7 +27,16 @@ def stage_reads_of(settings: RunSettings, label: str) -> StageSummary:
 
 
 def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:
-    """Publish a table with the fates of a run's reads, and send the event `prediction.done`."""
+    """Show in Prefect what became of the reads of a run, and send the event `prediction.done`.
+
+    Without a server nothing happens.
+
+    Args:
+        run: The run directory.
+        label: The name of the sample, for names in the UI.
+        summary: The summary of the run. Its fates are the numbers of reads by what became of them.
+        staging: The summary of the staging, which has remarks on the reads.
+    """
     description = f"What became of the reads of {label}: {run.root}"
     publish_table(f"reads-{label}", fate_rows(summary, staging.tally), description)
     payload = {

@@ -32,7 +32,7 @@ class StagedRun:
 
     Attributes:
         run: The run directory.
-        staging: What was staged.
+        staging: How many reads and rows were staged, and from which files.
         label: The name of the sample, for names in the UI.
         spec: Settings of the run.
         pool: Workers that have loaded the weights. None if the devices were busy, or if the run is
@@ -57,7 +57,8 @@ class StagedRun:
 def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     """Check the settings, stage the reads, and let workers load the weights meanwhile.
 
-    The devices of the workers stay reserved until the body ends.
+    No workers start if the run is complete, or if other runs use the devices. The devices of the
+    workers stay reserved until the `with` block ends, and the workers end with it at the latest.
 
     Raises:
         VirnucError: The settings, the reads or the weights cannot be used; see `preflight`.
@@ -69,8 +70,11 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     announce(label, spec.devices.kind)
     with ExitStack() as slots, ExitStack() as workers:
         pool = None
-        if read_summary(run) is None:
-            with suppress(TimeoutError):  # `embed` waits for busy devices
+        is_complete = read_summary(run) is not None
+        if not is_complete:
+            # If other runs use the devices, no workers start now. The step that embeds then waits
+            # for the devices and starts workers of its own.
+            with suppress(TimeoutError):
                 slots.enter_context(device_slots(resolve_here(spec), wait_s=FREE_NOW_S))
                 pool = workers.enter_context(workers_for(spec, run.root, warm=True))
         staging = stage_reads_of(settings, label)

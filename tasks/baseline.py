@@ -32,6 +32,9 @@ def measure_baseline(
         spec: Which baseline, and how many reads of it.
         label: The name of the sample, for names in the UI.
         force: Measure again.
+
+    Returns:
+        An outcome with the times and the numbers of reads, named `Reused` if they were there.
     """
     if force and first_attempt():
         # Old results are removed first. If the measurement fails, they must not be taken for new.
@@ -40,6 +43,7 @@ def measure_baseline(
     progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
     with device_slots(resolve(bench.devices)), progress as show:
         if spec.source == "recorded" and spec.results is not None:
+            # Nothing is run: the result files of an earlier run are taken over.
             take_results(spec.results, run, OrfStore.open(bench.store))
         summary = run_baseline(
             run, bench.store, bench.models, bench.devices, spec, on_progress=show

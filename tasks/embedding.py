@@ -40,7 +40,7 @@ def embed(
 
     Args:
         run: The run directory.
-        staging: What was staged.
+        staging: The summary of the staging: counts, and how the reads were cut.
         spec: Settings of the run.
         label: The name of the sample, for names in the UI.
         monitor: How often to sample the devices, and whether the run has the terminal to itself.
@@ -48,11 +48,15 @@ def embed(
         pool: Workers that are already there. None starts workers for this run.
         flops: The measured ceilings of the GPUs, for the report.
 
+    Returns:
+        An outcome with the summary of the run, named `Reused` if nothing had to be computed.
+
     Raises:
         TimeLimitError: The run was ended at its time limit.
         VirnucError: The run failed; see `classify`.
     """
     devices = spec.devices
+    # A retry must keep the shards that the attempt before it committed.
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})
     monitor = monitor or RunMonitor()
     previous_summary = read_summary(run)
@@ -63,6 +67,7 @@ def embed(
 
     progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
     slots = device_slots(resolve_here(spec))
+    # Of runs that share the workers, the flow shows one bar for all.
     with slots, progress if monitor.alone else nullcontext() as show:
         monitor = replace(monitor, on_progress=show)
         with time_limit(run.root, time_limit_s, write_stopped):

@@ -30,7 +30,9 @@ def measure_costs(
     pairs: int | None = None,
     shards: int | None = None,
 ) -> Outcome[OverheadFile]:
-    """Measure what features cost by pairs of runs, and write `checkpoint_overhead.json`.
+    """Measure what features cost: run the same shards with and without each of them.
+
+    Writes `checkpoint_overhead.json`.
 
     A measurement of the same work that is already there is used. Settings left at None are those
     of `measure_overhead`.

@@ -21,7 +21,7 @@ def embed_in_fp32(
         out: The directory of the validation; the embeddings are written to `out/fp32`.
         bench: The reads, models and devices.
         engine: Settings of the runs.
-        sequences: How many sequences, about.
+        sequences: About how many sequences to embed.
         label: The name of the sample, for names in the UI.
 
     Returns:

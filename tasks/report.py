@@ -98,7 +98,12 @@ def publish_report(report: Report, out: Path, label: str) -> None:
 
 
 def emit_outcome(report: Report, out: Path) -> None:
-    """Send one event for the validation as a whole."""
+    """Send one event for the validation as a whole: how many criteria are met, and which are not.
+
+    Args:
+        report: The judged report.
+        out: The directory of the validation.
+    """
     payload = {
         "met": report.num_met,
         "asked": len(report.requested),
@@ -131,7 +136,12 @@ def _report_folder(out: Path) -> str:
 
 
 def _emit_criterion(criterion: Criterion, facts: dict[str, str]) -> None:
-    """Send an event about the verdict on one criterion."""
+    """Send an event about the verdict on one criterion, as `virnuc.criterion.pass`.
+
+    Args:
+        criterion: The judged criterion. Without a threshold its target is None.
+        facts: Facts about the validation, which every event has: its profile and its report.
+    """
     target = criterion.target
     target_text = None
     if target is not None:
@@ -175,7 +185,10 @@ def _publish_texts(report: Report, out: Path, label: str) -> None:
 
 
 def _publish_trend(report: Report, out: Path) -> None:
-    """Show the newest validations on these devices, if this one was compared with earlier ones."""
+    """Show the newest validations on these devices as a table, the newest first.
+
+    Nothing is shown if this validation was not compared with earlier ones.
+    """
     regression = RunDir(out).root / REGRESSION
     if not regression.is_file():
         return

@@ -29,7 +29,7 @@ def without_result_references(request: httpx.Request, response: httpx.Response) 
     response.read()
     try:
         body = response.json()
-    except ValueError:
+    except ValueError:  # it is no JSON, so Prefect makes no state of it
         return response
     if not _remove_references(body):
         return response
@@ -41,6 +41,11 @@ def without_result_references(request: httpx.Request, response: httpx.Response) 
 
 def _remove_references(value: Any) -> bool:
     """Remove the field `data` from every state in a parsed JSON value, which is changed.
+
+    A state is an object with a `type`. Its `data` is the reference to a result.
+
+    Args:
+        value: An object, a list or a simple value; all in it is looked at, too.
 
     Returns:
         True if any state had data.

@@ -13,8 +13,12 @@ from virnuc_core.telemetry.tables import OVERLAPPED, ROWS, STAGES
 def stage_rows(summary: RunSummary) -> Rows:
     """Return a row for each stage of a run, and one for the total.
 
-    Columns: `stage`, `seconds` and `share` of the total time. Besides the nine stages, other parts
-    appear that were measured. Together they make up the total.
+    The nine stages of the method always have a row. Other parts, such as the start of the workers,
+    have one if they were measured. Together they make up the total.
+
+    Returns:
+        Columns `stage`, `seconds` and `share` of the total time. A stage that is computed within
+        another one has the word `fused` in place of seconds.
     """
     total_s = summary.total_s or 0.0
     shown_stages = [name for name in ROWS if name in STAGES or name in summary.stages]

@@ -23,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def announce(*tags: str) -> None:
-    """Write this process and some tags on the current flow run. Then end runs of killed processes.
+    """Write this process and some tags on the current flow run at the server.
 
-    Only runs of this machine are ended. Outside a flow run nothing happens.
+    Then mark flow runs as crashed whose processes on this machine were killed. Outside a flow run
+    nothing happens.
 
     Args:
         tags: Tags besides `virnuc`.
@@ -54,7 +55,11 @@ def announce(*tags: str) -> None:
 
 
 def _end_orphans(client: "SyncPrefectClient") -> None:
-    """Mark flow runs as crashed that the server calls running, but whose process is gone."""
+    """Mark flow runs as crashed that the server calls running, but whose process is gone.
+
+    Args:
+        client: Asks the server. Only runs of virnuc, by their tag, are looked at.
+    """
     from prefect.client.schemas.filters import FlowRunFilter
     from prefect.states import Crashed
 
@@ -71,11 +76,14 @@ def _end_orphans(client: "SyncPrefectClient") -> None:
 
 
 def _is_orphan(flow_run: "FlowRun") -> bool:
-    """Tell if a flow run belongs to a process of this machine that no longer exists."""
+    """Return whether a flow run belongs to a process of this machine that no longer exists.
+
+    Of a run on another machine, or in another container, nothing is known here: the answer is no.
+    """
     if flow_run.labels.get(NAMESPACE_LABEL) != process_namespace():
         return False
     start_ticks = str(flow_run.labels.get(START_LABEL, ""))
-    if not start_ticks:
+    if not start_ticks:  # the system does not tell when a process started
         return False
     process_id = int(str(flow_run.labels.get(PROCESS_LABEL, "")))
-    return is_alive(process_id, start_ticks) is False
+    return is_alive(process_id, start_ticks) is False  # None: not known

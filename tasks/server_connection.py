@@ -60,7 +60,14 @@ class ProposedState:
         return self.type not in UNFINISHED_STATES
 
     def accepted(self, request: httpx.Request) -> httpx.Response:
-        """Return the answer of a server that accepts the state."""
+        """Return the answer that a server gives if it accepts the state.
+
+        Prefect's client goes on by it as if the server had answered. The state has a new id and the
+        present time, as a server would give it.
+
+        Args:
+            request: The request that proposed the state.
+        """
         state = {name: self.fields.get(name) for name in COPIED_FIELDS}
         state["id"] = str(uuid4())
         state["timestamp"] = datetime.now(UTC).isoformat()
@@ -91,8 +98,9 @@ class Connection:
     def send(self, request: httpx.Request, ask: Ask) -> httpx.Response:
         """Send a request to the server.
 
-        A request with a state is tried again for a while. If the server does not answer, the state
-        is taken as accepted.
+        A request that proposes a state is tried again for a while. If the server does not answer,
+        the state is taken as accepted. If the run has ended with this state, the log says what
+        could not be reported.
 
         Args:
             request: The request.
@@ -131,6 +139,7 @@ class Connection:
         patience_s = REQUEST_TIMEOUT_S if is_state else 0.0
         until_s = max(self.patient_until_s, time.monotonic() + patience_s)
         while True:
+            # Others may be left out for some seconds after a request that was not answered.
             is_urgent = is_state or time.monotonic() < until_s
             try:
                 return self._try(request, ask, is_urgent=is_urgent)
@@ -145,7 +154,7 @@ class Connection:
         Args:
             request: The request.
             ask: Sends it and returns the answer.
-            is_urgent: Send it also shortly after a request that was not answered.
+            is_urgent: Send it even if another request was not answered a moment ago.
 
         Raises:
             ServerLostError: There is no answer, or the request was not sent.
@@ -188,24 +197,31 @@ class Connection:
     def _end_run(self, request: httpx.Request, state: ProposedState) -> None:
         """Say what could not be reported of a run that has ended.
 
-        A worker's child process is ended if the server is lost, because threads of Prefect would
-        wait for it.
+        If the server is lost and this process is the child of a Prefect worker, it is ended soon:
+        threads of Prefect would wait for the server. A command ends itself, see `leave`.
+
+        Args:
+            request: The request that proposed the last state of a flow run or task run.
+            state: This state.
         """
         if self.unreported:
             items = ", ".join(dict.fromkeys(self.unreported))
             logger.warning("not reported to the Prefect server: %s", items)
             self.unreported.clear()
-        run_of_workers_child = os.environ.get("PREFECT__FLOW_RUN_ID", "none")
+        # A worker names the flow run to its child. The path of a request contains the run's id.
+        run_of_workers_child = os.environ.get("PREFECT__FLOW_RUN_ID", "no such run")
         if self.lost and run_of_workers_child in request.url.path:
             exit_code = 0 if state.type == "COMPLETED" else 1
             self._exit_soon(exit_code)
 
     @contextmanager
     def reporting(self, subject: str) -> Iterator[None]:
-        """Remember a report to the server that fails in the body, and go on.
+        """Swallow the error of a report to the server that the `with` block makes, and go on.
+
+        The subject is kept, so that the end of the run says what was not reported.
 
         Args:
-            subject: What is reported.
+            subject: What is reported, as "table reads".
         """
         try:
             yield
@@ -214,7 +230,10 @@ class Connection:
             self.unreported.append(subject)
 
     def leave(self, code: int) -> None:
-        """End this process now or soon: threads of Prefect would wait for a lost server for ever.
+        """End this process at the end of a command, before threads of Prefect can hold it up.
+
+        They would wait for a lost server for ever, so the process then ends now. Otherwise it has
+        the time of one request to end by itself.
 
         Args:
             code: The exit code.
@@ -262,7 +281,9 @@ def route_through_connection(client: SyncPrefectClient) -> None:
     http_client = client._client
     transports = (http_client._transport, *http_client._mounts.values())
     for transport in transports:
-        if transport is None or isinstance(transport.handle_request, partial):
+        if transport is None:  # addresses without a proxy use the first one
+            continue
+        if isinstance(transport.handle_request, partial):  # an earlier call has changed it
             continue
         routed = partial(connection.send, ask=transport.handle_request)
         transport.handle_request = routed  # type: ignore[method-assign]

@@ -13,13 +13,16 @@ from virnuc_core.reads.stage import StageSpec, StageSummary
 def stage(
     spec: StageSpec, store: Path, *, label: str, force: bool = False
 ) -> Outcome[StageSummary]:
-    """Stage reads, or use a store that already holds them.
+    """Stage reads: write their open reading frames to a store. A store that has them is used.
 
     Args:
         spec: The reads, and how to cut them.
         store: The file to write.
         label: The name of the sample, for names in the UI.
         force: Stage again even if the store holds these reads.
+
+    Returns:
+        An outcome with the counts, named `Reused` if the store was there.
 
     Raises:
         InputError: The reads cannot be used; see `stage_reads`.
@@ -29,7 +32,7 @@ def stage(
 
 
 def _describe(summary: StageSummary) -> str:
-    """Say in one line what was staged."""
+    """Return one line on what was staged: numbers of reads and frames, and remarks on the reads."""
     counts = summary.counts
     action = "reused, content unchanged" if summary.reused else "staged"
     text = (

@@ -20,7 +20,8 @@ def time_limit(
 ) -> Iterator[None]:
     """End all child processes if the `with` block takes longer than a limit.
 
-    The block then fails with a `WorkerError`, which becomes a `TimeLimitError`.
+    The block notices that its workers have ended and raises a `WorkerError`. In its place a
+    `TimeLimitError` is raised, which is not tried again.
 
     Args:
         subject: Name of the run, for the message of the error.

@@ -59,6 +59,8 @@ class TemporaryServer:
         password: The secret part of the authentication string, which is `virnuc:PASSWORD`.
         log: What the server writes to its standard error, if it goes to no terminal.
         alternative: What a user can do if the server does not start.
+        first_use: The lock on a database that this server sets up. It is released once the server
+            answers. None if the database is no file in Prefect's home.
     """
 
     process: subprocess.Popen[bytes]
@@ -69,7 +71,9 @@ class TemporaryServer:
     first_use: "FirstUse | None" = None
 
     def wait(self) -> None:
-        """Return once the server answers.
+        """Return once the server answers. Mark its database as ready, and let others use it.
+
+        From now on the connection of this process knows that the server is its own.
 
         Raises:
             VirnucError: It ended, or gave no sign of life within Prefect's limit.
@@ -86,6 +90,7 @@ class TemporaryServer:
         except httpx.HTTPError as error:
             self.log.seek(0)
             log_text = self.log.read().decode(errors="replace")
+            # The last lines of tracebacks. The last traceback tells why the server ended.
             errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", log_text, re.MULTILINE)
             reason = errors[-1] if errors else error
             raise VirnucError(
@@ -259,6 +264,7 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
             ) from error
 
     password = secrets.token_urlsafe(32)
+    # as Prefect sets them for a server of its own that lives as long as one process
     environment = os.environ | {
         "PREFECT_UI_ENABLED": "0",
         "PREFECT__SERVER_EPHEMERAL": "1",
@@ -314,7 +320,7 @@ def require_usable_home(alternative: str = USE_NO_SERVER) -> None:
         require_writable(home, MIN_HOME_BYTES, "a server's records")
         if database.exists():
             with closing(sqlite3.connect(database, timeout=1.0)) as opened:
-                opened.execute("PRAGMA schema_version")
+                opened.execute("PRAGMA schema_version")  # an error if it is no SQLite file
     except (ConfigError, StorageError) as error:
         raise ConfigError(f"Prefect's home {error}; {way_out}") from error
     except sqlite3.DatabaseError as error:

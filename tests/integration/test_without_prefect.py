@@ -333,7 +333,7 @@ FLOWS = {
         "settings.toml",
     ),
     "train": (
-        ("{reads}", "--truth", "{truth}", "--epochs", "2", "--folds", "2", "--repeats", "0"),
+        ("{reads}", "--truth", "{truth}", "--epochs", "2", "--folds", "3", "--repeats", "0"),
         "train.html",
     ),
     "scale": (("{reads}", "--profile", "ci-smoke"), "report/report.html"),
@@ -379,8 +379,8 @@ def test_every_flow_goes_on_if_no_server_can_be_had_and_says_so_in_one_line(
     spoil(surroundings)
     out_dir = tmp_path / "run"
     outcome = surroundings.virnuc(*words_of(name, labelled, out_dir, models))
-    # nothing of this profile can be judged on one core, see `test_nothing_judged_is_no_success`
-    expected_code = 7 if name in ("scale", "validate") else 0
+    # a curve over one device judges nothing, see `test_nothing_judged_is_no_success`
+    expected_code = 7 if name == "scale" else 0
     assert outcome.returncode == expected_code, outcome.stderr
     assert outcome.stderr.count(RUNS_ALONE) == 1, outcome.stderr
     assert "Traceback" not in outcome.stderr
