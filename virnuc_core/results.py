@@ -561,7 +561,7 @@ def _open_tables(resources: ExitStack, run: RunDir, count: int) -> Sequence[Bina
     """
     headers = (PREDICTION_HEADER, CONSENSUS_HEADER, READS_HEADER, FAILED_HEADER, PAIRS_HEADER)
     files = []
-    for path, header in zip(run.tables[:count], headers, strict=False):
+    for path, header in zip(run.tables[:count], headers, strict=False):  # the rest is not needed
         temp_path = resources.enter_context(atomic_file(path))
         file = resources.enter_context(temp_path.open("wb"))
         file.write(header.encode())

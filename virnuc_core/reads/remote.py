@@ -114,7 +114,7 @@ def fetch(url: str, folder: Path) -> Path:
         raise InputError(
             "the query of this address was not kept", file=url, hint="give the whole address again"
         )
-    if not re.fullmatch(r"[!-~]+", full_url):
+    if not re.fullmatch(r"[!-~]+", full_url):  # the letters of ASCII that are visible
         raise ConfigError(
             f"{redacted_url}: not a valid address; blanks and letters beyond ASCII are "
             "written as %20"
@@ -207,7 +207,7 @@ def _download(url: str, target: Path) -> None:
             # The file has fewer bytes now than were received. The next attempt begins anew.
             download.part.unlink(missing_ok=True)
             raise ConnectionError("the file on the server has changed since the last attempt")
-        # The note comes before the data, so that the next attempt knows what the part is a part of.
+        # The note comes before the data, so that the next attempt knows which content the part has.
         validator = _validator_of(response)
         download.write_note(validator, sha256=None)
         is_continued = _continues(response, download.n_bytes_present)

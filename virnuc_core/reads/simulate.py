@@ -342,6 +342,7 @@ def _draw_sources(spec: SimulateSpec, n: int, rng: np.random.Generator) -> NDArr
     source = np.arange(n)
     copies = np.flatnonzero(rng.random(n) < spec.duplicate_share)
     copies = copies[copies > 0]  # the first read has no earlier read
+    # An earlier read for each copy: an index from 0 to its own index less 1.
     originals = (rng.random(len(copies)) * copies).astype(np.int64)
     is_original = ~np.isin(originals, copies)
     source[copies[is_original]] = originals[is_original]

@@ -204,7 +204,7 @@ class OrfStore:
             The store. Its columns are read from the file when they are used.
 
         Raises:
-            InputError: The file is absent, or is not what was staged, with this version.
+            InputError: The file is absent or damaged, or another version of virnuc has staged it.
             UnreadableError: The system cannot read the file, so that nothing is known about it.
             UnsafeFileError: It is no regular file, or leads to other files.
         """
@@ -257,10 +257,9 @@ class OrfStore:
             whole_file = np.memmap(mapped_file, np.uint8, "r")
         for name, column_type in _COLUMNS.items():
             dataset = file[name]
-            # The length of a read may need 64 bits.
-            allowed_types = (
-                [column_type.kind, np.int64] if name == "read_length" else [column_type.kind]
-            )
+            allowed_types: list[type[np.generic]] = [column_type.kind]
+            if name == "read_length":
+                allowed_types.append(np.int64)  # a very long read needs 64 bits
             if dataset.ndim != 1 or dataset.dtype not in allowed_types:
                 raise ValueError(f"{name} is not a column of {column_type.kind.__name__}")
             start = dataset.id.get_offset()
