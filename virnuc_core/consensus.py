@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 Scores = NDArray[np.float32]  # [frames, 2] P(others) and P(virus)
 ViralScores = NDArray[np.float32]  # [groups] 0 to 1, NaN without a scored frame
 Margins = NDArray[np.float64]  # -1 to 1
-Places = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 ScoreRange = tuple[float, float]  # from, to below
 
@@ -53,7 +53,7 @@ def is_viral(scores: NDArray[Any], threshold: float) -> Mask:
     return np.asarray(scores >= threshold)
 
 
-def top_scores(scores: NDArray[Any], first_frames: Places) -> NDArray[Any]:
+def top_scores(scores: NDArray[Any], first_frames: IntArray) -> NDArray[Any]:
     """Return the scores with which each chunk votes: the largest of each class over its frames.
 
     Args:
@@ -69,7 +69,7 @@ def top_scores(scores: NDArray[Any], first_frames: Places) -> NDArray[Any]:
     return tops
 
 
-def top_scores_by_chunk(scores: NDArray[Any], chunks: Places) -> NDArray[Any]:
+def top_scores_by_chunk(scores: NDArray[Any], chunks: IntArray) -> NDArray[Any]:
     """Return `top_scores` of frames that are in any order.
 
     Args:
@@ -89,9 +89,9 @@ def top_scores_by_chunk(scores: NDArray[Any], chunks: Places) -> NDArray[Any]:
 class ChunkVotes:
     """The votes of consecutive chunks, each over its scored frames."""
 
-    first_frames: Places  # [chunks] the first frame of each chunk
-    top_others_frames: Places  # [chunks] the first frame with the largest P(others) of its chunk
-    top_virus_frames: Places  # [chunks] the first frame with the largest P(virus) of its chunk
+    first_frames: IntArray  # [chunks] the first frame of each chunk
+    top_others_frames: IntArray  # [chunks] the first frame with the largest P(others) of its chunk
+    top_virus_frames: IntArray  # [chunks] the first frame with the largest P(virus) of its chunk
     margins: Margins  # [chunks]
     is_viral: Mask  # [chunks]
 
@@ -127,7 +127,7 @@ def vote_chunks(scores: Scores, is_first: Mask) -> ChunkVotes:
 
 
 def mean_margins(
-    margins: Margins, groups: Places, n_groups: int, weights: NDArray[Any] | None = None
+    margins: Margins, groups: IntArray, n_groups: int, weights: NDArray[Any] | None = None
 ) -> Margins:
     """Return the mean margin of each group of chunks.
 
@@ -175,7 +175,7 @@ def viral_scores(means: Margins, single_frame_scores: ViralScores | None = None)
     return scores
 
 
-def chunk_scores(virus_scores: NDArray[Any], chunks: Places) -> NDArray[Any]:
+def chunk_scores(virus_scores: NDArray[Any], chunks: IntArray) -> NDArray[Any]:
     """Return the score of each chunk from P(virus) of its frames alone, as in training.
 
     It is (max + min) / 2 over the frames of the chunk. This equals the usual score
@@ -195,7 +195,7 @@ def chunk_scores(virus_scores: NDArray[Any], chunks: Places) -> NDArray[Any]:
     return scores
 
 
-def fates_of_scores(scores: ViralScores, threshold: float, uncertain: ScoreRange) -> Places:
+def fates_of_scores(scores: ViralScores, threshold: float, uncertain: ScoreRange) -> IntArray:
     """Return the fate that each score gives a read or pair: VIRAL, OTHERS or UNCERTAIN.
 
     Args:
@@ -211,11 +211,11 @@ def fates_of_scores(scores: ViralScores, threshold: float, uncertain: ScoreRange
 
 def pair_fates(
     scores: ViralScores,
-    fates_1: Places,
-    fates_2: Places,
+    fates_1: IntArray,
+    fates_2: IntArray,
     threshold: float,
     uncertain: ScoreRange,
-) -> Places:
+) -> IntArray:
     """Return the fate of each pair, from its joint score and the fates of its mates.
 
     A pair with a failed mate has failed. A pair without a score has the fate of the mate that was

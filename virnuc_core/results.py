@@ -29,9 +29,9 @@ from virnuc_core.consensus import (
     FATES,
     FATES_BY_SCORE,
     NO_OPEN_FRAME,
+    IntArray,
     Margins,
     Mask,
-    Places,
     ScoreRange,
     Scores,
     ViralScores,
@@ -177,7 +177,7 @@ class _Block:
         max_score2 = score2[self.votes.top_virus_frames]
         return rows, _lines(chunk_names, verdicts, max_score1, max_score2)
 
-    def viral_scores(self, groups: Places) -> ViralScores:
+    def viral_scores(self, groups: IntArray) -> ViralScores:
         """Return the viral score of each group of reads. A group is one read or one pair.
 
         Args:
@@ -202,7 +202,7 @@ class _Block:
         single_row_scores[group_of_row[is_single]] = self.scores[is_single, 1]
         return consensus.viral_scores(means, single_row_scores)
 
-    def read_lines(self, threshold: float, uncertain: ScoreRange) -> tuple[bytes, Places]:
+    def read_lines(self, threshold: float, uncertain: ScoreRange) -> tuple[bytes, IntArray]:
         """Return the lines of `reads.tsv`.
 
         Args:
@@ -250,8 +250,8 @@ class _Block:
         return remarks
 
     def pair_lines(
-        self, fates: Places, threshold: float, uncertain: ScoreRange
-    ) -> tuple[bytes, Places]:
+        self, fates: IntArray, threshold: float, uncertain: ScoreRange
+    ) -> tuple[bytes, IntArray]:
         """Return the lines of `pairs.tsv`: one per pair, and one per read without a mate.
 
         Args:
@@ -386,7 +386,7 @@ def _require_scores(scores: Scores, failed: Mask) -> None:
         )
 
 
-def _counts_by_name(counts: Places, uncertain: ScoreRange | None) -> dict[str, int]:
+def _counts_by_name(counts: IntArray, uncertain: ScoreRange | None) -> dict[str, int]:
     """Return the counts by the name of the fate.
 
     The fate `uncertain` is the last one. It is listed only if the user requested such a range.
@@ -412,7 +412,7 @@ def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
         earlier = _NO_EARLIER_ROWS if span.is_complete else block.for_next()
 
 
-def _no_counts() -> Places:
+def _no_counts() -> IntArray:
     """Return a count of 0 for each fate."""
     return np.zeros(len(FATE_NAMES), np.int64)
 
@@ -421,8 +421,8 @@ def _no_counts() -> Places:
 class _BlockCounts:
     """Counts and times of one block, or of several."""
 
-    read_fates: Places = field(default_factory=_no_counts)  # [fates]
-    pair_fates: Places = field(default_factory=_no_counts)  # [fates]
+    read_fates: IntArray = field(default_factory=_no_counts)  # [fates]
+    pair_fates: IntArray = field(default_factory=_no_counts)  # [fates]
     rows_virus: int = 0
     chunks_scored: int = 0
     chunks_virus: int = 0
@@ -578,7 +578,7 @@ class _FateColumns:
     labels: NDArray[np.object_]
 
 
-def _fate_columns(scores: ViralScores, fates: Places) -> _FateColumns:
+def _fate_columns(scores: ViralScores, fates: IntArray) -> _FateColumns:
     """Return fate, score and label as text. The score is empty if it did not decide the fate."""
     score_texts = np.full(len(scores), "", dtype=object)
     is_by_score = np.isin(fates, FATES_BY_SCORE)

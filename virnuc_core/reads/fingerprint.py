@@ -328,7 +328,8 @@ def find_repeats(bucket: Bucket) -> Repeats:
     n = len(candidates.position)
     is_first = np.ones(n, bool)
     is_first[1:] = (np.diff(candidates.low) != 0) | (np.diff(candidates.high) != 0)
-    first_row = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]  # of the group of each row
+    group_of_row = np.cumsum(is_first) - 1
+    first_row = np.flatnonzero(is_first)[group_of_row]  # the first row of the group of each row
     number = np.arange(n) - first_row + 1
     is_repeat = ~is_first
     return Repeats(

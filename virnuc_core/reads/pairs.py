@@ -589,7 +589,7 @@ def _find_next_pair(first: _Side, second: _Side, had_pairs: bool) -> _Gap:
     Raises:
         InputError: The files do not have their reads in the same order.
     """
-    for reach in (_NEAR, _FAR):
+    for reach in (_NEAR, _FAR):  # reads of each file that are looked at
         first_goes_on = first.fill(reach)
         second_goes_on = second.fill(reach)
         first_names = first.next_names(reach)

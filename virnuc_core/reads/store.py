@@ -565,7 +565,9 @@ class StoreWriter:
         protein_letters: list[int] = []
         dna_letters: list[int] = []
         for number, segment in enumerate(self._segments):
-            repeated_rows = self._repeats_within("row", number).index - self._starts["row"][number]
+            # Rows are numbered in the whole store. Here they are needed within the segment.
+            first_row = self._starts["row"][number]
+            repeated_rows = self._repeats_within("row", number).index - first_row
             protein_lengths = np.delete(segment.column("protein_length"), repeated_rows)
             dna_lengths = np.delete(segment.column("dna_length"), repeated_rows)
             n_uniques.append(len(dna_lengths))

@@ -26,7 +26,7 @@ from virnuc_core.reads.fast_parser import Part, ReadBatch, Strings, offsets_from
 from virnuc_core.reads.fingerprint import Leaves, digests, hash_leaves
 from virnuc_core.reads.workers import Workers
 
-Places = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Columns = dict[str, NDArray[Any]]  # of a segment, by the names of SEGMENT_COLUMNS
 
@@ -76,13 +76,13 @@ _IS_AMBIGUOUS: Final = bytes(byte not in b"ACGTacgt" for byte in range(256))
 class Chunks(NamedTuple):
     """Chunks in order of read and position, as columns. A read without bases has no chunk."""
 
-    read: Places  # [n] index of the read
+    read: IntArray  # [n] index of the read
     number: NDArray[np.int32]  # [n] from 0 within the read
-    start: Places  # [n] first base within the read
-    end: Places  # [n] one past the last base
+    start: IntArray  # [n] first base within the read
+    end: IntArray  # [n] one past the last base
 
 
-def chunk(lengths: Places, size: int) -> Chunks:
+def chunk(lengths: IntArray, size: int) -> Chunks:
     """Compute how reads are cut into chunks of at most `size` bases.
 
     Neighbouring chunks overlap so that all chunks but the last have `size` bases. The last chunk
@@ -105,12 +105,12 @@ def chunk(lengths: Places, size: int) -> Chunks:
     return _place_chunks(read_of_chunk, number, lengths[read_of_chunk], size)
 
 
-def _count_chunks(lengths: Places, size: int) -> Places:
+def _count_chunks(lengths: IntArray, size: int) -> IntArray:
     """Return the number of chunks of each read: its length divided by the size, rounded up."""
     return -(-lengths // size)
 
 
-def _place_chunks(read: Places, number: Places, length: Places, size: int) -> Chunks:
+def _place_chunks(read: IntArray, number: IntArray, length: IntArray, size: int) -> Chunks:
     """Compute the first and the last base of chunks within their reads.
 
     Args:
@@ -135,7 +135,7 @@ def _place_chunks(read: Places, number: Places, length: Places, size: int) -> Ch
 class Orfs(NamedTuple):
     """Open reading frames in order of chunk and frame, as columns."""
 
-    chunk: Places  # [n] index of the chunk
+    chunk: IntArray  # [n] index of the chunk
     frame: NDArray[np.uint8]  # [n] 0..5, see FRAMES
     proteins: NDArray[np.uint8]  # letters of all proteins, end to end
     protein_lengths: NDArray[np.int32]  # [n] ≥ 1
@@ -192,7 +192,7 @@ def _code_tables() -> _CodeTables:
     )
 
 
-def translate(bases: bytes, starts: Places, ends: Places) -> Orfs:
+def translate(bases: bytes, starts: IntArray, ends: IntArray) -> Orfs:
     """Translate chunks in six reading frames, and return the frames that are open.
 
     A frame is open if its protein has no stop codon and is not empty. Chunks are translated in
@@ -215,7 +215,7 @@ def translate(bases: bytes, starts: Places, ends: Places) -> Orfs:
     return Orfs.concatenate(groups)
 
 
-def _find_group_end(starts: Places, ends: Places, first: int) -> int:
+def _find_group_end(starts: IntArray, ends: IntArray, first: int) -> int:
     """Return the end of a group of chunks that are translated together.
 
     A group spans about `_GROUP_BASES` bases, and twice as many at most when each chunk is padded to
@@ -239,7 +239,7 @@ def _find_group_end(starts: Places, ends: Places, first: int) -> int:
     return max(first + 1, end)
 
 
-def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: int) -> Orfs:
+def _translate_group(bases: bytes, starts: IntArray, ends: IntArray, first_chunk: int) -> Orfs:
     """Translate one group of chunks in six frames, and return the open frames.
 
     The bases from the first to the last chunk of the group, called the stretch here, are translated
@@ -303,7 +303,7 @@ class _Translation(NamedTuple):
 
 
 def _translate_windows(
-    stretch: bytes, window_starts: tuple[Places, Places], lengths: Places
+    stretch: bytes, window_starts: tuple[IntArray, IntArray], lengths: IntArray
 ) -> _Translation:
     """Translate windows of a string of bases in six frames.
 
@@ -500,7 +500,12 @@ def _find_ambiguous(bases: Strings) -> Mask:
 
 
 def _read_columns(
-    ids: Strings, lines: Places, lengths: Places, size: int, n_rows: Places, is_ambiguous: Mask
+    ids: Strings,
+    lines: IntArray,
+    lengths: IntArray,
+    size: int,
+    n_rows: IntArray,
+    is_ambiguous: Mask,
 ) -> Columns:
     """Return the columns of a segment that have one value per read, by name.
 
