@@ -26,6 +26,7 @@ FOLDERS = ("flows", "tasks", "virnuc_core", "deployments")
 LAYERS = (
     (
         "allowed_paths",
+        "checked_files",
         "config",
         "errors",
         "encoder_names",

@@ -158,6 +158,14 @@ class UnsafeFileError(ConfigError):
     """
 
 
+class DamagedFileError(InputError, ConfigError):
+    """A file that virnuc wrote, and that has another content now than its recorded digest says.
+
+    It was read, so this is neither absence nor an error of the system. The file may be input of a
+    command (a table of results) or decide what it does (a record), so it counts as both.
+    """
+
+
 class UnreadableError(StorageError):
     """A file whose content is not known, because the system could not read it (not even later).
 
@@ -225,6 +233,7 @@ _ERRORS_BY_NAME: Final[dict[str, type[VirnucError]]] = {
         SpentInputError,
         RunMismatchError,
         UnsafeFileError,
+        DamagedFileError,
     )
 }
 _SYSTEM_ERRORS: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")

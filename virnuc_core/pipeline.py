@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,9 +48,12 @@ from virnuc_core.rundir import RUN_FILES, RunDir, check_output, check_room, disc
 from virnuc_core.runfiles import (
     Attempt,
     Device,
+    FileDigest,
     ModelFlops,
     RunSummary,
     digest,
+    is_as_recorded,
+    read,
     read_or_set_aside,
     read_record,
     write,
@@ -76,17 +79,27 @@ MIXED_DEVICES: Final = (
 log = logging.getLogger(__name__)
 
 
-def read_summary(run: RunDir) -> RunSummary | None:
+def read_summary(run: RunDir, *, set_aside: bool = True) -> RunSummary | None:
     """Return the summary of a run if the run is complete, otherwise None.
-
-    A summary file that is damaged is renamed, and counts as missing.
 
     Args:
         run: The run directory.
+        set_aside: Rename a summary file that is damaged, with a warning. It counts as missing then.
+            If false, nothing is changed.
+
+    Raises:
+        ConfigError: The file is damaged, and `set_aside` is false.
+        UnsafeFileError: It is no regular file.
+        UnreadableError: The system cannot read it.
     """
     # While result files are written again, the summary has another name.
     path = run.summary if path_exists(run.summary) else run.former_summary
-    summary = read_or_set_aside(path, RunSummary)
+    if set_aside:
+        summary = read_or_set_aside(path, RunSummary)
+    elif path_exists(path):
+        summary = read(path, RunSummary)
+    else:
+        summary = None
     if summary is None or summary.stopped_at_limit:
         return None
     # Only a run that reached its end has these fields.
@@ -397,17 +410,18 @@ def _check_files(job: Job, summary: RunSummary) -> _ResultFiles:
     wrong_names = []
     for path in run.listed:
         recorded_digest = summary.files.get(path.name)
-        actual = digest(path, run.root)
         # A run of single reads has no table of pairs. Then both digests are None.
         may_be_absent = path == run.pairs_table
-        if actual == recorded_digest and (recorded_digest or may_be_absent):
+        is_sound = is_as_recorded(path, recorded_digest, run.root)
+        if is_sound and (recorded_digest or may_be_absent):
             sound.add(path)
             continue
         is_read_file = path in run.reads_of()
         is_requested = path in run.reads_of(spec.written_verdicts)
         # The user may move viral.fasta and the like elsewhere. A missing one is wrong only if this
         # command requests it; a changed one is wrong in any case.
-        if not is_read_file or (recorded_digest and (actual or is_requested)):
+        is_changed = not is_sound and path_exists(path)
+        if not is_read_file or (recorded_digest and (is_changed or is_requested)):
             wrong_names.append(path.name)
     if wrong_names:
         log.warning(
@@ -822,15 +836,18 @@ def _write_results(
         run, job.store, scores, failed, spec.threshold, job.uncertain, spec.workers
     )
     shards.write_virtual_embeddings(run)
+    table_digests = _digests_of(run, run.tables)
     if spec.written_verdicts:
         from virnuc_core.reads.subsets import write_reads  # imported late: few runs need it
 
-        write_reads(run, job.store, staging, spec.written_verdicts)
+        write_reads(run, job.store, staging, spec.written_verdicts, table_digests)
     predicted_s = started_s + results.predict_s
     judged_s = predicted_s + results.consensus_s
     clock.add("Model Prediction", results.predict_s, (started_s, predicted_s))
     clock.add("Consensus Scoring", results.consensus_s, (predicted_s, judged_s))
-    digests = {path.name: digest(path, run.root) for path in run.listed}
+    other_files = set(run.listed) - set(run.tables)
+    digests = table_digests | _digests_of(run, other_files)
+    listed_files = {path.name: digests[path.name] for path in run.listed if path.name in digests}
     rest_s = time.monotonic() - since_s - results.predict_s - results.consensus_s
     clock.add("Result files", rest_s)
     return {
@@ -840,10 +857,20 @@ def _write_results(
         "rows_virus": results.rows_virus,
         "chunks_virus": results.chunks_virus,
         "chunks_scored": results.chunks_scored,
-        "files": {name: content for name, content in digests.items() if content is not None},
+        "files": listed_files,
         "rows_set_aside": int(failed.sum()),
         "uncertain": job.uncertain,
     }
+
+
+def _digests_of(run: RunDir, paths: Iterable[Path]) -> dict[str, FileDigest]:
+    """Return size and digest of the files of a run that exist, by their names."""
+    digests = {}
+    for path in paths:
+        content = digest(path, run.root)
+        if content is not None:
+            digests[path.name] = content
+    return digests
 
 
 def _remove_read_files(job: Job, kept: Collection[Path]) -> None:

@@ -86,6 +86,7 @@ RESULT_FILES: Final = (
     "prediction_results_highestscore.csv",
     "reads.tsv",
     "failed.tsv",
+    "digests.json",
 )
 
 
@@ -217,6 +218,8 @@ class RunDir:
     report = _PathInside("report")
     summary = _PathInside("summary.json")
     former_summary = _PathInside("summary.json.former")  # while its files are written again
+    rescore = _PathInside("rescore.json")  # in a directory with results of `virnuc rescore`
+    digests = _PathInside("digests.json")  # of result files in a directory without a summary
 
     def reads_of(self, verdicts: Iterable[str] = VERDICT_FILES) -> tuple[Path, ...]:
         """Return the paths to which reads with these verdicts may be written.

@@ -3,6 +3,9 @@
 A file of an older version may lack keys or have others. Absent keys become `None` or empty, and
 unknown keys are ignored. A file with a value of the wrong type is refused as a whole, and the
 error names the value.
+
+Each file carries its own digest in its last field, which is compared when the file is read (see
+`checked_files`). Files of older versions have none.
 """
 
 import functools
@@ -17,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -24,11 +28,17 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 import virnuc_core
 from virnuc_core import gpus
+from virnuc_core.checked_files import Match, open_checked, read_checked_json, with_own_digest
 from virnuc_core.config import Share, refuse_unreadable
 from virnuc_core.encoder_names import DNA, PROTEIN, Molecule
-from virnuc_core.errors import ConfigError, RunMismatchError, UnsafeFileError
+from virnuc_core.errors import (
+    ConfigError,
+    DamagedFileError,
+    RunMismatchError,
+    UnsafeFileError,
+)
 from virnuc_core.rundir import RunDir, write_text_atomically
-from virnuc_core.safe_files import open_file, read_file
+from virnuc_core.safe_files import open_file
 from virnuc_core.system_errors import is_regular_file, path_exists, read_with_retries
 
 MODEL_LENGTH: Final = "model length"
@@ -66,7 +76,7 @@ File = TypeVar("File", bound=RunFile)
 
 
 def write(path: Path, content: RunFile) -> Path:
-    """Write a file so that it appears whole, and return its path.
+    """Write a file with its own digest, so that it appears whole, and return its path.
 
     Args:
         path: The file. A file that has this name already is replaced.
@@ -76,28 +86,31 @@ def write(path: Path, content: RunFile) -> Path:
         UnsafeFileError: A folder on the way to the file is a link.
         OSError: The file cannot be written.
     """
-    write_text_atomically(path, content.model_dump_json(indent=1) + "\n")
+    write_text_atomically(path, with_own_digest(content.model_dump_json(indent=1)))
     return path
 
 
-def read(path: Path, kind: type[File], root: Path | None = None) -> File:
+def read(path: Path, kind: type[File], root: Path | None = None, *, check: bool = True) -> File:
     """Read a JSON file of a run. No link is followed.
 
     Args:
         path: The file.
         kind: The model of its content.
         root: The run directory, if the file is in a folder of it. It may be given through a link.
+        check: Compare the file with the digest that it carries. Only a caller that computes the
+            whole content again, and compares it, may leave this out.
 
     Returns:
         The content of the file, checked: each value has the type that `kind` says.
 
     Raises:
         ConfigError: Names the file, and the key with a wrong value.
+        DamagedFileError: The file is not as it was written.
         UnsafeFileError: It is no regular file in the run directory, or it is too large.
         UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
     with refuse_unreadable(path, "JSON"):
-        content = read_with_retries(path, lambda: read_file(path, root))
+        content = read_with_retries(path, lambda: read_checked_json(path, root, check=check))
         return kind.model_validate_json(content, strict=True)
 
 
@@ -139,6 +152,19 @@ class FileDigest(RunFile):
 
     def __str__(self) -> str:
         return f"{self.size:,} bytes, SHA-256 {self.sha256}"
+
+    @property
+    def description(self) -> str:
+        """Where the digest is, for `checked_files.require_unchanged`."""
+        return "a list such as summary.json"
+
+    def compare(self, file: BufferedReader) -> Match:
+        """Compare an open file with this size and digest; see `checked_files.RecordedDigest`."""
+        # A file of another size is not read: it may be huge.
+        if os.fstat(file.fileno()).st_size != self.size:
+            return Match.CHANGED
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return Match.SAME if sha256 == self.sha256 else Match.CHANGED
 
 
 def sha256_of(path: Path) -> str:
@@ -195,9 +221,72 @@ def changed_files(folder: Path, recorded: Mapping[str, FileDigest | None] | None
     """
     names = []
     for name, recorded_digest in (recorded or {}).items():
-        if digest(folder / name, folder) != recorded_digest:
+        if not is_as_recorded(folder / name, recorded_digest, folder):
             names.append(name)
     return names
+
+
+def is_as_recorded(path: Path, recorded: FileDigest | None, root: Path) -> bool:
+    """Return whether a file is as it was recorded.
+
+    Args:
+        path: The file.
+        recorded: Its size and SHA-256; None if there was no such file.
+        root: The run directory, below which no link is followed.
+
+    Raises:
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
+        UnsafeFileError: It is no regular file.
+    """
+    if recorded is None:
+        return not path_exists(path)
+    try:
+        read_with_retries(path, lambda: open_checked(path, recorded, root).close())
+    except (FileNotFoundError, NotADirectoryError, DamagedFileError):
+        return False
+    return True
+
+
+class ListedFiles(RunFile):
+    """The part of `summary.json`, and of similar files, that lists result files with digests."""
+
+    files: dict[str, FileDigest] | None = None  # by name; None in files of older versions
+
+
+def listed_digests(run: RunDir) -> dict[str, FileDigest]:
+    """Return the recorded digests of the result files in a directory, by their names.
+
+    They are in the summary of a run or baseline, in `rescore.json` after `virnuc rescore`, or in
+    `digests.json` where there is neither.
+
+    Returns:
+        An empty dictionary if no digests were recorded: these are results of an older version or
+        of another program.
+
+    Raises:
+        ConfigError: The file with the digests is damaged.
+        UnsafeFileError: It is no regular file.
+        UnreadableError: The system cannot read it.
+    """
+    for path in (run.summary, run.former_summary, run.rescore, run.digests):
+        if path_exists(path):
+            return read(path, ListedFiles, run.root).files or {}
+    return {}
+
+
+def listed_digest(path: Path) -> FileDigest | None:
+    """Return the digest that was recorded, in its own folder, for a result file.
+
+    Args:
+        path: The result file.
+
+    Returns:
+        None if no digest was recorded for it.
+
+    Raises:
+        ConfigError: See `listed_digests`, also for the other errors.
+    """
+    return listed_digests(RunDir(path.parent)).get(path.name)
 
 
 class Device(RunFile):

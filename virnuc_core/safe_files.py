@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -522,7 +522,13 @@ def flush_folder(folder: Path, root: Path | None = None) -> None:
             os.close(handle)
 
 
-def open_hdf5(path: Path, root: Path | None = None, *, virtual_sources: str = "") -> "h5py.File":
+def open_hdf5(
+    path: Path,
+    root: Path | None = None,
+    *,
+    virtual_sources: str = "",
+    check: Callable[[BufferedReader], object] | None = None,
+) -> "h5py.File":
     """Open an HDF5 file of a run to read it, after a check of its structure.
 
     HDF5's own lock is not taken, because the lease protects the directory.
@@ -533,6 +539,8 @@ def open_hdf5(path: Path, root: Path | None = None, *, virtual_sources: str = ""
         virtual_sources: A regular expression. The file may have virtual datasets, which show
             datasets of other files, if the path of each of these files matches it. The caller
             must open these files with this function, too. Without it, virtual datasets are refused.
+        check: Is called with the open file before HDF5 gets it. It raises an error if the content
+            is not what it should be.
 
     Returns:
         The open file. Each of its datasets lies in this file, has numbers or bytes of a fixed
@@ -545,6 +553,8 @@ def open_hdf5(path: Path, root: Path | None = None, *, virtual_sources: str = ""
     """
     for _ in range(MAX_REPLACEMENTS):
         with open_file(path, root) as opened:
+            if check is not None:
+                check(opened)
             try:
                 file = _open_by_handle(opened.fileno(), path)
             except OSError:
@@ -577,14 +587,32 @@ def read_dataset(dataset: "h5py.Dataset") -> Any:
     Raises:
         UnsafeFileError: The values do not fit into the memory of this machine.
     """
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        if dataset.nbytes <= memory_bytes:  # bytes of the values in memory, not compressed
+        if dataset.nbytes <= _memory_bytes():  # bytes of the values in memory, not compressed
             return dataset[:]
     except MemoryError:
         pass  # the message below says the same
     size = format_bytes(dataset.nbytes)
     raise UnsafeFileError(f"{dataset.name} claims {size}, more than this machine's memory")
+
+
+def require_fits_memory(path: Path, file: BinaryIO) -> None:
+    """Raise an `UnsafeFileError` if an open file is larger than the memory of this machine.
+
+    Args:
+        path: The path of the file, for the message.
+        file: The open file, which is about to be read as a whole.
+    """
+    n_bytes = os.fstat(file.fileno()).st_size
+    if n_bytes > _memory_bytes():
+        raise UnsafeFileError(
+            f"{path}: has {format_bytes(n_bytes)}, more than this machine's memory; move it away"
+        )
+
+
+def _memory_bytes() -> int:
+    """Return the size of this machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _open_by_handle(handle: int, path: Path) -> "h5py.File":

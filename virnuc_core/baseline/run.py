@@ -21,7 +21,12 @@ from virnuc_core.baseline import batches, worker
 from virnuc_core.config import Devices, EngineSpec, OnShare
 from virnuc_core.encoder_names import ENCODER_NAMES
 from virnuc_core.encoders.digests import fingerprint
-from virnuc_core.encoders.registry import ENCODERS, PROTEIN_ENCODER, EncoderInfo
+from virnuc_core.encoders.registry import (
+    ENCODERS,
+    PROTEIN_ENCODER,
+    EncoderInfo,
+    encoder_named,
+)
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import slices
 from virnuc_core.engine.process import (
@@ -43,6 +48,7 @@ from virnuc_core.results import write_covered
 from virnuc_core.rundir import BASELINE_FILES, RunDir, discard, run_lock
 from virnuc_core.runfiles import (
     Device,
+    FileDigest,
     RunRecord,
     changed_files,
     digest,
@@ -116,6 +122,7 @@ def run_baseline(
         summary = _recorded_summary(orfs, spec)
         # A `run.json` of an earlier measurement does not belong to a recorded time.
         run.record.unlink(missing_ok=True)
+        summary = summary.model_copy(update={"files": _result_digests(run)})
         write(run.summary, summary)
         return summary
 
@@ -148,7 +155,7 @@ def run_baseline(
         measurement = _Measurement(run, orfs, models, used_devices, spec, workers, on_progress)
         summary = measurement.measure()
         discard(run.root, BASELINE_FILES)
-        files = {path.name: digest(path, run.root) for path in (run.predictions, run.consensus)}
+        files = _result_digests(run)
         summary = summary.model_copy(update={"fingerprint": identity, "files": files})
         write(run.record, record)
         write(run.summary, summary)
@@ -180,6 +187,16 @@ def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
     names = ", ".join(changed_names)
     log.warning("%s: %s not as the baseline left it; it is measured again", run.root, names)
     return None
+
+
+def _result_digests(run: RunDir) -> dict[str, FileDigest]:
+    """Return size and digest of the result files of a baseline, by name, if they exist."""
+    digests = {}
+    for path in (run.predictions, run.consensus):
+        content = digest(path, run.root)
+        if content is not None:
+            digests[path.name] = content
+    return digests
 
 
 def _recorded_summary(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
@@ -260,6 +277,7 @@ class _Measurement:
         on_progress: Called with the share of the embedding that is done.
         seconds: Seconds of each stage so far.
         rows_embedded: Sequences that were embedded so far, counted once for each encoder.
+        fasta_digests: SHA-256 of each FASTA file that was written, by its path.
     """
 
     run: RunDir
@@ -271,6 +289,7 @@ class _Measurement:
     on_progress: OnShare
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MEASURED_STAGES, 0.0))
     rows_embedded: int = 0
+    fasta_digests: dict[Path, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -362,7 +381,8 @@ class _Measurement:
         """
         scores = [np.empty((0, 2), dtype=np.float32)]  # without a file there is nothing to join
         for number in range(1, n_files + 1):
-            scores.append(np.load(worker.file_path(self.folder, "scores.npy", number)))
+            path = worker.file_path(self.folder, "scores.npy", number)
+            scores.append(worker.load(path))
         return np.concatenate(scores)
 
     def _scaled_stages(
@@ -407,7 +427,8 @@ class _Measurement:
             uniques = np.asarray(self.store.row_unique)[rows]
             for encoder in ENCODERS:
                 path = worker.file_path(self.folder, worker.fasta_kind(encoder), number)
-                worker.write_fasta(path, ids, self._sequences(encoder, uniques))
+                sha256 = worker.write_fasta(path, ids, self._sequences(encoder, uniques))
+                self.fasta_digests[path] = sha256
                 finished_s = time.monotonic()
                 self.seconds[SPLITTING[encoder.molecule]] += finished_s - started_s
                 started_s = finished_s
@@ -485,11 +506,17 @@ class _Measurement:
         """
         for child, files in files_of_child.items():
             for file in files:
+                number = file + 1  # file names count from 1
+                sha256 = ""
+                if operation in ENCODER_NAMES:
+                    kind = worker.fasta_kind(encoder_named(operation))
+                    sha256 = self.fasta_digests[worker.file_path(self.folder, kind, number)]
                 task = worker.FileTask(
                     operation=operation,
                     algorithm=self.spec.name,
                     folder=str(self.folder),
-                    file=file + 1,  # file names count from 1
+                    file=number,
+                    sha256=sha256,
                 )
                 child.send(task)
 

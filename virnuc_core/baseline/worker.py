@@ -8,9 +8,10 @@ The parent process sends a WorkerSpec, then any number of FileTasks. The worker 
 RowsDone, FileDone or Failed.
 """
 
-import io
+import hashlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -26,6 +27,12 @@ from virnuc_core.baseline.networks import (
     load_tensors,
     plain_scores,
 )
+from virnuc_core.checked_files import (
+    RecordedSha256,
+    array_bytes,
+    open_checked,
+    read_checked_array,
+)
 from virnuc_core.config import BaselineName
 from virnuc_core.encoder_names import EncoderName
 from virnuc_core.encoders.checkpoint import open_part
@@ -34,9 +41,12 @@ from virnuc_core.encoders.registry import ENCODERS, EncoderInfo, encoder_named
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
 from virnuc_core.rundir import storage_errors
 from virnuc_core.safe_files import write_file
+from virnuc_core.system_errors import read_with_retries
 
 REPORT_ROWS_EVERY_S: Final = 1.0
 HEAD_BATCH_ROWS: Final = 256
+# Of the embeddings of one intermediate file. It has at most 10,000 rows of 3,328 columns.
+MAX_ARRAY_BYTES: Final = 4 << 30
 
 # What a worker can do with a file: embed it with an encoder, merge embeddings, score
 Operation = Literal[EncoderName, "merge", "predict"]
@@ -52,6 +62,7 @@ class FileTask(Message):
     algorithm: BaselineName
     folder: str
     file: int  # number of the file, from 1
+    sha256: str = ""  # of the FASTA file to embed; empty for other operations
 
 
 class RowsDone(Message):
@@ -83,8 +94,8 @@ def fasta_kind(encoder: EncoderInfo) -> str:
     return "nucleotide.fa" if encoder.molecule == "dna" else "protein.fa"
 
 
-def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> None:
-    """Write a FASTA file with each sequence on one line.
+def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> str:
+    """Write a FASTA file with each sequence on one line, and return the SHA-256 of its content.
 
     Args:
         path: The file.
@@ -97,22 +108,56 @@ def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> N
     records = []
     for name, sequence in zip(ids, sequences, strict=True):
         records.append(b">%s\n%s\n" % (name.encode(), sequence))
+    content = b"".join(records)
     with storage_errors(path):
-        write_file(path, b"".join(records))
+        write_file(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_fasta(path: Path, sha256: str) -> list[bytes]:
+    """Return the sequences of a FASTA file that `write_fasta` wrote.
+
+    Args:
+        path: The file.
+        sha256: The digest that `write_fasta` returned.
+
+    Raises:
+        DamagedFileError: The file has another content.
+        UnsafeFileError: It is no regular file, or it is too large.
+        UnreadableError: The system cannot read it.
+    """
+    recorded = RecordedSha256(sha256)
+    remedy = "measure the baseline again"
+    open_fasta = partial(open_checked, path, recorded, remedy=remedy)
+    with read_with_retries(path, open_fasta) as file:
+        lines = file.read().split(b"\n")
+    return lines[1::2]  # names and sequences alternate
 
 
 def save(path: Path, array: NDArray[np.float32]) -> None:
-    """Write an array as a .npy file.
+    """Write an array as a .npy file, with its digest.
 
     NumPy writes to memory first, because its own errors do not tell why a disk refuses a file.
 
     Raises:
         StorageError: The disk refuses the file.
     """
-    buffer = io.BytesIO()
-    np.save(buffer, array)
     with storage_errors(path):
-        write_file(path, buffer.getbuffer())
+        write_file(path, array_bytes(array))
+
+
+def load(path: Path) -> NDArray[np.float32]:
+    """Return the array in a .npy file that `save` wrote, if the file is as it was written.
+
+    Raises:
+        DamagedFileError: The file has another content.
+        UnsafeFileError: It is no regular file, or it is too large.
+        UnreadableError: The system cannot read it.
+    """
+    read_array = partial(
+        read_checked_array, path, max_bytes=MAX_ARRAY_BYTES, remedy="measure the baseline again"
+    )
+    return read_with_retries(path, read_array)
 
 
 def merge_file(folder: Path, number: int) -> None:
@@ -128,7 +173,7 @@ def merge_file(folder: Path, number: int) -> None:
         ValueError: The files of the encoders have different numbers of rows.
     """
     paths = [file_path(folder, f"{encoder.name}.npy", number) for encoder in ENCODERS]
-    merged = np.concatenate([np.load(path) for path in paths], axis=1)
+    merged = np.concatenate([load(path) for path in paths], axis=1)
     save(file_path(folder, "merged.npy", number), merged)
     for path in paths:
         path.unlink()
@@ -184,7 +229,7 @@ class FileWorker:
         """
         encoder = encoder_named(task.operation)
         fasta = file_path(folder, fasta_kind(encoder), task.file)
-        sequences = fasta.read_bytes().split(b"\n")[1::2]  # names and sequences alternate
+        sequences = read_fasta(fasta, task.sha256)
         started_s = time.monotonic()
         network = self._network(encoder.name, task.algorithm)
         load_s = time.monotonic() - started_s
@@ -244,7 +289,7 @@ class FileWorker:
         tensors = load_tensors(read_tensor, shape.tensors(), self.device, torch.float32)
         load_s = time.monotonic() - started_s
         merged_path = file_path(folder, "merged.npy", task.file)
-        features = torch.from_numpy(np.load(merged_path))
+        features = torch.from_numpy(load(merged_path))
         scores = []
         with torch.inference_mode():
             for block in features.split(HEAD_BATCH_ROWS):

@@ -7,7 +7,6 @@ because computing it anew takes seconds.
 import functools
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from virnuc_core.system_errors import read_with_retries
 LARGE_BYTES: Final = 1 << 26  # from this size on, a digest is worth remembering on disk
 PIECE_BYTES: Final = 1 << 24  # of a large file, hashed by one thread
 HASH_THREADS: Final = 8
+DIGEST_LETTERS: Final = 64  # of a SHA-256
 CACHE: Final = "~/.cache/virnuc/digests"
 INT8: Final = "int8"  # key of the calibration's digest
 # Two threads that need the same digest must not both compute it: the second one waits.
@@ -168,7 +168,7 @@ def _cached_digest(path: Path, state: tuple[int, ...], recompute: bool) -> str:
                 return cached_digest
         digest = read_with_retries(path, lambda: digest_of(path))
         with suppress(OSError, VirnucError):
-            write_text_atomically(cache_path, digest)
+            write_text_atomically(cache_path, _cache_text(key, digest))
         return digest
 
 
@@ -183,9 +183,22 @@ def _read_cached_digest(cache_path: Path) -> str | None:
     """Return the digest in a file of the cache, or None if there is no usable one."""
     with suppress(OSError):
         text = cache_path.read_text("ascii", "replace")
-        if re.fullmatch("[0-9a-f]{64}", text):
-            return text
+        digest = text[:DIGEST_LETTERS]
+        # A text of an older version, or one that was damaged, is not equal.
+        if text == _cache_text(cache_path.name, digest):
+            return digest
     return None
+
+
+def _cache_text(key: str, digest: str) -> str:
+    """Return the content of a file of the cache: a digest, and the SHA-256 that protects it.
+
+    Args:
+        key: The name of the file, which stands for the path and the state of the hashed file.
+        digest: The digest of the hashed file.
+    """
+    checksum = hashlib.sha256(f"{key} {digest}".encode()).hexdigest()
+    return f"{digest} {checksum}\n"
 
 
 def digest_of(path: Path) -> str:

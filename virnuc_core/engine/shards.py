@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal, NamedTuple
 
@@ -24,22 +23,28 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from virnuc_core.checked_files import (
+    SEAL_BYTES,
+    Seal,
+    open_checked,
+    open_checked_hdf5,
+    read_checked_json,
+    with_own_digest,
+)
 from virnuc_core.config import DEFAULT_THRESHOLD, RESULT_FIELDS, EngineSpec, Spec
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
 from virnuc_core.encoders.registry import PROTEIN_ENCODER
 from virnuc_core.engine.process import Message
-from virnuc_core.errors import ConfigError, ShardError, UnsafeFileError
-from virnuc_core.reads.store import SEAL_BYTES, OrfStore, make_seal
+from virnuc_core.errors import ConfigError, DamagedFileError, ShardError, UnsafeFileError
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import NESTED_RUNS, RunDir, atomic_hdf5, write_text_atomically
 from virnuc_core.runfiles import RunRecord
 from virnuc_core.safe_files import (
     change_folder,
     make_folder,
-    open_file,
     open_hdf5,
     read_dataset,
-    read_file,
     rename_file,
 )
 from virnuc_core.system_errors import path_exists, read_with_retries
@@ -48,7 +53,10 @@ from virnuc_core.telemetry.tables import ShardDone
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
-SEALED_AS: Final = f"shard {SCHEMA_VERSION}"
+SHARD_SEAL: Final = Seal(f"shard {SCHEMA_VERSION}")
+# Of `embeddings.h5` in the folder of sequences that were embedded in fp32. Older versions wrote it
+# without a seal. That of a run has none either: the summary of the run has its digest.
+EXACT_SEAL: Final = Seal("fp32 embeddings 1", is_optional=True)
 # The last shards shrink to a quarter of the usual size, so that a slow device ends soon after a
 # fast one.
 SMALLEST_SHARD_DIVISOR: Final = 4
@@ -63,8 +71,6 @@ N_SMALL_SHARDS: Final = 30
 # Tokens of a shard at most. Its embeddings take about a gigabyte, which a worker holds in memory
 # until the commit.
 MAX_SHARD_TOKENS: Final = 4_194_304
-# Bytes of a file that are read at a time when its checksum is computed.
-READ_BYTES: Final = 1 << 20
 # Threads that check the checksums of shards. Hashing releases Python's global lock, so they run in
 # parallel.
 N_CHECK_THREADS: Final = 8
@@ -291,7 +297,7 @@ def write_plan(run: RunDir, plan: ShardPlan) -> None:
     with suppress(ShardError):  # the file is missing or damaged
         if read_plan(run) == plan:
             return
-    write_text_atomically(run.plan, json.dumps(plan.model_dump()) + "\n")
+    write_text_atomically(run.plan, with_own_digest(json.dumps(plan.model_dump())))
 
 
 def read_plan(run: RunDir) -> ShardPlan:
@@ -302,9 +308,9 @@ def read_plan(run: RunDir) -> ShardPlan:
         UnreadableError: The system cannot read the file.
     """
     try:
-        content = read_with_retries(run.plan, lambda: read_file(run.plan, run.root))
+        content = read_with_retries(run.plan, lambda: read_checked_json(run.plan, run.root))
         return ShardPlan.model_validate_json(content)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DamagedFileError) as error:
         problem = f"{run.plan}: not a readable shard plan ({error}); run again to write it anew"
         raise ShardError(problem) from error
 
@@ -353,15 +359,10 @@ def commit(
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
-
-    def seal(body: bytes) -> bytes:
-        """Return the seal of the file, a digest of `body`, which are all bytes after the seal."""
-        return make_seal(SEALED_AS, [body])
-
     # HDF5 leaves the first `userblock_size` bytes of a file to its user. The seal is written there.
     with atomic_hdf5(
         path,
-        seal,
+        SHARD_SEAL.seal_of,
         root=run.root,
         make_folders=make_folders,
         libver="latest",
@@ -386,11 +387,11 @@ def is_sealed(path: Path) -> bool:
         OSError: The file cannot be read.
         UnsafeFileError: It is no regular file.
     """
-    with open_file(path) as file:
-        seal = file.read(SEAL_BYTES)
-        # Blocks until an empty one, which means the end of the file.
-        blocks = iter(partial(file.read, READ_BYTES), b"")
-        return seal == make_seal(SEALED_AS, blocks)
+    try:
+        open_checked(path, SHARD_SEAL).close()
+    except DamagedFileError:
+        return False
+    return True
 
 
 def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
@@ -446,14 +447,14 @@ def _read(
 
     def load() -> _ShardData:
         """Read the datasets from the shard's file, after checking its seal if that is wanted."""
-        if check_whole_file and not is_sealed(path):
-            raise not_as_committed
-        return _load_datasets(run, shard, names, n_rows=hi - lo)
+        return _load_datasets(run, shard, names, n_rows=hi - lo, check_whole_file=check_whole_file)
 
     try:
         data = read_with_retries(path, load)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingShardError(f"{path} is missing; run again", shard=shard) from error
+    except DamagedFileError as error:
+        raise not_as_committed from error
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         # If the system could not read the file, `read_with_retries` has raised an
         # `UnreadableError`. So the file was read, and HDF5 or our checks refuse its content.
@@ -475,7 +476,9 @@ class _ShardData:
     checksums: dict[str, str]  # by name of the dataset
 
 
-def _load_datasets(run: RunDir, shard: int, names: Sequence[str], *, n_rows: int) -> _ShardData:
+def _load_datasets(
+    run: RunDir, shard: int, names: Sequence[str], *, n_rows: int, check_whole_file: bool
+) -> _ShardData:
     """Read some datasets from the file of a shard, with their checksums and the fingerprint.
 
     Args:
@@ -483,8 +486,10 @@ def _load_datasets(run: RunDir, shard: int, names: Sequence[str], *, n_rows: int
         shard: Number of the shard.
         names: Names of the datasets.
         n_rows: Number of rows that each dataset must have.
+        check_whole_file: Compare the seal first, which covers every byte of the file.
 
     Raises:
+        DamagedFileError: The seal does not belong to the other bytes.
         OSError: The file cannot be read, or is no HDF5 file.
         KeyError: It lacks a dataset or an attribute.
         ValueError: A dataset has another shape or type than those of a shard.
@@ -492,7 +497,12 @@ def _load_datasets(run: RunDir, shard: int, names: Sequence[str], *, n_rows: int
     """
     arrays = {}
     checksums = {}
-    with open_hdf5(shard_path(run, shard), run.root) as file:
+    path = shard_path(run, shard)
+    if check_whole_file:
+        opened = open_checked_hdf5(path, SHARD_SEAL, run.root)
+    else:
+        opened = open_hdf5(path, run.root)
+    with opened as file:
         fingerprint = str(file.attrs["fingerprint"])
         for name in names:
             _require_rows(file[name], n_rows)

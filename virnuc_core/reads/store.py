@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,7 +28,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.errors import InputError
+from virnuc_core.checked_files import (
+    SEAL_BYTES,
+    ComputedSeal,
+    open_checked,
+    open_checked_hdf5,
+    seal_text,
+)
+from virnuc_core.errors import DamagedFileError, InputError
 from virnuc_core.reads.fast_parser import Strings, offsets_from_lengths
 from virnuc_core.reads.fingerprint import Bucket, Repeats, digests, find_repeats
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment, SegmentCounts
@@ -42,7 +49,6 @@ SCHEMA_VERSION: Final = 2
 # Part of the settings over which a fingerprint is computed: a new format is another fingerprint.
 STORES: Final = f"{FORMAT} {SCHEMA_VERSION}"
 SEALED_AS: Final = f"ORF store {SCHEMA_VERSION}"  # the kind of file that the seal names
-SEAL_BYTES: Final = 512  # the smallest user block of HDF5
 HEADERS_BYTES: Final = 1 << 14  # room for HDF5's own headers and for aligning the columns
 _BLOCK_BYTES: Final = 1 << 20  # that one thread digests at a time
 _ALIGNMENT: Final = 64  # bytes; every processor can read mapped columns that begin at multiples
@@ -50,19 +56,6 @@ _ALIGNMENT: Final = 64  # bytes; every processor can read mapped columns that be
 # A column has one value for each read, row or unique; or one byte for each letter of all ids,
 # proteins or DNA sequences.
 Axis = Literal["read", "row", "unique", "id", "protein", "dna"]
-
-
-def make_seal(what: str, body: Iterable[bytes | memoryview]) -> bytes:
-    """Return the seal for a file: a block of 512 bytes with its kind and a digest of its bytes.
-
-    Args:
-        what: The kind of file.
-        body: The bytes of the file after the block.
-    """
-    digest = blake2b(digest_size=32)
-    for piece in body:
-        digest.update(piece)
-    return f"virnuc {what}\n{digest.hexdigest()}\n".encode().ljust(SEAL_BYTES, b"\0")
 
 
 def _compute_seal(file: BinaryIO) -> bytes:
@@ -78,7 +71,10 @@ def _compute_seal(file: BinaryIO) -> bytes:
             return blake2b(block, digest_size=32).digest()
 
         offsets = range(SEAL_BYTES, os.fstat(file.fileno()).st_size, _BLOCK_BYTES)
-        return make_seal(SEALED_AS, threads.map(digest_block, offsets))
+        return seal_text(SEALED_AS, threads.map(digest_block, offsets))
+
+
+STORE_SEAL: Final = ComputedSeal(SEALED_AS, _compute_seal)
 
 
 def seal(path: Path) -> None:
@@ -103,12 +99,11 @@ def is_intact(path: Path) -> bool:
         UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
 
-    def check() -> bool:
-        """Compare the seal at the beginning of the file with its content. This is one attempt."""
-        with open_file(path) as file:
-            return file.read(SEAL_BYTES) == _compute_seal(file)
-
-    return read_with_retries(path, check)
+    try:
+        read_with_retries(path, lambda: open_checked(path, STORE_SEAL).close())
+    except DamagedFileError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,17 +208,16 @@ class OrfStore:
 
         def load() -> None:
             """Read the attributes, and map the columns. This is one attempt."""
-            # HDF5 need not lock the file: nobody writes to a store that is complete.
-            with open_hdf5(path) as file:
+            with open_checked_hdf5(path, STORE_SEAL) if check else open_hdf5(path) as file:
                 store._read_attributes(dict(file.attrs))
                 store._map_columns(file)
 
         try:
-            if check and not is_intact(path):
-                raise InputError(
-                    "not what was staged (checksum)", file=path, hint="stage the reads again"
-                )
             read_with_retries(path, load)
+        except DamagedFileError as error:
+            raise InputError(
+                "not what was staged (checksum)", file=path, hint="stage the reads again"
+            ) from error
         except (FileNotFoundError, NotADirectoryError) as error:
             raise InputError("no such file", file=path, hint="stage the reads first") from error
         except (OSError, KeyError, ValueError, TypeError) as error:

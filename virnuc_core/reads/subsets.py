@@ -10,6 +10,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -18,6 +19,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from virnuc_core.checked_files import open_checked
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.input_names import STDIN
 from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch
@@ -28,7 +30,9 @@ from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE
 from virnuc_core.rundir import MATE_SUFFIXES, RunDir, require_absent
-from virnuc_core.safe_files import open_file, path_of_open_file
+from virnuc_core.runfiles import FileDigest
+from virnuc_core.safe_files import path_of_open_file, require_fits_memory
+from virnuc_core.system_errors import read_with_retries
 
 _MAX_BINS: Final = 50  # rows of the table that compares the lengths before and after
 _FORMAT_BY_ENDING: Final[dict[str, Format]] = {
@@ -41,6 +45,8 @@ _FORMAT_BY_ENDING: Final[dict[str, Format]] = {
 _FIRST_MATE: Final = 0  # indices of MATE_SUFFIXES
 _SECOND_MATE: Final = 1
 _ORPHAN: Final = 2
+# What to do if a table is not as the run left it.
+WRITE_AGAIN: Final = "repeat the command of the run, which writes the file again from its shards"
 
 
 class SampleSummary(NamedTuple):
@@ -240,7 +246,11 @@ def require_rereadable(reads: Sequence[str]) -> None:
 
 
 def write_reads(
-    run: RunDir, store: OrfStore, staging: StageSummary, verdicts: Sequence[str] = ("viral",)
+    run: RunDir,
+    store: OrfStore,
+    staging: StageSummary,
+    verdicts: Sequence[str] = ("viral",),
+    digests: Mapping[str, FileDigest] | None = None,
 ) -> int:
     """Copy the input reads with certain verdicts to files in the run directory.
 
@@ -254,6 +264,7 @@ def write_reads(
         store: The staged reads.
         staging: The summary of their staging.
         verdicts: `viral`, `nonviral` for all other reads, or both.
+        digests: The digests of the tables of the run, by their names, as they were written.
 
     Returns:
         The number of reads that were written.
@@ -262,7 +273,7 @@ def write_reads(
         InputError: The input has changed since it was staged, or cannot be read twice.
     """
     require_rereadable(staging.files)
-    destinations = _find_destinations(run, store, verdicts)
+    destinations = _find_destinations(run, store, verdicts, digests or {})
     inputs = Inputs(staging.files, (), staging.pairs)
     log = ParseLog(staging.on_error, read_group=staging.read_group)
     with ExitStack() as stack:
@@ -312,18 +323,21 @@ class _Destinations:
     kind_of_read: NDArray[np.int64]  # [n_reads] index in `kinds`; -1 if the read is not written
 
 
-def _find_destinations(run: RunDir, store: OrfStore, verdicts: Sequence[str]) -> _Destinations:
+def _find_destinations(
+    run: RunDir, store: OrfStore, verdicts: Sequence[str], digests: Mapping[str, FileDigest]
+) -> _Destinations:
     """Find out for each read to which kind of file it is written.
 
     Args:
         run: The run directory with the verdicts.
         store: The staged reads.
         verdicts: `viral`, `nonviral` or both.
+        digests: See `write_reads`.
 
     Raises:
         InputError: The table of verdicts has another number of reads than the store.
     """
-    is_viral = _find_viral_reads(run, store)
+    is_viral = _find_viral_reads(run, store, digests)
     if store.paired:
         mate_suffixes: Sequence[str] = MATE_SUFFIXES
         mate_of_read = _find_mates(store)
@@ -340,10 +354,17 @@ def _find_destinations(run: RunDir, store: OrfStore, verdicts: Sequence[str]) ->
     return _Destinations(kinds, kind_of_read)
 
 
-def _find_viral_reads(run: RunDir, store: OrfStore) -> NDArray[np.bool_]:
+def _find_viral_reads(
+    run: RunDir, store: OrfStore, digests: Mapping[str, FileDigest]
+) -> NDArray[np.bool_]:
     """Return which reads have the verdict viral: bool [n_reads].
 
     Mates have the same verdict, which is in `pairs.tsv`. For single reads it is in `reads.tsv`.
+
+    Args:
+        run: The run directory.
+        store: The staged reads.
+        digests: The digests of the two tables, by their names, as they were written.
 
     Raises:
         InputError: The table has another number of reads than the store.
@@ -353,7 +374,8 @@ def _find_viral_reads(run: RunDir, store: OrfStore) -> NDArray[np.bool_]:
     # In `pairs.tsv` both mates are on one line: a read that follows its mate begins no new line.
     line_of_read = np.cumsum(~follows_mate) - 1
     n_lines = int(np.count_nonzero(~follows_mate))
-    fates = read_table(path, {"fate": "str"})["fate"].to_numpy()
+    table = read_table(path, {"fate": "str"}, recorded=digests.get(path.name))
+    fates = table["fate"].to_numpy()
     if len(fates) != n_lines:
         raise InputError(f"{len(fates)} lines for {n_lines} reads", file=path)
     is_viral_line: NDArray[np.bool_] = fates == "viral"
@@ -469,18 +491,32 @@ class _Export:
         return files
 
 
-def read_columns(path: Path, columns: Mapping[str, str], **options: Any) -> Any:
+def read_columns(
+    path: Path, columns: Mapping[str, str], *, recorded: FileDigest | None, **options: Any
+) -> Any:
     """Read columns of a TAB-separated table without changing any text.
 
     Args:
         path: The table.
         columns: The types of the columns, by name.
+        recorded: The digest that was recorded for the table, such as `listed_digest` returns it.
+            None: none was recorded, and nothing is compared.
         options: Further arguments of `pandas.read_csv`.
 
     Returns:
         What `pandas.read_csv` returns for them.
+
+    Raises:
+        DamagedFileError: The table is not as the run left it.
+        UnsafeFileError: It is no regular file, or is too large for this machine's memory.
+        UnreadableError: The system cannot read it.
+        FileNotFoundError: There is no such file.
+        ValueError: It is not a table with these columns.
     """
-    with open_file(path) as file:
+    open_table = partial(open_checked, path, recorded, remedy=WRITE_AGAIN)
+    with read_with_retries(path, open_table) as file:
+        if "chunksize" not in options:
+            require_fits_memory(path, file)
         return pd.read_csv(
             path_of_open_file(file),
             sep="\t",
@@ -493,21 +529,30 @@ def read_columns(path: Path, columns: Mapping[str, str], **options: Any) -> Any:
         )
 
 
-def read_table(path: Path, columns: Mapping[str, str]) -> pd.DataFrame:
+def read_table(
+    path: Path, columns: Mapping[str, str], *, recorded: FileDigest | None
+) -> pd.DataFrame:
     """Read columns of `reads.tsv` or `pairs.tsv`; an empty viral score becomes NaN.
 
     Args:
         path: The table.
         columns: The types of the columns, by name.
+        recorded: The digest that was recorded for the table; see `read_columns`.
 
     Returns:
         The columns, with one row for each line of the table.
 
     Raises:
-        InputError: A column is missing, or a value has another type.
+        InputError: A column is missing, a value has another type, or the table is not as the run
+            left it.
+        UnsafeFileError: See `read_columns`.
+        UnreadableError: See `read_columns`.
     """
+    missing_scores = {"viral_score": [""]}
     try:
-        table: pd.DataFrame = read_columns(path, columns, na_values={"viral_score": [""]})
+        table: pd.DataFrame = read_columns(
+            path, columns, recorded=recorded, na_values=missing_scores
+        )
     except ValueError as error:  # the class of pandas' own errors
         problem = str(error).splitlines()[0]
         raise InputError(

@@ -3,16 +3,22 @@
 What is missing is `None` and `not run`, never a crash.
 """
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core import validation
 from virnuc_core.consensus import FATES
-from virnuc_core.errors import ConfigError, InputError, UnsafeFileError
+from virnuc_core.errors import (
+    ConfigError,
+    DamagedFileError,
+    InputError,
+    UnsafeFileError,
+    join_first,
+)
 from virnuc_core.profiles import Profile
-from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.bottlenecks import rank_losses, stage_findings
 from virnuc_core.report.charts import charts
 from virnuc_core.report.comparability import Comparability, check_comparability
@@ -38,6 +44,7 @@ from virnuc_core.report.raw_files import (
     SUMMARY,
     NamedTelemetry,
     RawFolder,
+    find_unchecked_files,
     run_names,
 )
 from virnuc_core.report.regression import (
@@ -55,6 +62,8 @@ from virnuc_core.report.warnings import warnings
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import RunRecord, read, write
 from virnuc_core.safe_files import output_directory
+
+log = logging.getLogger(__name__)
 
 APPROVAL: Final = "approval.json"
 FLAGS: Final = ("short_for_model", "ambiguous", "duplicate_of")
@@ -255,7 +264,7 @@ def _account_for_reads(
         return None
     columns = {"fate": "str", "flags": "str"}
     path = RunDir(raw.root / run.name).reads_table
-    table = raw.attempt(path, lambda path: read_table(path, columns))
+    table = raw.table(path, columns)
     if table is None:
         return None
     fates = dict.fromkeys(FATES, 0) | table["fate"].value_counts(sort=False).to_dict()
@@ -304,16 +313,21 @@ def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | No
     return ApprovalState(**answer.model_dump(), of_earlier_run=is_older)
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path, *, check: bool = True) -> Report:
     """Read a `report.json`.
 
+    Args:
+        path: The file.
+        check: Compare it with the digest that it carries; see `runfiles.read`.
+
     Raises:
+        DamagedFileError: It is not as it was written.
         InputError: It is not a report of this version. The message says what is wrong.
         UnsafeFileError: It is no regular file.
     """
     try:
-        return read(path, Report)
-    except UnsafeFileError:
+        return read(path, Report, check=check)
+    except (UnsafeFileError, DamagedFileError):
         raise
     except ConfigError as error:
         reason = str(error).removeprefix(f"{path}: ")
@@ -343,7 +357,24 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
             earlier = earlier_runs(read_history(history), entry)[-MAX_COMPARED_RUNS:]
             write(out / REGRESSION, RegressionFile(entry=entry, history=tuple(earlier)))
         report = build_report(out, profile)
+    _warn_of_unchecked_files(out, report.evidence)
     return _write_forms(out, report)
+
+
+def _warn_of_unchecked_files(out: Path, names: Iterable[str]) -> None:
+    """Warn, in one line, of files of a validation that could not be checked for damage.
+
+    Args:
+        out: The validation's directory.
+        names: The files that a report was made from.
+    """
+    unchecked_names = find_unchecked_files(out, names)
+    if unchecked_names:
+        log.warning(
+            "%s: an older version wrote %s without digests; they could not be checked for damage",
+            out,
+            join_first(unchecked_names),
+        )
 
 
 def rerender(out: Path) -> Report:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.profiles import Profile
-from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.model import (
     Bar,
     Charts,
@@ -97,7 +96,7 @@ def charts(
 
 def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | None:
     """Return the numbers in a column of a table. None if the table or all numbers are missing."""
-    table = raw.attempt(path, lambda path: read_table(path, {column: "float64"}))
+    table = raw.table(path, {column: "float64"})
     if table is None:
         return None
     numbers = table[column].dropna().to_numpy()

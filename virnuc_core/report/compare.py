@@ -27,7 +27,15 @@ from virnuc_core.report.result_tables import (
     result_files,
 )
 from virnuc_core.rundir import EXACT_FILES, RunDir
-from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, find_mismatches, identity, read, write
+from virnuc_core.runfiles import (
+    MODEL_LENGTH,
+    RunRecord,
+    find_mismatches,
+    identity,
+    listed_digest,
+    read,
+    write,
+)
 from virnuc_core.system_errors import path_exists
 from virnuc_core.validation import BitwiseEquality, Comparison, ComparisonFile, LabelAgreement
 
@@ -191,7 +199,8 @@ def _require_same_job(
 def _reads_of_side(run: RunDir, files: dict[Part, Path]) -> set[str]:
     """Return the ids of the reads in a result, from its reads.tsv or else from its rows."""
     if run.reads_table.is_file():
-        return set(read_table(run.reads_table, {"id": "str"})["id"])
+        recorded = listed_digest(run.reads_table)
+        return set(read_table(run.reads_table, {"id": "str"}, recorded=recorded)["id"])
     first_file = next(iter(files.values()))
     reads: set[str] = set()
     for rows in iterate_results(first_file):

@@ -18,13 +18,20 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from virnuc_core.checked_files import open_checked_hdf5
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.engine.loader import slices
-from virnuc_core.engine.shards import is_sealed, store_path
+from virnuc_core.engine.shards import EXACT_SEAL, is_sealed, store_path
 from virnuc_core.errors import InputError, UnreadableError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunRecord, find_mismatches, identity, read
+from virnuc_core.runfiles import (
+    RunRecord,
+    find_mismatches,
+    identity,
+    listed_digests,
+    read,
+)
 from virnuc_core.safe_files import open_hdf5, read_dataset
 from virnuc_core.system_errors import error_number, path_exists, read_with_retries
 from virnuc_core.validation import CosineStats
@@ -32,6 +39,7 @@ from virnuc_core.validation import CosineStats
 # The paths of shards as `embeddings.h5` names them. It may show the content of no other files.
 SHARD_PATH_PATTERN: Final = r"shards/[0-9]{5,}\.h5"
 BLOCK_ROWS: Final = 1_024
+RUN_AGAIN: Final = "run again to compute it"
 
 RowNumbers = NDArray[np.int64]
 
@@ -156,19 +164,24 @@ def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5
     with ExitStack() as stack:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        file_a = stack.enter_context(_open_hdf5(path_a, path_a.parent))
-        file_b = stack.enter_context(_open_hdf5(path_b, path_b.parent))
+        file_a = stack.enter_context(
+            read_with_retries(path_a, partial(_open_embeddings_file, path_a))
+        )
+        file_b = stack.enter_context(
+            read_with_retries(path_b, partial(_open_embeddings_file, path_b))
+        )
         shard_paths = [*_shards_of(path_a, file_a), *_shards_of(path_b, file_b)]
         n_shard_rows = 0
         for shard_path in shard_paths:
             run_root = shard_path.parent.parent
             try:
-                shard = stack.enter_context(_open_hdf5(shard_path, run_root))
+                open_shard = partial(open_hdf5, shard_path, run_root)
+                shard = stack.enter_context(read_with_retries(shard_path, open_shard))
                 n_shard_rows += len(shard["embeddings"])
                 _require_sealed(shard_path)
             except (OSError, KeyError, RuntimeError) as error:
                 raise InputError(
-                    f"cannot be read ({error})", file=shard_path, hint="run again to compute it"
+                    f"cannot be read ({error})", file=shard_path, hint=RUN_AGAIN
                 ) from error
             except UnreadableError as error:
                 cause = error.__cause__
@@ -190,6 +203,18 @@ def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5
         yield file_a, file_b
 
 
+def _open_embeddings_file(path: Path) -> h5py.File:
+    """Open the `embeddings.h5` of a run, if it is as the run left it.
+
+    Its digest is in the summary of the run. Embeddings in fp32, whose folder has no summary, begin
+    with a seal.
+    """
+    recorded = listed_digests(RunDir(path.parent)).get(path.name) or EXACT_SEAL
+    return open_checked_hdf5(
+        path, recorded, path.parent, remedy=RUN_AGAIN, virtual_sources=SHARD_PATH_PATTERN
+    )
+
+
 def _require_sealed(shard_path: Path) -> None:
     """Raise an error if a shard does not have the bytes that were committed.
 
@@ -201,28 +226,7 @@ def _require_sealed(shard_path: Path) -> None:
         UnreadableError: The system cannot read the shard, so that nothing is known about it.
     """
     if not read_with_retries(shard_path, partial(is_sealed, shard_path)):
-        raise InputError(
-            "has other bytes than were committed",
-            file=shard_path,
-            hint="run again to compute it",
-        )
-
-
-def _open_hdf5(path: Path, root: Path) -> h5py.File:
-    """Open an HDF5 file of a run to read it. If the system fails, try again a few times.
-
-    Args:
-        path: The file of a shard or of embeddings.
-        root: The run directory.
-
-    Raises:
-        UnsafeFileError: It is no regular file in the run directory, or leads to files that are no
-            shards of the run.
-        OSError: There is no such file, or it is no HDF5 file.
-        UnreadableError: The system cannot read the file, so that nothing is known about it.
-    """
-    virtual_sources = SHARD_PATH_PATTERN if path.parent == root else ""
-    return read_with_retries(path, lambda: open_hdf5(path, root, virtual_sources=virtual_sources))
+        raise InputError("has other bytes than were committed", file=shard_path, hint=RUN_AGAIN)
 
 
 def _shards_of(path: Path, file: h5py.File) -> list[Path]:

@@ -4,6 +4,7 @@ These are sections for MultiQC, Kraken's two tables, and verdicts on contigs.
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,15 +18,17 @@ from numpy.typing import NDArray
 from virnuc_core import consensus
 from virnuc_core.config import DEFAULT_THRESHOLD
 from virnuc_core.engine.shards import read_scores, store_of
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.reads.translate import chunk
 from virnuc_core.report.text import cell
 from virnuc_core.rundir import RunDir, atomic_file, require_absent, write_text_atomically
-from virnuc_core.runfiles import RunSummary, changed_files, read_record
+from virnuc_core.runfiles import FileDigest, RunSummary, read_record
 from virnuc_core.system_errors import path_exists
+
+log = logging.getLogger(__name__)
 
 VIRUSES_TAXON: Final = 10239  # "Viruses" in NCBI's taxonomy
 SCORE_BINS: Final = 50  # of the histogram of scores
@@ -77,18 +80,21 @@ def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[
 
     Raises:
         ConfigError: The run is not complete, or a file exists and `force` is not set.
-        InputError: `reads.tsv` is not as the run left it, or the run's store cannot be read.
+        DamagedFileError: `reads.tsv` or a record is not as the run left it.
+        InputError: The run's store cannot be read.
         ShardError: The run's shards cannot be read.
     """
-    summary = read_summary(run)
+    summary = read_summary(run, set_aside=False)
     if summary is None or not path_exists(run.reads_table):
         raise ConfigError(f"{run.root}: holds no complete run; finish it first")
-    _require_unchanged(run.reads_table, summary)
+    recorded = _recorded_digest(run.reads_table, summary)
+    # Nothing is written if the table is not as the run left it.
+    read_columns(run.reads_table, {"id": "str"}, recorded=recorded, nrows=0)
     sections = json.loads(MULTIQC_SECTIONS.read_text(encoding="utf-8"))
     files = _export_files(out, sample, sections)
     require_absent(*files.all, force=force)
 
-    score_counts = _write_kraken_reads(run, files.kraken_reads)
+    score_counts = _write_kraken_reads(run, files.kraken_reads, recorded)
     num_reads = sum(summary.fates.values())
     num_viral = summary.fates.get("viral", 0)
     _write_kraken_report(files.kraken_report, num_reads=num_reads, num_viral=num_viral)
@@ -109,19 +115,21 @@ def _multiqc_name(sample: str) -> str:
     return re.sub(r"[<>&\"'`]", "_", cell(sample))
 
 
-def _require_unchanged(table: Path, summary: RunSummary) -> None:
-    """Raise an `InputError` if a result file does not have the digest in the run's summary.
+def _recorded_digest(table: Path, summary: RunSummary) -> FileDigest | None:
+    """Return the digest of a result file in the run's summary.
 
     The counts of reads come from the summary, and the tables from the file. After a change of the
-    file they would not agree.
+    file they would not agree. If an older version has recorded no digest, a warning says that the
+    file is not checked.
     """
     recorded = (summary.files or {}).get(table.name)
-    if recorded is not None and changed_files(table.parent, {table.name: recorded}):
-        raise InputError(
-            "is not as the run left it: summary.json has another digest of this file",
-            file=table,
-            hint="repeat the command of the run, which writes the file again from its shards",
+    if recorded is None:
+        log.warning(
+            "%s: was written by an older version, which recorded no digest; it is not checked for "
+            "damage",
+            table,
         )
+    return recorded
 
 
 def _export_files(out: Path, sample: str, sections: Mapping[str, object]) -> ExportFiles:
@@ -141,8 +149,13 @@ def _export_files(out: Path, sample: str, sections: Mapping[str, object]) -> Exp
 # --- Kraken ---------------------------------------------------------------------------------------
 
 
-def _write_kraken_reads(run: RunDir, path: Path) -> NDArray[np.int64]:
+def _write_kraken_reads(run: RunDir, path: Path, recorded: FileDigest | None) -> NDArray[np.int64]:
     """Write Kraken's table of reads: one line per read, classified (C) if the read is viral.
+
+    Args:
+        run: The run directory.
+        path: The table to write.
+        recorded: The digest of the run's `reads.tsv`, if one was recorded.
 
     Returns:
         The number of reads by viral score, in `SCORE_BINS` equal bins from 0 to 1.
@@ -151,7 +164,8 @@ def _write_kraken_reads(run: RunDir, path: Path) -> NDArray[np.int64]:
     columns = dict.fromkeys(READ_COLUMNS, "str")
     with atomic_file(path) as table:
         table.touch()
-        for reads in read_columns(run.reads_table, columns, chunksize=PIECE_READS):
+        pieces = read_columns(run.reads_table, columns, recorded=recorded, chunksize=PIECE_READS)
+        for reads in pieces:
             is_viral = (reads.fate == "viral").to_numpy()
             taxon = pd.Series(np.where(is_viral, str(VIRUSES_TAXON), "0"), reads.index, dtype=str)
             _append_rows(

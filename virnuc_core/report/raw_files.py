@@ -4,15 +4,21 @@ A file that is missing is `None`. One that cannot be read is `None`, too, and it
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
+import pandas as pd
+
+from virnuc_core.checked_files import Match, has_own_digest
 from virnuc_core.errors import UnsafeFileError, VirnucError
-from virnuc_core.runfiles import Device, File, FileDigest, digest, read
-from virnuc_core.telemetry.log import Telemetry, read_telemetry
+from virnuc_core.reads.subsets import read_table
+from virnuc_core.runfiles import Device, File, FileDigest, digest, listed_digest, read
+from virnuc_core.safe_files import open_file
+from virnuc_core.system_errors import path_exists
+from virnuc_core.telemetry.log import TELEMETRY_SEAL, Telemetry, read_telemetry
 
 RUN_PREFIX: Final = "devices-"  # devices-2 is the folder of the run on two devices
 SINGLE_RUN: Final = f"{RUN_PREFIX}1"
@@ -84,6 +90,21 @@ class RawFolder:
             return None
         return NamedTelemetry(self._name_of(path), content)
 
+    def table(self, path: Path, columns: Mapping[str, str]) -> pd.DataFrame | None:
+        """Return columns of `reads.tsv` or of another result file of a run.
+
+        Args:
+            path: The table.
+            columns: The types of the columns, by name.
+
+        Returns:
+            The table, or `None` if it is missing, cannot be read, or is not as the run left it.
+            The last two are added to `problems`.
+        """
+        return self.attempt(
+            path, lambda path: read_table(path, columns, recorded=listed_digest(path))
+        )
+
     def attempt(self, path: Path, load: Callable[[Path], Content]) -> Content | None:
         """Call `load` with a file, and return the result.
 
@@ -91,7 +112,7 @@ class RawFolder:
             The result, or `None` if the file is missing or `load` raises one of our errors. The
             error is added to `problems`.
         """
-        if not path.is_file():
+        if not path_exists(path):
             return None
         name = self._name_of(path)
         self.used.add(name)
@@ -117,6 +138,28 @@ class RawFolder:
     def _name_of(self, path: Path) -> str:
         """Return the path of a file below the validation's directory."""
         return path.relative_to(self.root).as_posix()
+
+
+def find_unchecked_files(out: Path, names: Iterable[str]) -> list[str]:
+    """Return the files of a validation for which an older version has recorded no digest.
+
+    Args:
+        out: The validation's directory.
+        names: Files that were read, by their paths below the directory.
+    """
+    unchecked_names = []
+    for name in names:
+        path = out / name
+        if path.suffix == ".json":
+            is_checked = has_own_digest(path, out)
+        elif path.suffix == ".h5":
+            with open_file(path, out) as file:
+                is_checked = TELEMETRY_SEAL.compare(file) is not Match.NOT_RECORDED
+        else:
+            is_checked = listed_digest(path) is not None
+        if not is_checked:
+            unchecked_names.append(name)
+    return unchecked_names
 
 
 def run_names(out: Path, prefix: str = RUN_PREFIX, max_devices: int = 0) -> list[str]:

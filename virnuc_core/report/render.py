@@ -13,6 +13,7 @@ from typing import Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from virnuc_core.checked_files import with_own_digest
 from virnuc_core.markdown import code_block, code_span, front_matter_value
 from virnuc_core.report.benchmark import benchmark_json
 from virnuc_core.report.charts import GENERATOR, Chart, all_charts
@@ -47,7 +48,7 @@ def render(report: Report) -> dict[str, str]:
     """Return the content of every form of a report, by file name."""
     created = re.sub(r"[^0-9A-Za-z]+", "_", report.provenance.created).strip("_") or "unknown"
     return {
-        REPORT_JSON: report.model_dump_json(indent=1) + "\n",
+        REPORT_JSON: with_own_digest(report.model_dump_json(indent=1)),
         "report.txt": report_text(report),
         "report.md": report_markdown(report),
         "report.html": report_html(report),

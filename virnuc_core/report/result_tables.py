@@ -17,7 +17,14 @@ from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.rundir import RunDir, atomic_file
-from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, find_mismatches, identity, read
+from virnuc_core.runfiles import (
+    MODEL_LENGTH,
+    RunRecord,
+    find_mismatches,
+    identity,
+    listed_digest,
+    read,
+)
 from virnuc_core.safe_files import open_file
 
 Part = Literal["frames", "consensus"]
@@ -54,7 +61,8 @@ def load_results(path: Path) -> pd.DataFrame:
         number). A consensus file of two columns has no scores.
 
     Raises:
-        InputError: This is not a result file, or a line has an unknown label.
+        InputError: This is not a result file, a line has an unknown label, or the file is not as
+            the run left it, according to the digest in the summary beside it.
     """
     return pd.concat(iterate_results(path), ignore_index=True)
 
@@ -79,7 +87,14 @@ def iterate_results(path: Path) -> Iterator[pd.DataFrame]:
     types = dict(zip(columns, OUR_TYPES, strict=False))
     missing_numbers = {name: ["", "nan", "NaN"] for name in columns[2:]}
     try:
-        with read_columns(path, types, na_values=missing_numbers, chunksize=BLOCK_LINES) as pieces:
+        table = read_columns(
+            path,
+            types,
+            recorded=listed_digest(path),
+            na_values=missing_numbers,
+            chunksize=BLOCK_LINES,
+        )
+        with table as pieces:
             for piece in pieces:
                 rows = piece[columns]
                 rows.columns = pd.Index(OUR_COLUMNS[: len(columns)])

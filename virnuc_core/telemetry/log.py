@@ -5,6 +5,7 @@ every column of every table. The JSON lists at most `JSON_BATCHES` batches, even
 so; the HDF5 file has all.
 """
 
+import hashlib
 import itertools
 import json
 import logging
@@ -18,14 +19,15 @@ from typing import Any, BinaryIO, Final, Literal
 import h5py
 import numpy as np
 import pandas as pd
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
+from virnuc_core.checked_files import SEAL_BYTES, Seal, open_checked_hdf5
 from virnuc_core.encoder_names import ENCODER_NAMES, EncoderName
 from virnuc_core.errors import InputError
 from virnuc_core.lease import make_folder
 from virnuc_core.rundir import atomic_hdf5
 from virnuc_core.runfiles import Attempt, Positive, RunFile, write
-from virnuc_core.safe_files import open_hdf5, open_to_write, read_dataset, read_file
+from virnuc_core.safe_files import open_to_write, read_dataset, read_file
 from virnuc_core.system_errors import read_with_retries
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.tables import (
@@ -39,8 +41,11 @@ from virnuc_core.telemetry.tables import (
 
 log = logging.getLogger(__name__)
 
+# Files of older versions have no seal.
+TELEMETRY_SEAL: Final = Seal("telemetry 1", is_optional=True)
 JSON_BATCHES: Final = 20_000
 MAX_JOURNAL_BYTES: Final = 2 << 30  # a day of measurements on 8 devices has some 50 MB
+LINE_DIGEST_LETTERS: Final = 16  # of the SHA-256 at the end of a line of a journal
 JSON_DIGITS: Final = 7  # of a number of a batch
 MIN_COMPRESSED_ROWS: Final = 65  # shorter columns take less space as they are
 STAGE_NAME_TYPE: Final = "S64"
@@ -179,11 +184,31 @@ class JournalWriter:
 
     def __call__(self, *records: JournalRecord) -> None:
         """Add a line for each record. If the disk fails, keep its first error in `error`."""
-        lines = [JOURNAL_RECORD.dump_json(record) + b"\n" for record in records]
+        lines = [_line_with_digest(JOURNAL_RECORD.dump_json(record)) for record in records]
         try:
             self._file.write(b"".join(lines))
         except OSError as error:
             self.error = self.error or error
+
+
+def _line_with_digest(text: bytes) -> bytes:
+    """Return a line of a journal: the text, a TAB, and the beginning of the text's SHA-256."""
+    digest = hashlib.sha256(text).hexdigest()[:LINE_DIGEST_LETTERS]
+    return text + b"\t" + digest.encode() + b"\n"
+
+
+def _parse_line(line: bytes) -> JournalRecord:
+    """Return the record in a line of a journal, if the line is as it was written.
+
+    Lines of older versions have no digest.
+
+    Raises:
+        ValueError: The line was cut off or changed.
+    """
+    text, has_digest, _ = line.partition(b"\t")
+    if has_digest and _line_with_digest(text) != line + b"\n":
+        raise ValueError("was changed after it was written")
+    return JOURNAL_RECORD.validate_json(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +245,8 @@ class _JournalLines:
 def read_journal(path: Path, root: Path | None = None) -> Journal | None:
     """Read the journal of an attempt, that is, of one start of the command on a run directory.
 
-    A line that was cut off, because the attempt was killed while it wrote, is left out.
+    A line that was cut off, because the attempt was killed while it wrote, is left out. So are
+    damaged lines. A warning tells how many lines are damaged, other than the last one.
 
     Args:
         path: The journal.
@@ -237,9 +263,17 @@ def read_journal(path: Path, root: Path | None = None) -> Journal | None:
         content = read_with_retries(path, lambda: read_file(path, root, MAX_JOURNAL_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    for line in content.splitlines():
-        with suppress(ValidationError):  # it was cut off
-            lines.add(JOURNAL_RECORD.validate_json(line))
+    *whole_lines, last_line = content.split(b"\n")
+    n_damaged = 0
+    for line in whole_lines:
+        try:
+            lines.add(_parse_line(line))
+        except ValueError:
+            n_damaged += 1
+    with suppress(ValueError):  # it has no end, so it was probably cut off
+        lines.add(_parse_line(last_line))
+    if n_damaged:
+        log.warning("%s: %d lines are damaged; their measurements are left out", path, n_damaged)
     if not lines.texts:
         return None
     # The first text is the start of the attempt. Each later one is the death of a worker.
@@ -467,7 +501,9 @@ def write_telemetry(
         window_s=window_s,
         sequences_per_hour=sequences_per_hour,
     )
-    with atomic_hdf5(path.with_suffix(".h5")) as file:
+    with atomic_hdf5(
+        path.with_suffix(".h5"), TELEMETRY_SEAL.seal_of, userblock_size=SEAL_BYTES
+    ) as file:
         file.attrs["schema_version"] = content.schema_version
         file.attrs["origin_s"] = telemetry.origin_s
         file.attrs["started"] = telemetry.started
@@ -530,14 +566,16 @@ def read_telemetry(path: Path, root: Path | None = None) -> Telemetry:
         root: The run directory, below which no link is followed.
 
     Raises:
-        InputError: It is absent, or is no telemetry file. The message says what is wrong with it.
+        InputError: It is absent, is no telemetry file, or is not as it was written. The message
+            says what is wrong with it.
         UnsafeFileError: It is no regular file, or leads to other files.
         UnreadableError: The system cannot read the file, so that nothing is known about it.
     """
 
     def load() -> Telemetry:
         """Read the telemetry file. It is called again if the system fails to read it."""
-        with open_hdf5(path, root) as file:
+        remedy = "restore it from a copy, or repeat the run"
+        with open_checked_hdf5(path, TELEMETRY_SEAL, root, remedy=remedy) as file:
             tables = {}
             for name, kind in TABLES.items():
                 group = file.get(name, file)  # the batches lie at the root

@@ -1,5 +1,6 @@
 """Embed a sample of the sequences in fp32, for comparison with runs in lower precision."""
 
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -8,20 +9,23 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from virnuc_core.checked_files import SEAL_BYTES, open_checked_hdf5
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.registry import count_protein_tokens
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
-from virnuc_core.engine.shards import ShardPlan, make_plan, read_shard, write_plan
+from virnuc_core.engine.shards import EXACT_SEAL, ShardPlan, make_plan, read_shard, write_plan
+from virnuc_core.errors import DamagedFileError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import EXACT_FILES, SHARD_FILES, RunDir, atomic_hdf5, discard, run_lock
-from virnuc_core.safe_files import open_hdf5
+from virnuc_core.runfiles import ListedFiles, changed_files, digest, listed_digests, write
 from virnuc_core.system_errors import path_exists, read_with_retries
 from virnuc_core.tools.bench import Bench
 
 # Tokens of a batch in fp32, whose activations are large. A shard has at least as many.
 EXACT_TOKENS: Final = 4_096
+log = logging.getLogger(__name__)
 # The sample is taken from so many places, so that no part of the reads dominates. Each place
 # gives a stretch of neighbouring sequences, which are a shard.
 STRETCHES: Final = 64
@@ -72,16 +76,30 @@ def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: in
 
 
 def _embeddings_identity(run: RunDir) -> str | None:
-    """Return the digest of what the stored embeddings were made of; None if there are none."""
+    """Return the digest of what the stored embeddings were made of.
+
+    Returns:
+        None if there are none, or if a file is not as it was written. A warning names the file.
+    """
     if not path_exists(run.embeddings):
         return None
 
     def read_fingerprint() -> str:
         """Read the digest from the file. It is called again if the system fails to read it."""
-        with open_hdf5(run.embeddings) as file:
+        with open_checked_hdf5(run.embeddings, EXACT_SEAL) as file:
             return str(file.attrs["fingerprint"])
 
-    return read_with_retries(run.embeddings, read_fingerprint)
+    try:
+        fingerprint = read_with_retries(run.embeddings, read_fingerprint)
+    except DamagedFileError as error:
+        log.warning("%s; it is computed again", error)
+        return None
+    changed = changed_files(run.root, listed_digests(run))
+    if changed:
+        names = ", ".join(changed)
+        log.warning("%s: %s not as they were written; they are computed again", run.root, names)
+        return None
+    return fingerprint
 
 
 def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
@@ -111,7 +129,7 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
     scores = np.full((store.n_uniques, 2), np.nan, dtype=np.float32)
     scores[uniques] = np.concatenate([result.scores for result in results])
     _write_covered_reads(run, store, scores)
-    with atomic_hdf5(run.embeddings) as file:
+    with atomic_hdf5(run.embeddings, EXACT_SEAL.seal_of, userblock_size=SEAL_BYTES) as file:
         file["embeddings"] = np.concatenate([result.embeddings for result in results])
         file["uniques"] = uniques
         file.attrs["fingerprint"] = identity
@@ -151,3 +169,5 @@ def _write_covered_reads(run: RunDir, store: OrfStore, scores: NDArray[np.float3
     is_covered = (n_scored_rows == store.read_rows) & (n_scored_rows > 0)
     is_row_covered = is_covered[np.asarray(store.row_read)]
     write_covered(run, store, is_covered, scores_of_rows[is_row_covered])
+    digests = {path.name: digest(path, run.root) for path in (run.predictions, run.consensus)}
+    write(run.digests, ListedFiles.model_validate({"files": digests}))

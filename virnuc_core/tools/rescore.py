@@ -24,7 +24,7 @@ from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import ResultSummary, write_results
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunFile, RunRecord, read_record, write
+from virnuc_core.runfiles import FileDigest, RunFile, RunRecord, digest, read_record, write
 
 RESCORE: Final = "rescore.json"
 DEFAULT_VERDICT: Final = VerdictSpec()
@@ -41,6 +41,7 @@ class RescoreSummary(RunFile):
     model_length: int
     results: ResultSummary
     uncertain: tuple[Share, Share] | None = None  # scores for which no verdict was wanted
+    files: dict[str, FileDigest] | None = None  # the result files by name; None in older versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ def rescore(
         threshold=scoring.threshold,
         uncertain=scoring.uncertain,
     )
+    digests = {path.name: digest(path, out.root) for path in out.tables}
     summary = RescoreSummary(
         run=str(run.root.resolve()),
         reads=finished_run.store.fingerprint,
@@ -117,6 +119,7 @@ def rescore(
         model_length=finished_run.store.model_length,
         results=results,
         uncertain=scoring.uncertain,
+        files={name: content for name, content in digests.items() if content is not None},
     )
     write(out.root / RESCORE, summary)
     return summary

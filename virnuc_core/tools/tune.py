@@ -5,8 +5,10 @@ Settings that change a label, or scores by more than the tolerance, are never re
 """
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
@@ -14,19 +16,31 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from virnuc_core.checked_files import array_bytes, read_checked_array
 from virnuc_core.config import DEFAULT_THRESHOLD, EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Job
-from virnuc_core.errors import ConfigError, DeviceError, NotFiniteError, ShardError
+from virnuc_core.errors import (
+    ConfigError,
+    DamagedFileError,
+    DeviceError,
+    NotFiniteError,
+    ShardError,
+)
 from virnuc_core.profiles import Profile
 from virnuc_core.rundir import SHARD_FILES, RunDir, atomic_file, device_holder, discard, run_lock
 from virnuc_core.runfiles import write
+from virnuc_core.safe_files import remove_file
+from virnuc_core.system_errors import path_exists, read_with_retries
 from virnuc_core.tools.bench import Bench, Measurement, measure_job
 from virnuc_core.validation import read_usable
 
 Scores = NDArray[np.float32]  # [uniques, 2] P(others) and P(virus)
 
+log = logging.getLogger(__name__)
+
+MAX_SCORES_BYTES: Final = 64 << 30  # eight bytes for each sequence
 MAX_CANDIDATES: Final = 200
 MIN_FINALISTS: Final = 3  # stay to the end, whatever the first rounds say
 DIGEST_LENGTH: Final = 16  # characters of a digest in the names of files
@@ -320,7 +334,9 @@ class Sweep:
             earlier = read_usable(trial_path, Trial)
             is_base = candidate.number == 0
             # All others are compared with the scores of the base. If they are lost, measure again.
-            needs_base_scores = is_base and not base_scores_path.exists()
+            if is_base:
+                _remove_damaged_scores(base_scores_path)
+            needs_base_scores = is_base and not path_exists(base_scores_path)
             if earlier is not None and not needs_base_scores:
                 return earlier.model_copy(update={"reused": True})
             outcome = self._measure(candidate, run)
@@ -328,7 +344,7 @@ class Sweep:
                 return outcome  # nothing is kept: what is refused today may run after an update
             if needs_base_scores:
                 _save_scores(base_scores_path, outcome.scores)
-            trial = _compare_with_base(outcome, np.load(base_scores_path))
+            trial = _compare_with_base(outcome, _read_scores(base_scores_path))
             write(trial_path, trial)
         return trial
 
@@ -383,8 +399,36 @@ def _is_held_by_another_run(job: Job) -> bool:
 
 def _save_scores(path: Path, scores: Scores) -> None:
     """Write the scores of the base's first trial, which all trials are compared with."""
-    with atomic_file(path) as temp_path, temp_path.open("wb") as file:
-        np.save(file, scores)
+    with atomic_file(path) as temp_path:
+        temp_path.write_bytes(array_bytes(scores))
+
+
+def _read_scores(path: Path) -> Scores:
+    """Read the scores of the base's first trial, if the file is as it was written.
+
+    Raises:
+        DamagedFileError: The file has another content.
+        UnsafeFileError: It is no regular file, or it is too large.
+        UnreadableError: The system cannot read it.
+    """
+    remedy = "remove it and start again, which measures the base anew"
+    read_scores = partial(read_checked_array, path, max_bytes=MAX_SCORES_BYTES, remedy=remedy)
+    return read_with_retries(path, read_scores)
+
+
+def _remove_damaged_scores(path: Path) -> None:
+    """Remove the scores of the base's first trial, with a warning, if the file is damaged.
+
+    The base is then measured again. Trials of other candidates keep their differences, which were
+    computed from the scores as they were.
+    """
+    if not path_exists(path):
+        return
+    try:
+        _read_scores(path)
+    except DamagedFileError as error:
+        log.warning("%s; the base is measured again", error)
+        remove_file(path)
 
 
 def _compare_with_base(measured: _MeasuredScores, base_scores: Scores) -> Trial:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.damage import edit_json
 from virnuc_core.pipeline import read_summary
 from virnuc_core.rundir import RunDir
 
@@ -89,8 +89,7 @@ def test_a_worker_writes_nothing_into_another_run_of_the_same_name(
     """Another run, with a plan of its own, takes the place of the directory."""
     root = tmp_path / "run"
     other_plan = RunDir(copy_run(reference, tmp_path / "other")).plan
-    fields = json.loads(other_plan.read_text())
-    other_plan.write_text(json.dumps({**fields, "fingerprint": "of other weights"}))
+    edit_json(other_plan, lambda plan: plan.update(fingerprint="of other weights"))
     shards_before = result_bytes(tmp_path / "other")
 
     child = run_child(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.damage import edit_json, list_again
 from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import further_text, render
 from virnuc_core.report.views.reads import fate_rows
-
-from .validate_directory import edit_json
 
 
 def test_fates_and_remarks_are_counted_in_reads_tsv(copied: tuple[Path, Profile]) -> None:
@@ -21,6 +20,7 @@ def test_fates_and_remarks_are_counted_in_reads_tsv(copied: tuple[Path, Profile]
     first_row += "short_for_model,duplicate_of=odd,ambiguous,id"
     second += "ambiguous"
     table.write_text("\n".join([header, first_row, second, *other_rows]) + "\n", encoding="utf-8")
+    list_again(out_dir / "devices-2")
     edit_json(out_dir / "run.json", lambda body: body.update(staging={"skipped": 1}))
     report = build_report(out_dir, profile)
     accounting = report.accounting
@@ -65,6 +65,7 @@ def test_reads_that_do_not_add_up_are_a_warning(copied: tuple[Path, Profile]) ->
     table = out_dir / "devices-2" / "reads.tsv"
     lines = table.read_text(encoding="utf-8").splitlines()
     table.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+    list_again(out_dir / "devices-2")
     report = build_report(out_dir, profile)
     assert report.accounting is not None
     assert not report.accounting.adds_up

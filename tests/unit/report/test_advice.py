@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.damage import edit_json
 from virnuc_core.report.bottlenecks import (
     LONG_RUN_ADVICE,
     SHORT_RUN_ADVICE,
@@ -15,7 +16,7 @@ from virnuc_core.report.bottlenecks import (
 )
 from virnuc_core.report.build import build_report
 
-from .validate_directory import Recipe, build, edit_json
+from .validate_directory import Recipe, build
 
 
 def _taking(**rows: float) -> Callable[[Path], None]:

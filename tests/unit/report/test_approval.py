@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.damage import edit_json
 from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report, rerender, write_report
 from virnuc_core.report.verify import verify_report
 
-from .validate_directory import edit_json, write_json
+from .validate_directory import write_json
 
 ANSWER = {
     "schema_version": 1,

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
+from tests.damage import edit_json, list_again
 from virnuc_core.errors import RunMismatchError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.stage import StageSpec, stage
@@ -19,8 +20,6 @@ from virnuc_core.report.build import build_report
 from virnuc_core.report.compare import compare, compare_bytes, compare_runs
 from virnuc_core.report.cosines import cosines
 from virnuc_core.report.views.correctness import correctness_section
-
-from .validate_directory import edit_json
 
 
 def test_equal_runs_are_identical(finished: tuple[Path, object]) -> None:
@@ -106,6 +105,7 @@ def test_cosines_of_each_encoder_are_of_what_tells_rows_apart(copied: tuple[Path
                 )  # the ESM-2 part of one row lies on the other side
                 values[1, :4] += values[1, :4] - middle[:4]  # twice as far the same way
             file["embeddings"][...] = values
+        list_again(out_dir / name)
     cosines_of_part = {
         stats.part: stats
         for stats in cosines(out_dir / "devices-1", out_dir / "devices-2", dna_width=4)
@@ -159,6 +159,7 @@ def test_rows_that_failed_are_left_out(copied: tuple[Path, object]) -> None:
     with h5py.File(out_dir / "devices-2" / "embeddings.h5", "r+") as file:
         rows = len(file["embeddings"])
         file["embeddings"][2] = np.nan
+    list_again(out_dir / "devices-2")
     (cosine,) = cosines(out_dir / "devices-1", out_dir / "devices-2")
     assert cosine.n == rows - 1
 

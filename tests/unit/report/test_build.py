@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.damage import edit_json
 from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.model import Criterion, Report
-
-from .validate_directory import edit_json
 
 PAIRS = {
     "baseline": {"speedup", "consensus"},

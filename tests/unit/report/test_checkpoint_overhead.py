@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.damage import edit_json
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, write_report
 from virnuc_core.report.model import Criterion
@@ -29,7 +30,6 @@ from .validate_directory import (
     Recipe,
     build,
     device_samples,
-    edit_json,
     host_samples,
     shards_done,
     write_json,

@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import pytest
 
+from tests.damage import edit_json, list_again
 from virnuc_core.profiles import TARGET_NAMES, Profile, Target, load_profile, profile_names
 from virnuc_core.report import messages
 from virnuc_core.report.build import build_report, write_report
@@ -23,7 +24,7 @@ from virnuc_core.report.verify import verify_report
 from virnuc_core.runfiles import Device, write
 from virnuc_core.validation import BaselineSummary
 
-from .validate_directory import Recipe, build, edit_json, write_json
+from .validate_directory import Recipe, build, write_json
 
 SEVEN = (
     "one_device_time",
@@ -375,6 +376,7 @@ def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path
     path.write_text(
         path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8"
     )
+    list_again(tmp_path / "devices-2")
     compare_runs(tmp_path, ("devices-1", "devices-2", "devices-4"), tolerance=0.01, subset=False)
     assert by_id(build_report(tmp_path, profile))["same_bytes"].verdict == "fail", (
         "the run between counts, too"
@@ -557,6 +559,7 @@ def test_the_worst_of_both_runs_gates_agreement(copied: tuple[Path, Profile]) ->
     path.write_text(
         path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8"
     )
+    list_again(out_dir / "devices-1")
     compare_runs(out_dir, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
     verdicts = by_id(build_report(out_dir, profile))
     assert verdicts["consensus"].verdict == "fail"
@@ -660,6 +663,7 @@ def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Prof
             2 * values.mean(0) - values[3]
         )  # one of many on the other side: the mean keeps, the worst does not
         file["embeddings"][...] = values
+    list_again(out_dir / "devices-2")
     compare_runs(out_dir, names, tolerance=0.01, subset=False)
     report = build_report(out_dir, profile)
     verdict = by_id(report)["centred_worst"]

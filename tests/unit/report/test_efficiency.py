@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.damage import edit_json
 from virnuc_core.encoder_names import EncoderName
 from virnuc_core.profiles import load_profile
 from virnuc_core.report.benchmark import benchmark_json
@@ -15,7 +16,7 @@ from virnuc_core.report.model import EncoderMetrics, Report
 from virnuc_core.report.render import further_text, render
 from virnuc_core.report.views.speed import efficiency_facts
 
-from .validate_directory import Recipe, build, edit_json
+from .validate_directory import Recipe, build
 
 GPUS = ("GPU-00000000-aaaa", "GPU-10000000-aaaa")
 FLOPS_PER_TOKEN = 5.6e9  # of ESM-2

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.columns import documented
-from tests.damage import flip_bit
+from tests.damage import edit_json, flip_bit
 from virnuc.flows import cli
 from virnuc_core.config import RunSpec
 from virnuc_core.engine import shards
@@ -291,7 +291,10 @@ def test_a_store_of_other_reads_is_not_taken_for_the_runs(run: Path, tmp_path: P
 
 
 def test_an_edited_table_is_not_exported(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     copied = Path(shutil.copytree(run, tmp_path / "run"))
     flip_bit(copied / "reads.tsv")
@@ -300,10 +303,11 @@ def test_an_edited_table_is_not_exported(
     assert not (tmp_path / "out").exists()
     assert cli.main(["export", str(copied), "--out", str(tmp_path / "out")]) == InputError.exit_code
     assert "summary.json has another digest" in capsys.readouterr().err
-    summary_path = copied / "summary.json"
-    summary = json.loads(summary_path.read_text())
-    summary_path.write_text(json.dumps(summary | {"files": None}))
+    edit_json(copied / "summary.json", lambda summary: summary.update(files=None))
+    caplog.clear()
     assert export(RunDir(copied), tmp_path / "out", "sample"), "older summaries have no digests"
+    (warning,) = caplog.records
+    assert "reads.tsv: was written by an older version" in warning.message
 
 
 def test_a_run_that_is_not_complete_is_refused(

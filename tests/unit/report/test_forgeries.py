@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 import pytest
 
+from tests.damage import edit_json, seal_again
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine.shards import ShardResult, commit, read_plan, read_scores, read_shard
 from virnuc_core.profiles import load_profile
@@ -26,7 +27,6 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import digest
 
 from ...bare import PROFILE, validate
-from .validate_directory import edit_json
 
 Forgery = Callable[[Path], None]
 ONE, TWO = "devices-1", "devices-2"
@@ -74,6 +74,7 @@ def set_aside(run: RunDir, unique: int) -> None:
     (path,) = run.telemetry.glob("*.h5")
     with h5py.File(path, "r+") as file:
         file["shards/skipped"][shard] = 1
+    seal_again(path)
 
 
 @pytest.fixture
@@ -148,6 +149,7 @@ def table(
             for key, values in change_rows(columns).items():
                 del group[key]
                 group[key] = values
+        seal_again(path)
 
     return change
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.damage import edit_json
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, read_report, rerender, write_report
@@ -17,7 +18,7 @@ from virnuc_core.report.model import Report
 from virnuc_core.report.render import render, report_markdown
 from virnuc_core.report.text import format_value
 
-from .validate_directory import Recipe, build, digest_of, edit_json
+from .validate_directory import Recipe, build, digest_of
 
 EVIL = '<script>alert(1)</script>"><img src=x onerror=alert(2)>|`${7*7}`'
 

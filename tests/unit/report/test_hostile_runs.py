@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
+from tests.damage import edit_json
 from virnuc.flows import cli
 from virnuc_core.config import RunSpec
 from virnuc_core.engine import shards
@@ -173,8 +173,7 @@ def test_a_store_outside_the_run_is_refused(
     for folder in (run.root.parent, run.root.parent.parent):
         for file_name in ("outside.h5", "orfs.h5"):
             shutil.copyfile(run.store, folder / file_name)
-    record = json.loads(run.record.read_text())
-    run.record.write_text(json.dumps(record | {"store": name}))
+    edit_json(run.record, lambda record: record.update(store=name))
     capsys.readouterr()
     for command in (rescore, export):
         assert command(run) == 2
@@ -187,8 +186,7 @@ def test_a_run_inside_a_validation_uses_the_store_of_the_validation(
     inner = RunDir(tmp_path / "validation" / "devices-1")
     shutil.copytree(run.root, inner.root)
     inner.store.rename(tmp_path / "validation" / "orfs.h5")
-    record = json.loads(inner.record.read_text())
-    inner.record.write_text(json.dumps(record | {"store": "../orfs.h5"}))
+    edit_json(inner.record, lambda record: record.update(store="../orfs.h5"))
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "validation")
     assert rescore(inner) == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.damage import edit_json
 from virnuc.flows.cli import main
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.report.build import build_report, write_report
@@ -21,8 +22,6 @@ from virnuc_core.report.regression import (
     regression,
 )
 from virnuc_core.report.verify import verify_report
-
-from .validate_directory import edit_json
 
 
 def entry(created: str = "2026-03-02", **changes: object) -> HistoryEntry:

@@ -8,6 +8,7 @@ from pathlib import Path
 import h5py
 import pytest
 
+from tests.damage import edit_json
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.simulate import SimulateSpec, simulate
@@ -18,8 +19,6 @@ from virnuc_core.report.raw_files import RawFolder
 from virnuc_core.report.verification import Verification
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.verify_store import baseline_tokens, count_store, verify_store
-
-from .validate_directory import edit_json
 
 
 @pytest.fixture(scope="module")

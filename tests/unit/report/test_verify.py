@@ -14,6 +14,7 @@ from pathlib import Path
 import h5py
 import pytest
 
+from tests.damage import edit_json
 from tests.failing_files import OPEN, failing_calls
 from virnuc.flows.cli import main
 from virnuc_core.errors import InputError
@@ -23,7 +24,7 @@ from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.verify import verify_report
 from virnuc_core.runfiles import digest
 
-from .validate_directory import Recipe, build, edit_json
+from .validate_directory import Recipe, build
 
 Change = Callable[[Path], None]
 

@@ -357,13 +357,6 @@ def write_json(path: Path, body: object) -> None:
     write_text_atomically(path, json.dumps(body, indent=1) + "\n")
 
 
-def edit_json(path: Path, change: Any) -> None:
-    """Read, let `change` alter the object, write."""
-    body = json.loads(path.read_text(encoding="utf-8"))
-    change(body)
-    write_json(path, body)
-
-
 def digest_of(folder: Path) -> str:
     """One digest over every file's name and bytes."""
     sha = hashlib.sha256()
