@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pandas as pd
 
+from tests import damage
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.compare import compare_runs
@@ -32,6 +33,7 @@ from virnuc_core.validation import LabelAgreement
 
 from ..telemetry.measurements import telemetry_of
 
+edit_json = damage.edit_json  # most tests look for it here
 STARTED = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 ORIGIN_S = 5_000.0
 FRAMES = ("F1", "F2", "F3", "R1", "R2", "R3")
