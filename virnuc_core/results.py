@@ -519,7 +519,7 @@ def _read_spans(store: OrfStore) -> Iterator[_Span]:
         # One more read than fits is looked at, because it may be the mate of the last one.
         row_ends = np.cumsum(store.read_rows[read : read + BLOCK_READS + 1], dtype=np.int64)
         n_fitting = int(np.searchsorted(row_ends, BLOCK_ROWS, side="right"))
-        n_reads = max(1, min(BLOCK_READS, n_fitting))
+        n_reads = max(1, min(BLOCK_READS, n_fitting))  # a read that does not fit is taken, too
         next_flags = store.read_flags[read + n_reads : read + n_reads + 1]
         if any(next_flags & MATE):
             n_reads += 1

@@ -587,10 +587,11 @@ class StoreWriter:
             mark = "." * n_dots
             # Write the digests of all ids, and of the names that repeated ids would get, to a file.
             # If the names are unique, only the repeated ids themselves are found as repeats.
-            names = self._folder / f"names{n_dots}"
-            shutil.copyfile(self._id_digests, names)
-            self._append_name_digests(names, mark)
-            repeats = workers.map(find_repeats, Bucket.all_of(names), may_start=False)
+            digests_file = self._folder / f"names{n_dots}"
+            shutil.copyfile(self._id_digests, digests_file)
+            self._append_name_digests(digests_file, mark)
+            # `may_start`: few reads are not worth the start of processes for this.
+            repeats = workers.map(find_repeats, Bucket.all_of(digests_file), may_start=False)
             if sum(map(len, repeats)) == n_duplicates:
                 break
         return mark

@@ -64,7 +64,7 @@ class SampleSummary(NamedTuple):
         lines = [f"{'length':>15} {'before':>12} {'share':>8} {'after':>12} {'share':>8}"]
         for shortest, longest, n_before, n_after in self.bins.to_numpy().tolist():
             span = str(shortest) if shortest == longest else f"{shortest}-{longest}"
-            share_before = n_before / max(self.reads_before, 1)
+            share_before = n_before / max(self.reads_before, 1)  # 1: there are no reads
             share_after = n_after / max(self.reads_after, 1)
             lines.append(
                 f"{span:>15} {n_before:>12,} {share_before:>8.2%} "
