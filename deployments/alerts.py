@@ -69,7 +69,8 @@ def _automations(block_id: Any, *, pause: bool) -> Iterator[AutomationCore]:
 def main() -> None:
     """Run the command `python -m virnuc.deployments.alerts TYPE/NAME [--pause]`.
 
-    The process ends with an error if no server is named, or if the server has no such block.
+    TYPE/NAME is the block (a setting that the server keeps) that sends the messages. The process
+    ends with an error if no server is named, or if the server has no such block.
     """
     if PREFECT_API_URL.value() is None:
         # Prefect would start a server here that answers every user of the machine.

@@ -67,6 +67,7 @@ class Machines:
         device_counts = {1, total}
         n_machines = 1
         while n_machines <= len(self.node_ends):
+            # All devices of the first `n_machines` machines.
             device_counts.add(self.node_ends[n_machines - 1])
             n_machines *= 2
         device_counts.update(int(count) for count in profile.scaling_bands)

@@ -234,6 +234,9 @@ def compare_and_report(
         names: Names of the runs.
         history: The file to which the line of this validation is added.
         is_subset: Whether the baseline covers only a part of the reads.
+
+    Returns:
+        The report, which is also written to the directory of the validation and shown in the UI.
     """
     tolerance = work.profile.score_tolerance
     compare_results(

@@ -103,7 +103,9 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def set_signature(
     function: Callable[..., Result], like: Callable[..., Any], parameters: list[inspect.Parameter]
 ) -> None:
-    """Give a function the name and docstring of another one, and a signature of its own.
+    """Give a function the name and docstring of another one, and the parameters that tools see.
+
+    Prefect and cyclopts make forms and options from the parameters that `inspect` finds.
 
     Args:
         function: The function to change.

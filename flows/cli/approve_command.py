@@ -40,10 +40,11 @@ def approve(options: ApprovalOptions) -> None:
     from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE
 
     if PREFECT_API_URL.value() is None and PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
-        # The run may wait at a temporary server, whose database is ours, too. Prefect would start a
-        # server that answers every user of the machine.
+        # No server is named, so the run may have been paused at a temporary server. A new one has
+        # the same database and knows the run. Left to itself, Prefect would start a server that
+        # answers every user of the machine.
         server = start_temporary_server(debug=False, alternative=NAME_THE_SERVER)
-        server.wait()
+        server.wait()  # until it answers
     with get_client(sync_client=True) as client:
         flow_run = _find_flow_run(client, options.run)
         if not _is_waiting(flow_run):
@@ -53,6 +54,7 @@ def approve(options: ApprovalOptions) -> None:
             )
         response = client.resume_flow_run(flow_run.id, run_input=review)
     if response.status.value != "ACCEPT":
+        # Somebody else may have answered meanwhile.
         reason = getattr(response.details, "reason", None) or response.status.value
         raise VirnucError(f"flow run '{flow_run.name}': the answer was not accepted: {reason}")
     say(f"{flow_run.name}: {review['verdict']} by {review['reviewer']}")

@@ -54,6 +54,7 @@ def check_packages() -> Iterator[Check]:
     """
     version_list = ", ".join(f"{name} {number}" for name, number in versions().items())
     yield Check("packages", "ok", version_list)
+    # The compiled file of torch's main module. It stands for all files of torch.
     compiled_file = torch.__spec__ and torch.__spec__.cached
     problem = ""
     if not compiled_file or not Path(compiled_file).is_file():

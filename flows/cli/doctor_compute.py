@@ -112,6 +112,8 @@ class Trial:
 def check_compute(devices: str) -> Iterator[Check]:
     """Yield for each device whether its scores equal those of the reference.
 
+    All devices score the same reads with tiny random models, side by side, in a temporary folder.
+
     Args:
         devices: The devices, as `--devices` takes them.
 
@@ -120,11 +122,10 @@ def check_compute(devices: str) -> Iterator[Check]:
     """
     device_list = resolve(Devices.parse(devices))
     futures: dict[Device, Future[Scores]] = {}
-    # The log lines of these tiny runs would only disturb the list of checks.
     with (
         tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name,
-        own_folder(Path(name)),
-        _without_logs(),
+        own_folder(Path(name)),  # allowed even if VIRNUC_ROOTS names other folders only
+        _without_logs(),  # log lines of these tiny runs would only disturb the list of checks
     ):
         trial = Trial.prepare(Path(name))
         with ThreadPoolExecutor(max_workers=len(device_list)) as threads:

@@ -111,7 +111,7 @@ def fetch(
 
 @models.command
 def quantize(out: Path, reads: str | Path, /, *, device: str = "cuda:0") -> None:
-    """Measure on some of your reads what --precision int8 needs, and keep it beside the models.
+    """Calibrate --precision int8 on some of your reads, and keep the result beside the models.
 
     Args:
         out: models directory
@@ -127,11 +127,11 @@ def quantize(out: Path, reads: str | Path, /, *, device: str = "cuda:0") -> None
 
 @models.command(name="verify")
 def verify_models(out: Path, /, *, device: str = "cpu") -> None:
-    """Check that a models directory is complete, sound, and equal to VirNucPro where that shows.
+    """Check that a models directory is complete and sound, and gives VirNucPro's numbers.
 
     Args:
         out: models directory
-        device: where the anchors are computed: cpu or cuda:0
+        device: where the reference rows (anchors) are computed: cpu or cuda:0
     """
     from virnuc_core.encoders.backends import torch_device
     from virnuc_core.encoders.verify import verify

@@ -77,6 +77,8 @@ def accept_all_letters(*streams: Any) -> None:
     for stream in streams:
         if not isinstance(stream, io.TextIOWrapper):
             continue
+        # UTF-8 has all letters. It needs a replacement only for bytes in file names that are no
+        # text, at which strict handling raises an error.
         is_utf = stream.encoding.lower().replace("_", "-").startswith("utf")
         if stream.errors == "strict" or not is_utf:
             stream.reconfigure(errors=_ERROR_HANDLER)

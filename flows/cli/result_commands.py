@@ -104,7 +104,7 @@ def rescore(settings: RescoreSettings) -> None:
     new_run = RunDir(settings.out)
     with run_lock(settings.out):
         summary = score_again(run, settings.head, new_run, settings)
-    fates = summary.results.fates
+    fates = summary.results.fates  # the number of reads by fate, such as "viral"
     print(f"{fates['viral']:,} of {sum(fates.values()):,} reads are viral")
     print(f"Results: {settings.out}")
 

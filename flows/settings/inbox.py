@@ -23,11 +23,12 @@ class InboxSettings(VerdictSpec, FlowSettings):
     retry_failed: bool = Field(False, description="predict again what failed before")
 
     def check_flow_files(self) -> None:
-        """Refuse an inbox that is not a folder.
+        """Refuse an inbox that is not a folder, and results that would lie inside the inbox.
 
         Raises:
-            ConfigError: The inbox or its results cannot be used; see `Ledger`.
+            InputError: There is no such folder.
+            ConfigError: The results would lie inside the inbox.
         """
         from virnuc_core.inbox import Ledger
 
-        Ledger(self.inbox, self.out)
+        Ledger(self.inbox, self.out)  # raises these errors

@@ -24,7 +24,7 @@ class OverheadSettings(FlowSettings):
 
     @property
     def profile(self) -> Profile:
-        """The profile that the validation was started with.
+        """Return the profile that the validation was started with, from its record.
 
         Raises:
             ConfigError: The directory holds no validation.

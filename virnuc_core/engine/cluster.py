@@ -172,9 +172,11 @@ class Cluster(AbstractContextManager["Cluster"]):
     def _serve(self) -> None:
         """Run the event loop until the run is over. This is the function of the thread.
 
-        An error is kept in `error`, where other threads find it.
+        An error is kept in `error`, where other threads find it. `_ready` is set in any case,
+        because the thread that made this object waits for it.
         """
         try:
+            # The loop was made before, so that other threads can send messages to it.
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self._work())
         except VirnucError as error:
@@ -357,7 +359,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         # Dask sends a nested function as a whole, and a function of a module only by its name. So
         # a node without virnuc fails inside the function, with an ImportError that can be reported.
         def make_actor() -> object:
-            """Make the actor, on the node."""
+            """Make the actor in the node's process. Its files go to that Dask worker's folder."""
             from distributed import get_worker
 
             from virnuc_core.engine.node import Node
@@ -539,7 +541,7 @@ class ClusterWorkers(LocalWorkers):
 
     def _own_devices(self, node: RemoteNode) -> list[Device]:
         """Return the devices of a node that these workers may use."""
-        if self._devices is None:
+        if self._devices is None:  # all devices
             return list(node.devices)
         return [device for device in node.devices if device in self._devices]
 

@@ -157,7 +157,7 @@ class Embedding:
         self._job = job
         self._monitor = monitor
         self._origin_s = started_s
-        self._started = datetime.now(UTC)
+        self._started = datetime.now(UTC)  # the date and time, for the journal
 
     def run(self, pool: Pool | None = None) -> PooledJob:
         """Compute the shards that are not computed yet. Workers write their files.
@@ -399,7 +399,9 @@ class Embedding:
     def write(
         self, stages: Sequence[StageTime], wall_s: float, sequences_per_hour: float | None = None
     ) -> Path:
-        """Write the telemetry files, and then remove the journal, which is no longer needed.
+        """Write the telemetry files, and then remove the journal.
+
+        The journal is the file in which measurements were kept while the run was computed.
 
         Args:
             stages: Times of the run's stages.

@@ -17,8 +17,8 @@ from distributed.worker import Worker
 async def start_on_one_address(worker: Any) -> Any:
     """Start a Dask worker on the one address from which it reaches its scheduler.
 
-    This replaces the method `start_unsafe` of Dask's worker, and calls it at the end. If the user
-    has named a host or an interface, that setting stays.
+    This replaces the method `start_unsafe` of Dask's worker, which was renamed to `start_anywhere`
+    and is called at the end. If the user has named a host or an interface, that setting stays.
     """
     if not worker._start_host and not worker._interface:
         worker._start_host = get_ip(get_address_host(worker.scheduler.address))

@@ -273,7 +273,10 @@ class Pool(AbstractContextManager["Pool"]):
                 return
 
     def _accept_jobs(self) -> None:
-        """Take over the jobs that threads have submitted, and queue their shards."""
+        """Take over the jobs that threads have submitted, and queue their shards.
+
+        Only the pool's own thread calls this. Other threads only add to `_submitted`.
+        """
         while self._submitted:
             job = self._submitted.popleft()
             self._jobs[job.run] = job
@@ -336,7 +339,8 @@ class Pool(AbstractContextManager["Pool"]):
     def _feed(self) -> None:
         """Send tasks until each worker has `TASKS_PER_WORKER` of them, or none is left.
 
-        Every worker gets its first task before any worker gets a second one.
+        Every worker gets its first task before any worker gets a second one. A second task lets a
+        worker prepare it while it computes the first.
         """
         for max_tasks in range(1, TASKS_PER_WORKER + 1):
             for slot in self._slots:

@@ -310,8 +310,8 @@ class Child:
                 # It was ended before. No signal may be sent, because the system may have given its
                 # process id to another process.
                 return self.process.wait()
-            # The process id is also the id of the worker's process group. SIGKILL below follows
-            # both if the group has gone and if the time is over.
+            # The worker began a new session, so its process id is also the id of its process
+            # group. If the group has gone, or the time is over, go on to SIGKILL.
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self.pid, signal.SIGTERM)
                 self.process.wait(0 if self.is_silent else grace_s)

@@ -126,7 +126,7 @@ class RemoteChild(Child):
         return self.status
 
     def fail(self, error: Exception) -> None:
-        """End the worker because of an error that occurred on this machine while serving it.
+        """End the worker because of an error of this machine, such as a shard that cannot be sent.
 
         To the pool it looks as if the worker itself had reported the error.
         """
@@ -483,8 +483,8 @@ class RemoteNode:
 def _take_answered(child: RemoteChild, message: Message) -> list[SentTask]:
     """Remove the sent tasks that a message answers from the worker's list, and return them.
 
-    `Computed` answers the oldest task. `Ended` answers all that are left. Other messages answer
-    none.
+    `Computed` (a shard is computed) answers the oldest task. `Ended` (the process has ended)
+    answers all that are left. Other messages answer none.
     """
     n_answered = 0
     if isinstance(message, Ended):

@@ -275,7 +275,7 @@ class Worker:
         on_gpu = self._spec.device.kind == "cuda"
         self._device = torch.device("cuda:0" if on_gpu else "cpu")
         # Digests of the weights are computed in the background. The first commit needs them.
-        self._weights = ThreadPoolExecutor(1).submit(fingerprint, models, engine.precision)
+        self._loaded_digests = ThreadPoolExecutor(1).submit(fingerprint, models, engine.precision)
         head_shape, _ = open_part(models, HeadShape)
         # Tokens of the longest row: an amino acid for three bases, and a start and an end token.
         longest = PROTEIN_ENCODER.chunk_tokens(head_shape.model_length)
@@ -658,7 +658,8 @@ class Worker:
         models = Path(self._spec.models)
         # Earlier versions computed another digest of the calibration for int8. If the run has
         # recorded that one, it takes the place of ours.
-        loaded = accept_older_digest(models, self._weights.result(), run_digests)
+        loaded_digests = self._loaded_digests.result()  # computed while the models were loaded
+        loaded = accept_older_digest(models, loaded_digests, run_digests)
         if loaded == run_digests:
             return
         # This process has other models than the run. What does the directory hold now?
