@@ -122,6 +122,7 @@ class _Deadline:
         """
         with self._watched_end:
             while True:
+                # Python writes a byte with the number of each signal that arrives.
                 signal_byte = self._watched_end.recv(1)
                 if not signal_byte:  # closed: the body has ended
                     return

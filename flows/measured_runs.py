@@ -152,7 +152,8 @@ def measures_costs(work: MeasuredWork) -> bool:
 def run_on_each(work: MeasuredWork, device_counts: Sequence[int]) -> tuple[str, ...]:
     """Run the reads on each number of devices.
 
-    The ceilings of the GPUs are measured first, unless all runs are complete.
+    The ceilings of the GPUs (how many operations a second they reach at most) are measured first,
+    unless all runs are complete.
 
     Args:
         work: What is run.

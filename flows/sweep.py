@@ -64,5 +64,6 @@ def _write_files(
     n_cores = len(os.sched_getaffinity(0))  # cores that this process may use
     results = tune_file(sweep, candidates, recommendation, devices=devices, cores=n_cores)
     write_text_atomically(sweep.out / "tune.json", tune_json(results))
-    settings = settings_toml(recommendation, sorted(SWEPT.values()))
+    swept_settings = sorted(SWEPT.values())  # names of all settings that a sweep can change
+    settings = settings_toml(recommendation, swept_settings)
     write_text_atomically(sweep.out / "settings.toml", settings)

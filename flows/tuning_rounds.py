@@ -76,7 +76,8 @@ def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None
         return None
 
     remarks = []
-    engine = None
+    engine = None  # better settings, if any are found
+    # The largest loss that settings may lessen.
     loss = next((loss for loss in report.losses if loss.kind in KNOBS), None)
     if loss is not None:
         recommendation = _sweep_knobs(settings, report, loss.kind)

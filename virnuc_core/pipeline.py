@@ -543,7 +543,7 @@ def prepare(
         n_lost=int(failed_rows.sum()),
         spec=spec,
         # Bytes of the result of one unique frame: an embedding and two scores in float32.
-        unique_bytes=4 * (sum(widths.values()) + 2),
+        bytes_per_sequence=4 * (sum(widths.values()) + 2),
     )
     if todo and engine.commit:
         _check_room_for_results(job)

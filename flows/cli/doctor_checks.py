@@ -133,8 +133,8 @@ def check_driver_and_gpus() -> Iterator[Check]:
     driver = gpus.NVML.driver()
     torch_cuda = gpus.NVML.torch_cuda()
     try:
-        usable = find_gpus()
-        visible_gpus = gpus.NVML.visible()
+        usable = find_gpus()  # those on which torch can compute, or why there is none
+        visible_gpus = gpus.NVML.visible()  # those that the driver shows
     except (DeviceError, gpus.NvmlError) as error:
         yield Check("driver", "fail", str(error))
         return

@@ -84,7 +84,7 @@ class OwnerOnly:
 
 
 def create_app() -> App:
-    """Return Prefect's server application behind `OwnerOnly`.
+    """Return Prefect's server application, so that it answers only those who know a secret.
 
     The secret (`user:password`) is read from standard input, which is a pipe. So it is in no
     command line and in no environment that `/proc` shows. Prefect reads it from an environment

@@ -133,7 +133,7 @@ class FlowSettings(ComputeSettings, ReadingSpec):
     def inputs(self) -> tuple[str, ...]:
         """Return the local files that are read, which nothing may be written over.
 
-        Settings without such files, like these, return none.
+        These settings name no such files. Settings of flows that read files override this method.
 
         Raises:
             InputError: A file does not exist.

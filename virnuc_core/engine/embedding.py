@@ -67,7 +67,7 @@ class Job:
     damaged: tuple[str, ...]  # a line for each shard whose file was damaged and moved
     n_lost: int  # sequences without a result in the shards that are computed already
     spec: ClassifySpec  # the settings as the user gave them
-    unique_bytes: int  # bytes of the embeddings and scores of one distinct sequence
+    bytes_per_sequence: int  # bytes of the embeddings and scores of one distinct sequence
     # Reads with a score between these two get no verdict.
     uncertain: tuple[float, float] | None = None
     remarks: tuple[str, ...] = ()  # lines for the summary about reads and classifier
@@ -81,7 +81,7 @@ class Job:
         total = 0
         for shard in shards:
             lo, hi = self.plan.range(shard)
-            total += SHARD_OVERHEAD_BYTES + (hi - lo) * self.unique_bytes
+            total += SHARD_OVERHEAD_BYTES + (hi - lo) * self.bytes_per_sequence
         return total
 
     def tasks(self, shards: Sequence[int]) -> list[ShardTask]:
@@ -322,6 +322,9 @@ class Embedding:
     ) -> None:
         """Add to the stage clock how long each part of a worker's start took.
 
+        The parts are those that `START_UP` names, such as the import of modules and the loading of
+        weights.
+
         Args:
             clock: Collects the times of the run's stages. It is changed.
             batches: The batches of the worker's device.
@@ -336,7 +339,14 @@ class Embedding:
             # The worker was started for an earlier job. Its start took no time of this run, so
             # all its moments are the beginning of this job.
             began_s = self._began_s
-            start = WorkerStart(began_s, began_s, began_s, began_s, began_s, launched_s)
+            start = WorkerStart(
+                requested_s=began_s,
+                spawned_s=began_s,
+                imported_s=began_s,
+                loaded_s=began_s,
+                ready_s=began_s,
+                launched_s=launched_s,
+            )
             waited_s = 0.0
         else:
             # A worker that replaces a dead one was spawned after the beginning. The time until

@@ -382,7 +382,7 @@ class Node:
             number = self._number_of(child)
             if isinstance(message, Closed):
                 # The process has ended. `end` collects its exit status.
-                status = child.end(0.5)
+                status = child.end(grace_s=0.5)
                 message = Ended(status=status, last_words=child.last_words)
                 ended_children[number] = self._children.pop(number)
             lines.append(WorkerLine(number=number, line=message.line()))

@@ -65,7 +65,7 @@ def _kills_at_every_spread_row(shard: ShardTask) -> Generator[ShardTask, bool, b
     """Compute a few single rows that lie far apart, and return true if each kills a worker.
 
     Return false as soon as a worker survives one of them, and also if the shard has too few rows.
-    Yields a probe for each row, and is sent true if the worker survived it.
+    This generator yields a task for each row, and is sent true if the worker survived it.
     """
     # The first row, and others at equal distances after it.
     step = max(1, (shard.hi - shard.lo) // N_SPREAD_PROBES)
@@ -80,7 +80,7 @@ def _kills_at_every_spread_row(shard: ShardTask) -> Generator[ShardTask, bool, b
 def _bisect_one_row(shard: ShardTask, guilty_rows: list[int]) -> RowSearch:
     """Search for one more row that kills workers, by halving the range of rows again and again.
 
-    Yields a probe for each half, and is sent true if the worker survived it.
+    This generator yields a task for each half, and is sent true if the worker survived it.
 
     Args:
         shard: The task of the whole shard.

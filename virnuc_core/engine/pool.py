@@ -167,6 +167,7 @@ class Pool(AbstractContextManager["Pool"]):
         """
         self.specs = tuple(specs)
         self.device_remark = device_remark
+        # Measures devices of other machines. None for devices of this machine.
         self.reader = workers.reader
         self._workers = workers
         self._keep = keep
@@ -200,8 +201,8 @@ class Pool(AbstractContextManager["Pool"]):
         """Compute the shards of one job, and wait until all are committed.
 
         When this returns or raises, no worker computes any of them. If the pool keeps its workers,
-        an error of the kinds `JOB_ERRORS` ends only the job that caused it. Any other error ends
-        all jobs and all workers.
+        an error that has its cause in one job (`JOB_ERRORS`) ends only that job. Any other error
+        ends all jobs and all workers.
 
         Args:
             tasks: The shards of one run.
@@ -304,10 +305,10 @@ class Pool(AbstractContextManager["Pool"]):
                     )
                     # So that the next step does not end it again before its end is reported.
                     worker.last_progress_s = now_s
-                    worker.end(0.5)
+                    worker.end(grace_s=0.5)
             elif worker.is_silent:
                 # No task has to be queued again, so the message of its end is not waited for.
-                worker.end(0)
+                worker.end(grace_s=0)
                 slot.worker = None
 
     def _add_new_devices(self) -> None:
@@ -332,7 +333,8 @@ class Pool(AbstractContextManager["Pool"]):
             self._warm = False  # later calls start only as many workers as there are tasks
         idle = [slot for slot in self._slots if slot.worker is None]
         n_running = len(self._slots) - len(idle)
-        for slot in idle[: max(0, n_wanted - n_running)]:
+        n_missing = max(0, n_wanted - n_running)  # more may run than there are tasks
+        for slot in idle[:n_missing]:
             slot.worker = self._workers.start(slot.spec)
             slot.ready_record = None
 
@@ -534,7 +536,7 @@ class Pool(AbstractContextManager["Pool"]):
         return [self._jobs[run] for run in runs]
 
     def _handle_death(self, slot: WorkerSlot, worker: process.Child) -> None:
-        """Handle the end of a worker that was not asked to end.
+        """Handle the end of a worker that died, or that was ended because it had hung.
 
         Its tasks are queued again. The slot is left without a worker, so that the next step starts
         another one. If the worker's whole node is lost, the slot is removed.
@@ -545,7 +547,7 @@ class Pool(AbstractContextManager["Pool"]):
             DeviceError: The memory of the device is too small for the smallest token budget.
         """
         # Its output has ended, but the process, or others that it has started, may still exist.
-        status = worker.end(0.5)
+        status = worker.end(grace_s=0.5)
         was_ready = slot.ready_record is not None
         death = WorkerDeath(worker, status, tuple(slot.tasks), was_ready)
         slot.worker = None
@@ -585,7 +587,7 @@ class Pool(AbstractContextManager["Pool"]):
                 budget_divisor = _next_divisor(slot.spec.budget_divisor, worker.device)
                 slot.spec = slot.spec.model_copy(update={"budget_divisor": budget_divisor})
                 slot.oom_shards.clear()
-        elif not was_ready and affected_jobs:
+        elif not was_ready and affected_jobs:  # without a job, no run has to be given up
             self._count_unready_death(slot, death)
 
     def _count_unready_death(self, slot: WorkerSlot, death: WorkerDeath) -> None:

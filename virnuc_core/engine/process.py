@@ -194,7 +194,7 @@ class Child:
         """
         self._set_common_attributes(spec, inbox)
         self.process = subprocess.Popen(
-            parent_bound_command(PROGRAM, module),
+            parent_bound_command(PROGRAM, module),  # it ends when this process ends
             env={**os.environ, **environment(spec.device)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -347,7 +347,7 @@ def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
     """
     endings: list[Future[int]] = []
     children_without_thread: list[Child] = []
-    with ThreadPoolExecutor(1 + len(_children)) as threads:
+    with ThreadPoolExecutor(1 + len(_children)) as threads:  # 0 threads would be an error
         for child in children:
             try:
                 endings.append(threads.submit(child.end, grace_s))
@@ -488,7 +488,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         """End all workers that this object has started, and wait until they have ended."""
         if self in _prestarted:
             _prestarted.remove(self)
-        end_children(self.prestarted, 0)  # they have no task to finish
+        end_children(self.prestarted, grace_s=0)  # they have no task to finish
         end_children(self._started)
 
 
@@ -593,8 +593,8 @@ class Parent:
                 time.sleep(heartbeat_s)
                 self.send(Alive(last_progress_s=self.progress()))
 
-        for task in (read_messages, send_heartbeats):
-            threading.Thread(target=task, daemon=True).start()
+        for function in (read_messages, send_heartbeats):
+            threading.Thread(target=function, daemon=True).start()
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """Wait for the next message and return it. Return None if none comes in time.
@@ -638,9 +638,9 @@ class Parent:
         kind = type(reported_error).__name__
         message = str(reported_error)
         if isinstance(reported_error, OSError) and reported_error.errno is not None:
-            # The system refused something. Python has a class for each of several such errors
-            # (`TimeoutError`, `BlockingIOError`, ...). The parent must know all of them as what
-            # they are, and not take the worker's end for the fault of a row.
+            # The system refused something. Python has classes for some of these errors
+            # (`TimeoutError`, `BlockingIOError`, ...). Under the one name `OSError`, the parent
+            # knows all of them as errors of the system, and does not blame a row of the shard.
             kind = OSError.__name__
             message = describe_system_error(reported_error)
             if reported_error.filename is not None:

@@ -605,7 +605,7 @@ def read_scores(
         arrays = _read(run, plan, shard, ("scores",))
         parts.append(arrays["scores"])
     scores = np.concatenate(parts)
-    has_failed: NDArray[np.bool_] = np.logical_or.reduce(np.isnan(scores), axis=1)
+    has_failed: NDArray[np.bool_] = np.isnan(scores).any(axis=1)
     return scores, has_failed
 
 
@@ -675,7 +675,7 @@ def write_virtual_embeddings(run: RunDir) -> Path:
     plan = read_plan(run)
     n_sequences = plan.bounds[-1]
     widths = {"embeddings": _embedding_width(run, plan), "scores": 2}
-    with atomic_hdf5(run.embeddings, libver="latest") as file:
+    with atomic_hdf5(run.embeddings, libver="latest") as file:  # virtual datasets are a new format
         for name, width in widths.items():
             layout = h5py.VirtualLayout((n_sequences, width), np.float32)
             layout.dcpl.set_obj_track_times(False)  # the same shards give the same bytes
