@@ -190,6 +190,7 @@ class Embedding:
                 device_ids,
                 every_s=self._monitor.sample_s,
                 on_samples=write_journal,
+                # How to measure the devices of other machines. None for those of this machine.
                 read=None if pool is None else pool.reader,
             )
             stack.enter_context(sampler)
@@ -218,14 +219,14 @@ class Embedding:
                         reporter.update(event)
 
             try:
-                computed = pool.compute(tasks, job.run.root.resolve() / "logs", on_event)
+                pooled_job = pool.compute(tasks, job.run.root.resolve() / "logs", on_event)
             except StorageError as error:
                 needed = format_bytes(job.shard_bytes(remaining))
                 problem = f"{error}; the shards still to come take about {needed}"
                 raise StorageError(problem) from error
         self.ended_s = time.monotonic()
         self.measured = self._read_journal(write_journal.error)
-        return computed
+        return pooled_job
 
     def _reporter(
         self, sampler: Sampler, tasks: Sequence[ShardTask]
@@ -289,6 +290,7 @@ class Embedding:
             own_batches = self._batches_of(busiest)
             self._record_start_up(clock, own_batches, job.ready_records[busiest.device])
             finished_s = self._record_gaps(clock, own_batches, busiest, job)
+            # When the last shard of any device was committed.
             committed_s = (shards.finished_s + shards.commit_s).max()
             clock.add("Commits", committed_s - finished_s)
         clock.add("Shutdown", self.ended_s - committed_s)

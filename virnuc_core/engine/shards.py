@@ -605,7 +605,8 @@ def read_scores(
         arrays = _read(run, plan, shard, ("scores",))
         parts.append(arrays["scores"])
     scores = np.concatenate(parts)
-    has_failed: NDArray[np.bool_] = np.isnan(scores).any(axis=1)
+    # True for each row in which any value is NaN.
+    has_failed: NDArray[np.bool_] = np.logical_or.reduce(np.isnan(scores), axis=1)
     return scores, has_failed
 
 

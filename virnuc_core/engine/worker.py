@@ -282,7 +282,7 @@ class Worker:
         # Rows are grouped by length. These are the groups that rows of 2 to `longest` tokens have,
         # each named by its largest length.
         possible_lengths = np.arange(2, longest + 1)
-        self._usual_bounds: list[int] = np.unique(group_bounds(possible_lengths)).tolist()
+        self._all_length_groups: list[int] = np.unique(group_bounds(possible_lengths)).tolist()
         # Seconds from the start of the process until each encoder was loaded.
         loaded_s: list[float] = []
 
@@ -350,7 +350,9 @@ class Worker:
         warmed_bounds: list[int] = []
         while True:
             # A task may have come since the last round, and then fewer groups are needed.
-            bounds = [bound for bound in self._bounds(encoder) if bound not in warmed_bounds]
+            bounds = [
+                bound for bound in self._next_length_groups(encoder) if bound not in warmed_bounds
+            ]
             if not bounds:
                 return
             # The first batch has the full size, which shows that the token budget fits into memory.
@@ -362,7 +364,7 @@ class Worker:
             warm_up(encoder, slots, self._device, bounds[0])
             warmed_bounds.append(bounds[0])
 
-    def _bounds(self, encoder: Encoder) -> list[int]:
+    def _next_length_groups(self, encoder: Encoder) -> list[int]:
         """Return the groups of lengths that the next rows will belong to, in ascending order.
 
         A group is named by its largest length, in tokens. If a task waits to be received, these are
@@ -371,7 +373,7 @@ class Worker:
         """
         task = self._parent.peek()
         if not isinstance(task, ShardTask):
-            return self._usual_bounds
+            return self._all_length_groups
         # A task whose store cannot be read is reported when the task is computed. Here it is
         # treated like no task.
         with suppress(Exception):
@@ -380,7 +382,7 @@ class Worker:
             tokens = encoder.INFO.estimate_tokens(residues)
             bounds: list[int] = np.unique(group_bounds(tokens)).tolist()
             return bounds
-        return self._usual_bounds
+        return self._all_length_groups
 
     def _load_repeater(self, longest: int) -> "Repeater":
         """Load the fp16 copy of the protein encoder, and compile its kernels on a GPU.
@@ -618,6 +620,7 @@ class Worker:
         for encoder in ENCODERS:
             encoder_batches = [batch for batch in batches if batch.encoder == encoder.name]
             tokens[encoder.molecule] = sum(batch.tokens for batch in encoder_batches)
+            # All times are known now, although the type allows None.
             device_ms = sum(batch.device_ms or 0.0 for batch in encoder_batches)
             seconds[encoder.molecule] = device_ms / 1e3
         allocated_bytes = None
@@ -656,18 +659,18 @@ class Worker:
         if not run_digests:
             return
         models = Path(self._spec.models)
+        digests = self._loaded_digests.result()  # computed while the models were loaded
         # Earlier versions computed another digest of the calibration for int8. If the run has
         # recorded that one, it takes the place of ours.
-        loaded_digests = self._loaded_digests.result()  # computed while the models were loaded
-        loaded = accept_older_digest(models, loaded_digests, run_digests)
-        if loaded == run_digests:
+        digests = accept_older_digest(models, digests, run_digests)
+        if digests == run_digests:
             return
         # This process has other models than the run. What does the directory hold now?
-        on_disk = fingerprint(models, self._spec.engine.precision)
-        on_disk = accept_older_digest(models, on_disk, run_digests)
-        changed = join_first(find_mismatches(run_digests, on_disk, strict=True))
-        if changed:
-            problem = f"{changed} is no longer what the run began with"
+        disk_digests = fingerprint(models, self._spec.engine.precision)
+        disk_digests = accept_older_digest(models, disk_digests, run_digests)
+        changed_models = join_first(find_mismatches(run_digests, disk_digests, strict=True))
+        if changed_models:
+            problem = f"{changed_models} is no longer what the run began with"
             way_out = "put it back, or choose another directory"
             raise RunMismatchError(f"{models}: {problem}; {way_out}")
         # The directory is right, so only this process is wrong. An error that is not ours makes the
