@@ -16,6 +16,8 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 
+from virnuc_core.confidential import secrets_hidden
+
 MISSED_CRITERION: Final = "virnuc.criterion.fail"  # the event that may pause a deployment
 
 
@@ -77,7 +79,9 @@ def main() -> None:
         sys.exit("alerts are created on a running server; name it with PREFECT_API_URL")
     slug = sys.argv[1]
     pause = sys.argv[2:] == ["--pause"]
-    with get_client(sync_client=True) as server:
+    # An error of Prefect's client names the address of the server, which may contain a password.
+    hiding = secrets_hidden(streams=True, for_good=True)
+    with hiding, get_client(sync_client=True) as server:
         try:
             create(server, slug, pause=pause)
         except ObjectNotFound:

@@ -15,6 +15,7 @@ from prefect.context import FlowRunContext, SyncClientContext
 
 from virnuc.flows.cancellation import interrupted_when_cancelled
 from virnuc.flows.flow_body import checked_settings, run_body
+from virnuc.flows.hidden_secrets import without_secrets
 from virnuc.flows.own_outcome import current_outcome
 from virnuc.flows.parameters import with_flow_signature
 from virnuc.flows.settings.shared import FlowSettings
@@ -66,7 +67,7 @@ def with_parameters(
             own.returned = _with_flow_run_id(outcome)
             return to_state(outcome)
 
-        return with_flow_signature(called, function, model)
+        return with_flow_signature(without_secrets(called), function, model)
 
     return decorate
 

@@ -21,6 +21,8 @@ from virnuc_core.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Result = TypeVar("Result")
+# Settings that a flow has no parameter for, because a server keeps the parameters of a run.
+PRIVATE_FIELDS: Final = ("email",)
 WITHOUT: Final = "virnuc predict --no-prefect, which needs no server"
 
 
@@ -123,14 +125,15 @@ def with_flow_signature(
 ) -> Callable[..., Result]:
     """Describe a function as a flow with the fields of a model as its parameters.
 
-    Prefect makes the form of the UI from the signature and from the list in the docstring.
+    Prefect makes the form of the UI from the signature and from the list in the docstring. Fields
+    in `PRIVATE_FIELDS` are left out.
 
     Args:
         function: The function to describe; it takes the fields as keyword arguments.
         like: The function whose name and docstring it gets.
         model: The settings model.
     """
-    fields = fields_of(model)
+    fields = {name: field for name, field in fields_of(model).items() if name not in PRIVATE_FIELDS}
     parameters_of_model = inspect.signature(model).parameters
     set_signature(function, like, [parameters_of_model[name] for name in fields])
     lines = [inspect.getdoc(like) or "", "", "Args:"]

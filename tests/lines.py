@@ -27,6 +27,7 @@ LAYERS = (
     (
         "allowed_paths",
         "checked_files",
+        "confidential",
         "config",
         "errors",
         "encoder_names",

@@ -237,7 +237,9 @@ class ReadingSpec(HostSpec):
         False, description="refuse duplicate read ids instead of keeping them apart"
     )
     email: str | None = Field(
-        None, description="mail address that NCBI asks for, when reads are ncbi: accessions"
+        None,
+        description="mail address that NCBI asks for, when reads are ncbi: accessions; "
+        "it is recorded nowhere",
     )
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from virnuc_core.confidential import redact
+
 MAX_SHOWN_LETTERS: Final = 100  # of a value or a name that is wrong
 MAX_SHOWN_NAMES: Final = 3  # of a list in a message
 # Characters that move the cursor of a terminal or reverse the order of letters, and bytes of file
@@ -56,12 +58,15 @@ def join_first(names: Iterable[object]) -> str:
 
 
 class VirnucError(Exception):
-    """Root of the family. `exit_code` is the exit code of a command that ends with it."""
+    """Root of the family. `exit_code` is the exit code of a command that ends with it.
+
+    Its text has no passwords, and no control characters.
+    """
 
     exit_code = 1
 
     def __init__(self, problem: str) -> None:
-        super().__init__(printable(problem))
+        super().__init__(printable(redact(problem)))
 
 
 class InputError(VirnucError):

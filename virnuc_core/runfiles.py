@@ -29,6 +29,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 import virnuc_core
 from virnuc_core import gpus
 from virnuc_core.checked_files import Match, open_checked, read_checked_json, with_own_digest
+from virnuc_core.confidential import redact
 from virnuc_core.config import Share, refuse_unreadable
 from virnuc_core.encoder_names import DNA, PROTEIN, Molecule
 from virnuc_core.errors import (
@@ -321,13 +322,14 @@ def _redact_email_option(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command line in which the value of `--email` is replaced by `…`.
 
     The address belongs to a person. No result depends on it. It may be given in two ways:
-    `--email=ADDRESS` is one word, `--email ADDRESS` is two.
+    `--email=ADDRESS` is one word, `--email ADDRESS` is two. Some programs also accept a shorter
+    form of the option, such as `--em`.
     """
     words: list[str] = []
     is_address = False  # the word before was the option without its value
     for word in command:
         option, equals, _ = word.partition("=")
-        is_option = option == EMAIL_OPTION
+        is_option = len(option) > len("--") and EMAIL_OPTION.startswith(option)
         if is_address:
             words.append("…")
         elif is_option and equals:
@@ -472,13 +474,13 @@ def new_record(kind: type[File], devices: Sequence[Device], **made_from: Any) ->
 
     Returns:
         The record, with the versions and the host of this process, and with one attempt: the
-        command of this process, without passwords and signatures.
+        command of this process, without passwords, signatures and the mail address.
     """
     started = now()
     first_attempt = Attempt(
         started=started,
         devices=tuple(devices),
-        command=tuple(map(redact_credentials, sys.argv)),
+        command=tuple(redact(redact_credentials(word)) for word in sys.argv),
         directory=str(Path.cwd()),
     )
     fields = {

@@ -41,6 +41,7 @@ from virnuc.flows.cli.output import accept_all_letters
 from virnuc.flows.cli.registry import COMMAND_NAMES, COMMANDS
 from virnuc.flows.exit_deadline import exit_deadline
 from virnuc_core.allowed_paths import require_allowed_options
+from virnuc_core.confidential import secrets_hidden
 from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.rundir import relax_garbage_collection
 from virnuc_core.system_errors import describe_system_error, limit_error
@@ -97,7 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_whole_process = arguments is None
     words = list(sys.argv[1:]) if arguments is None else list(arguments)
     relax_garbage_collection()
-    with exit_deadline(by_hand=True, final=is_whole_process):
+    accept_all_letters(sys.stdout, sys.stderr)
+    # Threads of other programs may still write after the command, until the process ends.
+    hiding = secrets_hidden(streams=True, for_good=is_whole_process)
+    with hiding, exit_deadline(by_hand=True, final=is_whole_process):
         code = _run_and_report(words)
     if is_whole_process:
         gc.freeze()  # the process ends now, so Python need not look for garbage once more
@@ -135,12 +139,11 @@ def _run_and_report(words: list[str]) -> int:
 
 
 def _prepare_process(debug: bool) -> None:
-    """Set up what all commands share: output streams, the environment, warnings and logs.
+    """Set up what all commands share: the environment, warnings and other libraries' logs.
 
     Args:
         debug: Show warnings and log lines of other libraries that are hidden otherwise.
     """
-    accept_all_letters(sys.stdout, sys.stderr)
     models_variable = ENVIRONMENT["models"]
     if not os.environ.get(models_variable):
         # Cyclopts would take an empty variable for the working directory, so it is removed.

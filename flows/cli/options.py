@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from virnuc.flows.parameters import Result, Settings, build, fields_of, set_signature
 from virnuc_core import config
+from virnuc_core.confidential import EMAIL_VARIABLE
 from virnuc_core.config import Spec
 
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
@@ -20,7 +21,11 @@ Out = Annotated[Path, Parameter(name=("--out", "-o"))]
 
 SHORT_OPTIONS: Final = {"out": "-o", "mates_1": "-1", "mates_2": "-2"}
 # the variables that are used for what a command was not given
-ENVIRONMENT: Final = {"models": "VIRNUC_MODELS", "no_prefect": "VIRNUC_NO_PREFECT"}
+ENVIRONMENT: Final = {
+    "models": "VIRNUC_MODELS",
+    "no_prefect": "VIRNUC_NO_PREFECT",
+    "email": EMAIL_VARIABLE,
+}
 
 
 class OnTerminal(Spec):

@@ -17,9 +17,11 @@ from typing import Any, Final
 from virnuc.flows.cli.prefect_settings import prepare_prefect
 from virnuc.flows.cli.prestart import prestart_digest, prestart_workers
 from virnuc.flows.cli.temporary_server import USE_NO_SERVER, start_temporary_server
+from virnuc.flows.parameters import PRIVATE_FIELDS
 from virnuc.flows.preflight import preflight
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
+from virnuc_core.confidential import redact
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.lease import command_start_s
@@ -48,6 +50,7 @@ def run_from_terminal(flow_path: str, model: type[FlowSettings], settings: Any) 
     Raises:
         VirnucError: The flow cannot run on these settings, failed or was cancelled.
     """
+    _keep_in_memory(settings)
     prepare_prefect()
     has_named_server, wait_for_server = _prepare_server(settings)
     with ExitStack() as prestarted:
@@ -95,6 +98,13 @@ def _import(path: str) -> Any:
     """Return a function, given as `package.module:function`."""
     module_name, _, function_name = path.partition(":")
     return getattr(importlib.import_module(module_name), function_name)
+
+
+def _keep_in_memory(settings: Any) -> None:
+    """Remember the mail address for downloads in this process. The flow does not get it."""
+    from virnuc_core.reads.contact import keep_contact_address
+
+    keep_contact_address(settings.email)
 
 
 def _run_alone(flow_path: str, model: type[FlowSettings], values: dict[str, Any]) -> Outcome[Any]:
@@ -177,7 +187,8 @@ def _has_named_server(way_out: str) -> bool:
 
         url = PREFECT_API_URL.value()
     except Exception as error:  # what a damaged `profiles.toml` raises is not one type of error
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        # Half a password, after the text was cut, would not be recognised.
+        reason = " ".join(redact(f"{type(error).__name__}: {error}").split())
         if len(reason) > MAX_REASON_LENGTH:
             reason = f"{reason[:MAX_REASON_LENGTH]} …"
         raise ConfigError(
@@ -212,7 +223,8 @@ def _flow_values(model: type[FlowSettings], settings: Any) -> dict[str, Any]:
     """Return the values of the flow's settings, without the queries of addresses.
 
     Prefect keeps the parameters of a run, and a query may hold a signature. Downloads find the full
-    addresses in the memory of this process.
+    addresses in the memory of this process. The mail address is there, too, and flows have no
+    parameter for it.
 
     Args:
         model: The settings model of the flow. What only the terminal takes is left out.
@@ -222,6 +234,8 @@ def _flow_values(model: type[FlowSettings], settings: Any) -> dict[str, Any]:
 
     values = {}
     for name in model.model_fields:
+        if name in PRIVATE_FIELDS:
+            continue
         value = getattr(settings, name)
         if name in INPUT_FIELDS:
             value = tuple(redact_url(address) for address in value)

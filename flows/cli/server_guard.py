@@ -99,5 +99,6 @@ def create_app() -> App:
     os.environ["PREFECT_SERVER_API_AUTH_STRING"] = secret
     from prefect.server.api import server
 
-    host = urlsplit(os.environ["PREFECT_API_URL"]).netloc
+    # The `Host` header of a request has no user name and no password.
+    host = urlsplit(os.environ["PREFECT_API_URL"]).netloc.rpartition("@")[2]
     return OwnerOnly(server.create_app(), host, secret)

@@ -94,7 +94,15 @@ def test_a_run_is_asked_for_with_devices_in_words() -> None:
         RunSpec(reads=("a.fa",), out=Path("run"), models=Path("models"), devices="tpu:1")
 
 
-@pytest.mark.parametrize("option", [["--email=lab@example.org"], ["--email", "lab@example.org"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--email=lab@example.org"],
+        ["--email", "lab@example.org"],
+        ["--em=lab@example.org"],
+        ["--emai", "lab@example.org"],
+    ],
+)
 def test_the_mail_address_is_in_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
 ) -> None:

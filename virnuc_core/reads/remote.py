@@ -24,11 +24,13 @@ import httpcore
 import httpx
 from pydantic import ValidationError
 
+from virnuc_core.confidential import EMAIL_VARIABLE
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, printable
 from virnuc_core.input_names import NCBI_PREFIX, is_address
 from virnuc_core.lease import make_folder
 from virnuc_core.proxies import warn_of_removed_proxies
+from virnuc_core.reads.contact import contact_address, keep_contact_address
 from virnuc_core.reads.sources import REDACTED_URL, full_urls, redact_url
 from virnuc_core.rundir import atomic_file, check_room, storage_errors, write_text_atomically
 from virnuc_core.runfiles import sha256_of
@@ -66,7 +68,7 @@ def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -
     Args:
         reads: Files, addresses, and accessions as `ncbi:ACC,ACC`.
         folder: The folder for what is fetched.
-        email: A mail address, which NCBI asks for.
+        email: A mail address, which NCBI asks for; by default that of `contact_address`.
 
     Returns:
         The same inputs as local names, in the same order.
@@ -75,11 +77,12 @@ def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -
         ConfigError: An address or accession is not valid, or NCBI's mail address is missing.
         InputError: A file or a sequence cannot be fetched.
     """
+    keep_contact_address(email)
     local_names: list[str] = []
     for name in reads:
         if name.startswith(NCBI_PREFIX):
             accessions = name.removeprefix(NCBI_PREFIX).split(",")
-            local_names.append(str(fetch_accessions(accessions, folder, email=email)))
+            local_names.append(str(fetch_accessions(accessions, folder, email=contact_address())))
         elif is_address(name):
             local_names.append(str(fetch(name, folder)))
         else:
@@ -506,8 +509,8 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
         return target
     if not email:
         raise ConfigError(
-            "NCBI asks for a mail address with each request; "
-            "give one, or download the FASTA yourself"
+            "NCBI asks for a mail address with each request; give one with --email or the variable "
+            f"{EMAIL_VARIABLE} (of the worker, for a deployment), or download the FASTA yourself"
         )
     form = {
         "db": "nuccore",
