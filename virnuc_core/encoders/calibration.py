@@ -221,6 +221,7 @@ def _with_metadata_order(
     # The library writes compact JSON, and spaces up to a multiple of eight bytes.
     header_json = json.dumps(new_header, separators=(",", ":"), ensure_ascii=False).encode()
     new_length = math.ceil(len(header_json) / LENGTH_BYTES) * LENGTH_BYTES
+    # Fewer keys make the header shorter. It is longer only if its JSON was written in another way.
     if new_length > length:
         raise ValueError("the header was not written by the safetensors library")
     length_field = new_length.to_bytes(LENGTH_BYTES, "little")

@@ -264,7 +264,9 @@ def check_finite(folder: Path, shape: Shape, read_tensor: TensorReader) -> int:
 
 
 def check_models(models: Path, new_length: int | None = None) -> HeadShape:
-    """Check a models directory, except for the numbers of the encoders, which take gigabytes.
+    """Check that a models directory is complete and that its models fit each other.
+
+    The numbers of the encoders are not read, because they take gigabytes.
 
     Args:
         models: Models directory.

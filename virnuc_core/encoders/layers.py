@@ -213,6 +213,7 @@ def load_affine(read_tensor: TensorReader, name: str) -> Affine:
         read_tensor: Returns a tensor when it is given our name for the tensor.
         name: Our name for the layer, without `.weight` and `.bias`.
     """
+    # The kernels expect the rows of a weight one after the other in memory.
     return read_tensor(f"{name}.weight").contiguous(), read_tensor(f"{name}.bias")
 
 
@@ -270,8 +271,10 @@ class Encoder(ABC):
             read_tensor: Returns a tensor of the model when it is given our name for the tensor.
             device: Where the network runs.
             precision: Number format in which the network runs.
-            attention: Which implementation runs its layers, see `backends`.
-            calibration: For int8, the statistics of the inputs of its linear layers.
+            attention: Which implementation runs its layers: our kernels ("fused") or plain torch
+                operations ("reference").
+            calibration: For int8, the statistics of the inputs of its linear layers, layer by
+                layer. None: no layer computes in int8.
         """
         self.shape = shape
         self.width = shape.width
@@ -325,7 +328,8 @@ class Encoder(ABC):
         not on the other sequences. The call does not wait for the device.
 
         Returns:
-            float32 [row_capacity, width]; rows past `batch.rows` are zero.
+            float32 [row_capacity, width], where `row_capacity` is the largest number of rows that a
+            batch can have. Rows past `batch.rows` are zero.
         """
         with torch.inference_mode():
             hidden_states = self.compute_hidden_states(batch)

@@ -188,6 +188,7 @@ class Esm2(Encoder):
         """
         from virnuc_core.encoders.kernels import int8_product, int8_rows
 
+        # `scale` has a number for each row: its int8 numbers times the scale are about the row.
         rows, scale = int8_rows(stream, rotation, norm=layer.attn_norm, eps=self.shape.norm_eps)
         qkv = int8_product(rows, scale, layer.qkv)  # fp16 [slots, 3 * width]
         mean_values = self._backend.attend(qkv, layout)  # fp16 [slots, width]
@@ -207,6 +208,7 @@ class Esm2(Encoder):
         """
         from virnuc_core.encoders.kernels import int8_product, int8_rows
 
+        # `scale` has a number for each row: its int8 numbers times the scale are about the row.
         rows, scale = int8_rows(stream, rotation, norm=layer.ffn_norm, eps=self.shape.norm_eps)
         up_outputs = int8_product(rows, scale, layer.up)  # fp16 [slots, ffn_width], before GELU
         rows, scale = int8_rows(up_outputs, ffn_rotation, gelu=True)

@@ -69,7 +69,10 @@ class _Machine:
         else:
             taken_size = self._take(instruction.stack_before)
             for kind in instruction.stack_after:
-                self._stack.append(1 + taken_size if kind in HASHABLE_COLLECTIONS else 1)
+                size = 1
+                if kind in HASHABLE_COLLECTIONS:
+                    size += taken_size
+                self._stack.append(size)
         if self._stack and self._stack[-1] > MAX_TUPLE_SIZE:
             raise ValueError(f"a tuple of more than {MAX_TUPLE_SIZE:,} values within each other")
 

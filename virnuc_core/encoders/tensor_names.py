@@ -54,6 +54,9 @@ class StoredTensor(NamedTuple):
 def our_name(public_name: str) -> str:
     """Translate the name of a tensor in a public checkpoint to our name.
 
+    A name consists of a module, such as `encoder.layer.3.attention.self.query`, and `weight` or
+    `bias`. Two tables translate the modules: one those within a layer, one those outside of layers.
+
     Returns:
         Our name, for instance `layers.3.qkv.weight`; "" for a tensor that virnuc does not use; the
         public name itself if it is unknown.

@@ -82,7 +82,8 @@ class Telemetry:
         """Return the tokens, the sequences and the batches per second while the run embedded.
 
         The time runs from the first launch of a batch to the end of the last batch. A sequence
-        counts once, although both encoders embed it. A number is `None` if no time passed.
+        counts once, although both encoders embed it. The steady tokens are those without the first
+        batches of each device, which are slower. A number is `None` if it is not known.
         """
         metrics = statistics.batch_metrics(self.batches)
         batches_per_s = None
@@ -230,7 +231,7 @@ class _JournalLines:
     shards: list[ShardDone] = field(default_factory=list)
 
     def add(self, record: JournalRecord) -> None:
-        """Add a record to those of its kind."""
+        """Add a record to those of its kind. A text is the attempt's start or a worker's death."""
         match record:
             case ShardDone():
                 self.shards.append(record)
@@ -374,7 +375,7 @@ def telemetry_file(
         telemetry: What the run measured.
         n_reads: How many reads it had.
         wall_s: How long it took.
-        window_s: The length of a window.
+        window_s: The length of a window, one of the stretches of time that the file lists.
         sequences_per_hour: Reads per hour over the whole time, staging included.
     """
     batches = batch_frame(telemetry)
@@ -395,7 +396,14 @@ def telemetry_file(
 def _summary(
     telemetry: Telemetry, n_reads: int, wall_s: float, sequences_per_hour: float | None
 ) -> TelemetrySummary:
-    """Summarise a run. The arguments are those of `telemetry_file`."""
+    """Return the summary of a run: each number for the whole run.
+
+    Args:
+        telemetry: What the run measured.
+        n_reads: How many reads it had.
+        wall_s: How long it took.
+        sequences_per_hour: Reads per hour over the whole time, staging included.
+    """
     span = statistics.embedding_span(telemetry.batches)
     busy = statistics.device_busy(telemetry.shards)
     gpus = {}
@@ -534,7 +542,8 @@ def _unused_path(folder: Path, started: datetime) -> Path:
 def _write_table(group: h5py.Group, table: pd.DataFrame) -> None:
     """Write each column of a table as a dataset.
 
-    Categories are written as codes, and the devices that the codes stand for as an attribute.
+    Categories are written as codes. The devices that the codes stand for are written as an
+    attribute, because they differ from run to run. The other categories have fixed names.
     """
     devices = list(table.device.cat.categories) if "device" in table else []
     group.attrs["devices"] = json.dumps(devices)

@@ -73,7 +73,7 @@ def record_table(
 
 
 def none_if_nan(value: float) -> float | None:
-    """Return a number, or `None` for NaN, which is what pandas makes of nothing known."""
+    """Return a number, or `None` for NaN, with which pandas marks a number that is not known."""
     if np.isnan(value):
         return None
     return float(value)
@@ -480,5 +480,6 @@ def _longest_idle_s(samples: pd.DataFrame) -> float:
     stretch_of_sample = (~is_idle).cumsum()
     idle_times_s = samples.time_s[is_idle]
     stretches = idle_times_s.groupby(stretch_of_sample[is_idle])
-    longest_s: float = (stretches.max() - stretches.min()).max()
+    durations_s = stretches.max() - stretches.min()
+    longest_s: float = durations_s.max()
     return longest_s

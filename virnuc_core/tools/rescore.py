@@ -136,7 +136,11 @@ def _require_own_directory(run: RunDir, out: RunDir) -> None:
 
 
 def _open_finished_run(run: RunDir) -> _FinishedRun:
-    """Open a run; raise an error if some of its shards are not computed yet."""
+    """Open a run whose embeddings are all there.
+
+    Raises:
+        ConfigError: Some of its shards, which hold the embeddings, are not computed yet.
+    """
     record = read_record(run)
     store = shards.store_of(run, record)
     plan = shards.read_plan(run)

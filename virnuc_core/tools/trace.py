@@ -166,6 +166,13 @@ class _Recorder:
     """
 
     def __init__(self, take: Take, spec: TraceSpec, device: Device) -> None:
+        """Prepare to record. Nothing is recorded yet.
+
+        Args:
+            take: Returns the next item of the loader and how long it was waited for.
+            spec: How many shards to skip and to record, and where to write.
+            device: The device of this worker.
+        """
         self._take = take
         self._spec = spec
         self._device = device

@@ -198,6 +198,7 @@ def _cluster_labels(table: pd.DataFrame) -> "pd.Series[float]":
     The option `--groups` can put genomes of both classes into one cluster.
     """
     mean_labels = table.groupby("cluster")["label"].mean()
+    # `where` keeps the means that are 0 or 1, and replaces all others.
     return mean_labels.where(mean_labels.isin((0, 1)), 0.5)
 
 

@@ -322,7 +322,8 @@ def _make_record(
 
 def _count_clusters(rows: pd.DataFrame) -> dict[str, dict[str, int]]:
     """Return the number of genome clusters in each set (training, validation, test) by class."""
-    counts = rows.groupby(["side", "label"])["cluster"].nunique().unstack()
+    counts = rows.groupby(["side", "label"])["cluster"].nunique().unstack()  # [sides, labels]
+    # Sides and labels are numbers. All of them occur, so they are in the order of their names.
     counts.index = pd.Index(SIDES)
     counts.columns = pd.Index(LABELS)
     by_side: dict[Any, Any] = counts.to_dict("index")
@@ -336,7 +337,7 @@ def _describe_genomes(examples: Examples) -> dict[str, dict[str, int | str]]:
     """
     labels = [LABELS[label] for label in examples.genomes["label"]]
     genomes = examples.genomes.assign(label=labels)
-    n_frames = examples.rows["genome"].value_counts()
+    n_frames = examples.rows["genome"].value_counts()  # by the number of the genome, its row
     genomes["frames"] = n_frames.reindex(genomes.index, fill_value=0)
     by_name: dict[Any, Any] = genomes.set_index("genome").to_dict("index")
     return by_name
