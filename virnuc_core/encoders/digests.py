@@ -120,7 +120,7 @@ def part_digest(folder: Path, *further_files: Path, recompute: bool = False) -> 
     for path in (folder / CONFIG, *weight_files(folder), *further_files):
         with refuse_unreadable(path, "file", WeightsError):
             status = read_with_retries(path, path.stat)
-        with _digest_lock:
+        with _digest_lock:  # a second thread that needs this digest waits for it
             digest = _cached_digest(path.resolve(), _file_state(status), recompute)
         lines += f"{path.name} {digest}\n"
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -102,7 +102,7 @@ def measure_job(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -
     job = replace(job, todo=job.todo[:shards])
     started_s = time.monotonic()
     embedding = Embedding(job, RunMonitor(sample_s=sample_s), started_s)
-    pool = embedding.run()
+    pool = embedding.run()  # of the workers, whose deaths and reduced budgets it recorded
     wall_s = time.monotonic() - started_s
     embedding.write(stages=(), wall_s=wall_s)  # there were no other stages than the embedding
     measured = embedding.measured

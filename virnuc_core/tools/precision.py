@@ -137,11 +137,16 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
 
 
 def _plan_stretches(store: OrfStore, sequences: int, fingerprint: str) -> ShardPlan:
-    """Return a plan with shards so small that `STRETCHES` of them hold `sequences` sequences."""
+    """Return a plan, that is, how the sequences are cut into shards, with small shards.
+
+    About `STRETCHES` shards hold `sequences` sequences. A shard fills at least one batch.
+    """
     n_tokens = count_protein_tokens(store)
     tokens_to_embed = n_tokens * sequences // store.n_uniques
     shard_tokens = max(EXACT_TOKENS, tokens_to_embed // STRETCHES)
-    return make_plan(store.protein_offsets, shard_tokens, EXACT_TOKENS, fingerprint)
+    return make_plan(
+        store.protein_offsets, shard_tokens, token_budget=EXACT_TOKENS, fingerprint=fingerprint
+    )
 
 
 def _spread_shards(n_shards: int, n_wanted: int) -> tuple[int, ...]:

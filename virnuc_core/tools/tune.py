@@ -372,7 +372,8 @@ class Sweep:
             n_shards = -(-self.tokens // job.engine.shard_tokens)  # rounded up
         try:
             measurement = measure_job(job, shards=n_shards, sample_s=self.bench.sample_s)
-            scores = shards.read_scores(run, range(len(job.plan))[:n_shards])[0]
+            measured_shards = range(len(job.plan))[:n_shards]  # all, if `n_shards` is None
+            scores, _ = shards.read_scores(run, measured_shards)
         except DeviceError as error:
             if _is_held_by_another_run(job):
                 raise
