@@ -379,7 +379,7 @@ class _Measurement:
         Returns:
             P(others) and P(virus) of each row, float32 [rows, 2].
         """
-        scores = [np.empty((0, 2), dtype=np.float32)]  # without a file there is nothing to join
+        scores = [np.empty((0, 2), dtype=np.float32)]  # `concatenate` needs at least one array
         for number in range(1, n_files + 1):
             path = worker.file_path(self.folder, "scores.npy", number)
             scores.append(worker.load(path))

@@ -203,7 +203,10 @@ class FileWorker:
         self._reported_s = 0.0  # when the count of rows was last sent
 
     def do(self, task: FileTask) -> FileDone:
-        """Execute one task, and return how long loading and computing took."""
+        """Execute one task, and return how long loading a model and all the rest took.
+
+        The result is written to the next intermediate file.
+        """
         started_s = time.monotonic()
         self.last_progress_s = started_s
         folder = Path(task.folder)
@@ -212,7 +215,7 @@ class FileWorker:
             merge_file(folder, task.file)
         elif task.operation == "predict":
             load_s = self.predict(folder, task)
-        else:
+        else:  # the operation is the name of an encoder
             load_s = self.embed(folder, task)
         self.last_progress_s = time.monotonic()
         return FileDone(load_s=load_s, compute_s=self.last_progress_s - started_s - load_s)

@@ -45,8 +45,8 @@ def _halves(
     cos: tl.tensor,  # float32 [positions, head_dim / 2]; None with ALiBi
     sin: tl.tensor,
     stride: tl.constexpr,  # numbers from one token to the next
-    half: tl.constexpr,
-    factor: tl.constexpr,
+    half: tl.constexpr,  # head_dim / 2
+    factor: tl.constexpr,  # 1 / sqrt(head_dim) for queries, 1 for keys
 ) -> tl.tensor:
     """Load the queries or keys of some tokens, multiplied by `factor` and rotated.
 
@@ -85,7 +85,7 @@ def _scores(
     key_positions: tl.tensor,  # [keys]
     length: tl.tensor,  # tokens of the row
     slope: tl.tensor,  # of ALiBi; None with rotary positions
-    dot_precision: tl.constexpr,
+    dot_precision: tl.constexpr,  # how exactly Triton multiplies float32
 ) -> tl.tensor:
     """Compute the attention scores of some queries and keys, float32 [queries, keys].
 
@@ -150,7 +150,7 @@ def _whole_row(
     queries: tl.constexpr,  # queries that are treated together
     near: tl.constexpr,  # keys of the first part
     far: tl.constexpr,  # keys of the second part
-    dot_precision: tl.constexpr,
+    dot_precision: tl.constexpr,  # how exactly Triton multiplies float32
 ) -> None:
     """Compute one head of one row of up to `near + far` tokens.
 
@@ -239,7 +239,7 @@ def _whole_rows(
     queries: tl.constexpr,  # queries that are treated together
     near: tl.constexpr,  # keys of the first part in which a row's keys are loaded
     far: tl.constexpr,  # keys of the second part; 0 if the batch has short rows only
-    dot_precision: tl.constexpr,
+    dot_precision: tl.constexpr,  # how exactly Triton multiplies float32
 ) -> None:
     """Compute attention for one head of one row: one program for each head and row.
 
@@ -324,7 +324,7 @@ def _long_rows(
     head_dim: tl.constexpr,
     factor: tl.constexpr,  # 1 / sqrt(head_dim), with which queries are multiplied
     block: tl.constexpr,  # queries of a program, and keys that are treated together
-    dot_precision: tl.constexpr,
+    dot_precision: tl.constexpr,  # how exactly Triton multiplies float32
 ) -> None:
     """Compute attention for one head and one block of queries of a row: one program for each.
 

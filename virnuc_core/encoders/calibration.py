@@ -89,7 +89,8 @@ def read_calibration(models: Path, encoder: EncoderInfo = PROTEIN_ENCODER) -> St
         recorded_digest = metadata.get(STATISTICS_DIGEST)
         if recorded_digest not in (None, statistics_digest(statistics)):
             raise ValueError("the statistics are not those that were written")
-        # Each tensor is [2, in]: the largest absolute inputs, then the mean inputs.
+        # Each tensor is [2, in]: the largest absolute inputs, then the mean inputs. A mean cannot
+        # be above the largest.
         for largest, mean in statistics.values():
             is_sound = np.isfinite(largest) & (np.abs(mean) <= MEAN_TOLERANCE * largest)
             if not is_sound.all():
@@ -112,7 +113,8 @@ def statistics_digest(statistics: Mapping[str, NDArray[np.float32]]) -> str:
     content = hashlib.sha256()
     for name, values in sorted(statistics.items()):
         content.update(f"{name} {values.shape}\n".encode())
-        content.update(np.ascontiguousarray(values, "<f4").tobytes())
+        little_endian = np.ascontiguousarray(values, "<f4")  # the same bytes on every machine
+        content.update(little_endian.tobytes())
     return content.hexdigest()
 
 

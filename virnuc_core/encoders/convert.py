@@ -373,6 +373,7 @@ def random_tensor(shape: Shape, name: str, seed: int = 0) -> Tensor:
 
     def draw(i: int) -> None:
         """Fill piece `i` of the tensor with uniform numbers of the wanted mean and spread."""
+        # The seed of the piece has three numbers: the model's, the tensor's and the piece's.
         generator = np.random.Generator(np.random.SFC64((seed, name_digest, i * PIECE_NUMBERS)))
         uniform = torch.from_numpy(generator.random(len(pieces[i]), dtype=np.float32))  # [0, 1)
         uniform.sub_(0.5).mul_(distribution.std * UNIFORM_SPREAD).add_(distribution.mean)

@@ -69,7 +69,7 @@ def kept_heads(models: Path) -> list[KeptHead]:
         # The installed classifier comes first in this loop. If the archive has a copy of it, this
         # replaces number 0 by the number in the archive.
         by_digest[digest] = KeptHead(number, digest, digest == installed_digest, shape)
-    return sorted(by_digest.values())
+    return sorted(by_digest.values())  # by number, which is the first field
 
 
 class Comparison(NamedTuple):
@@ -266,7 +266,7 @@ def _archive_head(head: Path, models: Path) -> Path:
     """
     digest = part_digest(head)
     suffix = f"-{digest[:DIGEST_LETTERS]}"
-    folders = _kept_folders(models)
+    folders = _kept_folders(models)  # the last one has the highest number
     number = folders[-1].number + 1 if folders else 1
     archive_folder = models / ARCHIVE / f"{number:03d}{suffix}"
     for folder in folders:

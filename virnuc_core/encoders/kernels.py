@@ -50,10 +50,11 @@ Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and the sc
 def quick_gelu(x: tl.tensor) -> tl.tensor:
     """Compute exact GELU, x * Phi(x), without a branch, so that rows stay in registers.
 
-    Phi is the cumulative distribution of the normal distribution. GELU(x) is
-    max(x, 0) - |x| * Phi(-|x|). The base-2 logarithm of Phi(-|x|), the tail of the distribution, is
-    approximated by a polynomial of |x|. The absolute error is at most 6e-7. Where GELU is small,
-    its relative error is at most 4e-6, as with float32's own erf.
+    It is called exact in contrast to GELU's usual approximation by tanh. Phi is the cumulative
+    distribution of the normal distribution. GELU(x) is max(x, 0) - |x| * Phi(-|x|). The base-2
+    logarithm of Phi(-|x|), the tail of the distribution, is approximated by a polynomial of |x|.
+    The absolute error is at most 6e-7. Where GELU is small, its relative error is at most 4e-6, as
+    with float32's own erf.
     """
     size = tl.abs(x)
     # The polynomial has the degree 7. It is written as a chain of products and sums (Horner).
@@ -115,7 +116,8 @@ def norm(
         x: [rows, width]. It is not changed.
         affine: Weight and bias of the norm, [width] each.
         eps: A small number that is added to the variance.
-        shift: float32 [width], added to every row first; None: nothing is added.
+        shift: float32 [width], added to every row first: biases that linear layers have left out.
+            None: nothing is added.
 
     Returns:
         A new tensor [rows, width] in the format of `x`.
@@ -440,7 +442,8 @@ def interleave(weight: Tensor) -> Tensor:
     kernel computes both columns in the same program, without a pass over memory between them.
 
     Args:
-        weight: [2 n, k], where n is a multiple of a block's columns.
+        weight: [2 n, k], where n is the width of the unit's result, a multiple of the columns of a
+            block, and k the width of its input.
 
     Returns:
         A new tensor [2 n, k].
@@ -456,8 +459,9 @@ def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
     """Compute a gated linear unit: exact GELU of one half of `x @ weight.T`, times the other half.
 
     Args:
-        x: fp16 or bf16 [m, k].
-        interleaved: The weight [2 n, k], in the order that `interleave` makes.
+        x: fp16 or bf16 [m, k], m rows of the width k.
+        interleaved: The weight [2 n, k], in the order that `interleave` makes, where the rows of
+            both halves alternate block by block.
 
     Returns:
         [m, n], in the format of `x`.

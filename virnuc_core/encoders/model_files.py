@@ -54,7 +54,8 @@ def write_tensors(
     header_json = header_json.ljust(padded_size)  # with spaces
 
     with atomic_file(path) as temp_path, temp_path.open("wb") as file:
-        file.write(len(header_json).to_bytes(8, "little") + header_json)
+        length_field = len(header_json).to_bytes(8, "little")
+        file.write(length_field + header_json)
         for name in shapes:
             tensor = read_tensor(name).to("cpu", dtypes[name]).contiguous()
             # NumPy has no bfloat16, so the numbers are written as plain bytes.

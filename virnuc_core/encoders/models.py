@@ -319,5 +319,11 @@ def embed_sequences(
     """
     tokens, offsets = tokenizer.encode(sequences)
     longest = int(offsets.diff().max())
-    batch = PackedBatch(tokens, offsets.int(), len(sequences), longest, len(tokens))
+    batch = PackedBatch(
+        tokens,
+        cu_seqlens=offsets.int(),
+        rows=len(sequences),
+        max_seqlen=longest,
+        real_tokens=len(tokens),
+    )
     return encoder.embed(batch.to(device))

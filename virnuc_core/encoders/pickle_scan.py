@@ -111,7 +111,7 @@ def check_checkpoint(path: Path, *, is_zip: bool) -> None:
     if not is_zip:
         with path.open("rb") as file:
             start_of_file = io.BytesIO(file.read(MAX_PICKLE_BYTES))
-        for _ in range(N_LEGACY_PICKLES):
+        for _ in range(N_LEGACY_PICKLES):  # they follow each other in the file
             _check_pickle(start_of_file, budget)
         return
 

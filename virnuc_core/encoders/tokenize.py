@@ -188,7 +188,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         raise WeightsError(
             f"{path}: with a dropout of {dropout:g} the same read gives other tokens each time"
         )
-    for example in ("", "ACGTN" * 8):
+    for example in ("", "ACGTN" * 8):  # without a letter; with bases and an unknown one
         _check_encoding(path, tokenizer, example)
     return tokenizer
 

@@ -168,7 +168,6 @@ class InferenceProgressReporter:
         self._done += shard.rows
         now_s = time.monotonic()
         # Bars are brought up to date with every shard. Log lines would be too many.
-        # Bars are brought up to date with every shard. Log lines would be too many.
         if self._bars is not None or now_s - self._last_log_s >= LOG_EVERY_S:
             self._last_log_s = now_s
             self._show()

@@ -58,6 +58,7 @@ def record_table(
     device_names = [*devices]
     if "device" in {field.name for field in fields(kind)}:
         device_names += [row.device for row in rows]
+    # The type of a field decides the type of its column. All other fields hold floats or `None`.
     types: dict[Any, Any] = {
         int: "int64",
         str: pd.CategoricalDtype(list(dict.fromkeys(device_names))),
@@ -206,7 +207,6 @@ def batch_metrics(batches: pd.DataFrame, counting: EncoderName = PROTEIN.name) -
         p95_wait_ms=none_if_nan(float(batches.wait_ms.quantile(0.95))),
         queue=queue,
         waiting_share=none_if_nan(float((batches.wait_ms > FULL_BELOW_MS).mean())),
-        # Without `min_count` a sum over unknown times only would be 0.
         # Without `min_count` a sum over unknown times only would be 0.
         device_s=none_if_nan(batches.device_ms.sum(min_count=1) / 1000.0),
         span_s=span_s,

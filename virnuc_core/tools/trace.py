@@ -99,6 +99,7 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
     if len(job.plan) < (spec.skip + spec.traced_shards) * n_devices:
         # There are so few reads that no shard is left to warm up with.
         spec = spec.model_copy(update={"skip": 0})
+    # The worker processes run the function `work` of this module.
     job = replace(job, trace=spec, worker=__name__)
     measure_job(job, shards=(spec.skip + spec.traced_shards) * n_devices)
     discard(scratch.root, *RUN_FILES)

@@ -153,7 +153,8 @@ def sample_kmers(letters: NDArray[np.uint8], offsets: Indices) -> pd.DataFrame:
         has the same hash on both strands.
     """
     sampling_rate = 1 + len(letters) // MAX_HASHES
-    max_hash = ~np.uint64(0) // np.uint64(sampling_rate)
+    largest_number = ~np.uint64(0)  # of 64 bits
+    max_hash = largest_number // np.uint64(sampling_rate)
     blocks = []
     for start in range(0, len(letters) - K + 1, BLOCK_BASES):
         # The last k-mers of a block reach into the next one.

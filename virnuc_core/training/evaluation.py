@@ -129,6 +129,8 @@ def weighted_metrics(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
         # (precision and recall, as in scikit-learn's average precision).
         trapezoids = fallout_steps * (recall - recall_steps / 2)
         precision_steps = recall_steps * true_positives / (true_positives + false_positives)
+        # The Brier score is the mean squared error. The expected calibration error (ece) compares,
+        # bin by bin, the mean score with the share of viral rows.
         metrics = {
             "auroc": trapezoids.sum(axis=1),
             "auprc": np.nansum(precision_steps, axis=1),

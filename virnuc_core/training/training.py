@@ -78,6 +78,7 @@ def link_models(models: Path, out: Path, shape: HeadShape) -> Path:
         The new models directory, in `out`.
     """
     folder = out / MODELS_FOLDER
+    # Remove what an earlier training has left.
     discard(folder, *ENCODER_PARTS, f"{HEAD_FOLDER}/config.json", f"{HEAD_FOLDER}/{WEIGHTS}")
     small_shape = shape.model_copy(update={"hidden": 1, "card": None})  # its size does not matter
     tensors = partial(random_tensor, small_shape)

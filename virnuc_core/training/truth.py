@@ -76,6 +76,7 @@ def read_table(
     _require_columns(table, path, columns, optional)
     lines = np.arange(FIRST_LINE, FIRST_LINE + len(table))
     table = table[list(columns)].set_axis(lines)
+    # Empty fields become NaN. A line of nothing else is left out.
     table = table.mask(table == "").dropna(how="all")
     is_incomplete = table.isna().any(axis=1)
     if is_incomplete.any():
