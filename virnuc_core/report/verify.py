@@ -17,7 +17,7 @@ from typing import Final
 
 from virnuc_core.checked_files import OWN_DIGEST_FIELD, without_own_digest
 from virnuc_core.config import OnShare
-from virnuc_core.errors import StorageError, UnreadableError, VirnucError
+from virnuc_core.errors import ConfigError, StorageError, UnreadableError, VirnucError
 from virnuc_core.profiles import Profile, load_profile, profile_names
 from virnuc_core.reads.workers import Workers
 from virnuc_core.report.build import APPROVAL, build_report, read_report
@@ -43,6 +43,7 @@ from virnuc_core.report.verify_runs import (
     verify_run,
 )
 from virnuc_core.report.verify_store import verify_store
+from virnuc_core.report.verify_times import verify_times
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, identity, read
 from virnuc_core.safe_files import read_file
@@ -118,7 +119,7 @@ def _checks(out: Path, profile: str | None) -> list[Check]:
     checks += [partial(verify_results, name=name) for name in run_names(out)]
     checks += [partial(verify_run, name=name) for name in _runs_and_repetitions(out)]
     checks += [partial(_verify_comparison, claimed=comparison) for comparison in comparisons]
-    checks += [verify_baseline, verify_overhead]
+    checks += [verify_baseline, verify_overhead, verify_times]
     return checks
 
 
@@ -179,7 +180,8 @@ def _verify_report(
     report = read_report(RunDir(out).report / REPORT_JSON, check=False)
     record = raw.read(ValidationRecord, RECORD)
     began_with = None if record is None else record.profile
-    _verify_profile(verification, report.profile, began_with, profile_name)
+    named_file = "" if record is None else str(record.spec.get("profile", ""))
+    _verify_profile(verification, report.profile, began_with, profile_name, named_file)
 
     new_report = build_report(out, report.profile)
     if _has_reviewer(new_report) and not _has_reviewer(report):
@@ -208,6 +210,7 @@ def _verify_profile(
     profile: Profile,
     began_with: Profile | None,
     profile_name: str | None,
+    named_file: str,
 ) -> None:
     """Check that a report was judged by the right profile.
 
@@ -216,6 +219,7 @@ def _verify_profile(
         profile: The profile in the report.
         began_with: The profile that the validation began with.
         profile_name: The profile that the user names.
+        named_file: The profile as the validation's settings name it: a name or a file.
     """
     name = profile.name
     shipped_profile = load_profile(name) if name in profile_names() else None
@@ -231,8 +235,36 @@ def _verify_profile(
         )
     else:
         verification.compare("profile", profile, expected_profile)
+    _remark_on_changed_file(verification, began_with, named_file)
     if shipped_profile not in (None, expected_profile):
         verification.remarks.append(f"profile {name}: not virnuc's own of this name")
+
+
+def _remark_on_changed_file(
+    verification: Verification, began_with: Profile | None, named_file: str
+) -> None:
+    """Add a remark if the file of the profile has other thresholds than when the validation began.
+
+    A validation with the same profile file would be judged otherwise today.
+
+    Args:
+        verification: Collects the remark.
+        began_with: The profile that the validation began with.
+        named_file: The profile as its settings name it. Only files can have been changed.
+    """
+    if began_with is None or not named_file.endswith(".toml"):
+        return
+    try:
+        current = load_profile(named_file)
+    except ConfigError as error:
+        verification.remarks.append(f"the profile of the validation cannot be read now: {error}")
+        return
+    # The baseline may have been given on the command line in place of the file's.
+    begun = began_with.model_copy(update={"baseline": current.baseline})
+    if current != begun:
+        verification.remarks.append(
+            f"{named_file} has other thresholds now than when the validation began"
+        )
 
 
 def _has_reviewer(report: Report) -> bool:

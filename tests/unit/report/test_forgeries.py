@@ -15,12 +15,13 @@ import pytest
 from tests.damage import edit_json, seal_again
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine.shards import ShardResult, commit, read_plan, read_scores, read_shard
+from virnuc_core.profiles import FOLDER as PROFILES
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.build import rerender, write_report
 from virnuc_core.report.compare import compare_runs
-from virnuc_core.report.regression import HISTORY
+from virnuc_core.report.regression import HISTORY, append_history, read_history
 from virnuc_core.report.verify import verify_report
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
@@ -46,11 +47,17 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out_dir = folder / "out"
     for name in (ONE, TWO):
         set_aside(RunDir(out_dir / name), 3)
-    later_start = {"started": "2099-01-01T00:00:00+00:00"}  # than the earlier
-    edit_json(out_dir / TWO / "summary.json", lambda body: body["attempts"][0].update(later_start))
+    make_older(folder / HISTORY)
     compare_runs(out_dir, (ONE, TWO), tolerance=load_profile(PROFILE).score_tolerance, subset=False)
     write_report(out_dir, load_profile(PROFILE), folder / HISTORY)
     return out_dir
+
+
+def make_older(path: Path) -> None:
+    """Date the only run of a history back, so that it is an earlier one."""
+    (entry,) = read_history(path)
+    path.unlink()
+    append_history(path, entry.model_copy(update={"created": "2020-01-01T00:00:00+00:00"}))
 
 
 def set_aside(run: RunDir, unique: int) -> None:
@@ -201,6 +208,33 @@ def shorter(summary: dict) -> None:
     summary["attempts"][-1]["wall_s"] = 0.1
 
 
+def slower_in_every_file(out: Path) -> None:
+    """The one-device run takes longer in each file that has its time, so that scaling looks better."""
+    run = out / ONE
+
+    def slow_down(summary: dict) -> None:
+        summary["wall_s"] += 100.0
+        summary["total_s"] += 100.0
+        summary["attempts"][-1]["wall_s"] += 100.0
+
+    edit_json(run / "summary.json", slow_down)
+    (telemetry,) = run.glob("telemetry/*.json")
+    wall_s = json.loads((run / "summary.json").read_text())["wall_s"]
+    edit_json(telemetry, lambda content: content["summary"].update(wall_s=wall_s))
+
+
+def slower_baseline_in_every_time(out: Path) -> None:
+    """The baseline takes a hundred times as long, with all of its stages."""
+
+    def slow_down(summary: dict) -> None:
+        for name in ("wall_s", "measured_s"):
+            summary[name] *= 100.0
+        for name in ("stages", "measured_stages"):
+            summary[name] = {stage: 100.0 * seconds for stage, seconds in summary[name].items()}
+
+    edit_json(out / "baseline" / "summary.json", slow_down)
+
+
 def history_softened(out: Path) -> None:
     """An earlier run is made slower, in the file of past runs, so that this one looks no worse."""
     path = out.parent / HISTORY
@@ -306,6 +340,18 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {  # how, and what the difference mu
         reported(body("baseline/summary.json", "measured_s", to=1e4)),
         r"baseline/summary\.json: wall_s",
     ),
+    "the one-device run made slower in every file": (
+        reported(slower_in_every_file),
+        rf"{ONE}/summary\.json: total_s says .*, its stages add up to",
+    ),
+    "the one-device run made slower into the next run": (
+        reported(slower_in_every_file),
+        rf"{ONE} took .*, but {TWO} began .* before its end",
+    ),
+    "the baseline made slower in every time": (
+        reported(slower_baseline_in_every_time),
+        rf"baseline took .*, but {ONE} began .* before its end",
+    ),
     "a baseline's label flipped": (
         text("baseline/prediction_results.txt", "\tvirus\t", "\tothers\t"),
         r"baseline/prediction_results\.txt",
@@ -387,3 +433,19 @@ def test_a_report_by_another_profile_is_as_reported(forged: Path) -> None:
     for profile in ("production-6m", "phase10-1m"):
         write_report(forged, load_profile(profile))
         assert verify_report(forged).differences == []
+
+
+def test_a_profile_file_that_was_changed_later_is_a_remark(forged: Path, tmp_path: Path) -> None:
+    shipped = PROFILES / f"{PROFILE}.toml"
+    own = tmp_path / "own.toml"
+    own.write_text(shipped.read_text(encoding="utf-8"), encoding="utf-8")
+    edit_json(forged / "run.json", lambda body: body["spec"].update(profile=str(own)))
+    write_report(forged, load_profile(PROFILE))
+    assert verify_report(forged).remarks == []
+
+    own.write_text(shipped.read_text(encoding="utf-8").replace("99", "98"), encoding="utf-8")
+    assert load_profile(str(own)) != load_profile(PROFILE)
+    verification = verify_report(forged)
+    assert verification.differences == []
+    (remark,) = verification.remarks
+    assert f"{own} has other thresholds now than when the validation began" in remark
