@@ -28,6 +28,7 @@ from virnuc_core.report.model import BASELINE, Report
 from virnuc_core.report.raw_files import RUN_PREFIX, SUMMARY, run_names
 from virnuc_core.rundir import RUN_FILES, SHARD_FILES, RunDir, discard
 from virnuc_core.runfiles import ModelFlops
+from virnuc_core.system_errors import list_folder, path_exists
 from virnuc_core.tools.bench import Bench
 from virnuc_core.validation import OVERHEAD, TUNING, record_validation
 
@@ -254,8 +255,8 @@ def finished_runs(out: Path) -> dict[str, int]:
     A run that is used again keeps its summary. So equal results of this function before and after
     the runs mean that nothing was computed.
     """
-    summaries = out.glob(f"{RUN_PREFIX}*/{SUMMARY}")
-    return {str(path): path.stat().st_mtime_ns for path in summaries}
+    summaries = [run / SUMMARY for run in list_folder(out, f"{RUN_PREFIX}*")]
+    return {str(path): path.stat().st_mtime_ns for path in summaries if path_exists(path)}
 
 
 def _measure_ceilings(work: MeasuredWork, device_counts: Sequence[int]) -> ModelFlops | None:

@@ -5,13 +5,25 @@ from pathlib import Path
 
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import check_room
-from virnuc_core.system_errors import describe_system_error, storage_error
+from virnuc_core.system_errors import (
+    describe_system_error,
+    is_folder,
+    storage_error,
+    target_exists,
+)
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path itself if it exists, otherwise the nearest parent folder that exists."""
+    """Return the path itself if it exists, otherwise the nearest parent folder that exists.
+
+    Raises:
+        UnreadableError: It is not known whether a path exists.
+    """
     absolute = path.absolute()
-    return next(candidate for candidate in (absolute, *absolute.parents) if candidate.exists())
+    for candidate in (absolute, *absolute.parents):
+        if target_exists(candidate):
+            return candidate
+    return Path(absolute.anchor)
 
 
 def require_writable(folder: Path, nbytes: int = 0, purpose: str = "") -> None:
@@ -29,7 +41,7 @@ def require_writable(folder: Path, nbytes: int = 0, purpose: str = "") -> None:
         StorageError: There is not enough room.
     """
     existing = nearest_existing(folder)
-    if not existing.is_dir():
+    if not is_folder(existing):
         raise ConfigError(f"{folder}: {existing} is a file; choose another directory")
     try:
         # A real write also fails on a disk that is full or read-only; permission bits do not show

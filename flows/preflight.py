@@ -20,6 +20,7 @@ from virnuc_core.config import (
 )
 from virnuc_core.errors import InputError
 from virnuc_core.rundir import RunDir
+from virnuc_core.system_errors import is_regular_file, path_exists
 
 if TYPE_CHECKING:
     from virnuc_core.config import OnError
@@ -68,7 +69,7 @@ def preflight(settings: FlowSettings) -> Devices:
         fingerprint(settings.models, "int8")  # raises an error for weights that were not calibrated
     # A run that was begun before has a plan of its shards. Part of its embeddings may be written
     # already, so the room that it needs is not estimated.
-    is_planned = RunDir(settings.out).plan.exists()
+    is_planned = path_exists(RunDir(settings.out).plan)
     nbytes = 0
     if not is_planned:
         nbytes = BYTES_PER_VALUE * head.width * n_rows
@@ -174,7 +175,7 @@ def count_rows(
     n_rows = 0
     empty = []
     for name in names:
-        if not Path(name).is_file():
+        if not is_regular_file(Path(name)):
             continue
         beginning = _read_beginning(name, on_error, model_length)
         file_bytes = Path(name).stat().st_size

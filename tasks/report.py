@@ -30,6 +30,7 @@ from virnuc_core.report.views.reads import fate_rows
 from virnuc_core.report.views.speed import scaling_rows
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import read
+from virnuc_core.system_errors import path_exists
 
 # how the UI shows the verdicts, with signs that every font has and without emoji
 VERDICT_MARKS: Final = {
@@ -190,7 +191,7 @@ def _publish_trend(report: Report, out: Path) -> None:
     Nothing is shown if this validation was not compared with earlier ones.
     """
     regression = RunDir(out).root / REGRESSION
-    if not regression.is_file():
+    if not path_exists(regression):
         return
     comparison = read(regression, RegressionFile)
     nights = trend((*comparison.history, comparison.entry))[-MAX_NIGHTS:]

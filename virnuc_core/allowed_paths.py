@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from virnuc_core.errors import ConfigError
 from virnuc_core.input_names import STDIN, is_remote
+from virnuc_core.system_errors import ErrorKind, classify, unreadable_error
 
 ROOTS: Final = "VIRNUC_ROOTS"
 # Options whose texts are inputs of reads. `-` is standard input, and addresses are not paths.
@@ -131,13 +132,14 @@ def _is_path_text(name: str, value: object) -> bool:
 def _links_within(folder: Path, *, is_recursive: bool) -> Iterator[Path]:
     """Yield each symbolic link in a folder; nothing if the path is not a folder.
 
-    Folders that cannot be listed are skipped: their files cannot be opened by name either, or the
-    error is reported when they are opened.
-
     Args:
         folder: The folder.
         is_recursive: Also search sub-folders, and the folders to which links lead. Otherwise links
             to folders are left out, because they are not read.
+
+    Raises:
+        UnreadableError: A folder cannot be listed. Its files may still be opened by name, so the
+            links among them would go unchecked.
     """
     pending = [str(folder)]
     searched = set[str]()  # real paths: links may lead in circles
@@ -150,8 +152,12 @@ def _links_within(folder: Path, *, is_recursive: bool) -> Iterator[Path]:
             searched.add(real_path)
             with os.scandir(current) as iterator:
                 entries = list(iterator)
-        except (OSError, ValueError):  # not a folder, or a name that no file can have
+        except ValueError:  # a name that no file can have
             continue
+        except OSError as error:
+            if classify(error) is ErrorKind.TRANSIENT:
+                raise unreadable_error(error, Path(current)) from error
+            continue  # no folder, or a name that no file can have
         for entry in entries:
             is_folder = _leads_to_folder(entry)
             if entry.is_symlink() and (is_recursive or not is_folder):
@@ -163,11 +169,17 @@ def _links_within(folder: Path, *, is_recursive: bool) -> Iterator[Path]:
 
 
 def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to one; False if a link cannot be followed."""
+    """Return whether an entry is a folder or a link to one; False if a link leads nowhere.
+
+    Raises:
+        UnreadableError: It is not known, for example because the file server does not answer.
+    """
     try:
         return entry.is_dir()
-    except OSError:  # for example links that lead to each other
-        return False
+    except OSError as error:
+        if classify(error) is ErrorKind.TRANSIENT:
+            raise unreadable_error(error, Path(entry.path)) from error
+        return False  # for example links that lead to each other
 
 
 @contextmanager

@@ -15,6 +15,7 @@ reason of the last attempt.
 
 import hashlib
 import logging
+import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,8 @@ from virnuc_core.system_errors import (
     classify,
     describe_system_error,
     error_number,
+    is_folder,
+    unreadable_error,
 )
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
@@ -120,7 +123,7 @@ class Ledger:
             InputError: There is no such folder.
             ConfigError: The results would be written into the inbox.
         """
-        if not inbox.is_dir():
+        if not is_folder(inbox):
             hint = "create it or name another inbox"
             raise errors.InputError("no such folder", file=inbox, hint=hint)
         inbox_root, out_root = inbox.resolve(), out.resolve()
@@ -161,23 +164,56 @@ class Ledger:
             if row.sha256
         }
         rows = []
-        for path in self._candidate_paths():
+        for path in self._candidate_paths(rows):
             row = self._describe_file(path, known_digests, settled_before_s=now_s - settle_s)
             if row is not None:
                 rows.append(row)
         rows.sort(key=lambda row: (row.mtime_ns, row.file))
         return _mark_duplicates(rows)
 
-    def _candidate_paths(self) -> Iterator[Path]:
-        """Yield all paths in the inbox, except for hidden files and unfinished copies.
+    def _candidate_paths(self, rows: list[Row]) -> Iterator[Path]:
+        """Yield the files in the inbox and its sub-folders.
 
-        Programs that copy or download give unfinished files one of `SKIPPED_SUFFIXES`.
+        Left out are hidden files and folders, unfinished copies, and the files in folders to which
+        links lead. Programs that copy or download give unfinished files one of
+        `SKIPPED_SUFFIXES`.
+
+        Args:
+            rows: Receives a row for each sub-folder that cannot be listed. Nothing is known about
+                its files.
+
+        Raises:
+            UnreadableError: The inbox itself cannot be listed.
         """
-        for path in self.inbox.rglob("*"):
-            names = path.relative_to(self.inbox).parts
-            is_hidden = any(name.startswith(".") for name in names)
-            if not is_hidden and path.suffix not in SKIPPED_SUFFIXES:
-                yield path
+        pending = [self.inbox]
+        while pending:
+            folder = pending.pop()
+            try:
+                with os.scandir(folder) as iterator:
+                    entries = list(iterator)
+            except FileNotFoundError:  # removed in the meantime
+                continue
+            except OSError as error:
+                if folder == self.inbox:
+                    raise unreadable_error(error, folder) from error
+                rows.append(self._describe_unlisted_folder(folder, error))
+                continue
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                path = Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(path)
+                elif path.suffix not in SKIPPED_SUFFIXES:
+                    yield path
+
+    def _describe_unlisted_folder(self, folder: Path, error: OSError) -> Row:
+        """Return the row of a sub-folder whose files are not known, with the error as a note."""
+        name = str(folder.relative_to(self.inbox)).encode("utf-8", "backslashreplace").decode()
+        row = Row(file=f"{name}/", sha256="", size=0, mtime_ns=0, fate="failed")
+        if _may_pass(error):
+            return row.changed(fate="waiting", note=_unreadable_note(error))
+        return row.changed(note=f"cannot be listed: {describe_system_error(error)}")
 
     def _describe_file(
         self, path: Path, known_digests: dict[_FileState, str], settled_before_s: float

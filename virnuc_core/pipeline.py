@@ -59,7 +59,7 @@ from virnuc_core.runfiles import (
     write,
 )
 from virnuc_core.safe_files import read_file, remove_file
-from virnuc_core.system_errors import path_exists
+from virnuc_core.system_errors import list_folder, path_exists
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.log import finished_attempt, read_journal, write_telemetry
 from virnuc_core.telemetry.tables import StageClock
@@ -780,7 +780,7 @@ def _log_errors(run: RunDir) -> list[str]:
     Long lines are shortened, and each run of white space becomes one space.
     """
     lines = []
-    for path in sorted((run.root / "logs").glob("worker-*.log")):
+    for path in list_folder(run.root / "logs", "worker-*.log"):
         try:
             content = read_file(path, run.root, MAX_LOG_BYTES)
         except UnsafeFileError as error:
@@ -884,7 +884,7 @@ def _remove_read_files(job: Job, kept: Collection[Path]) -> None:
         kept: Files that are already correct and stay.
     """
     for path in set(job.run.reads_of()) - set(kept):
-        if path.exists() and path not in job.run.reads_of(job.spec.written_verdicts):
+        if path_exists(path) and path not in job.run.reads_of(job.spec.written_verdicts):
             log.warning(
                 "%s was written by an earlier command and is removed; "
                 "use --write-viral or --write-nonviral to write it again",

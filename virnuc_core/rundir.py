@@ -53,7 +53,9 @@ from virnuc_core.safe_files import (
 )
 from virnuc_core.system_errors import (
     describe_system_error,
+    is_folder,
     is_regular_file,
+    list_folder,
     path_exists,
     read_with_retries,
     storage_error,
@@ -420,6 +422,9 @@ def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
     Unlike `Path.glob`, this yields no path in a folder that is a symbolic link. The link itself is
     yielded if it matches.
+
+    Raises:
+        UnreadableError: The system cannot list a folder, so that nothing is known about it.
     """
     # The names in each folder. Hundreds of patterns ask for the same few folders.
     names_of_folder: dict[Path, list[str]] = {}
@@ -431,12 +436,8 @@ def _matching_paths(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
         """
         if folder not in names_of_folder:
             names_of_folder[folder] = []
-            if folder == root and folder.is_dir():
-                names_of_folder[folder] = [path.name for path in folder.iterdir()]
-            elif folder.is_dir() and not folder.is_symlink():
-                # As for `Path.glob`, a folder that may not be listed, or has gone, is empty.
-                with suppress(PermissionError, FileNotFoundError):
-                    names_of_folder[folder] = [path.name for path in folder.iterdir()]
+            if folder == root or not folder.is_symlink():
+                names_of_folder[folder] = [path.name for path in list_folder(folder)]
         return names_of_folder[folder]
 
     def search(folder: Path, parts: list[str]) -> Iterator[Path]:
@@ -546,7 +547,7 @@ def require_absent(*files: Path, force: bool) -> None:
     """
     if force:
         return
-    existing = [path for path in files if os.path.lexists(path)]
+    existing = [path for path in files if path_exists(path)]
     if existing:
         raise ConfigError(
             f"{join_first(existing)} would be overwritten; choose another name, or --force"
@@ -589,7 +590,7 @@ def check_output(
         raise ConfigError(
             f"{out} is {description}, where --force removes nothing; choose a directory in it"
         )
-    if real_root.is_dir():
+    if is_folder(real_root):
         _refuse_reads_in_output(out, reads)
         require_own_directory(real_root)
         require_no_links(real_root)
@@ -644,7 +645,7 @@ def run_lock(root: Path) -> Iterator[None]:
     require_own_directory(root)
     require_no_links(root)
     marker = root / MARKER_FILE
-    is_new_directory = not root.exists()
+    is_new_directory = not path_exists(root)
     is_new_marker = True  # until the marker file is looked for
     is_lost = False  # another process has taken over, or the directory was renamed or removed
     try:
@@ -669,8 +670,9 @@ def run_lock(root: Path) -> Iterator[None]:
         # A directory that this call created is removed if it is empty, and so is an older directory
         # of ours whose files the block has removed. An empty directory of the user's is kept.
         may_be_removed = (is_new_directory or not is_new_marker) and not is_lost
-        if may_be_removed and not marker.exists():
-            with suppress(OSError):  # the directory is not empty: keep it
+        # Not empty, or not known to be so: the directory is kept.
+        with suppress(OSError):
+            if may_be_removed and not marker.exists():
                 root.rmdir()
 
 

@@ -7,6 +7,7 @@ permission or a time-out say nothing about the file: its content is not known. C
 """
 
 import errno
+import fnmatch
 import logging
 import os
 import re
@@ -258,8 +259,10 @@ def storage_error(error: BaseException, path: Path | None = None) -> StorageErro
     if path is None:
         return StorageError(f"{reason}; {advice}")
     # The file, and folders above it, may not exist yet. Any folder shows the disk's free space.
-    folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), None)
-    if folder is not None:
+    # The disk that has failed may not answer this question either.
+    with suppress(OSError):
+        absolute = path.absolute()
+        folder = next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())
         free_bytes = shutil.disk_usage(folder).free
         reason += f"; {format_bytes(free_bytes)} free there"
     return StorageError(f"{path}: {reason}; {advice}")
@@ -417,3 +420,56 @@ def path_exists(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def target_exists(path: Path) -> bool:
+    """Return whether a path leads, also by links, to anything.
+
+    Args:
+        path: The path. False is returned for a name that no file can have, such as one that is too
+            long, and for links that lead to each other.
+
+    Raises:
+        UnreadableError: It is not known, for example because the file server does not answer.
+    """
+    try:
+        read_with_retries(path, path.stat, expected_errors=REFUSED_ERRORS)
+    except (OSError, ValueError):  # ValueError: a name with a zero byte
+        return False
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Return true if a path leads, also by links, to a folder.
+
+    Args:
+        path: The path. False is returned if there is nothing.
+
+    Raises:
+        UnreadableError: It is not known, for example because the file server does not answer.
+    """
+    try:
+        mode = read_with_retries(path, path.stat).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return stat.S_ISDIR(mode)
+
+
+def list_folder(folder: Path, pattern: str = "*") -> list[Path]:
+    """Return the paths in a folder whose names match a pattern, sorted by name.
+
+    `Path.glob` returns nothing for a folder that may not be listed, as if the folder were empty.
+
+    Args:
+        folder: The folder. Nothing is returned if there is none.
+        pattern: A pattern for the whole name, as the shell has it. It also matches names that
+            begin with a dot.
+
+    Raises:
+        UnreadableError: The system cannot list the folder, so that nothing is known about it.
+    """
+    try:
+        entries = read_with_retries(folder, lambda: list(folder.iterdir()))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(entry for entry in entries if fnmatch.fnmatchcase(entry.name, pattern))

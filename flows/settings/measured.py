@@ -24,6 +24,7 @@ from virnuc_core.rundir import (
     is_ours,
     run_lock,
 )
+from virnuc_core.system_errors import is_folder, is_regular_file, list_folder, path_exists
 
 # Names of dated directories: the moment, in UTC, for which a run was planned. A run that is tried
 # again has the same one, so it goes on where it was.
@@ -98,7 +99,8 @@ class MeasureSettings(ClusterSpec, RunSettings):
             ConfigError: The history is no file, or cannot be written.
         """
         path = self.history_file
-        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+        is_writable_file = is_regular_file(path) and os.access(path, os.W_OK)
+        if path_exists(path) and not is_writable_file:
             raise ConfigError(
                 f"history {path}: no file that can be written; choose another with --history"
             )
@@ -120,8 +122,8 @@ def keep_newest(newest: Path, keep: int) -> None:
     """
     _link_latest(newest)
     dated_runs = []
-    for path in newest.parent.glob(DATE_PATTERN):
-        if path.is_dir() and not path.is_symlink() and is_ours(path):
+    for path in list_folder(newest.parent, DATE_PATTERN):
+        if is_folder(path) and not path.is_symlink() and is_ours(path):
             dated_runs.append(path)
     # A directory of ours holds a marker file. So do the runs inside a validation.
     nested_markers = [f"{run}/{MARKER_FILE}*" for run in NESTED_RUNS]
@@ -142,7 +144,7 @@ def _link_latest(newest: Path) -> None:
     If `latest` is something else than a link, it stays, and a warning is logged.
     """
     latest = newest.parent / LATEST
-    if latest.exists() and not latest.is_symlink():
+    if path_exists(latest) and not latest.is_symlink():
         log.warning("%s is no link and stays as it is; the newest run is %s", latest, newest.name)
         return
     # Replace the old link by a rename, so that there is a link at all times.

@@ -12,6 +12,7 @@ from virnuc_core.allowed_paths import require_allowed_options
 from virnuc_core.config import ClusterSpec, ReadsSpec, VerdictSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import SAMPLES, RunDir
+from virnuc_core.system_errors import path_exists
 
 
 class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
@@ -48,7 +49,7 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         else:
             file_of_other_kind = self.out / SAMPLES
             other_kind = "samples"
-        if file_of_other_kind.exists():
+        if path_exists(file_of_other_kind):
             raise ConfigError(f"{self.out} holds {other_kind}; choose another directory")
         if self.has_samples:
             self.by_sample()  # raises an error for samples that cannot be used

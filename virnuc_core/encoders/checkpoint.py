@@ -33,7 +33,12 @@ from virnuc_core.encoders.registry import (
 )
 from virnuc_core.encoders.tensor_names import MERGE_ADVICE, TensorHeader, match_tensors
 from virnuc_core.errors import WeightsError
-from virnuc_core.system_errors import is_regular_file, read_with_retries, require_readable
+from virnuc_core.system_errors import (
+    is_folder,
+    is_regular_file,
+    read_with_retries,
+    require_readable,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +140,7 @@ def open_folder(folder: Path, shape_type: type[S]) -> tuple[S, TensorReader]:
     Raises:
         WeightsError: The folder holds no such model, or its tensors do not fit its sizes.
     """
-    if not (folder / CONFIG).is_file():
+    if not is_regular_file(folder / CONFIG):
         raise WeightsError(
             f"{folder}: no {shape_type.part()} here; it needs config.json and model.safetensors"
         )
@@ -296,11 +301,11 @@ def part_folder(models: Path, part: str) -> Path:
     Raises:
         WeightsError: The models directory or the folder does not exist.
     """
-    if not models.is_dir():
+    if not is_folder(models):
         raise WeightsError(
             f"models directory {models}: no such directory; make one with virnuc models"
         )
-    if not (models / part).is_dir():
+    if not is_folder(models / part):
         needed_folders = ", ".join(f"{name}/" for name in PARTS)
         way_out = ""
         if part == HEAD:

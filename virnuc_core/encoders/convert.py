@@ -47,6 +47,7 @@ from virnuc_core.encoders.registry import (
 from virnuc_core.encoders.tensor_names import match_tensors, our_name
 from virnuc_core.encoders.tokenize import read_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
+from virnuc_core.system_errors import is_folder, is_regular_file, path_exists
 
 PICKLED: Final = "pytorch_model.bin"
 VIRNUCPRO_DNA_WIDTH: Final = DNA_ENCODER.sizes[DNA_ENCODER.reference_size].width
@@ -92,10 +93,10 @@ def convert_encoder(
         WeightsError: The checkpoint cannot be used, or `out` has this encoder already.
     """
     tensors = open_public(source)
-    folder = source if source.is_dir() else source.parent
+    folder = source if is_folder(source) else source.parent
     require_no_adapter(folder)
     shape: EncoderShape
-    if encoder.shape_type is Esm2Shape and not (folder / CONFIG).is_file():
+    if encoder.shape_type is Esm2Shape and not is_regular_file(folder / CONFIG):
         shape = guess_esm2_shape(source, tensors)
     else:
         shape = read_shape(folder / CONFIG, encoder.shape_type)
@@ -188,15 +189,15 @@ def fetch(
     """
     import huggingface_hub
 
-    if not head.is_file():
+    if not is_regular_file(head):
         raise WeightsError(
             f"{head}: no such file; "
             "300_model.pth and 500_model.pth come with VirNucPro's repository"
         )
-    if not (out / HEAD).exists():
+    if not path_exists(out / HEAD):
         convert_head(head, out, model_length)
     for encoder in ENCODERS:
-        if (out / encoder.name).exists():
+        if path_exists(out / encoder.name):
             continue
         repository = encoder.public.repository
         revision = encoder.public.revision
@@ -223,13 +224,13 @@ def open_public(source: Path, max_bytes: int | None = None) -> dict[str, Tensor]
     Raises:
         WeightsError: There is no checkpoint, or it cannot be read.
     """
-    if source.is_file():
+    if is_regular_file(source):
         files = [source]
     else:  # safetensors come first, because they cannot contain code
         files = tensor_files(source) or tensor_files(source, PICKLED)
     if not files:
         problem = "no such file or directory"
-        if source.is_dir():
+        if is_folder(source):
             problem = f"no {WEIGHTS} and no {PICKLED} in it"
         raise WeightsError(f"{source}: {problem}")
     if files[0].suffix == ".safetensors":
@@ -297,7 +298,7 @@ def init_random(
     Raises:
         WeightsError: `out` holds a model already.
     """
-    existing_parts = [f"{part}/" for part in PARTS if (out / part).exists()]
+    existing_parts = [f"{part}/" for part in PARTS if path_exists(out / part)]
     if existing_parts:
         raise WeightsError(
             f"{out}: already holds {', '.join(existing_parts)}; choose another directory"

@@ -20,6 +20,7 @@ from virnuc_core.encoders.model_config import CONFIG, HeadCard, HeadShape, read_
 from virnuc_core.encoders.registry import HEAD
 from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.rundir import atomic_file, run_lock
+from virnuc_core.system_errors import is_regular_file, list_folder, path_exists
 
 CHANCE_AUROC: Final = 0.5  # the area under the ROC curve of a classifier that guesses
 ARCHIVE: Final = "heads"  # folder of the archive in a models directory
@@ -55,7 +56,7 @@ def kept_heads(models: Path) -> list[KeptHead]:
     by_digest: dict[str, KeptHead] = {}
     installed_digest = ""
     for number, path in [KeptFolder(0, models / HEAD), *_kept_folders(models)]:
-        if not (path / CONFIG).is_file():  # not there, or an incomplete copy
+        if not is_regular_file(path / CONFIG):  # not there, or an incomplete copy
             continue
         try:
             digest, shape = part_digest(path), read_shape(path / CONFIG, HeadShape)
@@ -141,7 +142,7 @@ def _compare_cards(card: HeadCard | None, models: Path) -> Comparison:
     )
     if installed_card is None or not is_same_test:
         remark = ""
-        if (models / HEAD / CONFIG).is_file():  # there is an installed classifier
+        if is_regular_file(models / HEAD / CONFIG):  # there is an installed classifier
             remark = "the one before was not tested on these reads, so the two cannot be compared"
         return Comparison("", remark)
 
@@ -176,7 +177,7 @@ def use_head(models: Path, number: int) -> Path:
             "see virnuc models heads"
         )
     folder = folders[number]
-    if (folder / CONFIG).is_file():  # an incomplete copy is refused by `_install`
+    if is_regular_file(folder / CONFIG):  # an incomplete copy is refused by `_install`
         _require_archived_digest(folder, part_digest(folder))
     return _install(folder, models)
 
@@ -204,7 +205,7 @@ def _kept_folders(models: Path) -> list[KeptFolder]:
     the classifier's digest. Anything else in the archive is ignored.
     """
     folders = []
-    for path in models.glob(f"{ARCHIVE}/[0-9][0-9][0-9]*-????????"):
+    for path in list_folder(models / ARCHIVE, "[0-9][0-9][0-9]*-????????"):
         number = path.name.partition("-")[0]
         if number.isdecimal():  # the pattern also matches other characters after three digits
             folders.append(KeptFolder(int(number), path))
@@ -232,7 +233,7 @@ def _install(head: Path, models: Path) -> Path:
     installed = models / HEAD
     new_copy, former = models / ".head.new", models / ".head.old"
     with run_lock(models / ARCHIVE):
-        if (installed / CONFIG).is_file() and tensor_files(installed):
+        if is_regular_file(installed / CONFIG) and tensor_files(installed):
             _archive_head(installed, models)
         archive_folder = _archive_head(head, models)
 
@@ -243,7 +244,7 @@ def _install(head: Path, models: Path) -> Path:
 
         # Replace head/ in one step if the file system can do that, else in two. If the process is
         # killed between the two, there is no head/, and `virnuc models use-head` restores it.
-        if not installed.exists():
+        if not path_exists(installed):
             new_copy.rename(installed)
         elif not _swap_folders(new_copy, installed):
             installed.rename(former)
@@ -273,7 +274,8 @@ def _archive_head(head: Path, models: Path) -> Path:
         if folder.path.name.endswith(suffix):
             archive_folder = folder.path
             break
-    is_complete = (archive_folder / CONFIG).is_file() and part_digest(archive_folder) == digest
+    has_config = is_regular_file(archive_folder / CONFIG)
+    is_complete = has_config and part_digest(archive_folder) == digest
     if not is_complete:  # a new folder, an incomplete copy, or a copy that was damaged later
         _copy_head(head, archive_folder)
     return archive_folder
@@ -298,7 +300,7 @@ def _copy_head(head: Path, folder: Path) -> None:
     A folder with `config.json` is therefore complete.
     """
     # False sorts before True, so config.json comes last.
-    for path in sorted(head.iterdir(), key=lambda path: path.name == CONFIG):
-        if path.is_file():
+    for path in sorted(list_folder(head), key=lambda path: path.name == CONFIG):
+        if is_regular_file(path):
             with atomic_file(folder / path.name) as temp_path:
                 shutil.copyfile(path, temp_path)

@@ -15,6 +15,7 @@ from virnuc_core.encoders.model_config import CONFIG, Shape, Storage, write_shap
 from virnuc_core.encoders.precision import DTYPES
 from virnuc_core.errors import WeightsError
 from virnuc_core.rundir import atomic_file
+from virnuc_core.system_errors import path_exists
 
 TOKENIZER: Final = "tokenizer.json"
 SAFETENSORS_NAMES: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -86,7 +87,7 @@ def write_part(
         WeightsError: The folder exists already.
     """
     target = out / shape.model
-    if target.exists():
+    if path_exists(target):
         raise WeightsError(f"{target}: exists already; remove it or choose another directory")
     if dtype is None:
         first_name = next(iter(shape.tensors()))

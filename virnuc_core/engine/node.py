@@ -33,6 +33,7 @@ from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, Wor
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import DeviceError, WeightsError
 from virnuc_core.runfiles import Device, version_of
+from virnuc_core.system_errors import path_exists
 from virnuc_core.telemetry.sampler import gpu_reader
 from virnuc_core.telemetry.tables import DeviceSample
 
@@ -192,8 +193,8 @@ class Node:
         source = self.folder / models
         copy = self._place_of_copy(self.folder / local, digests)
         is_sent = not Path(models).is_absolute()
-        if not copy.exists():
-            if is_sent and not source.exists():
+        if not path_exists(copy):
+            if is_sent and not path_exists(source):
                 return False
             self._copy_models(source, copy, move=is_sent)
         expected_digests: dict[str, str] = json.loads(digests)
@@ -217,7 +218,7 @@ class Node:
         """
         from virnuc_core.encoders.registry import PARTS
 
-        if (folder / PARTS[0]).exists():
+        if path_exists(folder / PARTS[0]):
             return folder
         name = hashlib.sha256(digests.encode()).hexdigest()[:16]
         return folder / f"virnuc-{name}"
@@ -242,7 +243,7 @@ class Node:
             for part in PARTS:
                 transfer(source / part, temp_copy / part)
             # Another Dask worker of this machine may have made the same copy meanwhile.
-            if not copy.exists():
+            if not path_exists(copy):
                 temp_copy.rename(copy)
 
     def receive_chunk(

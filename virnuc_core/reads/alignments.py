@@ -8,7 +8,7 @@ import functools
 import importlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice, pairwise
 from pathlib import Path
@@ -16,7 +16,13 @@ from typing import Any, Final, NamedTuple
 
 from virnuc_core.allowed_paths import allowed_folders, require_allowed
 from virnuc_core.errors import InputError
-from virnuc_core.system_errors import require_readable
+from virnuc_core.system_errors import (
+    PERMISSION_ERRORS,
+    REFUSED_ERRORS,
+    is_regular_file,
+    read_with_retries,
+    require_readable,
+)
 
 # Bits of the FLAG field of the SAM format.
 # Secondary (0x100) or supplementary (0x800): the read's primary record is elsewhere in the file.
@@ -35,6 +41,7 @@ _END_MARKS: Final = {
 }
 _TAIL_BYTES: Final = 40  # kept to search for the marker: longer than either of them
 _TEXT_LETTERS: Final = 1 << 20  # letters of FASTQ text that are handed on together
+_PIECE_BYTES: Final = 1 << 20  # read at a time if a file is only tried
 _N_PEEKED_RECORDS: Final = 1000  # records that show whether mates are next to each other
 
 
@@ -97,26 +104,67 @@ def find_samples(file: str, format_: str, ungrouped_sample: str, _changed_ns: in
     Raises:
         InputError: The file has no read groups, or pysam is not installed.
     """
-    samples = dict.fromkeys([ungrouped_sample])  # a dict has no duplicates and keeps the order
+    samples: dict[str, None] = {}  # a dict has no duplicates and keeps the order
     pysam = import_pysam(format_, file)
-    require_readable(Path(file))
-    # check_sq=False: a file of unaligned reads names no reference sequences (@SQ).
-    with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
-        _require_allowed_references(alignments, format_, file)
-        groups = _samples_by_group(alignments)
-        if not groups:
-            raise InputError(
-                "has no read groups (@RG)",
-                file=file,
-                hint="--sample-from name makes each whole file a sample",
-            )
-        samples = dict.fromkeys(groups.values())
-        for record in alignments.fetch(until_eof=True):
-            is_primary = not record.flag & NOT_PRIMARY
-            if is_primary and _sample_of_record(record, groups) is None:
-                samples[ungrouped_sample] = None
-                break
+
+    def read() -> None:
+        """Fill `samples` from the header and the records. It may be called again."""
+        samples.clear()
+        samples[ungrouped_sample] = None
+        # check_sq=False: a file of unaligned reads names no reference sequences (@SQ).
+        with pysam.AlignmentFile(file, check_sq=False) as alignments:
+            _require_allowed_references(alignments, format_, file)
+            groups = _samples_by_group(alignments)
+            if not groups:
+                raise InputError(
+                    "has no read groups (@RG)",
+                    file=file,
+                    hint="--sample-from name makes each whole file a sample",
+                )
+            samples.clear()
+            samples.update(dict.fromkeys(groups.values()))
+            for record in alignments.fetch(until_eof=True):
+                is_primary = not record.flag & NOT_PRIMARY
+                if is_primary and _sample_of_record(record, groups) is None:
+                    samples[ungrouped_sample] = None
+                    break
+
+    _read_up_to_damage(Path(file), read)
     return list(samples)
+
+
+def _read_up_to_damage(path: Path, read: Callable[[], None]) -> None:
+    """Call a function that reads an alignment file by pysam. At damage it ends without an error.
+
+    The errors of pysam do not tell damage from a disk or file server that fails to read. So after
+    an error the whole file is read once without pysam. If that succeeds, `read` is called again,
+    and another error is damage.
+
+    Args:
+        path: The file.
+        read: Reads the file, and keeps what it finds before the damage. It begins anew if it is
+            called again.
+
+    Raises:
+        UnreadableError: The system cannot read the file, so that nothing is known about it.
+    """
+    require_readable(path)
+    with suppress(OSError, ValueError):
+        read()
+        return
+    if not is_regular_file(path):  # the data of a pipe could not be read a second time
+        return
+    with suppress(FileNotFoundError, NotADirectoryError):
+        read_with_retries(path, lambda: _read_to_end(path))
+    with suppress(OSError, ValueError):
+        read()
+
+
+def _read_to_end(path: Path) -> None:
+    """Read a whole file and keep nothing of it."""
+    with path.open("rb", buffering=0) as file:
+        while file.read(_PIECE_BYTES):
+            pass
 
 
 def _samples_by_group(alignments: Any) -> dict[str, str]:
@@ -159,15 +207,21 @@ def mates_follow(
     names_of_paired: list[str] = []
     is_sorted_by_position = False
     pysam = import_pysam(format_, file)
-    require_readable(Path(file))
-    # check_sq=False: a file of unaligned reads names no reference sequences (@SQ).
-    with suppress(OSError, ValueError), pysam.AlignmentFile(file, check_sq=False) as alignments:
-        _require_allowed_references(alignments, format_, file)
-        header = alignments.header.to_dict()
-        is_sorted_by_position = header.get("HD", {}).get("SO") == "coordinate"
-        for record in islice(sample_filter.select(alignments), _N_PEEKED_RECORDS):
-            if record.is_paired and not record.flag & NOT_PRIMARY:
-                names_of_paired.append(record.query_name)
+
+    def read() -> None:
+        """Note the order of the file and the names of its first paired records."""
+        nonlocal is_sorted_by_position
+        names_of_paired.clear()
+        # check_sq=False: a file of unaligned reads names no reference sequences (@SQ).
+        with pysam.AlignmentFile(file, check_sq=False) as alignments:
+            _require_allowed_references(alignments, format_, file)
+            header = alignments.header.to_dict()
+            is_sorted_by_position = header.get("HD", {}).get("SO") == "coordinate"
+            for record in islice(sample_filter.select(alignments), _N_PEEKED_RECORDS):
+                if record.is_paired and not record.flag & NOT_PRIMARY:
+                    names_of_paired.append(record.query_name)
+
+    _read_up_to_damage(Path(file), read)
     if not names_of_paired:
         return None
     has_neighbours = any(name == next_name for name, next_name in pairwise(names_of_paired))
@@ -206,8 +260,22 @@ def _require_allowed_references(alignments: Any, format_: str, file: str) -> Non
                 file=file,
                 hint="fetch the reference and set REF_PATH, or use samtools fastq --reference",
             )
-        if path and os.path.lexists(path):
+        if path and _may_be_opened(Path(path)):
             require_allowed(Path(path), f"{file}: the reference that its header names")
+
+
+def _may_be_opened(path: Path) -> bool:
+    """Return whether a library that is given this path may be able to open a file, now or later.
+
+    Raises:
+        UnreadableError: It is not known, for example because the file server does not answer.
+    """
+    try:
+        read_with_retries(path, path.lstat, expected_errors=PERMISSION_ERRORS | REFUSED_ERRORS)
+    except OSError:
+        # There is no such file, no file can have this name, or this user may not reach it.
+        return False
+    return True
 
 
 def import_pysam(format_: str, file: str) -> Any:

@@ -35,7 +35,7 @@ from virnuc_core.reads.sources import REDACTED_URL, full_urls, redact_url
 from virnuc_core.rundir import atomic_file, check_room, storage_errors, write_text_atomically
 from virnuc_core.runfiles import sha256_of
 from virnuc_core.safe_files import open_to_write, read_file
-from virnuc_core.system_errors import read_with_retries
+from virnuc_core.system_errors import is_regular_file, read_with_retries
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
 # set to `allow`, addresses inside this network are fetched, too
@@ -505,7 +505,7 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
         raise ConfigError(f"not an NCBI accession: {words}; an accession looks like NC_045512.2")
     digest = hashlib.sha256("\n".join(wanted_accessions).encode()).hexdigest()[:12]
     target = folder / f"ncbi_{digest}.fasta"
-    if target.is_file():
+    if is_regular_file(target):
         return target
     if not email:
         raise ConfigError(

@@ -6,7 +6,6 @@ or by the read groups of alignments.
 
 import csv
 import logging
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -30,6 +29,7 @@ from virnuc_core.reads.stage import REMARKS, StageSummary
 from virnuc_core.rundir import GUARDED_FILES, write_text_atomically
 from virnuc_core.runfiles import RunFile, RunSummary
 from virnuc_core.spreadsheets import escape_formula
+from virnuc_core.system_errors import target_exists
 
 COLUMNS: Final = ("sample", "fastq_1", "fastq_2")  # the names that nf-core uses
 MAX_SHEET_BYTES: Final = 1 << 22  # a larger file is not a sample sheet
@@ -249,12 +249,14 @@ def _resolve(sheet: Path, name: str) -> str:
     Args:
         sheet: The sheet. A relative path is also searched in its folder.
         name: The text of the cell.
+
+    Raises:
+        UnreadableError: It is not known which of the two paths exists.
     """
     path_beside_sheet = str(sheet.parent / name)
-    # For a name that is too long `os.path.exists` returns False, while `Path.exists` raises.
-    is_here = os.path.exists(name)  # noqa: PTH110
-    is_beside_sheet = os.path.exists(path_beside_sheet)  # noqa: PTH110
-    if is_beside_sheet and not is_here and not is_remote(name):
+    if is_remote(name) or target_exists(Path(name)):
+        return redact_url(name)
+    if target_exists(Path(path_beside_sheet)):
         return path_beside_sheet
     return redact_url(name)
 

@@ -220,22 +220,28 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
         The files, and the files in folders that are ignored because they hold no reads.
 
     Raises:
-        InputError: A file does not exist, cannot be read or is named twice, or a folder holds no
+        InputError: A file does not exist, may not be read or is named twice, or a folder holds no
             reads.
+        UnreadableError: The system cannot read a folder, so that nothing is known about it.
     """
     files: list[str] = []
     ignored: list[str] = []
     for name in reads:
+        if name == STDIN:
+            files.append(name)
+            continue
         path = Path(name)
         try:
-            if name != STDIN and path.is_dir():
+            status = read_with_retries(path, path.stat, expected_errors=_ERRORS_OF_INPUT)
+            if stat.S_ISDIR(status.st_mode):
                 folder = _list_folder(path)
                 files += folder.files
                 ignored += folder.ignored
-            elif name == STDIN or path.exists():
-                files.append(name)
             else:
-                raise InputError("no such file or folder", file=path, hint="check the path")
+                files.append(name)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            hint = "check the path"
+            raise InputError("no such file or folder", file=path, hint=hint) from error
         except OSError as error:
             raise _unreadable_error(name, error) from error
     _refuse_repeated_files(files)
@@ -250,15 +256,22 @@ def _list_folder(folder: Path) -> Inputs:
     Raises:
         InputError: There is no file of reads.
     """
-    entries: list[Path] = []
-    for entry in folder.iterdir():
-        # A broken link is listed like a file of reads, so that opening the link reports it by name.
-        is_broken_link = not entry.exists()
-        if not entry.name.startswith(".") and (entry.is_file() or is_broken_link):
-            entries.append(entry)
+
+    def list_entries() -> list[Path]:
+        """Return the files, sorted by name. It is called again if the system fails."""
+        entries = []
+        for entry in folder.iterdir():
+            # A broken link is listed like a file of reads, so that opening the link reports it by
+            # name.
+            is_broken_link = not entry.exists()
+            if not entry.name.startswith(".") and (entry.is_file() or is_broken_link):
+                entries.append(entry)
+        return sorted(entries)
+
+    entries = read_with_retries(folder, list_entries, expected_errors=_ERRORS_OF_INPUT)
     files: list[str] = []
     ignored: list[str] = []
-    for entry in sorted(entries):
+    for entry in entries:
         if _looks_like_reads(entry):
             files.append(str(entry))
         else:

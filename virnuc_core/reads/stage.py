@@ -69,7 +69,12 @@ from virnuc_core.runfiles import (
     read_or_set_aside,
     write,
 )
-from virnuc_core.system_errors import describe_system_error, path_exists, storage_error
+from virnuc_core.system_errors import (
+    describe_system_error,
+    is_regular_file,
+    path_exists,
+    storage_error,
+)
 
 SKIPPED_LIST: Final = "skipped.tsv"
 SUMMARY_SUFFIX: Final = ".made.json"  # of the file with the summary, beside the store
@@ -562,7 +567,9 @@ def _reusable_store(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary 
     summary = read_or_set_aside(out.with_suffix(SUMMARY_SUFFIX), StageSummary)
     if summary is None or not _has_same_settings(summary, spec, inputs):
         return None
-    lacks_skipped_list = summary.tally["skipped"] > 0 and not out.with_name(SKIPPED_LIST).is_file()
+    lacks_skipped_list = summary.tally["skipped"] > 0 and not is_regular_file(
+        out.with_name(SKIPPED_LIST)
+    )
     # The error for equal ids names the lines of the reads, which only staging knows.
     has_forbidden_ids = spec.strict and summary.counts.n_duplicate_ids > 0
     if lacks_skipped_list or has_forbidden_ids:
@@ -644,7 +651,7 @@ def _summarize_files(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[In
                 orphans=n_orphans,
                 not_primary=log.not_primary[name],
                 # A pipe has no content that could be compared later.
-                content=log.contents[name] if Path(name).is_file() else None,
+                content=log.contents[name] if is_regular_file(Path(name)) else None,
             )
             summaries.append(summary)
     return tuple(summaries)

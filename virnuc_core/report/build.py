@@ -62,6 +62,7 @@ from virnuc_core.report.warnings import warnings
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import RunRecord, read, write
 from virnuc_core.safe_files import output_directory
+from virnuc_core.system_errors import is_regular_file
 
 log = logging.getLogger(__name__)
 
@@ -296,7 +297,7 @@ def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | No
         required but was not given yet. None if no answer is required.
     """
     path = RunDir(raw.root).report / APPROVAL
-    if not path.is_file():
+    if not is_regular_file(path):
         record = raw.read(validation.ValidationRecord, RECORD)
         if record is not None and record.spec.get("approval") is True:
             return ApprovalState(verdict="pending")
@@ -394,7 +395,7 @@ def rerender(out: Path) -> Report:
     with output_directory(out):
         report = read_report(RunDir(out).report / REPORT_JSON)
     approval_path = RunDir(out).report / APPROVAL
-    if approval_path.is_file():
+    if is_regular_file(approval_path):
         raw = RawFolder(out)
         approval = approval_state(raw, report.run)
         name = approval_path.relative_to(out).as_posix()

@@ -39,6 +39,7 @@ from virnuc_core.report.raw_files import (
 )
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
+from virnuc_core.system_errors import is_regular_file
 from virnuc_core.telemetry import statistics
 from virnuc_core.validation import BaselineSummary
 
@@ -87,7 +88,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         label=device_label(devices),
         times_s=times.seconds,
         precision=precision or None,
-        missing_files=tuple(path.name for path in expected_tables if not path.is_file()),
+        missing_files=tuple(path.name for path in expected_tables if not is_regular_file(path)),
         telemetry=telemetry,
         hours_projected=costs.hours_projected,
         device_hours_per_million=costs.device_hours_per_million,

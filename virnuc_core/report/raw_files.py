@@ -13,11 +13,11 @@ from typing import Final, TypeVar
 import pandas as pd
 
 from virnuc_core.checked_files import Match, has_own_digest
-from virnuc_core.errors import UnsafeFileError, VirnucError
+from virnuc_core.errors import UnreadableError, UnsafeFileError, VirnucError
 from virnuc_core.reads.subsets import read_table
 from virnuc_core.runfiles import Device, File, FileDigest, digest, listed_digest, read
 from virnuc_core.safe_files import open_file
-from virnuc_core.system_errors import path_exists
+from virnuc_core.system_errors import is_folder, list_folder, path_exists
 from virnuc_core.telemetry.log import TELEMETRY_SEAL, Telemetry, read_telemetry
 
 RUN_PREFIX: Final = "devices-"  # devices-2 is the folder of the run on two devices
@@ -81,10 +81,14 @@ class RawFolder:
         if named is not None:
             path = folder / f"{Path(named).stem}.h5"
         else:
-            files = list(folder.glob("telemetry_*.h5"))
+            try:
+                files = list_folder(folder, "telemetry_*.h5")
+            except UnreadableError as error:
+                self.problems[self._name_of(folder)] = f"{self._name_of(folder)}: {error}"
+                return None
             if not files:
                 return None
-            path = max(files)
+            path = files[-1]  # names have the time, so the newest is the last
         content = self.attempt(path, lambda path: read_telemetry(path, self.root))
         if content is None:
             return None
@@ -112,11 +116,11 @@ class RawFolder:
             The result, or `None` if the file is missing or `load` raises one of our errors. The
             error is added to `problems`.
         """
-        if not path_exists(path):
-            return None
         name = self._name_of(path)
-        self.used.add(name)
         try:
+            if not path_exists(path):
+                return None
+            self.used.add(name)
             return load(path)
         except VirnucError as error:
             reason = str(error).removeprefix(f"{path}: ")
@@ -172,9 +176,9 @@ def run_names(out: Path, prefix: str = RUN_PREFIX, max_devices: int = 0) -> list
         max_devices: Leave out runs on more devices than this number. 0 leaves out none.
     """
     numbers = []
-    for folder in out.glob(f"{prefix}*"):
+    for folder in list_folder(out, f"{prefix}*"):
         number = folder.name.removeprefix(prefix)
-        if folder.is_dir() and number.isdecimal():
+        if number.isdecimal() and is_folder(folder):
             numbers.append(number)
     numbers.sort(key=int)
     return [

@@ -26,6 +26,7 @@ from virnuc_core.runfiles import (
     read,
 )
 from virnuc_core.safe_files import open_file
+from virnuc_core.system_errors import is_folder, is_regular_file
 
 Part = Literal["frames", "consensus"]
 
@@ -138,7 +139,7 @@ def result_files(path: Path) -> dict[Part, Path]:
     Raises:
         InputError: The folder has no result file.
     """
-    if not path.is_dir():
+    if not is_folder(path):
         # The user has named this file, so it may be a link.
         if path.is_symlink():
             path = path.resolve()
@@ -146,9 +147,9 @@ def result_files(path: Path) -> dict[Part, Path]:
         return {part: path}
     run = RunDir(path)
     files: dict[Part, Path] = {}
-    if run.predictions.is_file():
+    if is_regular_file(run.predictions):
         files["frames"] = run.predictions
-    if run.consensus.is_file():
+    if is_regular_file(run.consensus):
         files["consensus"] = run.consensus
     if not files:
         names = f"neither {run.predictions.name} nor {run.consensus.name}"
@@ -196,8 +197,8 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
         RunMismatchError: According to the run.json in the folder, the results are of other reads or
             another model length.
     """
-    record_path = RunDir(path if path.is_dir() else path.parent).record
-    if record_path.is_file():
+    record_path = RunDir(path if is_folder(path) else path.parent).record
+    if is_regular_file(record_path):
         expected = {"reads": store.fingerprint, MODEL_LENGTH: str(store.model_length)}
         mismatches = find_mismatches(identity(read(record_path, RunRecord)), expected)
         if mismatches:

@@ -28,7 +28,7 @@ from virnuc_core.lease import make_folder
 from virnuc_core.rundir import atomic_hdf5
 from virnuc_core.runfiles import Attempt, Positive, RunFile, write
 from virnuc_core.safe_files import open_to_write, read_dataset, read_file
-from virnuc_core.system_errors import read_with_retries
+from virnuc_core.system_errors import is_folder, list_folder, path_exists, read_with_retries
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.tables import (
     COLUMN_NAMES,
@@ -533,7 +533,7 @@ def _unused_path(folder: Path, started: datetime) -> Path:
     stem = f"telemetry_{started:%Y%m%d_%H%M%S}"
     path = folder / f"{stem}.json"
     for number in itertools.count(1):
-        if not path.exists():
+        if not path_exists(path):
             break
         path = folder / f"{stem}_{number}.json"
     return path
@@ -682,7 +682,7 @@ def open_frame(path: Path, table: TableName = "batches") -> pd.DataFrame:
     Raises:
         InputError: There is no such file, or it cannot be read.
     """
-    if path.is_dir():
+    if is_folder(path):
         telemetry = read_telemetry(latest(path), path)
     else:
         # A link is followed here, because the user has named this file. Links that lie within a
@@ -702,9 +702,10 @@ def latest(folder: Path) -> Path:
 
     Raises:
         InputError: There is none.
+        UnreadableError: The system cannot list a folder, so that nothing is known about it.
     """
-    in_run = folder.glob("telemetry_*.h5")
-    in_telemetry = (folder / "telemetry").glob("telemetry_*.h5")
+    in_run = list_folder(folder, "telemetry_*.h5")
+    in_telemetry = list_folder(folder / "telemetry", "telemetry_*.h5")
     files = sorted([*in_run, *in_telemetry])  # names have the time, so the newest is the last
     if not files:
         raise InputError(

@@ -25,6 +25,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import ResultSummary, write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import FileDigest, RunFile, RunRecord, digest, read_record, write
+from virnuc_core.system_errors import is_folder, path_exists
 
 RESCORE: Final = "rescore.json"
 DEFAULT_VERDICT: Final = VerdictSpec()
@@ -95,7 +96,7 @@ def rescore(
     """
     _require_own_directory(run, out)
     finished_run = _open_finished_run(run)
-    if new_head is None and (run.root / "train.json").exists():
+    if new_head is None and path_exists(run.root / "train.json"):
         # The scores that a training has stored are those of a random head.
         new_head = run.root
     if new_head is None:
@@ -131,7 +132,7 @@ def _require_own_directory(run: RunDir, out: RunDir) -> None:
         raise ConfigError(
             f"{out.root} is the run itself; give the new results a directory of their own"
         )
-    if out.record.exists():
+    if path_exists(out.record):
         raise ConfigError(f"{out.root} holds a run of its own; choose another directory")
 
 
@@ -144,7 +145,7 @@ def _open_finished_run(run: RunDir) -> _FinishedRun:
     record = read_record(run)
     store = shards.store_of(run, record)
     plan = shards.read_plan(run)
-    n_missing = sum(not shards.shard_path(run, shard).exists() for shard in range(len(plan)))
+    n_missing = sum(not path_exists(shards.shard_path(run, shard)) for shard in range(len(plan)))
     if n_missing:
         raise ConfigError(
             f"{run.root}: {n_missing} of {len(plan)} shards are not computed yet; "
@@ -182,7 +183,7 @@ def _score_with(finished: _FinishedRun, new_head: Path, verdict_spec: VerdictSpe
         verdict_spec: How reads are judged by their scores.
     """
     folder = new_head
-    if (new_head / "head").is_dir():  # it is a models directory
+    if is_folder(new_head / "head"):  # it is a models directory
         folder = new_head / "head"
     shape, read_tensor = open_folder(folder, HeadShape)
     _require_fitting_head(folder, shape, finished)

@@ -26,6 +26,7 @@ from virnuc_core.errors import VirnucError
 from virnuc_core.lease import make_folder
 from virnuc_core.rundir import RUN_FILES, TRACE_FILES, RunDir, atomic_file, discard
 from virnuc_core.runfiles import Device, RunFile, read, write
+from virnuc_core.system_errors import is_regular_file
 from virnuc_core.tools.bench import Bench, measure_job
 
 TABLE: Final = "{}.operations.json"  # of a device
@@ -105,7 +106,7 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
     discard(scratch.root, *RUN_FILES)
     # The workers wrote the tables. A device that came too late for a shard has none.
     paths = [folder / TABLE.format(device.id) for device in job.devices]
-    tables = tuple(read(path, TraceTable) for path in paths if path.is_file())
+    tables = tuple(read(path, TraceTable) for path in paths if is_regular_file(path))
     if not tables:
         raise VirnucError(f"{folder}: no shard was recorded; give more reads")
     for table in tables:

@@ -1,0 +1,104 @@
+"""Questions about files that our functions ask the system, for a child process in which the system
+refuses to answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from virnuc.flows.output_folder import nearest_existing
+from virnuc.flows.settings.measured import keep_newest
+from virnuc_core import system_errors
+from virnuc_core.allowed_paths import _links_within
+from virnuc_core.encoders.checkpoint import open_folder, part_folder
+from virnuc_core.encoders.convert import init_random, open_public
+from virnuc_core.encoders.kept_heads import kept_heads, use_head
+from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.engine.node import Node
+from virnuc_core.inbox import Ledger
+from virnuc_core.reads.alignments import _may_be_opened
+from virnuc_core.reads.samples import _resolve
+from virnuc_core.reads.sources import find_inputs
+from virnuc_core.report.build import approval_state
+from virnuc_core.report.raw_files import RawFolder, run_names
+from virnuc_core.report.result_tables import result_files
+from virnuc_core.rundir import RunDir, require_absent, require_own_directory
+from virnuc_core.telemetry.log import latest, open_frame
+from virnuc_core.tools.rescore import _require_own_directory
+
+SHORT_PAUSES_S = (0.01, 0.01)  # between attempts to ask
+
+
+class UnusedNode(Node):
+    """A node that has started nothing, so that nothing has to be ended."""
+
+    def __init__(self) -> None:
+        """Do nothing."""
+
+    def __del__(self) -> None:
+        """Do nothing."""
+
+
+def raw_problems(folder: Path) -> str:
+    """Return what the reader of raw files tells of a run whose files it cannot look at."""
+    raw = RawFolder(folder.parent)
+    raw.telemetry(folder.name, None)
+    raw.telemetry(folder.name, "telemetry_1.h5")
+    return "; ".join(raw.problems.values())
+
+
+def lists(folder: Path) -> dict[str, Callable[[], object]]:
+    """Return calls that list folders, by name."""
+    return {
+        "kept heads": lambda: kept_heads(folder),
+        "a kept head": lambda: use_head(folder, 1),
+        "runs of a validation": lambda: run_names(folder),
+        "telemetry": lambda: latest(folder),
+        "inbox": lambda: Ledger(folder, folder.parent / "out").scan(settle_s=0),
+        "output directory": lambda: require_own_directory(folder),
+        "links": lambda: list(_links_within(folder, is_recursive=True)),
+        "nights": lambda: keep_newest(folder / "2026-01-01T0000", 1),
+        "reads": lambda: find_inputs((str(folder),)),
+        "raw files": lambda: raw_problems(folder),
+    }
+
+
+def looks(folder: Path) -> dict[str, Callable[[], object]]:
+    """Return calls that ask whether something exists, and what it is, by name."""
+    name = "reads.fasta"
+    return {
+        "models directory": lambda: part_folder(folder, "head"),
+        "checkpoint": lambda: open_folder(folder, HeadShape),
+        "public checkpoint": lambda: open_public(folder),
+        "new models": lambda: init_random(folder),
+        "copy of models": lambda: UnusedNode()._place_of_copy(folder, "{}"),
+        "result files": lambda: result_files(folder),
+        "rescored": lambda: _require_own_directory(RunDir(folder.parent), RunDir(folder)),
+        "telemetry": lambda: open_frame(folder),
+        "sheet": lambda: _resolve(folder / "sheet.tsv", name),
+        "reference": lambda: _may_be_opened(folder / name),
+        "output folder": lambda: nearest_existing(folder),
+        "files to write": lambda: require_absent(folder / name, force=False),
+        "reads": lambda: find_inputs((str(folder / name),)),
+        "approval": lambda: approval_state(RawFolder(folder), None),
+        "raw files": lambda: raw_problems(folder),
+        "inbox": lambda: Ledger(folder, folder.parent / "out"),
+    }
+
+
+def ask_in_child() -> None:
+    """Ask all questions of a kind, and print, as JSON, how each attempt ends.
+
+    Arguments: "lists" or "looks", and the folder for which the calls of the system fail.
+    """
+    system_errors.RETRY_PAUSES_S = SHORT_PAUSES_S
+    kind, folder = sys.argv[1:]
+    results = {}
+    for name, attempt in {"lists": lists, "looks": looks}[kind](Path(folder)).items():
+        try:
+            results[name] = f"returned {attempt()!r}"
+        except Exception as error:  # noqa: BLE001 - every error is a result
+            results[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps(results))
