@@ -47,7 +47,7 @@ from virnuc_core.safe_files import (
     read_dataset,
     rename_file,
 )
-from virnuc_core.system_errors import path_exists, read_with_retries
+from virnuc_core.system_errors import list_folder, path_exists, read_with_retries
 from virnuc_core.telemetry.tables import ShardDone
 
 log = logging.getLogger(__name__)
@@ -573,7 +573,7 @@ def _move_damaged(run: RunDir, shard: int) -> Path:
     path = shard_path(run, shard)
     folder = run.shards / "damaged"
     make_folder(folder, run.root)
-    number = len(list(folder.glob(f"{path.stem}.*")))
+    number = len(list_folder(folder, f"{path.stem}.*"))
     new_path = folder / f"{path.stem}.{number}.h5"
     rename_file(path, new_path, run.root)
     return new_path
