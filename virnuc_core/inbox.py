@@ -163,7 +163,7 @@ class Ledger:
             for row in self.read_table()
             if row.sha256
         }
-        rows = []
+        rows: list[Row] = []
         for path in self._candidate_paths(rows):
             row = self._describe_file(path, known_digests, settled_before_s=now_s - settle_s)
             if row is not None:
