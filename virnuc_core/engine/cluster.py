@@ -89,6 +89,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._wanted_devices = devices
         self._engine = engine
         self._is_local = str(spec.cluster).startswith("local:")
+        # A node that has not answered for this long counts as lost.
         self._silence_s = min(SILENT_S, engine.silence_s)
         # A folder that nodes see, for the files of the cluster. None if they share no file system
         # with this machine.
@@ -104,7 +105,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.device_remark = ""
         # The model of the first node's devices. Other nodes must have the same.
         self._model: DeviceModel | None = None
-        self._waiting_since_s = time.monotonic()
+        self._waiting_since_s = time.monotonic()  # for the first nodes
         self.waiting_shards = 0
         self.samples: dict[str, DeviceSample] = {}
         self.error: VirnucError | None = None
@@ -136,8 +137,9 @@ class Cluster(AbstractContextManager["Cluster"]):
         another node that uses all of them.
         """
         # A copy of the values, because the cluster's thread adds and removes nodes meanwhile.
-        used = [node for node in list(self._nodes.values()) if node.devices]
-        return sorted(used, key=str)
+        nodes = list(self._nodes.values())
+        nodes_in_use = [node for node in nodes if node.devices]
+        return sorted(nodes_in_use, key=str)
 
     def pool(
         self, devices: Collection[Device] | None = None, *, keep: bool = False, warm: bool = False
@@ -282,8 +284,8 @@ class Cluster(AbstractContextManager["Cluster"]):
             return
         wait_s = self.spec.node_wait_s
         if self._is_local:
-            # Nodes that were started on this machine need no queue. If they do not come soon, they
-            # never will.
+            # Nodes on this machine are started by this process, and wait in no queue. If they do
+            # not come soon, they never will.
             wait_s = min(wait_s, ANSWER_S)
         waited_enough = time.monotonic() - self._waiting_since_s > wait_s
         if not nodes:
@@ -309,11 +311,12 @@ class Cluster(AbstractContextManager["Cluster"]):
         facts = [node.facts for node in nodes if node.facts]
         if any(node_facts.gpus for node_facts in facts):
             return "cuda"
-        # Nodes usually lack GPUs for the same reason. It is named once, with its first machine.
-        machines: dict[str, str] = {}
+        # Nodes usually lack GPUs for the same reason. Each reason is named once, with the first
+        # machine that has it.
+        machine_by_reason: dict[str, str] = {}
         for node_facts in facts:
-            machines.setdefault(node_facts.gpu_absence, node_facts.host)
-        reasons = [f"{host}: {absence}" for absence, host in machines.items()]
+            machine_by_reason.setdefault(node_facts.gpu_absence, node_facts.host)
+        reasons = [f"{host}: {reason}" for reason, host in machine_by_reason.items()]
         self.device_remark = (
             "--devices auto takes CPU cores of the nodes, which are far slower than GPUs: "
             + "; ".join(reasons)

@@ -68,7 +68,7 @@ def test_kernels_are_compiled_for_the_lengths_of_the_first_shard(
     parent: Any = SimpleNamespace(progress=None, peek=lambda: None)
     worker: Any = Worker(parent, SimpleNamespace(models=str(tiny_models)))  # type: ignore[arg-type]
     worker._device = device
-    worker._usual_bounds = [64, 128, 256]
+    worker._all_length_groups = [64, 128, 256]
     shapes: list[tuple[int, int]] = []
 
     def warm_up(_: object, budget: int, on: torch.device, length: int) -> None:
@@ -85,14 +85,16 @@ def test_kernels_are_compiled_for_the_lengths_of_the_first_shard(
     dna = load_encoder(DnabertS, tiny_models, device)
     source = Source(Path(task.store), task.reads_fingerprint, tiny_models)
     dna_rows = tokenise(source, (task.lo, task.hi))["dnabert_s"]
-    assert {plan.max_seqlen for plan in pack(dna_rows.lengths, 1024)} <= {*worker._bounds(dna)}
+    assert {plan.max_seqlen for plan in pack(dna_rows.lengths, 1024)} <= {
+        *worker._next_length_groups(dna)
+    }
     for nothing in (
         Closed(),
         None,
         task.model_copy(update={"reads_fingerprint": "of another store"}),
     ):
         parent.peek = lambda nothing=nothing: nothing
-        assert worker._bounds(dna) == worker._usual_bounds, (
+        assert worker._next_length_groups(dna) == worker._all_length_groups, (
             "whatever is wrong with a task is told when its turn comes"
         )
 
