@@ -68,6 +68,7 @@ def require_allowed(path: Path, name: str) -> None:
         real_path = Path(os.path.realpath(path))
     except ValueError as error:
         raise ConfigError(f"{name}: {path} is not a path ({error})") from error
+    # `_own_folders` are temporary folders of this process, whose files no user has named.
     if not any(real_path.is_relative_to(folder) for folder in (*folders, *_own_folders)):
         raise ConfigError(
             f"{name}: {path} lies in none of the folders that {ROOTS} names; "
@@ -92,8 +93,9 @@ def require_allowed_options(options: Iterable[tuple[str, Any]]) -> None:
         return
     for name, path in paths_of_options(options):
         require_allowed(path, name)
-        if name in _CHECKED_LATER:
+        if name in _CHECKED_LATER:  # the files in it are checked one by one when they are read
             continue
+        # Of some folders (`_FLAT_OPTIONS`) only the files are read, and no sub-folders.
         for link in _links_within(path, is_recursive=name not in _FLAT_OPTIONS):
             require_allowed(link, name)
 
@@ -126,6 +128,7 @@ def _is_path_text(name: str, value: object) -> bool:
         return False
     if name in READS_OPTIONS:
         return value != STDIN and not is_remote(value)
+    # Most options are in neither list. They have no suffixes, so their texts are no paths.
     return value.endswith(SUFFIXES_OF_FILES.get(name, ()))
 
 

@@ -134,7 +134,7 @@ class Ledger:
         self.inbox = inbox
         self.out = out
         self.table = out / "inbox.tsv"
-        self._is_table_written = False
+        self._is_table_written = False  # by this object; then the directory is there
 
     # --- Files ------------------------------------------------------------------------------------
 

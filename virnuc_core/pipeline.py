@@ -195,11 +195,11 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
             local_inputs[name] = fetch_all(getattr(spec, name), downloads, email=spec.email)
         spec = spec.model_copy(update=local_inputs)
     with run_lock(run.root):
-        recorded_run = None if force else _recorded(run)
+        recorded_run = None if force else _recorded_run(run)
         return stage(spec, out, rebuild=force, recorded_run=recorded_run)
 
 
-def _recorded(run: RunDir) -> runfiles.RunRecord | None:
+def _recorded_run(run: RunDir) -> runfiles.RunRecord | None:
     """Return the record of the run in this directory, or None if there is no run.
 
     If run.json is missing but shards were planned, the record has only the fingerprint of the

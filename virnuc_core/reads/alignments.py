@@ -440,6 +440,7 @@ class _PipeFeeder:
         """
         with suppress(Exception), open(self._inlet, "wb") as inlet:  # noqa: PTH123 - a descriptor
             for piece in self._pieces:
+                # The end of the file has the marker by which `fastq` sees that nothing is missing.
                 self.tail = (self.tail + piece)[-_TAIL_BYTES:]
                 inlet.write(piece)
             self.is_complete = True

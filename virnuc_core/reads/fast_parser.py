@@ -418,6 +418,7 @@ class _Lines:
             starts: The start of each part: int64 [n].
             ends: The end of each part: int64 [n].
         """
+        # `blanks` also has control characters that are no blanks. They do not end a word.
         separators = self.blanks[_IS_BLANK[self.letters[self.blanks]]]
         # The end of the text is a separator, too, so that there is always a next one.
         separators = np.append(separators, len(self.data))

@@ -63,7 +63,7 @@ class SimulateSpec(Spec):
     @model_validator(mode="after")
     def _reads_fit(self) -> Self:
         """Refuse reads that are longer than the shortest genome."""
-        if self.read_length > self.genome_length // 2:
+        if self.read_length > self.genome_length // 2:  # the shortest genome has half the mean
             raise ValueError(
                 f"read_length {self.read_length} needs a genome_length of "
                 f"{2 * self.read_length} or more"
@@ -289,7 +289,7 @@ def _draw_genomes(
     if n >= 2 and is_mixed and has_one_kind:
         is_viral[0] = ~is_viral[0]
     genome = np.empty(n, np.int64)
-    for kind in range(len(LABELS)):
+    for kind in range(len(LABELS)):  # 0: others, 1: virus, so it can be compared with `is_viral`
         members = np.flatnonzero(genomes.kinds == kind)
         weights = genomes.lengths[members] / genomes.lengths[members].sum()
         is_of_kind = is_viral == kind

@@ -289,7 +289,7 @@ def _find_plus_line(lines: _LineReader) -> int:
         `_MAX_RECORD_LINES`.
     """
     offset = 1
-    while offset < _MAX_RECORD_LINES:
+    while offset < _MAX_RECORD_LINES:  # a broken record must not make us read the whole file
         line = lines.peek(offset)
         if line is None or line.startswith(b"+"):
             break
@@ -312,6 +312,7 @@ def _find_quality(lines: _LineReader, start: int, n_bases: int) -> _Quality:
     n_letters = 0
     has_inner_mark = False
     end = start
+    # The limit: a broken record must not make us read the whole file.
     while n_letters < n_bases and end < _MAX_RECORD_LINES:
         line = lines.peek(end)
         if line is None:

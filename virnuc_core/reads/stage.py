@@ -451,7 +451,7 @@ def _summarize(
         log: The counts of reading.
         times: The seconds of each step.
     """
-    store = OrfStore.open(out, check=False)
+    store = OrfStore.open(out, check=False)  # it was just written, so it need not be checked
     n_pairs = 0
     if inputs.pairs:
         n_pairs = int(np.count_nonzero(store.read_flags & MATE))

@@ -427,7 +427,7 @@ class StoreWriter:
         self._model_length = model_length
         self._segments: list[Segment] = []
         self._counts = SegmentCounts()
-        self._kinds = dict(COLUMNS)
+        self._kinds = dict(COLUMNS)  # the type of each column; `add` may widen one
         # For each axis: the number of values before each segment, and in all segments.
         self._starts: dict[Axis, NDArray[np.int64]] = {}
         self._id_digests = folder / "read_digests"
@@ -545,6 +545,7 @@ class StoreWriter:
             locations = self._create(temp_path, attributes)
             plans = self._plan_segments()
             write_part = partial(_write_part, temp_path, locations)
+            # `may_start`: few reads are not worth the start of processes for this.
             for _ in workers.map(write_part, plans, may_start=False):
                 pass  # the workers write; there is no result
             seal(temp_path)

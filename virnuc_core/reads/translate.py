@@ -482,7 +482,7 @@ def _keep_part(batch: ReadBatch, part: Part, folder: Path) -> LongPart:
     """
     bases = batch.bases.data
     path = folder / f"long_{batch.file_index}_{part.line}"
-    path.touch()
+    path.touch()  # for the mode below, which keeps what other workers have written
     with path.open("rb+") as file:
         file.seek(part.n_bases_before)
         file.write(bases)
