@@ -163,6 +163,7 @@ def _whole_row(
     stride: tl.constexpr = 3 * width
     half: tl.constexpr = head_dim // 2
     near_positions = tl.arange(0, near)
+    # The keys of a token lie `width` numbers behind its queries, the values again as far.
     low_near, high_near = _halves(
         base + width, near_positions, near_positions < length, cos, sin, stride, half, 1.0
     )
@@ -359,6 +360,7 @@ def _long_rows(
         value_sum = tl.zeros([block, head_dim], tl.float32)
         for first in range(0, length, block):
             key_positions = first + tl.arange(0, block)
+            # The keys of a token lie `width` numbers behind its queries, the values again as far.
             k_low, k_high = _halves(
                 base + width, key_positions, key_positions < length, cos, sin, stride, half, 1.0
             )

@@ -150,8 +150,8 @@ def calibration_digest(path: Path) -> str:
 def is_older_digest(digest: str, path: Path) -> bool:
     """Return whether an older version may have recorded this digest for the calibration in a file.
 
-    Older versions recorded the SHA-256 of the file as it was. Its metadata had any order, and no
-    digest of the statistics.
+    Older versions recorded the SHA-256 of the file as it was, with its metadata in any order. So
+    the digest is compared with that of each form in which they may have written the file.
 
     Args:
         digest: The recorded digest.

@@ -173,7 +173,10 @@ def _cached_digest(path: Path, state: tuple[int, ...], recompute: bool) -> str:
 
 
 def _is_large(path: Path) -> bool:
-    """Return whether the digest of a file is kept in the cache."""
+    """Return whether a file is so large that its digest is worth keeping in the cache.
+
+    A file that cannot be read counts as small.
+    """
     with suppress(OSError):
         return path.stat().st_size >= LARGE_BYTES
     return False

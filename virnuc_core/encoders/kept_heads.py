@@ -136,10 +136,10 @@ def _compare_cards(card: HeadCard | None, models: Path) -> Comparison:
             installed_card = head.shape.card
 
     # Two AUROCs compare only if both were measured on the same test reads.
-    is_same_test = installed_card is not None and (card.reads, card.test) == (
-        installed_card.reads,
-        installed_card.test,
-    )
+    is_same_test = False
+    if installed_card is not None:
+        has_same_reads = card.reads == installed_card.reads
+        is_same_test = has_same_reads and card.test == installed_card.test
     if installed_card is None or not is_same_test:
         remark = ""
         if is_regular_file(models / HEAD / CONFIG):  # there is an installed classifier
