@@ -21,3 +21,11 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """Prepare what rounds of the real command share."""
     with prepared(tmp_path_factory.mktemp("rounds") / "scene") as prepared_scene:
         yield prepared_scene
+
+
+@pytest.fixture(scope="module")
+def quick_scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Prepare what rounds without Prefect share, in seconds."""
+    folder = tmp_path_factory.mktemp("quick") / "scene"
+    with prepared(folder, with_server=False) as prepared_scene:
+        yield prepared_scene

@@ -14,11 +14,25 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from .failing_disk import Failing, play_failing_disk
+from .first_starts import play_first_starts
+from .intrusions import play_intruder
 from .rounds import Plan, Round, plans
-from .scene import NO_SERVER_HERE, NotRunError, Scene, Truth, Work, leaves, said, server
+from .scene import (
+    NO_SERVER_HERE,
+    NotRunError,
+    Scene,
+    Truth,
+    Work,
+    leaves,
+    limit_file_size,
+    said,
+    server,
+)
 from .strikes import LIMIT_S, Running, damage, left_over, make_room, small_disk, strike
 
 ENDS_WITHIN_S: Final = 10.0  # of SIGTERM
@@ -51,16 +65,27 @@ class Play:
             try:
                 self.truth = self.scene.truth(self.work)
                 self._choose_server()
-                getattr(self, f"_{self.plan.how}", self._struck)()
+                self._play_kind()
             except NotRunError as error:
                 self.round.not_run = str(error)
             except Exception as error:  # noqa: BLE001 - one round that the harness could not play must not end the others
-                self._say(f"the harness failed: {error}; {traceback.format_exc()[-300:]}")
+                self.report_problem(f"the harness failed: {error}; {traceback.format_exc()[-300:]}")
             finally:  # also of a round that somebody interrupts
                 self.round.problems += [f"process left: {line}" for line in left_over(self.mark)]
         self.round.seconds = time.monotonic() - began_s
         shutil.rmtree(self.folder, ignore_errors=True)
         return self.round
+
+    def _play_kind(self) -> None:
+        """Play what the plan says."""
+        if self.plan.how == "intrude":
+            play_intruder(self)
+        elif self.plan.how == "fail":
+            play_failing_disk(self)
+        elif self.plan.how == "race":
+            play_first_starts(self)
+        else:
+            getattr(self, f"_{self.plan.how}", self._struck)()
 
     # --- parts of a round ---------------------------------------------------------------------------------------------
 
@@ -88,16 +113,50 @@ class Play:
         return self.rng.choice(("cpu:1", "cpu:2")) if self.plan.command != "validate" else "cpu:2"
 
     def start(
-        self, work: Work | None = None, *more: str, room: int | None = None, server: str = ""
+        self,
+        work: Work | None = None,
+        *more: str,
+        room: int | None = None,
+        server: str = "",
+        failing: Failing | None = None,
     ) -> Running:
-        """Start a command of this round."""
-        self.runs += 1
+        """Start a command of this round.
+
+        Args:
+            work: What it does; by default the work of the plan.
+            more: Further words of the command line.
+            room: The size that no file may exceed.
+            server: An address, `embedded` or `none`; by default the server of the round.
+            failing: Which calls of the system fail for it.
+        """
         if "loader" in self.plan.whom:
             more = (*more, "--num-workers=1")
         words = self.scene.words(work or self.work, self.out, self._devices(), *more)
+        return self.start_words(words, room=room, server=server, failing=failing)
+
+    def start_words(
+        self,
+        words: list[str],
+        *,
+        room: int | None = None,
+        server: str = "",
+        failing: Failing | None = None,
+    ) -> Running:
+        """Start any command line as one of this round; see `start`."""
+        self.runs += 1
         folder = self.folder / f"run-{self.runs}"
         folder.mkdir()
-        return Running(self.scene, words, folder, self.mark, server or self.server, room)
+        environment = failing.variables(folder / "home") if failing else {}
+        preexec = None if room is None else partial(limit_file_size, room)
+        return Running(
+            self.scene,
+            words,
+            folder,
+            self.mark,
+            server or self.server,
+            environment=environment,
+            preexec=preexec,
+        )
 
     def ends(
         self, run: Running, allowed: Sequence[int], what: str, truth: Truth | None = None
@@ -108,20 +167,24 @@ class Play:
         lines = [line for line in text.splitlines() if line.startswith("virnuc: ")]
         self.round.messages += lines
         if code is None:
-            self._say(f"{what}: hangs for {LIMIT_S:.0f} s; last words: {text[-200:]!r}")
+            self.report_problem(f"{what}: hangs for {LIMIT_S:.0f} s; last words: {text[-200:]!r}")
         elif code not in allowed:
-            self._say(f"{what}: exit code {code}: {(lines or text.splitlines() or [''])[-1][:200]}")
+            self.report_problem(
+                f"{what}: exit code {code}: {(lines or text.splitlines() or [''])[-1][:200]}"
+            )
         elif code in OWN_WAYS and len(lines) != 1:
-            self._say(f"{what}: exit code {code} with {len(lines)} lines that say why")
+            self.report_problem(f"{what}: exit code {code} with {len(lines)} lines that say why")
         if "Traceback" in text:
-            self._say(f"{what}: a traceback: {text[text.index('Traceback') - 300 :][:3000]!r}")
+            self.report_problem(
+                f"{what}: a traceback: {text[text.index('Traceback') - 300 :][:3000]!r}"
+            )
         if any("unexpected" in line for line in lines):
-            self._say(f"{what}: {lines[-1][:160]}")
+            self.report_problem(f"{what}: {lines[-1][:160]}")
         if code == 0:
             expected_output = (truth or self.truth).said
             counts = said(run.printed())
             if counts != expected_output:
-                self._say(f"{what}: told {counts!r} for {expected_output!r}")
+                self.report_problem(f"{what}: told {counts!r} for {expected_output!r}")
         return code
 
     def compare(self, what: str, truth: Truth | None = None) -> None:
@@ -141,7 +204,7 @@ class Play:
             contents = actual.get(name, "")
             if "cannot" in contents or "NaN" in contents:
                 fault += f" ({contents})"
-            self._say(f"{what}: {name} {fault}")
+            self.report_problem(f"{what}: {name} {fault}")
 
     def resume(self, truth: Truth | None = None, work: Work | None = None) -> None:
         """Run the same command again, undisturbed: it must end with 0 in the right files."""
@@ -152,7 +215,9 @@ class Play:
             self.compare("again", truth)
         for path, text in strangers.items():
             if not path.is_file() or path.read_text() != text:
-                self._say(f"again: {path.relative_to(self.out)}, which is not ours, is gone")
+                self.report_problem(
+                    f"again: {path.relative_to(self.out)}, which is not ours, is gone"
+                )
 
     def _strangers(self) -> dict[Path, str]:
         """Files of others in the directory."""
@@ -165,8 +230,10 @@ class Play:
             path.write_text(text)
         return strangers
 
-    def _say(self, problem: str) -> None:
-        self.round.problems.append(problem)
+    def report_problem(self, problem: str) -> None:
+        """Note something that was wrong in this round, once."""
+        if problem not in self.round.problems:
+            self.round.problems.append(problem)
 
     # --- kinds of rounds ----------------------------------------------------------------------------------------------
 
@@ -190,7 +257,7 @@ class Play:
         if kind in ("terminate", "interrupt") and at_s is not None:
             took_s = time.monotonic() - struck_s
             if took_s > ENDS_WITHIN_S:
-                self._say(f"struck: ended {took_s:.0f} s after it was told to")
+                self.report_problem(f"struck: ended {took_s:.0f} s after it was told to")
         if code == 0:
             self.compare("struck")
         self.resume()
@@ -257,7 +324,7 @@ class Play:
         messages = [line for line in run.complained().splitlines() if line.startswith("virnuc: ")]
         message = messages[0] if messages else ""
         if code == 1 and str(self.out) not in message:
-            self._say(f"full: does not name what could not be written: {message[:160]}")
+            self.report_problem(f"full: does not name what could not be written: {message[:160]}")
         if code == 0:
             self.compare("full")
 
@@ -278,7 +345,7 @@ class Play:
             self.compare("again")
         elif victim is not None:
             if victim.name not in second_run.complained():
-                self._say(
+                self.report_problem(
                     f"again: refused without naming {victim.name}: {second_run.complained()[-160:]}"
                 )
             self.round.resumed = True
@@ -330,10 +397,10 @@ class Play:
         ]
         well = [i for i in ended_processes if codes[i] == 0]
         if not well:
-            self._say("neither of the two runs ended well")
+            self.report_problem("neither of the two runs ended well")
             return
         if rests and first_works and codes[1] == 0:
-            self._say("the second wrote where the first was at work")
+            self.report_problem("the second wrote where the first was at work")
         self.compare("both", truths[well[-1]])
         self.resume(truths[well[-1]], (self.work, twin_work)[well[-1]])
 

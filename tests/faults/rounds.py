@@ -29,18 +29,22 @@ FILE_KINDS = (
 class Plan:
     """One kind of round."""
 
-    # kill, stop, terminate, interrupt, disk, filesize, flip, cut, zero, remove, twin, rewrite, odd
+    # kill, stop, terminate, interrupt, disk, filesize, flip, cut, zero, remove, twin, rewrite, odd,
+    # intrude (another user), fail (calls of the system), race (many first starts)
     how: str
     whom: str  # a kind of process, of file, of second run
     command: str = "predict"
     server: str = "any"  # any, none, embedded, own (a server of this round's own)
     nodes: int = 0  # of a cluster on this machine
     transfer: bool = False  # its files go through Dask
+    starts: int = 20  # commands that start at once, of a race
 
     @property
     def work(self) -> Work:
         """Return what an undisturbed round does."""
         reads = "inbox" if self.command == "predict-inbox" else "a"
+        if self.how == "race":
+            reads = "b"  # the smaller ones
         return Work(self.command, reads, nodes=self.nodes, transfer=self.transfer)
 
     @property
@@ -66,6 +70,9 @@ def plans() -> tuple[Plan, ...]:
         *_damage_plans(),
         *_second_run_plans(),
         *_cluster_plans(),
+        *_intruder_plans(),
+        *_failing_disk_plans(),
+        *_first_start_plans(),
     ]
     random.Random(0).shuffle(kinds)
     return tuple(kinds)
@@ -160,6 +167,50 @@ def _cluster_plans() -> list[Plan]:
     return kinds
 
 
+def _intruder_plans() -> list[Plan]:
+    """Return rounds in which a second user of the machine attacks."""
+    commands = ("predict", "validate", "predict-inbox")
+    kinds = [Plan("intrude", "server", command, "embedded") for command in commands]
+    kinds.append(Plan("intrude", "cluster", server="none", nodes=2))
+    kinds.append(Plan("intrude", "report", "validate"))
+    for whom in ("shared directory", "directory"):
+        kinds += [Plan("intrude", whom, command) for command in commands]
+    return kinds
+
+
+def _failing_disk_plans() -> list[Plan]:
+    """Return rounds in which calls of the system fail for one kind of file."""
+    files = (
+        "shards",
+        "store",
+        "staging record",
+        "plan",
+        "record",
+        "summary",
+        "marker and lease",
+        "results",
+        "verdicts",
+        "embeddings",
+        "telemetry",
+        "logs",
+        "models",
+        "reads",
+        "anything",
+    )
+    kinds = [Plan("fail", file) for file in files]
+    kinds.append(Plan("fail", "Prefect's home", server="embedded"))
+    for file in ("baseline", "report", "history", "anything"):
+        kinds.append(Plan("fail", file, "validate"))
+    kinds += [Plan("fail", file, "predict-inbox") for file in ("shards", "reads", "anything")]
+    return kinds
+
+
+def _first_start_plans() -> list[Plan]:
+    """Return rounds in which many commands start at once where nothing has been made yet."""
+    homes = ("a new home", "an older database")
+    return [Plan("race", home, server="embedded") for home in homes]
+
+
 @dataclass(slots=True)
 class Round:
     """What one round did and saw."""
@@ -175,6 +226,7 @@ class Round:
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
     messages: list[str] = field(default_factory=list)
+    traps: list[str] = field(default_factory=list)  # what was drawn, for the person who repeats it
 
     @property
     def good(self) -> bool:
@@ -194,7 +246,8 @@ def line(result: Round) -> str:
         return f"{result.number:4d} not run {name}: {result.not_run}"
     state = "good" if result.good else "BAD "
     moment = "" if result.at_s is None else f" at {result.at_s:.1f} s"
-    ending = f"codes {result.codes} {result.seconds:.0f} s {'; '.join(result.problems)}"
+    drawn = f" ({'; '.join(result.traps)})" if result.traps else ""
+    ending = f"codes {result.codes} {result.seconds:.0f} s{drawn} {'; '.join(result.problems)}"
     return f"{result.number:4d} {state} {name} [{result.server}]{moment} {ending}"
 
 

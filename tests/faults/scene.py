@@ -284,8 +284,8 @@ def is_healthy(url: str, process: subprocess.Popen[bytes]) -> bool:
 
 
 @contextmanager
-def prepared(folder: Path) -> Iterator[Scene]:
-    """Prepare reads, models and thresholds, and a server if one starts."""
+def prepared(folder: Path, *, with_server: bool = True) -> Iterator[Scene]:
+    """Prepare reads, models and thresholds, and a server if one is wanted and starts."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, seed in (("a", 11), ("b", 12)):
         write_reads(folder / f"reads-{name}", seed, count=240 if name == "a" else 60)
@@ -294,13 +294,8 @@ def prepared(folder: Path) -> Iterator[Scene]:
     init_random(folder / "models", "tiny", "tiny", model_length=300, seed=3)
     with ExitStack() as servers:
         scene, first_dir = Scene(folder), folder / "first"
-        with suppress(NotRunError):
-            scene.url, _ = servers.enter_context(server(folder / "server", None, "shared"))
-            with (
-                closing(sqlite3.connect(folder / "server" / "prefect.db")) as server_database,
-                closing(sqlite3.connect(folder / "prefect.db")) as template_database,
-            ):
-                server_database.backup(template_database)
+        if with_server:
+            _start_shared_server(scene, servers)
         environment = scene.environment("first", scene.url or "none", folder / "home")
         subprocess.run(
             scene.words(Work(), first_dir, "cpu:2"),
@@ -314,6 +309,17 @@ def prepared(folder: Path) -> Iterator[Scene]:
         scene.thresholds = (f"{np.quantile(table, 0.4):.4f}", f"{np.quantile(table, 0.7):.4f}")
         shutil.rmtree(first_dir)
         yield scene
+
+
+def _start_shared_server(scene: Scene, servers: ExitStack) -> None:
+    """Start the server that rounds share, if one starts here, and copy its new database."""
+    with suppress(NotRunError):
+        scene.url, _ = servers.enter_context(server(scene.folder / "server", None, "shared"))
+        with (
+            closing(sqlite3.connect(scene.folder / "server" / "prefect.db")) as server_database,
+            closing(sqlite3.connect(scene.folder / "prefect.db")) as template_database,
+        ):
+            server_database.backup(template_database)
 
 
 def limit_file_size(nbytes: int) -> None:

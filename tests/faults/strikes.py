@@ -8,15 +8,14 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from .scene import MARK, Scene, limit_file_size
+from .scene import MARK, Scene
 
 LIMIT_S: Final = 240.0  # what has not ended by then hangs
 GONE_WITHIN_S: Final = 30.0  # what outlives its run for longer stays; a busy machine takes its time
@@ -42,8 +41,21 @@ class Running:
         folder: Path,
         mark: str,
         server: str,
-        room: int | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        preexec: Callable[[], None] | None = None,
     ) -> None:
+        """Start the command.
+
+        Args:
+            scene: The stage of the round.
+            words: The command line.
+            folder: Where it starts, and where its output and Prefect's home lie.
+            mark: The round's mark.
+            server: An address, `embedded` or `none`.
+            environment: Further environment variables.
+            preexec: Called in the child before it becomes the command.
+        """
         self.mark, self.folder = mark, folder
         self.out, self.err = folder / "stdout", folder / "stderr"
         with self.out.open("wb") as stdout_file, self.err.open("wb") as err:
@@ -52,10 +64,10 @@ class Running:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout_file,
                 stderr=err,
-                env=scene.environment(mark, server, folder / "home"),
+                env={**scene.environment(mark, server, folder / "home"), **(environment or {})},
                 cwd=folder,
                 start_new_session=True,
-                preexec_fn=None if room is None else partial(limit_file_size, room),  # noqa: PLW1509 - no threads here
+                preexec_fn=preexec,  # noqa: PLW1509 - no threads here
             )
         self.began_s = time.monotonic()
 

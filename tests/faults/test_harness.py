@@ -138,6 +138,41 @@ def test_the_undisturbed_runs_that_rounds_need_are_known_before_they_begin() -> 
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [Plan("intrude", "shared directory", server="none"), Plan("fail", "shards", server="none")],
+    ids=str,
+)
+def test_another_user_and_a_failing_disk_change_no_results(quick_scene: Scene, plan: Plan) -> None:
+    result = play(0, quick_scene, SEED, plan)
+    if result.not_run:
+        pytest.skip(result.not_run)
+    assert result.good, table([result])
+    assert result.hit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("intrude", "server", server="embedded"),
+        Plan("intrude", "cluster", server="none", nodes=2),
+        Plan("intrude", "directory", server="none"),
+        Plan("fail", "anything", server="none"),
+        Plan("race", "a new home", server="embedded", starts=4),
+        Plan("race", "an older database", server="embedded", starts=4),
+    ],
+    ids=str,
+)
+def test_intruders_failing_calls_and_first_starts_at_once_change_no_results(
+    scene: Scene, plan: Plan
+) -> None:
+    result = play(2, scene, SEED, plan)
+    if result.not_run:
+        pytest.skip(result.not_run)
+    assert result.good, table([result])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["all", "worker", "staging"])
 def test_a_struck_run_ends_as_an_undisturbed_one(scene: Scene, whom: str) -> None:
