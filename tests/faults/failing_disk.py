@@ -25,12 +25,13 @@ ERRORS: Final = (
     errno.EINTR,
 )
 # Which calls fail in one round; the letters are those of `failing_files`.
-CALLS: Final = ("o", "r", "s", "l", "k", "w", "m", "u", "d", "or", "ors", "wm", "orslkwmud")
-CHANCES: Final = (100, 30, 3)  # percentages of these calls
+CALLS: Final = ("o", "r", "s", "k", "w", "m", "lud", "or", "ors", "wm", "orslkwmud", "orslkwmud")
+CHANCES: Final = (100, 100, 30, 5)  # percentages of these calls
 CODES: Final = (0, 1, 2, 3, 4)  # 6 would say that reads were left out
-# Texts in the paths of the files for which calls fail. {out}, {scene} and {home} are folders.
+# Texts in the paths of the files for which calls fail. {out}, {scene} and {home} are folders. Runs of
+# an inbox and of a validation lie below {out}.
 PLACES: Final = {
-    "shards": "{out}/shards/",
+    "shards": "/shards/",
     "store": "orfs.h5",
     "staging record": "orfs.made.json",
     "plan": "plan.json",
@@ -40,8 +41,8 @@ PLACES: Final = {
     "results": "prediction_results",
     "verdicts": "reads.tsv",
     "embeddings": "embeddings.h5",
-    "telemetry": "{out}/telemetry/",
-    "logs": "{out}/logs/",
+    "telemetry": "telemetry_",
+    "logs": "/logs/worker-",
     "models": "{scene}/models/",
     "reads": "{scene}/reads-",
     "Prefect's home": "{home}/",
@@ -66,7 +67,7 @@ def play_failing_disk(play: Play) -> None:
     numbers = play.rng.sample(ERRORS, play.rng.choice((1, 1, 2)))
     calls = play.rng.choice(CALLS)
     # Python repeats a call that was interrupted, so it must succeed at some time.
-    chances = CHANCES[1:] if errno.EINTR in numbers else CHANCES
+    chances = CHANCES[2:] if errno.EINTR in numbers else CHANCES
     chance = play.rng.choice(chances)
     is_lasting = play.rng.random() < 0.5
     play.round.traps.append(
@@ -75,11 +76,15 @@ def play_failing_disk(play: Play) -> None:
     )
 
     run = play.start(failing=Failing(play, numbers, calls, chance))
-    time.sleep(play.rng.random() * play.truth.seconds)
+    if play.rng.random() < 0.5:  # from the start: also what is read again first
+        time.sleep(play.rng.random() * play.truth.seconds * 0.8)
     switch = play.folder / "failing"
     switch.touch()
     play.round.at_s = time.monotonic() - run.began_s
     if not is_lasting:
+        log = play.folder / "failed-calls"
+        while run.alive and not log.exists():
+            time.sleep(0.01)
         time.sleep(1.0)
         switch.unlink()
     code = play.ends(run, CODES, "failing")

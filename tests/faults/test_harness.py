@@ -226,6 +226,8 @@ def test_rounds_are_played_side_by_side_and_one_whose_job_is_killed_is_bad(scene
         ("no locks", Plan("twin", "other reads --force while the first rests", server="none"), ""),
         # a worker also ends with its pipe, a server by the signal alone
         ("no parent-death signal", Plan("kill", "main", server="embedded"), "process left"),
+        ("no guard", Plan("intrude", "server", server="embedded"), "answered with 200"),
+        ("no first use", Plan("race", "a new home", server="embedded", starts=4), "start "),
     ],
 )
 def test_the_harness_reports_what_was_taken_out(

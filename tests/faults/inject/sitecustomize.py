@@ -90,7 +90,19 @@ def without_leases(module: object) -> None:
     module.Lease.release = module.Lease.beat = lambda *_: None  # type: ignore[attr-defined]
 
 
+def without_guard(module: object) -> None:
+    """A temporary server has only Prefect's own authentication, which leaves some pages open."""
+    module.OwnerOnly = lambda app, _host, _secret: app  # type: ignore[attr-defined]
+
+
+def without_first_use(module: object) -> None:
+    """Nobody waits for another process that makes something on first use."""
+    module.FirstUseLock.take = lambda _: None  # type: ignore[attr-defined]
+
+
 CHANGES = {
+    "no guard": ("virnuc.flows.cli.server_guard", without_guard),
+    "no first use": ("virnuc_core.first_use", without_first_use),
     "no locks": ("virnuc_core.lease", without_leases),
     "no seals": ("virnuc_core.engine.shards", without_seals),
     "no parent-death signal": ("virnuc_core.rundir", without_death),
