@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import h5py
@@ -141,7 +142,7 @@ def test_the_undisturbed_runs_that_rounds_need_are_known_before_they_begin() -> 
 @pytest.mark.parametrize(
     "plan",
     [Plan("intrude", "shared directory", server="none"), Plan("fail", "shards", server="none")],
-    ids=str,
+    ids=attrgetter("name"),
 )
 def test_another_user_and_a_failing_disk_change_no_results(quick_scene: Scene, plan: Plan) -> None:
     result = play(0, quick_scene, SEED, plan)
@@ -162,7 +163,7 @@ def test_another_user_and_a_failing_disk_change_no_results(quick_scene: Scene, p
         Plan("race", "a new home", server="embedded", starts=4),
         Plan("race", "an older database", server="embedded", starts=4),
     ],
-    ids=str,
+    ids=attrgetter("name"),
 )
 def test_intruders_failing_calls_and_first_starts_at_once_change_no_results(
     scene: Scene, plan: Plan
@@ -188,7 +189,7 @@ def test_a_struck_run_ends_as_an_undisturbed_one(scene: Scene, whom: str) -> Non
         Plan("disk", "out", server="none"),
         Plan("twin", "same", server="none"),
     ],
-    ids=str,
+    ids=attrgetter("name"),
 )
 def test_damage_a_full_disk_and_a_second_run_do_not_change_results(
     scene: Scene, plan: Plan
