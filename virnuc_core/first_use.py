@@ -51,6 +51,7 @@ class FirstUseLock:
     def __init__(
         self, folder: Path, description: str, is_ready: Callable[[], bool] = _is_never_ready
     ) -> None:
+        """Prepare a lock; `take` takes it. The arguments are those that the class describes."""
         self._folder = folder
         self._description = description
         self._is_ready = is_ready

@@ -103,6 +103,9 @@ def front_matter_value(value: object) -> str:
 
     Programs that do not know such facts show them as Markdown. So characters that mean something in
     Markdown are written by their numbers, which JSON and YAML read as the same characters.
+
+    Args:
+        value: A text, a number, or anything else that JSON can hold.
     """
     quoted = json.dumps(value)
     for pattern in (_QUOTED_MARKUP, _QUOTED_ADDRESS):

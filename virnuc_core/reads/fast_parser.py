@@ -325,7 +325,11 @@ def shorten(text: str) -> str:
 
 
 def first_word(header: bytes) -> bytes:
-    """Return the first word of a header line, which is the read id; b"" for a blank header."""
+    """Return the first word of a header line, which is the read id; b"" for a blank header.
+
+    Args:
+        header: The line without its mark, `>` or `@`.
+    """
     words = header.split(None, 1)
     return words[0] if words else b""
 
