@@ -49,6 +49,7 @@ def ask_reviewer(settings: ValidateSettings, report: Report) -> ApprovalRecord:
     folder = RunDir(settings.out).report
     form = approval_form(report)
     approval = wait_for_approval(folder, form, timeout_s=settings.approval_timeout_s)
+    # The answer is in the directory now, so the report that is written again shows it.
     answered_report = rerender(settings.out)
     text = answer_markdown(answered_report)
     description = f"{approval.verdict} by {approval.reviewer}"

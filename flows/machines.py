@@ -101,6 +101,7 @@ def find_machines(spec: ClassifySpec, cluster: Cluster | None) -> Machines:
     """
     nodes: list[tuple[Device, ...]]
     if cluster is None:
+        # Each device counts as a machine.
         nodes = [(device,) for device in resolve(spec.devices)]
     else:
         nodes = [tuple(node.devices) for node in cluster.used]

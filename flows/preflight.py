@@ -50,7 +50,7 @@ def preflight(settings: FlowSettings) -> Devices:
     """
     from virnuc_core.engine.devices import resolve, resolve_engine
 
-    cluster = getattr(settings, "cluster", None)
+    cluster = getattr(settings, "cluster", None)  # not every flow can use a cluster
     if cluster:
         _require_readable(Path(cluster))
     devices: tuple[Device, ...] = ()
@@ -107,7 +107,7 @@ def _check_models(settings: FlowSettings) -> "HeadShape":
 
     head = check_models(settings.models, getattr(settings, "model_length", None))
     if isinstance(settings, VerdictSpec):
-        score_thresholds(head, settings)
+        score_thresholds(head, settings)  # raises an error if the head lacks these figures
     return head
 
 
@@ -139,6 +139,7 @@ def _check_reads(settings: FlowSettings, model_length: int) -> int:
     if isinstance(settings, PredictSettings) and settings.written_verdicts:
         from virnuc_core.reads.subsets import require_rereadable  # few runs need it
 
+        # Some reads are written out after the run, for which the files are read a second time.
         require_rereadable(local)
     if settings.read_group:  # nothing tells how many of the rows belong to it
         return 0
@@ -224,6 +225,7 @@ def _read_beginning(name: str, on_error: "OnError", model_length: int) -> Beginn
     n_bases = 1  # so that dividing by the number is safe
     batches = parse((name,), log, block_bytes=BATCH_BYTES)
     for batch in islice(batches, N_BATCHES):
+        # Cut the reads into chunks of the model's length, and find their open reading frames.
         chunks = chunk(batch.bases.lengths, model_length)
         read_starts = batch.bases.offsets[chunks.read]
         rows = translate(batch.bases.data, read_starts + chunks.start, read_starts + chunks.end)

@@ -36,6 +36,7 @@ def check_prefect_server() -> Iterator[Check]:
     settings = get_current_settings()
     url = settings.api.url
     if url is None:
+        # Without an address, Prefect starts a server by itself (the embedded one).
         if not settings.server.ephemeral.enabled:
             raise ConfigError("none is named (PREFECT_API_URL) and the embedded one is forbidden")
         detail = f"none is named: the embedded one, with its data in {settings.home}"

@@ -200,6 +200,7 @@ async def _batch_system(file: Path, shared: Path | None) -> AsyncIterator[Any]:
             raise ConfigError(f"cluster {file}: {error}") from error
         is_local = kind == "local"  # its jobs are processes of this machine
         if is_local:
+            # The folder need not be shared, and nobody else must reach the scheduler.
             base = Path(tempfile.gettempdir())
             host = LOCALHOST
         else:
@@ -279,7 +280,7 @@ def _batch_arguments(
         options["host"] = host
     arguments: dict[str, Any] = {"scheduler_options": options}
     if not options["dashboard"] and not options["dashboard_address"]:
-        arguments["scheduler_cls"] = QuietScheduler
+        arguments["scheduler_cls"] = QuietScheduler  # starts no HTTP server
     arguments["worker_extra_args"] = _worker_words(settings, folder)
     protocol = str(user_options.get("protocol") or "tls")
     # False is the user's wish for unencrypted connections. Without the setting, it is None.

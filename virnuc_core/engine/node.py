@@ -351,9 +351,10 @@ class Node:
         """
         device_wait_s = max(DEVICE_WAIT_S, spec.engine.device_wait_s)
         engine = spec.engine.model_copy(update={"device_wait_s": device_wait_s})
-        gpu = spec.device.local
+        gpu = spec.device.local  # its id on this machine
         if spec.device.kind == "cuda" and gpu not in self._sampled_gpus:
             self._sampled_gpus.append(gpu)
+            # A reader is made for a fixed list of GPUs, so a new one is needed.
             self._read_gpu = gpu_reader(self._sampled_gpus)
         models = self._local_models or spec.models
         return spec.model_copy(update={"engine": engine, "models": models})
