@@ -107,4 +107,4 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         if summary is None:
             return False
         n_committed = len(list(run.shards.glob("0*.h5")))  # names of shards are padded with zeros
-        return n_committed == summary.shards
+        return n_committed == summary.shards  # the number of shards of the finished run

@@ -74,7 +74,7 @@ class ValidateSettings(MeasureSettings):
             "--baseline-reads": self.baseline_reads,
         }
         missing = [option for option, value in facts.items() if value is None]
-        if 0 < len(missing) < len(facts):
+        if 0 < len(missing) < len(facts):  # some are given, but not all
             raise ConfigError(
                 "baseline: a time, the device it was measured on and its number of reads "
                 f"belong together; {' and '.join(missing)} is missing"
@@ -90,6 +90,7 @@ class ValidateSettings(MeasureSettings):
             return profile
         recorded: dict[str, Any] = {"source": "recorded", "results": self.baseline_results}
         if self.baseline_device is not None:
+            # Such as "2x RTX 4090", which the pattern of the field demands.
             count, _, device = self.baseline_device.partition("x ")
             recorded["recorded_seconds"] = self.baseline_seconds
             recorded["recorded_device"] = device
