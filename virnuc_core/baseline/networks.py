@@ -271,7 +271,8 @@ class PaddedDnabertS(PaddedEncoder):
             # Attention, softmax(q k^T / sqrt(head_dim) + bias) v, then the norm behind it
             q, k, v = self._qkv(prefix, x)  # each [rows, heads, longest, head_dim]
             head_dim = q.shape[-1]
-            scores = q @ k.transpose(-1, -2) / math.sqrt(head_dim) + bias
+            products = q @ k.transpose(-1, -2)  # [rows, heads, longest, longest]
+            scores = products / math.sqrt(head_dim) + bias
             weights = torch.softmax(scores, dim=-1)  # [rows, heads, longest, longest]
             attention_output = self._mix(prefix, weights, v)
             x = self._norm(f"{prefix}.attn_norm", attention_output + x)
@@ -294,8 +295,10 @@ class PaddedDnabertS(PaddedEncoder):
         """
         slopes = torch.tensor(alibi_slopes(self.shape.heads), device=self.device)  # [heads]
         positions = torch.arange(longest, device=self.device)
-        distances = (positions[:, None] - positions[None, :]).abs()  # [longest, longest]
-        bias = -slopes[:, None, None] * distances  # [heads, longest, longest]
+        offsets = positions[:, None] - positions[None, :]  # [longest, longest]
+        distances = offsets.abs()
+        slope_of_head = slopes[:, None, None]
+        bias = -slope_of_head * distances  # [heads, longest, longest]
         return bias[None]
 
 

@@ -80,7 +80,8 @@ def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
     chunk_of_frame = np.asarray(frames_of_chunk.ngroup(), np.int64)
     chunks["score"] = consensus.chunk_scores(np.asarray(score), chunk_of_frame)
     reads = chunks.groupby("read").agg(**first_label_and_cluster)
-    read_of_chunk = np.unique(chunks.index.get_level_values("read"), return_inverse=True)[1]
+    read_numbers = chunks.index.get_level_values("read")
+    _, read_of_chunk = np.unique(read_numbers, return_inverse=True)  # the row in `reads`
     # A prediction averages the margins of the chunks. A score is 0.5 + margin ÷ 2, so the mean of
     # the scores is the score of the mean margin.
     reads["score"] = consensus.mean_margins(chunks["score"].to_numpy(), read_of_chunk, len(reads))
