@@ -98,6 +98,8 @@ def agreement(pairs: Iterable[RowPair], tolerance: float) -> LabelAgreement:
         differences = np.concatenate(tally.score_differences)
         score = _score_difference(differences, tolerance, allclose=tally.are_scores_close)
     examples = [*tally.differing_examples, *tally.unpaired_examples][:MAX_EXAMPLES]
+    # An id may have bytes that are not UTF-8. They are held as surrogates, which JSON cannot have.
+    printable_examples = [text.encode("utf-8", "replace").decode() for text in examples]
     return LabelAgreement(
         in_both=tally.in_both,
         only_in_a=tally.only_in_a,
@@ -106,7 +108,7 @@ def agreement(pairs: Iterable[RowPair], tolerance: float) -> LabelAgreement:
         agreement=tally.agreeing / n_ids if n_ids else None,
         score=score,
         classes=classes,
-        examples=tuple(text.encode("utf-8", "replace").decode() for text in examples),
+        examples=tuple(printable_examples),
     )
 
 
@@ -117,8 +119,9 @@ def join_rows(pair: RowPair) -> JoinedRows:
     first, because it needs no search.
     """
     row_numbers = np.arange(len(pair.a))
+    # For each row of b, the number of the row of a with the same id; -1 if there is none.
     if np.array_equal(pair.a["id"].to_numpy(), pair.b["id"].to_numpy()):
-        row_in_a = row_numbers  # for each row of b
+        row_in_a = row_numbers
     else:
         row_in_a = _unique_ids(pair.a["id"]).get_indexer(_unique_ids(pair.b["id"]))
     has_partner = row_in_a >= 0
@@ -131,7 +134,11 @@ def join_rows(pair: RowPair) -> JoinedRows:
 
 
 def _unique_ids(ids: "pd.Series[str]") -> "pd.Index[str]":
-    """Return an index of unique ids. The second row with an id becomes `id\\0` + "1", and so on."""
+    """Return an index in which each id is unique, as pandas needs it to search for ids.
+
+    The second row with an id gets `id\\0` + "1", and so on. So the second rows of two results with
+    the same id are joined with each other.
+    """
     if not ids.duplicated().any():
         return pd.Index(ids)
     repetition = ids.groupby(ids, sort=False).cumcount()  # 0 for the first row of an id
@@ -141,9 +148,13 @@ def _unique_ids(ids: "pd.Series[str]") -> "pd.Index[str]":
 
 
 def count_pair(joined: JoinedRows) -> Tally:
-    """Return the counts of equal labels and score differences of joined rows."""
+    """Count the equal labels and the score differences of the joined rows of a pair of results.
+
+    The counts are also made for three classes of ids: viral, non-viral, and near the threshold. An
+    id belongs to a class by its row in a. An id that only one side has counts as not agreeing.
+    """
     is_same_label = joined.a["virus"].to_numpy() == joined.b["virus"].to_numpy()
-    # An id of one side only belongs to the class that it has there.
+    # The joined rows come first. An id that only b has belongs to the class that it has there.
     all_rows = pd.concat([joined.a, joined.only_in_a, joined.only_in_b])
     n_unpaired = len(all_rows) - len(joined.a)
     agrees = np.append(is_same_label, np.zeros(n_unpaired, dtype=bool))
@@ -204,14 +215,14 @@ def _score_difference(
     """
     if np.isnan(differences).any():
         return None
-    of_virus = differences[:, 1]
+    virus_differences = differences[:, 1]  # `score2` is the score for virus
     return ScoreDifference(
-        n=len(of_virus),
-        mean=of_virus.mean(),
-        median=np.median(of_virus),
-        p99=np.percentile(of_virus, 99),
-        max=of_virus.max(),
-        share_within_tolerance=(of_virus <= tolerance).mean(),
+        n=len(virus_differences),
+        mean=virus_differences.mean(),
+        median=np.median(virus_differences),
+        p99=np.percentile(virus_differences, 99),
+        max=virus_differences.max(),
+        share_within_tolerance=(virus_differences <= tolerance).mean(),
         allclose=allclose,
     )
 

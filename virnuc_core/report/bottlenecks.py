@@ -109,8 +109,13 @@ class Loss:
 def stage_findings(run: RunMetrics | None) -> tuple[str, ...]:
     """Return a sentence on each stage that takes much time or leaves a GPU idle.
 
-    The two rules are described at the top of this module. The stage with the largest share of the
-    time comes first. Without a run, or without its total time, the result is empty.
+    Two rules choose the stages: more than 30 % of the time (`TIME_SHARE`), or a GPU that is less
+    than 80 % busy (`BUSY_PERCENT`). The protein encoder always takes much time. That is called
+    expected as long as it keeps its GPU busy. All other sentences are called actionable.
+
+    Returns:
+        The sentences, that on the stage with the largest share of the time first. Nothing without
+        a run, or without its total time.
     """
     if run is None:
         return ()
@@ -131,7 +136,7 @@ def stage_findings(run: RunMetrics | None) -> tuple[str, ...]:
         busy = "" if gpu_percent is None else f", the lowest GPU {gpu_percent:.1f} % busy"
         word = "expected" if is_expected else "actionable"
         text = f"{stage} takes {100 * share:.1f} % of the time{busy} ({word}): {advice}."
-        findings.append((-share, text))
+        findings.append((-share, text))  # negative, so that the largest share is sorted first
     return tuple(text for _, text in sorted(findings))
 
 
@@ -155,16 +160,22 @@ def _advice_for_busy_encoders(run: RunMetrics) -> str:
 def rank_losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
     """Return the avoidable losses of time of a run, the largest first.
 
-    If there is nothing to rank, the result is one entry that says why.
+    A loss is time that a change could save at most, such as time in which a device waits. A loss is
+    marked as expected if no change is advised: it is too small to be worth a person's time, or the
+    encoders keep their devices busy.
+
+    Returns:
+        The losses above 0. If there is nothing to rank, one entry of the kind "unknown" that says
+        why.
     """
     if run is None or not run.total_s:
         return (Bottleneck(kind="unknown", detail="no run was timed", advice="run validate"),)
     seconds_of_row = {row: seconds for row, seconds in run.stages.items() if seconds}
-    losses = [*_losses_of_computing(run, seconds_of_row)]
+    losses = list(_losses_of_computing(run, seconds_of_row))
     losses += [_loss_of_class(loss_class, seconds_of_row) for loss_class in LOSS_CLASSES]
 
     ranked = []
-    for loss in sorted(losses, reverse=True):
+    for loss in sorted(losses, reverse=True):  # by the seconds that each would save
         share = loss.saves_s / run.total_s
         if share > 0:
             bottleneck = Bottleneck(
@@ -183,7 +194,14 @@ def rank_losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
 
 
 def _loss_of_class(loss_class: LossClass, seconds_of_row: Mapping[str, float]) -> Loss:
-    """Return the loss of one class: the sum of the rows of the stage table that belong to it."""
+    """Return the loss of one class: the sum of the rows of the stage table that belong to it.
+
+    The rows with a noticeable share of the sum are named in the detail, the longest first.
+
+    Args:
+        loss_class: Names the rows, and says what helps.
+        seconds_of_row: The seconds of each row of the stage table that was measured.
+    """
     rows = [(seconds_of_row[row], row) for row in loss_class.rows if row in seconds_of_row]
     rows.sort(reverse=True)
     total_s = sum(seconds for seconds, _ in rows)
@@ -202,8 +220,13 @@ def _loss_of_class(loss_class: LossClass, seconds_of_row: Mapping[str, float]) -
 def _losses_of_computing(run: RunMetrics, seconds_of_row: Mapping[str, float]) -> tuple[Loss, Loss]:
     """Return two losses of time while devices compute: slow computing, and empty token slots.
 
-    The speed is compared with the measured ceiling of the linear layers. If no ceiling was
-    measured, it is compared with a utilisation of 100 %.
+    A batch has a fixed number of token slots. Slots without a token (bad packing) are computed for
+    nothing. The speed on the other slots is compared with the ceiling, the measured speed of the
+    linear layers alone. If no ceiling was measured, it is compared with a utilisation of 100 %.
+
+    Args:
+        run: The run.
+        seconds_of_row: The seconds of each row of the stage table that was measured.
     """
     idle_s = seconds_of_row.get(DEVICE_IDLE, 0.0)
     slow_s = idle_s
@@ -214,7 +237,7 @@ def _losses_of_computing(run: RunMetrics, seconds_of_row: Mapping[str, float]) -
     for encoder in encoders:
         stage = GPU_STAGES[encoder.encoder]
         stage_s = seconds_of_row.get(stage, 0.0)
-        packing = encoder.packing_efficiency or 1.0
+        packing = encoder.packing_efficiency or 1.0  # share of the slots with a token
         speed = 1.0  # as a share of the possible speed
         gpu_percent = _gpu_percent(run, stage)
         if gpu_percent is not None:
@@ -222,6 +245,8 @@ def _losses_of_computing(run: RunMetrics, seconds_of_row: Mapping[str, float]) -
             is_any_gpu_idle = is_any_gpu_idle or gpu_percent < BUSY_PERCENT
             details.append(f"{stage} keeps the lowest GPU {gpu_percent:.1f} % busy")
         if encoder.mfu_of_ceiling is not None:
+            # The ceiling was measured without empty slots. They are counted as a loss of their own,
+            # so they are taken out of the speed here.
             speed = encoder.mfu_of_ceiling / packing
             sustained = "of what its linear layers alone sustain"
             details.append(f"{stage} runs at {100 * speed:.0f} % {sustained}")

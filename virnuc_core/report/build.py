@@ -77,8 +77,8 @@ def build_report(out: Path, profile: Profile) -> Report:
     """Compute the report of a validation from its files. No file is written.
 
     The files are `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, if they exist,
-    `regression.json`, `checkpoint_overhead.json`, `tuning.json` and `report/approval.json`. The run
-    on the largest number of devices is judged.
+    `regression.json`, `checkpoint_overhead.json`, `tuning.json` and `report/approval.json`. The
+    judged run, whose numbers must meet the thresholds, is the one on the most devices.
 
     Args:
         out: The validation's directory.
@@ -96,7 +96,7 @@ def build_report(out: Path, profile: Profile) -> Report:
         metrics = run_metrics(raw, name, profile)
         if metrics is not None:
             runs.append(metrics)
-    judged_run = runs[-1] if runs else None
+    judged_run = runs[-1] if runs else None  # `run_names` puts the most devices last
     single_run = next((run for run in runs if run.name == SINGLE_RUN), None)
 
     comparability = _comparability(raw, profile, runs)
@@ -105,6 +105,11 @@ def build_report(out: Path, profile: Profile) -> Report:
     regression_file = raw.read(RegressionFile, REGRESSION)
     comparison_file = raw.read(validation.ComparisonFile, COMPARISON)
     comparisons = () if comparison_file is None else comparison_file.comparisons
+    regression_metrics = None
+    comparable_history: tuple[HistoryEntry, ...] = ()
+    if regression_file is not None:
+        regression_metrics = regression(regression_file.history, regression_file.entry)
+        comparable_history = _comparable_history(regression_file)
     report = Report(
         profile=profile,
         provenance=_provenance(raw, record, judged_run),
@@ -116,10 +121,8 @@ def build_report(out: Path, profile: Profile) -> Report:
         comparisons=tuple(pair for pair in comparisons if comparability.allows(pair.a, pair.b)),
         losses=rank_losses(judged_run),
         findings=stage_findings(judged_run),
-        regression=None
-        if regression_file is None
-        else regression(regression_file.history, regression_file.entry),
-        history=() if regression_file is None else _comparable_history(regression_file),
+        regression=regression_metrics,
+        history=comparable_history,
         charts=charts(raw, judged_run, None if telemetry is None else telemetry.content, profile),
         overhead=raw.read(validation.OverheadFile, validation.OVERHEAD),
         accounting=_account_for_reads(raw, judged_run, record),
@@ -128,6 +131,8 @@ def build_report(out: Path, profile: Profile) -> Report:
     )
     missing = missing_evidence(raw, record)
     report = report.model_copy(update={"missing_evidence": missing})
+    # The criteria, the warnings and the notes are made from the numbers in the report. So they are
+    # added to a report that has all the numbers.
     verdicts = judge_report(report, comparability, _last_run(record))
     remarks = _remarks(raw, report, comparability)
     unfinished = ", ".join(unfinished_parts(raw, record))
@@ -162,9 +167,10 @@ def _last_run(record: validation.ValidationRecord | None) -> str | None:
 
 
 def _comparability(raw: RawFolder, profile: Profile, runs: Sequence[RunMetrics]) -> Comparability:
-    """Find out which runs, and which measured baseline, may be compared with each other.
+    """Find out which runs may be compared with each other, and with a baseline measured here.
 
-    A recorded baseline has no record of a machine. The profile or the user names its devices.
+    A baseline whose time was recorded elsewhere is left out, because it has no `run.json` with a
+    machine. The profile or the user names its devices.
     """
     parts = [run.name for run in runs]
     summary = raw.read(validation.BaselineSummary, BASELINE, SUMMARY)
@@ -255,7 +261,10 @@ def _remarks(
 def _account_for_reads(
     raw: RawFolder, run: RunMetrics | None, record: validation.ValidationRecord | None
 ) -> Accounting | None:
-    """Count the lines of a run's reads.tsv by fate and by remark.
+    """Count the lines of a run's reads.tsv by the fate of the read and by remark.
+
+    The fate says what became of a read, such as "viral" or "empty". A remark, from the column
+    `flags`, is for example "ambiguous" or "duplicate_of=ID". A read may have several.
 
     Returns:
         The counts, and whether they equal the counts in the run's summary. None if reads.tsv is
@@ -269,6 +278,7 @@ def _account_for_reads(
     if table is None:
         return None
     fates = dict.fromkeys(FATES, 0) | table["fate"].value_counts(sort=False).to_dict()
+    # The id of the first read is cut off, so that all duplicates count as one remark.
     remarks = table["flags"][table["flags"] != ""].str.replace(
         DUPLICATE_ID, "duplicate_of", regex=True
     )
@@ -303,7 +313,7 @@ def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | No
             return ApprovalState(verdict="pending")
         return None
     answer = raw.read(validation.ApprovalRecord, path.parent.name, APPROVAL)
-    if answer is None:
+    if answer is None:  # the file is damaged, which `raw.problems` now says
         return None
     telemetry = _telemetry_of(raw, run)
     is_older = (
@@ -346,6 +356,7 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
         out: The validation's directory.
         profile: The thresholds.
         history: If given, the run is compared with the earlier runs in this file, and added to it.
+            `regression.json` then holds what it was compared with.
     """
     report = build_report(out, profile)
     if history is not None:
@@ -357,6 +368,8 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
             append_history(history, entry)
             earlier = earlier_runs(read_history(history), entry)[-MAX_COMPARED_RUNS:]
             write(out / REGRESSION, RegressionFile(entry=entry, history=tuple(earlier)))
+        # The line for the history was made from the first report. The second one also has the
+        # comparison with earlier runs.
         report = build_report(out, profile)
     _warn_of_unchecked_files(out, report.evidence)
     return _write_forms(out, report)
@@ -381,7 +394,8 @@ def _warn_of_unchecked_files(out: Path, names: Iterable[str]) -> None:
 def rerender(out: Path) -> Report:
     """Write all forms of a report again, from its `report.json` and the reviewer's answer only.
 
-    Nothing is judged again.
+    Nothing is judged again. The report lists the digest of each file that it was made from (its
+    evidence). That of the answer is brought up to date.
 
     Args:
         out: The validation's directory.

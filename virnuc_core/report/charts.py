@@ -70,11 +70,13 @@ def charts(
 ) -> Charts:
     """Return the data of all charts of the judged run. Data that was not measured is empty.
 
+    Nothing is drawn. The data is stored in `report.json`, so that the charts can be drawn again.
+
     Args:
         raw: The raw files of the validation.
         run: The judged run.
         telemetry: The telemetry of that run.
-        profile: The profile, for the length of a window.
+        profile: The profile. The throughput is shown in time windows of its length.
     """
     if run is None:
         return Charts()
@@ -110,6 +112,7 @@ def _length_histogram(lengths: NDArray[np.float64]) -> Histogram:
     num_lengths = longest - shortest + 1
     # Division rounded up: the width of a bin in whole bases.
     width = max(1, -(-num_lengths // MAX_LENGTH_BINS))
+    # The last edge must lie above the longest read.
     return _histogram(lengths, np.arange(shortest, longest + width + 1, width))
 
 
@@ -159,6 +162,7 @@ def _thin(label: str, x: "pd.Series[float]", y: "pd.Series[float]") -> Line:
     """
     num_points = min(MAX_POINTS, len(x))
     rows = np.arange(len(x))
+    # `array_split` makes parts whose sizes differ by one at most.
     sizes = [len(part) for part in np.array_split(rows, num_points)]
     part_of_row = np.repeat(np.arange(num_points), sizes)
     table = pd.DataFrame({"x": x, "y": y})
@@ -172,7 +176,11 @@ def _thin(label: str, x: "pd.Series[float]", y: "pd.Series[float]") -> Line:
 def _stage_bars(telemetry: Telemetry) -> tuple[Bar, ...]:
     """Return a bar for each stage, from its start to its end in seconds since the run's start.
 
-    The two encoders have a bar for each device. Stages without a start and an end have none.
+    The two encoders have a bar for each device, from their first batch to their last. Stages
+    without a start and an end have none.
+
+    Returns:
+        The bars, the earliest first.
     """
     bars = []
     for stage in telemetry.stages:
@@ -208,17 +216,19 @@ class Chart:
 
 
 def all_charts(report: Report) -> list[Chart]:
-    """Return the charts of a report. A chart without data is left out."""
+    """Draw the charts of a report. A chart without data is left out."""
     series = report.charts
     utilisation = tuple(line for line in series.utilisation if any(_known_values(line)))
     throughput = () if series.throughput is None else (series.throughput,)
     scaling = report.scaling[1:]  # the first is on one device
+    # Number of devices, lowest and highest expected speed-up. All data is in tuples, because
+    # drawings are remembered by their data.
     bands = tuple(sorted((int(n), *band) for n, band in report.profile.scaling_bands.items()))
     queue = None
     if report.run is not None and report.run.telemetry is not None:
         queue = report.run.telemetry.queue
     history = tuple(entry for entry in report.history if entry.total_s is not None)
-    if len(history) < 2:
+    if len(history) < 2:  # one run makes no line
         history = ()
     charts = [
         _chart("Stages over time", "When each stage ran", _draw_gantt, series.gantt),
@@ -337,7 +347,7 @@ def _draw_lines(axes: "Axes", lines: Sequence[Line], unit: str) -> float:
             color=colour,
             label=label,
             linewidth=1.4,
-            marker="o" if len(values) < 3 else None,
+            marker="o" if len(values) < 3 else None,  # a line through one point is invisible
             markersize=4,
         )
     axes.set(xlabel=TIME_LABEL, ylabel=unit)
@@ -365,7 +375,7 @@ def _draw_gantt(axes: "Axes", bars: tuple[Bar, ...]) -> float:
             height=0.62,
         )
     axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
+    axes.invert_yaxis()  # the first bar on top
     axes.set_xlim(left=min(0.0, *(bar.start_s for bar in bars)))
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(TIME_LABEL)
@@ -400,7 +410,7 @@ def _draw_scaling(
     axes.plot([1, most_devices], [1, most_devices], "--", color=GREY, linewidth=1, label="ideal")
     label: str | None = "expected"  # only the first band has a label: one entry in the legend
     for num_devices, low, high in bands:
-        if num_devices > counts[-1]:
+        if num_devices > counts[-1]:  # more devices than any run had
             continue
         axes.plot(
             [num_devices, num_devices],

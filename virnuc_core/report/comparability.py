@@ -75,6 +75,9 @@ class Comparability:
 def check_comparability(raw: RawFolder, parts: Sequence[str]) -> Comparability:
     """Find the pairs of parts that may not be compared. The `run.json` of each part decides.
 
+    Results may be compared if reads and weights have the same fingerprints. Times may be compared
+    if the machine is the same, too.
+
     Args:
         raw: The validation's files.
         parts: Folders of runs, and of the baseline.
@@ -86,7 +89,8 @@ def check_comparability(raw: RawFolder, parts: Sequence[str]) -> Comparability:
         identities[part] = {} if record is None else identity(record)
         machines[part] = {}
         if record is not None:
-            summary = raw.read(RunSummary, part, SUMMARY)  # of a baseline, too, it has the devices
+            # The summary of a run and that of a baseline both have the devices.
+            summary = raw.read(RunSummary, part, SUMMARY)
             used_devices = () if summary is None else summary.devices
             machines[part] = machine_identity(record, used_devices)
     reasons = {}
@@ -134,10 +138,12 @@ def why_other_machine(
         machine_b: Its host, devices and versions.
     """
     differences = []
+    # strict=True: a value that only one machine has is a difference.
     for name, (value_a, value_b) in find_mismatches(machine_a, machine_b, strict=True).items():
         differences.append(f"{name} ({value_a or UNKNOWN} and {value_b or UNKNOWN})")
     if differences:
         return f"the times of {a} and {b} are of different machines: {', '.join(differences)}"
+    # Both are the same, but nothing shows that it is the same machine if its name was not recorded.
     for name in ("host", "devices"):
         if not machine_a.get(name):
             return f"{a}/{RECORD} and {b}/{RECORD} do not tell their {name}"

@@ -55,7 +55,8 @@ class SharedRows:
 def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats, ...]:
     """Compare the embeddings of each sequence that both runs have.
 
-    The mean embedding of run `a` is subtracted from the embeddings of both runs. Failed rows (NaN)
+    The mean embedding of run `a` is subtracted from the embeddings of both runs, because all
+    embeddings have a large part in common, which would bring every cosine near 1. Failed rows (NaN)
     are left out.
 
     Args:
@@ -77,6 +78,7 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
         return ()
     try:
         with _open_embeddings(path_a, path_b) as (file_a, file_b):
+            # A part is the columns of one encoder or, without a `dna_width`, all columns.
             cosines_of_part = _cosines_of_parts(RunDir(a), RunDir(b), file_a, file_b, dna_width)
     except (OSError, KeyError) as error:
         raise InputError(f"embeddings of {a} or {b} cannot be read ({error})") from error
@@ -113,7 +115,7 @@ def _cosines_of_parts(
     shared_rows = _shared_rows(a, b, file_a, file_b)
     n_rows = len(shared_rows.in_a)
     width = table_a.shape[1]
-    if n_rows == 0 or table_b.shape[1] != width:
+    if n_rows == 0 or table_b.shape[1] != width:  # the widths differ: other encoders
         return {}
     parts = {"joined": slice(0, width)}
     if dna_width is not None and 0 < dna_width < width:
@@ -125,8 +127,8 @@ def _cosines_of_parts(
     for block in blocks:
         rows_a = _read_rows(table_a, shared_rows.in_a[block])
         total += np.nansum(rows_a, axis=0)
-        n_good += int((~np.isnan(rows_a[:, 0])).sum())
-    mean = total / max(1, n_good)
+        n_good += int((~np.isnan(rows_a[:, 0])).sum())  # a failed row is NaN in all columns
+    mean = total / max(1, n_good)  # if all rows have failed, all cosines become NaN
 
     cosines_of_part = {name: np.full(n_rows, np.nan) for name in parts}
     for block in blocks:
@@ -142,7 +144,15 @@ def _cosines_of_parts(
 def _write_cosines(
     a: NDArray[np.float64], b: NDArray[np.float64], out: NDArray[np.float64]
 ) -> None:
-    """Write the cosine of each row of `a` and `b` to `out`. Rows with a zero vector are skipped."""
+    """Write the cosine of each row of `a` and `b` to `out`.
+
+    A row with a zero vector has no cosine. Its value in `out` stays as it was.
+
+    Args:
+        a: Vectors [rows, columns].
+        b: Vectors of the same shape.
+        out: Receives the cosines [rows].
+    """
     dot_products = np.einsum("ij,ij->i", a, b)
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     np.divide(dot_products, lengths, out=out, where=lengths > 0)
@@ -193,6 +203,7 @@ def _open_embeddings(path_a: Path, path_b: Path) -> Iterator[tuple[h5py.File, h5
                     hint=f"if {len(shard_paths)} files may not be open at the same time, raise "
                     "`ulimit -n`",
                 ) from error
+        # HDF5 would return infinity for rows that are in no shard.
         virtual_tables = [
             table for table in (file_a["embeddings"], file_b["embeddings"]) if table.is_virtual
         ]
@@ -232,7 +243,7 @@ def _require_sealed(shard_path: Path) -> None:
 def _shards_of(path: Path, file: h5py.File) -> list[Path]:
     """Return the paths of the shards that an embeddings file refers to."""
     table = file["embeddings"]
-    if not table.is_virtual:
+    if not table.is_virtual:  # the file holds the embeddings itself
         return []
     return [path.parent / source.file_name for source in table.virtual_sources()]
 
@@ -245,12 +256,15 @@ def _shared_rows(a: RunDir, b: RunDir, file_a: h5py.File, file_b: h5py.File) -> 
     """
     record_a = _record_of(a)
     record_b = _record_of(b)
+    # By the keys, a row of one file is found in the other. Usually these are the numbers of the
+    # sequences in the store.
     keys_a: list[Any] = _sequence_numbers(file_a)
     keys_b: list[Any] = _sequence_numbers(file_b)
     if "reads" in find_mismatches(identity(record_a), identity(record_b)):
         keys_a = _sequences(a, record_a, keys_a)
         keys_b = _sequences(b, record_b, keys_b)
-    row_in_a = pd.Index(keys_a).get_indexer(pd.Index(keys_b))  # for each row of b
+    # For each row of b, the row of a with the same sequence; -1 if there is none.
+    row_in_a = pd.Index(keys_a).get_indexer(pd.Index(keys_b))
     has_partner = row_in_a >= 0
     return SharedRows(in_a=row_in_a[has_partner].astype(np.int64), in_b=np.flatnonzero(has_partner))
 
@@ -263,7 +277,10 @@ def _record_of(run: RunDir) -> RunRecord:
 
 
 def _sequence_numbers(file: h5py.File) -> Any:
-    """Return the number of the sequence of each row of an embeddings file."""
+    """Return the number of the sequence of each row of an embeddings file.
+
+    A file of only some sequences lists their numbers. Without a list, it has all of them in order.
+    """
     if "uniques" in file:
         return read_dataset(file["uniques"])
     return range(len(file["embeddings"]))

@@ -112,7 +112,7 @@ def _bound_of_time(report: Report, run: RunMetrics, n_devices: int) -> Finding:
     """
     name: TargetName = "one_device_seconds" if n_devices == 1 else "two_device_seconds"
     target = report.profile.targets.get(name)
-    least_s = run.least_s
+    least_s = run.least_s  # time of the committed work: the whole run took at least as long
     if target is None or least_s is None or target.met(least_s):
         return Finding(run.total_s, run.n_reads, not_comparable=run.untimed)
     remark = f"{run.untimed}; but its committed work alone took {least_s:,.1f} s"
@@ -239,6 +239,7 @@ def measure_consensus(report: Report, run: RunMetrics | None) -> Finding:
         if comparison.b in run_names and comparison.consensus is not None:
             agreements[comparison.b] = comparison.consensus
     shares = [part.agreement for part in agreements.values() if part.agreement is not None]
+    # The lowest agreement is the result, so the smallest comparison decides if it is evidence.
     n_chunks = min((part.total for part in agreements.values()), default=0)
 
     min_chunks = report.profile.min_compared_chunks
@@ -253,7 +254,7 @@ def measure_consensus(report: Report, run: RunMetrics | None) -> Finding:
     remark = ""
     subset_sizes = [pair.subset_reads for pair in with_baseline if pair.subset_reads is not None]
     if subset_sizes and subset_sizes[0]:
-        n_reads = subset_sizes[0]
+        n_reads = subset_sizes[0]  # the same for all runs: the baseline ran once
         remark = f"over the {n_reads:,} reads that the baseline ran on and that have a row"
     return Finding(
         value=100.0 * min(shares) if shares else None,
@@ -482,6 +483,7 @@ def measure_verdicts_held(report: Report, _: RunMetrics | None) -> Finding:
     low, high = 100.0 * interval.low, 100.0 * interval.high
     interval_text = f"95 % interval {low:.3f} to {high:.3f} %"
 
+    # Without a target in the profile, the value is only shown. No sample is too small for that.
     target = report.profile.targets.get("verdicts_held") or Target(op=">=", value=0.0)
     n_needed = samples_needed(target.value / 100.0)
     not_measured = ""
@@ -515,7 +517,7 @@ def measure_same_bytes(report: Report, _: RunMetrics | None) -> Finding:
     equalities: dict[str, BitwiseEquality] = {}
     for comparison in report.comparisons:
         if {comparison.a, comparison.b} <= run_names and comparison.bitwise is not None:
-            equalities[comparison.b] = comparison.bitwise
+            equalities[comparison.b] = comparison.bitwise  # side a is the run on one device
 
     missing = []
     for run in report.runs:
@@ -537,6 +539,7 @@ def measure_same_bytes(report: Report, _: RunMetrics | None) -> Finding:
         differences += [f"{name}: {file}" for file in equality.differing]
     if differences:
         return Finding(0.0, n_compared, remark="; ".join(differences))
+    # Nothing differs, and still the sides are not called identical: there was nothing to compare.
     if not all(equality.identical for equality in equalities.values()):
         return Finding(not_measured="there were no shards, or no result files, to compare")
     return Finding(1.0, n_compared)

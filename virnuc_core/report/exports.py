@@ -3,6 +3,7 @@
 These are sections for MultiQC, Kraken's two tables, and verdicts on contigs.
 """
 
+import csv
 import json
 import logging
 import re
@@ -163,7 +164,7 @@ def _write_kraken_reads(run: RunDir, path: Path, recorded: FileDigest | None) ->
     score_counts = np.zeros(SCORE_BINS, np.int64)
     columns = dict.fromkeys(READ_COLUMNS, "str")
     with atomic_file(path) as table:
-        table.touch()
+        table.touch()  # the file also exists if there are no reads
         pieces = read_columns(run.reads_table, columns, recorded=recorded, chunksize=PIECE_READS)
         for reads in pieces:
             is_viral = (reads.fate == "viral").to_numpy()
@@ -174,6 +175,7 @@ def _write_kraken_reads(run: RunDir, path: Path, recorded: FileDigest | None) ->
                 reads.id,
                 taxon,
                 reads.length,
+                # Kraken lists the taxa of the parts of a read. Here all open frames have one taxon.
                 taxon + ":" + reads.open_frames,
             )
             scores = pd.to_numeric(reads.viral_score).dropna()
@@ -184,8 +186,11 @@ def _write_kraken_reads(run: RunDir, path: Path, recorded: FileDigest | None) ->
 def _write_kraken_report(path: Path, *, num_reads: int, num_viral: int) -> None:
     """Write Kraken's table of taxa with three lines: unclassified, root and viruses."""
     num_others = num_reads - num_viral
+    # Of each line: the reads of this taxon and of all taxa below it, and the reads of the taxon
+    # itself. All reads below the root are viral.
     in_clade = np.array([num_others, num_viral, num_viral])
     in_taxon = np.array([num_others, 0, num_viral])
+    # max: without reads, all shares are 0.
     percent = [f"{100 * count / max(num_reads, 1):6.2f}" for count in in_clade]
     ranks = ["U", "R", "D"]
     taxa = [0, 1, VIRUSES_TAXON]
@@ -221,7 +226,15 @@ def _multiqc_data(
 
 
 def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
-    """Write `contigs.tsv`: one line per read of several chunks, with the vote of its chunks."""
+    """Write `contigs.tsv`: one line per read of several chunks, with the vote of its chunks.
+
+    In the vote, a chunk counts with its own bases: those that the next chunk does not contain.
+
+    Args:
+        run: The run directory, with its store and all shards.
+        path: The file to write.
+        threshold: The score from which a read is a virus.
+    """
     store = store_of(run, read_record(run))
     scores, has_failed = read_scores(run)
     with atomic_file(path) as table:
@@ -233,6 +246,7 @@ def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
             num_chunks = np.asarray(store.read_chunks[reads], np.int64)
             own_bases = _own_bases(lengths, num_chunks, store.model_length)
             first_chunks = np.cumsum(num_chunks) - num_chunks  # place of each read's first chunk
+            # `own_bases` has an entry for every chunk, `chunks` only for those with open frames.
             chunks["bases"] = own_bases[first_chunks[chunks.read] + chunks.chunk]
             is_contig = num_chunks > 1
             votes = _contig_votes(chunks, len(lengths), threshold)[is_contig]
@@ -242,7 +256,7 @@ def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
                 names[is_contig],
                 lengths[is_contig],
                 num_chunks[is_contig],
-                *(votes[column] for column in CONTIG_COLUMNS[3:]),
+                *(votes[column] for column in CONTIG_COLUMNS[3:]),  # the first three are above
             )
 
 
@@ -286,7 +300,8 @@ def _own_bases(
     """
     chunks = chunk(lengths, model_length)
     is_followed = np.diff(chunks.read, append=-1) == 0  # by a chunk of the same read
-    ends = np.where(is_followed, np.roll(chunks.start, -1), chunks.end)
+    next_starts = np.roll(chunks.start, -1)
+    ends = np.where(is_followed, next_starts, chunks.end)
     return ends - chunks.start
 
 
@@ -295,7 +310,8 @@ def _chunk_votes(frames: pd.DataFrame) -> pd.DataFrame:
     by_chunk = frames.groupby(["read", "chunk"])
     chunks = by_chunk[["has_failed"]].max().reset_index()
     frame_scores = frames[["others", "virus"]].to_numpy()
-    tops = consensus.top_scores_by_chunk(frame_scores, np.asarray(by_chunk.ngroup(), np.int64))
+    chunk_of_frame = np.asarray(by_chunk.ngroup(), np.int64)  # the row of `chunks` for each frame
+    tops = consensus.top_scores_by_chunk(frame_scores, chunk_of_frame)
     chunks["others"] = tops[:, 0]
     chunks["virus"] = tops[:, 1]
     return chunks
@@ -341,8 +357,20 @@ def _contig_votes(chunks: pd.DataFrame, num_reads: int, threshold: float) -> pd.
 
 
 def _append_rows(table: Path, *columns: object) -> None:
-    """Append columns to a file as TAB-separated lines."""
+    """Append columns to a file as TAB-separated lines, without a line of names and without quotes.
+
+    Args:
+        table: The file.
+        columns: The columns, all of the same length.
+    """
+    # The names of the columns only keep pandas from joining the columns by their own indices.
     rows = pd.DataFrame({str(index): np.asarray(column) for index, column in enumerate(columns)})
     rows.to_csv(
-        table, mode="a", sep="\t", header=False, index=False, quoting=3, lineterminator="\n"
+        table,
+        mode="a",
+        sep="\t",
+        header=False,
+        index=False,
+        quoting=csv.QUOTE_NONE,
+        lineterminator="\n",
     )

@@ -70,6 +70,9 @@ def judge(
 ) -> Criterion:
     """Return the verdict on a criterion, with the measured value, the target and the reason.
 
+    The criterion itself measures the value. What it returns, a finding, may also say why there is
+    no value, or why the value cannot be judged.
+
     Args:
         spec: The criterion.
         report: The report so far: all figures, and no verdicts yet.
@@ -114,13 +117,13 @@ def judge(
 def _chosen_run(spec: CriterionSpec, report: Report) -> RunMetrics | None:
     """Return the run whose figures the criterion uses, or `None` if there is none."""
     match spec.run:
-        case "single":
+        case "single":  # on one device
             return report.single
-        case "pair":
+        case "pair":  # on two devices
             return next((run for run in report.runs if run.name == PAIR_RUN), None)
-        case "many":
+        case "many":  # on the most devices, if these are more than one
             return report.many
-        case "judged":
+        case "judged":  # on the most devices, also if that is one
             return report.run
 
 
@@ -129,7 +132,11 @@ def _requirement(spec: CriterionSpec, profile: Profile, run: RunMetrics | None) 
 
     The target `scaling` is for two devices. For other numbers of devices, the profile has a band of
     expected speed-ups, and the target is its lower end.
+
+    Returns:
+        The target, None if the profile has none, and the field of the profile that it comes from.
     """
+    # Equal bytes are no matter of choice, so no profile has a target for them.
     if spec.target == SAME_BYTES.target:
         return Requirement(Target(op=">=", value=1.0), "every profile asks")
     target = profile.targets.get(spec.target)
@@ -213,7 +220,11 @@ def _why_no_evidence(spec: CriterionSpec, run: RunMetrics | None, profile: Profi
 
 
 def _raw_files(spec: CriterionSpec, report: Report, run: RunMetrics | None) -> tuple[str, ...]:
-    """Return the names of the existing files from which the criterion is computed."""
+    """Return the names of the existing files from which the criterion is computed.
+
+    In the list of the criterion, `single`, `summary` and `telemetry` stand for files whose names
+    depend on the run. Its other entries are names of files.
+    """
     files: dict[str, str | None] = {"single": None, "summary": None, "telemetry": None}
     if report.single is not None:
         files["single"] = f"{report.single.name}/summary.json"
@@ -246,6 +257,7 @@ def judge_report(
             record names it.
     """
     scaled_run = _run_for_scaling(report)
+    # For each criterion that compares: why the two sides may not be compared. Empty if they may.
     all_names = [run.name for run in report.runs]
     scaled_name = [] if scaled_run is None else [scaled_run.name]
     judged_name = [] if report.run is None else [report.run.name]
@@ -260,7 +272,7 @@ def judge_report(
         """Return the verdicts on several criteria."""
         criteria = []
         for spec in specs:
-            run = scaled_run if spec is SCALING else None
+            run = scaled_run if spec is SCALING else None  # the other criteria choose their run
             refusal = refusals.get(spec.id, "")
             criteria.append(judge(spec, report, refusal=refusal, run=run, last_run=last_run))
         return tuple(criteria)

@@ -50,7 +50,7 @@ def criteria_message(report: Report) -> str:
 def scaling_message(report: Report) -> str:
     """Return a message: speed-up and efficiency by number of devices, and the numbers left out."""
     parts = []
-    for figure in report.scaling[1:]:
+    for figure in report.scaling[1:]:  # the first one is the run on one device itself
         speedup = number(figure.speedup, 2, "x")
         efficiency = percent(figure.efficiency)
         repeats = measured_runs(figure.times_s)
@@ -65,10 +65,15 @@ def scaling_message(report: Report) -> str:
 
 
 def comparison_message(comparisons: Sequence[Comparison]) -> str:
-    """Return a message on how far the compared runs agree."""
+    """Return a message on how far the compared runs agree.
+
+    For two of our runs, it says whether their files are equal byte for byte. For a comparison with
+    the baseline, it has the share of equal labels.
+    """
     parts = []
     for pair in comparisons:
         equality = pair.bitwise
+        # Neither identical nor differing: there were no files to compare.
         if equality is not None and (equality.identical or equality.differing):
             word = "equal" if equality.identical else "NOT equal"
             parts.append(f"{pair.a} and {pair.b} {word} bit for bit")

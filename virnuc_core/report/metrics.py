@@ -79,8 +79,12 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
 
     was_resumed = summary.resumed or bool(summary.shards_reused) or len(summary.attempts) > 1
     costs = _costs(counts, devices, telemetry, profile)
-    # A run that was stopped at its limit has no result files yet.
-    expected_tables = () if summary.stopped_at_limit else RunDir(raw.root / name).tables[:3]
+    # The first three tables exist in every complete run: predictions, consensus and reads. The
+    # others may have nothing to list. A run that was stopped at its limit has no result files yet.
+    expected_tables: tuple[Path, ...] = ()
+    if not summary.stopped_at_limit:
+        expected_tables = RunDir(raw.root / name).tables[:3]
+    missing_tables = [path.name for path in expected_tables if not is_regular_file(path)]
     return RunMetrics(
         **dict(counts) | {"resumed": was_resumed, "warnings": (*counts.warnings, *times.warnings)},
         name=name,
@@ -88,7 +92,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         label=device_label(devices),
         times_s=times.seconds,
         precision=precision or None,
-        missing_files=tuple(path.name for path in expected_tables if not is_regular_file(path)),
+        missing_files=tuple(missing_tables),
         telemetry=telemetry,
         hours_projected=costs.hours_projected,
         device_hours_per_million=costs.device_hours_per_million,
@@ -108,10 +112,10 @@ class _WholeTimes:
 def _whole_times(
     raw: RawFolder, name: str, counts: RunCounts, machine: Mapping[str, str]
 ) -> _WholeTimes:
-    """Collect the total times of a run and of its repetitions.
+    """Collect the total times of a run and of its repetitions, the folders `NAME.1`, `NAME.2`, ...
 
-    Only times of undisturbed runs on the machine of the first run count. A repetition on another
-    machine is left out with a warning.
+    A time counts if the run did all its work in one attempt, no worker died, and it was on the
+    machine of the first run. A repetition on another machine is left out with a warning.
 
     Args:
         raw: The validation's files.
@@ -121,7 +125,7 @@ def _whole_times(
     """
     seconds = []
     warnings = []
-    if counts.is_timed:
+    if counts.is_timed:  # then `total_s` is not None
         seconds.append(counts.total_s or 0.0)
     for repetition in run_names(raw.root, f"{name}."):
         summary = raw.read(RunSummary, repetition, SUMMARY)
@@ -165,21 +169,27 @@ def _costs(
     telemetry: TelemetryMetrics | None,
     profile: Profile,
 ) -> _Costs:
-    """Return the time, energy and price of reads at the speed of a run."""
+    """Return the time, energy and price of reads at the speed of a run.
+
+    Returns:
+        The hours for as many reads as the profile says, and device hours, energy and price for a
+        million reads. What is not known is None: the speed of an incomplete run, the energy without
+        telemetry, the price if the profile has none for an hour of a device.
+    """
     if not counts.sequences_per_hour or not counts.n_reads or not counts.total_s:
         return _Costs()
     hours_projected = profile.projection_reads / counts.sequences_per_hour
     if not devices:
         return _Costs(hours_projected)
     millions = counts.n_reads / 1e6
-    device_hours = len(devices) * counts.total_s / 3600.0 / millions
+    device_hours_per_million = len(devices) * counts.total_s / 3600.0 / millions
     kwh = None
     if telemetry is not None and telemetry.energy_kwh is not None:
         kwh = telemetry.energy_kwh / millions
     price = None
     if profile.price_per_device_hour is not None:
-        price = device_hours * profile.price_per_device_hour
-    return _Costs(hours_projected, device_hours, kwh, price)
+        price = device_hours_per_million * profile.price_per_device_hour
+    return _Costs(hours_projected, device_hours_per_million, kwh, price)
 
 
 def telemetry_metrics(
@@ -203,7 +213,7 @@ def telemetry_metrics(
             )
 
     energies = [device.energy_kwh for device in device_metrics if device.energy_kwh is not None]
-    energy_kwh = None
+    energy_kwh = None  # a sum without some of the devices would be too small
     if energies and len(energies) == len(device_metrics):
         energy_kwh = sum(energies)
     return TelemetryMetrics(
@@ -246,12 +256,17 @@ def _datasheets() -> dict[str, dict[str, float]]:
 
 
 def datasheet_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a device at a precision, or `None` if the table has none."""
+    """Return the peak FLOP/s of a device at a precision, or `None` if the table has none.
+
+    Args:
+        device_name: The model name as the driver reports it, for example "NVIDIA L40S".
+        precision: The precision of the arithmetic, such as "fp16".
+    """
     for name_part, peaks in _datasheets().items():
         if name_part in device_name:
             if precision not in peaks:
                 return None
-            return peaks[precision] * 1e12
+            return peaks[precision] * 1e12  # the table has TFLOP/s
     return None
 
 
@@ -278,10 +293,11 @@ def encoder_metrics(
     metrics = statistics.batch_metrics(batches, encoder.name)
     arithmetic = precision
     if precision == "int8" and not encoder_named(encoder.name).has_int8:
-        arithmetic = "fp16"
+        arithmetic = "fp16"  # in an int8 run, this encoder computes in fp16
     flops_per_token = flops.per_token(encoder.molecule)
     ceilings = flops.ceilings(encoder.molecule)
 
+    # min_count=1: the sum for a device without any measured time is NaN, and not 0.
     device_ms = batches.groupby("device", observed=True).device_ms.sum(min_count=1)
     seconds_of_device = device_ms / 1000.0
     ceiling_of_device = []
@@ -312,19 +328,20 @@ def encoder_metrics(
 
 def _weighed_sum(seconds: pd.Series, rates: Sequence[float | None]) -> float | None:
     """Return the sum of seconds multiplied by rates, or `None` if any of them is unknown."""
-    known_rates = [math.nan if rate is None else rate for rate in rates]
-    products = seconds * pd.Series(known_rates, seconds.index, dtype="float64")
+    rates_or_nan = [math.nan if rate is None else rate for rate in rates]
+    products = seconds * pd.Series(rates_or_nan, seconds.index, dtype="float64")
+    # skipna=False: one unknown product makes the sum NaN.
     return statistics.none_if_nan(products.sum(skipna=False))
 
 
 def baseline_metrics(
     raw: RawFolder, profile: Profile, run: RunMetrics | None
 ) -> BaselineMetrics | None:
-    """Return the time of the baseline, and how it was obtained.
+    """Return the time of the baseline, the original program, and how it was obtained.
 
-    The time was measured, or measured on a subset and scaled by tokens, or recorded elsewhere. It
-    does not include staging, because the baseline reads our store. That is an advantage for the
-    baseline.
+    The time was measured here, or measured here on a subset of the reads and scaled by tokens, or
+    measured elsewhere and recorded in the profile or by the user. It does not include staging,
+    because the baseline reads our store. That is an advantage for the baseline.
 
     Args:
         raw: The validation's files.
@@ -339,7 +356,7 @@ def baseline_metrics(
     was_given = summary is not None and summary.source == "recorded"
     # The user may give a recorded time although the profile wants a measured one.
     if was_given and spec.source == "measured":
-        assert summary is not None
+        assert summary is not None  # for mypy
         spec = _recorded_spec(spec, summary)
     if spec.source == "recorded":
         n_reads = spec.recorded_reads or profile.target_reads
@@ -349,6 +366,7 @@ def baseline_metrics(
 
     problem = None
     subset = summary.subset
+    # `measured_s` is the time that was measured, and `wall_s` the same, scaled to all reads.
     if summary.measured_s is None or summary.wall_s is None:
         problem = "the baseline's time was not recorded"
     elif subset is not None and not 0 < subset.tokens <= subset.total_tokens:
@@ -417,10 +435,15 @@ def _why_recorded_time_does_not_count(
 
 
 def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> ScalingMetrics | None:
-    """Compare the run on one device with a run on N.
+    """Compare the times of the run on one device and of a run on several.
+
+    Args:
+        single: The run on one device.
+        many: The run on several devices.
 
     Returns:
-        `None` if a time is missing, a run was resumed, or they did not do the same work.
+        How many times faster the second run was, also by encoder. `None` if a time is missing or
+        cannot be judged (for example of a resumed run), or if they did not do the same work.
     """
     if single is None or many is None or not single.times_s or not many.times_s or not many.devices:
         return None

@@ -174,7 +174,7 @@ class RunMetrics(RunCounts):
         count the rows that they embedded.
         """
         sequences: dict[str, int | None] = dict.fromkeys(STAGES, self.n_rows)
-        sequences |= dict.fromkeys(STAGES[:2], self.n_reads)
+        sequences |= dict.fromkeys(STAGES[:2], self.n_reads)  # chunking and translation
         if self.telemetry is not None:
             sequences |= {GPU_STAGES[part.encoder]: part.rows for part in self.telemetry.encoders}
         speeds = []
@@ -432,7 +432,10 @@ class Report(Record):
 
     @property
     def many(self) -> RunMetrics | None:
-        """Return the run that is judged, or `None` if that is the one-device run."""
+        """Return the run on several devices that is judged.
+
+        It is `None` if the judged run, which is the one on the most devices, was on one device.
+        """
         if self.run == self.single:
             return None
         return self.run
@@ -461,7 +464,11 @@ class Report(Record):
         return min((share for share in agreements if share is not None), default=None)
 
     def figure_of(self, run: RunMetrics) -> ScalingMetrics | None:
-        """Return the scaling of a run, or `None` if there is none."""
+        """Return the scaling of a run, or `None` if it could not be computed.
+
+        A figure of scaling has no name of a run. It belongs to the run with the same number of
+        devices and the same times.
+        """
         for figure in self.scaling:
             if figure.num_gpus == len(run.devices) and figure.times_s == run.times_s:
                 return figure

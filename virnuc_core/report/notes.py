@@ -122,7 +122,7 @@ def _precision_note(comparison: Comparison) -> str:
         frames = percent(comparison.frames.agreement)
     if comparison.consensus is not None:
         consensus = percent(comparison.consensus.agreement)
-    cosine = comparison.cosines[-1]
+    cosine = comparison.cosines[-1]  # the last is that of both encoders' embeddings together
     similarity = f"{cosine.minimum:.4f} at worst, {cosine.mean:.5f} in the mean"
     return (
         f"Precision: {comparison.b} against fp32 by plain torch: centred cosine of {cosine.part} "
@@ -149,6 +149,8 @@ def _read_length_notes(report: Report, run: RunMetrics) -> Iterator[str]:
     model_length = report.provenance.model_length
     if model_length:
         short_length = SHORT_READ_SHARE * model_length
+        # Lengths are known by ranges. Reads of a range that only begins below the limit are not
+        # counted, hence "at least".
         short_reads = lengths.below(short_length)
         if short_reads:
             share = f"at least {100 * short_reads / num_reads:.0f} %"

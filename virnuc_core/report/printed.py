@@ -41,7 +41,11 @@ SCALING_WIDTH: Final = 24  # of "ESM-2 scaling:" and the blanks behind it
 
 
 def overall_verdict(report: Report) -> str:
-    """Return the line with the overall verdict: the number of criteria met, and other failures."""
+    """Return the line with the overall verdict: the number of criteria met, and other failures.
+
+    A missed criterion is not named here, because it has a line of its own. Other failures are
+    missed checks, a regression, and runs that were stopped at the time limit.
+    """
     titles = [criterion.title for criterion in report.criteria]
     further_misses = [title for title in report.failures if title not in titles]
     text = f"{report.num_met} of {len(report.requested)} asked criteria met"
@@ -91,10 +95,14 @@ class CriteriaBlock:
 
 
 def criteria_block(report: Report) -> CriteriaBlock:
-    """Return the lines of the criteria and of the stages."""
+    """Return the lines of the criteria and of the stages, in the layout of the published report.
+
+    Numbers that were not measured are shown as such. The lines are put together by a template.
+    """
     run = report.run
     baseline = report.baseline
     scaling = report.criterion("scaling")
+    # The times and speed-ups on the number of devices that the criterion `scaling` was judged on.
     judged_figures = (figure for figure in report.scaling if figure.judged == scaling)
     figure = next(judged_figures, None)
     efficiency = protein_scaling = dna_scaling = None
@@ -109,7 +117,7 @@ def criteria_block(report: Report) -> CriteriaBlock:
     efficiency_limit = target_text(limit_percent, "%")
 
     one_device_label = "1x device" if report.single is None else report.single.label
-    device_name = one_device_label.split("x ", 1)[-1]
+    device_name = one_device_label.split("x ", 1)[-1]  # "RTX 4090" of "1x RTX 4090"
     two_device_time = report.criterion("two_device_time")
     two_device_label = two_device_time.device or f"2x {device_name}"
 
@@ -186,7 +194,11 @@ def _short_label(measured: BaselineMetrics | RunMetrics | None) -> str:
 
 
 def _origin_of_time(baseline: BaselineMetrics | None) -> str:
-    """Return in a few words how the time of the baseline was obtained."""
+    """Return in a few words how the time of the baseline was obtained.
+
+    A time is "known" if it was recorded elsewhere. It is not used if it was for other devices or
+    for more reads than this run had.
+    """
     if baseline is None:
         return "not run"
     if baseline.source == "scaled" and baseline.subset is not None:
@@ -261,6 +273,7 @@ def _regression_text(report: Report) -> str:
     regression = report.regression
     if regression is None:
         return "not run: there is no history"
+    # A pass has no reason: then the date of the run that it was compared with is shown.
     reason = regression.reason or f"against {regression.against_created}"
     return f"[{regression.verdict.upper()}] {reason}"
 
@@ -287,6 +300,7 @@ def _software_text(report: Report) -> str:
     """Return the versions of driver, CUDA and torch."""
     versions = report.provenance.versions
     driver = versions.get("driver") or "none"
+    # The CUDA that torch was built for or, if that was not recorded, the newest one of the driver.
     cuda = versions.get("cuda") or versions.get("cuda_driver") or "none"
     torch = versions.get("torch") or "unknown"
     return f"{driver}, {cuda}, {torch}"

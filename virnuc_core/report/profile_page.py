@@ -23,12 +23,12 @@ def profile_markdown(
     marks: Sequence[Row],
     operations: Sequence[Row],
 ) -> str:
-    """Return `profile.md`: where the time of a run goes.
+    """Return `profile.md`: where the time of a run goes, as the profiler of torch recorded it.
 
     Args:
-        tables: The recordings.
+        tables: What the profiler recorded on each device.
         stages: Times of the nine stages in the whole run.
-        marks: Times of the stages while the profiler recorded.
+        marks: Times of the stages, as the program marked them, while the profiler recorded.
         operations: The recorded operations with the longest times.
     """
     return fill_template(

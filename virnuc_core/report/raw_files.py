@@ -53,11 +53,11 @@ class RawFolder:
     problems: dict[str, str] = field(default_factory=dict)  # by file, a sentence each
 
     def read(self, kind: type[File], *parts: str) -> File | None:
-        """Return the content of a JSON file.
+        """Return the content of a JSON file. The file becomes a part of the evidence.
 
         Args:
             kind: The model of the file.
-            parts: The path of the file below the validation's directory.
+            parts: The path of the file below the validation's directory, folder by folder.
 
         Returns:
             The content, or `None` if the file is missing or has a wrong value. A wrong value is
@@ -66,20 +66,22 @@ class RawFolder:
         path = self.root.joinpath(*parts)
         return self.attempt(path, lambda path: read(path, kind, self.root))
 
-    def telemetry(self, run: str, named: str | None) -> NamedTelemetry | None:
+    def telemetry(self, run: str, recorded_name: str | None) -> NamedTelemetry | None:
         """Return the telemetry of a run.
 
         Args:
             run: The folder of the run.
-            named: The file that the run's summary names. If it names none, the newest is read.
+            recorded_name: The file that the run's summary names. If it names none (None), the
+                newest file of the run is read.
 
         Returns:
             The telemetry, or `None` if there is none or it cannot be read. The latter is added to
             `problems`.
         """
         folder = self.root / run / "telemetry"
-        if named is not None:
-            path = folder / f"{Path(named).stem}.h5"
+        if recorded_name is not None:
+            # Only the last part of the name: a summary may not lead out of the folder.
+            path = folder / f"{Path(recorded_name).stem}.h5"
         else:
             try:
                 files = list_folder(folder, "telemetry_*.h5")
@@ -110,7 +112,7 @@ class RawFolder:
         )
 
     def attempt(self, path: Path, load: Callable[[Path], Content]) -> Content | None:
-        """Call `load` with a file, and return the result.
+        """Call `load` with a file, and return the result. The file becomes a part of the evidence.
 
         Returns:
             The result, or `None` if the file is missing or `load` raises one of our errors. The

@@ -125,12 +125,12 @@ def read_history(path: Path) -> tuple[HistoryEntry, ...]:
     return tuple(lines.entries.values())
 
 
-def _read_lines(path: Path, fate: str) -> _HistoryLines:
+def _read_lines(path: Path, consequence: str) -> _HistoryLines:
     """Read the lines of a history, and warn about damaged ones.
 
     Args:
         path: The file. It need not exist.
-        fate: End of the warning: what happens to the damaged lines.
+        consequence: End of the warning: what happens to the damaged lines, such as "passed over".
     """
     lines = _HistoryLines()
     first_problem = ""
@@ -150,7 +150,7 @@ def _read_lines(path: Path, fate: str) -> _HistoryLines:
     if lines.damaged:
         n_more = len(lines.damaged) - 1
         more = f" and {n_more} more" if n_more else ""
-        log.warning("%s%s; %s", first_problem, more, fate)
+        log.warning("%s%s; %s", first_problem, more, consequence)
     return lines
 
 
@@ -205,9 +205,11 @@ def append_history(path: Path, entry: HistoryEntry) -> bool:
             ):
                 damaged_file.write(b"".join(line + b"\n" for line in lines.damaged))
                 os.fsync(damaged_file.fileno())
-        all_lines = [*lines.entries, _line_of(entry) + b"\n"]
+        # The keys of `entries` are the old lines as they were read, without their line ends.
+        all_lines = [*lines.entries, _line_of(entry)]
+        content = b"".join(line + b"\n" for line in all_lines)
         with atomic_file(path) as temp_path:
-            temp_path.write_bytes(b"\n".join(all_lines))
+            temp_path.write_bytes(content)
     return True
 
 
@@ -229,6 +231,8 @@ def regression(history: Entries, entry: HistoryEntry) -> Regression:
     Returns:
         The verdict, with each metric. `not run` if there is no comparable run.
     """
+    # All runs of this profile on these devices. Those that are comparable had the same reads and
+    # weights, too. The figures are stale if the newest run of the series had others.
     series = earlier_runs(history, entry)
     comparable = earlier_runs(history, entry, COMPARABLE_FIELDS)
     is_stale = bool(series) and not series[-1].same(entry, COMPARABLE_FIELDS)

@@ -188,11 +188,12 @@ def approval_markdown(report: Report, rows: Sequence[Mapping[str, object]]) -> s
     """
     columns = ("Verdict", "Criterion", "Measured", "Required")
     criteria = [{name: row[name] for name in columns} for row in rows]
+    largest_loss = report.losses[0]  # there is always one, perhaps of the kind "unknown"
     return fill_template(
         "approval.md.j2",
         criteria=criteria,
-        bottleneck=report.losses[0].kind,
-        advice=report.losses[0].advice,
+        bottleneck=largest_loss.kind,
+        advice=largest_loss.advice,
     )
 
 

@@ -71,13 +71,13 @@ def load_results(path: Path) -> pd.DataFrame:
 def iterate_results(path: Path) -> Iterator[pd.DataFrame]:
     """Yield the rows of a result file in pieces of `BLOCK_LINES` rows; see `load_results`.
 
-    The index of the rows continues from piece to piece.
+    The index of the rows continues from piece to piece, so it also tells the line of a row.
     """
     part, header = _identify(path)
     table_format = FORMATS[part]
     columns = list(table_format.columns)
     if part == "consensus" and not set(columns) <= set(header):
-        columns = columns[:2]
+        columns = columns[:2]  # id and label: an older form of the file, without scores
     missing = [name for name in columns if name not in header]
     if missing:
         raise InputError(
@@ -85,7 +85,9 @@ def iterate_results(path: Path) -> Iterator[pd.DataFrame]:
         )
     label_column = columns[1]
     labels = (table_format.virus, table_format.others)
-    types = dict(zip(columns, OUR_TYPES, strict=False))
+    types = dict(zip(columns, OUR_TYPES, strict=False))  # not strict: the scores may be absent
+    # Only these texts are a missing score. By default pandas also takes "NA", "None" and the like,
+    # which may be ids, for missing.
     missing_numbers = {name: ["", "nan", "NaN"] for name in columns[2:]}
     try:
         table = read_columns(
@@ -113,6 +115,9 @@ def iterate_results(path: Path) -> Iterator[pd.DataFrame]:
 
 def _identify(path: Path) -> tuple[Part, list[str]]:
     """Return whether a result file has frames or chunks, and the names of its columns.
+
+    Returns:
+        `frames`, or `consensus` for chunks, and the names in the first line of the file.
 
     Raises:
         InputError: The file has neither.
@@ -160,8 +165,9 @@ def result_files(path: Path) -> dict[Part, Path]:
 def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
     """Return the results of the chunks, computed from the results of their frames.
 
-    The rule is that of the original algorithm (see `consensus`). The id of a frame is the id of its
-    chunk followed by two letters, such as "F1".
+    As in the original program, a chunk gets the highest score of its frames in each of the two
+    columns, and the label of the higher one. The id of a frame is the id of its chunk followed by
+    two characters, such as "F1".
 
     Args:
         frames: Rows of frames, as `load_results` reads them.
@@ -186,6 +192,8 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
 def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
     """Copy the result files of an earlier baseline into a run directory.
 
+    A file that the earlier baseline does not have is removed there.
+
     Args:
         path: The folder of the result files, or one of the files.
         run: The run directory.
@@ -207,6 +215,8 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
                 f"{record_path.parent} holds results of other {names}; give those of these reads"
             )
     files = result_files(path)
+    # The ids of our frames as the original program writes them. Without the last two characters,
+    # the id of a frame is that of its chunk.
     frame_ids = pd.Series(store.row_ids(0, store.n_rows, original=True), dtype="str")
     for part, file in files.items():
         ids = frame_ids if part == "frames" else frame_ids.str.slice(stop=-2)

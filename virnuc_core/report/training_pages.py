@@ -23,8 +23,13 @@ ORANGE: Final = "#bc4c00"
 
 
 def training_notes(training: TrainFile) -> list[str]:
-    """Return sentences on the limits of a training's figures, such as too few genomes."""
+    """Return sentences on the limits of a training's figures, such as too few genomes.
+
+    Genomes are clustered by similarity, and whole clusters are assigned to the training, the
+    validation and the test, so the number of clusters is the size of a sample.
+    """
     notes = []
+    # `training.encoders` has the origin of each encoder, for example "ESM-2: random, seed 7".
     num_random = training.encoders.count(": random")
     if num_random > 1:
         notes.append(
@@ -36,14 +41,16 @@ def training_notes(training: TrainFile) -> list[str]:
             f"One encoder is a stand-in with random weights ({training.encoders}): "
             "no figure here says how good this method is with both."
         )
-    test_clusters = min(training.clusters["test"].values())
+    test_clusters = min(training.clusters["test"].values())  # of the class that has fewer
     if test_clusters < MIN_CLUSTERS:
         notes.append(
             f"The test has only {test_clusters} clusters of genomes of a class: too few to tell "
             "how good this very head is. The cross-validation asks about all of them."
         )
-    sides = training.clusters.values()
-    all_clusters = min(sum(side["others"] for side in sides), sum(side["virus"] for side in sides))
+    sides = training.clusters.values()  # training, validation and test
+    all_others = sum(side["others"] for side in sides)
+    all_viruses = sum(side["virus"] for side in sides)
+    all_clusters = min(all_others, all_viruses)
     if all_clusters < MIN_CLUSTERS:
         notes.append(
             f"All genomes together make {all_clusters} clusters of a class: too few to tell how "
@@ -56,8 +63,15 @@ def training_notes(training: TrainFile) -> list[str]:
 
 
 def _baseline_notes(figures: Sequence[Figures]) -> list[str]:
-    """Return a sentence for each baseline that is as good as the head on the first test set."""
+    """Return a sentence for each baseline that is as good as the head on the first test set.
+
+    A baseline is a simpler method, such as one that only counts words of four letters.
+
+    Args:
+        figures: The results of all methods. The head's come before those of the baselines.
+    """
     test_set = figures[0].test_set
+    # `is_natural` leaves out figures at an assumed share of viral reads.
     figures_of_reads = [
         line
         for line in figures
@@ -135,6 +149,8 @@ def _polyline(label: str, place: int, colour: str, points: Points) -> Polyline:
         colour: The colour.
         points: The x and y values, 0 to 1.
     """
+    # The drawing is 300 wide. The axes begin at (40, 210) and are 240 and 190 long. y grows
+    # downwards in a drawing.
     positions = ""
     for x, y in zip(*points, strict=True):
         positions += f"{40 + 240 * x:.1f},{210 - 190 * y:.1f} "
@@ -143,7 +159,7 @@ def _polyline(label: str, place: int, colour: str, points: Points) -> Polyline:
 
 def _draw_histogram(others: Sequence[int], virus: Sequence[int]) -> str:
     """Return a chart with the numbers of reads by score, one line per class."""
-    highest = max(*others, *virus, 1)
+    highest = max(*others, *virus, 1)  # at least 1, since it is divided by
     lines = [
         _polyline("others", 0, BLUE, _outline(others, highest)),
         _polyline("virus", 1, ORANGE, _outline(virus, highest)),
@@ -156,8 +172,9 @@ def _outline(counts: Sequence[int], highest: int) -> Points:
     x: list[float] = []
     y: list[float] = []
     for place, count in enumerate(counts):
+        # Both ends of a bin have the same height, which makes a step.
         x += [place / len(counts), (place + 1) / len(counts)]
-        y += [count / highest] * 2
+        y += [count / highest, count / highest]
     return tuple(x), tuple(y)
 
 
@@ -278,7 +295,10 @@ def training_page(training: TrainFile) -> str:
 
 
 def _aurocs(figures: Sequence[Figures]) -> list[Auroc]:
-    """Return the AUROC of the head over the reads of each test set."""
+    """Return the AUROC of the head over the reads of each test set.
+
+    `is_natural` leaves out figures at an assumed share of viral reads.
+    """
     return [
         Auroc(str(line.metrics["auroc"]), line.test_set, line.clusters)
         for line in figures
@@ -295,6 +315,7 @@ def _figure_tables(figures: Sequence[Figures]) -> list[FigureTable]:
     tables = []
     for test_set in dict.fromkeys(line.test_set for line in figures):
         lines = [line for line in figures if line.test_set == test_set]
+        # reverse: "read" then comes before "frame" and "chunk", and true before false.
         lines.sort(key=lambda line: (line.level, line.is_natural), reverse=True)
         title = test_set[0].upper() + test_set[1:]
         tables.append(FigureTable(title, [_figure_row(line) for line in lines]))
@@ -336,7 +357,10 @@ def _uncertain_scores(card: HeadCard, words: str) -> str:
 
 
 def _thresholds(training: TrainFile) -> list[Threshold]:
-    """Return the thresholds of the head, with the false discovery rates measured in its test."""
+    """Return the thresholds of the head, with the false discovery rates measured in its test.
+
+    A threshold was chosen for a wanted rate. In the test, the rate may have been another.
+    """
     thresholds = []
     for rate, score in training.card.thresholds.items():
         realised_rate = cell(percent(training.realised_fdr[rate], 2))

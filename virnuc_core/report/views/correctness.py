@@ -25,7 +25,10 @@ def correctness_section(comparisons: Sequence[Comparison]) -> Section:
 
 
 def _sentences(comparison: Comparison) -> list[str]:
-    """Return sentences on the bytes of a compared pair, and on a few ids that disagree."""
+    """Return sentences on the bytes of a compared pair, and on a few ids that disagree.
+
+    Bytes are compared only for two of our runs (`bitwise` is None for other pairs).
+    """
     a, b = comparison.a, comparison.b
     sentences = []
     equality = comparison.bitwise
@@ -56,6 +59,7 @@ def agreement_rows(comparisons: Sequence[Comparison]) -> list[Row]:
                 scores = _score_cells(agreement.score)
                 same_bytes: Row = {"Same bytes": _same_bytes(comparison.bitwise)}
                 rows.append(pair | labels | scores | same_bytes)
+    # A pair without scores has no column "Of near threshold", and a table has the same in each row.
     return with_columns_of_first(rows)
 
 

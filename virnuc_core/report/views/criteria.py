@@ -92,6 +92,7 @@ def approval_section(approval: ApprovalState) -> Section:
     """Return the section with the decision and the answers of the reviewer."""
     colours: dict[str, Verdict] = {"approved": "pass", "rejected": "fail"}
     colour = colours.get(approval.verdict, "not run")
+    # `approval_text` follows a word elsewhere. Here it begins the sentence.
     reviewer = cell(approval_text(approval)).removeprefix(":").strip()
     rows: list[Row] = []
     if approval.reviewer is not None:

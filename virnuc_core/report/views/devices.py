@@ -71,7 +71,15 @@ def packing_section(telemetry: TelemetryMetrics) -> Section:
 
 
 def _waits_sentence(telemetry: TelemetryMetrics, queue: QueueShares) -> str:
-    """Return a sentence on how long the launch loop waited for batches, and how full they were."""
+    """Return a sentence on how long the launch loop waited for batches, and how full these were.
+
+    The launch loop sends the batches, which are prepared in advance, to the GPU.
+
+    Args:
+        telemetry: What was measured.
+        queue: The shares of the batches that were ready in time (full), just in time (normal) or
+            late (starved).
+    """
     mean = _milliseconds(telemetry.avg_wait_ms)
     p95 = _milliseconds(telemetry.p95_wait_ms)
     longest = _milliseconds(telemetry.max_wait_ms)
@@ -79,10 +87,10 @@ def _waits_sentence(telemetry: TelemetryMetrics, queue: QueueShares) -> str:
         f"full {percent(queue.full)}, normal {percent(queue.normal)}, "
         f"starved {percent(queue.starved)} (waited over 1 ms: {percent(telemetry.waiting_share)})"
     )
-    low = f"{cell(telemetry.batches_below_threshold)} of {cell(telemetry.batches)}"
+    badly_packed = f"{cell(telemetry.batches_below_threshold)} of {cell(telemetry.batches)}"
     return one_line(
         f"Waits: mean {mean}, p95 {p95}, max {longest}. Queue: {shares}. "
-        f"Batches packed under 80 %: {low}."
+        f"Batches packed under 80 %: {badly_packed}."
     )
 
 

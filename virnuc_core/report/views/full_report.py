@@ -58,6 +58,7 @@ def report_sections(report: Report) -> list[Section]:
 def bottleneck_section(report: Report) -> Section:
     """Return the section on the losses of time, which begins with the largest one."""
     known_losses = [loss for loss in report.losses if loss.share is not None]
+    # The losses are sorted. Without a measured loss there is one entry, which only says why.
     largest = report.losses[0]
     saving = ""
     if known_losses:

@@ -15,7 +15,7 @@ def trend_rows(runs: Iterable[tuple[HistoryEntry, Regression]]) -> list[Row]:
     """
     rows: list[Row] = []
     for entry, regression in runs:
-        change = None
+        change = None  # of the speed, against the previous comparable run
         for metric in regression.metrics:
             if metric.name == "tokens_per_s":
                 change = metric.change

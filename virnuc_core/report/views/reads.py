@@ -13,7 +13,11 @@ def fates_section(report: Report) -> Section:
 def fate_rows(report: Report) -> list[Row]:
     """Return table rows with the numbers of reads by fate and remark, and of skipped records.
 
-    Empty if the reads were not counted.
+    The fate says what became of a read, such as "viral" or "empty". Each read has one. Remarks,
+    such as "ambiguous", may apply to any read. A record that was skipped never became a read.
+
+    Returns:
+        The rows; none if the reads were not counted.
     """
     accounting = report.accounting
     if accounting is None:

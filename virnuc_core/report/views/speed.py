@@ -24,7 +24,10 @@ NOT_RUN: Final[Verdict] = "not run"
 
 
 def scaling_rows(report: Report) -> list[Row]:
-    """Return time, speed-up and verdict by number of devices."""
+    """Return time, speed-up and verdict by number of devices.
+
+    Numbers of devices for which nothing can be said have a row with the reason.
+    """
     rows: list[Row] = []
     for figure in report.scaling:
         criterion = figure.judged
@@ -138,6 +141,7 @@ def stage_time_rows(runs: Sequence[RunMetrics]) -> list[Row]:
     """
     if not runs:
         return []
+    # A column is named by the devices or, if two runs had the same ones, by the folder of the run.
     labels = [run.label for run in runs]
     labels_are_unique = len(set(labels)) == len(labels)
     stages = {*STAGES, "Total"}
@@ -165,7 +169,13 @@ def efficiency_rows(report: Report) -> list[Row]:
 
 
 def efficiency_facts(report: Report) -> dict[str, str]:
-    """Return facts on efficiency and cost: use of the devices, cost per million reads, overhead."""
+    """Return facts on efficiency and cost: use of the devices, cost per million reads, overhead.
+
+    MFU (model FLOPs utilisation) is the share of the possible speed that an encoder reached.
+
+    Returns:
+        The facts by their title. What was not measured is `not run`.
+    """
     run = report.run
     facts: dict[str, str] = {}
     for encoder_id, title in reversed(GPU_STAGES.items()):  # begin with the protein encoder
@@ -205,7 +215,7 @@ def overhead_text(overhead: OverheadFile | None) -> str:
     """Return what commits cost: `1.2% (median of 3 pairs of runs, 0.9 to 1.4%)`."""
     if overhead is None:
         return NOT_RUN
-    shares = overhead.commit_overheads
+    shares = overhead.commit_overheads  # sorted
     if overhead.median is None:
         return f"{NOT_RUN} ({overhead.problem})" if overhead.problem else NOT_RUN
     lowest = f"{100 * shares[0]:.1f}"

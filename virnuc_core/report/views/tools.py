@@ -47,7 +47,10 @@ def candidate_rows(
 
 
 def _rate_cells(candidate: Candidate) -> Row:
-    """Return the rates of all trials of a candidate, and the details of its last one."""
+    """Return the rates of all trials of a candidate, and the details of its last one.
+
+    A candidate is a set of engine settings, and a trial one measurement of it.
+    """
     rate = spread = None
     if candidate.rates:
         rate = round(candidate.rate)
@@ -60,6 +63,7 @@ def _rate_cells(candidate: Candidate) -> Row:
         utilisation = last.utilisation
         packing = last.packing_efficiency
         starved = None if last.queue is None else last.queue.starved
+    # The batches that may be ready in advance. Without worker processes, a thread prepares them.
     queue_depth = candidate.engine.prefetch_factor * max(1, candidate.engine.num_workers)
     return {
         "tokens/s": rate,
