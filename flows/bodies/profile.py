@@ -42,6 +42,7 @@ def profile(settings: ProfileSettings) -> Outcome[tuple[TraceTable, ...]]:
         bench = Bench(run.store, settings.models, devices)
         tables = record_traces(run, bench, staged.spec.engine, spec, label=label).result()
 
+        # Rows of two tables: stages that our code marks in the trace, and operations of torch.
         marks = mark_rows(tables)
         operations = operation_rows(tables, limit=settings.operations)
         subject = f"{label}-{devices}"

@@ -313,7 +313,7 @@ def measure(
         telemetry = read_telemetry(embedding.write((), wall_s).with_suffix(".h5"))
         rows.append(row_of(devices, job, watch, wall_s, telemetry, bare_run))
         print(json.dumps(asdict(rows[-1])), flush=True)
-        print(json.dumps([*pool.records.values()]), flush=True)
+        print(json.dumps([*pool.ready_records.values()]), flush=True)
         names = sorted({d.name for d in resolve(wanted_devices)})
     facts = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),

@@ -290,7 +290,8 @@ class Embedding:
             own_batches = self._batches_of(busiest)
             self._record_start_up(clock, own_batches, job.ready_records[busiest.device])
             finished_s = self._record_gaps(clock, own_batches, busiest, job)
-            # When the last shard of any device was committed.
+            # When the last shard of any device was committed. From the end of this device's work
+            # until then, the run waits for commits.
             committed_s = (shards.finished_s + shards.commit_s).max()
             clock.add("Commits", committed_s - finished_s)
         clock.add("Shutdown", self.ended_s - committed_s)

@@ -401,7 +401,9 @@ def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
         ShardError: The file is missing, damaged, or belongs to another run.
         UnreadableError: The system cannot read the file.
     """
-    return ShardResult(**_read(run, plan, shard, ShardResult._fields, check_whole_file=True))
+    # The file has a dataset for each field of the result, with the same name.
+    dataset_names = ShardResult._fields
+    return ShardResult(**_read(run, plan, shard, dataset_names, check_whole_file=True))
 
 
 def refresh_folder(run: RunDir) -> None:
