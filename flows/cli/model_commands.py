@@ -50,6 +50,7 @@ def init_random(
     """Write a models directory with random weights of any size, for trying things out."""
     from virnuc_core.encoders.convert import init_random as write_random_models
 
+    # Another process that makes this directory at the same time waits until this one is done.
     with first_use(out, MODELS_DESCRIPTION):
         write_random_models(out, protein_size, dna_size, model_length=head, seed=seed, dtype=dtype)
     sizes = f"{PROTEIN.title} {protein_size}, {DNA.title} {dna_size}"
@@ -81,6 +82,7 @@ def convert(
 
     if not (protein or dna or head):
         raise ConfigError(f"nothing to convert; give {PROTEIN.option}, {DNA.option} or --head")
+    # Another process that makes this directory at the same time waits until this one is done.
     with first_use(out, MODELS_DESCRIPTION):
         for encoder, source in ((PROTEIN_ENCODER, protein), (DNA_ENCODER, dna)):
             if source is not None:
@@ -104,6 +106,7 @@ def fetch(
     from virnuc_core.encoders.convert import fetch as download_models
 
     # Jobs that start together and all fetch the models wait for the first, and then find them.
+    # Another process that makes this directory at the same time waits until this one is done.
     with first_use(out, MODELS_DESCRIPTION):
         download_models(out, head, model_length=model_length, dtype=dtype)
     print(f"{out}: {PROTEIN.public_title}, {DNA.public_title} and {head.name}")

@@ -377,6 +377,7 @@ def _local_commands(n_nodes: int, folder: Path, scheduler_file: Path) -> list[Lo
         folder: Folder for their temporary files.
         scheduler_file: File that the scheduler writes and the others read to find its address.
     """
+    # Without a dashboard Dask still starts an HTTP server. The module `NO_HTTP` prevents that.
     common = ["--host", LOCALHOST, "--protocol", "tls", "--no-dashboard"]
     common += ["--scheduler-file", str(scheduler_file), "--preload", NO_HTTP]
     # Port 0 lets the system choose a free port.
