@@ -1,7 +1,6 @@
 """Turns what a Prefect server answers instead of starting a run into one line with advice."""
 
 import json
-from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Final
 
@@ -9,6 +8,7 @@ import httpx
 import prefect
 
 from virnuc.flows.parameters import WITHOUT
+from virnuc.flows.tls_errors import causes, tls_problem
 from virnuc.tasks.server_connection import ServerLostError
 from virnuc_core.errors import VirnucError
 
@@ -40,7 +40,10 @@ def server_refusal(error: BaseException, url: str) -> VirnucError | None:
         The error in one line: what the server answered, and what to do. `None` if this error is not
         about an answer of a server.
     """
-    for cause in _causes(error):
+    problem = tls_problem(error)
+    if problem is not None:
+        return VirnucError(f"the Prefect server at {url} {problem}, or use {WITHOUT}")
+    for cause in causes(error):
         if isinstance(cause, ServerLostError):
             return VirnucError(f"no Prefect server answers at {url}; or use {WITHOUT}")
         if isinstance(cause, httpx.HTTPStatusError):
@@ -58,17 +61,6 @@ def server_refusal(error: BaseException, url: str) -> VirnucError | None:
                 f"{WITHOUT}"
             )
     return None
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and the errors that led to it, the newest first.
-
-    An error leads to another one if it was given as its cause, or was being handled at that time.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 def _is_known(code: int) -> bool:

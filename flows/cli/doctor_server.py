@@ -11,6 +11,7 @@ import httpx
 import psutil
 
 from virnuc.flows.cli.doctor_checks import check_of_problem
+from virnuc.flows.tls_errors import tls_problem
 from virnuc_core.allowed_paths import ROOTS
 from virnuc_core.encoders.verify import Check
 from virnuc_core.errors import ConfigError
@@ -56,9 +57,10 @@ def check_prefect_server() -> Iterator[Check]:
             yield check_scheduler(client)
         except (httpx.HTTPError, ValueError) as error:
             shown_url = redact_credentials(url)
-            raise ConfigError(
-                f"{shown_url} does not answer ({type(error).__name__}); start it, or unset it"
-            ) from error
+            problem = tls_problem(error)
+            if problem is None:
+                problem = f"does not answer ({type(error).__name__}); start it, or unset it"
+            raise ConfigError(f"{shown_url} {problem}") from error
     yield check_access(httpx.URL(url), answers_anybody=answers_anybody)
 
 

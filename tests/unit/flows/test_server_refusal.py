@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -83,6 +85,67 @@ def impostor(code: int, content: bytes) -> Iterator[str]:
             yield f"http://127.0.0.1:{server.server_address[1]}/api"
         finally:
             server.shutdown()
+
+
+@contextmanager
+def encrypted_server(folder: Path) -> Iterator[int]:
+    """Serve with a certificate that nobody trusts; yield the port."""
+    key = folder / "key.pem"
+    certificate = folder / "certificate.pem"
+    request = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    files = ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=localhost"]
+    subprocess.run([*request, *files], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.handle_error = lambda *_: None  # type: ignore[method-assign] # clients hang up
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+@pytest.mark.parametrize(
+    ("is_encrypted", "words"),
+    [
+        (True, ("not trusted here (self", "PREFECT_API_SSL_CERT_FILE")),
+        (False, ("makes no encrypted connection", "begins with http://")),
+    ],
+)
+def test_a_failed_encryption_is_reported_in_one_line(
+    tmp_path: Path, is_encrypted: bool, words: tuple[str, ...]
+) -> None:
+    models = tmp_path / "models"
+    init_random(models, model_length=300, seed=5)
+    reads = tmp_path / "reads.fasta"
+    reads.write_text(">read\n" + "ACGT" * 60 + "\n")
+    predict = ["predict", str(reads), "-o", str(tmp_path / "out"), "--models", str(models)]
+    with ExitStack() as servers:
+        if is_encrypted:
+            port = servers.enter_context(encrypted_server(tmp_path))
+        else:
+            plain_url = servers.enter_context(impostor(200, b""))
+            port = httpx.URL(plain_url).port or 0
+        url = f"https://127.0.0.1:{port}/api"
+        environment = os.environ | {"PREFECT_API_URL": url, "PREFECT_CLIENT_MAX_RETRIES": "0"}
+        for command in ([*predict, "--devices", "cpu:1", "--quiet"], ["doctor"]):
+            process = subprocess.run(
+                [*VIRNUC, *command],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            assert process.returncode != 0
+            lines = (process.stdout + process.stderr).splitlines()
+            (line,) = [line for line in lines if url in line]
+            for text in words:
+                assert text in line
 
 
 @pytest.mark.slow
