@@ -662,8 +662,7 @@ def run_lock(root: Path) -> Iterator[None]:
                     yield
             finally:
                 is_lost = _has_lost_lease(root)
-                is_unused = next(_matching_paths(root, GUARDED_FILES), None) is None
-                if is_new_marker and is_unused:
+                if is_new_marker and _is_certainly_unused(root):
                     require_lease(marker)  # never remove the marker of another process
                     marker.unlink(missing_ok=True)
     finally:
@@ -674,6 +673,14 @@ def run_lock(root: Path) -> Iterator[None]:
         with suppress(OSError):
             if may_be_removed and not marker.exists():
                 root.rmdir()
+
+
+def _is_certainly_unused(root: Path) -> bool:
+    """Return whether no file of ours is in a directory. If that cannot be told, it may be used."""
+    try:
+        return next(_matching_paths(root, GUARDED_FILES), None) is None
+    except UnreadableError:
+        return False
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from virnuc_core.runfiles import (
     read,
     write,
 )
-from virnuc_core.system_errors import path_exists
+from virnuc_core.system_errors import list_folder, path_exists
 from virnuc_core.validation import BitwiseEquality, Comparison, ComparisonFile, LabelAgreement
 
 MAX_NAMED_FILES: Final = 8  # that differ; of more, only their number is given
@@ -271,7 +271,7 @@ def compare_bytes(a: Path, b: Path) -> BitwiseEquality:
     run_a = RunDir(a)
     run_b = RunDir(b)
     files = [path.name for path in run_a.tables if path.is_file() or (b / path.name).is_file()]
-    shard_paths = [*run_a.shards.glob("*.h5"), *run_b.shards.glob("*.h5")]
+    shard_paths = [*list_folder(run_a.shards, "*.h5"), *list_folder(run_b.shards, "*.h5")]
     shards = sorted({f"shards/{path.name}" for path in shard_paths})
     _, unequal, incomparable = filecmp.cmpfiles(a, b, [*files, *shards], shallow=False)
     in_one_run = [f"{name} is in one run only" for name in incomparable]

@@ -18,7 +18,7 @@ from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Attempt, FileDigest, RunRecord, RunSummary, digest, read
 from virnuc_core.safe_files import open_file
-from virnuc_core.system_errors import path_exists, read_with_retries
+from virnuc_core.system_errors import list_folder, path_exists, read_with_retries
 from virnuc_core.telemetry.log import TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.telemetry.tables import STAGES
@@ -368,7 +368,7 @@ def _verify_overhead_run(
     verification.compare(f"{run_label}: commits", has_commits, recorded_commits)
 
     telemetry = []
-    for path in sorted((raw.root / name).glob("telemetry/telemetry_*.h5")):
+    for path in list_folder(raw.root / name / "telemetry", "telemetry_*.h5"):
         part = raw.telemetry(name, path.name)
         if part is not None:
             telemetry.append(part)
