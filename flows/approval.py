@@ -22,6 +22,7 @@ from virnuc.tasks.background import background_thread
 from virnuc.tasks.server_connection import REPORTING_ERRORS, connection
 from virnuc_core.report.build import APPROVAL, rerender
 from virnuc_core.report.model import Report
+from virnuc_core.report.regression import append_approval, approval_line
 from virnuc_core.report.render import answer_markdown
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import write
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 def ask_reviewer(settings: ValidateSettings, report: Report) -> ApprovalRecord:
     """Ask a reviewer about a report, and write all forms of the report again with the answer.
 
-    The flow run is paused until somebody has answered, or until the time-out of the settings.
+    The flow run is paused until somebody has answered, or until the time-out of the settings. The
+    answer is also added to the history, in which no earlier answer is overwritten.
 
     Args:
         settings: The settings of the validation.
@@ -49,6 +51,7 @@ def ask_reviewer(settings: ValidateSettings, report: Report) -> ApprovalRecord:
     folder = RunDir(settings.out).report
     form = approval_form(report)
     approval = wait_for_approval(folder, form, timeout_s=settings.approval_timeout_s)
+    append_approval(settings.history_file, approval_line(report, approval))
     # The answer is in the directory now, so the report that is written again shows it.
     answered_report = rerender(settings.out)
     text = answer_markdown(answered_report)

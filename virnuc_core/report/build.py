@@ -54,7 +54,8 @@ from virnuc_core.report.regression import (
     append_history,
     earlier_runs,
     entry_of,
-    read_history,
+    history_path,
+    recorded_comparison,
     regression,
 )
 from virnuc_core.report.render import REPORT_JSON, render
@@ -70,7 +71,6 @@ APPROVAL: Final = "approval.json"
 FLAGS: Final = ("short_for_model", "ambiguous", "duplicate_of")
 # the id that `duplicate_of=` names stands last in the column and may hold commas
 DUPLICATE_ID: Final = re.compile(r"duplicate_of=.*$")
-MAX_COMPARED_RUNS: Final = 100  # earlier runs that a validation keeps beside its own
 
 
 def build_report(out: Path, profile: Profile) -> Report:
@@ -356,21 +356,25 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
         out: The validation's directory.
         profile: The thresholds.
         history: If given, the run is compared with the earlier runs in this file, and added to it.
-            `regression.json` then holds what it was compared with.
+            `regression.json` then holds what it was compared with. Without it, the history that the
+            validation names is read only: it decides what the run was compared with, whatever
+            became of `regression.json`.
     """
     report = build_report(out, profile)
+    entry = entry_of(report)
     if history is not None:
         (out / REGRESSION).unlink(missing_ok=True)  # it belongs to an earlier run
-        entry = entry_of(report)
         if entry is not None:
-            # Appending removes damaged lines from the history and warns about them. Reading the
-            # history afterwards does not warn again.
             append_history(history, entry)
-            earlier = earlier_runs(read_history(history), entry)[-MAX_COMPARED_RUNS:]
-            write(out / REGRESSION, RegressionFile(entry=entry, history=tuple(earlier)))
-        # The line for the history was made from the first report. The second one also has the
-        # comparison with earlier runs.
-        report = build_report(out, profile)
+    else:
+        record = RawFolder(out).read(validation.ValidationRecord, RECORD)
+        history = history_path(out, record)
+    comparison = None if entry is None else recorded_comparison(history, entry)
+    if comparison is not None:
+        write(out / REGRESSION, comparison)
+    # The line for the history was made from the first report. The second one also has the
+    # comparison with earlier runs.
+    report = build_report(out, profile)
     _warn_of_unchecked_files(out, report.evidence)
     return _write_forms(out, report)
 

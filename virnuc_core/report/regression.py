@@ -4,16 +4,19 @@ The history is a file with a line of JSON for each run. Only runs that are alike
 profile, host, devices, precision, reads and weights. A run fails if one metric is worse by more
 than the profile allows (10 %). If the newest earlier run of the profile on these devices was made
 from other reads or weights, the earlier figures are stale.
+
+The history is the source of the verdict: `regression.json` beside a validation is a copy of the
+lines that it was compared with. The answers of reviewers are lines, too.
 """
 
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
@@ -31,8 +34,10 @@ from virnuc_core.report.model import (
 from virnuc_core.report.sections import Row
 from virnuc_core.report.views.history import trend_rows
 from virnuc_core.rundir import atomic_file, storage_errors
+from virnuc_core.runfiles import RunRecord
 from virnuc_core.safe_files import open_to_write, read_file
 from virnuc_core.system_errors import path_exists, read_with_retries
+from virnuc_core.validation import ApprovalRecord
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +45,10 @@ REGRESSION: Final = "regression.json"
 HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unless told otherwise
 MAX_HISTORY_BYTES: Final = 256 << 20  # a line has about 500 bytes
 CHECKSUM: Final = "sha256"  # key of a line's checksum, beside the fields of the entry
+# Key of the SHA-256 of the line before, so that a line cannot be removed or edited unnoticed. It is
+# empty in the first line. Lines of older versions do not have it.
+PREVIOUS: Final = "previous"
+MAX_COMPARED_RUNS: Final = 100  # earlier runs that a validation keeps beside its own
 SERIES_FIELDS: Final = ("profile", "devices", "precision", "host")
 COMPARABLE_FIELDS: Final = (*SERIES_FIELDS, "reads", "weights")
 IS_MORE_BETTER: Final = {
@@ -59,6 +68,59 @@ class RegressionFile(Record):
     schema_version: int = 1
     entry: HistoryEntry
     history: tuple[HistoryEntry, ...]
+
+
+class ApprovalLine(Record):
+    """A line of the history with the answer of a reviewer."""
+
+    kind: Literal["approval"] = "approval"
+    created: str  # of the run that the answer is about, as in the line of the run
+    profile: str
+    host: str
+    approval: ApprovalRecord
+
+
+def approval_line(report: Report, approval: ApprovalRecord) -> ApprovalLine:
+    """Return the line of the history with the answer of a reviewer on a report."""
+    entry = entry_of(report)
+    return ApprovalLine(
+        created=report.provenance.created if entry is None else entry.created,
+        profile=report.profile.name,
+        host=report.provenance.host,
+        approval=approval,
+    )
+
+
+def history_path(out: Path, record: RunRecord | None) -> Path:
+    """Return the history file of a validation.
+
+    Args:
+        out: The validation's directory.
+        record: Its record, which may name another file than the one beside the directory.
+    """
+    named = None if record is None else record.spec.get("history")
+    return Path(named or out.absolute().parent / HISTORY)
+
+
+def recorded_comparison(path: Path, entry: HistoryEntry) -> RegressionFile | None:
+    """Return what a run was compared with, from the history.
+
+    Args:
+        path: The history file.
+        entry: The run.
+
+    Returns:
+        The run and the earlier runs of its series that are listed before it, oldest first. `None`
+        if the history is not there or does not list the run.
+    """
+    if not path_exists(path):
+        return None
+    history = read_history(path)
+    for index, old in enumerate(history):
+        if old.created == entry.created and old.same(entry, COMPARABLE_FIELDS):
+            earlier = earlier_runs(history[:index], entry)
+            return RegressionFile(entry=entry, history=tuple(earlier[-MAX_COMPARED_RUNS:]))
+    return None
 
 
 def entry_of(report: Report) -> HistoryEntry | None:
@@ -110,10 +172,22 @@ def _devices_text(run: RunMetrics) -> str:
 
 @dataclass(slots=True)
 class _HistoryLines:
-    """The lines of a history file."""
+    """The lines of a history file.
 
-    entries: dict[bytes, HistoryEntry] = field(default_factory=dict)  # by the line's text
+    Attributes:
+        valid: What each valid line says, by its text, in the order of the file.
+        damaged: The texts of the other lines.
+        gaps: A sentence for each place where a line was removed or edited.
+    """
+
+    valid: dict[bytes, HistoryEntry | ApprovalLine] = field(default_factory=dict)
     damaged: list[bytes] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+
+    @property
+    def entries(self) -> tuple[HistoryEntry, ...]:
+        """Return the runs, in the order of the file."""
+        return tuple(line for line in self.valid.values() if isinstance(line, HistoryEntry))
 
 
 def read_history(path: Path) -> tuple[HistoryEntry, ...]:
@@ -121,8 +195,18 @@ def read_history(path: Path) -> tuple[HistoryEntry, ...]:
 
     Lines that are not entries are left out, with a warning.
     """
-    lines = _read_lines(path, "passed over")
-    return tuple(lines.entries.values())
+    return _read_lines(path, "passed over").entries
+
+
+def read_approvals(path: Path) -> tuple[ApprovalLine, ...]:
+    """Return all answers of reviewers in a history, oldest first. Without a file there are none."""
+    lines = _read_lines(path, "passed over").valid.values()
+    return tuple(line for line in lines if isinstance(line, ApprovalLine))
+
+
+def history_gaps(path: Path) -> tuple[str, ...]:
+    """Return a sentence for each place of a history where a line was removed or edited."""
+    return tuple(_read_lines(path, "passed over").gaps)
 
 
 def _read_lines(path: Path, consequence: str) -> _HistoryLines:
@@ -137,16 +221,26 @@ def _read_lines(path: Path, consequence: str) -> _HistoryLines:
     content = b""
     if path_exists(path):
         content = read_with_retries(path, lambda: read_file(path, max_bytes=MAX_HISTORY_BYTES))
+    line_before = b""
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            lines.entries[line] = _parse_line(line)
+            values = _checked_values(line)
+            previous = values.pop(PREVIOUS, None)
+            lines.valid[line] = _parse_values(values)
+            # A damaged line before this one has been named already.
+            is_gap = previous is not None and previous != _digest_of(line_before)
+            if is_gap and line_before not in lines.damaged:
+                lines.gaps.append(f"{path}:{number}: the line before it was edited or removed")
         except ValueError as error:
             lines.damaged.append(line)
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             if not first_problem:
                 first_problem = f"{path}:{number}: not a history entry ({reason})"
+        line_before = line
+    for gap in lines.gaps:
+        log.warning("%s", gap)
     if lines.damaged:
         n_more = len(lines.damaged) - 1
         more = f" and {n_more} more" if n_more else ""
@@ -154,26 +248,48 @@ def _read_lines(path: Path, consequence: str) -> _HistoryLines:
     return lines
 
 
-def _parse_line(line: bytes) -> HistoryEntry:
-    """Return the entry of a line, after a comparison with the line's checksum if it has one.
+def _checked_values(line: bytes) -> dict[str, Any]:
+    """Return the fields of a line, after a comparison with the line's checksum if it has one.
 
     Raises:
-        ValueError: The line is not an entry (a `ValidationError`), or has another checksum.
+        ValueError: The line is no JSON object, or has another checksum.
     """
     values = json.loads(line)
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
     recorded = values.pop(CHECKSUM, None)  # lines of older versions have none
-    entry = HistoryEntry.model_validate(values)
     if recorded is not None and recorded != _checksum(values):
         raise ValueError("it was changed after it was written")
-    return entry
+    return values
 
 
-def _line_of(entry: HistoryEntry) -> bytes:
-    """Return the line of an entry: its fields and their checksum as JSON, in alphabetical order."""
-    values = entry.model_dump(mode="json")
+def _parse_values(values: Mapping[str, object]) -> HistoryEntry | ApprovalLine:
+    """Return what the fields of a line say: a run, or the answer of a reviewer.
+
+    Raises:
+        ValueError: They are neither (a `ValidationError`).
+    """
+    if values.get("kind") == "approval":
+        return ApprovalLine.model_validate(values)
+    return HistoryEntry.model_validate(values)
+
+
+def _line_of(content: HistoryEntry | ApprovalLine, line_before: bytes) -> bytes:
+    """Return a line: its fields, the digest of the line before and a checksum, as JSON.
+
+    Args:
+        content: The run or the answer.
+        line_before: The text of the last line of the file; empty if there is none.
+    """
+    values = content.model_dump(mode="json") | {PREVIOUS: _digest_of(line_before)}
     return json.dumps(values | {CHECKSUM: _checksum(values)}, sort_keys=True).encode()
+
+
+def _digest_of(line: bytes) -> str:
+    """Return the SHA-256 of a line of the history; an empty text for no line."""
+    if not line:
+        return ""
+    return hashlib.sha256(line).hexdigest()
 
 
 def _checksum(values: Mapping[str, object]) -> str:
@@ -190,14 +306,48 @@ def append_history(path: Path, entry: HistoryEntry) -> bool:
     Returns:
         True if the run was added.
     """
+
+    def is_listed(lines: _HistoryLines) -> bool:
+        """Return whether the history already has the run."""
+        for old in lines.entries:
+            if old.created == entry.created and old.same(entry, COMPARABLE_FIELDS):
+                return True
+        return False
+
+    return _append_line(path, entry, is_listed)
+
+
+def append_approval(path: Path, line: ApprovalLine) -> bool:
+    """Add the answer of a reviewer to a history file. No answer is ever overwritten.
+
+    Returns:
+        True if the answer was added, False if the history already has it.
+    """
+    return _append_line(path, line, lambda lines: line in lines.valid.values())
+
+
+def _append_line(
+    path: Path,
+    content: HistoryEntry | ApprovalLine,
+    is_listed: Callable[[_HistoryLines], bool],
+) -> bool:
+    """Add a line to a history file, unless it is listed. A lease keeps other processes out.
+
+    Args:
+        path: The file. It is made if it does not exist.
+        content: What the line says.
+        is_listed: Tells whether the file already has the line.
+
+    Returns:
+        True if the line was added.
+    """
     path = path.resolve()
     damaged_path = path.with_name(f"{path.name}.damaged")
     lease_path = path.with_name(f".{path.name}.lease")
     with lease(lease_path, path, wait=True):
         lines = _read_lines(path, f"kept in {damaged_path.name}")
-        for old in lines.entries.values():
-            if old.created == entry.created and old.same(entry, COMPARABLE_FIELDS):
-                return False
+        if is_listed(lines):
+            return False
         if lines.damaged:
             with (
                 storage_errors(damaged_path),
@@ -205,11 +355,12 @@ def append_history(path: Path, entry: HistoryEntry) -> bool:
             ):
                 damaged_file.write(b"".join(line + b"\n" for line in lines.damaged))
                 os.fsync(damaged_file.fileno())
-        # The keys of `entries` are the old lines as they were read, without their line ends.
-        all_lines = [*lines.entries, _line_of(entry)]
-        content = b"".join(line + b"\n" for line in all_lines)
+        # The keys of `valid` are the old lines as they were read, without their line ends.
+        line_before = next(reversed(lines.valid), b"")
+        all_lines = [*lines.valid, _line_of(content, line_before)]
+        text = b"".join(line + b"\n" for line in all_lines)
         with atomic_file(path) as temp_path:
-            temp_path.write_bytes(content)
+            temp_path.write_bytes(text)
     return True
 
 

@@ -27,12 +27,14 @@ from virnuc_core.report.evidence import unfinished_parts
 from virnuc_core.report.model import BASELINE, Report
 from virnuc_core.report.raw_files import COMPARISON, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.regression import (
-    HISTORY,
     REGRESSION,
     SERIES_FIELDS,
     RegressionFile,
     entry_of,
+    history_gaps,
+    history_path,
     read_history,
+    recorded_comparison,
 )
 from virnuc_core.report.render import REPORT_JSON, render
 from virnuc_core.report.verification import ABSENT, Verification
@@ -319,7 +321,7 @@ def _verify_forms(verification: Verification, out: Path, report: Report) -> None
 def _verify_history(
     verification: Verification, out: Path, report: Report, record: ValidationRecord | None
 ) -> None:
-    """Compare `regression.json` with the report and with the lines of the history.
+    """Compare `regression.json` with the report and with the lines of the history, its source.
 
     Args:
         verification: Collects the differences.
@@ -328,19 +330,29 @@ def _verify_history(
         record: The validation's record, which may name the history.
     """
     entry = entry_of(report)
-    if not (out / REGRESSION).is_file() or entry is None:
+    if entry is None:
         return
-    file = read(out / REGRESSION, RegressionFile)
-    verification.compare(f"{REGRESSION}: entry", file.entry, entry)
-
-    named_history = None if record is None else record.spec.get("history")
-    history_path = Path(named_history or out.absolute().parent / HISTORY)
-    if not history_path.is_file():
-        verification.remarks.append(
-            f"{REGRESSION} was not held against the history: {history_path} is not there"
-        )
+    path = history_path(out, record)
+    file = None
+    if (out / REGRESSION).is_file():
+        file = read(out / REGRESSION, RegressionFile)
+        verification.compare(f"{REGRESSION}: entry", file.entry, entry)
+    if not path.is_file():
+        if file is not None:
+            verification.remarks.append(
+                f"{REGRESSION} was not held against the history: {path} is not there"
+            )
         return
-    history = read_history(history_path)
+    for gap in history_gaps(path):
+        verification.add_difference(gap)
+    recorded = recorded_comparison(path, entry)
+    if recorded is not None:
+        listed = [old.created for old in recorded.history]
+        copied = [] if file is None else [old.created for old in file.history]
+        verification.compare(f"{REGRESSION}: the earlier runs in {path.name}", copied, listed)
+    if file is None:
+        return
+    history = read_history(path)
     for compared in (*file.history, file.entry):
         lines = [line for line in history if line.same(compared, ("created", *SERIES_FIELDS))]
         if compared is file.entry:
@@ -348,7 +360,7 @@ def _verify_history(
             verdict = compared.model_dump(include={"criteria_met", "regression_percent"})
             lines = [line.model_copy(update=verdict) for line in lines]
         if compared not in lines:
-            label = f"{REGRESSION}: the run of {compared.created} against {history_path.name}"
+            label = f"{REGRESSION}: the run of {compared.created} against {path.name}"
             verification.compare(label, compared, lines[0] if lines else ABSENT)
 
 

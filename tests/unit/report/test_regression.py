@@ -16,12 +16,18 @@ from virnuc_core.report.charts import all_charts
 from virnuc_core.report.model import HistoryEntry, Report
 from virnuc_core.report.regression import (
     HISTORY,
+    REGRESSION,
+    ApprovalLine,
+    append_approval,
     append_history,
     entry_of,
+    history_gaps,
+    read_approvals,
     read_history,
     regression,
 )
 from virnuc_core.report.verify import verify_report
+from virnuc_core.validation import ApprovalRecord
 
 
 def entry(created: str = "2026-03-02", **changes: object) -> HistoryEntry:
@@ -155,6 +161,83 @@ def test_a_figure_that_was_changed_later_is_no_entry(
     path.write_bytes(path.read_bytes().replace(b"1000.0", b"3000.0", 1))
     assert read_history(path) == (entry(),)
     assert "history.jsonl:1: not a history entry (it was changed after" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["edited", "removed"])
+def test_a_line_that_was_edited_or_removed_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    """Each line has the digest of the line before it, so a new checksum of the line is not enough."""
+    path = tmp_path / "history.jsonl"
+    for number in range(1, 5):
+        append_history(path, entry(f"2026-03-0{number}"))
+    assert history_gaps(path) == ()
+    lines = path.read_bytes().splitlines(keepends=True)
+    forged = tmp_path / "forged.jsonl"
+    append_history(forged, entry("2026-03-02", tokens_per_s=1.0))
+    if change == "edited":
+        lines[1] = forged.read_bytes()  # a valid line with a checksum of its own
+    else:
+        del lines[1]
+    path.write_bytes(b"".join(lines))
+    number = 3 if change == "edited" else 2
+    gaps = history_gaps(path)
+    assert f"{path}:{number}: the line before it was edited or removed" in gaps
+    assert gaps[-1] in caplog.text
+    # What follows is still a chain, and a new line continues it.
+    append_history(path, entry("2026-03-05"))
+    assert len(history_gaps(path)) == len(gaps)
+
+
+def test_every_answer_of_a_reviewer_stays_in_the_history(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    append_history(path, OLD)
+    answers = [
+        ApprovalRecord(
+            when=f"2026-03-0{day}T10:00:00+00:00", verdict=verdict, reviewer="A. Reviewer"
+        )
+        for day, verdict in ((2, "rejected"), (3, "approved"))
+    ]
+    lines = [
+        ApprovalLine(created=OLD.created, profile=OLD.profile, host=OLD.host, approval=answer)
+        for answer in answers
+    ]
+    for line in lines:
+        assert append_approval(path, line)
+    assert not append_approval(path, lines[0])
+    append_history(path, entry())
+    assert read_approvals(path) == tuple(lines)
+    assert read_history(path) == (OLD, entry())
+    assert history_gaps(path) == ()
+
+
+@pytest.mark.parametrize("change", ["removed", "emptied"])
+def test_a_regression_is_not_erased_with_its_file(
+    copied: tuple[Path, Profile], change: str
+) -> None:
+    """The history is the source: a report that is made again fails again, and verify names the rest."""
+    out_dir, profile = copied
+    history = out_dir.parent / HISTORY
+    own_entry = entry_of(build_report(out_dir, profile))
+    assert own_entry is not None
+    older = {"created": "2026-02-01T00:00:00+00:00", "total_s": 20.0}
+    append_history(history, own_entry.model_copy(update=older))
+    failed_report = write_report(out_dir, profile, history)
+    assert failed_report.regression is not None
+    assert failed_report.regression.verdict == "fail"
+    assert verify_report(out_dir).differences == []
+
+    if change == "removed":
+        (out_dir / REGRESSION).unlink()
+    else:
+        edit_json(out_dir / REGRESSION, lambda body: body.update(history=[]))
+    differences = "\n".join(verify_report(out_dir).differences)
+    assert f"{REGRESSION}: the earlier runs in {HISTORY}" in differences
+
+    again = write_report(out_dir, profile)
+    assert again.regression == failed_report.regression
+    assert again.outcome == "failed"
+    assert verify_report(out_dir).differences == []
 
 
 def test_lines_of_older_versions_have_no_checksum_and_count(tmp_path: Path) -> None:
