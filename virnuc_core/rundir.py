@@ -44,12 +44,13 @@ from virnuc_core.lease import lease, make_folder, require_lease
 from virnuc_core.safe_files import (
     check_folder,
     flush_folder,
-    open_to_update,
+    open_new_file,
     output_directory,
+    path_of_open_file,
     read_file,
     remove_empty_folder,
     remove_file,
-    rename_file,
+    rename_open_file,
 )
 from virnuc_core.system_errors import (
     describe_system_error,
@@ -296,8 +297,11 @@ def atomic_file(
 ) -> Iterator[Path]:
     """Write a file so that it appears whole or not at all.
 
-    The body writes to a temporary path in the same folder. The file is then flushed and renamed
+    The body writes to a temporary file in the same folder. The file is then flushed and renamed
     into place, or removed if the body raises.
+
+    The path that the body gets leads to the open file itself and not to its name. So another user
+    who may write in the folder cannot exchange the file for a link while the body opens it again.
 
     Args:
         path: The file.
@@ -306,11 +310,13 @@ def atomic_file(
         make_folders: Make the folder of the file if it is not there.
 
     Yields:
-        The temporary path.
+        A path of the temporary file, which is empty. It is valid in this process until the end of
+        the body, and its folder is not the folder of the file.
 
     Raises:
         StorageError: The disk refuses.
-        UnsafeFileError: A folder between the run directory and the file is a link.
+        UnsafeFileError: A folder between the run directory and the file is a link, or somebody has
+            replaced the temporary file.
         ConfigError: The lease of the directory is lost. The process that takes over removes older
             temporary files, so that none of them is renamed later.
     """
@@ -322,14 +328,13 @@ def atomic_file(
             make_folder(path.parent)
         try:
             check_folder(path.parent, root)
-            yield temp_path
-            with open_to_update(temp_path, root) as file:
+            with open_new_file(temp_path, root) as file:
+                yield Path(path_of_open_file(file))
                 os.fsync(file.fileno())
-            require_lease(path)  # again, because writing may have taken long
-            rename_file(temp_path, path, root)
+                require_lease(path)
+                rename_open_file(file, temp_path, path, root)
             flush_folder(path.parent, root)
         except FileNotFoundError:
-            # If the whole directory was renamed or removed, this raises an error that says so.
             require_lease(path)
             raise
         finally:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, cast
 
 from virnuc_core.errors import UnsafeFileError, format_bytes
+from virnuc_core.system_errors import read_with_retries
 
 if TYPE_CHECKING:
     import h5py
@@ -34,6 +35,7 @@ MAX_JSON_BYTES: Final = 64 << 20
 # An attempt to open a file is repeated if another file took its name in the meantime, as happens
 # when a process of ours replaces the file. More replacements than this are no accident.
 MAX_REPLACEMENTS: Final = 50
+COMPARED_BYTES: Final = 1 << 20  # of two files, at a time
 
 # Limits for HDF5 files. Ours have at most 2 levels of groups and some hundred datasets.
 MAX_HDF5_DEPTH: Final = 4
@@ -213,6 +215,12 @@ def open_file(path: Path, root: Path | None = None) -> BufferedReader:
         OSError: There is no such file, or it cannot be opened.
     """
     path = Path.cwd() / path
+    if path.parent == _own_handles():
+        # A path of `path_of_open_file`: this process has the file open, whatever its name is now.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = cast(BufferedReader, _file_of_handle(handle, path, "rb"))
+        _require_regular(path, os.fstat(handle).st_mode)
+        return file
     with _folder_handle(path.parent, root) as folder:
         for _ in range(MAX_REPLACEMENTS):
             # The type is checked first, because opening a device may already act on it.
@@ -241,7 +249,47 @@ def path_of_open_file(file: BinaryIO) -> str:
     Args:
         file: The open file.
     """
-    return f"/proc/self/fd/{file.fileno()}"
+    return str(_own_handles() / str(file.fileno()))
+
+
+def _own_handles() -> Path:
+    """Return the folder in which the system shows the open files of this process."""
+    return Path(f"/proc/{os.getpid()}/fd")
+
+
+def regular_file_exists(path: Path) -> bool:
+    """Return whether there is a file of this path. No link is followed.
+
+    Unlike `Path.is_file`, this does not call a named pipe, a device or a link absent.
+
+    Raises:
+        UnsafeFileError: Something has this path that is no regular file.
+        UnreadableError: It is not known, for example because the file server does not answer.
+    """
+    try:
+        status = read_with_retries(path, path.lstat)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    _require_regular(path, status.st_mode)
+    return True
+
+
+def have_same_content(path: Path, other_path: Path) -> bool:
+    """Return whether two files of runs have the same bytes. No link is followed.
+
+    Raises:
+        UnsafeFileError: One of them is no regular file.
+        OSError: One of them is absent or cannot be read.
+    """
+    with open_file(path) as file, open_file(other_path) as other_file:
+        if os.fstat(file.fileno()).st_size != os.fstat(other_file.fileno()).st_size:
+            return False  # neither file is read: one of them may be huge
+        while True:
+            block = file.read(COMPARED_BYTES)
+            if block != other_file.read(COMPARED_BYTES):
+                return False
+            if not block:
+                return True
 
 
 def read_file(path: Path, root: Path | None = None, max_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -308,16 +356,33 @@ def open_to_write(
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 _require_regular(path, _entry(path, folder).st_mode)
             raise
-    file = _file_of_handle(handle, path, "ab" if append else "wb", buffering)
-    try:
-        _require_regular(path, os.fstat(handle).st_mode)
-        # The content is removed here and not by O_TRUNC, because the type is only known now.
-        if not append:
-            os.ftruncate(handle, 0)
-    except BaseException:
-        file.close()
-        raise
-    return file
+        try:
+            status = os.fstat(handle)
+            _require_regular(path, status.st_mode)
+            if status.st_nlink > 1 and append:
+                raise _shared_error(path)
+            if status.st_nlink > 1:
+                # Somebody else's file may have this name as well, or a backup that was made with
+                # `cp -l`. It keeps its content: only this name is given to a new file.
+                os.unlink(path.name, dir_fd=folder)
+                os.close(handle)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE_FLAGS
+                handle = os.open(path.name, flags, 0o666, dir_fd=folder)
+            elif not append:
+                # This is done here and not by O_TRUNC, because the type is only known now.
+                os.ftruncate(handle, 0)
+        except BaseException:
+            os.close(handle)
+            raise
+    return _file_of_handle(handle, path, "ab" if append else "wb", buffering)
+
+
+def _shared_error(path: Path) -> UnsafeFileError:
+    """Return the error for a file that has a second name, so that a change would reach further."""
+    return UnsafeFileError(
+        f"{path}: has another name as well (a hard link), and the file of that name would be "
+        "changed; put a copy in its place (cp, then mv)"
+    )
 
 
 def open_to_update(path: Path, root: Path | None = None) -> BinaryIO:
@@ -338,7 +403,13 @@ def open_to_update(path: Path, root: Path | None = None) -> BinaryIO:
     with _folder_handle(path.parent, root) as folder:
         _require_regular(path, _entry(path, folder).st_mode)
         handle = os.open(path.name, os.O_RDWR | _FILE_FLAGS, dir_fd=folder)
-    return _file_of_handle(handle, path, "rb+")
+    file = _file_of_handle(handle, path, "rb+")
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        file.close()
+        _require_regular(path, status.st_mode)
+        raise _shared_error(path)
+    return file
 
 
 def write_file(path: Path, content: bytes | memoryview, root: Path | None = None) -> None:
@@ -357,6 +428,25 @@ def write_file(path: Path, content: bytes | memoryview, root: Path | None = None
     """
     with open_to_write(path, root) as file:
         file.write(content)
+
+
+def open_new_file(path: Path, root: Path | None = None) -> BinaryIO:
+    """Create a file that does not exist yet, without following links, to write and read it.
+
+    Raises:
+        FileExistsError: Something has this path already, be it a link to nothing.
+        UnsafeFileError: A folder on the way is a link.
+        OSError: The file cannot be created.
+    """
+    path = Path.cwd() / path
+    with _folder_handle(path.parent, root) as folder:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS
+            handle = os.open(path.name, flags, 0o666, dir_fd=folder)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+    return _file_of_handle(handle, path, "rb+")
 
 
 def create_file(path: Path, content: bytes, root: Path | None = None) -> None:
@@ -468,6 +558,44 @@ def rename_file(path: Path, new_path: Path, root: Path | None = None) -> None:
     ):
         # These paths lead to the folders that were checked, whatever has their names by now.
         os.replace(_path_in(folder, path.name), _path_in(new_folder, new_path.name))
+
+
+def rename_open_file(file: BinaryIO, path: Path, new_path: Path, root: Path | None = None) -> None:
+    """Rename a file that this process has open, as `rename_file` does.
+
+    Args:
+        file: The open file.
+        path: Its path.
+        new_path: The new path on the same file system.
+        root: The run directory of both; see `open_file`.
+
+    Raises:
+        UnsafeFileError: Somebody has given one of the names to another file, or a folder on the way
+            is a link.
+        OSError: The file cannot be renamed.
+    """
+    # Another user of the folder may exchange the file at any moment, so look before and after.
+    _require_same_file(file, path, root)
+    rename_file(path, new_path, root)
+    _require_same_file(file, new_path, root)
+
+
+def _require_same_file(file: BinaryIO, path: Path, root: Path | None) -> None:
+    """Raise an `UnsafeFileError` if a path does not lead to a file that this process has open.
+
+    Args:
+        file: The open file.
+        path: The path.
+        root: The run directory; see `open_file`.
+    """
+    path = Path.cwd() / path
+    with _folder_handle(path.parent, root) as folder:
+        entry = _entry(path, folder)
+    if not os.path.samestat(os.fstat(file.fileno()), entry):
+        raise UnsafeFileError(
+            f"{path}: is not the file that was written there, because somebody has replaced it; "
+            "use a folder that nobody else can write to"
+        )
 
 
 def change_folder(folder: Path, root: Path | None = None) -> None:

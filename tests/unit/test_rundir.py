@@ -88,7 +88,7 @@ from pathlib import Path
 from virnuc_core.rundir import run_lock, atomic_file
 with run_lock(Path({str(root)!r})), atomic_file(Path({str(root)!r}, "shards", "00001.h5")) as aside:
     aside.write_text("half")
-    aside.with_name("of others.part").write_text("not ours")
+    Path({str(root)!r}, "shards", "of others.part").write_text("not ours")
     os.kill(os.getpid(), signal.SIGKILL)
 """
     process = subprocess.run([sys.executable, "-c", code], check=False)

@@ -35,13 +35,13 @@ from virnuc_core.checked_files import (
     open_checked_hdf5,
     seal_text,
 )
-from virnuc_core.errors import DamagedFileError, InputError
+from virnuc_core.errors import DamagedFileError, InputError, UnsafeFileError
 from virnuc_core.reads.fast_parser import Strings, offsets_from_lengths
 from virnuc_core.reads.fingerprint import Bucket, Repeats, digests, find_repeats
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment, SegmentCounts
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import atomic_file, check_room
-from virnuc_core.safe_files import open_file, open_hdf5
+from virnuc_core.safe_files import open_file, open_hdf5, open_to_update
 from virnuc_core.system_errors import read_with_retries
 
 FORMAT: Final = "virnuc-orfs"
@@ -542,9 +542,11 @@ class StoreWriter:
         if paired:
             attributes["paired"] = 1
         with atomic_file(path) as temp_path:
-            locations = self._create(temp_path, attributes)
+            locations = self._create(temp_path, path.parent, attributes)
             plans = self._plan_segments()
-            write_part = partial(_write_part, temp_path, locations)
+            # The workers are other processes, in which `temp_path` is not valid.
+            file = _NamedFile(temp_path.readlink(), temp_path.stat().st_ino)
+            write_part = partial(_write_part, file, locations)
             # `may_start`: few reads are not worth the start of processes for this.
             for _ in workers.map(write_part, plans, may_start=False):
                 pass  # the workers write; there is no result
@@ -617,7 +619,7 @@ class StoreWriter:
                 file.write(digests(names).data)
 
     def _create(
-        self, path: Path, attributes: Mapping[str, str | int]
+        self, path: Path, folder: Path, attributes: Mapping[str, str | int]
     ) -> dict[str, _ColumnLocation]:
         """Create the file of the store with its attributes and with columns that are all zero.
 
@@ -645,7 +647,7 @@ class StoreWriter:
             n_bytes += lengths[name] * self._kinds[name]().itemsize
         # HDF5 may crash if the file cannot grow, for example because of a limit on file sizes. So
         # let the system refuse the size here.
-        check_room(path.parent, n_bytes, "the staged reads")
+        check_room(folder, n_bytes, "the staged reads")
         path.touch()
         os.truncate(path, n_bytes)
         locations: dict[str, _ColumnLocation] = {}
@@ -685,20 +687,44 @@ class StoreWriter:
             )
 
 
-def _write_part(path: Path, locations: Mapping[str, _ColumnLocation], plan: _SegmentPlan) -> None:
+class _NamedFile(NamedTuple):
+    """A file that another process opens by its name."""
+
+    path: Path
+    inode: int  # tells whether the name still belongs to the same file
+
+    def open(self) -> BinaryIO:
+        """Open the file to change it.
+
+        Raises:
+            UnsafeFileError: Somebody has given its name to another file.
+        """
+        file = open_to_update(self.path)
+        if os.fstat(file.fileno()).st_ino != self.inode:
+            file.close()
+            raise UnsafeFileError(
+                f"{self.path}: was replaced while it was written; use a folder that nobody else "
+                "can write to"
+            )
+        return file
+
+
+def _write_part(
+    named_file: _NamedFile, locations: Mapping[str, _ColumnLocation], plan: _SegmentPlan
+) -> None:
     """Copy the columns of one segment into the file of the store; this runs in the workers.
 
     Numbers that count from the start of the segment are changed to count from the start of the
     store. Sequences that an earlier row has are left out.
 
     Args:
-        path: The file of the store, in which all columns have their full size already.
+        named_file: The file of the store, in which all columns have their full size already.
         locations: Where each column is in the file.
         plan: The segment, and where its values begin.
     """
     start = plan.start
     segment = plan.segment
-    with path.open("rb+") as file:
+    with named_file.open() as file:
 
         def put(name: str, values: NDArray[Any]) -> None:
             """Write the values of a column that belong to this segment to their place in the store.

@@ -63,7 +63,7 @@ from virnuc_core.report.warnings import warnings
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import RunRecord, read, write
 from virnuc_core.safe_files import output_directory
-from virnuc_core.system_errors import is_regular_file
+from virnuc_core.system_errors import path_exists
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +129,13 @@ def build_report(out: Path, profile: Profile) -> Report:
         approval=approval_state(raw, judged_run),
         evidence={},
     )
+    tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
     missing = missing_evidence(raw, record)
     report = report.model_copy(update={"missing_evidence": missing})
     # The criteria, the warnings and the notes are made from the numbers in the report. So they are
     # added to a report that has all the numbers.
     verdicts = judge_report(report, comparability, _last_run(record))
-    remarks = _remarks(raw, report, comparability)
+    remarks = _remarks(report, tuning, comparability)
     unfinished = ", ".join(unfinished_parts(raw, record))
     if unfinished:
         sentence = f"The validation did not come to its end: {unfinished} was not written."
@@ -244,10 +245,9 @@ def _set_fields(record: RunRecord | None) -> dict[str, Any]:
 
 
 def _remarks(
-    raw: RawFolder, report: Report, comparability: Comparability
+    report: Report, tuning: validation.TuningFile, comparability: Comparability
 ) -> dict[str, tuple[str, ...]]:
     """Return the fields `warnings` and `notes` of a report, each a tuple of sentences."""
-    tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
     return {
         "warnings": warnings(
             report,
@@ -307,7 +307,7 @@ def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | No
         required but was not given yet. None if no answer is required.
     """
     path = RunDir(raw.root).report / APPROVAL
-    if not is_regular_file(path):
+    if not path_exists(path):
         record = raw.read(validation.ValidationRecord, RECORD)
         if record is not None and record.spec.get("approval") is True:
             return ApprovalState(verdict="pending")
@@ -413,7 +413,7 @@ def rerender(out: Path) -> Report:
     with output_directory(out):
         report = read_report(RunDir(out).report / REPORT_JSON)
     approval_path = RunDir(out).report / APPROVAL
-    if is_regular_file(approval_path):
+    if path_exists(approval_path):
         raw = RawFolder(out)
         approval = approval_state(raw, report.run)
         name = approval_path.relative_to(out).as_posix()

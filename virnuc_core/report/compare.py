@@ -3,9 +3,9 @@
 Results of different classifiers, model lengths or reads are refused if their run records say so.
 """
 
-import filecmp
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -36,7 +36,8 @@ from virnuc_core.runfiles import (
     read,
     write,
 )
-from virnuc_core.system_errors import list_folder, path_exists
+from virnuc_core.safe_files import have_same_content, regular_file_exists
+from virnuc_core.system_errors import list_folder, path_exists, read_with_retries
 from virnuc_core.validation import BitwiseEquality, Comparison, ComparisonFile, LabelAgreement
 
 MAX_NAMED_FILES: Final = 8  # that differ; of more, only their number is given
@@ -93,10 +94,10 @@ def compared_sides(out: Path, names: Sequence[str]) -> list[Sides]:
     """Return the pairs of results that a validation compares, in the order of `comparison.json`."""
     sides = []
     baseline = RunDir(out / BASELINE)
-    if baseline.predictions.is_file() or baseline.consensus.is_file():
+    if regular_file_exists(baseline.predictions) or regular_file_exists(baseline.consensus):
         sides += [Sides(BASELINE, name) for name in names]
     sides += [Sides(names[0], name) for name in names[1:]]
-    if names and RunDir(out / EXACT_FILES).embeddings.is_file():
+    if names and regular_file_exists(RunDir(out / EXACT_FILES).embeddings):
         sides.append(Sides(EXACT_FILES, names[-1]))
     return sides
 
@@ -198,7 +199,7 @@ def _require_same_job(
 
 def _reads_of_side(run: RunDir, files: dict[Part, Path]) -> set[str]:
     """Return the ids of the reads in a result, from its reads.tsv or else from its rows."""
-    if run.reads_table.is_file():
+    if regular_file_exists(run.reads_table):
         recorded = listed_digest(run.reads_table)
         return set(read_table(run.reads_table, {"id": "str"}, recorded=recorded)["id"])
     first_file = next(iter(files.values()))
@@ -270,10 +271,19 @@ def compare_bytes(a: Path, b: Path) -> BitwiseEquality:
     """
     run_a = RunDir(a)
     run_b = RunDir(b)
-    files = [path.name for path in run_a.tables if path.is_file() or (b / path.name).is_file()]
+    files = []
+    for path in run_a.tables:
+        if path_exists(path) or path_exists(b / path.name):
+            files.append(path.name)
     shard_paths = [*list_folder(run_a.shards, "*.h5"), *list_folder(run_b.shards, "*.h5")]
     shards = sorted({f"shards/{path.name}" for path in shard_paths})
-    _, unequal, incomparable = filecmp.cmpfiles(a, b, [*files, *shards], shallow=False)
+    unequal = []
+    incomparable = []
+    for name in [*files, *shards]:
+        if not regular_file_exists(a / name) or not regular_file_exists(b / name):
+            incomparable.append(name)
+        elif not read_with_retries(a / name, partial(have_same_content, a / name, b / name)):
+            unequal.append(name)
     in_one_run = [f"{name} is in one run only" for name in incomparable]
     differing = sorted([*unequal, *in_one_run])
     shared_shards = [name for name in shards if name not in incomparable]

@@ -39,7 +39,6 @@ from virnuc_core.report.raw_files import (
 )
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
-from virnuc_core.system_errors import is_regular_file
 from virnuc_core.telemetry import statistics
 from virnuc_core.validation import BaselineSummary
 
@@ -84,7 +83,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     expected_tables: tuple[Path, ...] = ()
     if not summary.stopped_at_limit:
         expected_tables = RunDir(raw.root / name).tables[:3]
-    missing_tables = [path.name for path in expected_tables if not is_regular_file(path)]
+    missing_tables = [path.name for path in expected_tables if not raw.has_file(path)]
     return RunMetrics(
         **dict(counts) | {"resumed": was_resumed, "warnings": (*counts.warnings, *times.warnings)},
         name=name,

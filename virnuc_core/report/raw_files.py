@@ -16,7 +16,7 @@ from virnuc_core.checked_files import Match, has_own_digest
 from virnuc_core.errors import UnreadableError, UnsafeFileError, VirnucError
 from virnuc_core.reads.subsets import read_table
 from virnuc_core.runfiles import Device, File, FileDigest, digest, listed_digest, read
-from virnuc_core.safe_files import open_file
+from virnuc_core.safe_files import open_file, regular_file_exists
 from virnuc_core.system_errors import is_folder, list_folder, path_exists
 from virnuc_core.telemetry.log import TELEMETRY_SEAL, Telemetry, read_telemetry
 
@@ -110,6 +110,19 @@ class RawFolder:
         return self.attempt(
             path, lambda path: read_table(path, columns, recorded=listed_digest(path))
         )
+
+    def has_file(self, path: Path) -> bool:
+        """Return whether something has this path.
+
+        If it is no regular file, such as a named pipe, this is added to `problems`.
+        """
+        try:
+            return regular_file_exists(path)
+        except UnsafeFileError as error:
+            name = self._name_of(path)
+            reason = str(error).removeprefix(f"{path}: ")
+            self.problems[name] = f"{name}: {reason}"
+            return True
 
     def attempt(self, path: Path, load: Callable[[Path], Content]) -> Content | None:
         """Call `load` with a file, and return the result. The file becomes a part of the evidence.

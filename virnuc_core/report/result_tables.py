@@ -25,8 +25,8 @@ from virnuc_core.runfiles import (
     listed_digest,
     read,
 )
-from virnuc_core.safe_files import open_file
-from virnuc_core.system_errors import is_folder, is_regular_file
+from virnuc_core.safe_files import open_file, regular_file_exists
+from virnuc_core.system_errors import is_folder
 
 Part = Literal["frames", "consensus"]
 
@@ -152,9 +152,9 @@ def result_files(path: Path) -> dict[Part, Path]:
         return {part: path}
     run = RunDir(path)
     files: dict[Part, Path] = {}
-    if is_regular_file(run.predictions):
+    if regular_file_exists(run.predictions):
         files["frames"] = run.predictions
-    if is_regular_file(run.consensus):
+    if regular_file_exists(run.consensus):
         files["consensus"] = run.consensus
     if not files:
         names = f"neither {run.predictions.name} nor {run.consensus.name}"
@@ -206,7 +206,7 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
             another model length.
     """
     record_path = RunDir(path if is_folder(path) else path.parent).record
-    if is_regular_file(record_path):
+    if regular_file_exists(record_path):
         expected = {"reads": store.fingerprint, MODEL_LENGTH: str(store.model_length)}
         mismatches = find_mismatches(identity(read(record_path, RunRecord)), expected)
         if mismatches:

@@ -49,6 +49,7 @@ from virnuc_core.report.verify_times import verify_times
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, identity, read
 from virnuc_core.safe_files import read_file
+from virnuc_core.system_errors import path_exists
 from virnuc_core.validation import Comparison, ComparisonFile, ValidationRecord
 
 # What another version of matplotlib may draw otherwise: the charts of a page, and its name
@@ -303,7 +304,7 @@ def _verify_forms(verification: Verification, out: Path, report: Report) -> None
     """Compare every page of a report with the page that is rendered again from its data."""
     for name, new_page in render(report).items():
         path = RunDir(out).report / name
-        if not path.is_file():
+        if not path_exists(path):
             verification.add_difference(f"report/{name}: missing")
             continue
         page = read_file(path, out, MAX_PAGE_BYTES).decode("utf-8", "replace")
@@ -334,10 +335,10 @@ def _verify_history(
         return
     path = history_path(out, record)
     file = None
-    if (out / REGRESSION).is_file():
+    if path_exists(out / REGRESSION):
         file = read(out / REGRESSION, RegressionFile)
         verification.compare(f"{REGRESSION}: entry", file.entry, entry)
-    if not path.is_file():
+    if not path_exists(path):
         if file is not None:
             verification.remarks.append(
                 f"{REGRESSION} was not held against the history: {path} is not there"

@@ -52,7 +52,7 @@ def verify_results(verification: Verification, raw: RawFolder, name: str) -> Non
     run = RunDir(raw.root / name)
     _compare_digests(verification, run, summary.files)
     store_path = RunDir(raw.root).store
-    if not run.plan.is_file() or not store_path.is_file():
+    if not path_exists(run.plan) or not path_exists(store_path):
         verification.remarks.append(
             f"{name}: its result files were not made again: its shards or orfs.h5 are not there"
         )
@@ -108,7 +108,7 @@ def _compare_table(verification: Verification, where: str, path: Path, new_path:
     """Compare a result file with the file that was written again, if there is one."""
     if not new_path.is_file():
         return
-    if not path.is_file():
+    if not path_exists(path):
         verification.add_difference(f"{where}: missing")
         return
     with open_file(path) as lines, new_path.open("rb") as new_lines:
@@ -281,7 +281,7 @@ def verify_baseline(verification: Verification, raw: RawFolder) -> None:
         if subset_size is not None and summary.n_reads is not None:
             expected_reads = min(subset_size, summary.n_reads)
             verification.compare(f"{summary_name}: subset.reads", subset.reads, expected_reads)
-    if run.predictions.is_file():
+    if path_exists(run.predictions):
         n_rows = sum(len(rows) for rows in iterate_results(run.predictions))
         verification.compare_fields(summary_name, summary, {"measured_rows": n_rows})
 

@@ -21,6 +21,7 @@ from virnuc_core.report.result_tables import load_results
 from virnuc_core.report.verification import Verification
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, RunSummary
+from virnuc_core.system_errors import path_exists
 from virnuc_core.validation import BaselineSummary, ValidationRecord
 
 SPECIAL_TOKENS: Final = PROTEIN_ENCODER.n_special_tokens
@@ -32,7 +33,7 @@ def verify_store(verification: Verification, raw: RawFolder) -> None:
     If the validation's store was removed, nothing is checked.
     """
     path = RunDir(raw.root).store
-    if not path.is_file():
+    if not path_exists(path):
         return
     store = OrfStore.open(path)
     counts = count_store(store)
@@ -52,7 +53,7 @@ def verify_store(verification: Verification, raw: RawFolder) -> None:
             verification.compare_fields(label, file, counts)
 
     predictions = RunDir(raw.root / BASELINE).predictions
-    if baseline is not None and baseline.subset is not None and predictions.is_file():
+    if baseline is not None and baseline.subset is not None and path_exists(predictions):
         subset = baseline.subset
         tokens = {
             "tokens": baseline_tokens(store, predictions, subset.reads, subset.seed),

@@ -5,7 +5,10 @@ The traces are for chrome://tracing or Perfetto. They are recorded by the engine
 shares and for finding things, never for rates.
 """
 
+import gzip
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -276,11 +279,14 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, recording: R
 
 def _write_trace(profiler: profile, path: Path) -> int:
     """Write the compressed trace, and return its size in bytes."""
-    with atomic_file(path) as temp_path:
-        # torch decides by the name whether to compress.
-        gz_path = temp_path.with_name(f"{temp_path.name}.gz")
-        profiler.export_chrome_trace(str(gz_path))
-        gz_path.replace(temp_path)
+    with (
+        tempfile.NamedTemporaryFile(suffix=".json") as plain_file,
+        atomic_file(path) as temp_path,
+    ):
+        # torch decides by the name whether to compress, and the path of `atomic_file` has no name.
+        profiler.export_chrome_trace(plain_file.name)
+        with Path(plain_file.name).open("rb") as source, gzip.open(temp_path, "wb") as target:
+            shutil.copyfileobj(source, target)
     return path.stat().st_size
 
 

@@ -333,3 +333,48 @@ def test_a_report_takes_nothing_from_a_file_that_is_a_link(
     report = write_report(validation, profile)
     assert name not in report.evidence
     assert "is a symbolic link" in (validation / "report" / "report.txt").read_text()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "run.json",
+        "comparison.json",
+        "tuning.json",
+        "checkpoint_overhead.json",
+        "report/approval.json",
+        "baseline/summary.json",
+        "devices-1/summary.json",
+        "devices-2/run.json",
+        "devices-2/reads.tsv",
+        "devices-2/prediction_results.txt",
+        "devices-2/prediction_results_highestscore.csv",
+        "devices-2/telemetry/*.h5",
+    ],
+)
+def test_a_pipe_in_a_validation_is_named_and_not_called_missing(
+    copied: tuple[Path, Profile], pattern: str
+) -> None:
+    """A report waits for nobody who writes into the pipe."""
+    validation, profile = copied
+    path = next(iter(validation.glob(pattern)), validation / pattern)
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    name = path.relative_to(validation).as_posix()
+    report = write_report(validation, profile)
+    assert any(f"{name}: is a named pipe" in warning for warning in report.warnings), (
+        report.warnings
+    )
+    assert name not in report.evidence
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["devices-2/reads.tsv", "devices-2/failed.tsv"])
+def test_results_with_a_pipe_are_not_compared(copied: tuple[Path, Profile], name: str) -> None:
+    validation, _ = copied
+    (validation / name).unlink()
+    os.mkfifo(validation / name)
+    with pytest.raises(UnsafeFileError, match="is a named pipe"):
+        compare(validation / "devices-1", validation / "devices-2", bits=True)
