@@ -19,6 +19,7 @@ import hashlib
 import io
 import json
 import re
+import tokenize
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -363,6 +364,19 @@ def array_bytes(array: "NDArray[Any]") -> bytes:
     return content + hashlib.sha256(content).digest()
 
 
+# What NumPy raises if the first bytes of a `.npy` file are damaged: they hold a Python expression.
+_ARRAY_ERRORS: Final = (
+    ValueError,
+    TypeError,
+    KeyError,
+    EOFError,
+    SyntaxError,
+    tokenize.TokenError,
+    OverflowError,
+    MemoryError,
+)
+
+
 class _ArrayDigest:
     """The SHA-256 that follows the array in a `.npy` file; see `array_bytes`."""
 
@@ -374,7 +388,7 @@ class _ArrayDigest:
 
         try:
             np.load(file, allow_pickle=False)
-        except (ValueError, EOFError, SyntaxError, OverflowError, MemoryError):
+        except _ARRAY_ERRORS:
             return Match.CHANGED
         array_end = file.tell()
         recorded = file.read(_SHA256_BYTES + 1)
