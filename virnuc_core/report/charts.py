@@ -302,12 +302,13 @@ def _svg(draw: Callable[..., float], data: object, *options: object) -> str:
     with mpl.rc_context(fname=Path(__file__).parent / "templates" / "charts.mplstyle"):
         # The figure is narrow so that its letters stay readable on a phone.
         figure = Figure(figsize=(4.8, 4.8), layout="constrained")
-        FigureCanvasSVG(figure)
+        FigureCanvasSVG(figure)  # attaches itself to the figure
         axes = figure.add_subplot()
         figure.set_figheight(draw(axes, data, *options))
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, borderaxespad=0.2)
         buffer = io.BytesIO()
+        # Without date and version, equal data gives equal bytes.
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue().decode("utf-8")
 

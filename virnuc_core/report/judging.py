@@ -93,7 +93,8 @@ def judge(
     no_evidence = _why_no_evidence(spec, run, report.profile)
     lost_file = missing_for(spec, report, run, last_run)
     if lost_file:
-        # It may have shown that the target was missed. So its loss is no way out of a failure.
+        # The missing file may have shown that the target was missed. So to lose it is no way out
+        # of a failure.
         finding = Finding(remark=lost_file, failed=True)
     judgement = _judgement(finding, requirement.target, no_evidence)
     return Criterion(

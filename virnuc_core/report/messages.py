@@ -115,7 +115,10 @@ def ceiling_message(tokens_per_s: Mapping[str, float]) -> str:
 
 
 def overhead_message(pairs: Sequence[OverheadPair]) -> str:
-    """Return a message: the share of the speed that commits, the sampler and loading cost."""
+    """Return a message: the share of the speed that commits, the sampler and loading cost.
+
+    In a pair of runs, one of these three (`switch`) was on in one run and off in the other.
+    """
     parts = []
     for switch, words in OVERHEAD_WORDS.items():
         shares = [pair.overhead for pair in pairs if pair.switch == switch]
@@ -140,10 +143,11 @@ def trace_extent(tables: Sequence[TraceTable]) -> str:
     """Return a text on how much of a run was recorded by torch's profiler."""
     num_batches = sum(table.batches for table in tables)
     num_shards = sum(table.shards for table in tables)
+    num_devices = len(tables)  # each device has a table
     shards = "shard" if num_shards == 1 else "shards"
-    devices = "device" if len(tables) == 1 else "devices"
+    devices = "device" if num_devices == 1 else "devices"
     extent = f"{num_batches} batches of {cell(num_shards)} {shards}"
-    return f"{extent} on {len(tables)} {devices} recorded"
+    return f"{extent} on {num_devices} {devices} recorded"
 
 
 def profile_message(tables: Sequence[TraceTable], folder: str) -> str:

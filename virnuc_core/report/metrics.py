@@ -144,7 +144,11 @@ def _whole_times(
 
 
 def _counts(summary: RunSummary) -> RunCounts:
-    """Return the counts of a summary. The total time is computed from its two parts."""
+    """Return the counts of a summary.
+
+    The total time is not taken from the summary, but computed from its two parts, staging and the
+    rest. So it cannot contradict them.
+    """
     total_s = None
     if summary.wall_s is not None and summary.staging_s is not None:
         total_s = summary.wall_s + summary.staging_s

@@ -98,8 +98,8 @@ def history_path(out: Path, record: RunRecord | None) -> Path:
         out: The validation's directory.
         record: Its record, which may name another file than the one beside the directory.
     """
-    named = None if record is None else record.spec.get("history")
-    return Path(named or out.absolute().parent / HISTORY)
+    recorded_path = None if record is None else record.spec.get("history")
+    return Path(recorded_path or out.absolute().parent / HISTORY)
 
 
 def recorded_comparison(path: Path, entry: HistoryEntry) -> RegressionFile | None:

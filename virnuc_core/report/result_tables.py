@@ -86,8 +86,7 @@ def iterate_results(path: Path) -> Iterator[pd.DataFrame]:
     label_column = columns[1]
     labels = (table_format.virus, table_format.others)
     types = dict(zip(columns, OUR_TYPES, strict=False))  # not strict: the scores may be absent
-    # Only these texts are a missing score. By default pandas also takes "NA", "None" and the like,
-    # which may be ids, for missing.
+    # Only these texts are a missing score. Other words in a column of scores are an error.
     missing_numbers = {name: ["", "nan", "NaN"] for name in columns[2:]}
     try:
         table = read_columns(

@@ -460,7 +460,10 @@ def _digests_text(training: TrainFile) -> str:
     for encoder in (PROTEIN, DNA):
         digests[encoder.title] = training.digests[encoder.name]
     digests["head"] = training.digests["head"]
-    return ", ".join(f"{title} {digest[:DIGEST_LENGTH]}" for title, digest in digests.items())
+    short_digests = []
+    for title, digest in digests.items():
+        short_digests.append(f"{title} {digest[:DIGEST_LENGTH]}")
+    return ", ".join(short_digests)
 
 
 def _read_lengths(card: HeadCard) -> str:

@@ -114,7 +114,10 @@ def run_rows(report: Report) -> list[Row]:
 
 
 def attempt_rows(runs: Sequence[RunMetrics]) -> list[Row]:
-    """Return a table row for each attempt of the runs that were interrupted and started again."""
+    """Return a table row for each attempt of the runs that were interrupted and started again.
+
+    As in the table of the runs, "Rest" is the time without staging.
+    """
     rows: list[Row] = []
     for run in runs:
         if len(run.attempts) < 2:
