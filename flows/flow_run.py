@@ -1,8 +1,7 @@
 """A flow run in this process, started from a terminal, that a Prefect server shows."""
 
-import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import httpx
 from prefect.client.schemas.objects import State
@@ -12,14 +11,11 @@ from prefect.flows import Flow
 
 from virnuc.flows.cancellation import CancelledError, cancellable
 from virnuc.flows.own_outcome import current_outcome, recorded_outcome
+from virnuc.flows.running_alone import warn_of_running_alone
 from virnuc.flows.server_refusal import server_refusal
 from virnuc.tasks.outcome import Outcome
-from virnuc.tasks.server_connection import REPORTING_ERRORS, route_through_connection
-from virnuc_core.errors import VirnucError
+from virnuc.tasks.server_connection import route_through_connection
 from virnuc_core.runfiles import redact_credentials
-
-logger = logging.getLogger(__name__)
-SERVER_ERRORS: Final = (VirnucError, *REPORTING_ERRORS)
 
 
 def run_flow(
@@ -49,14 +45,13 @@ def run_flow(
         try:
             wait_for_server()
             recorded = _run_on_server(flow, parameters)
-        except SERVER_ERRORS as server_error:
+        except Exception as error:
+            # Before the function has begun, any error is one of Prefect, its settings or server.
             # A run that somebody cancelled must not go on, whether it has begun or not.
-            is_cancelled = isinstance(server_error, CancelledError | CancelledRun)
+            is_cancelled = isinstance(error, CancelledError | CancelledRun)
             if is_cancelled or own.has_begun or run_alone is None:
                 raise
-            logger.warning(
-                "the run goes on without a Prefect server, and is not in the UI: %s", server_error
-            )
+            warn_of_running_alone(error)
             return run_alone()
     return own.checked_against(recorded)
 

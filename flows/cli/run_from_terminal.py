@@ -6,31 +6,22 @@ imported only if a server is to show the run.
 """
 
 import importlib
-import logging
-import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any
 
 from virnuc.flows.cli.prefect_settings import prepare_prefect
 from virnuc.flows.cli.prestart import prestart_digest, prestart_workers
-from virnuc.flows.cli.temporary_server import USE_NO_SERVER, start_temporary_server
+from virnuc.flows.cli.server_choice import ChosenServer, choose_server
 from virnuc.flows.parameters import PRIVATE_FIELDS
 from virnuc.flows.preflight import preflight
+from virnuc.flows.running_alone import warn_of_running_alone
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.outcome import Outcome
-from virnuc_core.confidential import redact
 from virnuc_core.config import INPUT_FIELDS
-from virnuc_core.errors import ConfigError, VirnucError, printable
+from virnuc_core.errors import printable
 from virnuc_core.lease import command_start_s
-from virnuc_core.proxies import warn_of_removed_proxies
-
-log = logging.getLogger(__name__)
-RUNS_ALONE: Final = "the run goes on without a Prefect server, and is not in the UI: %s"
-LEAVE_OUT_APPROVAL: Final = "leave out --approval, for which a server is needed"
-MAX_REASON_LENGTH: Final = 300  # of an error of Prefect's, which may hold pages of explanations
 
 
 def run_from_terminal(flow_path: str, model: type[FlowSettings], settings: Any) -> Outcome[Any]:
@@ -52,7 +43,8 @@ def run_from_terminal(flow_path: str, model: type[FlowSettings], settings: Any) 
     """
     _keep_in_memory(settings)
     prepare_prefect()
-    has_named_server, wait_for_server = _prepare_server(settings)
+    server = choose_server(settings)
+    has_named_server = server is not None and server.temporary is None
     with ExitStack() as prestarted:
         # A server that the user named assigns devices to runs. So workers start only when the flow
         # has asked it.
@@ -71,24 +63,26 @@ def run_from_terminal(flow_path: str, model: type[FlowSettings], settings: Any) 
         values = _flow_values(model, settings)
 
         def run_alone() -> Outcome[Any]:
-            """Run the flow without a server."""
+            """Run what the flow does without a server, and end the one that was to show it."""
+            if server is not None:
+                server.stop()
             return _run_alone(flow_path, model, values)
 
+        flow = None
+        if server is not None:
+            flow = _load_flow(flow_path, server)
         from virnuc.flows.console import shown_log_lines
 
-        if wait_for_server is None:
-            with shown_log_lines(settings):
+        # Loading the flow has made the handler by which Prefect writes to the terminal.
+        with shown_log_lines(settings):
+            if server is None or flow is None:
                 outcome = run_alone()
-        else:
-            from virnuc.flows.flow_run import run_flow
+            else:
+                _report_progress(settings, "Prefect is loaded")
+                from virnuc.flows.flow_run import run_flow
 
-            flow = _import(flow_path)
-            _report_progress(settings, "Prefect is loaded")
-            # A server that the user named is to show the run, so the run needs it.
-            needs_server = has_named_server or _needs_server(settings)
-            fallback = None if needs_server else run_alone
-            with shown_log_lines(settings):
-                outcome = run_flow(flow, values, wait_for_server, fallback)
+                fallback = None if server.is_needed else run_alone
+                outcome = run_flow(flow, values, lambda: _wait_for(server, settings), fallback)
     _raise_failure(outcome)
     _report_progress(settings, "done")
     return outcome
@@ -105,6 +99,36 @@ def _keep_in_memory(settings: Any) -> None:
     from virnuc_core.reads.contact import keep_contact_address
 
     keep_contact_address(settings.email)
+
+
+def _load_flow(flow_path: str, server: ChosenServer) -> Any:
+    """Return a flow of Prefect. If it cannot be loaded, log a warning and return None.
+
+    Args:
+        flow_path: The flow, as `package.module:function`.
+        server: The server that is to show the run.
+
+    Raises:
+        Exception: The flow cannot be loaded, and the run needs the server.
+    """
+    try:
+        return _import(flow_path)
+    except Exception as error:  # a damaged package raises errors of any type
+        if server.is_needed:
+            raise
+        warn_of_running_alone(error)
+        return None
+
+
+def _wait_for(server: ChosenServer, settings: Any) -> None:
+    """Return once the server answers, and report that.
+
+    Raises:
+        VirnucError: The temporary server does not start.
+    """
+    server.wait()
+    if server.temporary is not None:
+        _report_progress(settings, "its server answers")
 
 
 def _run_alone(flow_path: str, model: type[FlowSettings], values: dict[str, Any]) -> Outcome[Any]:
@@ -132,91 +156,6 @@ def _raise_failure(outcome: Outcome[Any]) -> None:
 
     if outcome.error is not None and not isinstance(outcome.error, NotMetError):
         raise outcome.error
-
-
-def _needs_server(settings: Any) -> bool:
-    """Return whether the flow cannot run without a server: a reviewer answers at the server."""
-    return bool(getattr(settings, "approval", False))
-
-
-def _way_out(settings: Any) -> str:
-    """Return what the user can do if no server can be had, for error messages."""
-    return LEAVE_OUT_APPROVAL if _needs_server(settings) else USE_NO_SERVER
-
-
-def _prepare_server(settings: Any) -> tuple[bool, Callable[[], object] | None]:
-    """Find the server that is to show the run. Start a temporary one, if one is needed.
-
-    A warning is logged if no server can be had and the flow can run without one.
-
-    Returns:
-        Whether the user named the server; and a function that waits for the server, or None if the
-        flow runs without one. The user may want none, and a run that is complete needs none.
-
-    Raises:
-        VirnucError: The flow needs a server, and none can be had.
-        OSError: The same, if the system refuses something.
-    """
-    if getattr(settings, "no_prefect", False):
-        return False, None
-    try:
-        if _has_named_server(_way_out(settings)):
-            warn_of_removed_proxies()
-            return True, _need_not_wait
-        if settings.is_done():
-            return False, None
-        return False, _start_server(settings)
-    except (VirnucError, OSError) as error:
-        if _needs_server(settings) or os.environ.get("PREFECT_API_URL"):
-            raise
-        log.warning(RUNS_ALONE, error)
-        return False, None
-
-
-def _has_named_server(way_out: str) -> bool:
-    """Return whether the user named a server, in the environment or in a profile of Prefect.
-
-    Args:
-        way_out: What a user can do without a server, for error messages.
-
-    Raises:
-        ConfigError: Prefect cannot be loaded. A package is damaged, or its settings are.
-    """
-    try:
-        from prefect.settings import PREFECT_API_URL
-
-        url = PREFECT_API_URL.value()
-    except Exception as error:  # what a damaged `profiles.toml` raises is not one type of error
-        # Half a password, after the text was cut, would not be recognised.
-        reason = " ".join(redact(f"{type(error).__name__}: {error}").split())
-        if len(reason) > MAX_REASON_LENGTH:
-            reason = f"{reason[:MAX_REASON_LENGTH]} …"
-        raise ConfigError(
-            f"Prefect cannot be loaded ({reason}); mend its profiles.toml, the PREFECT_… "
-            f"variables, HOME or the installation, or {way_out}"
-        ) from error
-    return url is not None
-
-
-def _start_server(settings: Any) -> Callable[[], object]:
-    """Start a temporary server, and return a function that waits until it answers.
-
-    Raises:
-        VirnucError: It cannot be started.
-        OSError: The same, if the system refuses something.
-    """
-    server = start_temporary_server(debug=settings.debug, alternative=_way_out(settings))
-
-    def wait() -> None:
-        """Wait for the temporary server, and report that it answers."""
-        server.wait()
-        _report_progress(settings, "its server answers")
-
-    return wait
-
-
-def _need_not_wait() -> None:
-    """Do nothing. A server that the user named is assumed to be running."""
 
 
 def _flow_values(model: type[FlowSettings], settings: Any) -> dict[str, Any]:

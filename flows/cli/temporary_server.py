@@ -87,18 +87,17 @@ class TemporaryServer:
             self._wait_for_answer()
             if self.first_use is not None:
                 self.first_use.finish()
+                self.first_use.release()
         except httpx.HTTPError as error:
             self.log.seek(0)
             log_text = self.log.read().decode(errors="replace")
             # The last lines of tracebacks. The last traceback tells why the server ended.
             errors = re.findall(r"^[\w.]+(?:Error|Exception): .*", log_text, re.MULTILINE)
             reason = errors[-1] if errors else error
+            self.stop()  # one that hangs would stay as long as this process
             raise VirnucError(
                 f"Prefect's own server does not start: {reason}; mend it, or {self.alternative}"
             ) from error
-        finally:
-            if self.first_use is not None:
-                self.first_use.release()
 
     def _wait_for_answer(self) -> None:
         """Ask the server until it answers.
@@ -131,7 +130,7 @@ class TemporaryServer:
                         raise
 
     def stop(self) -> None:
-        """End the server, by force if it takes longer than `STOP_S`.
+        """End the server, by force if it takes longer than `STOP_S`. Let others use its database.
 
         Prefect's threads must have sent all reports before.
         """
@@ -139,6 +138,8 @@ class TemporaryServer:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=STOP_S)
         self.process.kill()
+        if self.first_use is not None:
+            self.first_use.release()
 
 
 @dataclass(frozen=True)
@@ -250,18 +251,58 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
     """
     require_usable_home(alternative)
     from prefect.context import refresh_global_settings_context
-    from prefect.settings import PREFECT_HOME, get_current_settings
 
-    first_use = None
-    if not os.environ.get(DATABASE_URL):
-        home = PREFECT_HOME.value()
-        try:
-            first_use = FirstUse(home)
-        except OSError as error:
-            raise ConfigError(
-                f"Prefect's home {home}: {describe_system_error(error)}; set another PREFECT_HOME, "
-                f"or {alternative}"
-            ) from error
+    first_use = _begin_first_use(alternative)
+    try:
+        server = _start_process(first_use, debug=debug, alternative=alternative)
+    except BaseException:
+        if first_use is not None:
+            first_use.release()  # others need not wait for a server that does not start
+        raise
+    atexit.register(server.stop)
+    refresh_global_settings_context()
+    _authenticate(f"{USER}:{server.password}")
+    return server
+
+
+def _begin_first_use(alternative: str) -> FirstUse | None:
+    """Wait until this process may start a server in Prefect's home.
+
+    Returns:
+        The lock on the database, to be released once the server answers. None if the user has
+        named a database elsewhere.
+
+    Raises:
+        ConfigError: The home cannot be written to.
+    """
+    from prefect.settings import PREFECT_HOME
+
+    if os.environ.get(DATABASE_URL):
+        return None
+    home = PREFECT_HOME.value()
+    try:
+        return FirstUse(home)
+    except OSError as error:
+        raise ConfigError(
+            f"Prefect's home {home}: {describe_system_error(error)}; set another PREFECT_HOME, "
+            f"or {alternative}"
+        ) from error
+
+
+def _start_process(first_use: FirstUse | None, *, debug: bool, alternative: str) -> TemporaryServer:
+    """Start the process of a server, and hand its secret to it.
+
+    `PREFECT_API_URL` is set in this process, so that Prefect's clients here ask this server.
+
+    Args:
+        first_use: The lock on the database, which the server holds until it answers.
+        debug: Let the server write its errors to the standard error of this process.
+        alternative: What a user can do without this server, for error messages.
+
+    Raises:
+        OSError: The system refuses the process, the port or the file for its log.
+    """
+    from prefect.settings import get_current_settings
 
     password = secrets.token_urlsafe(32)
     # as Prefect sets them for a server of its own that lives as long as one process
@@ -279,7 +320,6 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
         listener.bind((LOOPBACK, 0))
         listener.listen(PENDING_CONNECTIONS)
         url = f"http://{LOOPBACK}:{listener.getsockname()[1]}/api"
-        os.environ["PREFECT_API_URL"] = url
         environment["PREFECT_API_URL"] = url
         process = subprocess.Popen(
             parent_bound_command(SERVER_PROGRAM, str(listener.fileno())),
@@ -289,15 +329,12 @@ def start_temporary_server(*, debug: bool, alternative: str = USE_NO_SERVER) -> 
             stdin=subprocess.PIPE,
             stderr=None if debug else server_log,
         )
+    os.environ["PREFECT_API_URL"] = url
     assert process.stdin is not None
     # If the server has already ended, the pipe is broken. `wait` reports that.
     with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(f"{USER}:{password}\n".encode())
-    server = TemporaryServer(process, url, password, server_log, alternative, first_use)
-    atexit.register(server.stop)
-    refresh_global_settings_context()
-    _authenticate(f"{USER}:{password}")
-    return server
+    return TemporaryServer(process, url, password, server_log, alternative, first_use)
 
 
 def require_usable_home(alternative: str = USE_NO_SERVER) -> None:

@@ -193,9 +193,7 @@ def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
     def refuse_to_start(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
 
-    monkeypatch.setattr(
-        "virnuc.flows.cli.run_from_terminal.start_temporary_server", refuse_to_start
-    )
+    monkeypatch.setattr("virnuc.flows.cli.server_choice.start_temporary_server", refuse_to_start)
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # where no server is named
         outcome = run_inside(capsys, *words[:-1], "--quiet")
     assert outcome.out.splitlines()[0].endswith("; nothing had to be computed")

@@ -131,6 +131,13 @@ def damaged_database(surroundings: Surroundings) -> None:
     (folder / "prefect.db").write_text("no tables")
 
 
+def damaged_logging(surroundings: Surroundings) -> None:
+    """Prefect reads this file when a flow is loaded, after the server was started."""
+    folder = surroundings.home / ".prefect"
+    folder.mkdir()
+    (folder / "logging.yml").write_text(": : [")
+
+
 def wrong_address(surroundings: Surroundings) -> None:
     surroundings.environment["PREFECT_API_URL"] = "nonsense"
 
@@ -141,6 +148,11 @@ def wrong_level(surroundings: Surroundings) -> None:
 
 def wrong_number(surroundings: Surroundings) -> None:
     surroundings.environment["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "soon"
+
+
+def wrong_serializer(surroundings: Surroundings) -> None:
+    """Prefect reads this when a flow run begins, after the server has answered."""
+    surroundings.environment["PREFECT_RESULTS_DEFAULT_SERIALIZER"] = "nonsense"
 
 
 def missing_profile(surroundings: Surroundings) -> None:
@@ -318,6 +330,36 @@ def test_a_cluster_needs_no_prefect(
     assert outcome.returncode == 0, outcome.stderr
     assert {name: (out_dir / name).read_bytes() for name in RESULTS} == results
     assert not no_prefect.imports.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        home_unset,
+        home_is_a_file,
+        damaged_profiles,
+        damaged_logging,
+        wrong_level,
+        wrong_number,
+        wrong_serializer,
+    ],
+)
+def test_a_prediction_goes_on_whatever_is_wrong_with_prefect(
+    spoil: Callable[[Surroundings], None],
+    surroundings: Surroundings,
+    few_reads: Path,
+    models: Path,
+    results: dict[str, bytes],
+    tmp_path: Path,
+) -> None:
+    spoil(surroundings)
+    out_dir = tmp_path / "run"
+    words = ("predict", few_reads, "-o", out_dir, "--models", models, "--devices", "cpu:1")
+    outcome = surroundings.virnuc(*words)
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stderr.count(RUNS_ALONE) == 1, outcome.stderr
+    assert {name: (out_dir / name).read_bytes() for name in RESULTS} == results
 
 
 # the words of each flow by hand besides --out and --models, and a file that it must write
