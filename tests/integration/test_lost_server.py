@@ -159,7 +159,7 @@ def test_first_runs_on_a_new_home_wait_for_each_other(
         assert [process.wait(4 * PATIENCE_S) for process in processes] == [0] * len(processes)
     logs = [(tmp_path / f"log-{number}").read_text() for number in range(len(processes))]
     assert not any(RUNS_ALONE in log for log in logs), logs
-    assert any("another process sets up Prefect's database" in log for log in logs)
+    assert any("another process makes Prefect's database" in log for log in logs)
 
 
 @pytest.mark.slow
