@@ -246,7 +246,7 @@ def test_a_failed_criterion_is_5_and_the_report_is_printed(
     )
     outcome = run_inside(capsys, "validate", *words)
     assert outcome.code == 5, outcome.err
-    assert "OVERALL: 0 of 1 asked criteria met" in outcome.out
+    assert "OVERALL: 0 of 1 CRITERIA MET" in outcome.out
     assert "not met: Time on one device" in outcome.out
     assert run_inside(capsys, "verify", out_dir).code == 0
     report = json.loads((out_dir / "report" / "report.json").read_text())

@@ -41,27 +41,42 @@ SCALING_WIDTH: Final = 24  # of "ESM-2 scaling:" and the blanks behind it
 
 
 def overall_verdict(report: Report) -> str:
-    """Return the line with the overall verdict: the number of criteria met, and other failures.
+    """Return the overall verdict as VirNucPro's report has it: `3 of 7 CRITERIA MET`.
 
-    A missed criterion is not named here, because it has a line of its own. Other failures are
-    missed checks, a regression, and runs that were stopped at the time limit.
+    `ALL CRITERIA MET` stands there only if nothing else failed either. The numbers are those of the
+    flow's message: criteria and checks for which the profile has a target.
+    """
+    if report.outcome == "passed":
+        return "ALL CRITERIA MET"
+    return f"{report.num_met} of {len(report.requested)} CRITERIA MET"
+
+
+def further_failures(report: Report) -> str:
+    """Return the failures beside the criteria, or an empty string.
+
+    These are missed checks, a regression, and runs that were stopped at the time limit. A missed
+    criterion is not named, because it has a line of its own.
     """
     titles = [criterion.title for criterion in report.criteria]
-    further_misses = [title for title in report.failures if title not in titles]
-    text = f"{report.num_met} of {len(report.requested)} asked criteria met"
-    if report.outcome == "passed":
-        text = f"ALL CRITERIA MET: {text}"
-    if further_misses:
-        text += f"; not met: {', '.join(further_misses)}"
-    return text
+    return ", ".join(failure for failure in report.failures if failure not in titles)
 
 
 def verdict_counts(report: Report) -> str:
-    """Return the number of criteria by verdict: `6 pass · 1 fail · 0 projected · …`."""
-    verdicts = [criterion.verdict for criterion in report.criteria]
+    """Return the number of requested criteria by verdict, the warnings and the further failures.
+
+    For example `6 pass · 1 fail · 0 projected · 0 not run · 0 not asked · no warnings`. The first
+    number is the one in the overall verdict.
+    """
+    verdicts = [criterion.verdict for criterion in report.requested]
+    # What the profile does not ask for is not among the requested criteria.
+    verdicts += [item.verdict for item in report.criteria if item.verdict == "not asked"]
     counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in get_args(Verdict)]
     num_warnings = len(report.warnings) or "no"
-    return " · ".join([*counts, f"{num_warnings} warnings"])
+    parts = [*counts, f"{num_warnings} warnings"]
+    failures = further_failures(report)
+    if failures:
+        parts.append(f"also not met: {failures}")
+    return " · ".join(parts)
 
 
 # --- The criteria ---------------------------------------------------------------------------------
@@ -235,7 +250,8 @@ class FurtherBlock:
 def further_block(report: Report) -> FurtherBlock:
     """Return the part of the printed report after the criteria: facts, checks and warnings."""
     facts = efficiency_facts(report)
-    lines = [_fact_line(title, value) for title, value in facts.items()]
+    lines = [_fact_line("Further failures", one_line(further_failures(report)) or "none")]
+    lines += [_fact_line(title, value) for title, value in facts.items()]
     lines += [_check_line(check) for check in report.further_verdicts]
     lines.append(_fact_line("Regression", _regression_text(report)))
     lines.append(_fact_line("Reads", _reads_text(report.accounting)))

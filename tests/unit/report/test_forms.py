@@ -104,7 +104,7 @@ def test_every_figure_of_the_verdict_stands_on_every_form(report: Report) -> Non
     for criterion in report.criteria:
         assert format_value(criterion) in forms["report.html"]
         assert format_value(criterion) in forms["report.md"]
-    assert "6 of 7 asked criteria met" in forms["report.html"]
+    assert "6 of 7 CRITERIA MET" in forms["report.html"]
 
 
 def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> None:
@@ -216,7 +216,7 @@ def test_a_report_of_nothing_is_still_a_report(tmp_path: Path, name: str) -> Non
     report = write_report(tmp_path, load_profile(name))
     forms = render(report)
     assert Page(forms["report.html"]).problems == []
-    assert f"0 of {len(report.requested)} asked criteria met" in forms["report.md"]
+    assert f"0 of {len(report.requested)} CRITERIA MET" in forms["report.md"]
     assert read_report(tmp_path / "report" / "report.json") == report
 
 

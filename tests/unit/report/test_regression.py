@@ -307,7 +307,7 @@ def test_a_report_is_held_against_the_last_one(
     assert report.outcome == "failed"
     assert any("regression (over 10 % worse in " in message for message in report.failures)
     page = (out_dir / "report" / "report.txt").read_text(encoding="utf-8")
-    assert "not met: regression (over 10 % worse in" in page
+    assert "Further failures:                regression (over 10 % worse in" in page
     assert "[FAIL] over 10 % worse in" in page
     edit_json(out_dir / "devices-2" / "summary.json", lambda b: b.update(resumed=True))
     assert write_report(out_dir, profile, history).regression is None, (
