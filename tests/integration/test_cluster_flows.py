@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect.artifacts import Artifact
 
+from tests.failing_files import OPEN, failing_calls, words_of
 from virnuc.flows.scale import scale
 from virnuc.flows.validate import validate
 from virnuc.tasks.artifacts import host_key
@@ -19,6 +22,8 @@ from virnuc_core.report.build import read_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device
+
+from .processes import PATIENCE_S, ROOT, VIRNUC
 
 pytest.importorskip("distributed")
 pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
@@ -89,3 +94,26 @@ def test_scaling_goes_node_by_node_without_a_device_here(
         "this machine has no device as the nodes have" in warning for warning in report.warnings
     )
     assert verify_report(out_dir).ok
+
+
+def test_a_fault_of_the_disk_here_is_not_a_lost_node(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
+    out_dir = tmp_path / "run"
+    # Nodes without a shared file system send their shards, which are written here.
+    words = ["predict", str(few_reads), "-o", str(out_dir), "--models", str(models)]
+    words += ["--devices", "cpu:1", "--cluster", "local:1", "--transfer", "--no-prefect"]
+    process = subprocess.run(
+        [*VIRNUC, *words],
+        env=failing_calls(f"{out_dir}/shards/.00", errno.ESTALE, OPEN),
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert process.returncode == 1
+    last_line = process.stderr.splitlines()[-1]
+    assert last_line.startswith(f"virnuc: {out_dir}/shards/.00")
+    assert words_of(errno.ESTALE) in last_line
+    assert "is lost" not in process.stderr

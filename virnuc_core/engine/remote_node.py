@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
@@ -41,11 +42,12 @@ from virnuc_core.engine.node import (
 from virnuc_core.engine.pool import JOB_ERRORS
 from virnuc_core.engine.process import GRACE_S, Child, Closed, Failed, Inbox, Message, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardTask, is_sealed, read_plan, shard_path
-from virnuc_core.errors import DeviceError, VirnucError
+from virnuc_core.errors import DeviceError, StorageError, VirnucError
 from virnuc_core.reads.fast_parser import offsets_from_lengths
 from virnuc_core.reads.store import COLUMNS, FORMAT, SCHEMA_VERSION, OrfStore, StoreCounts
 from virnuc_core.rundir import RunDir, atomic_file
 from virnuc_core.runfiles import Device
+from virnuc_core.system_errors import describe_system_error, storage_error
 from virnuc_core.telemetry.tables import DeviceSample
 
 # Seconds to wait for the first answer of a new node, and for a chunk of a file.
@@ -323,17 +325,20 @@ class RemoteNode:
             The task with the paths and indexes of the node.
 
         Raises:
-            InputError: The store cannot be read.
-            ShardError: The plan cannot be read.
+            InputError: The store is damaged.
+            ShardError: The plan is damaged.
+            StorageError: The disk here cannot be read.
         """
         folder = f"shard-{next(_numbers)}"
         child.sent.append(SentTask(folder, task))
-        plan = read_plan(RunDir(Path(task.run))).model_dump_json()
-        store = await asyncio.to_thread(OrfStore.open, Path(task.store), check=False)
+        with errors_of_this_machine(Path(task.run)):
+            plan = read_plan(RunDir(Path(task.run))).model_dump_json()
+            store = await asyncio.to_thread(OrfStore.open, Path(task.store), check=False)
         store_path = f"{folder}/orfs.h5"
         await self.send(f"{folder}/shards/plan.json", BytesIO(plan.encode()))
         # The file of a store with the sequences of this shard only.
-        contents = await asyncio.to_thread(excerpt, store, task.lo, task.hi)
+        with errors_of_this_machine(Path(task.store)):
+            contents = await asyncio.to_thread(excerpt, store, task.lo, task.hi)
         await self.send(store_path, BytesIO(contents))
         changes = {
             "run": folder,
@@ -362,28 +367,45 @@ class RemoteNode:
         path = shard_path(RunDir(Path(sent.task.run)), shard)
         name = f"{sent.folder}/shards/{path.name}"
         with ExitStack() as stack:
-            temp_path = stack.enter_context(atomic_file(path))
+            with errors_of_this_machine(path):
+                temp_path = stack.enter_context(atomic_file(path))
             for _ in range(MAX_FETCHES):
                 await self._download(name, temp_path)
-                if await asyncio.to_thread(is_sealed, temp_path):
+                with errors_of_this_machine(path):
+                    is_whole = await asyncio.to_thread(is_sealed, temp_path)
+                if is_whole:
                     # At its end, `atomic_file` renames the file into place, which waits for the
                     # disk. This must not stop the event loop, so it is done in a thread: `pop_all`
                     # takes the end of `atomic_file` out of this `with` block, and `close` runs it.
                     commit = stack.pop_all().close
-                    await asyncio.to_thread(commit)
+                    with errors_of_this_machine(path):
+                        await asyncio.to_thread(commit)
                     return
             # `atomic_file` ends with this error, and removes the temporary file.
             problem = f"shard {shard:05d}: its copy from the node is damaged"
             raise DeviceError(problem)
 
     async def _download(self, name: str, path: Path) -> None:
-        """Copy a file of the node's folder to a path on this machine."""
-        with path.open("wb") as file:
+        """Copy a file of the node's folder to a path on this machine.
+
+        Raises:
+            StorageError: The disk here is full, or fails.
+            OSError: The node cannot be reached, or cannot read the file.
+        """
+        n_received_bytes = 0
+        with errors_of_this_machine(path):
+            file = path.open("wb")
+        try:
             while True:
-                chunk = await self.actor.read_chunk(name, file.tell(), CHUNK_BYTES)
+                chunk = await self.actor.read_chunk(name, n_received_bytes, CHUNK_BYTES)
                 if not chunk:  # the end of the file
                     return
-                await asyncio.to_thread(file.write, chunk)
+                with errors_of_this_machine(path):
+                    await asyncio.to_thread(file.write, chunk)
+                n_received_bytes += len(chunk)
+        finally:
+            with errors_of_this_machine(path):
+                file.close()
 
     async def serve(self, samples: dict[str, DeviceSample]) -> None:
         """Exchange messages with the node's worker processes until the node is lost.
@@ -478,6 +500,29 @@ class RemoteNode:
                 child.close(message.status, message.last_words)
             elif not child.failure:
                 child.on_message(message)
+
+
+@contextmanager
+def errors_of_this_machine(path: Path) -> Iterator[None]:
+    """Raise a `StorageError` for any error of the system in the body, which uses only this machine.
+
+    An `OSError` would be taken for a broken connection. The node would be called lost, and the work
+    repeated for ever, although the disk of this machine is to blame.
+
+    Args:
+        path: The file or folder that the body uses, for the message.
+
+    Raises:
+        StorageError: The system refused something.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = storage_error(error, path)
+        if problem is None:
+            advice = f"{describe_system_error(error)} and run again, what was committed stays"
+            problem = StorageError(f"{path}: {advice}")
+        raise problem from error
 
 
 def _take_answered(child: RemoteChild, message: Message) -> list[SentTask]:
