@@ -382,3 +382,10 @@ def test_open_files_are_closed_again(run: Path) -> None:
         with open_file(run / "run.json", run):
             pass
     assert len(list(handles.iterdir())) == n_handles
+
+
+def test_a_small_file_takes_little_memory_whatever_size_is_allowed(tmp_path: Path) -> None:
+    """A limit of a petabyte does not ask the system for a petabyte."""
+    path = tmp_path / "scores.npy"
+    path.write_bytes(b"abc")
+    assert read_file(path, max_bytes=1 << 50) == b"abc"
