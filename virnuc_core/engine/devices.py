@@ -13,6 +13,7 @@ from typing import Literal
 
 from virnuc_core import gpus
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.engine.kernel_cache import kernel_cache_variables
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.runfiles import Device, version_of
 
@@ -181,7 +182,7 @@ def environment(device: Device) -> dict[str, str]:
     libraries start no further threads.
     """
     if device.kind == "cuda":
-        return {"CUDA_VISIBLE_DEVICES": device.local}
+        return {"CUDA_VISIBLE_DEVICES": device.local} | kernel_cache_variables()
     return {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",

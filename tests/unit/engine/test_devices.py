@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pynvml
 import pytest
@@ -69,6 +70,32 @@ def test_a_gpu_worker_sees_its_gpu_alone_by_uuid() -> None:
         environment(Device(id="cpu-core-1", kind="cpu", name="x", core=1))["CUDA_VISIBLE_DEVICES"]
         == ""
     )
+
+
+def no_account(_uid: int) -> None:
+    raise KeyError("getpwuid(): uid not found")
+
+
+def test_a_gpu_worker_of_a_user_without_a_home_keeps_its_kernels_in_a_private_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu = Device(id="GPU-12", kind="cuda", name="x")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.delenv("TRITON_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", no_account)
+    folder = Path(environment(gpu)["TRITON_CACHE_DIR"])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert environment(gpu)["TRITON_CACHE_DIR"] == str(folder)  # one for all workers
+    a_file = tmp_path / "file"
+    a_file.write_text("")
+    monkeypatch.setenv("HOME", str(a_file))
+    assert environment(gpu)["TRITON_CACHE_DIR"] == str(folder)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen")
+    assert "TRITON_CACHE_DIR" not in environment(gpu)
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "TRITON_CACHE_DIR" not in environment(gpu)
 
 
 def test_gpus_are_chosen_by_number_or_by_uuid_and_all_of_them_by_auto(
