@@ -30,6 +30,7 @@ from virnuc_core.system_errors import is_regular_file, require_readable
 CALIBRATION: Final = "int8.safetensors"
 METADATA: Final = "__metadata__"  # key of the metadata in the header of a safetensors file
 STATISTICS_DIGEST: Final = "sha256"  # key in the metadata; files of older versions do not have it
+METADATA_KEYS: Final = {"weights", "rows", STATISTICS_DIGEST}  # all that any version wrote
 LENGTH_BYTES: Final = 8  # a safetensors file begins with the length of its header
 MAX_METADATA_KEYS: Final = 4  # a calibration has three
 # A mean is a float32 sum divided by a count. Because the sum is rounded, the mean of equal numbers
@@ -78,6 +79,10 @@ def read_calibration(models: Path, encoder: EncoderInfo = PROTEIN_ENCODER) -> St
             for name in file.keys():  # noqa: SIM118 - the file is no mapping
                 statistics[name] = file.get_tensor(name).astype(np.float32)
             metadata = file.metadata() or {}
+
+        # A digest whose name was changed must not make the file look like an older one.
+        if not set(metadata) <= METADATA_KEYS:
+            raise ValueError("unknown metadata")
 
         # A missing layer or product raises KeyError, which is reported below.
         n_layers = read_shape(folder / CONFIG, encoder.shape_type).layers

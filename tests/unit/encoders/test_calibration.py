@@ -73,6 +73,26 @@ def content_of(models: Path, *, scale: float = 1.0, with_digest: bool = False) -
     return save(tensors, metadata)
 
 
+def test_every_byte_of_a_calibration_counts(calibrated: Path) -> None:
+    """A damaged file is refused. Only the number of proteins, which nothing is computed from, may
+    change, and then the digest of the calibration is another one.
+    """
+    path = calibrated / "esm2/int8.safetensors"
+    content = canonical_bytes(content_of(calibrated, with_digest=True))
+    path.write_bytes(content)
+    true_digest = fingerprint(calibrated, "int8")["int8"]
+    header_length = 8 + int.from_bytes(content[:8], "little")
+    places = [*range(header_length), *range(header_length, len(content), 997)]
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << (place % 8)
+        path.write_bytes(damaged)
+        try:
+            assert fingerprint(calibrated, "int8")["int8"] != true_digest, place
+        except WeightsError as error:
+            assert "int8.safetensors" in str(error)  # noqa: PT017 - it is not always raised
+
+
 def both_orders(content: bytes) -> list[bytes]:
     """The content with its metadata in either order, by the format's description."""
     length = int.from_bytes(content[:8], "little")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.damage import edit_json
+from virnuc_core.checked_files import with_own_digest
 from virnuc_core.profiles import Profile
-from virnuc_core.report.build import build_report
+from virnuc_core.report.build import build_report, write_report
 from virnuc_core.report.model import Criterion, Report
 
 PAIRS = {
@@ -111,3 +112,25 @@ def test_of_the_settings_only_the_name_of_the_sample_is_passed_on(
     report = build_report(out_dir, profile)
     assert report.provenance.spec == {"sample": "night 7"}
     assert "secret" not in report.model_dump_json()
+
+
+def test_files_of_an_older_version_are_said_to_be_unchecked(
+    copied: tuple[Path, Profile], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line for all of them. Files with a digest are not named."""
+    out_dir, profile = copied
+    caplog.clear()
+    write_report(out_dir, profile)
+    (line,) = [message for message in caplog.messages if "without digests" in message]
+    assert "could not be checked for damage" in line
+    assert "comparison.json" not in line
+    for path in (
+        out_dir / "run.json",
+        *out_dir.glob("*/run.json"),
+        *out_dir.glob("*/summary.json"),
+    ):
+        path.write_text(with_own_digest(path.read_text()))
+    caplog.clear()
+    write_report(out_dir, profile)
+    lines = [message for message in caplog.messages if "without digests" in message]
+    assert not any(".json" in line for line in lines)
