@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from tests.fake_gpus import FakeGpus, build_fake_nvml
@@ -108,3 +110,35 @@ def test_the_report_of_a_validation_says_why_auto_took_a_core(
     report = read_report(tmp_path / "report" / "report.json")
     (warning,) = [warning for warning in report.warnings if absence in warning]
     assert warning.startswith("devices-1: --devices auto takes one CPU core")
+
+
+def test_why_auto_takes_cores_of_a_node_is_said_with_its_machine(
+    few_reads: Path, models: Path, tmp_path: Path
+) -> None:
+    build_fake_nvml(tmp_path)
+    environment = os.environ | {
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "FAKE_GPUS": "2",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    out_dir = tmp_path / "run"
+    words = ("predict", few_reads, "-o", out_dir, "--models", models, "--no-prefect")
+    printed = run_virnuc(environment, *words, "--no-progress", "--cluster", "local:1")
+    text = " ".join((printed.stdout + printed.stderr).split())
+    assert text.count("--devices auto takes CPU cores of the nodes") == 1
+    (warning,) = json.loads((out_dir / "summary.json").read_text())["warnings"]
+    assert f"{platform.node()}: CUDA_VISIBLE_DEVICES='' hides all 2 GPUs" in warning
+
+
+def test_nodes_compute_on_cores_beside_a_driver_that_does_not_work(
+    few_reads: Path, models: Path, tmp_path: Path
+) -> None:
+    build_fake_nvml(tmp_path)
+    fault = str(pynvml.NVML_ERROR_UNKNOWN)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "FAKE_INIT": fault}
+    words = ("predict", few_reads, "--models", models, "--no-prefect", "--cluster", "local:1")
+    run_virnuc(environment, *words, "-o", tmp_path / "cores", "--devices", "cpu:1")
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        run_virnuc(environment, *words, "-o", tmp_path / "auto")
+    assert raised.value.returncode == 4
+    assert "Unknown Error; look for NVRM" in " ".join(raised.value.stderr.split())

@@ -47,6 +47,9 @@ TRACKER_S: Final = 5.0
 LOCALHOST: Final = "127.0.0.1"
 # Dask's setting that requires encrypted connections.
 ENCRYPTED: Final = "distributed.comm.require-encryption"
+# Dask asks NVIDIA's library about the GPUs as well, for pages that we do not show. It ends with an
+# error if the driver does not work, also if no GPU is used.
+NO_GPU_MONITOR: Final = {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}
 # A module that only Dask's processes import, because the import changes Dask.
 NO_HTTP: Final = "virnuc_core.engine.no_http"
 # What Python runs in a scheduler or Dask worker that we start. The first argument is "scheduler" or
@@ -381,13 +384,16 @@ def _local_commands(n_nodes: int, folder: Path, scheduler_file: Path) -> list[Lo
     common = ["--host", LOCALHOST, "--protocol", "tls", "--no-dashboard"]
     common += ["--scheduler-file", str(scheduler_file), "--preload", NO_HTTP]
     # Port 0 lets the system choose a free port.
-    commands = [LocalCommand("scheduler", [*common, "--port", "0"], {})]
-    gpus = visible_gpus()
+    commands = [LocalCommand("scheduler", [*common, "--port", "0"], NO_GPU_MONITOR)]
+    try:
+        gpus = visible_gpus()
+    except DeviceError:
+        gpus = []  # cores need no driver, and a node that is to use GPUs reports this error itself
     for number in range(n_nodes):
         # With the memory limit 0, Dask does not restart a worker that uses much memory.
         words = [*common, "--name", f"local-{number}", "--nthreads", "1", "--memory-limit", "0"]
         words += ["--local-directory", str(folder)]
-        environment = {}
+        environment = dict(NO_GPU_MONITOR)
         if gpus:
             # Every n-th GPU, beginning with this node's number.
             own_gpus = gpus[number::n_nodes]
