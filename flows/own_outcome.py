@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from virnuc.tasks.outcome import COMPLETED, FAILED, Outcome
+from virnuc.tasks.outcome import Outcome
 from virnuc_core.errors import VirnucError
 
 if TYPE_CHECKING:
@@ -56,10 +56,11 @@ class OwnOutcome:
             raise VirnucError(
                 f"the run was ended before it did anything: {server_says}; run it again"
             )
-        own_type = COMPLETED if self.returned.error is None else FAILED
-        if recorded.type.value != own_type.upper():
+        own_type = "completed" if self.returned.error is None else "failed"
+        servers_type = recorded.type.value.lower()  # "completed", "failed", "crashed", "running", …
+        if servers_type != own_type:
             logger.warning(
-                "the run is %s, but %s; what its files say counts", own_type.lower(), server_says
+                "the run is %s, but %s; what its files say counts", own_type, server_says
             )
         return self.returned
 

@@ -276,14 +276,15 @@ def route_through_connection(client: SyncPrefectClient) -> None:
     """Let the client that a flow run and all within it share send its requests by `connection`.
 
     Prefect has settings for all of its clients only, and makes them before ours are read. So the
-    transports of the client are changed.
+    transports of the client, which send its requests, are changed. A second call changes nothing.
     """
     http_client = client._client
     transports = (http_client._transport, *http_client._mounts.values())
     for transport in transports:
-        if transport is None:  # addresses without a proxy use the first one
+        if transport is None:  # for addresses that use no proxy; the first transport serves them
             continue
-        if isinstance(transport.handle_request, partial):  # an earlier call has changed it
+        is_changed = isinstance(transport.handle_request, partial)
+        if is_changed:
             continue
         routed = partial(connection.send, ask=transport.handle_request)
         transport.handle_request = routed  # type: ignore[method-assign]

@@ -31,6 +31,7 @@ def logs_sent_to_server(core_logger: logging.Logger) -> Iterator[None]:
         Returns:
             True, because the line is sent in any case.
         """
+        # A line from a thread of the core, which has no context, belongs to this task run.
         context = TaskRunContext.get()
         if context is None or str(context.task_run.id) == run_ids["task_run_id"]:
             vars(record).update(run_ids)

@@ -209,7 +209,11 @@ class FirstUse:
                 self._marker.unlink(missing_ok=True)
 
     def _is_ready(self) -> bool:
-        """Return whether this version of Prefect has set up the database that is there now."""
+        """Return whether this version of Prefect has set up the database that is there now.
+
+        The marker file, whose name has the version, holds the identity of the database file for
+        which it was written.
+        """
         try:
             return self._marker.read_text() == self._database_identity()
         except OSError:
@@ -348,7 +352,7 @@ def require_usable_home(alternative: str = USE_NO_SERVER) -> None:
     """
     from prefect.settings import PREFECT_HOME
 
-    if os.environ.get(DATABASE_URL):
+    if os.environ.get(DATABASE_URL):  # the user keeps the database elsewhere
         return
     home = PREFECT_HOME.value()
     database = home / "prefect.db"
