@@ -20,6 +20,7 @@ from virnuc.tasks.approval import TIME_OUT_ANSWER, approval_form
 from virnuc.tasks.artifacts import host_key, publish_markdown
 from virnuc.tasks.background import background_thread
 from virnuc.tasks.server_connection import REPORTING_ERRORS, connection
+from virnuc_core.confidential import redact
 from virnuc_core.report.build import APPROVAL, rerender
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import append_approval, approval_line
@@ -100,7 +101,7 @@ def wait_for_approval(
                 wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s
             )
     except REPORTING_ERRORS as error:
-        logger.warning("nobody could be asked: the Prefect server is lost (%s)", error)
+        logger.warning("nobody could be asked: the Prefect server is lost (%s)", redact(str(error)))
         answer = form.model_validate(TIME_OUT_ANSWER)
     finally:
         connection.patient_until_s = 0.0

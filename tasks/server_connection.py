@@ -27,6 +27,7 @@ from prefect.exceptions import PrefectException
 
 from virnuc.tasks.result_references import without_result_references
 from virnuc.tasks.server_use import REQUEST_TIMEOUT_S
+from virnuc_core.confidential import redact
 
 Ask = Callable[[httpx.Request], httpx.Response]
 SILENT_S: Final = 30.0  # how long nothing is sent after a request that was not answered
@@ -169,7 +170,7 @@ class Connection:
             response = without_result_references(request, ask(request))
         except httpx.TransportError as error:
             self._note_loss(error)
-            raise ServerLostError(str(error)) from error
+            raise ServerLostError(redact(str(error))) from error
         if self.lost:
             logger.warning("the Prefect server answers again")
         self.answered = True
@@ -226,7 +227,8 @@ class Connection:
         try:
             yield
         except REPORTING_ERRORS as error:
-            logger.debug("%s: not reported: %s", subject, error)
+            # Errors of HTTP clients name the address, which may contain a password.
+            logger.debug("%s: not reported: %s", subject, redact(str(error)))
             self.unreported.append(subject)
 
     def leave(self, code: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,25 @@ def test_a_server_that_did_not_answer_is_not_asked_again_for_a_while(
             connection.send(ARTIFACT, transport.handle_request)
     assert requests == ["/api/artifacts/"]
     assert connection.unreported == ["table reads"] * 3
+
+
+def test_no_log_line_about_a_server_has_its_password(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    url = "http://lab-user:swordfish@server.example/api/artifacts/"
+    request = httpx.Request("POST", url)
+    response = httpx.Response(401, request=request)
+
+    def refuse(_: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError(f"no answer from {url}")
+
+    connection = Connection()
+    with connection.reporting("table reads"):
+        response.raise_for_status()
+    with connection.reporting("table reads"):
+        connection.send(request, refuse)
+    assert "not reported" in caplog.text
+    assert "server.example" in caplog.text
+    assert "swordfish" not in caplog.text
 
 
 def test_a_state_proposed_in_vain_is_taken_as_accepted_and_what_was_not_told_is_said_once(
