@@ -218,7 +218,7 @@ def _download(url: str, target: Path) -> None:
             storage_errors(download.part),
             open_to_write(download.part, append=is_continued) as file,
         ):
-            _save_body(response, file, download.redacted_url)
+            _save_body(response, file, download.part.parent, download.redacted_url)
     sha256 = sha256_of(download.part)
     os.replace(download.part, target)
     download.write_note(validator, sha256)
@@ -280,12 +280,14 @@ def _continues(response: httpx.Response, n_bytes_present: int) -> bool:
     return is_partial and match is not None and match[1] == str(n_bytes_present)
 
 
-def _save_body(response: httpx.Response, file: BinaryIO, name: str) -> None:
+def _save_body(response: httpx.Response, file: BinaryIO, folder: Path, name: str) -> None:
     """Write the whole body of a response to a file, and flush it to the disk.
 
     Args:
         response: A response whose body was not read yet.
         file: The file, to whose end the body is written.
+        folder: The folder of the file, whose disk needs room. The name of an open file does not
+            tell it: a temporary file has the name of its descriptor.
         name: Name of the file for messages.
 
     Raises:
@@ -297,7 +299,7 @@ def _save_body(response: httpx.Response, file: BinaryIO, name: str) -> None:
     n_bytes_announced = int(response.headers.get("Content-Length", 0))
     if n_bytes_announced > n_bytes_allowed:
         raise _too_large_error(f"{n_bytes_announced:,} bytes", name)
-    check_room(Path(file.name).parent, n_bytes_announced, "the reads to fetch")
+    check_room(folder, n_bytes_announced, "the reads to fetch")
     interval_start_s = time.monotonic()
     n_bytes_in_interval = 0
     for piece in response.iter_raw():
@@ -526,7 +528,7 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
         def download() -> None:
             """Write the answer of NCBI to the temporary file. This is one attempt."""
             with _request(NCBI_ADDRESS, {}, form) as response, temp_path.open("wb") as file:
-                _save_body(response, file, name)
+                _save_body(response, file, folder, name)
 
         _retry(name, download)
         missing = _find_missing(wanted_accessions, temp_path)

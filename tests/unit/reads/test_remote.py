@@ -411,7 +411,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         requests.append(query)
         records = {"NC_000001": ">NC_000001.1 one\nACGT\n", "NC_000002": ">NC_000002.1 two\nGG\n"}
         text = "".join(records.get(name.split(".")[0], "") for name in query["id"].split(","))
-        return nullcontext(httpx.Response(200, stream=httpx.ByteStream(text.encode())))
+        length = {"Content-Length": str(len(text))}
+        stream = httpx.ByteStream(text.encode())
+        return nullcontext(httpx.Response(200, headers=length, stream=stream))
 
     monkeypatch.setattr(remote, "_request", answer)
     return requests
