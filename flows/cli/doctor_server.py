@@ -11,6 +11,7 @@ import httpx
 import psutil
 
 from virnuc.flows.cli.doctor_checks import check_of_problem
+from virnuc.flows.running_alone import reason_in_one_line
 from virnuc.flows.tls_errors import tls_problem
 from virnuc_core.allowed_paths import ROOTS
 from virnuc_core.encoders.verify import Check
@@ -29,12 +30,20 @@ LOOPBACK: Final = re.compile(r"(localhost|\[?::1\]?)$|127\.")
 def check_prefect_server() -> Iterator[Check]:
     """Yield checks of the Prefect server: does it answer, plan runs, and who can reach it?
 
+    If Prefect cannot be used here at all, the only check says so.
+
     Raises:
         ConfigError: The named server does not answer, or refuses the password that is set here.
     """
-    from prefect.settings import get_current_settings
+    try:
+        from prefect.settings import get_current_settings
 
-    settings = get_current_settings()
+        settings = get_current_settings()
+    except Exception as error:  # noqa: BLE001 - an absent or damaged package raises any error
+        reason = reason_in_one_line(error)
+        detail = f"Prefect cannot be used here ({reason}); virnuc predict --no-prefect works"
+        yield Check(SERVER_CHECK, "warn", detail)
+        return
     url = settings.api.url
     if url is None:
         # Without an address, Prefect starts a server by itself (the embedded one).

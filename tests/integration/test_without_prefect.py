@@ -471,3 +471,13 @@ def test_a_named_server_is_needed_even_where_prefect_cannot_be_loaded(
     line = outcome.stderr.splitlines()[-1]  # Prefect itself may write others before
     assert line.startswith("virnuc: Prefect cannot be loaded")
     assert "--no-prefect" in line
+
+
+def test_doctor_says_that_prefect_cannot_be_used(no_prefect: Surroundings) -> None:
+    """The other checks are made all the same."""
+    outcome = no_prefect.virnuc("doctor")
+    assert "unexpected" not in outcome.stderr
+    (line,) = [line for line in outcome.stdout.splitlines() if "Prefect server:" in line]
+    assert line.startswith("warn  Prefect server: Prefect cannot be used here (")
+    assert line.endswith("; virnuc predict --no-prefect works")
+    assert "This machine is " in outcome.stdout
