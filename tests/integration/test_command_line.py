@@ -16,6 +16,7 @@ import httpx
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from tests.damage import edit_json
 from virnuc.flows import cli
 from virnuc.flows.cli.app import app
 from virnuc.flows.cli.registry import COMMAND_NAMES
@@ -249,9 +250,9 @@ def test_a_failed_criterion_is_5_and_the_report_is_printed(
     assert "OVERALL: 0 of 1 CRITERIA MET" in outcome.out
     assert "not met: Time on one device" in outcome.out
     assert run_inside(capsys, "verify", out_dir).code == 0
-    report = json.loads((out_dir / "report" / "report.json").read_text())
-    report["run"]["total_s"] = 0.0005
-    (out_dir / "report" / "report.json").write_text(json.dumps(report))
+    edit_json(
+        out_dir / "report" / "report.json", lambda report: report["run"].update(total_s=0.0005)
+    )
     assert run_inside(capsys, "verify", out_dir).code == 1
 
     words = (sys.executable, "-m", "virnuc.flows.cli", "report", str(out_dir), "--serve")
