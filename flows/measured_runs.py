@@ -209,11 +209,11 @@ def run_on_devices(work: MeasuredWork, name: str, count: int, ceilings: ModelFlo
             discard(work.out / name, *SHARD_FILES, "embeddings.h5")
 
 
-def measure_on_this_machine(work: MeasuredWork) -> None:
+def measure_precision_and_costs(work: MeasuredWork) -> None:
     """Embed a sample in fp32, and measure the cost of commits, where this machine can do so.
 
-    Their results are written to the directory of the validation. The cost of commits is measured
-    only if the profile has a criterion about it.
+    A cluster's own devices are not used for this. The results are written to the directory of the
+    validation. The cost of commits is measured only if the profile has a criterion about it.
     """
     machines = work.machines
     engine = work.spec.engine

@@ -6,7 +6,7 @@ from virnuc.flows.measured_runs import (
     compare_and_report,
     connected_machines,
     finished_runs,
-    measure_on_this_machine,
+    measure_precision_and_costs,
     record_work,
     run_on_each,
 )
@@ -54,7 +54,7 @@ def run_steps(settings: ScaleSettings) -> Judgement:
         device_counts = machines.scaling_counts(profile, settings.repeats)
         record_work(work, device_counts)
         names = run_on_each(work, device_counts)
-        measure_on_this_machine(work)
+        measure_precision_and_costs(work)
     report = compare_and_report(work, names, settings.history_file)
     # The summaries of all runs are those of before: no run was computed.
     reused = bool(finished_before) and finished_runs(settings.out) == finished_before

@@ -1,7 +1,20 @@
 """The validation, which proves a release or a machine.
 
-Its steps: staging, the v1.0 baseline, a run on one GPU, on two and on all, the comparison, the
-report. If it was asked for, rounds of tuning follow, and then a reviewer approves.
+`run_steps` takes the steps. Each is a module in `tasks/` (in brackets):
+
+1. stage the reads (`staging`)
+2. run the baseline (`baseline`)
+3. measure the ceilings of the GPUs (`ceiling`), then run on one device, on two and on all
+   (`embedding`)
+4. embed a sample in fp32 (`precision`) and measure the cost of commits (`overhead`)
+5. compare the runs and the baseline (`comparison`), judge, and write the report (`report`)
+
+Steps 3 to 5 are shared with the scaling curve; their functions are in `flows/measured_runs.py`.
+If it was asked for, rounds of tuning follow (`flows/tuning_rounds.py`), and then a reviewer
+approves (`flows/approval.py`).
+
+A new step that writes a file also names it in `rundir.VALIDATION_FILES`, and in `record_work` if
+every validation of these settings must have it.
 """
 
 from virnuc.flows.measured_runs import (
@@ -10,7 +23,7 @@ from virnuc.flows.measured_runs import (
     compare_and_report,
     connected_machines,
     finished_runs,
-    measure_on_this_machine,
+    measure_precision_and_costs,
     record_work,
     run_on_each,
 )
@@ -80,7 +93,7 @@ def run_steps(settings: ValidateSettings) -> Judgement:
 
         is_subset = run_baseline(work)
         names = run_on_each(work, device_counts)
-        measure_on_this_machine(work)
+        measure_precision_and_costs(work)
     report = compare_and_report(work, names, settings.history_file, is_subset=is_subset)
     # The summaries of all runs are those of before: no run was computed.
     reused = bool(finished_before) and finished_runs(settings.out) == finished_before
