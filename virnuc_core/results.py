@@ -44,6 +44,7 @@ from virnuc_core.rundir import RunDir, atomic_file
 
 PREDICTION_HEADER: Final = "Sequence_ID\tPrediction\tscore1\tscore2\n"
 CONSENSUS_HEADER: Final = "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n"
+# `_Block.read_lines` writes these columns, in this order; docs/tables.json describes them.
 READS_HEADER: Final = "id\tlength\tchunks\topen_frames\tfate\tviral_score\tlabel\tflags\n"
 PAIRS_HEADER: Final = (
     "id\tmate\tfate\tviral_score\tlabel\tfate_1\tviral_score_1\tfate_2\tviral_score_2\n"
@@ -58,7 +59,7 @@ MIN_BLOCKS_FOR_WORKERS: Final = 16
 _FATE_NAMES: Final = np.array(FATE_NAMES, dtype=object)
 _LABELS_BY_FATE: Final = np.array(("virus", "others", "", "", "", ""), dtype=object)
 _ROW_LABELS: Final = np.array(("others", "virus"), dtype=object)
-_REMARKS: Final = {
+_FLAG_TEXTS: Final = {
     0: "",
     SHORT_FOR_MODEL: "short_for_model",
     AMBIGUOUS: "ambiguous",
@@ -232,22 +233,22 @@ class _Block:
             columns.fates,
             columns.scores,
             columns.labels,
-            self._remarks(),
+            self._flag_texts(),
         )
         return lines, fates
 
-    def _remarks(self) -> list[str]:
-        """Return the column `flags` of `reads.tsv`: comma-separated remarks, [n_reads]."""
+    def _flag_texts(self) -> list[str]:
+        """Return the column `flags` of `reads.tsv`: the names of each read's flags, [n_reads]."""
         first_read = self.span.reads.start
         flags = np.asarray(self.store.read_flags[self.span.reads])
         shown_flags = (flags & (SHORT_FOR_MODEL | AMBIGUOUS)).tolist()
-        remarks = [_REMARKS[flag] for flag in shown_flags]
+        texts = [_FLAG_TEXTS[flag] for flag in shown_flags]
         for read in np.flatnonzero(flags & DUPLICATE_ID).tolist():
             [original_id] = self.store.original_ids(first_read + read, first_read + read + 1)
-            # This remark is the last one, because an id may contain commas.
+            # This flag is the last one, because an id may contain commas.
             duplicate = f"duplicate_of={original_id}"
-            remarks[read] = f"{remarks[read]},{duplicate}" if remarks[read] else duplicate
-        return remarks
+            texts[read] = f"{texts[read]},{duplicate}" if texts[read] else duplicate
+        return texts
 
     def pair_lines(
         self, fates: IntArray, threshold: float, uncertain: ScoreRange
