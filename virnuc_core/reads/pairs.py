@@ -23,6 +23,7 @@ from virnuc_core.reads.parse import parse
 from virnuc_core.reads.sources import Inputs, find_alignment_format_of_file, sample_name
 
 # The name of a file of mates. Groups: sample name, letter R, mate, number of the part of a lane.
+# Whoever changes it also looks at `sources.MATE_MARK`, which names the sample of a pair.
 MATE_FILE: Final = re.compile(r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*")
 MATE_ENDS: Final = (b"/1", b"/2")  # at the end of ids
 ORDER_HINT: Final = (

@@ -29,7 +29,10 @@ from virnuc_core.system_errors import PERMISSION_ERRORS, REFUSED_ERRORS, read_wi
 ENDINGS: Final = re.compile(
     r"(?i)(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn|bam|cram|sam))?(\.(gz|bz2|xz|zst|bgz))?\Z"
 )
-MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")  # ends the name of a file of mates
+# Ends the name of a file of mates. It is cut off to name a sample after two such files. Which files
+# are a pair is decided by `pairs.MATE_FILE`. That knows no `.R1` or `-R1`, but more parts than
+# `_001`.
+MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
 MAX_NAME: Final = 60  # letters of a sample name that is derived from a file name
 REDACTED_URL: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")  # see `redact_url`
 full_urls: dict[str, str] = {}  # the addresses of this process, by their redacted forms
