@@ -2,6 +2,15 @@
 
 Each criterion is a frozen object that stands below the function that measures it. `judging.py`
 compares what was measured with the targets of a profile.
+
+To add a criterion:
+
+1. Name its target in `profiles.TargetName`, and set the target in the profiles that ask for it.
+2. Write the function that measures it, with its `CriterionSpec` below, and list that in `CHECKS`.
+   `CRITERIA` has the seven of VirNucPro's printed report, whose lines are fixed.
+3. If it compares runs, say in `judging.judge_report` which runs may not be compared.
+4. If no setting of the engine can change it, name it in `tuning_rounds.NOT_ABOUT_SPEED` (flows).
+5. Explain it in docs/report.md.
 """
 
 from collections.abc import Callable
