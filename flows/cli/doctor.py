@@ -1,6 +1,10 @@
 """The command `virnuc doctor`: is this machine sound?
 
 It checks packages, room, locks, server, driver and weights, and whether each device computes.
+
+To add a check, write a generator of `Check` results beside its like: `doctor_checks` has those of
+the machine, `doctor_server` those of Prefect, `doctor_compute` the computation. Then list it in
+`doctor` below, and name it in docs/operations.md.
 """
 
 import time
