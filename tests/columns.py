@@ -1,4 +1,4 @@
-"""Tables that a run writes, held to the columns that docs/tables.json documents."""
+"""Compare the tables that a run writes with the columns that docs/tables.json documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ SCHEMAS: dict[str, Any] = json.loads(
 
 
 def documented(path: Path, name: str = "") -> int:
-    """How many rows a table has, once its header and each row are as documented under its name, or under `name`."""
+    """Check the header and each row of a table against its documentation; return its rows' number.
+
+    Args:
+        path: The table.
+        name: The table's name in docs/tables.json, if it is not the name of the file.
+    """
     schema = SCHEMAS[name or path.name]
     columns, check = schema["properties"], Draft202012Validator(schema)
     with path.open(encoding="utf-8", newline="") as handle:

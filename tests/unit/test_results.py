@@ -37,6 +37,18 @@ def write(run: RunDir, reads: list[Read], **settings: float) -> results.ResultSu
     )
 
 
+def table_rows(path: Path, *columns: str) -> list[list[str]]:
+    """Return these columns of a table, row by row."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return [[row[column] for column in columns] for row in rows]
+
+
+def table_column(path: Path, column: str) -> list[str]:
+    """Return one column of a table."""
+    return [value for [value] in table_rows(path, column)]
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "run")
@@ -78,21 +90,14 @@ def test_the_files_are_exactly_these(run: RunDir) -> None:
 
 def test_a_tie_is_others_for_a_row_and_virus_for_a_chunk_and_a_read(run: RunDir) -> None:
     summary = write(run, [one("tie", (0.5, 0.5)), one("cross", (0.9, 0.1), (0.1, 0.9))])
-    assert [line.split("\t")[1] for line in run.predictions.read_text().splitlines()[1:]] == [
-        "others",
-        "others",
-        "virus",
-    ]
-    assert [line.split("\t")[1] for line in run.consensus.read_text().splitlines()[1:]] == [
-        "True",
-        "True",
-    ]
+    assert table_column(run.predictions, "Prediction") == ["others", "others", "virus"]
+    assert table_column(run.consensus, "Is_Virus") == ["True", "True"]
     assert summary.fates["viral"] == 2
 
 
 def test_a_single_row_gives_the_read_its_own_score(run: RunDir) -> None:
     write(run, [one("r", (0.25, 0.75))])
-    assert run.reads_table.read_text().splitlines()[1].split("\t")[5] == "0.75"
+    assert table_column(run.reads_table, "viral_score") == ["0.75"]
 
 
 def test_a_score_reads_the_same_in_every_file(run: RunDir) -> None:
@@ -102,9 +107,9 @@ def test_a_score_reads_the_same_in_every_file(run: RunDir) -> None:
     )  # a softmax in float32, as the head's
     scores = exponentials / exponentials.sum(axis=1, keepdims=True)
     write(run, [one(f"r{i}", (float(a), float(b))) for i, (a, b) in enumerate(scores)])
-    rows = [line.split("\t")[3] for line in run.predictions.read_text().splitlines()[1:]]
-    chunks = [line.split("\t")[3] for line in run.consensus.read_text().splitlines()[1:]]
-    reads = [line.split("\t")[5] for line in run.reads_table.read_text().splitlines()[1:]]
+    rows = table_column(run.predictions, "score2")
+    chunks = table_column(run.consensus, "max_score_1")
+    reads = table_column(run.reads_table, "viral_score")
     assert rows == chunks
     assert [
         (row, read_row) for row, read_row in zip(rows, reads, strict=True) if row != read_row
@@ -120,15 +125,14 @@ def test_the_verdict_on_a_single_row_is_its_consensus_where_rounding_says_otherw
     write(
         run, [one("up", (float(lower), float(just_below))), one("down", (float(just_above), 0.5))]
     )
-    table = [line.split("\t")[4:6] for line in run.reads_table.read_text().splitlines()[1:]]
+    table = table_rows(run.reads_table, "fate", "viral_score")
     assert table == [["viral", "0.5"], ["others", str(just_below)]]
 
 
 def test_scores_have_the_shortest_float32_form(run: RunDir) -> None:
     values = [(1e-5, 0.99999), (0.1, 0.9), (1 / 3, 2 / 3), (2.5e-8, 1.0)]
     write(run, [one("r", *values)])
-    score_texts = [line.split("\t")[2:] for line in run.predictions.read_text().splitlines()[1:]]
-    assert score_texts == [
+    assert table_rows(run.predictions, "score1", "score2") == [
         ["1e-05", "0.99999"],
         ["0.1", "0.9"],
         ["0.33333334", "0.6666667"],
@@ -139,13 +143,13 @@ def test_scores_have_the_shortest_float32_form(run: RunDir) -> None:
 def test_a_long_read_is_not_viral_for_one_doubtful_chunk(run: RunDir) -> None:
     frames = (Frame(0, 0, (0.45, 0.55)), *(Frame(i, 0, (0.9, 0.1)) for i in range(1, 10)))
     write(run, [Read("long", 5000, 10, frames)])
-    assert run.reads_table.read_text().splitlines()[1].split("\t")[4] == "others"
+    assert table_column(run.reads_table, "fate") == ["others"]
 
 
 def test_few_certain_chunks_outweigh_many_doubtful_ones(run: RunDir) -> None:
     frames = (Frame(0, 0, (0.01, 0.99)), Frame(1, 0, (0.55, 0.45)), Frame(2, 0, (0.52, 0.48)))
     write(run, [Read("long", 1500, 3, frames)])
-    assert run.reads_table.read_text().splitlines()[1].split("\t")[4] == "viral"
+    assert table_column(run.reads_table, "fate") == ["viral"]
 
 
 def test_no_margin_is_too_small_to_tell(run: RunDir) -> None:
@@ -157,22 +161,15 @@ def test_no_margin_is_too_small_to_tell(run: RunDir) -> None:
             one("tiny", (1e-30, 0.0)),
         ],
     )
-    fates = [line.split("\t")[4] for line in run.reads_table.read_text().splitlines()[1:]]
-    assert fates == ["others", "others"]
+    assert table_column(run.reads_table, "fate") == ["others", "others"]
 
 
 def test_a_failed_row_leaves_the_score_files_and_decides_the_read(run: RunDir) -> None:
     summary = write(run, [one("half", (0.1, 0.9), None), one("all", None), one("fine", (0.1, 0.9))])
-    assert [line.split("\t")[0] for line in run.predictions.read_text().splitlines()[1:]] == [
-        "half_chunk_1F1",
-        "fine_chunk_1F1",
-    ]
-    assert [line.split("\t")[0] for line in run.consensus.read_text().splitlines()[1:]] == [
-        "half_chunk_1",
-        "fine_chunk_1",
-    ]
+    assert table_column(run.predictions, "Sequence_ID") == ["half_chunk_1F1", "fine_chunk_1F1"]
+    assert table_column(run.consensus, "Modified_ID") == ["half_chunk_1", "fine_chunk_1"]
     assert run.failed_rows.read_text() == "Sequence_ID\nhalf_chunk_1F2\nall_chunk_1F1\n"
-    assert [line.split("\t")[4:7] for line in run.reads_table.read_text().splitlines()[1:]] == [
+    assert table_rows(run.reads_table, "fate", "viral_score", "label") == [
         ["failed", "", ""],
         ["failed", "", ""],
         ["viral", "0.9", "virus"],
@@ -219,7 +216,7 @@ def test_reads_with_uncertain_scores_get_no_verdict_where_that_is_wanted(run: Ru
     assert "uncertain" not in plain.fates
     summary = write(run, reads, uncertain=(0.4, 0.6))
     assert (run.predictions.read_bytes(), run.consensus.read_bytes()) == bytes_before[:2]
-    assert [line.split("\t")[4:7] for line in run.reads_table.read_text().splitlines()[1:5]] == [
+    assert table_rows(run.reads_table, "fate", "viral_score", "label")[:4] == [
         ["others", "0.39", "others"],
         ["uncertain", "0.4", ""],
         ["uncertain", "0.59", ""],
@@ -248,12 +245,11 @@ def test_flags_are_told_and_twins_are_kept_apart(run: RunDir) -> None:
         Read("r", 300, 1, (Frame(0, 0, (0.25, 0.75)),), flags=DUPLICATE_ID, copy=3),
     ]
     write(run, reads)
-    table = [line.split("\t") for line in run.reads_table.read_text().splitlines()[1:]]
-    assert [line[0] for line in table] == ["r", "r.2", "r.3"]
+    assert table_column(run.reads_table, "id") == ["r", "r.2", "r.3"]
     assert run.predictions.read_text().splitlines()[1].startswith("r_chunk_1F1\t"), (
         "ids of the input"
     )
-    assert [line[7] for line in table] == [
+    assert table_column(run.reads_table, "flags") == [
         "short_for_model",
         "short_for_model,ambiguous,duplicate_of=r",
         "duplicate_of=r",
