@@ -3,6 +3,7 @@ it to its flow run at the server.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from virnuc.tasks.prefect_states import to_state
 from virnuc.tasks.server_connection import connection, route_through_connection
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.errors import VirnucError
+from virnuc_core.machine_name import HOST, is_container
 from virnuc_core.reads.sources import redact_url
 
 Settings = TypeVar("Settings", bound=FlowSettings)
@@ -81,9 +83,24 @@ def _settings_of_run(model: type[Settings], values: dict[str, Any]) -> Settings:
     client_context = SyncClientContext.get()
     if client_context is not None:
         route_through_connection(client_context.client)
+    _name_machine_by_pool()
     planned_start = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
     settings = checked_settings(model, values, planned_start.astimezone(UTC))
     return _without_queries(settings)
+
+
+def _name_machine_by_pool() -> None:
+    """Name this machine by the work pool of the run, if it is a container without another name.
+
+    Runs of one pool are on machines of one kind. So their figures are compared, and their artifacts
+    have the same keys every night.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or not is_container():
+        return
+    pool = context.flow_run.work_pool_name
+    if pool:
+        os.environ.setdefault(HOST, pool)
 
 
 def _with_flow_run_id(outcome: Outcome[T]) -> Outcome[T]:

@@ -1,6 +1,5 @@
 """Names of flow runs: made of a run's parameters, so that people find it in the UI."""
 
-import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -9,6 +8,7 @@ from prefect import runtime
 
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.errors import printable
+from virnuc_core.machine_name import machine_name
 from virnuc_core.reads.sources import sample_name
 
 PATHS_SHOWN_BY_NAME: Final = ("inbox", "out", "profile", "samples")
@@ -31,7 +31,7 @@ def named_by(*keys: str) -> Callable[[], str]:
         if not is_of_deployment:
             return text
         planned = runtime.flow_run.scheduled_start_time
-        return f"{text} · {planned:%Y-%m-%d %H:%M} · {platform.node()}"
+        return f"{text} · {planned:%Y-%m-%d %H:%M} · {machine_name()}"
 
     return name
 

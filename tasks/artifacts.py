@@ -6,7 +6,6 @@ the rules of `table_cell`, and the limits on sizes.
 """
 
 import math
-import platform
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from uuid import UUID
 from virnuc.tasks.background import background_thread
 from virnuc.tasks.server_use import with_server
 from virnuc_core.errors import printable
+from virnuc_core.machine_name import machine_name
 from virnuc_core.markdown import Markdown, code_span, escape_markdown
 
 MAX_BYTES: Final = 100 * 1024  # of an artifact
@@ -37,7 +37,7 @@ def artifact_key(name: str) -> str:
 
 def host_key(name: str) -> str:
     """Return the key of an artifact whose figures depend on this machine."""
-    return artifact_key(f"{name}-{platform.node()}")
+    return artifact_key(f"{name}-{machine_name()}")
 
 
 def table_cell(value: object) -> str:

@@ -35,6 +35,7 @@ LAYERS = (
         "gpus",
         "input_names",
         "lease",
+        "machine_name",
         "markdown",
         "profiles",
         "proxies",

@@ -38,6 +38,7 @@ from virnuc_core.errors import (
     RunMismatchError,
     UnsafeFileError,
 )
+from virnuc_core.machine_name import machine_name
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.safe_files import open_file
 from virnuc_core.system_errors import is_regular_file, path_exists, read_with_retries
@@ -488,7 +489,7 @@ def new_record(kind: type[File], devices: Sequence[Device], **made_from: Any) ->
         "git_commit": git_commit(),
         "versions": versions(),
         "created": started,
-        "host": platform.node(),
+        "host": machine_name(),
         "devices": tuple(devices),
         "attempts": (first_attempt,),
     }
