@@ -1,4 +1,8 @@
-"""What `predict` takes."""
+"""What `predict` takes.
+
+Its options are fields of the groups in `virnuc_core/config.py`, so that a script can set them in a
+`RunSpec`. Only options about several samples, each of which is a run of its own, are defined here.
+"""
 
 import os
 from pathlib import Path

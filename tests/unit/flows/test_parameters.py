@@ -428,6 +428,7 @@ def test_samples_and_a_single_run_do_not_share_a_directory(tmp_path: Path) -> No
 
 
 def test_a_script_can_say_all_that_the_command_takes() -> None:
+    """A new option of `predict` belongs into a group of settings in `virnuc_core/config.py`."""
     several = {"samples", "sample_from"}  # runs, each of which is said by itself
     assert {*PredictSettings.model_fields} - {"settings", *several} <= {
         *RunSpec.model_fields,
