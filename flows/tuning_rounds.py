@@ -11,6 +11,7 @@ from virnuc.flows.sweep import sweep_all
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.reads.sources import sample_name
+from virnuc_core.report.criteria import CORRECTNESS
 from virnuc_core.report.model import Report
 from virnuc_core.report.raw_files import run_names
 from virnuc_core.rundir import RUN_FILES, RunDir, discard
@@ -21,7 +22,6 @@ from virnuc_core.validation import TUNING, TuningFile, TuningRound, read_usable
 
 TUNED_TOKENS: Final = 4_000_000  # of each trial; a minute or so on a GPU
 TUNED_REPEATS: Final = 2
-NOT_ABOUT_SPEED: Final = ("consensus", "same_bytes")  # criteria that no engine setting changes
 
 
 def tuned_engine(out: Path, engine: EngineSpec) -> EngineSpec:
@@ -66,8 +66,9 @@ def tune_round(settings: ValidateSettings, report: Report) -> TuningRound | None
     """
     out = settings.out
     earlier = _earlier_rounds(out)
+    # No setting that is swept changes what is correct.
     missed_criteria = [
-        criterion for criterion in report.failed_criteria if criterion.id not in NOT_ABOUT_SPEED
+        criterion for criterion in report.failed_criteria if criterion.perf_id != CORRECTNESS
     ]
     if not missed_criteria or len(earlier) >= settings.tune_rounds:
         return None

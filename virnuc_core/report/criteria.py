@@ -9,7 +9,7 @@ To add a criterion:
 2. Write the function that measures it, with its `CriterionSpec` below, and list that in `CHECKS`.
    `CRITERIA` has the seven of VirNucPro's printed report, whose lines are fixed.
 3. If it compares runs, say in `judging.judge_report` which runs may not be compared.
-4. If no setting of the engine can change it, name it in `tuning_rounds.NOT_ABOUT_SPEED` (flows).
+4. If no setting of the engine can change it, its `perf_id` is `CORRECTNESS`: it is never tuned.
 5. Explain it in docs/report.md.
 """
 
