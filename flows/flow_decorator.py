@@ -54,19 +54,20 @@ def with_parameters(
         def called(**values: Any) -> State[T]:
             """Check the settings, run the function, and return its outcome as a state.
 
-            What the function returned or raised is also stored, so that a run from a terminal ends
-            with it, whatever a server says.
+            What the function returned or raised is also stored in `current_outcome`. If the run was
+            started in a terminal, the command reads it there. So the command ends as the function
+            did, even if the server gives the run another state.
             """
             _hide_own_tracebacks()
-            own = current_outcome()
-            own.has_begun = True
+            own_outcome = current_outcome()
+            own_outcome.has_begun = True  # from here on, an error is not one of Prefect's start
             try:
                 with interrupted_when_cancelled():
                     outcome = run_body(function, lambda: _settings_of_run(model, values))
             except BaseException as error:
-                own.error = error
+                own_outcome.error = error
                 raise
-            own.returned = _with_flow_run_id(outcome)
+            own_outcome.returned = _with_flow_run_id(outcome)
             return to_state(outcome)
 
         return with_flow_signature(without_secrets(called), function, model)

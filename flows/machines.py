@@ -27,8 +27,8 @@ class Machines:
         devices: All devices, in the order in which runs take them.
         node_ends: Number of devices of the first machine, of the first two, and so on. Without a
             cluster each device counts as a machine.
-        local: Devices of this machine that are of the same kind; measurements that do not run on a
-            cluster use them. It may name none.
+        local: The devices of this machine of the kind that the runs use. Measurements that do not
+            run on a cluster use them. It may name none.
         cluster: The connected cluster, or None if the runs stay on this machine.
     """
 
@@ -90,11 +90,15 @@ class Machines:
 
 
 def find_machines(spec: ClassifySpec, cluster: Cluster | None) -> Machines:
-    """List the devices that the runs will use.
+    """Find the devices that the runs will use, and group them by machine.
 
     Args:
         spec: Settings of the runs.
         cluster: The connected cluster, or None to use this machine's devices.
+
+    Returns:
+        The devices of the cluster's nodes, or those of this machine. `local` names this machine's
+        devices in both cases.
 
     Raises:
         DeviceError: A device that the settings name does not exist here (without a cluster).
@@ -113,6 +117,7 @@ def find_machines(spec: ClassifySpec, cluster: Cluster | None) -> Machines:
         node_ends.append(len(devices))
 
     kind = devices[0].kind
+    # The run's record says why `auto` took the CPU. On a cluster `auto` decides nothing here.
     remark = auto_remark(spec.devices) if cluster is None else ""
     local = Devices(kind=kind, ids=_local_ids(spec, kind), auto_remark=remark)
     return Machines(tuple(devices), tuple(node_ends), local, cluster)

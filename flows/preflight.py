@@ -134,8 +134,8 @@ def _check_reads(settings: FlowSettings, model_length: int) -> int:
     local = tuple(name for name in settings.all_inputs if not is_remote(name))
     if not local:
         return 0
-    are_all_local = len(local) == len(settings.all_inputs)
-    n_rows = count_rows(local, settings.on_error, model_length, are_all=are_all_local)
+    is_all_local = len(local) == len(settings.all_inputs)
+    n_rows = count_rows(local, settings.on_error, model_length, is_whole_input=is_all_local)
     if isinstance(settings, PredictSettings) and settings.written_verdicts:
         from virnuc_core.reads.subsets import require_rereadable  # few runs need it
 
@@ -151,7 +151,7 @@ def count_rows(
     on_error: "OnError",
     model_length: int = DEFAULT_MODEL_LENGTH,
     *,
-    are_all: bool = True,
+    is_whole_input: bool = True,
 ) -> int:
     """Return a lower bound of the number of rows of some reads, from the beginning of every file.
 
@@ -162,7 +162,7 @@ def count_rows(
         reads: Files and folders.
         on_error: What to do with damaged records.
         model_length: Length of a chunk in bases.
-        are_all: These are all reads of the run; false if others have to be downloaded.
+        is_whole_input: `reads` are all reads of the run; false if others have to be downloaded.
 
     Returns:
         A lower bound of the number of rows (open reading frames).
@@ -181,11 +181,11 @@ def count_rows(
         beginning = _read_beginning(name, on_error, model_length)
         file_bytes = Path(name).stat().st_size
         # The file has at least `file_bytes / MAX_BYTES_PER_BASE` bases. It is assumed to have as
-        # many rows per base as its beginning.
+        # many rows per base as its beginning. `n_bases` is at least 1, also for an empty file.
         n_rows += file_bytes * beginning.n_rows // (MAX_BYTES_PER_BASE * beginning.n_bases)
         if beginning.is_empty:
             empty.append(name)
-    if are_all and empty and len(empty) == len(names):
+    if is_whole_input and empty and len(empty) == len(names):
         raise InputError(
             "holds no reads",
             file=empty[0],

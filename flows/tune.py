@@ -13,8 +13,9 @@ from virnuc_core.tools.tune import Recommendation
 @flow(name="tune", flow_run_name=named_by("reads", "profile", "devices"))
 @with_parameters(TuneSettings)
 def tune(settings: TuneSettings) -> Outcome[Recommendation]:
-    """Finds the fastest engine settings for this machine, weights and reads that leave the results
-    as they are.
+    """Finds the fastest engine settings that do not change the results.
+
+    The settings are measured for this machine, these weights and these reads.
 
     Measurements are kept: a sweep that stopped goes on where it was, and one that is complete
     measures nothing again.

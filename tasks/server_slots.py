@@ -45,14 +45,19 @@ def slots_at_server(names: list[str], wait_s: float | None) -> Iterator[None]:
         try:
             _take_slots(slots, names, wait_s)
         except ConcurrencySlotAcquisitionError as error:
-            # If the server does not answer, the lock of the operating system alone guards the GPU.
-            if not isinstance(error.__cause__, httpx.TransportError):
+            # Prefect wraps the error of its HTTP client. A transport error means that the server
+            # does not answer. Then the lock of the operating system alone guards the GPU.
+            is_server_lost = isinstance(error.__cause__, httpx.TransportError)
+            if not is_server_lost:
                 raise
             connection.unreported.append(f"slots of {text}")
         try:
             yield
         finally:
-            with connection.reporting(f"that {text} are free"), _short_timeouts(retries=0):
+            # If the server cannot be told, the end of the run lists "that … are free" among what
+            # was not reported, and the slots become free after `LEASE_S`. So one request is enough.
+            subject = f"that {text} are free"
+            with connection.reporting(subject), _short_timeouts(retries=0):
                 slots.close()
 
 

@@ -29,8 +29,10 @@ _HIDDEN: Final = "…"  # stands in the place of a secret
 # Shorter words are hidden in addresses only: they may be parts of ordinary words.
 _MIN_LENGTH: Final = 6
 _USER_AND_PASSWORD: Final = re.compile(r"(?<=://)[^\s/?#@'\"<>]*(?:@[^\s/?#@'\"<>]+)*@")
-# A wrong setting as pydantic shows it. Long ones are cut in the middle, where a password may be.
-_WRONG_ADDRESS: Final = re.compile(r"(?<=input_value=)['\"][^\n]*?://[^\n]*?(?=, input_type=)")
+# The address in pydantic's message on a setting that it rejects:
+# `[…, input_value='https://lab:12345@server', input_type=str]`. Pydantic cuts long values in the
+# middle, where the "@" may be, so that `_USER_AND_PASSWORD` does not match. The value is hidden.
+_REJECTED_ADDRESS: Final = re.compile(r"(?<=input_value=)['\"][^\n]*?://[^\n]*?(?=, input_type=)")
 _secrets: set[str] = set()
 
 
@@ -78,9 +80,10 @@ def redact(text: str) -> str:
     'no answer from https://…@server/api'
     """
     if "://" in text:
-        text = _WRONG_ADDRESS.sub(_HIDDEN, text)
+        text = _REJECTED_ADDRESS.sub(_HIDDEN, text)
         text = _USER_AND_PASSWORD.sub(f"{_HIDDEN}@", text)
-    # A password may be a part of the text `user:password`, which is replaced first.
+    # Both `lab:12345` and `12345` may be remembered. The longer one is replaced first. Otherwise
+    # the user name would be left: `lab:…`.
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
     return text

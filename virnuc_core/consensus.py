@@ -157,9 +157,10 @@ def viral_scores(means: Margins, single_frame_scores: ViralScores | None = None)
 
     Args:
         means: Mean margins, [groups].
-        single_frame_scores: P(virus) of the frame of groups with one scored frame, NaN elsewhere,
-            [groups]. Such a group gets this number unchanged, so that all files print the same
-            digits (1 − P(others) may differ in the last one).
+        single_frame_scores: For a group with one scored frame, P(virus) of this frame; NaN for
+            all other groups, [groups]. The score of such a group is this number itself. Computed
+            from the margin, it could be rounded to 0.9871235 where the table of frames says
+            0.9871234.
 
     Returns:
         Scores from 0 to 1, [groups]; NaN for groups whose mean margin is NaN.

@@ -415,11 +415,13 @@ class Lease:
         Raises:
             OSError: The lease files cannot be read.
         """
-        files = self._lease_files()
+        files = self._lease_files()  # contents by number
         newest = max(files, default=0)
+        # The content is compared as well: another process may have made a file of this number.
         is_newest = newest == self._number and self._token.encode() in files.get(newest, b"")
         if self.is_ours and not is_newest:
-            # `exists` may raise an error. Then this is called again, so `is_ours` changes last.
+            # `exists` may raise an error. `is_ours` must then still be true, so that the next call
+            # gets here again. So it becomes false only after this line.
             self.folder_has_gone = not files and not self.folder.exists()
             self.is_ours = False
             if files:

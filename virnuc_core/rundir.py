@@ -773,10 +773,12 @@ def discard(root: Path, *patterns: str) -> None:
             remove_file(path, root, missing_ok=True)
 
     folders = {*_matching_paths(root, _folders_of(patterns)), root}
-    foreign = []
+    foreign = []  # files of others, which keep a folder of ours from being empty
     # The deepest folders come first, so that a folder is empty when its sub-folders were removed.
     for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
         if folder == root:
+            # The root may keep other files: the user's, and those of ours that no pattern matches.
+            # They need no warning.
             with suppress(OSError):  # not empty
                 root.rmdir()
             continue
@@ -785,6 +787,7 @@ def discard(root: Path, *patterns: str) -> None:
         with suppress(OSError):  # not empty
             remove_empty_folder(folder, root)
         if folder.exists():
+            # A sub-folder in `folders` was examined before, and its own files are in the list.
             foreign += [path for path in folder.iterdir() if path not in folders]
     if foreign:
         names = sorted(str(path.relative_to(root)) for path in foreign)

@@ -15,7 +15,9 @@ from virnuc_core.tools.tune import Recommendation, Sweep, make_candidates
 
 
 def tune(settings: TuneSettings) -> Outcome[Recommendation]:
-    """Find the fastest engine settings for this machine, weights and reads that keep the results.
+    """Find the fastest engine settings that do not change the results.
+
+    They are measured for this machine, these weights and these reads.
 
     Measurements that the output directory holds are used again, unless `force` is set.
 

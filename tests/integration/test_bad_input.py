@@ -417,7 +417,7 @@ def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse
 ) -> None:
     good, empty = write_file(tmp_path, "good.fa"), write_file(tmp_path, "empty.fa", b"")
     preflight.count_rows((str(good), str(empty)), "stop")
-    preflight.count_rows((str(empty),), "stop", are_all=False)  # the others are fetched later
+    preflight.count_rows((str(empty),), "stop", is_whole_input=False)  # others are fetched later
     broken_file = write_file(tmp_path, "broken.fastq", b"@r1\nACGT\n+\nII\n")
     preflight.count_rows((str(broken_file),), "skip")
     with pytest.raises(InputError, match=r"broken\.fastq:1"):

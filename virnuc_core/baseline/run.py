@@ -424,23 +424,29 @@ class _Measurement:
             started_s = time.monotonic()
             rows = work.rows[low:high]
             ids = load_rows(self.store.row_ids, rows)
-            uniques = np.asarray(self.store.row_unique)[rows]
+            frames = np.asarray(self.store.row_unique)[rows]
             for encoder in ENCODERS:
                 path = worker.file_path(self.folder, worker.fasta_kind(encoder), number)
-                sha256 = worker.write_fasta(path, ids, self._sequences(encoder, uniques))
+                sha256 = worker.write_fasta(path, ids, self._sequences(encoder, frames))
                 self.fasta_digests[path] = sha256
                 finished_s = time.monotonic()
                 self.seconds[SPLITTING[encoder.molecule]] += finished_s - started_s
                 started_s = finished_s
 
-    def _sequences(self, encoder: EncoderInfo, uniques: NDArray[np.int64]) -> list[bytes]:
+    def _sequences(self, encoder: EncoderInfo, frames: NDArray[np.int64]) -> list[bytes]:
         """Return the sequences of some frames that an encoder embeds: their DNA or proteins.
 
         Args:
             encoder: The encoder's entry in the registry.
-            uniques: Indexes of the distinct frames in the store.
+            frames: Sorted indexes of distinct frames in the store. An index may be repeated.
         """
-        return load_rows(lambda low, high: encoder.sequences(self.store, low, high), uniques)
+
+        def load_range(low: int, high: int) -> list[bytes]:
+            """Load the sequences of the frames from `low` to before `high`."""
+            return encoder.sequences(self.store, low, high)
+
+        # The store reads ranges only. This calls `load_range` for each run of neighbouring frames.
+        return load_rows(load_range, frames)
 
     def _embed_and_predict(self, work: _Work) -> _WorkerTimes:
         """Run the stages of the worker processes, one after the other, on all files.

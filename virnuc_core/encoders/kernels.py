@@ -47,12 +47,15 @@ Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and the sc
 
 
 @triton.jit
-def quick_gelu(x: tl.tensor) -> tl.tensor:
-    """Compute exact GELU, x * Phi(x), without a branch, so that rows stay in registers.
+def branchless_gelu(x: tl.tensor) -> tl.tensor:
+    """Compute exact GELU, x * Phi(x), where Phi is the cumulative normal distribution.
 
-    It is called exact in contrast to GELU's usual approximation by tanh. Phi is the cumulative
-    distribution of the normal distribution. GELU(x) is max(x, 0) - |x| * Phi(-|x|). The base-2
-    logarithm of Phi(-|x|), the tail of the distribution, is approximated by a polynomial of |x|.
+    It is called exact in contrast to GELU's usual approximation by tanh. It has no branch,
+    unlike the usual `erf`, so that the rows of the calling kernel stay in registers.
+
+    Phi(x) is 1 - Phi(-x). So GELU(x) is x - x * Phi(-x) for positive x, and -|x| * Phi(-|x|) for
+    negative x. One formula covers both: max(x, 0) - |x| * Phi(-|x|). The base-2 logarithm of
+    Phi(-|x|), the tail of the distribution, is approximated by a polynomial of |x|.
     The absolute error is at most 6e-7. Where GELU is small, its relative error is at most 4e-6, as
     with float32's own erf.
     """
@@ -184,8 +187,8 @@ def _round_rows(
             rest = rest * factor * rest_weight
             rest += tl.load(bias + rest_columns, mask=mask, other=0.0).to(tl.float32)
         if preparation == "gelu":
-            first = quick_gelu(first)
-            rest = quick_gelu(rest)
+            first = branchless_gelu(first)
+            rest = branchless_gelu(rest)
         # The matrix is symmetric, so matrix @ first.T is (first @ matrix).T. It is the left factor,
         # because each warp holds its own copy of the left factor: one of `first` would be costly.
         first = tl.dot(matrix, first.to(tl.float16).T)  # [rotation_size, blocks of the part]

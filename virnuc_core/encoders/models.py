@@ -48,16 +48,18 @@ class Esm2(Encoder):
         """
         table = load_float32("embed.weight")
         if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
-            table = table * TOKEN_DROPOUT_SCALE
+            table = table * TOKEN_DROPOUT_SCALE  # as the network expects, see MASKED_SHARE
         table[ESM2_PAD] = 0  # padding adds nothing
         self.table = table.to(DTYPES[self.precision])  # [vocab, width], scaled
         self.inv_freq = load_float32("inv_freq")  # float32 [head_dim / 2]
         self._final_norm = load_affine(load_converted, "final_norm")
-        self._cos, self._sin = rotary_tables(self.inv_freq, MAX_POOLED_RESIDUES + 2)
+        n_tokens = MAX_POOLED_RESIDUES + 2  # with the start and the end token
+        self._cos, self._sin = rotary_tables(self.inv_freq, n_tokens)
 
         # With the kernels, linear layers add their product to the residual stream without their
-        # bias. Before each norm, the stream lacks the sum of all biases so far. The norm adds this
-        # sum, float32 [width]. A layer has two norms, and the final norm is one more.
+        # bias. Nothing ever adds a bias to the stream itself. So each norm adds the biases of all
+        # linear layers before it to its own input: their sum, float32 [width]. For the first norm
+        # the sum is 0. A layer has two norms, and the final norm is one more.
         self._missing_biases: Sequence[Tensor | None] = [None] * (2 * self.shape.layers + 1)
         # The int8 kernels add the bias themselves.
         if self._backend.has_kernels and self.precision != "int8":
@@ -226,7 +228,10 @@ class DnabertS(Encoder):
     FEED_FORWARD = FeedForward("gated", "wo", up_has_bias=False)
 
     def _load_outer_tensors(self, load_float32: TensorReader, load_converted: TensorReader) -> None:
-        """Load the embedding table, and prepare ALiBi and the gated units."""
+        """Load the embedding table, and prepare ALiBi and the gated units.
+
+        Also collects the biases that the norms add if the kernels are used.
+        """
         # The network adds the embedding of token type 0 to every token and normalises the sum. The
         # result depends on the token only, so the table holds it ready for every token.
         table = load_float32("embed.weight") + load_float32("token_type.weight")[0]
@@ -247,9 +252,9 @@ class DnabertS(Encoder):
         else:
             self._missing_biases = [(None, None)] * self.shape.layers
 
-        # Weights of the gated units in the order that their kernel needs, where the rows of both
-        # halves alternate. The list stays empty if the kernel cannot run here, and the units are
-        # computed by torch.
+        # A gated unit's weight has two halves: one for the values, one for their gates. The kernel
+        # needs blocks of rows of the one to alternate with blocks of the other. The list stays
+        # empty if the kernel cannot run here. Then torch computes the units.
         self._interleaved: list[Tensor] = []
         if self._backend.has_kernels and self.precision != "fp32":
             from virnuc_core.encoders.kernels import can_gate, gated_unit, interleave

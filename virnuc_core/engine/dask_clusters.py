@@ -272,14 +272,20 @@ def _batch_arguments(
         host: The address on which the scheduler listens if the settings name none.
     """
     user_options = settings.get("scheduler-options") or {}
-    # No dashboard, unless the user has given it an address. The user's options take precedence.
+    # The user's options take precedence. What they say decides about the dashboard:
+    #   neither option below    no dashboard, and no HTTP server
+    #   dashboard_address       a dashboard at this address
+    #   dashboard: true         a dashboard at an address that Dask chooses
     options = {
         "dashboard": bool(user_options.get("dashboard_address")),
         "dashboard_address": None,
         **user_options,
     }
-    if not settings.get("interface") and not {"host", "interface"} & set(options):
-        # Without a host, Dask would listen on all addresses of this machine.
+    # The user may name the address to listen on: as `interface` for nodes and scheduler, or as
+    # `host` or `interface` of the scheduler alone. Otherwise Dask would listen on all addresses of
+    # this machine, so it gets one.
+    is_address_named = settings.get("interface") or {"host", "interface"} & set(options)
+    if not is_address_named:
         options["host"] = host
     arguments: dict[str, Any] = {"scheduler_options": options}
     if not options["dashboard"] and not options["dashboard_address"]:

@@ -378,15 +378,16 @@ class Pool(AbstractContextManager["Pool"]):
     def _send_next(self, slot: WorkerSlot) -> None:
         """Send the next task in the queue to a worker, and note it in the worker's slot.
 
-        The task says by which number the token budget of its batches is divided. This is 1 as long
-        as neither the shard nor the device has run out of memory.
+        A batch may hold a certain number of tokens, its budget. If the shard or the device has run
+        out of memory before, the task carries a divisor above 1, and the worker makes its batches
+        that many times smaller.
         """
         assert slot.worker is not None
         task = self._todo.popleft()
         budget_divisor = max(task.budget_divisor, slot.spec.budget_divisor)
         task = task.model_copy(update={"budget_divisor": budget_divisor})
         slot.tasks.append(task)
-        self._choose_log(slot)
+        self._choose_log(slot)  # what the worker writes to standard error belongs to this run
         if slot.ready_record is not None:
             # The worker was ready before this job began, and will not report it again. Jobs put
             # these records into their summary. The first worker of a device counts.
@@ -461,13 +462,15 @@ class Pool(AbstractContextManager["Pool"]):
         """Handle the message that a worker has loaded the weights and can compute.
 
         What it reports about itself is kept for the summaries of the jobs. If it replaces a worker
-        that died, the jobs have lost the time since that worker's last commit, which is counted.
+        that died, the device has done nothing useful since the dead worker committed its last
+        shard, or, if it committed none, since it was ready. This time is added to `restart_s`.
         """
         record = {"asked_s": worker.requested_s, "spawned_s": worker.started_s, **ready.record}
         now_s = time.monotonic()
         for job in self._jobs_of(slot.tasks):
+            # The record of the device's first worker in this job stays. So if this process has
+            # another id, it is a replacement: the second, third or later worker of the device.
             first_record = job.ready_records.setdefault(worker.device, record)
-            # Another process id means that the first worker of this device has died.
             if first_record["pid"] != record["pid"]:
                 job.restart_s[worker.device] += now_s - slot.active_since_s
         slot.ready_record = record

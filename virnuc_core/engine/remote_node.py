@@ -487,14 +487,16 @@ class RemoteNode:
             received = await self.received.get()
             child = received.child
             message = received.message
-            for sent in _take_answered(child, message):
+            # The tasks, with files on the node, that end with this message.
+            answered_tasks = _take_answered_tasks(child, message)
+            for sent_task in answered_tasks:
                 try:
                     # Probes (`done` is None) and ended workers have no file to fetch.
                     if isinstance(message, Computed) and message.done and not child.failure:
-                        await self._fetch(sent)
+                        await self._fetch(sent_task)
                 except JOB_ERRORS as error:
                     child.fail(error)
-                await self.actor.delete(sent.folder)  # the shard's files on the node
+                await self.actor.delete(sent_task.folder)  # the shard's files on the node
             if isinstance(message, Ended):
                 del self.children[child.number]
                 child.close(message.status, message.last_words)
@@ -525,7 +527,7 @@ def errors_of_this_machine(path: Path) -> Iterator[None]:
         raise problem from error
 
 
-def _take_answered(child: RemoteChild, message: Message) -> list[SentTask]:
+def _take_answered_tasks(child: RemoteChild, message: Message) -> list[SentTask]:
     """Remove the sent tasks that a message answers from the worker's list, and return them.
 
     `Computed` (a shard is computed) answers the oldest task. `Ended` (the process has ended)

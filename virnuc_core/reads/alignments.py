@@ -391,8 +391,9 @@ def _fastq_record(record: Any) -> str:
     if len(bases) > 1:
         quality = record.query_qualities_str
     else:
-        # For a read of one base pysam changes the letter in place, and Python shares one object
-        # for all equal one-letter strings. So build the text from the numbers instead.
+        # `query_qualities_str` has a bug for reads of one base: pysam overwrites the letter of a
+        # string that Python shares between all equal one-letter strings, and so corrupts this
+        # letter everywhere in the process. Build the text from the numbers instead.
         quality = "".join(chr(_QUALITY_ZERO + value) for value in record.query_qualities or ())
     if not quality:
         quality = _NO_QUALITY * len(bases)

@@ -120,13 +120,17 @@ def _place_chunks(read: IntArray, number: IntArray, length: IntArray, size: int)
         size: The model's length in bases.
     """
     n_chunks = _count_chunks(length, size)
-    # Full chunks side by side would have more bases than the read. Divide this surplus between the
-    # overlaps, as VirNucPro does: each chunk begins `overlap` bases earlier than it would without
-    # an overlap to the chunk before, and the first ones one base more.
+    # Full chunks side by side would have more bases than the read. So neighbours overlap, and the
+    # overlaps use up this surplus. VirNucPro divides it by the number of chunks, although there is
+    # one overlap fewer. That leaves `overlap + remainder` bases, which it gives to the first
+    # overlaps, one base each. Example: 35 bases, 4 chunks of 10. The surplus is 5, the quotient 1
+    # and the remainder 1. The 3 overlaps have 2, 2 and 1 bases: chunks begin at 0, 8, 16 and 25.
     surplus = n_chunks * size - length
     overlap, remainder = np.divmod(surplus, n_chunks)
-    # How many bases each chunk begins before the place that it would have side by side.
-    shift = overlap * number + np.minimum(number, overlap + remainder)
+    n_longer_overlaps = overlap + remainder
+    # How many bases each chunk begins before the place that it would have side by side: the sum of
+    # the overlaps before it.
+    shift = overlap * number + np.minimum(number, n_longer_overlaps)
     start = number * size - shift
     end = np.minimum(start + size, length)
     return Chunks(read, number.astype(np.int32), start, end)

@@ -12,7 +12,7 @@ from virnuc_core.validation import Comparison, TuningRound
 
 MIN_READS_OF_SEVERAL_DEVICES: Final = 1000  # with fewer reads, starting the devices costs more
 SHORT_READ_SHARE: Final = 0.6  # of the model's length; shorter reads are scored badly
-HIGH_PACKING: Final = 0.95
+HIGH_PACKING: Final = 0.95  # share of a batch's token slots that hold tokens, not padding
 NOT_OF_SPEED: Final = frozenset(
     {
         "consensus_agreement",
@@ -149,8 +149,8 @@ def _read_length_notes(report: Report, run: RunMetrics) -> Iterator[str]:
     model_length = report.provenance.model_length
     if model_length:
         short_length = SHORT_READ_SHARE * model_length
-        # Lengths are known by ranges. Reads of a range that only begins below the limit are not
-        # counted, hence "at least".
+        # The report has no single lengths, only a histogram. A bin with the limit inside holds
+        # shorter and longer reads, and is not counted. So the count is a lower bound: "at least".
         short_reads = lengths.below(short_length)
         if short_reads:
             share = f"at least {100 * short_reads / num_reads:.0f} %"
@@ -161,6 +161,8 @@ def _read_length_notes(report: Report, run: RunMetrics) -> Iterator[str]:
                 "trained on them."
             )
     packing = None if run.telemetry is None else run.telemetry.packing_efficiency
+    # Reads of one length fill batches almost without padding. If these did, say that the speed
+    # measured here may be too high for other reads.
     if len(lengths.counts) == 1 and (packing or 0.0) > HIGH_PACKING:
         yield (
             "All reads have one length: packing and speed on reads of mixed lengths may be lower."

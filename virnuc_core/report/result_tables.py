@@ -199,8 +199,8 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
         store: The staged reads. The results must be of the same reads.
 
     Raises:
-        InputError: More than 1 % of the ids of the results are not ids of these reads, or the
-            other way round.
+        InputError: More than 1 % of the ids in the results do not occur in these reads, or more
+            than 1 % of the ids of these reads are missing in the results.
         RunMismatchError: According to the run.json in the folder, the results are of other reads or
             another model length.
     """
@@ -214,11 +214,13 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
                 f"{record_path.parent} holds results of other {names}; give those of these reads"
             )
     files = result_files(path)
-    # The ids of our frames as the original program writes them. Without the last two characters,
-    # the id of a frame is that of its chunk.
+    # The ids of our frames as the original program writes them, such as `r7_chunk_1F2`. Without
+    # the last two characters (`F2`, the frame), this is the id of the chunk, `r7_chunk_1`. Results
+    # by consensus have one row for each chunk.
     frame_ids = pd.Series(store.row_ids(0, store.n_rows, original=True), dtype="str")
+    chunk_ids = frame_ids.str.slice(stop=-2)
     for part, file in files.items():
-        ids = frame_ids if part == "frames" else frame_ids.str.slice(stop=-2)
+        ids = frame_ids if part == "frames" else chunk_ids
         _require_same_ids(file, pd.Index(ids).unique())
     for part, target in (("frames", run.predictions), ("consensus", run.consensus)):
         source = files.get(part)

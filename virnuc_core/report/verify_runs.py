@@ -195,11 +195,20 @@ def _verify_telemetry(
         stages = {stage.name: stage.seconds for stage in telemetry.stages}
         verification.compare(f"{name}: stages of {SUMMARY}", summary.stages, stages)
 
-    n_computed = summary.shards_computed
+    # A count that stays None is not compared.
+    n_shards_computed = None
+    n_rows_set_aside = None
+    n_shards = None
+    if is_newest:  # the summary has this count of the last attempt only
+        n_shards_computed = len(shards)
+    if len(summary.attempts) < 2:  # the summary counts the rows of all attempts, the telemetry one
+        n_rows_set_aside = int(shards.skipped.sum())
+    if summary.shards_computed is not None:
+        n_shards = summary.shards_computed + (summary.shards_reused or 0)
     counts = {
-        "shards_computed": len(shards) if is_newest else None,
-        "rows_set_aside": int(shards.skipped.sum()) if len(summary.attempts) < 2 else None,
-        "shards": None if n_computed is None else n_computed + (summary.shards_reused or 0),
+        "shards_computed": n_shards_computed,
+        "rows_set_aside": n_rows_set_aside,
+        "shards": n_shards,
     }
     verification.compare_fields(f"{name}: {SUMMARY}", summary, counts)
     _verify_batches(verification, file)

@@ -127,18 +127,20 @@ class Evaluation:
 
     figures: list[Figures]
     scored_reads: dict[str, pd.DataFrame]  # by test set: reads as the head scored them
-    card_test_set: str  # the test set that the card speaks of
+    card_test_set: str  # the test set whose figures the head's model card shows
 
     @property
     def card_reads(self) -> pd.DataFrame:
-        """Scored reads of the test set that the card speaks of."""
+        """Scored reads of the test set whose figures the model card shows."""
         return self.scored_reads[self.card_test_set]
 
     @property
     def card_figures(self) -> Figures:
-        """The head's figures for whole reads of the card's test set.
+        """The figures that the model card shows: the head's, for whole reads of one test set.
 
-        They hold for the prevalence that the settings give, not for that of the test set itself.
+        Figures are computed twice: for the share of viral reads that the test set happens to have
+        (`is_natural`), and for the share that the settings expect of real samples. The card shows
+        the second.
         """
         return next(
             line
