@@ -76,15 +76,19 @@ def with_parameters(
 
 
 def _settings_of_run(model: type[Settings], values: dict[str, Any]) -> Settings:
-    """Return the settings of the current flow run. From here on a lost server stops no work.
+    """Return the settings of the current flow run, and prepare it for the loss of its server.
 
     Raises:
         ConfigError: A value cannot be used, or a path is not allowed.
     """
     client_context = SyncClientContext.get()
     if client_context is not None:
+        # From here on, requests of the run go through `connection`, which goes on without a server
+        # that does not answer any more.
         route_through_connection(client_context.client)
     _name_machine_by_pool()
+    # A run that starts late belongs to the date for which it was planned. Settings may use that
+    # date as the name of the output directory.
     planned_start = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
     settings = checked_settings(model, values, planned_start.astimezone(UTC))
     return _without_queries(settings)

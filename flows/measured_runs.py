@@ -189,6 +189,8 @@ def run_on_devices(work: MeasuredWork, name: str, count: int, ceilings: ModelFlo
             most. None if there are none.
     """
     is_repetition = "." in name  # the first repetition of devices-2 is devices-2.2
+    # A finished repetition has no embeddings any more (see below), so `embed` would compute it
+    # again. Any other run keeps its embeddings, and `embed` reuses them itself.
     if is_repetition and _is_finished(work.out / name):
         return
     profile = work.profile

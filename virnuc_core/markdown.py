@@ -61,11 +61,15 @@ def escape_markdown(text: str) -> str:
 
 
 def _escape_word(match: re.Match[str]) -> str:
-    """Return a verdict as it is, and any other word with backslashes before its markup."""
+    """Return a verdict as it is, and any other word with backslashes before its markup.
+
+    A verdict is a word of a report such as `[PASS]`.
+    """
     word = match[0]
     if match["verdict"]:
         return word
     if _ADDRESS.search(word):
+        # It would become a link without any markup. So all its punctuation is escaped.
         return _PUNCTUATION.sub(r"\\\g<0>", word)
     return _MARKUP.sub(r"\\\g<0>", word)
 

@@ -26,7 +26,7 @@ from virnuc_core.runfiles import versions
 GIB: Final = 1 << 30
 DISK_FAIL: Final = GIB
 DISK_WARN: Final = 20 * GIB  # a million reads of 150 bases leave some 13 GiB of embeddings
-# The public encoders in half precision, and batches of the default token budget
+# Memory for the public encoders in half precision, and for batches of the default token budget
 MEMORY_NEEDED: Final = 16 * GIB
 FSYNC_WARN_S: Final = 0.5
 PROBE_BYTES: Final = 1 << 20  # what is flushed to measure the disk
@@ -175,7 +175,7 @@ def _check_kernels() -> Check:
 
 
 def check_gpu(name: str, gpu: gpus.Gpu, occupancy: gpus.Occupancy) -> Check:
-    """Return the free memory of a GPU, with a warning if others use it or the models do not fit."""
+    """Return the free memory of a GPU, with a warning if others use it or too little is free."""
     free_bytes = occupancy.memory_free_bytes
     total_bytes = occupancy.memory_total_bytes
     utilisation = "N/A"  # some GPUs do not tell it
@@ -191,6 +191,7 @@ def check_gpu(name: str, gpu: gpus.Gpu, occupancy: gpus.Occupancy) -> Check:
         process_list = ", ".join(other_processes[:MAX_PROCESSES_NAMED])
         problem = f"{detail}; {len(other_processes)} other processes compute here ({process_list})"
     elif free_bytes < MEMORY_NEEDED:
+        # The warning names the protein encoder, because it is by far the larger one.
         needed_memory = f"{MEMORY_NEEDED / GIB:.0f} GiB"
         problem = (
             f"{detail}; {PROTEIN.public_title} at the stock token budget wants {needed_memory}"

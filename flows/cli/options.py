@@ -132,12 +132,14 @@ def _parsed_type(name: str, field: FieldInfo) -> Any:
     """
     annotation: Any = field.annotation
     if any(isinstance(hint, BeforeValidator) for hint in field.metadata):
-        # The model converts the text itself. The annotation is the type of the default.
+        # The settings model converts the text itself, so a text is accepted. The field's own type
+        # stays in the union, because the default value has it.
         return str | annotation
     if typing.get_origin(annotation) is not tuple:
         return annotation
     if name in config.INPUT_FIELDS:
-        # These are texts, such as addresses. `Path` makes the shell complete file names.
+        # Each word stays a text, because it may be a URL. `Path` is in the union only for the
+        # completion of file names in the shell.
         return tuple[str | Path, ...]
     item_type: Any = typing.get_args(annotation)[0]
     if typing.get_origin(item_type) is Annotated:

@@ -159,11 +159,11 @@ def _raise_failure(outcome: Outcome[Any]) -> None:
 
 
 def _flow_values(model: type[FlowSettings], settings: Any) -> dict[str, Any]:
-    """Return the values of the flow's settings, without the queries of addresses.
+    """Return the values of the flow's settings, without what a Prefect server must not keep.
 
-    Prefect keeps the parameters of a run, and a query may hold a signature. Downloads find the full
-    addresses in the memory of this process. The mail address is there, too, and flows have no
-    parameter for it.
+    A server keeps the parameters of each run. So the part of a URL after `?`, which may hold a
+    signature, is removed, and the user's mail address (`PRIVATE_FIELDS`) is left out. Downloads
+    find both, the full URLs and the mail address, in the memory of this process.
 
     Args:
         model: The settings model of the flow. What only the terminal takes is left out.
@@ -177,7 +177,7 @@ def _flow_values(model: type[FlowSettings], settings: Any) -> dict[str, Any]:
             continue
         value = getattr(settings, name)
         if name in INPUT_FIELDS:
-            value = tuple(redact_url(address) for address in value)
+            value = tuple(redact_url(url) for url in value)
         values[name] = value
     return values
 

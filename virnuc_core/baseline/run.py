@@ -403,12 +403,14 @@ class _Measurement:
         for stage, measured_s in self.seconds.items():
             estimates_s[stage] = measured_s * total_rows / n_rows
         for encoder in ENCODERS:
+            # v1.0 loads one of its encoders only once. All others are loaded again for each file.
+            is_kept_loaded = (self.spec.name, encoder.name) in worker.KEPT_LOADED
             estimates_s[encoder.title] = scaled_seconds(
-                times.files[encoder.title],
+                times.files[encoder.title],  # one entry for each file that was measured
                 growth=subset.total_tokens / subset.tokens,
                 total_rows=total_rows,
                 devices=len(self.devices),
-                load_each_file=(self.spec.name, encoder.name) not in worker.KEPT_LOADED,
+                load_each_file=not is_kept_loaded,
             )
         return estimates_s
 

@@ -292,28 +292,28 @@ def _span_means(
     ends: tl.tensor,  # int32 [spans]
     out: tl.tensor,  # float32 [spans, width]
     width: tl.constexpr,
-    tokens: tl.constexpr,
-    columns: tl.constexpr,
+    token_block: tl.constexpr,
+    column_block: tl.constexpr,
 ) -> None:
-    """Average some columns over the tokens of one span. Each program averages `columns` columns.
+    """Average `column_block` columns over the tokens of one span. This is the work of one program.
 
     A span is a stretch of neighbouring tokens, from `starts` to before `ends`.
 
-    Tokens are summed in float32, in blocks of `tokens` that begin at the start of the span. So the
-    order of the sums, and with it the result, depends on the span alone.
+    Tokens are summed in float32, in blocks of `token_block` tokens that begin at the start of the
+    span. So the order of the sums, and with it the result, depends on the span alone.
     """
     span = tl.program_id(0)
-    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    column = tl.program_id(1) * column_block + tl.arange(0, column_block)
     is_column = column < width  # the last program may reach beyond the width
     start = tl.load(starts + span)
     end = tl.load(ends + span)
-    total = tl.zeros([columns], tl.float32)
-    for first in range(start, end, tokens):
-        token = first + tl.arange(0, tokens)
+    total = tl.zeros([column_block], tl.float32)
+    for first in range(start, end, token_block):
+        token = first + tl.arange(0, token_block)
         address = x + token.to(tl.int64)[:, None] * width + column[None, :]
         mask = (token < end)[:, None] & is_column[None, :]
-        values = tl.load(address, mask=mask, other=0.0).to(tl.float32)  # [tokens, columns]
-        total += tl.sum(values, 0)
+        values = tl.load(address, mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(values, 0)  # `values` is [token_block, column_block]
     n_tokens = tl.maximum(end - start, 1).to(tl.float32)  # an empty span has the mean 0
     tl.store(out + span.to(tl.int64) * width + column, total / n_tokens, mask=is_column)
 
@@ -341,8 +341,8 @@ def span_means(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
         ends.contiguous(),
         out,
         width=width,
-        tokens=MEAN_TOKENS,
-        columns=MEAN_COLUMNS,
+        token_block=MEAN_TOKENS,
+        column_block=MEAN_COLUMNS,
         num_warps=4,
     )
     return out

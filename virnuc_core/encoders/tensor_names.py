@@ -235,7 +235,8 @@ def _check_names(
     embedding_tensors = {
         name for name in unexpected - task_head if _IN_ENCODER.fullmatch(_PREFIXES.sub("", name))
     }
-    left_out = task_head
+    # Each unexpected tensor is either left out or refused.
+    left_out = task_head  # no embedding needs it
     if drop_extra:
         left_out = unexpected - embedding_tensors
     refused = unexpected - left_out
@@ -245,13 +246,14 @@ def _check_names(
     if refused:
         problems.append(f"unexpected {_list_tensors(refused)}")
     if problems:
-        way_out = ""
+        # The option `--drop-extra` is named only where it would help.
+        advice = ""
         if embedding_tensors:
-            way_out = " (without a tensor of its layers or embeddings its results would change)"
+            advice = " (without a tensor of its layers or embeddings its results would change)"
         elif not missing:
-            way_out = " (models convert --drop-extra leaves them out)"
+            advice = " (models convert --drop-extra leaves them out)"
         raise WeightsError(
-            f"{source}: {'; '.join(problems)}; not the model that config.json describes{way_out}"
+            f"{source}: {'; '.join(problems)}; not the model that config.json describes{advice}"
         )
     if left_out:
         names = join_first(sorted(left_out))

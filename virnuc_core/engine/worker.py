@@ -367,18 +367,20 @@ class Worker:
     def _next_length_groups(self, encoder: Encoder) -> list[int]:
         """Return the groups of lengths that the next rows will belong to, in ascending order.
 
-        A group is named by its largest length, in tokens. If a task waits to be received, these are
-        the groups of its rows; the tokens of its DNA rows can only be estimated. Otherwise they
-        are all groups that the classifier's read length allows.
+        A group is named by its largest length, in tokens. If the parent has already sent the next
+        task, these are the groups of its rows. Otherwise they are all groups that the classifier's
+        read length allows.
         """
         task = self._parent.peek()
         if not isinstance(task, ShardTask):
             return self._all_length_groups
-        # A task whose store cannot be read is reported when the task is computed. Here it is
-        # treated like no task.
+        # A task whose store cannot be read is reported when the task is computed. Here its error is
+        # suppressed, and the last line returns all groups, as without a task.
         with suppress(Exception):
             store = open_source(_source_of(task, self._spec.models)).store
             residues = np.diff(store.protein_offsets[task.lo : task.hi + 1])
+            # A DNA frame has three bases for each residue. How many of them a token holds is known
+            # only on average.
             tokens = encoder.INFO.estimate_tokens(residues)
             bounds: list[int] = np.unique(group_bounds(tokens)).tolist()
             return bounds

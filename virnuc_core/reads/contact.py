@@ -27,11 +27,12 @@ def keep_contact_address(address: str | None) -> None:
 def contact_address() -> str | None:
     """Return the mail address for downloads, or None if nobody gave one.
 
-    It is the one that this process was given, or that of the variable `VIRNUC_EMAIL`. A run of a
-    deployment takes it from there: the worker's environment.
+    It is the address that this process was given with `keep_contact_address`. If there is none, it
+    is the one in the environment variable `VIRNUC_EMAIL`. Runs of a Prefect deployment get it this
+    way, from the environment of Prefect's worker process.
     """
     if _addresses:
         return _addresses[0]
     address = os.environ.get(EMAIL_VARIABLE) or None
-    hide(address)
+    hide(address)  # so that no message or log line shows it
     return address

@@ -322,13 +322,14 @@ class _Side:
             False if the file ended before.
 
         Raises:
-            InputError: A read is too long to be read as a pair, or see `parse`.
+            InputError: A read is too long to be one of a pair, or the file cannot be parsed (see
+                `parse`).
         """
         while len(self) < count:
             batch = next(self._batches, None)
             if batch is None:
                 return False
-            if batch.part is not None:
+            if batch.part is not None:  # `parse` cuts only very long reads into parts
                 raise InputError(
                     "this read is too long to be one of a pair",
                     file=self.file,

@@ -377,7 +377,8 @@ class Source:
         head = stream.read(_PIECE_BYTES)
         self._size = len(head)
         self._sha256 = hashlib.sha256(head)
-        # A generator instead of the `chain` object, because `open` calls its method `close`.
+        # `Source.open` closes `self._pieces` at the end, whichever of the ways below made it. A
+        # generator has a method `close`; `chain` alone has none.
         raw_pieces = (piece for piece in chain((head,), iter(self._next_piece, b"")))
         alignment_format = find_alignment_format(head)
         packing = _find_packing(head)

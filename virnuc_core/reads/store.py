@@ -589,7 +589,8 @@ class StoreWriter:
         for n_dots in itertools.count(1):
             mark = "." * n_dots
             # Write the digests of all ids, and of the names that repeated ids would get, to a file.
-            # If the names are unique, only the repeated ids themselves are found as repeats.
+            # The ids alone have `n_duplicates` repeats. If there are more, a new name is equal to
+            # an id or to another name, and the next separator is tried.
             digests_file = self._folder / f"names{n_dots}"
             shutil.copyfile(self._id_digests, digests_file)
             self._append_name_digests(digests_file, mark)

@@ -342,9 +342,12 @@ def baseline_metrics(
 ) -> BaselineMetrics | None:
     """Return the time of the baseline, the original program, and how it was obtained.
 
-    The time was measured here, or measured here on a subset of the reads and scaled by tokens, or
-    measured elsewhere and recorded in the profile or by the user. It does not include staging,
-    because the baseline reads our store. That is an advantage for the baseline.
+    The result's `source` says how: "measured" is a time that was measured here; "scaled" was
+    measured here on a subset of the reads, and scaled up to all of them; "recorded" was
+    measured elsewhere, and given in the profile or by the user.
+
+    The time does not include staging, because the baseline reads our store. That is an advantage
+    for the baseline.
 
     Args:
         raw: The validation's files.
@@ -356,9 +359,10 @@ def baseline_metrics(
     """
     summary = raw.read(BaselineSummary, BASELINE, SUMMARY)
     spec = profile.baseline
-    was_given = summary is not None and summary.source == "recorded"
-    # The user may give a recorded time although the profile wants a measured one.
-    if was_given and spec.source == "measured":
+    has_recorded_time = summary is not None and summary.source == "recorded"
+    # The user may give a recorded time although the profile wants a measured one. It then takes the
+    # place of the profile's settings.
+    if has_recorded_time and spec.source == "measured":
         assert summary is not None  # for mypy
         spec = _recorded_spec(spec, summary)
     if spec.source == "recorded":
@@ -367,6 +371,7 @@ def baseline_metrics(
     if summary is None:
         return None
 
+    # From here on, the time was measured here. `subset` is None if all reads were measured.
     problem = None
     subset = summary.subset
     # `measured_s` is the time that was measured, and `wall_s` the same, scaled to all reads.

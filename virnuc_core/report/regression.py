@@ -323,7 +323,12 @@ def append_approval(path: Path, line: ApprovalLine) -> bool:
     Returns:
         True if the answer was added, False if the history already has it.
     """
-    return _append_line(path, line, lambda lines: line in lines.valid.values())
+
+    def is_listed(lines: _HistoryLines) -> bool:
+        """Return whether the history already has the answer."""
+        return line in lines.valid.values()
+
+    return _append_line(path, line, is_listed)
 
 
 def _append_line(

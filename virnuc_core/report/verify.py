@@ -149,7 +149,7 @@ def _run_check(out: Path, check: Check) -> Verification:
 
 
 def _verify_identities(verification: Verification, raw: RawFolder) -> None:
-    """Check that all runs have the same reads and weights, and that records name their devices."""
+    """Check that all runs had the same reads and weights, and used the devices in their records."""
     records = {}
     for name in (*run_names(raw.root), BASELINE):
         record = raw.read(RunRecord, name, RECORD)
@@ -159,6 +159,7 @@ def _verify_identities(verification: Verification, raw: RawFolder) -> None:
     first = next(iter(identities.values()), {})
     for name, record in records.items():
         run_identity = identities[name]
+        # A record may lack a part, such as the model length. Only what both have can be compared.
         for part in sorted(run_identity.keys() & first.keys()):
             verification.compare(f"{name}/{RECORD}: {part}", run_identity[part], first[part])
         summary = raw.read(RunSummary, name, SUMMARY)

@@ -121,7 +121,10 @@ def linear_pass(layers: Sequence[Layer], slots: int, device: torch.device) -> Ca
     inputs = [_random_input(linear, slots, device) for linear in layers[0].products]
 
     def run_layers() -> None:
-        """Compute every linear layer once, and drop the results."""
+        """Compute every linear layer once. Only the time counts, so the results are dropped.
+
+        The layers of an encoder have the same shapes, so the same random inputs serve all of them.
+        """
         for layer in layers:
             for linear, (x, scale) in zip(layer.products, inputs, strict=True):
                 if scale is None:  # the layer is not int8

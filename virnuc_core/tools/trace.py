@@ -10,7 +10,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -125,12 +125,17 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
 def work(parent: Parent, spec: WorkerSpec) -> None:
     """Compute the shards that the parent sends, as every worker does, and record some of them.
 
-    This is what a worker process of a traced run executes. It ends when the parent ends it.
+    This is what a worker process of a traced run executes. It runs until the parent process ends
+    it.
     """
     trace_spec = spec.trace
     assert trace_spec is not None  # `trace` has set it
-    # The worker takes its items through a function that also records them.
-    Worker(parent, spec, lambda take: recorded(take, trace_spec, spec.device)).run()
+
+    def with_recording(take: Take) -> AbstractContextManager[Take]:
+        """Wrap `take`, with which the worker gets its next batch, so that it also records."""
+        return recorded(take, trace_spec, spec.device)
+
+    Worker(parent, spec, with_recording).run()
 
 
 @contextmanager

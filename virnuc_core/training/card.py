@@ -99,6 +99,8 @@ def _uncertain_scores(reads: pd.DataFrame) -> tuple[float, float] | None:
         return None
     viral_from = viral_thresholds[MAX_WRONG_SHARE]
     others_up_to = 1 - others_thresholds[MAX_WRONG_SHARE]  # as P(virus) again
+    # If the classes are separated well, `viral_from` is below `others_up_to`: every score gives a
+    # good enough verdict. Then the range is empty, and both its ends are `others_up_to`.
     return others_up_to, max(viral_from, others_up_to)
 
 
