@@ -206,10 +206,11 @@ def test_a_second_user_who_exchanges_files_gets_nothing_and_destroys_nothing(
     """Each write ends with the file that was written, or with a refusal in one line."""
     # The second user must be able to walk through pytest's folders, of which there are more if the
     # tests run in several processes.
-    for folder in shared.parents:
+    names = [folder.name.startswith("pytest-of") for folder in shared.parents]
+    if True not in names:
+        pytest.skip("the tests have a base folder of their own, whose permissions are left alone")
+    for folder in shared.parents[: names.index(True) + 1]:
         folder.chmod(0o711)
-        if folder.name.startswith("pytest-of"):
-            break
     context = multiprocessing.get_context("fork")
     ended = context.Event()
     attacker = context.Process(target=attack, args=(str(shared), str(victim), ended))
