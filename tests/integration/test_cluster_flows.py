@@ -114,6 +114,6 @@ def test_a_fault_of_the_disk_here_is_not_a_lost_node(
     )
     assert process.returncode == 1
     last_line = process.stderr.splitlines()[-1]
-    assert last_line.startswith(f"virnuc: {out_dir}/shards/.00")
+    assert last_line.startswith(f"virnuc: {out_dir}/shards/00")
     assert words_of(errno.ESTALE) in last_line
     assert "is lost" not in process.stderr

@@ -20,6 +20,7 @@ from virnuc_core.report.raw_files import (
     RawFolder,
     run_names,
 )
+from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.system_errors import path_exists
 from virnuc_core.validation import ComparisonFile, ValidationRecord
@@ -97,10 +98,13 @@ def _missing_of_run(raw: RawFolder, run: str) -> dict[str, str]:
         stem = Path(str(file)).stem
         names += [f"telemetry/{stem}.h5", f"telemetry/{stem}.json"]
     missing = {}
+    is_repetition = "." in run  # such as devices-2.2
     for name in sorted(names):
         recorded_digest = (summary.files or {}).get(name, ...)
         if recorded_digest is None:  # the summary says that the run has no such file
             continue
+        if is_repetition and name == RunDir(raw.root).embeddings.name:
+            continue  # of a repetition only the measurements and the result tables are kept
         path = raw.root / run / name
         if not path_exists(path):
             missing[f"{run}/{name}"] = f"{run}/{name} is missing, which {run}/{SUMMARY} names"

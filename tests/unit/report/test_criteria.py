@@ -759,3 +759,15 @@ def test_a_validation_that_did_not_come_to_its_end_is_not_judged(
         "The validation did not come to its end: devices-2/summary.json was not written."
         in report.warnings
     )
+
+
+def test_a_repetition_keeps_no_embeddings_and_misses_none(copied: tuple[Path, Profile]) -> None:
+    """Of a repetition only the measurements and the result tables are kept."""
+    out_dir, profile = copied
+    shutil.copytree(out_dir / "devices-2", out_dir / "devices-2.2")
+    (out_dir / "devices-2.2" / "embeddings.h5").unlink()
+    assert build_report(out_dir, profile).missing_evidence == {}
+    (out_dir / "devices-2.2" / "prediction_results.txt").unlink()
+    assert list(build_report(out_dir, profile).missing_evidence) == [
+        "devices-2.2/prediction_results.txt"
+    ]
