@@ -115,6 +115,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
     } | {
         "PREFECT_HOME": str(folder),
+        # In a container, the work pool would name the machine in keys of artifacts.
+        "VIRNUC_HOST": platform.node(),
         "PREFECT_API_URL": f"{url}/api",
         "PREFECT_SERVER_UI_API_URL": f"{url}/api",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
