@@ -59,7 +59,7 @@ class RecordedDigest(Protocol):
 
     @property
     def description(self) -> str:
-        """Where the digest is, as the beginning of a sentence: "the seal at its beginning"."""
+        """Say where the digest is, as the beginning of a sentence: "the seal at its beginning"."""
 
     def compare(self, file: BufferedReader) -> Match:
         """Read an open file from its beginning, and compare it with the recorded digest.
@@ -77,7 +77,7 @@ class RecordedSha256:
 
     @property
     def description(self) -> str:
-        """Where the digest is."""
+        """Say where the digest is."""
         return "the process that wrote it"
 
     def compare(self, file: BufferedReader) -> Match:
@@ -304,7 +304,7 @@ class Seal:
 
     @property
     def description(self) -> str:
-        """Where the digest is."""
+        """Say where the digest is."""
         return "the seal at its beginning"
 
     def seal_of(self, image: bytes) -> bytes:
@@ -337,7 +337,7 @@ class ComputedSeal:
 
     @property
     def description(self) -> str:
-        """Where the digest is."""
+        """Say where the digest is."""
         return "the seal at its beginning"
 
     def compare(self, file: BufferedReader) -> Match:

@@ -157,7 +157,7 @@ class FileDigest(RunFile):
 
     @property
     def description(self) -> str:
-        """Where the digest is, for `checked_files.require_unchanged`."""
+        """Say where the digest is, for `checked_files.require_unchanged`."""
         return "a list such as summary.json"
 
     def compare(self, file: BufferedReader) -> Match:
@@ -694,7 +694,7 @@ class RunCounts(RunFile):
 
     @property
     def is_timed(self) -> bool:
-        """Whether the total time is that of the whole work, in one attempt and undisturbed.
+        """Return whether the total time is that of the whole work, in one attempt and undisturbed.
 
         A worker that died and was started again lengthens the run, so its time says nothing about
         the speed of the machine.

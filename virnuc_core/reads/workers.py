@@ -164,6 +164,7 @@ class Workers(AbstractContextManager["Workers"]):
         try:
             pickle.dump((work, item), requests, pickle.HIGHEST_PROTOCOL)
             requests.flush()
+            # The pipe has no name, so only the child, which runs our own code, can write to it.
             answer: _Answer = pickle.load(answers)
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             child.kill()

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
+from virnuc_core.allowed_paths import require_allowed
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.lease import lease
 from virnuc_core.report.model import (
@@ -97,9 +98,17 @@ def history_path(out: Path, record: RunRecord | None) -> Path:
     Args:
         out: The validation's directory.
         record: Its record, which may name another file than the one beside the directory.
+
+    Raises:
+        ConfigError: The record names a file outside the folders of `VIRNUC_ROOTS`.
     """
     recorded_path = None if record is None else record.spec.get("history")
-    return Path(recorded_path or out.absolute().parent / HISTORY)
+    if not recorded_path:
+        return out.absolute().parent / HISTORY
+    # The record may be a stranger's, so what it names is checked like an option.
+    path = Path(str(recorded_path))
+    require_allowed(path, "run.json: history")
+    return path
 
 
 def recorded_comparison(path: Path, entry: HistoryEntry) -> RegressionFile | None:

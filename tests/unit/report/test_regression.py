@@ -10,6 +10,7 @@ import pytest
 
 from tests.damage import edit_json
 from virnuc.flows.cli import main
+from virnuc_core.errors import ConfigError
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.report.build import build_report, write_report
 from virnuc_core.report.charts import all_charts
@@ -187,6 +188,17 @@ def test_a_line_that_was_edited_or_removed_is_named(
     # What follows is still a chain, and a new line continues it.
     append_history(path, entry("2026-03-05"))
     assert len(history_gaps(path)) == len(gaps)
+
+
+def test_a_history_that_a_record_names_lies_within_the_allowed_folders(
+    copied: tuple[Path, Profile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run directory may come from a stranger, who could name any file in `run.json`."""
+    out_dir, profile = copied
+    edit_json(out_dir / "run.json", lambda body: body["spec"].update(history="/etc/passwd"))
+    monkeypatch.setenv("VIRNUC_ROOTS", str(out_dir.parent))
+    with pytest.raises(ConfigError, match=r"run\.json: history: /etc/passwd lies in none"):
+        write_report(out_dir, profile)
 
 
 def test_every_answer_of_a_reviewer_stays_in_the_history(tmp_path: Path) -> None:
