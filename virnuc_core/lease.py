@@ -242,6 +242,50 @@ class Owner:
 NO_OWNER: Final = Owner("", is_alive=False)
 
 
+class _FileWatch:
+    """Observes lease files, to find out whether an owner on another machine is still running.
+
+    An owner that runs changes its lease file every `HEARTBEAT_S`.
+    """
+
+    def __init__(self) -> None:
+        """Begin without an observation."""
+        self._contents: dict[int, bytes] = {}  # of the lease files at the last look, by number
+        self._unchanged_since_s = 0.0  # when they were first seen as they are (`time.monotonic`)
+        self._is_announced = False  # the user was told that this process is waiting
+
+    def owner_lives(self, contents: dict[int, bytes]) -> bool | None:
+        """Compare the lease files with those of the last call, and conclude whether the owner runs.
+
+        Args:
+            contents: The contents of the lease files now, by number.
+
+        Returns:
+            True if a file has changed, false if none has for `EXPIRY_S`, otherwise None.
+        """
+        now_s = time.monotonic()
+        if contents == self._contents:
+            return False if now_s - self._unchanged_since_s > EXPIRY_S else None
+        is_first_look = not self._contents
+        self._contents = contents
+        self._unchanged_since_s = now_s
+        self._is_announced = False
+        return None if is_first_look else True
+
+    def announce_wait(self, name: Path, owner: Owner) -> None:
+        """Log once that this process is waiting, if no file has changed for `WARN_AFTER_S`."""
+        unchanged_s = time.monotonic() - self._unchanged_since_s
+        if self._is_announced or unchanged_s <= WARN_AFTER_S:
+            return
+        self._is_announced = True
+        log.warning(
+            "%s: %s worked here; up to %.0f s to see if it still does",
+            name,
+            owner.description,
+            EXPIRY_S,
+        )
+
+
 class Lease:
     """A lease that this process wants or holds."""
 
@@ -320,42 +364,23 @@ class Lease:
             An empty string if this process has the lease now, otherwise a description of its
             owner.
         """
-        previous_files: dict[int, bytes] = {}
-        watched_since_s = 0.0
-        is_announced = False
+        watch = _FileWatch()
         while True:
             make_folder(self._name.parent)
             files = read_with_retries(self._name.parent, self._lease_files)
-            now_s = time.monotonic()
             newest = max(files, default=0)
             owner = self._describe_owner(files[newest]) if files else NO_OWNER
 
-            # Is the owner alive? If the system does not say, changes of its files do.
-            owner_lives = owner.is_alive
-            if owner_lives is None and previous_files:
-                if files != previous_files:
-                    owner_lives = True
-                elif now_s - watched_since_s > EXPIRY_S:
-                    owner_lives = False
-            # Watching begins again with each change.
-            if files != previous_files:
-                previous_files = files
-                watched_since_s = now_s
-                is_announced = False
-            watched_s = now_s - watched_since_s
-            if owner_lives is None and not is_announced and watched_s > WARN_AFTER_S:
-                is_announced = True
-                log.warning(
-                    "%s: %s worked here; up to %.0f s to see if it still does",
-                    self._name,
-                    owner.description,
-                    EXPIRY_S,
-                )
-
-            if owner_lives and not wait:
+            # If the system does not say whether the owner is running, changes of its files do.
+            lives_by_files = watch.owner_lives(files)
+            owner_lives = lives_by_files if owner.is_alive is None else owner.is_alive
+            if owner_lives is None:
+                watch.announce_wait(self._name, owner)
+            elif owner_lives and not wait:
                 return owner.description
-            if owner_lives is False and self._create(newest + 1, files):
+            elif not owner_lives and self._create(newest + 1, files):
                 return ""
+            # The owner is running, its life is not known yet, or another process was faster.
             time.sleep(POLL_S)
 
     def _create(self, number: int, expected_files: dict[int, bytes]) -> bool:

@@ -255,47 +255,61 @@ def _translate_group(bases: bytes, starts: IntArray, ends: IntArray, first_chunk
         ends: One past its last base: int64 [chunks].
         first_chunk: The index of the first chunk of the group among all chunks.
     """
-    # Translate the stretch. On the reverse strand a chunk begins with its last base.
+    # On the reverse strand a chunk begins with its last base.
     stretch_start = int(starts[0])
     stretch_end = int(ends[-1])
     stretch = bases[stretch_start:stretch_end]
     lengths = ends - starts
     window_starts = (starts - stretch_start, stretch_end - ends)  # on the two strands
-    residues, is_open = _translate_windows(stretch, window_starts, lengths)
+    translation = _translate_windows(stretch, window_starts, lengths)
+    proteins = _open_proteins(translation)
 
-    # Take the amino acids of the open frames. Frames without any are dropped: they are too short
-    # for a codon, or all their codons have ambiguous letters.
-    # Frames 0 to 2 are those of the forward strand at offsets 0 to 2, frames 3 to 5 of the reverse.
-    chunk, frame = np.nonzero(is_open)
-    table = residues[frame // 3, chunk, :, frame % 3]  # [open frames, codons]
-    is_residue = table != 0
-    protein_lengths = np.count_nonzero(is_residue, axis=1)
-    if not protein_lengths.all():
-        has_protein = protein_lengths > 0
-        chunk = chunk[has_protein]
-        frame = frame[has_protein]
-        table = table[has_protein]
-        is_residue = is_residue[has_protein]
-        protein_lengths = protein_lengths[has_protein]
-
-    # Cut out their DNA, from a string that has the forward strand and then the reverse strand. As
-    # in VirNucPro, it goes one base beyond the codons of the protein, if the chunk does.
-    strand, offset = np.divmod(frame, 3)
-    dna_lengths = np.minimum(3 * protein_lengths + 1, lengths[chunk] - offset)
+    # The DNA of a frame goes one base beyond the codons of its protein, as in VirNucPro, if the
+    # chunk is long enough.
+    chunk = proteins.chunk
+    strand, offset = np.divmod(proteins.frame, 3)
+    dna_lengths = np.minimum(3 * proteins.lengths + 1, lengths[chunk] - offset)
+    # The DNA is cut out of a string that has the forward strand and then the reverse strand.
     both_strands = stretch.translate(_UPPER) + stretch.translate(_COMPLEMENT)[::-1]
-    reverse_start = len(stretch)
-    dna_starts = offset + np.where(
-        strand == 0, window_starts[0][chunk], reverse_start + window_starts[1][chunk]
-    )
-    spans = zip(dna_starts.tolist(), (dna_starts + dna_lengths).tolist(), strict=True)
+    forward_starts = window_starts[0][chunk]
+    reverse_starts = window_starts[1][chunk] + len(stretch)
+    dna_starts = offset + np.where(strand == 0, forward_starts, reverse_starts)
+    dna_ends = dna_starts + dna_lengths
+    spans = zip(dna_starts.tolist(), dna_ends.tolist(), strict=True)
     return Orfs(
         chunk=chunk + first_chunk,
-        frame=frame.astype(np.uint8),
-        proteins=table[is_residue],
-        protein_lengths=protein_lengths.astype(np.int32),
+        frame=proteins.frame.astype(np.uint8),
+        proteins=proteins.letters,
+        protein_lengths=proteins.lengths.astype(np.int32),
         dna=np.array([both_strands[start:end] for start, end in spans], object),
         dna_lengths=dna_lengths.astype(np.int32),
     )
+
+
+class _Proteins(NamedTuple):
+    """The proteins of the open frames of a group of chunks, in order of chunk and frame."""
+
+    chunk: IntArray  # [open frames] index of the chunk in its group
+    # [open frames] 0 to 2: the forward strand from its base 0, 1 or 2; 3 to 5: the reverse strand
+    frame: IntArray
+    letters: NDArray[np.uint8]  # amino acids of all proteins, one after the other
+    lengths: IntArray  # [open frames] amino acids of each protein
+
+
+def _open_proteins(translation: "_Translation") -> _Proteins:
+    """Return the proteins of the open frames.
+
+    A frame without any amino acid is left out: it is too short for a codon, or all its codons have
+    ambiguous letters.
+    """
+    chunk, frame = np.nonzero(translation.is_open)
+    strand, offset = np.divmod(frame, 3)
+    codons = translation.residues[strand, chunk, :, offset]  # [open frames, codons]
+    is_residue = codons != 0
+    lengths = np.count_nonzero(is_residue, axis=1)
+    letters = codons[is_residue]  # a frame without amino acids adds none
+    has_protein = lengths > 0
+    return _Proteins(chunk[has_protein], frame[has_protein], letters, lengths[has_protein])
 
 
 class _Translation(NamedTuple):
