@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from virnuc_core import runfiles
-from virnuc_core.config import INPUT_FIELDS, ClassifySpec, ReadsSpec, RunSpec
+from virnuc_core.config import INPUT_FIELDS, ClassifySpec, Precision, ReadsSpec, RunSpec
 from virnuc_core.encoder_names import Molecule
 from virnuc_core.encoders.checkpoint import shape_of
 from virnuc_core.encoders.digests import accept_older_digest, fingerprint
@@ -465,30 +465,13 @@ def prepare(
         RunMismatchError: The directory has another run, or the store was replaced.
         StorageError: There is no room for the results.
     """
-    store = OrfStore.open(store_path)
-    if staging is not None and staging.fingerprint != store.fingerprint:
-        raise RunMismatchError(
-            f"{store_path} no longer holds the reads that were staged for this run; run it again"
-        )
     head = shape_of(spec.models, HeadShape)
-    if head.model_length != store.model_length:
-        raise ConfigError(
-            f"the head in {spec.models} is for length {head.model_length}, "
-            f"but {store_path} was cut at {store.model_length}; stage again"
-        )
+    store = _open_staged_store(store_path, staging, head, spec.models)
     if devices is None:
         devices = resolve(spec.devices)
     kind = devices[0].kind
     engine = resolve_engine(spec.engine, kind)
-    model_digests = fingerprint(spec.models, engine.precision)
-    recorded_run = None
-    if not spec.force:
-        recorded_run = runfiles.read_or_set_aside(run.record, runfiles.RunRecord)
-    if recorded_run is not None:
-        # Older versions of virnuc recorded another digest of the same int8 calibration.
-        # Then that digest is kept, so that it does not count as a difference.
-        model_digests = accept_older_digest(spec.models, model_digests, recorded_run.fingerprints)
-    fingerprints = {"reads": store.fingerprint, **model_digests}
+    fingerprints = {"reads": store.fingerprint, **_model_digests(run, spec, engine.precision)}
     widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
         # Removing fails if any file cannot be removed. Otherwise an old file could later be
@@ -519,35 +502,96 @@ def prepare(
     record = _record_killed_attempt(run, runfiles.resume_or_refuse(run, new_record), store)
     _require_same_plan(run, plan)
     shards.write_plan(run, plan)
-    committed_shards, damaged_lines = shards.committed(run, plan)
-    for line in damaged_lines:
-        log.warning("%s; it will be computed again", line)
-    todo = tuple(sorted(set(range(len(plan))) - set(committed_shards)))
-    is_complete = not todo and path_exists(run.record) and path_exists(run.summary)
+    found = _find_committed_work(run, plan)
+    is_complete = not found.todo and path_exists(run.record) and path_exists(run.summary)
     if not is_complete:
         # The record lists this start as a new attempt. A start that only finds a complete run is
         # not an attempt, and changes no file.
         write(run.record, record)
         # The content of the journal was added to the record above.
         remove_file(run.journal, run.root, missing_ok=True)
-    # A run may lose a limited number of sequences. Those of committed shards count, too.
-    _scores, failed_rows = shards.read_scores(run, committed_shards)
     job = Job(
         run=run,
         store=store,
         devices=devices,
         engine=engine,
         plan=plan,
-        todo=todo,
-        damaged=tuple(damaged_lines),
-        n_lost=int(failed_rows.sum()),
+        todo=found.todo,
+        damaged=found.damaged_lines,
+        n_lost=found.n_lost,
         spec=spec,
         # Bytes of the result of one unique frame: an embedding and two scores in float32.
         bytes_per_sequence=4 * (sum(widths.values()) + 2),
     )
-    if todo and engine.commit:
+    if found.todo and engine.commit:
         _check_room_for_results(job)
     return job
+
+
+def _open_staged_store(
+    store_path: Path, staging: StageSummary | None, head: HeadShape, models: Path
+) -> OrfStore:
+    """Open the store of staged reads, if it is still the one of this run and fits the classifier.
+
+    Args:
+        store_path: The store.
+        staging: Result of staging, if known.
+        head: The sizes of the classifier.
+        models: The models directory, for the message.
+
+    Raises:
+        RunMismatchError: Other reads are in the store now than were staged.
+        ConfigError: The reads were cut for a classifier of another length.
+    """
+    store = OrfStore.open(store_path)
+    if staging is not None and staging.fingerprint != store.fingerprint:
+        raise RunMismatchError(
+            f"{store_path} no longer holds the reads that were staged for this run; run it again"
+        )
+    if head.model_length != store.model_length:
+        raise ConfigError(
+            f"the head in {models} is for length {head.model_length}, "
+            f"but {store_path} was cut at {store.model_length}; stage again"
+        )
+    return store
+
+
+def _model_digests(run: RunDir, spec: ClassifySpec, precision: Precision) -> dict[str, str]:
+    """Return the digests of the models, by name, as the run in this directory recorded them.
+
+    Older versions of virnuc recorded another digest of the same int8 calibration. If the run in the
+    directory has such a digest, it is returned, so that it does not count as a difference.
+    """
+    digests = fingerprint(spec.models, precision)
+    if spec.force:  # an earlier run in the directory will be removed
+        return digests
+    recorded_run = runfiles.read_or_set_aside(run.record, runfiles.RunRecord)
+    if recorded_run is None:
+        return digests
+    return accept_older_digest(spec.models, digests, recorded_run.fingerprints)
+
+
+@dataclass(frozen=True, slots=True)
+class _CommittedWork:
+    """What earlier attempts of a run left in its directory."""
+
+    todo: tuple[int, ...]  # numbers of the shards that are still to be computed, ascending
+    damaged_lines: tuple[str, ...]  # one sentence for each damaged shard
+    n_lost: int  # sequences of committed shards that have no embedding
+
+
+def _find_committed_work(run: RunDir, plan: shards.ShardPlan) -> _CommittedWork:
+    """Find out which shards of a plan are committed.
+
+    Damaged shards are named in warnings and moved to a folder of their own.
+    """
+    committed_shards, damaged_lines = shards.committed(run, plan)
+    for line in damaged_lines:
+        log.warning("%s; it will be computed again", line)
+    todo = sorted(set(range(len(plan))) - set(committed_shards))
+    # A run may lose a limited number of sequences. Those of committed shards count, too.
+    _scores, failed_rows = shards.read_scores(run, committed_shards)
+    return _CommittedWork(tuple(todo), tuple(damaged_lines), int(failed_rows.sum()))
 
 
 def _record_killed_attempt(
@@ -660,29 +704,11 @@ def _compute(
     verdicts = _write_results(job, staging, clock, since_s=embedding.ended_s)
     own_s = time.monotonic() - started_s
 
-    # Earlier attempts were interrupted. The time of their committed shards counts as work; the
-    # rest of their time was lost. An attempt that was killed before it measured anything has no
-    # time.
     record = runfiles.read_record(job.run)
+    # An attempt that was killed before it measured anything has no time.
     earlier = [attempt for attempt in record.attempts[:-1] if attempt.wall_s is not None]
-    earlier_s = 0.0
-    deaths: list[str] = []
-    for attempt in earlier:
-        attempt_s = attempt.wall_s or 0.0
-        clock.add("Earlier attempts: committed", attempt.worked_s)
-        clock.add("Earlier attempts: lost", attempt_s - attempt.worked_s)
-        earlier_s += attempt_s
-        deaths += attempt.deaths
-    deaths += pooled_job.deaths
-    wall_s = own_s + earlier_s
-    warnings = list(job.remarks)
-    if job.device_remark:
-        warnings.append(job.device_remark)
-    if log_errors:
-        warnings.append(
-            f"{len(log_errors)} lines of the workers' logs tell of errors; "
-            f"the first: {log_errors[0]}"
-        )
+    wall_s = own_s + _add_earlier_times(clock, earlier)
+    deaths = [death for attempt in earlier for death in attempt.deaths] + pooled_job.deaths
 
     store = job.store
     summary = RunSummary(
@@ -705,7 +731,7 @@ def _compute(
         telemetry=_newest_telemetry(earlier),  # replaced below if this attempt has a file, too
         damaged=job.damaged,
         log_errors=len(log_errors),
-        warnings=tuple(warnings),
+        warnings=_run_warnings(job, log_errors),
         reduced_budgets={str(shard): n for shard, n in pooled_job.reduced_budgets.items()},
         flops=job.flops,
     )
@@ -732,6 +758,38 @@ def _compute(
         for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
             log.info("%s", line)
     return summary
+
+
+def _add_earlier_times(clock: StageClock, earlier: Sequence[Attempt]) -> float:
+    """Add the times of interrupted attempts to the clock of a run, and return their sum in seconds.
+
+    The time of an attempt's committed shards counts as work; the rest of its time was lost.
+    """
+    sum_s = 0.0
+    for attempt in earlier:
+        attempt_s = attempt.wall_s or 0.0
+        clock.add("Earlier attempts: committed", attempt.worked_s)
+        clock.add("Earlier attempts: lost", attempt_s - attempt.worked_s)
+        sum_s += attempt_s
+    return sum_s
+
+
+def _run_warnings(job: Job, log_errors: Sequence[str]) -> tuple[str, ...]:
+    """Return the warnings for the summary of a run.
+
+    Args:
+        job: The run.
+        log_errors: Lines of the workers' logs that tell of errors.
+    """
+    warnings = list(job.remarks)
+    if job.device_remark:
+        warnings.append(job.device_remark)
+    if log_errors:
+        warnings.append(
+            f"{len(log_errors)} lines of the workers' logs tell of errors; "
+            f"the first: {log_errors[0]}"
+        )
+    return tuple(warnings)
 
 
 def write_stopped_summary(

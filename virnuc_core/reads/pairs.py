@@ -279,11 +279,13 @@ def pair_batches(
     """
     for files in inputs.pairs:
         first = _Side(files[0], log)
-        is_interleaved = files[0] == files[1]
-        # If one file holds both mates, both sides are the same object, and take reads in turn.
-        second = first if is_interleaved else _Side(files[1], log)
+        holds_both_mates = files[0] == files[1]
+        if holds_both_mates:
+            joined_reads = _join_interleaved(first, log)
+        else:
+            joined_reads = _join_two_files(first, _Side(files[1], log), log)
         stream = _Stream()
-        for reads in _join_sides(first, second, log):
+        for reads in joined_reads:
             stream.append(reads)
             if len(stream) >= BATCH_READS:
                 yield stream.to_batch(first.format, with_records=with_records)
@@ -418,12 +420,11 @@ def _mates_from_headers(batch: ReadBatch) -> bytes:
     return mates.tobytes()
 
 
-def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]:
-    """Combine the reads of two files of mates, or of one file with both mates, in their order.
+def _join_interleaved(side: _Side, log: ParseLog) -> Iterator[_Stream]:
+    """Divide the reads of a file that holds both mates into pairs and orphans, in their order.
 
     Args:
-        first: The file of first mates.
-        second: The file of second mates; the same object as `first` if one file holds both.
+        side: The file.
         log: Its `on_error` decides whether reads without mates (orphans) are an error.
 
     Yields:
@@ -432,68 +433,74 @@ def _join_sides(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]
     Raises:
         InputError: See `pair_batches`.
     """
-    is_interleaved = first is second
-    step = 2 if is_interleaved else 1  # reads that are taken from `first` for each pair
-    # In an interleaved file the header of an orphan tells which mate it is: 0 stands for that.
-    first_mate = 0 if is_interleaved else 1
+    max_pairs = _COMPARED_AT_ONCE
+    while side.fill(2):
+        n_compared = min(len(side), max_pairs) // 2
+        names = side.next_names(2 * n_compared)
+        n_pairs = _count_equal_names(names[::2], names[1::2])
+        reads = side.take(2 * n_pairs)
+        yield _weave(reads[::2], reads[1::2], side, side)
+        max_pairs = min(2 * max_pairs, _COMPARED_AT_ONCE)
+        if n_pairs < n_compared:
+            # The next two reads have different names, so the mate of the first one is missing.
+            yield _orphans(side, 1, side, mate=0, log=log)  # 0: its header tells which mate it is
+            max_pairs = _NEAR  # more mates may be missing nearby: compare in small steps
+    while side.fill(1):  # one read is left
+        yield _orphans(side, 1, side, mate=0, log=log)
+
+
+def _join_two_files(first: _Side, second: _Side, log: ParseLog) -> Iterator[_Stream]:
+    """Combine the reads of a file of first mates and a file of second mates, in their order.
+
+    Args:
+        first: The file of first mates.
+        second: The file of second mates.
+        log: Its `on_error` decides whether reads without mates (orphans) are an error.
+
+    Yields:
+        Reads in which each second mate follows its first mate, and orphans between the pairs.
+
+    Raises:
+        InputError: See `pair_batches`.
+    """
     had_pairs = False
     max_pairs = _COMPARED_AT_ONCE
-    while first.fill(step) and second.fill(1):
+    while first.fill(1) and second.fill(1):
         if first.format != second.format:
             raise InputError(
                 f"is {first.format}, but {second.file} with its mates {second.format}",
                 file=first.file,
             )
-
-        # Take the next pairs, up to the first reads whose names differ.
-        n_compared = min(len(first), len(second), max_pairs) // step
-        n_pairs = _count_equal_names(first, second, n_compared)
-        reads = first.take(step * n_pairs)
-        if is_interleaved:
-            yield _weave(reads[::2], reads[1::2], first, second)
-        else:
-            yield _weave(reads, second.take(n_pairs), first, second)
+        n_compared = min(len(first), len(second), max_pairs)
+        n_pairs = _count_equal_names(first.next_names(n_compared), second.next_names(n_compared))
+        yield _weave(first.take(n_pairs), second.take(n_pairs), first, second)
         had_pairs = had_pairs or n_pairs > 0
         max_pairs = min(2 * max_pairs, _COMPARED_AT_ONCE)
-
-        # Reads before the next complete pair are orphans.
         if n_pairs < n_compared:
-            if is_interleaved:
-                # The next two reads have different names, so the mate of the first one is missing.
-                gap = _Gap(n_first=1, n_second=0)
-            else:
-                gap = _find_next_pair(first, second, had_pairs)
-            yield _orphans(first, gap.n_first, second, first_mate, log)
-            yield _orphans(second, gap.n_second, first, 2, log)
+            # All reads before the next complete pair are orphans.
+            gap = _find_next_pair(first, second, had_pairs)
+            yield _orphans(first, gap.n_first, second, mate=1, log=log)
+            yield _orphans(second, gap.n_second, first, mate=2, log=log)
             max_pairs = _NEAR  # more mates may be missing nearby: compare in small steps
     # One file has ended. All further reads of the other file are orphans.
     while first.fill(1):
-        yield _orphans(first, len(first), second, first_mate, log)
+        yield _orphans(first, len(first), second, mate=1, log=log)
     while second.fill(1):
-        yield _orphans(second, len(second), first, 2, log)
+        yield _orphans(second, len(second), first, mate=2, log=log)
 
 
-def _count_equal_names(first: _Side, second: _Side, n_compared: int) -> int:
-    """Count the complete pairs that come next, up to the first two reads whose names differ.
+def _count_equal_names(first_names: list[bytes], second_names: list[bytes]) -> int:
+    """Count the complete pairs at the beginning of two equally long lists of names.
 
-    Args:
-        first: The file of first mates.
-        second: The file of second mates; the same object as `first` if one file holds both.
-        n_compared: The number of pairs to compare. The reads must be in the buffers of the files.
+    Returns:
+        The index of the first two names that differ; the length of the lists if none differ.
     """
-    if first is second:
-        names = first.next_names(2 * n_compared)
-        first_names = names[::2]
-        second_names = names[1::2]
-    else:
-        first_names = first.next_names(n_compared)
-        second_names = second.next_names(n_compared)
     if first_names == second_names:  # the usual case: one fast comparison of two lists
-        return n_compared
+        return len(first_names)
     for index, (first_name, second_name) in enumerate(zip(first_names, second_names, strict=True)):
         if first_name != second_name:
             return index
-    return n_compared
+    return len(first_names)
 
 
 def _weave(first_reads: _Reads, second_reads: _Reads, first: _Side, second: _Side) -> _Stream:
