@@ -1,4 +1,6 @@
-"""Runs what a flow does, with all that surrounds the work of every flow, and without Prefect.
+"""Runs the steps of a flow, with all that surrounds the work of every flow, and without Prefect.
+
+The *body* of a flow is the plain function with its steps, such as `predict` in `flows/predict.py`.
 
 Within a flow run `flow_decorator` calls it; where there is no server, the command does.
 """
@@ -33,7 +35,7 @@ def run_body(
     output directory is locked. All child processes are ended after it.
 
     Args:
-        body: What the flow does.
+        body: The plain function with the steps of the flow.
         make_settings: Returns checked settings, or raises an error of ours.
 
     Returns:
@@ -60,7 +62,7 @@ def run_body_alone(
     """Run the body of a flow now, without Prefect and without a server; see `run_body`.
 
     Args:
-        body: What the flow does.
+        body: The plain function with the steps of the flow.
         model: The settings model of the flow.
         values: The values of its fields by name.
     """

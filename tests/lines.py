@@ -1,8 +1,8 @@
 """Print the size of the source and check its structure (`make lines`).
 
-Sizes are information. Five rules of structure fail the command: imports run one way only, there are
-no import cycles, the core never imports Prefect, `virnuc --help` imports nothing heavy, and no test
-imports from another test's module.
+Sizes are information. Six rules of structure fail the command: imports run one way only, there are
+no import cycles, the core never imports Prefect, no module with the steps of a flow does either,
+`virnuc --help` imports nothing heavy, and no test imports from another test's module.
 With `--predict` a small prediction runs, and the modules of ours that its processes import are
 counted.
 """
@@ -91,16 +91,102 @@ def level_of(module: str) -> int:
 def imported_modules(tree: ast.Module, modules: set[str]) -> Iterator[tuple[int, str]]:
     """Yield line and name of each import of ours or of Prefect, also of those inside functions."""
     for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                full_name = f"{node.module}.{alias.name}"
-                names.append(full_name if full_name in modules else str(node.module))
-        for name in dict.fromkeys(names):
-            if name in modules or name.split(".")[0] == "prefect":
-                yield node.lineno, name
+        yield from imports_of(node, modules)
+
+
+def imports_of(node: ast.AST, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each module of ours, or of Prefect, that one statement imports.
+
+    Args:
+        node: A statement. One that imports nothing, or any other part of the source, has none.
+        modules: The names of our modules.
+    """
+    names = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            full_name = f"{node.module}.{alias.name}"
+            names.append(full_name if full_name in modules else str(node.module))
+    for name in dict.fromkeys(names):
+        if name in modules or name.split(".")[0] == "prefect":
+            yield node.lineno, name
+
+
+def statements_at_load(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of a module that Python runs when the module is loaded.
+
+    These are all but the bodies of functions, and what stands under `if TYPE_CHECKING`.
+    """
+    for node in ast.iter_child_nodes(tree):
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not is_function and not is_for_types:
+            yield node
+            yield from statements_at_load(node)
+
+
+def chain_to_prefect(start: str, imports_at_load: dict[str, set[str]]) -> list[str]:
+    """Return the modules by which loading a module imports Prefect, or an empty list.
+
+    Args:
+        start: The module that is loaded. It is the first of the list, and Prefect is the last.
+        imports_at_load: The modules that each module of ours imports when it is loaded.
+    """
+    chains = [[start]]
+    seen = {start}
+    for chain in chains:  # grows while we look: the shortest chains come first
+        for target in sorted(imports_at_load.get(chain[-1], ())):
+            if target.split(".")[0] == "prefect":
+                return [*chain, target]
+            if target not in seen:
+                seen.add(target)
+                chains.append([*chain, target])
+    return []
+
+
+def prefect_in_steps(trees: dict[str, ast.Module]) -> list[str]:
+    """Return the modules with the steps of a flow that import Prefect, themselves or through others.
+
+    `virnuc predict --no-prefect` must work where Prefect cannot be imported. In such a module
+    Prefect may not be imported in a function either. Other modules may do that for what they do
+    only where there is a server.
+
+    Args:
+        trees: The source of each module of ours.
+    """
+    imports_at_load: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        parents = {name.rpartition(".")[0]} & set(
+            trees
+        )  # Python loads a package before its modules
+        targets = set()
+        for node in statements_at_load(tree):
+            targets |= {target for _, target in imports_of(node, set(trees))}
+        imports_at_load[name] = targets | parents
+
+    places = []
+    for name in sorted(trees):
+        if not is_module_of_steps(name, trees):
+            continue
+        for line, target in imported_modules(trees[name], set(trees)):
+            if target.split(".")[0] == "prefect":
+                places.append(f"{name}:{line}: {target}")
+        chain = chain_to_prefect(name, imports_at_load)
+        if chain:
+            places.append(" → ".join(chain))
+    return places
+
+
+def is_module_of_steps(name: str, trees: dict[str, ast.Module]) -> bool:
+    """Return whether a module has the steps of a flow: a Prefect flow of the same name exists.
+
+    `predict_samples` has the steps of `predict` for several samples.
+    """
+    package, _, module = name.rpartition(".")
+    if name == "virnuc.flows.predict_samples":
+        return True
+    return package == "virnuc.flows" and f"{package}.prefect_flows.{module}" in trees
 
 
 def import_cycles(graph: dict[str, set[str]]) -> list[str]:
@@ -121,9 +207,9 @@ def check_structure(paths: dict[str, Path]) -> dict[str, list[str]]:
     """Return the violations of each rule that can be read from the source alone."""
     graph: dict[str, set[str]] = {name: set() for name in paths}
     violations: dict[str, list[str]] = defaultdict(list)
+    trees = {name: ast.parse((ROOT / path).read_text()) for name, path in paths.items()}
     for name, path in paths.items():
-        tree = ast.parse((ROOT / path).read_text())
-        for line, target in imported_modules(tree, set(paths)):
+        for line, target in imported_modules(trees[name], set(paths)):
             if target not in graph:
                 if name.startswith("virnuc_core"):
                     violations["the core imports Prefect"].append(f"{path}:{line}")
@@ -132,6 +218,7 @@ def check_structure(paths: dict[str, Path]) -> dict[str, list[str]]:
             if level_of(target) > level_of(name):
                 violations["imports against the layers"].append(f"{path}:{line}: {target}")
     violations["import cycles"] = import_cycles(graph)
+    violations["the steps of a flow import Prefect"] = prefect_in_steps(trees)
     return violations
 
 

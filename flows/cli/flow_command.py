@@ -31,7 +31,8 @@ class FlowCommand(Generic[Settings]):
     """Description of a command that runs a flow.
 
     Attributes:
-        flow: The flow, as `module:function`. It is imported when the command runs.
+        function: The plain function with the steps of the flow, as `module:function`. It is
+            imported when the command runs, and so is the Prefect flow of the same name.
         settings: The settings of the flow. Each field becomes an option.
         options: Settings that only the command takes; each becomes an option, too. None adds none.
         facts: Function that returns lines for the end of the output, such as the folder of the
@@ -41,7 +42,7 @@ class FlowCommand(Generic[Settings]):
         positional: Names of the settings that may be given without the name of their option.
     """
 
-    flow: str
+    function: str
     settings: type[Settings]
     facts: Callable[[Settings], dict[str, str]]
     text: Callable[[Settings], Path] | None = None
@@ -60,7 +61,7 @@ def flow_command(spec: FlowCommand[Settings]) -> Callable[..., int]:
     @command(_options_model(spec), *spec.positional)
     def run(settings: Any) -> int:
         """Run the flow, print how it ended, and return the exit code."""
-        outcome = terminal.run_from_terminal(spec.flow, spec.settings, settings)
+        outcome = terminal.run_from_terminal(spec.function, spec.settings, settings)
         code = exit_code(outcome)
         facts = spec.facts(settings)
         if spec.has_page:

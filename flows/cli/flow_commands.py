@@ -53,7 +53,7 @@ def _overhead_figures(settings: OverheadSettings) -> dict[str, str]:
 
 validate = flow_command(
     FlowCommand(
-        flow="virnuc.flows.validate:validate",
+        function="virnuc.flows.validate:validate",
         settings=ValidateSettings,
         facts=_report_page,
         text=_report_text,
@@ -64,7 +64,7 @@ validate = flow_command(
 
 predict_inbox = flow_command(
     FlowCommand(
-        flow="virnuc.flows.inbox:predict_inbox",
+        function="virnuc.flows.inbox:predict_inbox",
         settings=InboxSettings,
         facts=_inbox_table,
     )
@@ -72,7 +72,7 @@ predict_inbox = flow_command(
 
 scale = flow_command(
     FlowCommand(
-        flow="virnuc.flows.scale:scale",
+        function="virnuc.flows.scale:scale",
         settings=ScaleSettings,
         facts=_report_page,
         positional=("reads",),
@@ -81,7 +81,7 @@ scale = flow_command(
 
 tune = flow_command(
     FlowCommand(
-        flow="virnuc.flows.tune:tune",
+        function="virnuc.flows.tune:tune",
         settings=TuneSettings,
         facts=_tuned_settings,
         positional=("reads",),
@@ -90,7 +90,7 @@ tune = flow_command(
 
 profile = flow_command(
     FlowCommand(
-        flow="virnuc.flows.profile:profile",
+        function="virnuc.flows.profile:profile",
         settings=ProfileSettings,
         facts=lambda settings: {"Tables": str(_profile_tables(settings))},
         text=_profile_tables,
@@ -100,7 +100,7 @@ profile = flow_command(
 
 overhead = flow_command(
     FlowCommand(
-        flow="virnuc.flows.overhead:overhead",
+        function="virnuc.flows.overhead:overhead",
         settings=OverheadSettings,
         facts=_overhead_figures,
         positional=("out",),
@@ -109,7 +109,7 @@ overhead = flow_command(
 
 train = flow_command(
     FlowCommand(
-        flow="virnuc.flows.train:train",
+        function="virnuc.flows.train:train",
         settings=TrainSettings,
         facts=_trained_head,
         positional=("reads",),

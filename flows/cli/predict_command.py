@@ -18,7 +18,7 @@ class PredictOptions(Spec):
 
 predict = flow_command(
     FlowCommand(
-        flow="virnuc.flows.predict:predict",
+        function="virnuc.flows.predict:predict",
         settings=PredictSettings,
         options=PredictOptions,
         facts=lambda settings: {"Results": str(settings.out)},

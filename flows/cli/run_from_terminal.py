@@ -24,14 +24,14 @@ from virnuc_core.errors import printable
 from virnuc_core.lease import command_start_s
 
 
-def run_from_terminal(flow_path: str, model: type[FlowSettings], settings: Any) -> Outcome[Any]:
+def run_from_terminal(function_path: str, model: type[FlowSettings], settings: Any) -> Outcome[Any]:
     """Run a flow on its settings and return how it ended.
 
     The temporary server, where one is needed, and the workers of a prediction start first. They
     load while the reads and weights are checked and while the flow itself is imported.
 
     Args:
-        flow_path: The flow, as `package.module:function`.
+        function_path: The plain function with the steps of the flow, as `package.module:function`.
         model: The settings model of the flow.
         settings: Settings of this model, which are also those of the terminal (`OnTerminal`).
 
@@ -54,7 +54,7 @@ def run_from_terminal(flow_path: str, model: type[FlowSettings], settings: Any) 
         if not has_named_server:
             prestart_digest(settings)
         nodes_or_devices = getattr(settings, "cluster", None) or devices
-        function_name = flow_path.rpartition(":")[2]
+        function_name = function_path.rpartition(":")[2]
         out_name = printable(str(settings.out))
         _report_progress(
             settings,
@@ -66,11 +66,11 @@ def run_from_terminal(flow_path: str, model: type[FlowSettings], settings: Any) 
             """Run what the flow does without a server, and end the one that was to show it."""
             if server is not None:
                 server.stop()
-            return _run_alone(flow_path, model, values)
+            return _run_alone(function_path, model, values)
 
         flow = None
         if server is not None:
-            flow = _load_flow(flow_path, server)
+            flow = _load_flow(function_path, server)
         from virnuc.flows.console import shown_log_lines
 
         # Loading the flow has made the handler by which Prefect writes to the terminal.
@@ -101,18 +101,30 @@ def _keep_in_memory(settings: Any) -> None:
     keep_contact_address(settings.email)
 
 
-def _load_flow(flow_path: str, server: ChosenServer) -> Any:
-    """Return a flow of Prefect. If it cannot be loaded, log a warning and return None.
+def prefect_flow_path(function_path: str) -> str:
+    """Return where the Prefect flow of a function is, as `package.prefect_flows.module:function`.
 
     Args:
-        flow_path: The flow, as `package.module:function`.
+        function_path: The plain function with the steps of the flow, as `package.module:function`.
+    """
+    package, _, name = function_path.rpartition(".")
+    return f"{package}.prefect_flows.{name}"
+
+
+def _load_flow(function_path: str, server: ChosenServer) -> Any:
+    """Return the Prefect flow of a function, or None if it cannot be loaded.
+
+    Then a warning is logged that the run goes on without a Prefect server.
+
+    Args:
+        function_path: The plain function with the steps of the flow, as `package.module:function`.
         server: The server that is to show the run.
 
     Raises:
         Exception: The flow cannot be loaded, and the run needs the server.
     """
     try:
-        return _import(flow_path)
+        return _import(prefect_flow_path(function_path))
     except Exception as error:  # a damaged package raises errors of any type
         if server.is_needed:
             raise
@@ -131,19 +143,19 @@ def _wait_for(server: ChosenServer, settings: Any) -> None:
         _report_progress(settings, "its server answers")
 
 
-def _run_alone(flow_path: str, model: type[FlowSettings], values: dict[str, Any]) -> Outcome[Any]:
-    """Run what a flow does, without Prefect and without a server.
+def _run_alone(
+    function_path: str, model: type[FlowSettings], values: dict[str, Any]
+) -> Outcome[Any]:
+    """Run the steps of a flow, without Prefect and without a server.
 
     Args:
-        flow_path: The flow, as `package.module:function`. What it does is the function of the same
-            name in `package.bodies.module`.
+        function_path: The plain function with the steps of the flow, as `package.module:function`.
         model: The settings model of the flow.
         values: The values of its fields by name.
     """
     from virnuc.flows.flow_body import run_body_alone
 
-    package, _, name = flow_path.rpartition(".")
-    return run_body_alone(_import(f"{package}.bodies.{name}"), model, values)
+    return run_body_alone(_import(function_path), model, values)
 
 
 def _raise_failure(outcome: Outcome[Any]) -> None:

@@ -23,7 +23,7 @@ from prefect.settings import (
 )
 from prefect.testing.utilities import prefect_test_harness
 
-from virnuc.flows.predict import predict
+from virnuc.flows.prefect_flows.predict import predict
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from virnuc.flows.approval import wait_for_approval
-from virnuc.flows.validate import validate
+from virnuc.flows.prefect_flows.validate import validate
 from virnuc_core.report.verify import verify_report
 
 pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]

@@ -12,7 +12,7 @@ import pynvml
 import pytest
 
 from tests.fake_gpus import FakeGpus, build_fake_nvml
-from virnuc.flows.validate import validate
+from virnuc.flows.prefect_flows.validate import validate
 from virnuc_core import gpus
 from virnuc_core.gpus import Nvml
 from virnuc_core.report.build import read_report

@@ -12,8 +12,8 @@ import pytest
 from prefect.artifacts import Artifact
 
 from tests.failing_files import OPEN, failing_calls, words_of
-from virnuc.flows.scale import scale
-from virnuc.flows.validate import validate
+from virnuc.flows.prefect_flows.scale import scale
+from virnuc.flows.prefect_flows.validate import validate
 from virnuc.tasks.artifacts import host_key
 from virnuc_core.config import Devices
 from virnuc_core.errors import ConfigError, DeviceError

@@ -341,7 +341,7 @@ def test_a_run_scored_again_with_another_threshold(
     prefect_backend: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from virnuc.flows.predict import predict
+    from virnuc.flows.prefect_flows.predict import predict
 
     out_dir = tmp_path / "out"
     predict(reads=[str(few_reads)], out=out_dir, models=models, devices="cpu:1")

@@ -103,10 +103,10 @@ def test_the_mail_address_of_a_run_is_in_no_file(
 
 def test_a_flow_has_no_parameter_for_the_mail_address() -> None:
     """A server keeps the parameters of a run, and those of a deployment."""
-    from virnuc.flows.inbox import predict_inbox
-    from virnuc.flows.predict import predict
-    from virnuc.flows.train import train
-    from virnuc.flows.validate import validate
+    from virnuc.flows.prefect_flows.inbox import predict_inbox
+    from virnuc.flows.prefect_flows.predict import predict
+    from virnuc.flows.prefect_flows.train import train
+    from virnuc.flows.prefect_flows.validate import validate
 
     for flow in (predict, predict_inbox, train, validate):
         assert "reads" in flow.parameters.properties or flow is predict_inbox

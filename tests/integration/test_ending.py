@@ -10,7 +10,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelling
 
-from virnuc.flows.predict import predict
+from virnuc.flows.prefect_flows.predict import predict
 
 from .flow_runs import running_flow_run
 from .processes import committed, own_server

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from virnuc.flows.cli import main
-from virnuc.flows.scale import scale
-from virnuc.flows.validate import validate
+from virnuc.flows.prefect_flows.scale import scale
+from virnuc.flows.prefect_flows.validate import validate
 from virnuc_core.engine import devices
 from virnuc_core.report.build import read_report
 from virnuc_core.report.regression import read_history

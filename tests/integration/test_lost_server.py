@@ -23,7 +23,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from virnuc.flows.approval import wait_for_approval
 from virnuc.flows.cli import main
-from virnuc.flows.predict import predict
+from virnuc.flows.prefect_flows.predict import predict
 from virnuc.tasks.approval import Approval
 from virnuc.tasks.server_connection import route_through_connection
 
@@ -206,7 +206,7 @@ def test_a_workers_run_is_gone_in_ten_seconds_while_its_server_hangs(
             run = client.create_flow_run(predict, parameters=arguments)
         messages = {
             "PREFECT__FLOW_RUN_ID": str(run.id),
-            "PREFECT__FLOW_ENTRYPOINT": "flows/predict.py:predict",
+            "PREFECT__FLOW_ENTRYPOINT": "flows/prefect_flows/predict.py:predict",
         }
         engine = (sys.executable, "-m", "prefect.engine")
         with background(

@@ -153,7 +153,7 @@ def test_a_flow_survives_a_restart_of_the_server(
         flow_runs = [
             d["id"]
             for d in ask("deployments/filter")
-            if d["entrypoint"] == "virnuc.flows.predict.predict"
+            if d["entrypoint"] == "virnuc.flows.prefect_flows.predict.predict"
         ]
         with background(worker, log, env=environment, cwd=ROOT):
             arguments = {

@@ -16,8 +16,8 @@ from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 
 from tests.columns import documented
-from virnuc.flows.inbox import predict_inbox
-from virnuc.flows.predict import predict
+from virnuc.flows.prefect_flows.inbox import predict_inbox
+from virnuc.flows.prefect_flows.predict import predict
 from virnuc.tasks.artifacts import host_key
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.inbox import Ledger
@@ -134,7 +134,7 @@ def test_each_file_of_an_inbox_is_predicted_once(
     def emit(event: str, _resource: str, name: str, payload: dict[str, Any]) -> None:
         sent_messages.append((event, name, payload["reason"]))
 
-    monkeypatch.setattr("virnuc.flows.bodies.inbox.emit", emit)
+    monkeypatch.setattr("virnuc.flows.inbox.emit", emit)
     inbox, out_dir = tmp_path / "inbox", tmp_path / "out"
     inbox.mkdir()
     for number in (1, 2):
@@ -209,7 +209,7 @@ def test_a_file_of_an_inbox_replaced_before_it_is_read_does_not_pass_for_what_it
         return predicted[-1]
 
     monkeypatch.setattr("virnuc_core.inbox.sha256_of", hashed)
-    monkeypatch.setattr("virnuc.flows.bodies.inbox.shared_workers", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("virnuc.flows.inbox.shared_workers", lambda *_, **__: nullcontext())
     arguments = {
         "inbox": inbox,
         "out": out_dir,

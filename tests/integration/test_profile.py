@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prefect.artifacts import Artifact
 
-from virnuc.flows.profile import profile
+from virnuc.flows.prefect_flows.profile import profile
 from virnuc.tasks.artifacts import host_key
 from virnuc_core.runfiles import read
 from virnuc_core.tools.trace import TABLE, TraceTable

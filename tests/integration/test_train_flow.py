@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc.flows.train import train
+from virnuc.flows.prefect_flows.train import train
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.rundir import RunDir
 

@@ -11,11 +11,11 @@ from prefect.artifacts import Artifact
 from prefect.client.schemas.objects import State
 
 from virnuc.flows.cli import main
-from virnuc.flows.overhead import overhead
-from virnuc.flows.predict import predict
+from virnuc.flows.prefect_flows.overhead import overhead
+from virnuc.flows.prefect_flows.predict import predict
+from virnuc.flows.prefect_flows.tune import tune
 from virnuc.flows.settings.shared import ComputeSettings, RunSettings
 from virnuc.flows.settings.tune import TuneSettings
-from virnuc.flows.tune import tune
 from virnuc.tasks.artifacts import host_key
 from virnuc_core.config import EngineSpec, read_settings
 from virnuc_core.errors import ConfigError

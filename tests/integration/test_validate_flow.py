@@ -15,8 +15,8 @@ from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 
 from virnuc.flows.cli.flow_command import exit_code
-from virnuc.flows.predict import predict
-from virnuc.flows.validate import validate
+from virnuc.flows.prefect_flows.predict import predict
+from virnuc.flows.prefect_flows.validate import validate
 from virnuc.tasks.artifacts import host_key
 from virnuc.tasks.background import background_thread
 from virnuc_core.encoders.convert import init_random

@@ -28,7 +28,7 @@ pull:
   - prefect.deployments.steps.set_working_directory: {{directory: .}}
 deployments:
   - name: installed
-    entrypoint: virnuc.flows.predict.predict
+    entrypoint: virnuc.flows.prefect_flows.predict.predict
     work_pool: {{name: wheel, job_variables: {{working_dir: {folder}}}}}
 """
 

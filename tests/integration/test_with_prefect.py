@@ -30,7 +30,7 @@ from prefect.states import Cancelled, Running
 from virnuc.flows.approval import wait_for_approval
 from virnuc.flows.cli import main
 from virnuc.flows.flow_decorator import with_parameters
-from virnuc.flows.predict import predict
+from virnuc.flows.prefect_flows.predict import predict
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.tasks.approval import Approval
 from virnuc.tasks.artifacts import progress_artifact, publish_markdown, publish_table

@@ -22,7 +22,7 @@ from virnuc.flows.cli.doctor_server import check_scheduler
 from .processes import PREFECT, ROOT, background, committed, gone, wait_for
 
 pytestmark = pytest.mark.slow
-SERVE = "from virnuc.flows.predict import predict; predict.serve(name='served', pause_on_shutdown=False)"
+SERVE = "from virnuc.flows.prefect_flows.predict import predict; predict.serve(name='served', pause_on_shutdown=False)"
 
 
 def read(flow_run_id: UUID) -> FlowRun:
@@ -160,7 +160,7 @@ def test_a_scheduled_run_starts_by_itself_and_completes(
         "--concurrency-limit",
         "1",
     )
-    succeed(server, "deploy", "flows/predict.py:predict", *deployments)
+    succeed(server, "deploy", "flows/prefect_flows/predict.py:predict", *deployments)
 
     def ended() -> FlowRun | None:
         with get_client(sync_client=True) as client:

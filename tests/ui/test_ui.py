@@ -207,7 +207,7 @@ def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, pa
                 description["description"].split("`")[0].split("https:")[0].strip()
             )  # Markdown and links are rendered
             page.get_by_text(text, exact=False).first.wait_for(state="attached")
-    deployment = parameters["virnuc.flows.tune.tune"]
+    deployment = parameters["virnuc.flows.prefect_flows.tune.tune"]
     page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
     page.get_by_text("slots of one ESM-2 batch to try").first.wait_for()
     shot(page, "0-form-of-tune")

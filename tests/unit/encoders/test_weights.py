@@ -404,7 +404,7 @@ def test_a_command_checks_weights_and_loads_its_flow_without_torch(models: Path)
     program = """
 import sys
 from pathlib import Path
-import virnuc.flows.predict
+import virnuc.flows.prefect_flows.predict
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.digests import fingerprint
 fingerprint(models := Path(sys.argv[1])), check_models(models)

@@ -45,10 +45,10 @@ def test_a_deployment_names_a_flow_and_gives_it_parameters_it_takes(
 def test_every_flow_is_deployed_and_named_where_people_look() -> None:
     flows = {
         path.stem
-        for path in (ROOT / "flows").glob("*.py")
+        for path in (ROOT / "flows" / "prefect_flows").glob("*.py")
         if "@flow(" in path.read_text(encoding="utf-8")
     }
-    deployed_flows = {d["entrypoint"].split(".")[2] for d in DEPLOYMENTS}
+    deployed_flows = {d["entrypoint"].split(".")[3] for d in DEPLOYMENTS}
     assert deployed_flows == flows
     guide = (ROOT / "deployments" / "README.md").read_text(encoding="utf-8")
     for deployment in DEPLOYMENTS:
@@ -78,7 +78,7 @@ def test_a_name_that_is_no_parameter_is_refused_when_a_run_is_created(
 def test_a_value_the_form_must_refuse_is_refused() -> None:
     from prefect.exceptions import ParameterTypeError
 
-    flow = flow_of("virnuc.flows.predict.predict")
+    flow = flow_of("virnuc.flows.prefect_flows.predict.predict")
     good = {"reads": ["a.fa"], "out": "o", "models": "m"}
     flow.validate_parameters(good)
     for wrong in ({"stage_workers": -1}, {"precision": "fp7"}, {"devices": "gpu9"}):

@@ -16,6 +16,7 @@ from prefect.settings import PREFECT_UI_URL, temporary_settings
 
 from virnuc.flows.cli import main
 from virnuc.flows.cli.registry import COMMANDS
+from virnuc.flows.cli.run_from_terminal import prefect_flow_path
 from virnuc.tasks.outcome import Outcome
 
 READS = ("reads.fa",)
@@ -51,8 +52,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Started:
     """The flows and settings that commands start. Nothing runs: each flow ends at once."""
     calls: Started = []
 
-    def run_from_terminal(flow_path: str, _model: type[Any], settings: Any) -> Outcome[str]:
-        calls.append((flow_path, settings))
+    def run_from_terminal(function_path: str, _model: type[Any], settings: Any) -> Outcome[str]:
+        calls.append((function_path, settings))
         return Outcome("its result", "its message", flow_run_id=FLOW_RUN)
 
     monkeypatch.setattr("virnuc.flows.cli.run_from_terminal.run_from_terminal", run_from_terminal)
@@ -72,10 +73,15 @@ def say_text(tmp_path: Path) -> Callable[[Path], None]:
     return write
 
 
+def imported(path: str) -> Any:
+    """Return what is at a place, given as `package.module:name`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def test_every_command_of_the_registry_is_found() -> None:
     for entry in COMMANDS:
-        module, _, name = entry.import_path.partition(":")
-        assert callable(getattr(importlib.import_module(module), name))
+        assert callable(imported(entry.import_path))
 
 
 @pytest.mark.parametrize(("name", "words", "facts"), COMMANDS_OF_FLOWS)
@@ -91,11 +97,13 @@ def test_a_command_starts_its_flow_with_all_of_its_parameters_and_says_where_the
     say_text(PROFILE_TABLES)
     with temporary_settings({PREFECT_UI_URL: "http://ui.example"}):
         assert main([name, *words, "--out", "out", "--models", "models"]) == 0
-    [(flow_path, settings)] = started
-    module, _, function = flow_path.partition(":")
-    flow = getattr(importlib.import_module(module), function)
+    [(function_path, settings)] = started
+    steps = imported(function_path)
+    assert not isinstance(steps, Flow)
+    assert steps.__name__ == name.replace("-", "_")
+    flow = imported(prefect_flow_path(function_path))
     assert isinstance(flow, Flow)
-    assert function == name.replace("-", "_")
+    assert flow.name == name
     assert set(inspect.signature(flow).parameters) <= set(type(settings).model_fields)
     text_of = {"validate": ["the text of report.txt"], "profile": ["the text of profile.md"]}
     lines = capsys.readouterr().out.splitlines()
