@@ -1,11 +1,21 @@
-"""`benchmark_*.json`: the results of a validation for other programs, with metadata.
+"""`benchmark_<time>.json`: the results of a validation for other programs, with metadata.
 
-A figure that was not measured is `null`.
+The name of the file, and the names and the nesting of its first fields, are those of VirNucPro's
+benchmark reports, so that programs which read those can read these. Further fields are ours. A
+figure that was not measured is `null`.
 """
 
 import json
-from typing import Self
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Final, Self
 
+from virnuc_core.report.bottlenecks import (
+    StageBottleneck,
+    stage_bottlenecks,
+    stage_gpu_percent,
+)
 from virnuc_core.report.model import (
     Bottleneck,
     DeviceMetrics,
@@ -14,17 +24,68 @@ from virnuc_core.report.model import (
     RunMetrics,
     ScalingMetrics,
     StageThroughput,
+    Verdict,
 )
 from virnuc_core.runfiles import RunFile
 
+NAME_TIME: Final = "%Y%m%d_%H%M%S"  # in the names of the files
+TITLE_TIME: Final = "%Y-%m-%d %H:%M:%S"
+
+
+def benchmark_name(created: str) -> str:
+    """Return the name of both files without their ends: `benchmark_20260126_184817`.
+
+    Args:
+        created: When the validation was started, in ISO form and in the time zone that it names. A
+            text of another form is used as it is, without its special characters.
+    """
+    try:
+        time = datetime.fromisoformat(created).strftime(NAME_TIME)
+    except ValueError:  # records of old versions say "unknown"
+        return former_benchmark_name(created)
+    return f"benchmark_{time}"
+
+
+def former_benchmark_name(created: str) -> str:
+    """Return the name that older versions gave both files: `benchmark_2026_01_26T18_48_17_00_00`.
+
+    Args:
+        created: As in `benchmark_name`.
+    """
+    time = re.sub(r"[^0-9A-Za-z]+", "_", created).strip("_") or "unknown"
+    return f"benchmark_{time}"
+
+
+def benchmark_title(created: str) -> str:
+    """Return the first line of `benchmark_<time>.md`, without the `#`.
+
+    Args:
+        created: As in `benchmark_name`.
+    """
+    try:
+        time = datetime.fromisoformat(created).strftime(TITLE_TIME)
+    except ValueError:
+        time = created
+    return f"Benchmark Report - {time}"
+
 
 class ScalingResult(RunFile):
-    """Time and speed-up on a number of devices."""
+    """Time and speed-up on a number of devices, and the verdict on it."""
 
     num_gpus: int
     time_seconds: float
     speedup: float
     efficiency: float  # 0 to 1
+    verdict: Verdict | None = None  # None: the speed-up on so many devices is not judged
+    reason: str = ""
+
+    @property
+    def config(self) -> str:
+        """Return the devices as `--gpus` of VirNucPro has them: `0`, `0,1`, `0,1,2,3`.
+
+        The numbers are places in the list of the devices of the run, which uses the first ones.
+        """
+        return ",".join(str(place) for place in range(self.num_gpus))
 
     @classmethod
     def of(cls, figure: ScalingMetrics) -> Self:
@@ -34,6 +95,8 @@ class ScalingResult(RunFile):
             time_seconds=figure.time_seconds,
             speedup=figure.speedup,
             efficiency=figure.efficiency,
+            verdict=None if figure.judged is None else figure.judged.verdict,
+            reason="" if figure.judged is None else figure.judged.reason,
         )
 
 
@@ -61,24 +124,51 @@ class DeviceResult(RunFile):
 
 
 class StageResult(RunFile):
-    """Speed of one stage."""
+    """Speed of one stage, and whether it is a bottleneck."""
 
     stage: str
     total_sequences: int
     total_time_seconds: float
     throughput_seq_per_sec: float | None
     avg_time_per_sequence_ms: float
+    share_of_time: float | None  # 0 to 1, of the whole run
+    gpu_util_avg: float | None  # percent, of the least used GPU; None for stages without a GPU
+    is_bottleneck: bool
+    advice: str  # empty unless it is a bottleneck
 
     @classmethod
-    def of(cls, speed: StageThroughput) -> Self:
-        """Return the result of one stage."""
+    def of(
+        cls, speed: StageThroughput, run: RunMetrics, bottleneck: StageBottleneck | None
+    ) -> Self:
+        """Return the result of one stage.
+
+        Args:
+            speed: The speed of the stage.
+            run: The run that the stage is of.
+            bottleneck: What is said about the stage if it is a bottleneck, else None.
+        """
         return cls(
             stage=speed.stage,
             total_sequences=speed.sequences,
             total_time_seconds=speed.seconds,
             throughput_seq_per_sec=speed.sequences_per_s,
             avg_time_per_sequence_ms=speed.ms_per_sequence,
+            share_of_time=run.stage_shares.get(speed.stage),
+            gpu_util_avg=stage_gpu_percent(run, speed.stage),
+            is_bottleneck=bottleneck is not None,
+            advice="" if bottleneck is None else bottleneck.advice,
         )
+
+
+def _stage_results(run: RunMetrics | None) -> dict[str, StageResult]:
+    """Return the result of each stage of a run that has a speed, by the name of the stage."""
+    if run is None:
+        return {}
+    bottlenecks = {bottleneck.stage: bottleneck for bottleneck in stage_bottlenecks(run)}
+    results = {}
+    for speed in run.stage_throughput:
+        results[speed.stage] = StageResult.of(speed, run, bottlenecks.get(speed.stage))
+    return results
 
 
 class EncoderResult(RunFile):
@@ -128,7 +218,8 @@ class EfficiencyResult(RunFile):
 class BenchmarkResults(RunFile):
     """All results."""
 
-    scaling: tuple[ScalingResult, ...]
+    scaling: dict[str, ScalingResult]  # by the devices, such as "0,1"
+    scaling_list: tuple[ScalingResult, ...]  # the same, one device first
     gpu_stats: dict[str, DeviceResult]  # by device
     throughput: dict[str, StageResult]  # by stage
     efficiency: EfficiencyResult
@@ -138,17 +229,15 @@ class BenchmarkResults(RunFile):
     @classmethod
     def of(cls, report: Report) -> Self:
         """Return the results of a report."""
-        run = report.run
-        devices: tuple[DeviceMetrics, ...] = ()
-        stages: tuple[StageThroughput, ...] = ()
-        if run is not None:
-            stages = run.stage_throughput
-            if run.telemetry is not None:
-                devices = run.telemetry.devices
+        devices: Sequence[DeviceMetrics] = ()
+        if report.run is not None and report.run.telemetry is not None:
+            devices = report.run.telemetry.devices
+        scaling_list = tuple(ScalingResult.of(figure) for figure in report.scaling)
         return cls(
-            scaling=tuple(ScalingResult.of(figure) for figure in report.scaling),
+            scaling={result.config: result for result in scaling_list},
+            scaling_list=scaling_list,
             gpu_stats={device.device: DeviceResult.of(device) for device in devices},
-            throughput={speed.stage: StageResult.of(speed) for speed in stages},
+            throughput=_stage_results(report.run),
             efficiency=EfficiencyResult.of(report),
             losses=report.losses,
             findings=report.findings,
@@ -190,19 +279,22 @@ class BenchmarkMetadata(RunFile):
 
 
 class BenchmarkFile(RunFile):
-    """`benchmark_*.json`."""
+    """`benchmark_<time>.json`.
 
-    schema_version: int = 1
+    Until version 1, `results.scaling` was a list. That list is `results.scaling_list` now.
+    """
+
+    schema_version: int = 2
     timestamp: str
     results: BenchmarkResults
     metadata: BenchmarkMetadata
 
 
 def benchmark_json(report: Report) -> str:
-    """Return the content of `benchmark_*.json` for a report."""
+    """Return the content of `benchmark_<time>.json` for a report."""
     content = BenchmarkFile(
         timestamp=report.provenance.created,
         results=BenchmarkResults.of(report),
         metadata=BenchmarkMetadata.of(report),
     )
-    return json.dumps(content.model_dump(mode="json"), indent=1, allow_nan=False) + "\n"
+    return json.dumps(content.model_dump(mode="json"), indent=2, allow_nan=False) + "\n"

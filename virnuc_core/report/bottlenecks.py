@@ -106,23 +106,44 @@ class Loss:
     is_expected: bool = False  # the encoders do their work well
 
 
-def stage_findings(run: RunMetrics | None) -> tuple[str, ...]:
-    """Return a sentence on each stage that takes much time or leaves a GPU idle.
+@dataclass(frozen=True, slots=True)
+class StageBottleneck:
+    """A stage that takes much time or leaves a GPU idle, and what helps."""
+
+    stage: str
+    share: float  # of the whole time, 0 to 1
+    gpu_percent: float | None  # utilisation of the least used GPU; None for stages without one
+    is_expected: bool  # the protein encoder at work, which is no reason to act
+    advice: str
+
+    @property
+    def sentence(self) -> str:
+        """Return the bottleneck as a sentence."""
+        busy = ""
+        if self.gpu_percent is not None:
+            busy = f", the lowest GPU {self.gpu_percent:.1f} % busy"
+        word = "expected" if self.is_expected else "actionable"
+        share = f"{100 * self.share:.1f} %"
+        return f"{self.stage} takes {share} of the time{busy} ({word}): {self.advice}."
+
+
+def stage_bottlenecks(run: RunMetrics | None) -> tuple[StageBottleneck, ...]:
+    """Return the stages that take much time or leave a GPU idle.
 
     Two rules choose the stages: more than 30 % of the time (`TIME_SHARE`), or a GPU that is less
     than 80 % busy (`BUSY_PERCENT`). The protein encoder always takes much time. That is called
-    expected as long as it keeps its GPU busy. All other sentences are called actionable.
+    expected as long as it keeps its GPU busy. All others are called actionable.
 
     Returns:
-        The sentences, that on the stage with the largest share of the time first. Nothing without
-        a run, or without its total time.
+        The stages, that with the largest share of the time first. Nothing without a run, or without
+        its total time.
     """
     if run is None:
         return ()
-    findings = []
+    bottlenecks = []
     for stage in STAGES:
         share = run.stage_shares.get(stage, 0.0)
-        gpu_percent = _gpu_percent(run, stage)
+        gpu_percent = stage_gpu_percent(run, stage)
         is_idle = gpu_percent is not None and gpu_percent < BUSY_PERCENT
         if share <= TIME_SHARE and not is_idle:
             continue
@@ -133,14 +154,17 @@ def stage_findings(run: RunMetrics | None) -> tuple[str, ...]:
             advice = IDLE_GPU_ADVICE
         else:
             advice = STAGE_ADVICE[stage]
-        busy = "" if gpu_percent is None else f", the lowest GPU {gpu_percent:.1f} % busy"
-        word = "expected" if is_expected else "actionable"
-        text = f"{stage} takes {100 * share:.1f} % of the time{busy} ({word}): {advice}."
-        findings.append((-share, text))  # negative, so that the largest share is sorted first
-    return tuple(text for _, text in sorted(findings))
+        bottlenecks.append(StageBottleneck(stage, share, gpu_percent, is_expected, advice))
+    bottlenecks.sort(key=lambda bottleneck: bottleneck.share, reverse=True)
+    return tuple(bottlenecks)
 
 
-def _gpu_percent(run: RunMetrics, stage: str) -> float | None:
+def stage_findings(run: RunMetrics | None) -> tuple[str, ...]:
+    """Return a sentence on each stage that `stage_bottlenecks` names, in its order."""
+    return tuple(bottleneck.sentence for bottleneck in stage_bottlenecks(run))
+
+
+def stage_gpu_percent(run: RunMetrics, stage: str) -> float | None:
     """Return the utilisation of the least used GPU in a GPU stage, or `None` for other stages."""
     if run.telemetry is None:
         return None
@@ -239,7 +263,7 @@ def _losses_of_computing(run: RunMetrics, seconds_of_row: Mapping[str, float]) -
         stage_s = seconds_of_row.get(stage, 0.0)
         packing = encoder.packing_efficiency or 1.0  # share of the slots with a token
         speed = 1.0  # as a share of the possible speed
-        gpu_percent = _gpu_percent(run, stage)
+        gpu_percent = stage_gpu_percent(run, stage)
         if gpu_percent is not None:
             speed = gpu_percent / 100.0
             is_any_gpu_idle = is_any_gpu_idle or gpu_percent < BUSY_PERCENT

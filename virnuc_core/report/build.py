@@ -19,6 +19,7 @@ from virnuc_core.errors import (
     join_first,
 )
 from virnuc_core.profiles import Profile
+from virnuc_core.report.benchmark import former_benchmark_name
 from virnuc_core.report.bottlenecks import rank_losses, stage_findings
 from virnuc_core.report.charts import charts
 from virnuc_core.report.comparability import Comparability, check_comparability
@@ -62,7 +63,7 @@ from virnuc_core.report.render import REPORT_JSON, render
 from virnuc_core.report.warnings import warnings
 from virnuc_core.rundir import RunDir, write_text_atomically
 from virnuc_core.runfiles import RunRecord, read, write
-from virnuc_core.safe_files import output_directory
+from virnuc_core.safe_files import output_directory, remove_file
 from virnuc_core.system_errors import path_exists
 
 log = logging.getLogger(__name__)
@@ -427,9 +428,18 @@ def rerender(out: Path) -> Report:
 
 
 def _write_forms(out: Path, report: Report) -> Report:
-    """Write every form of a report, and return the report."""
+    """Write every form of a report, and return the report.
+
+    The benchmark files that an older version wrote for the same validation, under another name, are
+    removed. Benchmark files of earlier validations are kept.
+    """
     pages = render(report)
+    folder = RunDir(out).report
     with output_directory(out):
         for name, content in pages.items():
-            write_text_atomically(RunDir(out).report / name, content)
+            write_text_atomically(folder / name, content)
+        for suffix in (".md", ".json"):
+            former_name = former_benchmark_name(report.provenance.created) + suffix
+            if former_name not in pages:
+                remove_file(folder / former_name, out, missing_ok=True)
     return report

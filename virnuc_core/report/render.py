@@ -5,7 +5,6 @@ forms show is decided by `views` and `printed`. The templates hold only the layo
 """
 
 import base64
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,9 +14,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from virnuc_core.checked_files import with_own_digest
 from virnuc_core.markdown import code_block, code_span, front_matter_value
-from virnuc_core.report.benchmark import benchmark_json
+from virnuc_core.report.benchmark import (
+    BenchmarkResults,
+    DeviceResult,
+    ScalingResult,
+    StageResult,
+    benchmark_json,
+    benchmark_name,
+    benchmark_title,
+)
 from virnuc_core.report.charts import GENERATOR, Chart, all_charts
-from virnuc_core.report.model import DeviceMetrics, Report, ScalingMetrics, StageThroughput
+from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.printed import (
     criteria_block,
     further_block,
@@ -27,18 +34,19 @@ from virnuc_core.report.printed import (
 )
 from virnuc_core.report.sections import Row, Section
 from virnuc_core.report.text import (
+    GIBIBYTE,
     Mark,
     cell,
     clock,
     format_value,
-    gibibytes,
     markdown_cell,
     number,
     percent,
+    target_text,
 )
 from virnuc_core.report.views.criteria import CRITERIA_TITLE, approval_section
 from virnuc_core.report.views.full_report import report_sections
-from virnuc_core.report.views.speed import efficiency_rows
+from virnuc_core.report.views.speed import efficiency_rows, scaling_rows
 
 REPORT_JSON: Final = "report.json"
 SHORT_COMMIT: Final = 12  # characters
@@ -46,14 +54,14 @@ SHORT_COMMIT: Final = 12  # characters
 
 def render(report: Report) -> dict[str, str]:
     """Return the content of every form of a report, by file name."""
-    created = re.sub(r"[^0-9A-Za-z]+", "_", report.provenance.created).strip("_") or "unknown"
+    benchmark = benchmark_name(report.provenance.created)
     return {
         REPORT_JSON: with_own_digest(report.model_dump_json(indent=1)),
         "report.txt": report_text(report),
         "report.md": report_markdown(report),
         "report.html": report_html(report),
-        f"benchmark_{created}.md": benchmark_markdown(report),
-        f"benchmark_{created}.json": benchmark_json(report),
+        f"{benchmark}.md": benchmark_markdown(report),
+        f"{benchmark}.json": benchmark_json(report),
     }
 
 
@@ -134,48 +142,106 @@ def sections_markdown(sections: list[Section]) -> str:
 
 
 def benchmark_markdown(report: Report) -> str:
-    """Return `benchmark_*.md`: the main results as tables."""
-    stages: list[Row] = []
-    devices: list[Row] = []
-    if report.run is not None:
-        stages = [_stage_row(speed) for speed in report.run.stage_throughput]
-        if report.run.telemetry is not None:
-            devices = [_device_row(device) for device in report.run.telemetry.devices]
+    """Return `benchmark_<time>.md`: the main results as tables.
+
+    The first three tables are those of VirNucPro's benchmark reports, with their titles, columns
+    and numbers of decimals. Then come verdicts, bottlenecks with advice, and costs.
+    """
+    results = BenchmarkResults.of(report)
+    utilisation = [criterion for criterion in report.criteria if criterion.perf_id == "PERF-02"]
     return fill_template(
         "benchmark.md.j2",
-        created=report.provenance.created,
-        scaling=[_scaling_row(figure) for figure in report.scaling],
-        devices=devices,
-        stages=stages,
+        title=benchmark_title(report.provenance.created),
+        scaling=[_scaling_row(run) for run in results.scaling_list],
+        devices=[_device_row(device, use) for device, use in results.gpu_stats.items()],
+        stages=[_stage_row(stage) for stage in results.throughput.values()],
+        verdicts=_scaling_verdict_rows(report),
+        bottlenecks=_bottleneck_rows(results),
+        advice=_advice_lines(results),
+        utilisation=[_criterion_row(criterion) for criterion in utilisation],
         efficiency=efficiency_rows(report),
     )
 
 
-def _scaling_row(figure: ScalingMetrics) -> Row:
+def _scaling_row(run: ScalingResult) -> Row:
     """Return the table row on one number of devices."""
     return {
-        "GPUs": figure.num_gpus,
-        "Time (s)": number(figure.time_seconds),
-        "Speedup": number(figure.speedup, 2, "x"),
-        "Efficiency": percent(figure.efficiency, unit="%"),
+        "GPUs": run.num_gpus,
+        "Time (s)": _fixed(run.time_seconds, 1),
+        "Speedup": _fixed(run.speedup, 2, "x"),
+        "Efficiency": _fixed(100 * run.efficiency, 1, "%"),
     }
 
 
-def _device_row(device: DeviceMetrics) -> Row:
+def _device_row(device: str, use: DeviceResult) -> Row:
     """Return the table row on the use of one device."""
+    peak_gib = None if use.mem_used_peak is None else use.mem_used_peak / GIBIBYTE
     return {
-        "GPU": device.device,
-        "Avg Util %": number(device.gpu_util_avg, 1, "%"),
-        "Peak Mem (GB)": gibibytes(device.mem_used_peak),
+        "GPU": device,
+        "Avg Util %": _fixed(use.gpu_util_avg, 1, "%"),
+        "Peak Mem (GB)": _fixed(peak_gib, 2),
     }
 
 
-def _stage_row(speed: StageThroughput) -> Row:
+def _stage_row(stage: StageResult) -> Row:
     """Return the table row on the speed of one stage."""
     return {
-        "Stage": speed.stage,
-        "Seq/sec": number(speed.sequences_per_s),
-        "Time (s)": number(speed.seconds),
+        "Stage": stage.stage,
+        "Seq/sec": _fixed(stage.throughput_seq_per_sec, 1),
+        "Time (s)": _fixed(stage.total_time_seconds, 1),
+    }
+
+
+def _fixed(value: float | None, digits: int, unit: str = "") -> str:
+    """Return a number with so many decimals and without separators of thousands, and its unit.
+
+    Without a value the text is `n/a`.
+    """
+    if value is None:
+        return cell(None)
+    return f"{value:.{digits}f}{unit}"
+
+
+def _scaling_verdict_rows(report: Report) -> list[Row]:
+    """Return the verdict on the scaling of each number of devices, also of those not measured."""
+    columns = ("GPUs", "Speedup", "Efficiency", "Required", "Verdict", "Why")
+    # A number of devices that was not measured has no figures, only a verdict and the reason.
+    return [{name: row.get(name) for name in columns} for row in scaling_rows(report)]
+
+
+def _bottleneck_rows(results: BenchmarkResults) -> list[Row]:
+    """Return the share of the time and the use of the GPU of each stage, with a mark if it is a
+    bottleneck.
+    """
+    return [
+        {
+            "Stage": stage.stage,
+            "Time": percent(stage.share_of_time, unit="%"),
+            "GPU Util": number(stage.gpu_util_avg, 1, "%"),
+            "Bottleneck": "yes" if stage.is_bottleneck else "no",
+        }
+        for stage in results.throughput.values()
+    ]
+
+
+def _advice_lines(results: BenchmarkResults) -> list[str]:
+    """Return advice on each bottleneck, and on each loss of time that is worth a person's time."""
+    lines = list(results.findings)
+    for loss in results.losses:
+        if not loss.expected:
+            saving = "" if loss.share is None else f", at most {100 * loss.share:.1f} % of the time"
+            lines.append(f"{loss.kind} ({loss.detail}{saving}): {loss.advice}.")
+    return lines
+
+
+def _criterion_row(criterion: Criterion) -> Row:
+    """Return the table row on a criterion."""
+    return {
+        "Criterion": criterion.title,
+        "Measured": format_value(criterion),
+        "Required": target_text(criterion.target, criterion.unit),
+        "Verdict": Mark(criterion.verdict),
+        "Why": criterion.reason,
     }
 
 

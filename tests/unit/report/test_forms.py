@@ -5,14 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import re
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.damage import edit_json
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile, load_profile
+from virnuc_core.report.benchmark import former_benchmark_name
 from virnuc_core.report.build import build_report, read_report, rerender, write_report
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import render, report_markdown
@@ -167,48 +170,130 @@ def test_front_matter_says_what_the_report_is_of(report: Report) -> None:
     assert 'criteria_met: 6\ncriteria: 7\noutcome: "failed"\n' in text
 
 
-def test_benchmark_files_have_the_usual_headings_and_names(report: Report) -> None:
+def benchmark_files(report: Report) -> tuple[str, str, dict[str, Any]]:
+    """Return the common name, the Markdown and the data of the benchmark files of a report."""
     forms = render(report)
-    (markdown,) = [text for name, text in forms.items() if re.fullmatch(r"benchmark_\w+\.md", name)]
-    (data,) = [
-        json.loads(text)
-        for name, text in forms.items()
-        if re.fullmatch(r"benchmark_\w+\.json", name)
-    ]
-    assert [line for line in markdown.splitlines() if line.startswith("## ")] == [
-        "## GPU Scaling",
-        "## GPU Utilization",
-        "## Throughput by Stage",
-        "## Efficiency and cost",
-    ]
-    for header in (
-        "| GPUs | Time (s) | Speedup | Efficiency |",
-        "| GPU | Avg Util % | Peak Mem (GB) |",
-        "| Stage | Seq/sec | Time (s) |",
-    ):
-        assert header in markdown
-    assert set(data["results"]["scaling"][1]) == {
-        "num_gpus",
-        "time_seconds",
-        "speedup",
-        "efficiency",
-    }
-    assert set(data["results"]["throughput"]["ESM-2"]) == {
+    (name,) = [name for name in forms if re.fullmatch(r"benchmark_\w+\.md", name)]
+    stem = name.removesuffix(".md")
+    return stem, forms[name], json.loads(forms[f"{stem}.json"])
+
+
+def seed_markdown(timestamp: datetime, results: dict[str, Any]) -> str:
+    """Return the Markdown of a benchmark as VirNucPro's own function writes it.
+
+    The body is `generate_benchmark_report` of its phase 6 research, line by line, except that it
+    returns the text and takes the time.
+    """
+    lines = [f"# Benchmark Report - {timestamp.strftime('%Y-%m-%d %H:%M:%S')}\n\n"]
+    lines.append("## GPU Scaling\n\n")
+    lines.append("| GPUs | Time (s) | Speedup | Efficiency |\n")
+    lines.append("|------|----------|---------|------------|\n")
+    for data in results["scaling"].values():
+        num_gpus = data["num_gpus"]
+        speedup = data["speedup"]
+        efficiency = (speedup / num_gpus * 100) if num_gpus > 0 else 0
+        lines.append(
+            f"| {num_gpus} | {data['time_seconds']:.1f} | {speedup:.2f}x | {efficiency:.1f}% |\n"
+        )
+    lines.append("\n## GPU Utilization\n\n")
+    lines.append("| GPU | Avg Util % | Peak Mem (GB) |\n")
+    lines.append("|-----|------------|---------------|\n")
+    for gpu_id, stats in results["gpu_stats"].items():
+        peak = stats["mem_used_peak"] / 1024**3
+        lines.append(f"| {gpu_id} | {stats['gpu_util_avg']:.1f}% | {peak:.2f} |\n")
+    lines.append("\n## Throughput by Stage\n\n")
+    lines.append("| Stage | Seq/sec | Time (s) |\n")
+    lines.append("|-------|---------|----------|\n")
+    for stage, metrics in results["throughput"].items():
+        speed = metrics["throughput_seq_per_sec"]
+        lines.append(f"| {stage} | {speed:.1f} | {metrics['total_time_seconds']:.1f} |\n")
+    return "".join(lines)
+
+
+def test_benchmark_files_are_those_of_virnucpro(report: Report) -> None:
+    """A program that reads VirNucPro's benchmark files can read ours."""
+    stem, markdown, data = benchmark_files(report)
+    time = datetime.fromisoformat(report.provenance.created)
+    assert stem == f"benchmark_{time:%Y%m%d_%H%M%S}"
+    assert datetime.fromisoformat(data["timestamp"]) == time
+    assert {"pytorch_version", "cuda_version", "gpu_count"} <= set(data["metadata"])
+    assert data["metadata"]["gpu_count"] == 2
+
+    results = data["results"]
+    assert list(results["scaling"]) == ["0", "0,1"]
+    assert {"num_gpus", "time_seconds", "speedup", "efficiency"} <= set(results["scaling"]["0,1"])
+    assert list(results["scaling"].values()) == results["scaling_list"], "as readers of ours had it"
+    assert {
+        "gpu_util_avg",
+        "gpu_util_min",
+        "gpu_util_max",
+        "mem_used_avg",
+        "mem_used_peak",
+        "sample_count",
+    } <= set(next(iter(results["gpu_stats"].values())))
+    assert {
         "stage",
         "total_sequences",
         "total_time_seconds",
         "throughput_seq_per_sec",
         "avg_time_per_sequence_ms",
-    }
-    assert data["metadata"]["gpu_count"] == 2
-    assert {
-        "pytorch_version",
-        "cuda_version",
-        "driver_version",
-        "git_commit",
-        "profile",
-        "seeds",
-    } <= set(data["metadata"])
+    } <= set(results["throughput"]["ESM-2"])
+    assert markdown.startswith(seed_markdown(time, results))
+
+
+def test_benchmark_files_name_verdicts_bottlenecks_and_advice(report: Report) -> None:
+    _, markdown, data = benchmark_files(report)
+    headings = [line for line in markdown.splitlines() if line.startswith("## ")]
+    assert headings[3:] == [
+        "## Scaling Verdicts",
+        "## Bottlenecks",
+        "## Recommendations",
+        "## PERF-02",
+        "## Efficiency and cost",
+    ]
+    two_devices = data["results"]["scaling"]["0,1"]
+    assert two_devices["verdict"] == report.scaling[1].judged.verdict == "fail"
+    assert re.search(r"\| 2 \| 1\.82x \| .*FAIL", markdown, re.IGNORECASE)
+    esm2 = data["results"]["throughput"]["ESM-2"]
+    chunking = data["results"]["throughput"]["Sequence Chunking"]
+    assert esm2["is_bottleneck"]
+    assert esm2["share_of_time"] > 0.3
+    assert esm2["gpu_util_avg"] == report.run.telemetry.lowest_percent("protein")
+    assert esm2["advice"] in markdown
+    assert not chunking["is_bottleneck"]
+    assert chunking["gpu_util_avg"] is None
+
+
+def test_a_benchmark_without_a_gpu_or_a_time_says_so(report: Report) -> None:
+    devices = tuple(
+        device.model_copy(update={"gpu_util_avg": None, "mem_used_peak": None})
+        for device in report.run.telemetry.devices
+    )
+    telemetry = report.run.telemetry.model_copy(update={"devices": devices})
+    bare = report.model_copy(
+        update={
+            "run": report.run.model_copy(update={"telemetry": telemetry}),
+            "provenance": report.provenance.model_copy(update={"created": "unknown"}),
+        }
+    )
+    stem, markdown, _ = benchmark_files(bare)
+    assert stem == "benchmark_unknown"
+    assert re.search(r"\| n/a \| n/a \|", markdown)
+
+
+def test_rendering_again_replaces_benchmark_files_of_the_former_name(
+    copied: tuple[Path, Profile], report: Report
+) -> None:
+    folder = copied[0] / "report"
+    stem, *_ = benchmark_files(report)
+    former = folder / f"{former_benchmark_name(report.provenance.created)}.json"
+    of_earlier_run = folder / "benchmark_20200101_000000.json"
+    for path in (former, of_earlier_run):
+        path.write_text("{}")
+    rerender(copied[0])
+    assert not former.exists()
+    assert of_earlier_run.exists()
+    assert (folder / f"{stem}.json").exists()
 
 
 @pytest.mark.parametrize("name", ["ci-smoke", "phase10-1m", "production-6m"])
