@@ -11,6 +11,9 @@ from virnuc.tasks.run_tables import stage_rows
 from virnuc.tasks.trace import record_traces
 from virnuc_core.config import TraceOptions, TraceSpec
 from virnuc_core.report import messages
+from virnuc_core.report.bottlenecks import rank_losses
+from virnuc_core.report.metrics import metrics_of_run
+from virnuc_core.report.model import Bottleneck
 from virnuc_core.report.profile_page import profile_markdown
 from virnuc_core.report.sections import Row
 from virnuc_core.report.views.tools import mark_rows, operation_rows
@@ -52,19 +55,21 @@ def profile(settings: ProfileSettings) -> Outcome[tuple[TraceTable, ...]]:
             f"Operations that took most time: {label}",
         )
         publish_table(host_key(f"marks-{subject}"), marks, f"Recorded stages of {label}: {folder}")
-        page = _write_page(folder, tables, stage_rows(summary), marks, operations)
+        losses = rank_losses(metrics_of_run(run))
+        page = _write_page(folder, tables, losses, stage_rows(summary), marks, operations)
         publish_markdown(
             host_key(f"profile-{subject}"),
             page.read_text(encoding="utf-8"),
             messages.trace_extent(tables),
             page,
         )
-    return completed(tables, messages.profile_message(tables, spec.folder))
+    return completed(tables, messages.profile_message(tables, spec.folder, losses))
 
 
 def _write_page(
     folder: Path,
     traces: Sequence[TraceTable],
+    losses: Sequence[Bottleneck],
     stages: Rows,
     marks: list[Row],
     operations: list[Row],
@@ -74,11 +79,14 @@ def _write_page(
     Args:
         folder: The folder of the traces, which gets the page.
         traces: What was recorded, one table for each device.
+        losses: What the whole run lost time by, the largest loss first.
         stages: Rows of the table of stages: the seconds of each stage of the whole run.
         marks: Rows of the table of recorded stages.
         operations: Rows of the table of operations on the device.
     """
-    text = profile_markdown(traces, stages=stages, marks=marks, operations=operations)
+    text = profile_markdown(
+        traces, stages=stages, marks=marks, operations=operations, losses=losses
+    )
     page = folder / "profile.md"
     write_text_atomically(page, text)
     return page

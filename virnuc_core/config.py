@@ -107,8 +107,16 @@ class TraceOptions(Spec):
     operations: int = Field(20, ge=1, le=100, description="rows of the table of operations")
     shapes: bool = Field(False, description="tell operations apart by the shapes of their inputs")
     memory: bool = Field(False, description="record allocations as well")
+    memory_history: bool = Field(
+        False,
+        description="GPUs: write each allocation to a file for pytorch.org/memory_viz",
+    )
+    stacks: bool = Field(False, description="record the lines of Python behind each operation")
+    tensorboard: bool = Field(
+        False, description="name traces DEVICE.pt.trace.json.gz, as TensorBoard's plugin wants them"
+    )
     max_trace_mb: int = Field(
-        200, ge=0, le=4096, description="a larger trace is removed, its tables stay"
+        200, ge=0, le=4096, description="a larger trace or history is removed, its tables stay"
     )
 
 

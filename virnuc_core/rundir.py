@@ -75,7 +75,13 @@ SHARD_FILES: Final = (
 # The directory beside the runs of a validation with the sequences that are embedded in fp32.
 EXACT_FILES: Final = "fp32"
 BASELINE_FILES: Final = "baseline_files/[0-9]*_*"  # what a baseline passes from stage to stage
-TRACE_FILES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
+TRACE_FILES: Final = (
+    "*.operations.json",
+    "*.json.gz",
+    "*.memory.pickle",
+    "profile.json",
+    "profile.md",
+)
 RECORD_FILES: Final = (
     "run.json",
     "run.json.damaged",

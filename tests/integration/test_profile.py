@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def test_a_trace_holds_the_stages_and_the_run_is_left_alone(
     assert (out_dir / "prediction_results.txt").is_file()
     text = (folder / "profile.md").read_text()
     assert "Stage 6: ESM-2" in text
+    assert re.search(r"## Bottleneck\n\n\*\*[\w-]+\*\* \((expected|actionable)\): ", text)
     assert "Model Prediction" in text
     for key in ("operations-few-cpu-1", "marks-few-cpu-1", "profile-few-cpu-1"):
         assert Artifact.get(host_key(key)) is not None, key

@@ -7,10 +7,11 @@ from typing import Final
 
 from virnuc_core.config import Switch
 from virnuc_core.encoder_names import DNA, PROTEIN
-from virnuc_core.report.model import Report, RunMetrics
+from virnuc_core.report.model import Bottleneck, Report, RunMetrics
 from virnuc_core.report.text import cell, format_value, markdown_cell, number, percent, target_text
 from virnuc_core.report.training_pages import MIN_CLUSTERS
 from virnuc_core.report.views.speed import measured_runs, unmeasured_device_counts
+from virnuc_core.report.views.tools import memory_history_lines
 from virnuc_core.tools.trace import TraceTable
 from virnuc_core.tools.tune import Trial
 from virnuc_core.training.splits import Examples
@@ -150,11 +151,27 @@ def trace_extent(tables: Sequence[TraceTable]) -> str:
     return f"{extent} on {num_devices} {devices} recorded"
 
 
-def profile_message(tables: Sequence[TraceTable], folder: str) -> str:
-    """Return a message: how much of a run was recorded, and the size of the traces in a folder."""
+def profile_message(
+    tables: Sequence[TraceTable], folder: str, losses: Sequence[Bottleneck] = ()
+) -> str:
+    """Return a message: how much of a run was recorded, and what the run loses most time by.
+
+    Args:
+        tables: What was recorded on each device.
+        folder: The folder of the traces.
+        losses: What the run lost time by, the largest loss first.
+    """
     kept_bytes = sum(table.trace_bytes for table in tables if table.trace is not None)
     size = number(kept_bytes / MEBIBYTE)
-    return _in_one_line(f"{trace_extent(tables)}, {size} MiB of traces in {folder}")
+    message = f"{trace_extent(tables)}, {size} MiB of traces in {folder}"
+    if losses:
+        largest = losses[0]
+        message += f"; bottleneck: {largest.kind}"
+        if largest.share is not None:
+            message += f", at most {percent(largest.share)} of the time"
+    for line in memory_history_lines(tables):
+        message += f"; memory history of {line}"
+    return _in_one_line(message)
 
 
 # --- Training -------------------------------------------------------------------------------------

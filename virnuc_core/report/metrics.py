@@ -17,7 +17,7 @@ import pandas as pd
 
 from virnuc_core.encoder_names import DNA, NAMES, PROTEIN, EncoderNames
 from virnuc_core.encoders.registry import encoder_named
-from virnuc_core.profiles import BaselineSpec, Profile
+from virnuc_core.profiles import BaselineSpec, Profile, load_profile
 from virnuc_core.report.comparability import machine_identity, why_other_machine
 from virnuc_core.report.model import (
     BASELINE,
@@ -98,6 +98,18 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         kwh_per_million=costs.kwh_per_million,
         price_per_million=costs.price_per_million,
     )
+
+
+def metrics_of_run(run: RunDir) -> RunMetrics | None:
+    """Return the metrics of a run that stands alone, outside a validation.
+
+    Projected times and costs are those of the profile `ci-smoke`, because no other was asked for.
+
+    Returns:
+        `None` if the directory has neither a summary nor a record.
+    """
+    # Seen as a validation, the directory of the run is the folder "." of itself.
+    return run_metrics(RawFolder(run.root), ".", load_profile("ci-smoke"))
 
 
 @dataclass(frozen=True, slots=True)

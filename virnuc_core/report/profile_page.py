@@ -3,8 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from virnuc_core.report.model import Bottleneck
 from virnuc_core.report.render import fill_template
 from virnuc_core.report.sections import Row
+from virnuc_core.report.text import gibibytes
+from virnuc_core.report.views.losses import bottleneck_sentence, loss_rows
+from virnuc_core.report.views.tools import memory_history_lines
 from virnuc_core.tools.trace import TraceTable
 
 
@@ -22,6 +26,7 @@ def profile_markdown(
     stages: Sequence[Mapping[str, object]],
     marks: Sequence[Row],
     operations: Sequence[Row],
+    losses: Sequence[Bottleneck] = (),
 ) -> str:
     """Return `profile.md`: where the time of a run goes, as the profiler of torch recorded it.
 
@@ -30,6 +35,8 @@ def profile_markdown(
         stages: Times of the nine stages in the whole run.
         marks: Times of the stages, as the program marked them, while the profiler recorded.
         operations: The recorded operations with the longest times.
+        losses: What the run lost time by, the largest loss first. Without any, the page names no
+            bottleneck.
     """
     return fill_template(
         "profile.md.j2",
@@ -37,7 +44,23 @@ def profile_markdown(
         stages=stages,
         marks=marks,
         operations=operations,
+        memory=[_memory_row(table) for table in tables if table.kind == "cuda"],
+        bottleneck=losses[0].kind if losses else "",
+        bottleneck_sentence=bottleneck_sentence(losses),
+        losses=loss_rows(losses),
+        histories=memory_history_lines(tables),
     )
+
+
+def _memory_row(table: TraceTable) -> Row:
+    """Return the table row on the memory of a GPU while it was recorded."""
+    memory = table.memory
+    return {
+        "device": table.device,
+        "at the start (GiB)": gibibytes(memory.start_bytes),
+        "peak (GiB)": gibibytes(memory.peak_bytes),
+        "at the end (GiB)": gibibytes(memory.end_bytes),
+    }
 
 
 def _recording(table: TraceTable) -> Recording:

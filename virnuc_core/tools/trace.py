@@ -11,12 +11,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 from virnuc_core.config import EngineSpec, TraceSpec
 from virnuc_core.encoder_names import ENCODER_NAMES
@@ -31,11 +31,19 @@ from virnuc_core.rundir import RUN_FILES, TRACE_FILES, RunDir, atomic_file, disc
 from virnuc_core.runfiles import Device, RunFile, read, write
 from virnuc_core.system_errors import is_regular_file
 from virnuc_core.tools.bench import Bench, measure_job
+from virnuc_core.tools.memory_history import MemoryRecord, MemoryRecorder
 
 TABLE: Final = "{}.operations.json"  # of a device
+TRACE: Final = "{}.json.gz"
+TENSORBOARD_TRACE: Final = "{}.pt.trace.json.gz"  # TensorBoard's plugin reads no other names
+MEMORY_HISTORY: Final = "{}.memory.pickle"
 WAIT: Final = "dataloader_fetch"
 SHAPES_WIDTH: Final = 200  # characters
 MARKS: Final = (WAIT, *ENCODER_NAMES, HEAD)  # the launch loop's own ranges, in its order
+# Ranges around the others, for those who read the trace: from a batch to the next one, and what is
+# launched for it. Their time is that of the ranges inside, so that no table adds them.
+FORWARD: Final = "model_forward"
+STEP: Final = "ProfilerStep"
 US_PER_MS: Final = 1e3
 
 Side = Literal["host", "device"]
@@ -75,6 +83,7 @@ class TraceTable(RunFile):
     operations: tuple[Operation, ...]  # kernels, then what the host did; most time first
     trace: str | None  # file name; None if it was too large to keep
     trace_bytes: int
+    memory: MemoryRecord = MemoryRecord()
 
 
 def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable, ...]:
@@ -166,6 +175,7 @@ class Recording:
     shards: int = 0
     batches: int = 0
     tokens: int = 0
+    memory: MemoryRecord = field(default_factory=MemoryRecord)  # set when the recording ends
 
 
 class _Recorder:
@@ -189,6 +199,11 @@ class _Recorder:
         self._profiler: profile | None = None
         self._n_shard_marks = 0  # one before the batches of each shard, and one after them
         self._recording = Recording()
+        self._forward: record_function | None = None  # the range of the batch being launched
+        history_path = None
+        if spec.memory_history:
+            history_path = Path(spec.folder, MEMORY_HISTORY.format(device.id))
+        self._memory = MemoryRecorder(device, history_path, spec.max_trace_mb)
 
     def next_item(self) -> tuple[Item, float]:
         """Return the next item, and how long it was waited for, in ms.
@@ -196,6 +211,7 @@ class _Recorder:
         Counts it for the trace, and ends the trace after the wanted number of shards. A `ShardTask`
         among the batches marks the beginning or the end of a shard.
         """
+        self._end_forward()
         # Only now has the caller launched all that belongs to the last shard.
         if self._recording.shards >= self._spec.traced_shards:
             self.finish()
@@ -206,13 +222,30 @@ class _Recorder:
         elif isinstance(item, Batch) and self._profiler is not None:
             self._recording.batches += 1
             self._recording.tokens += item.packed.real_tokens
+            # The caller launches the batch next, and then asks for another item.
+            self._forward = record_function(FORWARD)
+            self._forward.__enter__()
         return item, wait_ms
+
+    def _end_forward(self) -> None:
+        """End the range of the batch that was launched, and with it a step of the profiler.
+
+        Without such a batch, do nothing.
+        """
+        if self._forward is None:
+            return
+        self._forward.__exit__(None, None, None)
+        self._forward = None
+        if self._profiler is not None:
+            self._profiler.step()
 
     def finish(self) -> None:
         """Stop the recording and write its files. Without a recording, do nothing."""
         if self._profiler is not None:
+            self._end_forward()
             self._synchronize()
             self._profiler.stop()
+            self._recording.memory = self._memory.stop()
             write_table(self._profiler, self._spec, self._device, self._recording)
             self._profiler = None
 
@@ -232,10 +265,14 @@ class _Recorder:
         if self._device.kind == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._synchronize()
+        self._memory.start()
         self._profiler = profile(
             activities=activities,
+            # Without a schedule, torch would not mark the steps in the trace.
+            schedule=lambda step: ProfilerAction.RECORD,
             record_shapes=self._spec.shapes,
             profile_memory=self._spec.memory,
+            with_stack=self._spec.stacks,
             acc_events=True,
         )
         self._profiler.start()
@@ -258,13 +295,14 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, recording: R
         device: The device that was recorded.
         recording: How many shards, batches and tokens were recorded.
     """
-    trace_path = Path(spec.folder, f"{device.id}.json.gz")
+    name_format = TENSORBOARD_TRACE if spec.tensorboard else TRACE
+    trace_path = Path(spec.folder, name_format.format(device.id))
     n_bytes = _write_trace(profiler, trace_path)
     is_kept = n_bytes <= spec.max_trace_mb * 2**20
     if not is_kept:
         trace_path.unlink()
     averages = profiler.key_averages(group_by_input_shape=spec.shapes)
-    operations = [_operation(row) for row in averages if row.key not in MARKS]
+    operations = [_operation(row) for row in averages if not _is_range(row.key)]
     kernels = _longest(operations, "device", spec.operations)
     host_operations = _longest(operations, "host", spec.operations)
     table = TraceTable(
@@ -278,8 +316,14 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, recording: R
         operations=(*kernels, *host_operations),
         trace=trace_path.name if is_kept else None,
         trace_bytes=n_bytes,
+        memory=recording.memory,
     )
     write(trace_path.with_name(TABLE.format(device.id)), table)
+
+
+def _is_range(name: str) -> bool:
+    """Tell whether a row of torch's averages is a range of the launch loop, not an operation."""
+    return name in (*MARKS, FORWARD) or name.startswith(STEP)
 
 
 def _write_trace(profiler: profile, path: Path) -> int:

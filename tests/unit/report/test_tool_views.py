@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from virnuc_core.config import EngineSpec
+from virnuc_core.report.messages import profile_message
+from virnuc_core.report.model import Bottleneck
 from virnuc_core.report.profile_page import profile_markdown
 from virnuc_core.report.views.tools import (
     candidate_rows,
@@ -12,6 +14,7 @@ from virnuc_core.report.views.tools import (
     operation_rows,
     overhead_rows,
 )
+from virnuc_core.tools.memory_history import MemoryRecord
 from virnuc_core.tools.trace import WAIT, Operation, TraceTable
 from virnuc_core.tools.tune import Candidate
 from virnuc_core.validation import OverheadPair
@@ -80,6 +83,32 @@ def test_the_page_of_a_recording_names_its_traces() -> None:
     assert "- `GPU-1.json.gz`: 1 shard, 12 batches, 12,345 tokens in 0.10 s\n" in text
     assert "- `not kept: too large`: 2,000 shards, 12 batches, 12,345 tokens in 0.10 s\n" in text
     assert "| ESM-2 | 4 | 10.0 | 40.0 | 40.0 % |" in text
+
+
+def test_the_page_of_a_recording_tells_memory_history_and_bottleneck() -> None:
+    memory = MemoryRecord(
+        start_bytes=1 << 30, peak_bytes=3 << 30, end_bytes=1 << 30, history="GPU-1.memory.pickle"
+    )
+    cpu_memory = MemoryRecord(history_reason="not run: cpu-core-0 is no CUDA device")
+    tables = [
+        recording(memory=memory),
+        recording("cpu", device="cpu-core-0", memory=cpu_memory),
+    ]
+    losses = (
+        Bottleneck(kind="loader", detail="Waiting 4 s", advice="more", saves_s=4.0, share=0.4),
+    )
+    text = profile_markdown(tables, stages=[], marks=[], operations=[], losses=losses)
+    assert "| GPU-1 | 1.00 | 3.00 | 1.00 |" in text
+    assert "- GPU-1: GPU-1.memory.pickle\n- cpu-core-0: not run: cpu-core-0 is no CUDA" in text
+    assert "**loader** (actionable): Waiting 4 s; removing it would save 4.0 s at most" in text
+    message = profile_message(tables, "traces", losses)
+    assert "; bottleneck: loader, at most 40.0 % of the time; memory history of GPU-1" in message
+
+
+def test_the_page_of_a_recording_says_nothing_of_what_was_not_asked_for() -> None:
+    text = profile_markdown([recording()], stages=[], marks=[], operations=[])
+    assert "Memory history" not in text
+    assert "Bottleneck" not in text
 
 
 def recording_page(name: str) -> str:

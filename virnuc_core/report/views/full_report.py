@@ -1,8 +1,8 @@
 """All sections of a report in their order."""
 
-from virnuc_core.report.model import Bottleneck, Report
+from virnuc_core.report.model import Report
 from virnuc_core.report.sections import Row, Section, Table
-from virnuc_core.report.text import Cell, number, percent
+from virnuc_core.report.text import Cell
 from virnuc_core.report.views.correctness import correctness_section
 from virnuc_core.report.views.criteria import (
     approval_section,
@@ -11,6 +11,7 @@ from virnuc_core.report.views.criteria import (
     regression_section,
 )
 from virnuc_core.report.views.devices import packing_section, utilisation_section
+from virnuc_core.report.views.losses import bottleneck_sentence, loss_rows
 from virnuc_core.report.views.reads import fates_section
 from virnuc_core.report.views.speed import (
     efficiency_rows,
@@ -57,37 +58,12 @@ def report_sections(report: Report) -> list[Section]:
 
 def bottleneck_section(report: Report) -> Section:
     """Return the section on the losses of time, which begins with the largest one."""
-    known_losses = [loss for loss in report.losses if loss.share is not None]
-    # The losses are sorted. Without a measured loss there is one entry, which only says why.
-    largest = report.losses[0]
-    saving = ""
-    if known_losses:
-        share = percent(largest.share)
-        saving = f"; removing it would save {largest.saves_s:.1f} s at most, {share} of the time"
-    verdict = _loss_verdict(largest)
-    sentence = f"({verdict}): {largest.detail}{saving}. Advice: {largest.advice}."
-    rows: list[Row] = [
-        {
-            "Loss": loss.kind,
-            "Saves at most": number(loss.saves_s, 1, " s"),
-            "Share of time": percent(loss.share),
-            "Verdict": _loss_verdict(loss),
-            "What": loss.detail,
-            "Advice": loss.advice,
-        }
-        for loss in known_losses
-    ]
     return Section(
         "Bottleneck",
-        lead=largest.kind,
-        sentences=[sentence, *report.findings],
-        tables=[Table(rows)],
+        lead=report.losses[0].kind,  # without a measured loss there is one that only says why
+        sentences=[bottleneck_sentence(report.losses), *report.findings],
+        tables=[Table(loss_rows(report.losses))],
     )
-
-
-def _loss_verdict(loss: Bottleneck) -> str:
-    """Return `expected` if the loss needs no action, otherwise `actionable`."""
-    return "expected" if loss.expected else "actionable"
 
 
 def provenance_rows(record: RunRecord) -> list[Row]:

@@ -118,6 +118,20 @@ def mark_rows(tables: Sequence[TraceTable]) -> list[Row]:
     return rows
 
 
+def memory_history_lines(tables: Sequence[TraceTable]) -> list[str]:
+    """Return a line on the memory history of each device, or why it has none.
+
+    No line is returned for devices of which none was asked for.
+    """
+    lines = []
+    for table in tables:
+        if table.memory.history is not None:
+            lines.append(f"{table.device}: {table.memory.history}")
+        elif table.memory.history_reason:
+            lines.append(f"{table.device}: {table.memory.history_reason}")
+    return lines
+
+
 def operation_rows(tables: Sequence[TraceTable], *, limit: int) -> list[Row]:
     """Return a table row for each of the longest operations, up to `limit` per device."""
     rows: list[Row] = []
@@ -140,6 +154,6 @@ def _operation_cells(operation: Operation, table: TraceTable) -> Row:
         "on": operation.on,
         "calls": operation.calls,
         "ms": round(own_ms, 2),
-        "ms a call": own_ms / operation.calls,
+        "ms a call": round(own_ms / operation.calls, 3),
         "share of the recording": percent(own_ms / table.window_ms),
     }
