@@ -3,7 +3,6 @@ it to its flow run at the server.
 """
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from virnuc.flows.flow_body import checked_settings, run_body
 from virnuc.flows.hidden_secrets import without_secrets
 from virnuc.flows.own_outcome import current_outcome
 from virnuc.flows.parameters import with_flow_signature
+from virnuc.flows.run_names import name_machine_by_pool
 from virnuc.flows.settings.shared import FlowSettings
 from virnuc.flows.strict_parameters import refuse_unknown_parameters
 from virnuc.tasks.outcome import Outcome
@@ -26,7 +26,6 @@ from virnuc.tasks.prefect_states import to_state
 from virnuc.tasks.server_connection import connection, route_through_connection
 from virnuc_core.config import INPUT_FIELDS
 from virnuc_core.errors import VirnucError
-from virnuc_core.machine_name import HOST, is_container
 from virnuc_core.reads.sources import redact_url
 
 Settings = TypeVar("Settings", bound=FlowSettings)
@@ -86,26 +85,12 @@ def _settings_of_run(model: type[Settings], values: dict[str, Any]) -> Settings:
         # From here on, requests of the run go through `connection`, which goes on without a server
         # that does not answer any more.
         route_through_connection(client_context.client)
-    _name_machine_by_pool()
+    name_machine_by_pool()
     # A run that starts late belongs to the date for which it was planned. Settings may use that
     # date as the name of the output directory.
     planned_start = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
     settings = checked_settings(model, values, planned_start.astimezone(UTC))
     return _without_queries(settings)
-
-
-def _name_machine_by_pool() -> None:
-    """Name this machine by the work pool of the run, if it is a container without another name.
-
-    Runs of one pool are on machines of one kind. So their figures are compared, and their artifacts
-    have the same keys every night.
-    """
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None or not is_container():
-        return
-    pool = context.flow_run.work_pool_name
-    if pool:
-        os.environ.setdefault(HOST, pool)
 
 
 def _with_flow_run_id(outcome: Outcome[T]) -> Outcome[T]:

@@ -6,10 +6,13 @@ import gc
 import os
 import socket
 import sqlite3
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import httpx
 import pytest
@@ -135,6 +138,30 @@ def answers(url: str) -> bool:
         return httpx.get(url, timeout=2).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+@pytest.fixture
+def ncbi() -> Iterator[tuple[str, list[str]]]:
+    """A server that plays NCBI; yields its address, and the mail addresses that it was given."""
+    addresses: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            addresses.extend(form["email"])
+            content = b">NC_000001.1 one\n" + b"ACGTTGCAAC" * 60 + b"\n"
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/efetch", addresses
+        server.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,17 @@ def gone(processes: list[psutil.Process]) -> bool:
     )
 
 
+def files_with(secret: str, *folders: Path) -> list[str]:
+    """Return the files in folders whose bytes or names contain a text."""
+    holders = []
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            is_file = path.is_file() and not path.is_symlink()
+            if secret in path.name or (is_file and secret.encode() in path.read_bytes()):
+                holders.append(str(path))
+    return holders
+
+
 def own_server(home: Path, database: Path) -> dict[str, str]:
     """Environment of a process that starts a Prefect server for itself, as an ad hoc run does.
 

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import socket
-from urllib.parse import parse_qs
 
 import pytest
 
-from .processes import PATIENCE_S, ROOT, VIRNUC, own_server
+from .processes import PATIENCE_S, ROOT, VIRNUC, files_with, own_server
 
 MAILBOX = "ada.distinctive"  # the part that no program writes in another form
 MAIL = f"{MAILBOX}@lab.example"
@@ -29,17 +28,6 @@ sys.exit(main())
 """
 
 
-def files_with(secret: str, *folders: Path) -> list[str]:
-    """Return the files in folders whose bytes or names contain a text."""
-    holders = []
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
-            is_file = path.is_file() and not path.is_symlink()
-            if secret in path.name or (is_file and secret.encode() in path.read_bytes()):
-                holders.append(str(path))
-    return holders
-
-
 def run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
@@ -51,30 +39,6 @@ def run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedPr
         timeout=PATIENCE_S,
         check=False,
     )
-
-
-@pytest.fixture
-def ncbi() -> Iterator[tuple[str, list[str]]]:
-    """A server that plays NCBI; yields its address, and the mail addresses that it was given."""
-    addresses: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-            addresses.extend(form["email"])
-            content = b">NC_000001.1 one\n" + b"ACGTTGCAAC" * 60 + b"\n"
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            """Print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/efetch", addresses
-        server.shutdown()
 
 
 @pytest.mark.parametrize("way", ["two words", "one word", "environment", "no Prefect"])

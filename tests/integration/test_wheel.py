@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun
 
-from .processes import ROOT, background, wait_for
+from .deployment_runs import ended_run
+from .processes import ROOT, background
 
 pytestmark = pytest.mark.slow
 SOURCES = ("src", "flows", "tasks", "deployments", "virnuc_core")
@@ -174,14 +174,9 @@ def test_a_worker_runs_a_deployment_of_the_installed_flow(
         deployment = client.read_deployment_by_name("predict/installed")
         flow_run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
 
-    def ended() -> FlowRun | None:
-        with get_client(sync_client=True) as client:
-            run = client.read_flow_run(flow_run.id)
-        is_over = run.state is not None and run.state.is_final()
-        return run if is_over else None
-
     worker = (str(installation.bin / "python"), *prefect, "worker", "start", "-p", "wheel")
     with background(worker, server, log, cwd=installation.folder):
-        run = wait_for(ended, "the run of the deployment to end")
+        run = ended_run(flow_run.id)
+    assert run.state is not None
     assert run.state.name == "Completed", log.read_text()
     assert (out_dir / "prediction_results.txt").is_file()

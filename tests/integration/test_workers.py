@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import httpx
 import psutil
@@ -19,35 +18,11 @@ from prefect.states import Cancelling
 
 from virnuc.flows.cli.doctor_server import check_scheduler
 
+from .deployment_runs import read, start, state_name, succeed
 from .processes import PREFECT, ROOT, background, committed, gone, wait_for
 
 pytestmark = pytest.mark.slow
 SERVE = "from virnuc.flows.prefect_flows.predict import predict; predict.serve(name='served', pause_on_shutdown=False)"
-
-
-def read(flow_run_id: UUID) -> FlowRun:
-    with get_client(sync_client=True) as client:
-        return client.read_flow_run(flow_run_id)
-
-
-def state_name(flow_run_id: UUID) -> str:
-    state = read(flow_run_id).state
-    assert state is not None
-    return state.name or ""
-
-
-def start(deployment: str, parameters: dict[str, Any]) -> UUID:
-    def known() -> Any:
-        with get_client(sync_client=True) as client:
-            return next(
-                (d for d in client.read_deployments() if f"{d.name}" == deployment.split("/")[1]),
-                None,
-            )
-
-    wait_for(known, f"deployment {deployment}")
-    with get_client(sync_client=True) as client:
-        deployment_info = client.read_deployment_by_name(deployment)
-        return client.create_flow_run_from_deployment(deployment_info.id, parameters=parameters).id
 
 
 def parameters(out: Path, reads: Path, models: Path) -> dict[str, Any]:
@@ -129,14 +104,6 @@ def test_a_served_flow_is_cancelled_to_the_last_process(
         cancel_and_finish(
             "predict/served", process, parameters(tmp_path / "run", many_reads, models), log
         )
-
-
-def succeed(environment: dict[str, str], *words: str) -> None:
-    """Run a command of Prefect."""
-    process = subprocess.run(
-        (*PREFECT, *words), env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_a_scheduled_run_starts_by_itself_and_completes(

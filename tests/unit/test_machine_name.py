@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from virnuc.flows import flow_decorator
+from virnuc.flows import run_names
 from virnuc.tasks.artifacts import host_key
 from virnuc_core import machine_name as naming
 from virnuc_core.runfiles import RunRecord, new_record
@@ -29,10 +29,17 @@ def test_the_given_name_stands_in_records_and_keys(monkeypatch: pytest.MonkeyPat
     [
         (True, "gpu-pool", None, "gpu-pool"),
         (True, "gpu-pool", "gauss", "gauss"),
+        (True, "gpu-pool", " ", "gpu-pool"),
         (False, "gpu-pool", None, None),
         (True, None, None, None),
     ],
-    ids=["container", "container with a name", "no container", "no pool"],
+    ids=[
+        "container",
+        "container with a name",
+        "container with a blank name",
+        "no container",
+        "no pool",
+    ],
 )
 def test_a_container_is_named_by_its_work_pool(
     monkeypatch: pytest.MonkeyPatch,
@@ -48,10 +55,10 @@ def test_a_container_is_named_by_its_work_pool(
     monkeypatch.setattr(naming, "CONTAINER_FILES", (marker,))
     monkeypatch.delenv(naming.KUBERNETES, raising=False)
     environment = {} if given is None else {naming.HOST: given}
-    monkeypatch.setattr(flow_decorator, "os", SimpleNamespace(environ=environment))
+    monkeypatch.setattr(run_names, "os", SimpleNamespace(environ=environment))
     context = SimpleNamespace(flow_run=SimpleNamespace(work_pool_name=pool))
-    monkeypatch.setattr(flow_decorator, "FlowRunContext", SimpleNamespace(get=lambda: context))
-    flow_decorator._name_machine_by_pool()
+    monkeypatch.setattr(run_names, "FlowRunContext", SimpleNamespace(get=lambda: context))
+    run_names.name_machine_by_pool()
     assert environment.get(naming.HOST) == expected
 
 
