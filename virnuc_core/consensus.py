@@ -100,12 +100,20 @@ def vote_chunks(scores: Scores, is_first: Mask) -> ChunkVotes:
     """Let the frames of each chunk vote.
 
     Args:
-        scores: Scores of all frames, those of a chunk together, [frames, 2]. NaN is not allowed.
+        scores: Scores of all frames, those of a chunk together, [frames, 2]. Frames that have no
+            score must have been left out.
         is_first: Marks the first frame of each chunk, [frames].
 
     Returns:
         The votes of the chunks, in the order of their frames.
+
+    Raises:
+        ValueError: A score is NaN or infinite.
     """
+    if not np.isfinite(scores).all():
+        # No frame has a largest score that is NaN, so the search below would find a frame of the
+        # next chunk, and this chunk would get the scores of another.
+        raise ValueError("a frame without a finite score cannot vote")
     first_frames = np.flatnonzero(is_first)
     tops = top_scores(scores, first_frames)  # [chunks, 2]
     chunk_of_frame = np.cumsum(is_first) - 1

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
@@ -108,6 +109,17 @@ class _EarlierRows:
 _NO_EARLIER_ROWS: Final = _EarlierRows(np.empty(0), 0, has_failed=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _RowFates:
+    """Which rows of a block have a score, and which could not be embedded.
+
+    A row that is neither was not computed: it belongs to a read outside the chosen subset.
+    """
+
+    is_scored: Mask  # [rows]
+    is_failed: Mask  # [rows]
+
+
 class _Block:
     """The reads and rows of a span, with the vote of each chunk over its scored rows."""
 
@@ -116,7 +128,7 @@ class _Block:
         store: OrfStore,
         span: _Span,
         scores: Scores,
-        is_scored: Mask,
+        rows: "_RowFates",
         earlier: _EarlierRows = _NO_EARLIER_ROWS,
     ) -> None:
         """Select the scored rows of the span and compute the verdict of each chunk.
@@ -125,7 +137,7 @@ class _Block:
             store: The staged reads.
             span: Reads and rows of the block.
             scores: Scores of the rows, [rows, 2].
-            is_scored: Marks the rows that have a score; the others failed, [rows].
+            rows: Which of the rows have a score, and which failed.
             earlier: Results of the earlier blocks, if this block continues a long read.
         """
         self.store = store
@@ -133,8 +145,8 @@ class _Block:
         self.earlier = earlier
         self.n_reads = span.reads.stop - span.reads.start
         row_reads = np.asarray(store.row_read[span.rows]) - span.reads.start
-        self.scored_rows = np.flatnonzero(is_scored)  # within the block
-        self.failed_rows = np.flatnonzero(~is_scored)
+        self.scored_rows = np.flatnonzero(rows.is_scored)  # within the block
+        self.failed_rows = np.flatnonzero(rows.is_failed)
         self.failed_reads = row_reads[self.failed_rows]
         # The following arrays have one element per scored row.
         self.reads = row_reads[self.scored_rows]
@@ -350,7 +362,7 @@ def write_results(
     totals = _BlockCounts()
     with ExitStack() as resources:
         n_tables = 5 if store.paired else 4  # the fifth is `pairs.tsv`
-        files = _open_tables(resources, run, n_tables)
+        files = _open_tables(resources, run, run.tables[:n_tables])
         if not store.paired:
             run.pairs_table.unlink(missing_ok=True)  # an earlier rescoring may have written one
         render = partial(_render_block, threshold, uncertain or NO_RANGE)
@@ -408,7 +420,9 @@ def _blocks(store: OrfStore, scores: Scores, failed: Mask) -> Iterator[_Block]:
     for span in _read_spans(store):
         # Rows with the same sequence have the same score.
         uniques = np.asarray(store.row_unique[span.rows])
-        block = _Block(store, span, scores[uniques], ~failed[uniques], earlier)
+        is_failed = failed[uniques]
+        row_fates = _RowFates(is_scored=~is_failed, is_failed=is_failed)
+        block = _Block(store, span, scores[uniques], row_fates, earlier)
         yield block
         earlier = _NO_EARLIER_ROWS if span.is_complete else block.for_next()
 
@@ -479,11 +493,75 @@ def _render_block(threshold: float, uncertain: ScoreRange, block: _Block) -> _Bl
     return _BlockTables((row_lines, chunk_lines, read_lines, failed_lines, pair_lines), counts)
 
 
-def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -> None:
+def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -> int:
     """Write VirNucPro's two files for a subset of the reads.
+
+    A row whose scores are not both finite is set aside: it has no line, and its chunk is judged by
+    its other rows. A chunk without any scored row has no line either.
 
     Args:
         run: The run directory.
+        store: The staged reads.
+        covered: Marks the reads of the subset, [n_reads].
+        scores: Scores of the rows of these reads, in row order, [rows of the subset, 2].
+
+    Returns:
+        The number of rows that were set aside. `write_covered_reads` writes their names.
+
+    Raises:
+        VirnucError: The number of scores is not the number of rows.
+    """
+    n_set_aside = 0
+    blocks = _covered_blocks(run, store, covered, scores)
+    with ExitStack() as resources:
+        predictions, chunks = _open_tables(resources, run, run.tables[:2])
+        for block in blocks:
+            row_lines, chunk_lines = block.original_lines()
+            predictions.write(row_lines)
+            chunks.write(chunk_lines)
+            n_set_aside += len(block.failed_rows)
+    return n_set_aside
+
+
+def write_covered_reads(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -> None:
+    """Write `reads.tsv` and `failed.tsv` for a subset of the reads.
+
+    `reads.tsv` has a line for each read of the subset. `failed.tsv` names the rows that were set
+    aside, because their scores are not finite. Both have unique ids of reads, while VirNucPro's two
+    files, which `write_covered` writes, have the ids of the input. Only with these two tables it is
+    known which of several reads with the same id a row belongs to.
+
+    Args:
+        run: The run directory.
+        store: The staged reads.
+        covered: Marks the reads of the subset, [n_reads].
+        scores: Scores of the rows of these reads, in row order, [rows of the subset, 2].
+
+    Raises:
+        VirnucError: The number of scores is not the number of rows.
+    """
+    blocks = _covered_blocks(run, store, covered, scores)
+    with ExitStack() as resources:
+        reads, failed = _open_tables(resources, run, (run.reads_table, run.failed_rows))
+        for block in blocks:
+            failed.write(block.failed_lines())
+            if not block.span.is_complete:  # the line of a long read comes with its last rows
+                continue
+            lines, _ = block.read_lines(DEFAULT_THRESHOLD, NO_RANGE)
+            line_of_read = lines.split(b"\n")[:-1]  # the text ends with a line break
+            is_covered = covered[block.span.reads].tolist()
+            for line, is_in_subset in zip(line_of_read, is_covered, strict=True):
+                if is_in_subset:
+                    reads.write(line + b"\n")
+
+
+def _covered_blocks(
+    run: RunDir, store: OrfStore, covered: Mask, scores: Scores
+) -> Iterator[_Block]:
+    """Return the blocks of a store of which a subset of the reads was scored, in input order.
+
+    Args:
+        run: The run directory, which an error names.
         store: The staged reads.
         covered: Marks the reads of the subset, [n_reads].
         scores: Scores of the rows of these reads, in row order, [rows of the subset, 2].
@@ -497,13 +575,25 @@ def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -
         raise VirnucError(f"{run.root}: {len(scores)} scores for {n_rows} rows")
     scores_of_rows = np.full((len(is_covered_row), 2), np.nan, dtype=np.float32)
     scores_of_rows[is_covered_row] = scores
-    with ExitStack() as resources:
-        predictions, chunks = _open_tables(resources, run, 2)
-        for span in _read_spans(store):
-            block = _Block(store, span, scores_of_rows[span.rows], is_covered_row[span.rows])
-            row_lines, chunk_lines = block.original_lines()
-            predictions.write(row_lines)
-            chunks.write(chunk_lines)
+    is_finite = np.isfinite(scores_of_rows).all(axis=1)
+    row_fates = _RowFates(is_scored=is_finite, is_failed=is_covered_row & ~is_finite)
+    return _blocks_of_rows(store, scores_of_rows, row_fates)
+
+
+def _blocks_of_rows(store: OrfStore, scores: Scores, rows: _RowFates) -> Iterator[_Block]:
+    """Yield the blocks of a store in input order.
+
+    Args:
+        store: The staged reads.
+        scores: Scores of all rows of the store, [rows, 2].
+        rows: Which of these rows have a score, and which failed.
+    """
+    earlier = _NO_EARLIER_ROWS
+    for span in _read_spans(store):
+        rows_of_span = _RowFates(rows.is_scored[span.rows], rows.is_failed[span.rows])
+        block = _Block(store, span, scores[span.rows], rows_of_span, earlier)
+        yield block
+        earlier = _NO_EARLIER_ROWS if span.is_complete else block.for_next()
 
 
 def _read_spans(store: OrfStore) -> Iterator[_Span]:
@@ -554,18 +644,24 @@ def _long_read_cuts(store: OrfStore, row: int, end: int) -> Iterator[int]:
         row = cut
 
 
-def _open_tables(resources: ExitStack, run: RunDir, count: int) -> Sequence[BinaryIO]:
-    """Open the first `count` tables of a run for writing, and write their headers.
+def _open_tables(resources: ExitStack, run: RunDir, paths: Sequence[Path]) -> Sequence[BinaryIO]:
+    """Open tables of a run for writing, and write their headers.
 
     The tables are temporary files at first. They get their names when `resources` is closed
     without an error.
+
+    Args:
+        resources: Closes the files.
+        run: The run directory.
+        paths: The tables, some of `run.tables`.
     """
     headers = (PREDICTION_HEADER, CONSENSUS_HEADER, READS_HEADER, FAILED_HEADER, PAIRS_HEADER)
+    header_of_table = dict(zip(run.tables, headers, strict=True))
     files = []
-    for path, header in zip(run.tables[:count], headers, strict=False):  # the rest is not needed
+    for path in paths:
         temp_path = resources.enter_context(atomic_file(path))
         file = resources.enter_context(temp_path.open("wb"))
-        file.write(header.encode())
+        file.write(header_of_table[path].encode())
         files.append(file)
     return files
 

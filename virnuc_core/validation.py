@@ -198,6 +198,9 @@ class BaselineSummary(RunFile):
     recorded_reads: Count | None = None
     n_rows: Count | None = None
     measured_rows: Count | None = None
+    # Of the measured rows: without a finite score, and therefore in `failed.tsv`. None: recorded,
+    # or an older version
+    failed_rows: Count | None = None
     devices: tuple[Device, ...] = ()
     fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
     # The result files, by name; None: there are none, or an older version wrote this summary

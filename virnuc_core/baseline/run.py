@@ -44,7 +44,7 @@ from virnuc_core.lease import make_folder
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import choose_reads
-from virnuc_core.results import write_covered
+from virnuc_core.results import write_covered, write_covered_reads
 from virnuc_core.rundir import BASELINE_FILES, RunDir, discard, run_lock
 from virnuc_core.runfiles import (
     Device,
@@ -192,7 +192,7 @@ def _reusable_summary(run: RunDir, identity: str) -> BaselineSummary | None:
 def _result_digests(run: RunDir) -> dict[str, FileDigest]:
     """Return size and digest of the result files of a baseline, by name, if they exist."""
     digests = {}
-    for path in (run.predictions, run.consensus):
+    for path in (run.predictions, run.consensus, run.reads_table, run.failed_rows):
         content = digest(path, run.root)
         if content is not None:
             digests[path.name] = content
@@ -309,9 +309,21 @@ class _Measurement:
 
         # The vote of the frames, which writes the result files
         voting_started_s = time.monotonic()
-        write_covered(self.run, self.store, work.covered, self._read_scores(len(work.files)))
+        scores = self._read_scores(len(work.files))
+        n_failed = write_covered(self.run, self.store, work.covered, scores)
         self.seconds[CONSENSUS] = time.monotonic() - voting_started_s
         measured_s = time.monotonic() - started_s
+
+        # The original programs write no such tables, so they are no part of the measured time.
+        write_covered_reads(self.run, self.store, work.covered, scores)
+        if n_failed:
+            log.warning(
+                "%s: %d of %d rows are not finite; they are in %s",
+                self.run.root,
+                n_failed,
+                len(work.rows),
+                self.run.failed_rows.name,
+            )
 
         # If only some of the reads were measured, scale the times to all reads.
         if work.subset is None:
@@ -332,6 +344,7 @@ class _Measurement:
             n_reads=self.store.n_reads,
             n_rows=self.store.n_rows,
             measured_rows=len(work.rows),
+            failed_rows=n_failed,
             devices=tuple(self.devices),
         )
 

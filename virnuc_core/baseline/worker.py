@@ -280,6 +280,8 @@ class FileWorker:
     def predict(self, folder: Path, task: FileTask) -> float:
         """Score a file of merged embeddings, write the scores as a .npy file, and delete the input.
 
+        A row whose embedding is not finite gets the score NaN, so that it is set aside.
+
         Args:
             folder: Folder of the intermediate files.
             task: The task with the number of the file.
@@ -297,7 +299,11 @@ class FileWorker:
         with torch.inference_mode():
             for block in features.split(HEAD_BATCH_ROWS):
                 scores.append(plain_scores(tensors, block, shape.norm_eps))
-        save(file_path(folder, "scores.npy", task.file), torch.cat(scores).numpy())
+        scores_of_rows = torch.cat(scores)
+        # Infinity in an embedding can give a score that looks like any other: in the classifier,
+        # ReLU makes 0 of negative infinity.
+        scores_of_rows[~features.isfinite().all(dim=1)] = torch.nan
+        save(file_path(folder, "scores.npy", task.file), scores_of_rows.numpy())
         merged_path.unlink()
         return load_s
 

@@ -123,7 +123,8 @@ def join_rows(pair: RowPair) -> JoinedRows:
     if np.array_equal(pair.a["id"].to_numpy(), pair.b["id"].to_numpy()):
         row_in_a = row_numbers
     else:
-        row_in_a = _unique_ids(pair.a["id"]).get_indexer(_unique_ids(pair.b["id"]))
+        keys_a, keys_b = _join_keys(pair.a["id"], pair.b["id"])
+        row_in_a = keys_a.get_indexer(keys_b)
     has_partner = row_in_a >= 0
     return JoinedRows(
         a=pair.a.iloc[row_in_a[has_partner]],
@@ -133,18 +134,42 @@ def join_rows(pair: RowPair) -> JoinedRows:
     )
 
 
-def _unique_ids(ids: "pd.Series[str]") -> "pd.Index[str]":
-    """Return an index in which each id is unique, as pandas needs it to search for ids.
+def _join_keys(
+    ids_a: "pd.Series[str]", ids_b: "pd.Series[str]"
+) -> tuple["pd.Index[str]", "pd.Index[str]"]:
+    """Return a key for each row of two results, by which the rows are joined. Each key is unique.
 
-    The second row with an id gets `id\\0` + "1", and so on. So the second rows of two results with
-    the same id are joined with each other.
+    Several reads may share an id. If both sides have an id equally often, their n-th rows with it
+    belong together. If one side lacks a row, nobody can tell which read it was of. Then no row with
+    this id has a partner: a row that is joined with that of another read would say more than is
+    known.
+
+    Args:
+        ids_a: The ids of the first result.
+        ids_b: The ids of the second result.
     """
-    if not ids.duplicated().any():
-        return pd.Index(ids)
+    if not ids_a.duplicated().any() and not ids_b.duplicated().any():
+        return pd.Index(ids_a), pd.Index(ids_b)
+    counts_a = ids_a.value_counts()
+    counts_b = ids_b.value_counts()
+    is_repeated = pd.concat((counts_a, counts_b), axis=1).max(axis=1) > 1
+    repeated_ids = is_repeated.index[is_repeated]
+    n_in_a = counts_a.reindex(repeated_ids, fill_value=0)
+    n_in_b = counts_b.reindex(repeated_ids, fill_value=0)
+    unclear_ids = repeated_ids[n_in_a != n_in_b]
+    return _numbered(ids_a, unclear_ids, "a"), _numbered(ids_b, unclear_ids, "b")
+
+
+def _numbered(ids: "pd.Series[str]", unclear_ids: "pd.Index[str]", side: str) -> "pd.Index[str]":
+    """Return unique keys for the ids of one side.
+
+    The second row with an id gets `id\\0` + "1", and so on. A row with an unclear id also gets the
+    name of the side, which the other side has nowhere.
+    """
     repetition = ids.groupby(ids, sort=False).cumcount()  # 0 for the first row of an id
     numbered_ids = ids + "\x00" + repetition.astype(str)
-    unique_ids = ids.where(repetition == 0, numbered_ids)
-    return pd.Index(unique_ids)
+    keys = ids.where(repetition == 0, numbered_ids)
+    return pd.Index(keys.where(~ids.isin(unclear_ids), numbered_ids + side))
 
 
 def count_pair(joined: JoinedRows) -> Tally:

@@ -22,10 +22,11 @@ from virnuc_core.report.result_tables import (
     FORMATS,
     Part,
     derive_consensus,
+    has_read_tables,
     iterate_results,
-    load_results,
     result_files,
 )
+from virnuc_core.report.row_names import RowNames, rename_rows, unique_names
 from virnuc_core.rundir import EXACT_FILES, RunDir
 from virnuc_core.runfiles import (
     MODEL_LENGTH,
@@ -37,7 +38,7 @@ from virnuc_core.runfiles import (
     write,
 )
 from virnuc_core.safe_files import have_same_content, regular_file_exists
-from virnuc_core.system_errors import list_folder, path_exists, read_with_retries
+from virnuc_core.system_errors import is_folder, list_folder, path_exists, read_with_retries
 from virnuc_core.validation import BitwiseEquality, Comparison, ComparisonFile, LabelAgreement
 
 MAX_NAMED_FILES: Final = 8  # that differ; of more, only their number is given
@@ -138,14 +139,23 @@ def compare(
     ignored = {"reads"} if subset_of_a else set()
     _require_same_job(a.name, record_a, b.name, record_b, ignored)
 
+    names_a: dict[Part, RowNames] = {}
+    names_b: dict[Part, RowNames] = {}
+    # Reads of one id are numbered by their order, so their unique ids mean the same on both sides
+    # only if both were made from the same reads.
+    has_other_reads = "reads" in find_mismatches(identity(record_a), identity(record_b))
+    by_unique_ids = _has_whole_tables(a) and _has_whole_tables(b) and not has_other_reads
+    if by_unique_ids:
+        names_a = unique_names(run_a)
+        names_b = unique_names(run_b)
     subset = None
     if subset_of_a:
-        subset = _reads_of_side(run_a, files_a)
+        subset = _reads_of_side(run_a, files_a, by_unique_ids=by_unique_ids)
     parts: dict[Part, LabelAgreement] = {}
     for part in FORMATS:
         if mode == "both" or part.startswith(mode):
-            rows_a = _rows_of(files_a, part)
-            rows_b = _rows_of(files_b, part)
+            rows_a = _rows_of(files_a, part, names_a)
+            rows_b = _rows_of(files_b, part, names_b)
             if rows_a is not None and rows_b is not None:
                 if subset is not None:
                     rows_a, rows_b = _whole(rows_a), _of_reads(rows_b, subset)
@@ -197,13 +207,31 @@ def _require_same_job(
         raise RunMismatchError(f"{a} and {b} cannot be compared: different {details}")
 
 
-def _reads_of_side(run: RunDir, files: dict[Part, Path]) -> set[str]:
-    """Return the ids of the reads in a result, from its reads.tsv or else from its rows."""
+def _has_whole_tables(path: Path) -> bool:
+    """Return whether a path is a folder with rows and the tables that tell reads of one id apart.
+
+    A single file that is compared may come from anywhere, whatever lies beside it.
+    """
+    return is_folder(path) and has_read_tables(RunDir(path))
+
+
+def _reads_of_side(run: RunDir, files: dict[Part, Path], *, by_unique_ids: bool) -> set[str]:
+    """Return the ids of the reads in a result, from its reads.tsv and from its rows.
+
+    A read that has a line in reads.tsv and no row belongs to the result, too.
+
+    Args:
+        run: The folder of the result.
+        files: The files of the result.
+        by_unique_ids: Return the unique ids, which only reads.tsv has.
+    """
+    reads: set[str] = set()
     if regular_file_exists(run.reads_table):
         recorded = listed_digest(run.reads_table)
-        return set(read_table(run.reads_table, {"id": "str"}, recorded=recorded)["id"])
+        reads.update(read_table(run.reads_table, {"id": "str"}, recorded=recorded)["id"])
+    if by_unique_ids:
+        return reads
     first_file = next(iter(files.values()))
-    reads: set[str] = set()
     for rows in iterate_results(first_file):
         reads.update(_read_ids(rows))
     return reads
@@ -217,7 +245,7 @@ def _read_ids(rows: pd.DataFrame) -> "pd.Series[str]":
     return rows["id"].str.replace(r"_chunk_\d+(?:[FR]\d)?$", "", regex=True)
 
 
-def _rows_of(files: dict[Part, Path], part: Part) -> Tables | None:
+def _rows_of(files: dict[Part, Path], part: Part, names: dict[Part, RowNames]) -> Tables | None:
     """Return an iterator over the rows of a result, or None if the result has no such rows.
 
     If there is no file with the consensus of the chunks, it is computed from the frames.
@@ -225,11 +253,16 @@ def _rows_of(files: dict[Part, Path], part: Part) -> Tables | None:
     Args:
         files: The files of the result.
         part: `frames` or `consensus`.
+        names: The unique names of its rows. Empty if the ids in the files are used.
     """
     if part in files:
-        return iterate_results(files[part])
-    if "frames" in files:
-        return iter([derive_consensus(load_results(files["frames"]))])
+        rows = iterate_results(files[part])
+        if part in names:
+            return rename_rows(rows, names[part], files[part])
+        return rows
+    frames = _rows_of(files, "frames", names) if "frames" in files else None
+    if frames is not None:
+        return iter([derive_consensus(pd.concat(frames, ignore_index=True))])
     return None
 
 

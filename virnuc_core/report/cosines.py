@@ -295,6 +295,11 @@ def _sequences(run: RunDir, record: RunRecord, numbers: list[int]) -> list[bytes
 
 
 def _read_rows(table: h5py.Dataset, rows: RowNumbers) -> NDArray[np.float64]:
-    """Return the given rows of a table. Consecutive rows are read together."""
+    """Return the given rows of a table. Consecutive rows are read together.
+
+    A row that is not finite throughout becomes NaN in all columns, so that it counts as failed.
+    """
     stretches = [table[start:end] for start, end in slices(rows)]
-    return np.concatenate([np.asarray(stretch, dtype=np.float64) for stretch in stretches])
+    values = np.concatenate([np.asarray(stretch, dtype=np.float64) for stretch in stretches])
+    values[~np.isfinite(values).all(axis=1)] = np.nan
+    return values

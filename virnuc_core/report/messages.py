@@ -104,6 +104,8 @@ def baseline_message(summary: BaselineSummary, results: Path | None) -> str:
         reads = cell(summary.subset.reads)
         message = f"{number(summary.measured_s)} s measured on {reads} reads"
         message += f", {number(summary.wall_s)} s scaled by tokens"
+    if summary.failed_rows:
+        message += f"; {cell(summary.failed_rows)} rows are not finite (failed.tsv)"
     return _in_one_line(f"{summary.name}: {message}")
 
 

@@ -400,6 +400,7 @@ def baseline_metrics(
         seconds=summary.wall_s if problem is None else None,
         subset=subset,
         problem=problem,
+        failed_rows=summary.failed_rows or 0,
     )
 
 

@@ -229,6 +229,7 @@ class BaselineMetrics(Record):
     seconds: float | None
     subset: BaselineSubset | None = None  # what was measured; None: all
     problem: str | None = None  # why it cannot be used
+    failed_rows: int = 0  # without a finite score, in its failed.tsv
 
     @property
     def origin(self) -> str:

@@ -3,12 +3,14 @@
 The consensus file of the original has two columns, that of its successor four.
 """
 
+import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+import numpy as np
 import pandas as pd
 
 from virnuc_core import consensus
@@ -27,6 +29,8 @@ from virnuc_core.runfiles import (
 )
 from virnuc_core.safe_files import open_file, regular_file_exists
 from virnuc_core.system_errors import is_folder
+
+log = logging.getLogger(__name__)
 
 Part = Literal["frames", "consensus"]
 
@@ -51,6 +55,7 @@ FORMATS: Final[dict[Part, TableFormat]] = {
     ),
 }
 OUR_COLUMNS: Final = ("id", "virus", "score1", "score2")
+SCORE_COLUMNS: Final = OUR_COLUMNS[2:]
 OUR_TYPES: Final = ("str", "str", "float64", "float64")
 
 
@@ -58,8 +63,8 @@ def load_results(path: Path) -> pd.DataFrame:
     """Read the rows of a result file.
 
     Returns:
-        Columns `id`, `virus` (bool), and `score1` and `score2` (float64, NaN where there is no
-        number). A consensus file of two columns has no scores.
+        Columns `id`, `virus` (bool), and `score1` and `score2` (float64). Rows without a finite
+        score are left out. A consensus file of two columns has no scores.
 
     Raises:
         InputError: This is not a result file, a line has an unknown label, or the file is not as
@@ -69,10 +74,24 @@ def load_results(path: Path) -> pd.DataFrame:
 
 
 def iterate_results(path: Path) -> Iterator[pd.DataFrame]:
-    """Yield the rows of a result file in pieces of `BLOCK_LINES` rows; see `load_results`.
+    """Yield the scored rows of a result file in pieces of `BLOCK_LINES` rows; see `load_results`.
 
+    Rows whose scores are not both finite are set aside, and a warning tells their number: programs
+    write a label beside such scores, too, but it says nothing. virnuc itself writes no such rows.
     The index of the rows continues from piece to piece, so it also tells the line of a row.
     """
+    n_set_aside = 0
+    for rows in _iterate_all_rows(path):
+        scores = rows.loc[:, rows.columns.isin(SCORE_COLUMNS)]  # none in a file of two columns
+        is_finite = np.isfinite(scores.to_numpy()).all(axis=1)
+        n_set_aside += int((~is_finite).sum())
+        yield rows[is_finite]
+    if n_set_aside:
+        log.warning("%s: %d rows without a finite score are left out", path, n_set_aside)
+
+
+def _iterate_all_rows(path: Path) -> Iterator[pd.DataFrame]:
+    """Yield all rows of a result file, also those without a finite score; see `iterate_results`."""
     part, header = _identify(path)
     table_format = FORMATS[part]
     columns = list(table_format.columns)
@@ -188,6 +207,12 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def has_read_tables(run: RunDir) -> bool:
+    """Return whether a folder has its rows and both tables that tell reads of one id apart."""
+    paths = (run.predictions, run.reads_table, run.failed_rows)
+    return all(regular_file_exists(path) for path in paths)
+
+
 def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
     """Copy the result files of an earlier baseline into a run directory.
 
@@ -222,8 +247,17 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
     for part, file in files.items():
         ids = frame_ids if part == "frames" else chunk_ids
         _require_same_ids(file, pd.Index(ids).unique())
-    for part, target in (("frames", run.predictions), ("consensus", run.consensus)):
-        source = files.get(part)
+    folder = RunDir(path if is_folder(path) else path.parent)
+    sources: dict[Path, Path | None] = {
+        run.predictions: files.get("frames"),
+        run.consensus: files.get("consensus"),
+        run.reads_table: None,
+        run.failed_rows: None,
+    }
+    # virnuc's own baselines have two tables that tell reads of the same id apart.
+    if is_folder(path) and has_read_tables(folder):
+        sources |= {run.reads_table: folder.reads_table, run.failed_rows: folder.failed_rows}
+    for target, source in sources.items():
         if source is None:
             target.unlink(missing_ok=True)  # it would be the file of an earlier baseline
             continue
@@ -233,7 +267,8 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
 
 def _require_same_ids(file: Path, expected: "pd.Index[str]") -> None:
     """Raise an `InputError` if more than 1 % of the ids are only in the file, or only expected."""
-    ids = pd.Index(load_results(file)["id"]).unique()
+    all_rows = pd.concat(_iterate_all_rows(file), ignore_index=True)
+    ids = pd.Index(all_rows["id"]).unique()
     foreign = ids.difference(expected)
     missing = expected.difference(ids)
     if max(len(foreign), len(missing)) > MAX_FOREIGN_SHARE * len(expected):

@@ -32,6 +32,9 @@ def warnings(
         sentences += _scaling_warnings(report, run)
         if run.telemetry is not None:
             sentences += _telemetry_warnings(run.telemetry)
+    if report.baseline is not None and report.baseline.failed_rows:
+        problem = f"rows that are not finite: {cell(report.baseline.failed_rows)}"
+        sentences.append(f"Baseline: {problem}; they are in baseline/failed.tsv.")
     if report.overhead is not None and report.overhead.problem:
         sentences.append(f"Checkpoint overhead: {report.overhead.problem}.")
     if report.regression is not None and report.regression.stale:

@@ -17,7 +17,7 @@ from virnuc_core.engine.embedding import Embedding, Job, RunMonitor
 from virnuc_core.engine.shards import EXACT_SEAL, ShardPlan, make_plan, read_shard, write_plan
 from virnuc_core.errors import DamagedFileError
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.results import write_covered
+from virnuc_core.results import write_covered, write_covered_reads
 from virnuc_core.rundir import EXACT_FILES, SHARD_FILES, RunDir, atomic_hdf5, discard, run_lock
 from virnuc_core.runfiles import ListedFiles, changed_files, digest, listed_digests, write
 from virnuc_core.system_errors import path_exists, read_with_retries
@@ -125,10 +125,11 @@ def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
 
     results = [read_shard(run, plan, shard) for shard in chosen_shards]
     uniques = np.concatenate([np.arange(*plan.range(shard)) for shard in chosen_shards])
-    # Sequences that were not embedded have no score.
     scores = np.full((store.n_uniques, 2), np.nan, dtype=np.float32)
     scores[uniques] = np.concatenate([result.scores for result in results])
-    _write_covered_reads(run, store, scores)
+    is_embedded = np.zeros(store.n_uniques, dtype=bool)
+    is_embedded[uniques] = True
+    write_embedded_reads(run, store, scores, is_embedded)
     with atomic_hdf5(run.embeddings, EXACT_SEAL.seal_of, userblock_size=SEAL_BYTES) as file:
         file["embeddings"] = np.concatenate([result.embeddings for result in results])
         file["uniques"] = uniques
@@ -156,23 +157,36 @@ def _spread_shards(n_shards: int, n_wanted: int) -> tuple[int, ...]:
     return tuple(np.unique(shard_numbers).tolist())
 
 
-def _write_covered_reads(run: RunDir, store: OrfStore, scores: NDArray[np.float32]) -> None:
-    """Write the result files of those reads whose sequences all have a score.
+def write_embedded_reads(
+    run: RunDir, store: OrfStore, scores: NDArray[np.float32], is_embedded: NDArray[np.bool_]
+) -> None:
+    """Write the result files of those reads whose sequences all belong to the sample.
 
     A read has a row for each of its translated frames, and a row has a sequence. Reads without a
-    row are left out.
+    row are left out. A row whose scores are not finite is named in `failed.tsv`; its read is not
+    left out, so that a comparison counts the row as missing.
 
     Args:
         run: The run directory to write.
         store: The store of the reads.
-        scores: Scores of the distinct sequences, NaN for those that were not embedded,
-            [uniques, 2].
+        scores: Scores of the distinct sequences, [uniques, 2].
+        is_embedded: Marks the distinct sequences of the sample, [uniques].
     """
-    scores_of_rows = scores[np.asarray(store.row_unique)]
-    has_score = ~np.isnan(scores_of_rows[:, 0])
-    n_scored_rows = np.bincount(store.row_read, has_score, store.n_reads)  # of each read
-    is_covered = (n_scored_rows == store.read_rows) & (n_scored_rows > 0)
+    row_uniques = np.asarray(store.row_unique)
+    is_row_embedded = is_embedded[row_uniques]
+    n_embedded_rows = np.bincount(store.row_read, is_row_embedded, store.n_reads)  # of each read
+    is_covered = (n_embedded_rows == store.read_rows) & (n_embedded_rows > 0)
     is_row_covered = is_covered[np.asarray(store.row_read)]
-    write_covered(run, store, is_covered, scores_of_rows[is_row_covered])
-    digests = {path.name: digest(path, run.root) for path in (run.predictions, run.consensus)}
+    scores_of_rows = scores[row_uniques[is_row_covered]]
+    n_set_aside = write_covered(run, store, is_covered, scores_of_rows)
+    write_covered_reads(run, store, is_covered, scores_of_rows)
+    if n_set_aside:
+        log.warning(
+            "%s: %d rows are not finite in fp32; they are in %s",
+            run.root,
+            n_set_aside,
+            run.failed_rows.name,
+        )
+    tables = (run.predictions, run.consensus, run.reads_table, run.failed_rows)
+    digests = {path.name: digest(path, run.root) for path in tables}
     write(run.digests, ListedFiles.model_validate({"files": digests}))

@@ -183,15 +183,27 @@ def test_ids_that_look_like_nothing_stay_ids(tmp_path: Path) -> None:
     assert results["id"].tolist() == [name for name, _ in rows]
 
 
-def test_ids_that_stand_twice_are_joined_one_to_one(tmp_path: Path) -> None:
-    duplicate_rows = [("x_chunk_1F1", 0.9), ("x_chunk_1F1", 0.1), ("y_chunk_1F1", 0.9)]
-    comparison = compare(
-        frames(tmp_path / "a.txt", duplicate_rows),
-        frames(tmp_path / "b.txt", duplicate_rows[::-1][:2]),
-        mode="frame",
-    ).frames
-    assert comparison is not None
-    assert (comparison.in_both, comparison.only_in_a, comparison.only_in_b) == (2, 1, 0)
+def test_ids_that_stand_twice_are_joined_one_to_one_if_both_sides_have_all_of_them(
+    tmp_path: Path,
+) -> None:
+    """In a file alone nothing tells which of two reads with one id a single row belongs to."""
+    x1, x2, y = ("x_chunk_1F1", 0.9), ("x_chunk_1F1", 0.1), ("y_chunk_1F1", 0.9)
+    expected = {
+        (y, x1, x2): (3, 3, 0, 0),
+        (y, x2, x1): (3, 1, 0, 0),  # the first is held against the first
+        (y, x2): (1, 1, 2, 1),
+        (y, x1): (1, 1, 2, 1),
+        (y,): (1, 1, 2, 0),
+        (y, x1, x2, x2): (1, 1, 2, 3),
+    }
+    for rows, counts in expected.items():
+        found = compare(
+            frames(tmp_path / "a.txt", [x1, x2, y]),
+            frames(tmp_path / "b.txt", list(rows)),
+            mode="frame",
+        ).frames
+        assert found is not None
+        assert (found.in_both, found.agreeing, found.only_in_a, found.only_in_b) == counts, rows
 
 
 @given(
