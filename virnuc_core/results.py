@@ -575,7 +575,7 @@ def _covered_blocks(
         raise VirnucError(f"{run.root}: {len(scores)} scores for {n_rows} rows")
     scores_of_rows = np.full((len(is_covered_row), 2), np.nan, dtype=np.float32)
     scores_of_rows[is_covered_row] = scores
-    is_finite = np.isfinite(scores_of_rows).all(axis=1)
+    is_finite: Mask = np.logical_and.reduce(np.isfinite(scores_of_rows), axis=1)
     row_fates = _RowFates(is_scored=is_finite, is_failed=is_covered_row & ~is_finite)
     return _blocks_of_rows(store, scores_of_rows, row_fates)
 
