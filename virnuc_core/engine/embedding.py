@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -157,7 +157,8 @@ class Embedding:
         self._job = job
         self._monitor = monitor
         self._origin_s = started_s
-        self._started = datetime.now(UTC)  # the date and time, for the journal
+        # The date and time at which the run began, for the journal
+        self._started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - started_s)
 
     def run(self, pool: Pool | None = None) -> PooledJob:
         """Compute the shards that are not computed yet. Workers write their files.

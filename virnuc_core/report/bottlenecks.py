@@ -33,6 +33,9 @@ LONG_RUN_ADVICE: Final = (
 IDLE_GPU_ADVICE: Final = (
     "the GPU idles while this stage runs: look at waits, batch sizes and the host's cores"
 )
+CPU_BOUND_ADVICE: Final = (
+    "the GPU idles while the CPU is at its limit: give the run more cores, or raise num_workers"
+)
 PACKING_ADVICE: Final = "raise token_budget or shard_tokens"
 
 
@@ -151,7 +154,7 @@ def stage_bottlenecks(run: RunMetrics | None) -> tuple[StageBottleneck, ...]:
         if is_expected:
             advice = _advice_for_busy_encoders(run)
         elif is_idle:
-            advice = IDLE_GPU_ADVICE
+            advice = _advice_for_idle_gpus(run)
         else:
             advice = STAGE_ADVICE[stage]
         bottlenecks.append(StageBottleneck(stage, share, gpu_percent, is_expected, advice))
@@ -179,6 +182,14 @@ def _advice_for_busy_encoders(run: RunMetrics) -> str:
     if (run.total_s or 0.0) >= LONG_RUN_S:
         return LONG_RUN_ADVICE
     return SHORT_RUN_ADVICE
+
+
+def _advice_for_idle_gpus(run: RunMetrics) -> str:
+    """Return the advice for a run whose GPUs idle. It depends on what the CPU did meanwhile."""
+    starvation = None if run.telemetry is None else run.telemetry.starvation
+    if starvation is not None and starvation.verdict == "CPU is the bottleneck":
+        return CPU_BOUND_ADVICE
+    return IDLE_GPU_ADVICE
 
 
 def rank_losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
@@ -279,7 +290,9 @@ def _losses_of_computing(run: RunMetrics, seconds_of_row: Mapping[str, float]) -
 
     # Slow computing is expected unless the larger part of the loss is a device that waits.
     are_encoders_busy = not is_any_gpu_idle and idle_s <= slow_s / 2
-    advice = _advice_for_busy_encoders(run) if are_encoders_busy else IDLE_GPU_ADVICE
+    advice = _advice_for_idle_gpus(run)
+    if are_encoders_busy:
+        advice = _advice_for_busy_encoders(run)
     slow = Loss(slow_s, "GPU compute", "; ".join(details), advice, is_expected=are_encoders_busy)
     empty = Loss(empty_s, "packing", "slots without a token", PACKING_ADVICE)
     return slow, empty

@@ -40,9 +40,13 @@ from virnuc_core.report.raw_files import (
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
 from virnuc_core.telemetry import statistics
+from virnuc_core.telemetry.log import Telemetry
+from virnuc_core.telemetry.starvation import starvation
+from virnuc_core.telemetry.tables import Span
 from virnuc_core.validation import BaselineSummary
 
 EMPTY_SPAN: Final = (1.0, 0.0)  # holds no sample
+MAX_WINDOWS: Final = 20  # of the table of windows in the report
 
 
 def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | None:
@@ -74,7 +78,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         file = raw.telemetry(name, summary.telemetry)
         if file is not None:
             flops = summary.flops or ModelFlops()
-            telemetry = telemetry_metrics(file, devices, flops, precision)
+            telemetry = telemetry_metrics(file, devices, flops, precision, profile.window_s)
 
     was_resumed = summary.resumed or bool(summary.shards_reused) or len(summary.attempts) > 1
     costs = _costs(counts, devices, telemetry, profile)
@@ -208,9 +212,21 @@ def _costs(
 
 
 def telemetry_metrics(
-    file: NamedTelemetry, devices: Sequence[Device], flops: ModelFlops, precision: str
+    file: NamedTelemetry,
+    devices: Sequence[Device],
+    flops: ModelFlops,
+    precision: str,
+    window_s: float,
 ) -> TelemetryMetrics:
-    """Return the metrics of a run that can be computed from its telemetry file."""
+    """Return the metrics of a run that can be computed from its telemetry file.
+
+    Args:
+        file: The telemetry file and its name.
+        devices: The devices of the run.
+        flops: The operations for one token of each encoder, and the devices' ceilings.
+        precision: The arithmetic of the run, which decides what a data sheet promises.
+        window_s: The profile's length of a window. A long run has windows of a multiple of it.
+    """
     telemetry = file.content
     batches = telemetry.batches
     model_of_device = {device.id: device.name for device in devices}
@@ -218,6 +234,7 @@ def telemetry_metrics(
         _device_metrics(batches, telemetry.samples, device) for device in model_of_device
     ]
     busy = statistics.device_busy(telemetry.shards)
+    span = statistics.embedding_span(batches)
 
     encoders = []
     for encoder in NAMES:
@@ -240,7 +257,33 @@ def telemetry_metrics(
         device_time_spread=statistics.device_time_spread(busy),
         energy_kwh=energy_kwh,
         host=statistics.host_usage(telemetry.host),
-        alarms=statistics.alarms(telemetry.samples, statistics.embedding_span(batches)),
+        alarms=statistics.alarms(telemetry.samples, span),
+        starvation=starvation(telemetry.samples, telemetry.host, span),
+        windows=_report_windows(telemetry, span, window_s),
+    )
+
+
+def _report_windows(
+    telemetry: Telemetry, span: Span | None, window_s: float
+) -> tuple[statistics.Window, ...]:
+    """Cut a run into windows for the report, so that it has a table that a person can read.
+
+    Args:
+        telemetry: What the run measured.
+        span: The start and the end of the time in which it embedded; `None` if it did not.
+        window_s: The profile's length of a window. The shortest multiple of it is taken with which
+            there are at most `MAX_WINDOWS`.
+    """
+    if span is None:
+        return ()
+    start_s, end_s = span
+    multiple = max(1, math.ceil((end_s - start_s) / (window_s * MAX_WINDOWS)))
+    return statistics.windows(
+        telemetry.batches,
+        multiple * window_s,
+        telemetry.origin_s,
+        telemetry.samples,
+        telemetry.host,
     )
 
 

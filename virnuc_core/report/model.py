@@ -12,7 +12,14 @@ from pydantic import Field
 from virnuc_core.encoder_names import DNA, PROTEIN, EncoderName, Molecule
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, FileDigest, RunCounts, RunFile, RunRecord
-from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
+from virnuc_core.telemetry.starvation import Starvation
+from virnuc_core.telemetry.statistics import (
+    BatchMetrics,
+    DeviceBusy,
+    DeviceUsage,
+    HostUsage,
+    Window,
+)
 from virnuc_core.telemetry.tables import GPU_STAGES, STAGES
 from virnuc_core.validation import (
     ApprovalRecord,
@@ -77,6 +84,9 @@ class TelemetryMetrics(BatchMetrics):
     energy_kwh: float | None  # all devices
     host: HostUsage
     alarms: tuple[str, ...]
+    starvation: Starvation | None  # None: of a CPU or a cluster, or too short to tell
+    # The run in stretches of about equal length, at most `MAX_WINDOWS`; a stall is one stretch
+    windows: tuple[Window, ...]
 
     def encoder(self, name: EncoderName) -> EncoderMetrics | None:
         """Return the metrics of an encoder, or `None` if it had no batch."""

@@ -28,6 +28,7 @@ from virnuc_core.report.text import (
     target_text,
 )
 from virnuc_core.report.views.criteria import approval_text
+from virnuc_core.report.views.devices import window_speeds
 from virnuc_core.report.views.speed import efficiency_facts
 from virnuc_core.telemetry.tables import STAGES
 
@@ -350,10 +351,12 @@ def summary_block(report: Report) -> SummaryBlock:
         hours_projected = run.hours_projected
     total_hours = None if total_s is None else total_s * HOURS_PER_SECOND
     tokens_per_s = packing = lowest_packing = low_batches = None
+    slowest_window = fastest_window = None
     mean_wait_ms = p95_wait_ms = starved = None
     devices = ["  n/a"]
     if telemetry is not None:
         tokens_per_s = telemetry.tokens_per_s
+        slowest_window, fastest_window = window_speeds(telemetry)
         packing = telemetry.packing_efficiency
         lowest_packing = telemetry.min_packing_efficiency
         low_batches = telemetry.batches_below_threshold
@@ -377,6 +380,8 @@ def summary_block(report: Report) -> SummaryBlock:
         throughput=[
             _summary_line("Sequences/sec", number(reads_per_s)),
             _summary_line("Tokens/sec", number(tokens_per_s, 0)),
+            _summary_line("Tokens/sec, slowest window", number(slowest_window, 0)),
+            _summary_line("Tokens/sec, fastest window", number(fastest_window, 0)),
         ],
         packing=[
             _summary_line("Average", percent(packing, unit=""), "%"),

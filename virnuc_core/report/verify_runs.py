@@ -268,6 +268,7 @@ def _verify_telemetry_summary(
         wall_s=wall_s,
         window_s=content.window_s,
         sequences_per_hour=sequences_per_hour,
+        schema_version=content.schema_version,
     )
     verification.compare(json_name, content, computed)
     verification.compare_fields(f"{file.name}: {SUMMARY}", summary, {"n_reads": n_reads})

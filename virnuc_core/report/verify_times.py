@@ -4,6 +4,7 @@ A time can be forged in every file that holds it. It then still has to fit betwe
 run and the start of the next one, and to be the sum of its parts.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -102,9 +103,14 @@ def _verify_telemetry_start(
     if telemetry is None or began is None:
         return
     verification.figures += 1
+    # The clock of the telemetry begins before the run is prepared, and so before the attempt is
+    # recorded. The first sample of the host was taken after that.
+    measured = telemetry.content
+    first_sample_s = measured.host.time_s.min()
+    prepared_s = 0.0 if math.isnan(first_sample_s) else first_sample_s - measured.origin_s
     earliest = start - CLOCK_TOLERANCE_S
     latest = start + attempt.wall_s + CLOCK_TOLERANCE_S
-    if not earliest <= began <= latest:
+    if began + prepared_s < earliest or began > latest:
         verification.add_difference(
             f"{telemetry.name}: began at {telemetry.content.started}, outside the attempt that "
             f"started at {attempt.started} and took {attempt.wall_s:,.1f} s"

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -30,6 +31,7 @@ from virnuc_core.runfiles import Attempt, Positive, RunFile, write
 from virnuc_core.safe_files import open_to_write, read_dataset, read_file
 from virnuc_core.system_errors import is_folder, list_folder, path_exists, read_with_retries
 from virnuc_core.telemetry import statistics
+from virnuc_core.telemetry.starvation import Starvation, starvation
 from virnuc_core.telemetry.tables import (
     COLUMN_NAMES,
     BatchRecord,
@@ -49,6 +51,9 @@ LINE_DIGEST_LETTERS: Final = 16  # of the SHA-256 at the end of a line of a jour
 JSON_DIGITS: Final = 7  # of a number of a batch
 MIN_COMPRESSED_ROWS: Final = 65  # shorter columns take less space as they are
 STAGE_NAME_TYPE: Final = "S64"
+# 2: `timestamp` of a batch is a Unix time, and the use of the CPU is held beside that of the GPUs.
+# In files of version 1 it is the seconds since the start of the run, and the rest is missing.
+SCHEMA_VERSION: Final = 2
 TABLES: Final = {
     "batches": BatchRecord,
     "samples": DeviceSample,
@@ -77,6 +82,11 @@ class Telemetry:
     stages: tuple[StageTime, ...]
     origin_s: float  # time.monotonic() at the run's start
     started: str  # wall clock at the same moment, ISO 8601
+
+    @property
+    def origin_epoch_s(self) -> float:
+        """Return the run's start as a Unix time: seconds since 1970."""
+        return datetime.fromisoformat(self.started).timestamp()
 
     def get_throughput(self) -> Numbers:
         """Return the tokens, the sequences and the batches per second while the run embedded.
@@ -347,12 +357,13 @@ class TelemetrySummary(RunFile):
     device_time_spread: float | None
     stages: Numbers
     alarms: tuple[str, ...]
+    starvation: Starvation | None = None  # None: a CPU run, too short, or of schema version 1
 
 
 class TelemetryFile(RunFile):
     """The content of `telemetry_<time>.json`."""
 
-    schema_version: int = 1
+    schema_version: int = SCHEMA_VERSION
     summary: TelemetrySummary
     window_s: Positive
     windows: tuple[statistics.Window, ...]
@@ -368,6 +379,7 @@ def telemetry_file(
     wall_s: float,
     window_s: float = 30.0,
     sequences_per_hour: float | None = None,
+    schema_version: int = SCHEMA_VERSION,
 ) -> TelemetryFile:
     """Return the content of the JSON file of a run.
 
@@ -377,15 +389,25 @@ def telemetry_file(
         wall_s: How long it took.
         window_s: The length of a window, one of the stretches of time that the file lists.
         sequences_per_hour: Reads per hour over the whole time, staging included.
+        schema_version: The form of the file. A file of version 1 is computed again as it was
+            written then.
     """
     batches = batch_frame(telemetry)
+    host: pd.DataFrame | None = telemetry.host
+    if schema_version == 1:
+        batches["timestamp"] = batches.pop("seconds_since_start")
+        host = None
     batch_step = max(1, -(-len(batches) // JSON_BATCHES))  # rounded up
     listed_batches = batches[::batch_step].to_dict(orient="records")
+    summary = _summary(telemetry, n_reads, wall_s, sequences_per_hour)
+    if schema_version == 1:
+        summary = summary.model_copy(update={"starvation": None})
     return TelemetryFile(
-        summary=_summary(telemetry, n_reads, wall_s, sequences_per_hour),
+        schema_version=schema_version,
+        summary=summary,
         window_s=window_s,
         windows=statistics.windows(
-            telemetry.batches, window_s, telemetry.origin_s, telemetry.samples
+            telemetry.batches, window_s, telemetry.origin_s, telemetry.samples, host
         ),
         per_batch_metrics_every=batch_step,
         batches=len(batches),
@@ -423,6 +445,7 @@ def _summary(
         device_time_spread=statistics.device_time_spread(busy),
         stages={stage.name: stage.seconds for stage in telemetry.stages},
         alarms=statistics.alarms(telemetry.samples, span),
+        starvation=starvation(telemetry.samples, telemetry.host, span),
     )
 
 
@@ -430,7 +453,9 @@ def _short_numbers(batch: dict[Any, Any]) -> dict[str, float | int | str | None]
     """Return the fields of a batch with few digits, and with `None` for what is not known."""
     short: dict[str, float | int | str | None] = {}
     for name, value in batch.items():
-        if isinstance(value, float):
+        if name == "timestamp":  # seconds since 1970 have more digits; microseconds are enough
+            short[str(name)] = round(value, 6)
+        elif isinstance(value, float):
             short[str(name)] = statistics.none_if_nan(float(f"{value:.{JSON_DIGITS}g}"))
         else:
             short[str(name)] = value
@@ -447,9 +472,11 @@ def batch_frame(telemetry: Telemetry) -> pd.DataFrame:
     # Without a device time above 0 the seconds are NaN, so that nothing is divided by zero.
     seconds = (batches.device_ms / 1000.0).where(batches.device_ms > 0)
     packing = statistics.packing(batches)
+    seconds_since_start = batches.launched_s - telemetry.origin_s
     computed_columns = {
         "batch_idx": np.arange(len(batches)),
-        "timestamp": batches.launched_s - telemetry.origin_s,
+        "timestamp": telemetry.origin_epoch_s + seconds_since_start,  # Unix time of the launch
+        "seconds_since_start": seconds_since_start,
         "tokens_per_sec": batches.tokens / seconds,
         "sequences_per_sec": batches.rows / seconds,
         "gpu_util": _utilisation_at_launch(batches, telemetry.samples),
@@ -640,6 +667,9 @@ def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
     for column_field in fields(kind):
         name = COLUMN_NAMES.get(column_field.name, column_field.name)
         if name == "batches":  # of a shard: they have a table of their own
+            continue
+        if name not in group and column_field.default is None:
+            columns[name] = math.nan  # a file of an older version lacks it
             continue
         values = read_dataset(group[name])
         if name == "device":

@@ -6,11 +6,12 @@ never zero.
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import psutil
 
@@ -86,7 +87,7 @@ class Sampler:
         self._has_failed = False
         self._samples_taken = itertools.count()
         self._processes: list[psutil.Process] = []  # this one and its children
-        psutil.cpu_percent(interval=None)  # the next call tells the load since this one
+        _core_percents()  # the next call tells the load since this one
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
 
@@ -114,7 +115,9 @@ class Sampler:
             return DeviceSample(now_s, device)
 
     def host(self, time_s: float) -> HostSample:
-        """Read the CPU of this machine, and the memory of this process and its children."""
+        """Read the CPU and the disks of this machine, and the memory of this process and its
+        children. The time is that of the devices' samples, so that both can be held side by side.
+        """
         if next(self._samples_taken) % SAMPLES_PER_LOOK == 0:
             own_process = psutil.Process()
             self._processes = [own_process, *own_process.children(recursive=True)]
@@ -122,7 +125,16 @@ class Sampler:
         for process in self._processes:
             with suppress(psutil.Error):  # it has ended
                 rss_bytes += process.memory_info().rss
-        return HostSample(time_s, psutil.cpu_percent(interval=None), rss_bytes)
+        core_percents = _core_percents()
+        disks = _disk_counters()
+        return HostSample(
+            time_s,
+            cpu_percent=sum(core_percents) / len(core_percents) if core_percents else None,
+            rss_bytes=rss_bytes,
+            busiest_core_percent=max(core_percents, default=None),
+            disk_read_bytes=None if disks is None else disks.read_bytes,
+            disk_written_bytes=None if disks is None else disks.write_bytes,
+        )
 
     def _loop(self) -> None:
         """Take samples in the background thread until the `with` block ends."""
@@ -138,3 +150,23 @@ class Sampler:
         self._stop.set()
         self._thread.join()
         self.sample_once()  # so that even a short run has one
+
+
+def _core_percents() -> list[float]:
+    """Return how busy each core of this process was since the last call, in percent.
+
+    These are the cores that the process may use. If their numbers do not fit the system's list of
+    cores, because some are switched off, all cores of the machine are returned.
+    """
+    percents: list[float] = psutil.cpu_percent(interval=None, percpu=True)
+    own_cores = os.sched_getaffinity(0)
+    if max(own_cores) >= len(percents):
+        return percents
+    return [percents[core] for core in own_cores]
+
+
+def _disk_counters() -> Any:
+    """Return the counters of all disks together, or `None` if the system shows no disk."""
+    with suppress(OSError, RuntimeError, ValueError):  # a container may hide the disks
+        return psutil.disk_io_counters()
+    return None

@@ -253,10 +253,15 @@ class Window(BatchCounts):
     starved: int
     # device -> mean; only devices with samples in the window, where samples were given
     gpu_util: dict[str, float]
+    cpu_percent: float | None = None  # mean of the host; None without a sample of it
 
 
 def windows(
-    batches: pd.DataFrame, window_s: float, origin_s: float, samples: pd.DataFrame | None = None
+    batches: pd.DataFrame,
+    window_s: float,
+    origin_s: float,
+    samples: pd.DataFrame | None = None,
+    host: pd.DataFrame | None = None,
 ) -> tuple[Window, ...]:
     """Cut a run into windows of equal length. A batch belongs to the window it was launched in.
 
@@ -268,6 +273,7 @@ def windows(
         window_s: The length of a window.
         origin_s: The start of the run, `time.monotonic()`. Windows are counted from it.
         samples: Samples of the devices. Without them, the windows have no utilisation.
+        host: Samples of the host. Without them, the windows do not tell how busy the CPU was.
 
     Returns:
         The windows in the order of their times; none without a batch.
@@ -297,6 +303,7 @@ def windows(
                 tokens_per_s=counts.tokens / duration_s if duration_s > MIN_WINDOW_S else None,
                 starved=int((own_batches.wait_ms > STARVED_ABOVE_MS).sum()),
                 gpu_util={} if samples is None else _mean_utilisation(samples, window_span),
+                cpu_percent=None if host is None else _mean_cpu_percent(host, window_span),
             )
         )
     return tuple(cut_windows)
@@ -307,6 +314,11 @@ def _mean_utilisation(samples: pd.DataFrame, span: Span) -> dict[str, float]:
     samples_in_span = samples[samples.time_s.between(*span)]
     means = samples_in_span.groupby("device", observed=True).utilisation.mean()
     return {str(device): float(mean) for device, mean in means.dropna().items()}
+
+
+def _mean_cpu_percent(host: pd.DataFrame, span: Span) -> float | None:
+    """Return how busy the CPU was in a span on average; `None` if no sample tells it."""
+    return none_if_nan(host[host.time_s.between(*span)].cpu_percent.mean())
 
 
 class DeviceBusy(RunFile):

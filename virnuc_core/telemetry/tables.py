@@ -119,6 +119,11 @@ class HostSample:
     time_s: float
     cpu_percent: float | None  # of all cores this process may use: 100 is all busy
     rss_bytes: int | None  # of this process and its children
+    # What files of older versions lack
+    busiest_core_percent: float | None = None  # of the cores this process may use
+    # All that the disks of the machine have read and written since it was started
+    disk_read_bytes: float | None = None
+    disk_written_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ from virnuc_core.report.model import Report
 from virnuc_core.report.render import environment, fill_template, render, report_text
 from virnuc_core.report.sections import Table
 from virnuc_core.report.text import Mark, Number, cell, markdown_cell, number
+from virnuc_core.report.views.devices import utilisation_section, windows_section
 from virnuc_core.report.views.full_report import report_sections
 from virnuc_core.report.views.speed import scaling_rows
+from virnuc_core.telemetry.starvation import Starvation, StarvationVerdict
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +90,56 @@ def test_no_template_reads_the_report_itself() -> None:
         source, _, _ = jinja.loader.get_source(jinja, name)
         names = meta.find_undeclared_variables(jinja.parse(source))
         assert not names & {"report", "run", "telemetry", "profile", "training"}, name
+
+
+def test_the_report_has_a_table_of_windows_that_add_up_to_the_run(report: Report) -> None:
+    """The batches and starved batches of all windows are those of the run."""
+    assert report.run is not None
+    assert report.run.telemetry is not None
+    telemetry = report.run.telemetry
+    long_run = telemetry.model_copy(update={"windows": telemetry.windows * 3})
+    section = windows_section(long_run)
+    assert section.title == "Windows"
+    assert len(section.rows) == 3 * len(telemetry.windows)
+    assert sum(window.batches for window in telemetry.windows) == telemetry.batches
+    assert sum(window.tokens for window in telemetry.windows) == telemetry.tokens
+    assert {"Tokens/s", "Packing", "Starved", "Lowest GPU %", "CPU %"} <= set(section.rows[0])
+    assert cell(section.rows[0]["CPU %"]) == "35.0", "as the host was sampled"
+    assert windows_section(telemetry.model_copy(update={"windows": ()})).is_empty
+
+
+def test_a_stall_is_said_above_the_windows(report: Report) -> None:
+    assert report.run is not None
+    assert report.run.telemetry is not None
+    telemetry = report.run.telemetry
+    window = telemetry.windows[0].model_copy(update={"start_s": 0.0, "end_s": 10.0})
+    stall = window.model_copy(update={"start_s": 10.0, "end_s": 95.0, "batches": 0, "tokens": 0})
+    section = windows_section(telemetry.model_copy(update={"windows": (window, stall, window)}))
+    assert "No batch was launched for 85.0 s." in section.sentences[0]
+
+
+@pytest.mark.parametrize(
+    ("share", "core_share", "verdict", "advice"),
+    [
+        (0.0, 0.0, "not starved", "Nothing to do"),
+        (0.5, 0.4, "CPU is the bottleneck", "more cores"),
+        (0.5, 0.1, "waits for other things", "commits"),
+    ],
+)
+def test_who_waited_for_whom_is_said_beside_the_utilisation(
+    report: Report, share: float, core_share: float, verdict: StarvationVerdict, advice: str
+) -> None:
+    assert report.run is not None
+    assert report.run.telemetry is not None
+    starvation = Starvation(
+        moments=100,
+        idle_share=share,
+        idle_cpu_busy_share=0.0,
+        idle_core_busy_share=core_share,
+        verdict=verdict,
+    )
+    telemetry = report.run.telemetry.model_copy(update={"starvation": starvation})
+    section = utilisation_section(telemetry, report.criterion("gpu_utilisation"))
+    sentence = section.sentences[-1]
+    assert f"GPU and CPU on one clock: {verdict}." in sentence
+    assert advice in sentence

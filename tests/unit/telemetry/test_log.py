@@ -119,6 +119,56 @@ def test_names_that_other_tools_read(tmp_path: Path) -> None:
         assert file["gpu_util"][0] == 90.0
 
 
+def test_the_timestamp_of_a_batch_is_a_unix_time(tmp_path: Path) -> None:
+    """It is the time of the launch, as `time.time()` would have told it."""
+    path = written(tmp_path)
+    body = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    assert body["schema_version"] == 2
+    # The first batch is launched at the run's start, and the next one a second later.
+    started_s = STARTED.timestamp()
+    for number, batch_record in (
+        (0, body["per_batch_metrics"][0]),
+        (-1, body["per_batch_metrics"][-1]),
+    ):
+        assert batch_record["timestamp"] == started_s + [0, 4][number]
+        assert batch_record["seconds_since_start"] == [0, 4][number]
+    with h5py.File(path, "r") as file:
+        assert file["timestamp"][:].tolist() == [started_s + s for s in (0, 1, 1, 2, 3, 4)]
+        assert file["seconds_since_start"][0] == 0.0
+    assert open_frame(path).timestamp[0] == started_s
+
+
+def test_a_file_of_the_first_version_is_computed_again_as_it_was(tmp_path: Path) -> None:
+    telemetry = read_telemetry(written(tmp_path))
+    old = module.telemetry_file(telemetry, n_reads=50, wall_s=10.0, schema_version=1)
+    assert old.schema_version == 1
+    assert [old.per_batch_metrics[0]["timestamp"], old.per_batch_metrics[-1]["timestamp"]] == [0, 4]
+    assert "seconds_since_start" not in old.per_batch_metrics[0]
+    assert {window.cpu_percent for window in old.windows} == {None}
+
+
+def test_a_table_of_an_older_version_has_unknown_numbers_where_columns_lack(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    new_columns = ("busiest_core_percent", "disk_read_bytes", "disk_written_bytes")
+    old_path = tmp_path / "old.h5"
+    with h5py.File(path) as file, h5py.File(old_path, "w") as old_file:  # without a seal
+        old_file.attrs.update(file.attrs)
+        for name in file:
+            file.copy(name, old_file)
+        for name in new_columns:
+            del old_file["host"][name]
+    host = open_frame(old_path, "host")
+    assert host.cpu_percent.tolist() == [20.0, 40.0]
+    assert host[list(new_columns)].isna().to_numpy().all()
+
+
+def test_windows_hold_the_use_of_the_cpu_beside_that_of_the_gpus(tmp_path: Path) -> None:
+    body = json.loads(written(tmp_path).with_suffix(".json").read_text(encoding="utf-8"))
+    (window,) = body["windows"]
+    assert window["cpu_percent"] == pytest.approx(30.0)
+    assert window["gpu_util"].keys() == {"GPU-a", "GPU-b"}
+
+
 def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
     telemetry = read_telemetry(written(tmp_path))
     assert telemetry.batches.groupby("device", observed=True).size().to_dict() == {

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
+import psutil
 import pytest
 
 from tests.fake_gpus import FakeGpus
@@ -108,6 +109,11 @@ def test_without_nvml_the_host_is_sampled_and_utilisation_is_not_there() -> None
     host = sampler.host_samples()
     assert host.rss_bytes[0] > 1_000_000
     assert 0 <= host.cpu_percent[0] <= 100
+    assert host.cpu_percent[0] <= host.busiest_core_percent[0] <= 100
+    disks = psutil.disk_io_counters()
+    if disks is not None:
+        assert 0 <= host.disk_read_bytes[0] <= disks.read_bytes
+        assert 0 <= host.disk_written_bytes[0] <= disks.write_bytes
     assert not sampler.latest
 
 

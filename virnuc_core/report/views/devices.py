@@ -1,5 +1,7 @@
 """Views of the devices at work: utilisation, packing, and the queue of batches."""
 
+from typing import Final
+
 from virnuc_core.encoder_names import DNA, PROTEIN
 from virnuc_core.report.model import Criterion, TelemetryMetrics
 from virnuc_core.report.sections import Row, Section, Table
@@ -15,8 +17,18 @@ from virnuc_core.report.text import (
     percent,
     target_text,
 )
+from virnuc_core.telemetry.starvation import Starvation, StarvationVerdict
 from virnuc_core.telemetry.statistics import QueueShares
 from virnuc_core.telemetry.tables import GPU_STAGES
+
+# What helps, by the verdict on the use of GPU and CPU
+STARVATION_ADVICE: Final[dict[StarvationVerdict, str]] = {
+    "not starved": "Nothing to do.",
+    "CPU is the bottleneck": ("Give the run more cores, or raise num_workers and prefetch_factor."),
+    "waits for other things": (
+        "The CPU had time: look at commits, the disk, and restarts of workers."
+    ),
+}
 
 
 def utilisation_section(telemetry: TelemetryMetrics, criterion: Criterion) -> Section:
@@ -29,7 +41,73 @@ def utilisation_section(telemetry: TelemetryMetrics, criterion: Criterion) -> Se
         f"{verdict} {criterion.reason}"
     )
     table = Table(device_rows(telemetry))
-    return Section("GPU Utilization", sentences=[sentence.rstrip()], tables=[table])
+    sentences = [sentence.rstrip()]
+    if telemetry.starvation is not None:
+        sentences.append(starvation_sentence(telemetry.starvation))
+    return Section("GPU Utilization", sentences=sentences, tables=[table])
+
+
+def starvation_sentence(starvation: Starvation) -> str:
+    """Return a sentence on whether GPUs idled while embedding, and what the CPU did meanwhile."""
+    idle = percent(starvation.idle_share)
+    busy = percent(starvation.idle_core_busy_share)
+    return one_line(
+        f"GPU and CPU on one clock: {starvation.verdict}. A GPU was under 50 % busy at {idle} of "
+        f"{cell(starvation.moments)} moments while embedding, and at {busy} with a core of the "
+        f"host at its limit. {STARVATION_ADVICE[starvation.verdict]}"
+    )
+
+
+def windows_section(telemetry: TelemetryMetrics) -> Section:
+    """Return the section on the windows of a run, which show drift and stalls.
+
+    A run with a single window has none to compare, and the section is empty.
+    """
+    if len(telemetry.windows) < 2:
+        return Section("Windows")
+    rows: list[Row] = [
+        {
+            "From (s)": number(window.start_s),
+            "To (s)": number(window.end_s),
+            "Batches": window.batches,
+            "Tokens/s": number(window.tokens_per_s, 0),
+            "Packing": percent(window.packing_efficiency),
+            "Mean wait (ms)": number(window.avg_wait_ms, 2),
+            "Starved": window.starved,
+            "Lowest GPU %": number(min(window.gpu_util.values(), default=None)),
+            "CPU %": number(window.cpu_percent),
+        }
+        for window in telemetry.windows
+    ]
+    return Section("Windows", sentences=[_windows_sentence(telemetry)], tables=[Table(rows)])
+
+
+def _windows_sentence(telemetry: TelemetryMetrics) -> str:
+    """Return a sentence on how far the speed of the windows differs, and on stalls."""
+    slowest, fastest = window_speeds(telemetry)
+    text = (
+        f"The run in {cell(len(telemetry.windows))} windows of time, in seconds since its start. "
+        f"Tokens/s of a window: {cell(number(slowest, 0))} to {cell(number(fastest, 0))}."
+    )
+    stalled_s = sum(
+        window.end_s - window.start_s for window in telemetry.windows if not window.batches
+    )
+    if stalled_s:
+        text += f" No batch was launched for {cell(number(stalled_s, 1, ' s'))}."
+    return one_line(text)
+
+
+def window_speeds(telemetry: TelemetryMetrics) -> tuple[float | None, float | None]:
+    """Return the tokens per second of the slowest and of the fastest window.
+
+    The first and the last window are left out if there are others: they are shorter, and the
+    first one holds the slow first batches.
+    """
+    windows = telemetry.windows
+    if len(windows) > 2:
+        windows = windows[1:-1]
+    speeds = [window.tokens_per_s for window in windows if window.tokens_per_s is not None]
+    return min(speeds, default=None), max(speeds, default=None)
 
 
 def device_rows(telemetry: TelemetryMetrics) -> list[Row]:

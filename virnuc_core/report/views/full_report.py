@@ -10,7 +10,11 @@ from virnuc_core.report.views.criteria import (
     definitions_section,
     regression_section,
 )
-from virnuc_core.report.views.devices import packing_section, utilisation_section
+from virnuc_core.report.views.devices import (
+    packing_section,
+    utilisation_section,
+    windows_section,
+)
 from virnuc_core.report.views.losses import bottleneck_sentence, loss_rows
 from virnuc_core.report.views.reads import fates_section
 from virnuc_core.report.views.speed import (
@@ -39,7 +43,11 @@ def report_sections(report: Report) -> list[Section]:
     telemetry = None if report.run is None else report.run.telemetry
     if telemetry is not None:
         criterion = report.criterion("gpu_utilisation")
-        sections += [utilisation_section(telemetry, criterion), packing_section(telemetry)]
+        sections += [
+            utilisation_section(telemetry, criterion),
+            packing_section(telemetry),
+            windows_section(telemetry),
+        ]
     sections += [
         Section("Efficiency and cost", tables=[Table(efficiency_rows(report))]),
         correctness_section(report.comparisons),
