@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.sampler import Sampler
+
+from .pages import StageThroughputResult
 
 SCALES = {
     "small": 100,
@@ -50,24 +52,6 @@ def _one_thread() -> None:
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     return None if config.pluginmanager.hasplugin("benchmark") else True
-
-
-@dataclass(frozen=True, slots=True)
-class StageThroughputResult:
-    """What one stage came to at one scale; the time is the median of the rounds."""
-
-    stage: str
-    scale: str
-    total_sequences: int
-    total_time_seconds: float
-    mean_time_seconds: float
-    std_time_seconds: float
-    throughput_seq_per_sec: float
-    avg_time_per_sequence_ms: float
-    gpu_util_min: float | None  # percent; None on cores
-    gpu_util_avg: float | None
-    gpu_util_max: float | None
-    peak_memory_gb: float | None
 
 
 def devices(count: int) -> str:
@@ -144,6 +128,12 @@ def job(
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file by which one benchmark tells others: one JSON object a line."""
     return tmp_path_factory.mktemp("results") / "results.jsonl"
+
+
+@pytest.fixture(scope="session")
+def pages() -> Path:
+    """The folder for pages and their JSON, which git ignores; `VIRNUC_BENCH_REPORTS` names another."""
+    return Path(os.environ.get("VIRNUC_BENCH_REPORTS", "bench-out/reports"))
 
 
 @pytest.fixture

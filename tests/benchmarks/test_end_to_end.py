@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import BUDGET, SCALES, StageThroughputResult, devices, virnuc
+from .conftest import BUDGET, SCALES, devices, virnuc
+from .pages import StageThroughputResult
 
 
 @pytest.mark.parametrize("scale", SCALES)
