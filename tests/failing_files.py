@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-import pytest
-
 SOURCE = Path(__file__).with_name("data") / "failing_files.c"
 OPEN = "o"
 READ = "r"
@@ -21,9 +19,10 @@ STAT = "s"
 LIST = "l"
 LOCK = "k"
 WRITE = "w"  # and flush to the disk
-RENAME = "m"
+RENAME = "m"  # and link
 REMOVE = "u"
 MAKE_FOLDER = "d"
+ALL_CALLS = OPEN + READ + STAT + LIST + LOCK + WRITE + RENAME + REMOVE + MAKE_FOLDER
 
 
 @cache
@@ -68,6 +67,8 @@ def failing_calls(
     path: str, number: int, calls: str = OPEN + READ, while_file: Path | None = None
 ) -> dict[str, str]:
     """Return the environment of a child process of which calls fail; see `failing_variables`."""
+    import pytest
+
     if not has_compiler():
         pytest.skip("needs a C compiler")
     return os.environ | failing_variables(path, [number], calls, while_file)

@@ -3,11 +3,16 @@
 
    FAIL_PATH   the calls fail for files with this text in their path
    FAIL_ERRNO  the number of the error; of several, separated by commas, one is drawn for each call
-   FAIL_CALLS  which calls fail, letters: o open, r read, s stat, l list a folder, k lock, w write
-               and flush, m rename, u remove, d make a folder
+   FAIL_CALLS  which calls fail, letters: o open, r read, s stat, l list a folder, k lock, w write,
+               shorten and flush, m rename or link, u remove, d make a folder
    FAIL_CHANCE percentage of the calls that fail, drawn at random; without it all of them
    FAIL_SEED   seed of what is drawn; each process draws other numbers
    FAIL_WHILE  the calls fail only while a file of this path exists; without it they always fail
+   FAIL_COUNT  a file to which the letter of each chosen call is appended, whether it fails or not;
+               it numbers the calls of all processes, from 1
+   FAIL_FIRST  the number of the first call that fails, and it surely does; needs FAIL_COUNT. With 0
+               no call fails
+   FAIL_LAST   the number of the last call that fails; without it there is no last one
    FAIL_LOG    a file to which a byte is appended for each call that failed */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -44,21 +49,41 @@ static int draw_number(const char *numbers) {
     return atoi(numbers);
 }
 
+/* Append one letter to a file, and return how long the file is with it: this is the number of the
+   letter, also if other processes append at the same time. Return 0 if it cannot be appended. */
+static long append(const char *file, char letter) {
+    int fd = syscall(SYS_openat, AT_FDCWD, file, O_WRONLY | O_APPEND | O_CREAT, 0666);
+    if (fd < 0) return 0;
+    long n_written = syscall(SYS_write, fd, &letter, 1);
+    long number = n_written == 1 ? syscall(SYS_lseek, fd, 0, SEEK_CUR) : 0;
+    syscall(SYS_close, fd);
+    return number;
+}
+
+/* Return whether a call fails that is one of the chosen calls for one of the chosen files. */
+static int is_due(char call) {
+    const char *while_file = getenv("FAIL_WHILE"), *chance = getenv("FAIL_CHANCE");
+    const char *count_file = getenv("FAIL_COUNT");
+    const char *first_text = getenv("FAIL_FIRST"), *last_text = getenv("FAIL_LAST");
+    long number = count_file ? append(count_file, call) : 0;
+    long first = first_text ? atol(first_text) : 1, last = last_text ? atol(last_text) : 0;
+    if (first_text && (!first || number < first)) return 0;
+    if (last && number > last) return 0;
+    if (while_file && syscall(SYS_access, while_file, F_OK) != 0) return 0;
+    if (first_text && number == first) return 1;
+    return !chance || draw(100) < (unsigned int)atoi(chance);
+}
+
 static int must_fail(const char *path, char call) {
     const char *wanted = getenv("FAIL_PATH"), *calls = getenv("FAIL_CALLS");
-    const char *while_file = getenv("FAIL_WHILE"), *number = getenv("FAIL_ERRNO");
-    const char *log_file = getenv("FAIL_LOG");
-    if (!path || !wanted || !calls || !number || !strchr(calls, call) || !strstr(path, wanted))
+    const char *numbers = getenv("FAIL_ERRNO"), *log_file = getenv("FAIL_LOG");
+    if (!path || !wanted || !calls || !numbers || !strchr(calls, call) || !strstr(path, wanted))
         return 0;
-    const char *chance = getenv("FAIL_CHANCE");
-    if (while_file && syscall(SYS_access, while_file, F_OK) != 0) return 0;
-    if (chance && draw(100) >= (unsigned int)atoi(chance)) return 0;
-    if (log_file) {
-        int log = syscall(SYS_openat, AT_FDCWD, log_file, O_WRONLY | O_APPEND | O_CREAT, 0600);
-        if (log >= 0) { syscall(SYS_write, log, "x", 1); syscall(SYS_close, log); }
-    }
-    errno = draw_number(number);
-    return 1;
+    int errno_before = errno;
+    int fails = is_due(call);
+    if (fails && log_file) append(log_file, call);
+    errno = fails ? draw_number(numbers) : errno_before;
+    return fails;
 }
 
 static const char *path_of(int fd, char *buffer, size_t size) {
@@ -167,6 +192,32 @@ int lockf(int fd, int command, off_t length) {
     return fd_must_fail(fd, 'k') ? -1 : real(fd, command, length);
 }
 
+int fstat(int fd, struct stat *result) {
+    REAL("fstat", int (*)(int, struct stat *));
+    return fd_must_fail(fd, 's') ? -1 : real(fd, result);
+}
+
+int fstat64(int fd, struct stat64 *result) {
+    REAL("fstat64", int (*)(int, struct stat64 *));
+    return fd_must_fail(fd, 's') ? -1 : real(fd, result);
+}
+
+int access(const char *path, int mode) {
+    REAL("access", int (*)(const char *, int));
+    return must_fail(path, 's') ? -1 : real(path, mode);
+}
+
+int faccessat(int folder, const char *path, int mode, int flags) {
+    REAL("faccessat", int (*)(int, const char *, int, int));
+    return entry_must_fail(folder, path, 's') ? -1 : real(folder, path, mode, flags);
+}
+
+/* A folder that is open already, as Python lists it for os.scandir(fd). */
+DIR *fdopendir(int fd) {
+    REAL("fdopendir", DIR *(*)(int));
+    return fd_must_fail(fd, 'l') ? NULL : real(fd);
+}
+
 DIR *opendir(const char *path) {
     REAL("opendir", DIR *(*)(const char *));
     return must_fail(path, 'l') ? NULL : real(path);
@@ -193,6 +244,27 @@ PWRITE(pwrite64)
     }
 FLUSH(fsync)
 FLUSH(fdatasync)
+
+int ftruncate(int fd, off_t length) {
+    REAL("ftruncate", int (*)(int, off_t));
+    return fd_must_fail(fd, 'w') ? -1 : real(fd, length);
+}
+
+int ftruncate64(int fd, off64_t length) {
+    REAL("ftruncate64", int (*)(int, off64_t));
+    return fd_must_fail(fd, 'w') ? -1 : real(fd, length);
+}
+
+int linkat(int from_folder, const char *from, int to_folder, const char *to, int flags) {
+    REAL("linkat", int (*)(int, const char *, int, const char *, int));
+    return entry_must_fail(to_folder, to, 'm') ? -1
+                                               : real(from_folder, from, to_folder, to, flags);
+}
+
+int link(const char *from, const char *to) {
+    REAL("link", int (*)(const char *, const char *));
+    return must_fail(to, 'm') ? -1 : real(from, to);
+}
 
 int rename(const char *from, const char *to) {
     REAL("rename", int (*)(const char *, const char *));

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import secrets
 import select
 import shutil
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
+from .accounts import unused_uid
 from .scene import VIRNUC, NotRunError
 from .strikes import Running, strike
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .play import Play
 
 PROGRAM: Final = Path(__file__).with_name("intruder.py")
-FIRST_UID: Final = 54_321  # the first of those among which an unused one is looked for
 REFUSALS: Final = (401, 403, 421)  # what the temporary server may answer
 REPORT_REFUSALS: Final = (404, 421, 501)  # what the server of a report may answer; 501: no GET
 PAUSE_S: Final = 0.2
@@ -123,15 +122,6 @@ class Intruder:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
-
-
-def unused_uid() -> int:
-    """Return a user id that no account and no process of this machine has."""
-    taken = {account.pw_uid for account in pwd.getpwall()}
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            taken.add(process.uids().real)
-    return next(uid for uid in range(FIRST_UID, 65_000) if uid not in taken)
 
 
 def play_intruder(play: Play) -> None:

@@ -7,7 +7,9 @@ play is not run.
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -18,9 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from .accounts import Account, plain_account
 from .failing_disk import Failing, play_failing_disk
 from .first_starts import play_first_starts
 from .intrusions import play_intruder
+from .limits import Limit, play_limit
 from .rounds import Plan, Round, plans
 from .scene import (
     NO_SERVER_HERE,
@@ -29,7 +33,6 @@ from .scene import (
     Truth,
     Work,
     leaves,
-    limit_file_size,
     said,
     server,
 )
@@ -40,6 +43,7 @@ STRANGERS: Final = ("notes.txt", "shards/mine.csv", "telemetry/mine.csv", "logs/
 NO_SERVER: Final = "no Prefect server answers at"
 RUNS_ALONE: Final = "the run goes on without a Prefect server"
 NODE: Final = ("dask worker", "nanny", "tree")
+MAX_DRAWS: Final = 4  # of a round whose strikes hit nothing
 OWN_WAYS: Final = (1, 2, 3, 4, 6)  # exit codes with one line that says why
 
 
@@ -47,24 +51,52 @@ class Play:
     """One round in its own folder."""
 
     def __init__(self, number: int, plan: Plan, scene: Scene, seed: int) -> None:
-        self.scene, self.plan = scene, plan
-        self.rng = random.Random(f"{seed}:{number}")
-        self.round = Round(number, plan)
+        self.scene, self.plan, self.seed = scene, plan, seed
         self.folder = scene.folder / f"round-{number:04d}"
-        self.out = self.folder / "place" / "out"
         self.mark = mark_of(number, scene)
         self.work, self.truth = plan.work, Truth({}, "", 0.0, 0, 0)
-        self.servers, self.server = ExitStack(), scene.url
+        self._begin(number, 0)
+
+    def _begin(self, number: int, n_misses: int) -> None:
+        """Prepare the next draw of the round.
+
+        Args:
+            number: Of the round.
+            n_misses: How many draws have hit nothing.
+        """
+        misses = f":{n_misses}" if n_misses else ""
+        self.rng = random.Random(f"{self.seed}:{number}{misses}")
+        self.sharpness = 2**n_misses  # what is drawn at random is drawn from a part so much smaller
+        self.round = Round(number, self.plan, draws=n_misses + 1)
+        self.out = self.folder / "place" / "out"
+        self.servers, self.server = ExitStack(), self.scene.url
+        self.account: Account | None = None  # whose processes the commands are; None: our own
         self.runs = 0
 
     def play(self) -> Round:
-        """Play the round, and return it with what was wrong in it."""
-        self.out.parent.mkdir(parents=True)
+        """Play the round, and return it with what was wrong in it.
+
+        One whose strike hits nothing is played again with a sharper one, a few times.
+        """
         began_s = time.monotonic()
+        for n_misses in range(MAX_DRAWS):
+            self._begin(self.round.number, n_misses)
+            self._play_draw()
+            if self.round.state != "hit nothing":
+                break
+        self.round.seconds = time.monotonic() - began_s
+        return self.round
+
+    def _play_draw(self) -> None:
+        """Play the round with what its random numbers draw, and remove its folder."""
+        self.out.parent.mkdir(parents=True)
         with self.servers:
             try:
                 self.truth = self.scene.truth(self.work)
                 self._choose_server()
+                if self.plan.plain_user:
+                    self.account = self.servers.enter_context(plain_account(self.scene.folder))
+                    os.chown(self.out.parent, self.account.uid, -1)
                 self._play_kind()
             except NotRunError as error:
                 self.round.not_run = str(error)
@@ -72,9 +104,7 @@ class Play:
                 self.report_problem(f"the harness failed: {error}; {traceback.format_exc()[-300:]}")
             finally:  # also of a round that somebody interrupts
                 self.round.problems += [f"process left: {line}" for line in left_over(self.mark)]
-        self.round.seconds = time.monotonic() - began_s
         shutil.rmtree(self.folder, ignore_errors=True)
-        return self.round
 
     def _play_kind(self) -> None:
         """Play what the plan says."""
@@ -84,6 +114,8 @@ class Play:
             play_failing_disk(self)
         elif self.plan.how == "race":
             play_first_starts(self)
+        elif self.plan.how == "limit":
+            play_limit(self)
         else:
             getattr(self, f"_{self.plan.how}", self._struck)()
 
@@ -116,7 +148,7 @@ class Play:
         self,
         work: Work | None = None,
         *more: str,
-        room: int | None = None,
+        limit: Limit | None = None,
         server: str = "",
         failing: Failing | None = None,
     ) -> Running:
@@ -125,20 +157,20 @@ class Play:
         Args:
             work: What it does; by default the work of the plan.
             more: Further words of the command line.
-            room: The size that no file may exceed.
+            limit: A limit of the system for its processes.
             server: An address, `embedded` or `none`; by default the server of the round.
             failing: Which calls of the system fail for it.
         """
         if "loader" in self.plan.whom:
             more = (*more, "--num-workers=1")
         words = self.scene.words(work or self.work, self.out, self._devices(), *more)
-        return self.start_words(words, room=room, server=server, failing=failing)
+        return self.start_words(words, limit=limit, server=server, failing=failing)
 
     def start_words(
         self,
         words: list[str],
         *,
-        room: int | None = None,
+        limit: Limit | None = None,
         server: str = "",
         failing: Failing | None = None,
     ) -> Running:
@@ -146,8 +178,9 @@ class Play:
         self.runs += 1
         folder = self.folder / f"run-{self.runs}"
         folder.mkdir()
-        environment = failing.variables(folder / "home") if failing else {}
-        preexec = None if room is None else partial(limit_file_size, room)
+        environment = failing.variables() if failing else {}
+        if self.account is not None:
+            environment |= self.account.own_folder(folder)
         return Running(
             self.scene,
             words,
@@ -155,7 +188,7 @@ class Play:
             self.mark,
             server or self.server,
             environment=environment,
-            preexec=preexec,
+            preexec=partial(_prepare_child, limit, self.account),
         )
 
     def ends(
@@ -291,7 +324,7 @@ class Play:
             parts = 20
         if self.plan.nodes:
             parts = 3  # the first of its nodes is there late
-        spread_s = self.truth.seconds / parts
+        spread_s = self.truth.seconds / parts / self.sharpness**2
         if whom == "server" and self.plan.server == "own":
             time.sleep(self.rng.random() * spread_s)
             self.own.kill() if how == "kill" else self.own.send_signal(19)
@@ -303,7 +336,8 @@ class Play:
     def _disk(self) -> None:
         """Play on a disk that is full sooner or later."""
         with small_disk(
-            self.folder / "disk", int(self.rng.uniform(8_192, self.truth.nbytes * 1.1))
+            self.folder / "disk",
+            int(self.rng.uniform(8_192, self.truth.nbytes * 1.1 / self.sharpness)),
         ) as mount_point:
             if not mount_point:
                 raise NotRunError("a small disk cannot be mounted here")
@@ -314,8 +348,9 @@ class Play:
 
     def _filesize(self) -> None:
         """Play with a limit: no file may become longer than a random one of those it makes."""
-        room = int(4096 * (self.truth.largest / 4096) ** self.rng.random())
-        self._full(self.start(room=room))
+        exponent = self.rng.random() / self.sharpness
+        room = int(4096 * (self.truth.largest / 4096) ** exponent)
+        self._full(self.start(limit=Limit(resource.RLIMIT_FSIZE, room)))
         self.resume()
 
     def _full(self, run: Running) -> None:
@@ -332,7 +367,8 @@ class Play:
         """Damage one file of a complete run, or of one that was killed."""
         first_run = self.start()
         incomplete = (
-            self.plan.whom in ("store", "shard", "plan", "record") and self.rng.random() < 0.3
+            self.plan.whom in ("store", "shard", "plan", "record")
+            and self.rng.random() < 0.3 / self.sharpness**2
         )
         if incomplete:
             self._strike(first_run, "kill", "main")
@@ -440,6 +476,14 @@ class Play:
         for start_name in ("first", "again"):
             self.ends(self.start(Work(self.plan.command, name)), (0,), start_name)
         self.compare("again")
+
+
+def _prepare_child(limit: Limit | None, account: Account | None) -> None:
+    """Give up rights in a child before it becomes the command."""
+    if account is not None:
+        account.enter()
+    if limit is not None:
+        resource.setrlimit(limit.resource, (limit.value, limit.value))
 
 
 def mark_of(number: int, scene: Scene) -> str:

@@ -30,7 +30,7 @@ class Plan:
     """One kind of round."""
 
     # kill, stop, terminate, interrupt, disk, filesize, flip, cut, zero, remove, twin, rewrite, odd,
-    # intrude (another user), fail (calls of the system), race (many first starts)
+    # intrude (another user), fail (calls of the system), race (many first starts), limit (ulimit)
     how: str
     whom: str  # a kind of process, of file, of second run
     command: str = "predict"
@@ -38,6 +38,7 @@ class Plan:
     nodes: int = 0  # of a cluster on this machine
     transfer: bool = False  # its files go through Dask
     starts: int = 20  # commands that start at once, of a race
+    plain_user: bool = False  # the command runs under a user id that is not root's
 
     @property
     def work(self) -> Work:
@@ -57,7 +58,14 @@ class Plan:
             name += " of a cluster"
         if self.transfer:
             name += " by transfer"
+        if self.plain_user:
+            name += " as a plain user"
         return name
+
+    @property
+    def needs_prefect(self) -> bool:
+        """Return whether it can only be played where Prefect is installed."""
+        return self.command != "predict" or self.server not in ("any", "none")
 
 
 def plans() -> tuple[Plan, ...]:
@@ -73,6 +81,7 @@ def plans() -> tuple[Plan, ...]:
         *_intruder_plans(),
         *_failing_disk_plans(),
         *_first_start_plans(),
+        *_limit_plans(),
     ]
     random.Random(0).shuffle(kinds)
     return tuple(kinds)
@@ -208,7 +217,18 @@ def _failing_disk_plans() -> list[Plan]:
 def _first_start_plans() -> list[Plan]:
     """Return rounds in which many commands start at once where nothing has been made yet."""
     homes = ("a new home", "an older database")
-    return [Plan("race", home, server="embedded") for home in homes]
+    kinds = [Plan("race", home, server="embedded") for home in homes]
+    kinds.append(Plan("race", "a new home", server="none"))
+    return kinds
+
+
+def _limit_plans() -> list[Plan]:
+    """Return rounds under a limit of memory or of processes. Root has no limit of processes."""
+    kinds = [Plan("limit", "address space", server="none")]
+    for resource in ("address space", "processes"):
+        kinds.append(Plan("limit", resource, server="none", plain_user=True))
+    kinds.append(Plan("limit", "processes", server="embedded", plain_user=True))
+    return kinds
 
 
 @dataclass(slots=True)
@@ -220,6 +240,7 @@ class Round:
     server: str = ""
     at_s: float | None = None  # of the strike, after the start
     hit: bool = True
+    draws: int = 1  # how often the strike was drawn: again after one that hit nothing
     not_run: str = ""  # why this machine cannot play it
     resumed: bool = False
     codes: list[int | None] = field(default_factory=list)
@@ -229,14 +250,26 @@ class Round:
     traps: list[str] = field(default_factory=list)  # what was drawn, for the person who repeats it
 
     @property
+    def state(self) -> str:
+        """Return what came of it: `good`, `hit nothing`, `bad` or `not run`.
+
+        A strike that hits nothing shows nothing, so its round is not good.
+        """
+        if self.problems:
+            return "bad"
+        if self.not_run:
+            return "not run"
+        return "good" if self.hit else "hit nothing"
+
+    @property
     def good(self) -> bool:
-        """Tell whether it was played, and nothing was wrong."""
-        return not self.problems and not self.not_run
+        """Return whether its strike hit, and nothing was wrong."""
+        return self.state == "good"
 
     @property
     def played(self) -> bool:
-        """Tell whether it was played, or failed in the attempt."""
-        return bool(self.problems) or not self.not_run
+        """Return whether it was played, or failed in the attempt."""
+        return self.state != "not run"
 
 
 def line(result: Round) -> str:
@@ -244,30 +277,35 @@ def line(result: Round) -> str:
     name = result.plan.name
     if not result.played:
         return f"{result.number:4d} not run {name}: {result.not_run}"
-    state = "good" if result.good else "BAD "
+    state = "BAD" if result.state == "bad" else result.state
     moment = "" if result.at_s is None else f" at {result.at_s:.1f} s"
     drawn = f" ({'; '.join(result.traps)})" if result.traps else ""
-    ending = f"codes {result.codes} {result.seconds:.0f} s{drawn} {'; '.join(result.problems)}"
-    return f"{result.number:4d} {state} {name} [{result.server}]{moment} {ending}"
+    again = f" drawn {result.draws} times" if result.draws > 1 else ""
+    ending = f"codes {result.codes} {result.seconds:.0f} s{again}{drawn}"
+    problems = "; ".join(result.problems)
+    return f"{result.number:4d} {state:4s} {name} [{result.server}]{moment} {ending} {problems}"
 
 
 def table(results: Sequence[Round]) -> str:
     """Return a Markdown table of kinds of rounds, then what was wrong, then what was not run."""
     played_rounds = [result for result in results if result.played]
-    bad = [result for result in played_rounds if not result.good]
-    n_hits = sum(result.hit for result in played_rounds)
-    lines = ["| round | played | hit | run again | good |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| round | played | good | hit nothing | bad |", "| --- | --- | --- | --- | --- |"]
     for name in sorted({result.plan.name for result in played_rounds}):
-        lines.append(
-            _table_row(name, [result for result in played_rounds if result.plan.name == name])
-        )
+        rounds_of_kind = [result for result in played_rounds if result.plan.name == name]
+        lines.append(_table_row(name, rounds_of_kind))
+    states = Counter(result.state for result in played_rounds)
     lines.append("")
     lines.append(
-        f"{len(played_rounds) - len(bad)} of {len(played_rounds)} rounds good; {n_hits} strikes hit."
+        f"{states['good']} of {len(played_rounds)} rounds good; "
+        f"{states['hit nothing']} hit nothing; {states['bad']} bad."
+    )
+    bad = sorted(
+        (result for result in played_rounds if result.state == "bad"),
+        key=lambda result: result.number,
     )
     if bad:
         lines += ["", "| round | what was wrong |", "| --- | --- |"]
-    for result in sorted(bad, key=lambda result: result.number):
+    for result in bad:
         problems = "; ".join(result.problems)[:400]
         lines.append(f"| {result.number} {result.plan.name} ({result.server}) | {problems} |")
     reasons = Counter((result.plan.name, result.not_run) for result in results if not result.played)
@@ -278,7 +316,5 @@ def table(results: Sequence[Round]) -> str:
 
 def _table_row(name: str, results: Sequence[Round]) -> str:
     """Return the row of one kind of round."""
-    n_hits = sum(result.hit for result in results)
-    n_resumed = sum(result.resumed for result in results)
-    n_good = sum(result.good for result in results)
-    return f"| {name} | {len(results)} | {n_hits} | {n_resumed} | {n_good} |"
+    states = Counter(result.state for result in results)
+    return f"| {name} | {len(results)} | {states['good']} | {states['hit nothing']} | {states['bad']} |"

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import socket
 import sqlite3
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -97,6 +97,8 @@ class Scene:
     mutant: str = ""  # what is taken out of the product, to test the harness itself
     thresholds: tuple[str, str] = ("0.5", "0.5")  # about 60 and 30 % of the reads are above them
     truths: dict[Work, Truth] = field(default_factory=dict)
+    # How often undisturbed runs make each call of the system; see `failing_disk`.
+    counted_calls: dict[str, Counter[str]] = field(default_factory=dict)
 
     def reads(self, name: str) -> Path:
         """A folder of several files."""
@@ -320,11 +322,6 @@ def _start_shared_server(scene: Scene, servers: ExitStack) -> None:
             closing(sqlite3.connect(scene.folder / "prefect.db")) as template_database,
         ):
             server_database.backup(template_database)
-
-
-def limit_file_size(nbytes: int) -> None:
-    """Limit the size of files; called in a child before it becomes the command."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
 
 
 # --- what a user reads ------------------------------------------------------------------------------------------------
